@@ -1,0 +1,44 @@
+# Every target makes .venv and installs what it needs; none needs an earlier step.
+PYTHON ?= python3
+# The CPU build by default; for a CUDA machine: make venv TORCH='torch==2.13.0 --index-url ...'
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: venv demo test check bench gpu clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+.PHONY: help
+
+venv: $(STAMP)  ## make .venv with kvtier, its dependencies and the development tools
+
+$(STAMP): pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $$($(BIN)/python .ci/group dev)
+	touch $@
+
+demo: $(STAMP)  ## run the example of the README
+	$(BIN)/python .ci/readme_example
+
+test: $(STAMP)  ## all tests this machine can run
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## formatting, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
+	PYTHONPATH=. $(BIN)/python -m benchmarks.copy
+
+# Uses whatever python3 has torch with CUDA, and installs nothing.
+gpu:  ## GPU tests and GPU benchmarks
+	PYTHONPATH=src:. $(PYTHON) -m pytest -p no:cacheprovider tests/cpu tests/gpu
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.copy
+
+clean:  ## remove what the targets made
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,113 @@
+"""Element types of KV data, torch-free. `kvtier.memory` holds the mapping to torch.
+
+A type is a name and a number of bits. Types below 8 bits are packed, the first element in the lowest bits of its byte;
+byte sizes round up, and an offset into packed data must fall on a byte boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from kvtier.errors import AlignmentError, DTypeError, RangeError, UnavailableError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type. Compare with `==`; look up by any of its names with `dtype("bf16")`."""
+
+    name: str
+    """The name kvtier prints and stores in files."""
+    bits: int
+    numpy_name: str
+    """The numpy or ml_dtypes type of one element."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several elements share a byte."""
+        return self.bits < 8
+
+    @property
+    def per_byte(self) -> int:
+        """Elements in one byte of a packed type; 1 for the others."""
+        return max(1, 8 // self.bits)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of the smallest addressable unit: one element, or one byte of packed elements."""
+        return max(1, self.bits // 8)
+
+    def nbytes(self, count: int) -> int:
+        """Bytes that `count` elements occupy, rounded up."""
+        if count < 0:
+            raise RangeError(f"a count of {self} elements cannot be negative, got {count}")
+        return (count * self.bits + 7) // 8
+
+    def offset_bytes(self, count: int) -> int:
+        """Byte offset of element `count`; an error if it starts inside a byte."""
+        if count * self.bits % 8:
+            raise AlignmentError(
+                f"element {count} of {self} starts at bit {count * self.bits}, inside a byte: "
+                f"{self} data can only be addressed every {self.per_byte} elements"
+            )
+        return self.nbytes(count)
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The numpy type of one element (for packed types: of one *unpacked* element)."""
+        try:
+            return np.dtype(self.numpy_name)
+        except TypeError:
+            pass  # not a numpy type of its own: bf16, fp8, packed
+        try:
+            import ml_dtypes
+        except ImportError as error:
+            raise UnavailableError(
+                f"numpy has no type for {self}; the ml_dtypes package does: pip install 'kvtier[numpy]'"
+            ) from error
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.numpy_name))
+        return found
+
+
+null = DType("null", 8, "void")
+"""The type of an empty Buffer that was given none; no memory has it."""
+bool_ = DType("bool", 8, "bool")
+u8, u16, u32, u64 = (DType(f"u{bits}", bits, f"uint{bits}") for bits in (8, 16, 32, 64))
+i8, i16, i32, i64 = (DType(f"i{bits}", bits, f"int{bits}") for bits in (8, 16, 32, 64))
+f16, f32, f64 = (DType(f"f{bits}", bits, f"float{bits}") for bits in (16, 32, 64))
+bf16 = DType("bf16", 16, "bfloat16")
+fp8_e4m3 = DType("fp8_e4m3", 8, "float8_e4m3fn")
+fp8_e5m2 = DType("fp8_e5m2", 8, "float8_e5m2")
+u2 = DType("u2", 2, "uint2")
+u4 = DType("u4", 4, "uint4")
+fp4 = DType("fp4", 4, "float4_e2m1fn")
+
+ALL: tuple[DType, ...] = (
+    *(bool_, u8, u16, u32, u64, i8, i16, i32, i64, f16, f32, f64),
+    *(bf16, fp8_e4m3, fp8_e5m2, u2, u4, fp4),
+)
+_BY_NAME: Mapping[str, DType] = MappingProxyType({name: each for each in ALL for name in (each.name, each.numpy_name)})
+
+
+def dtype(name: str | DType | np.dtype[Any] | type[Any]) -> DType:
+    """The element type of this name ("bf16", "bfloat16"), numpy or ml_dtypes type."""
+    if isinstance(name, DType):
+        return name
+    if isinstance(name, str):
+        key = name
+    else:
+        try:
+            key = np.dtype(name).name
+        except TypeError:
+            key = repr(name)
+    found = _BY_NAME.get(key)
+    if found is None:
+        raise DTypeError(f"unknown element type {key!r}; known: {', '.join(each.name for each in ALL)}")
+    return found

@@ -1,0 +1,305 @@
+"""BatchCopy: a batch of copies, collected, merged where they continue each other, and run in one go."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, overload
+
+import numpy as np
+
+from kvtier.errors import AlignmentError, ArgumentError, RangeError, StateError
+from kvtier.memory import cuda
+from kvtier.memory.buffer import Buffer
+from kvtier.memory.copy import check_copy, rest
+from kvtier.memory.copy_paths import PATH_NAMES, Direction, PathName
+from kvtier.memory.copy_plan import ALONE, I64
+from kvtier.memory.copy_steps import Chunk, Step, plan_chunks, plan_steps, run_steps
+from kvtier.memory.costs import CostTable
+from kvtier.memory.launch import choose_stream
+from kvtier.memory.placement import Placement
+from kvtier.memory.region import Holding
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """What one `run()` did."""
+
+    num_calls: int
+    """Copies asked for, those of no bytes included."""
+    num_entries: int
+    """Copies left after merging."""
+    nbytes: int
+    num_waves: int
+    """Groups of independent copies, run one after another."""
+    steps: tuple[Step, ...]
+    """The copies as they ran, with the path of each step and why."""
+
+    @property
+    def merge_ratio(self) -> float:
+        """Copies asked for per copy made; 1.0 if nothing merged."""
+        return self.num_calls / self.num_entries if self.num_entries else 1.0
+
+    @property
+    def path(self) -> str:
+        """The path that ran; several are joined by '+', none is ''."""
+        return "+".join(dict.fromkeys(step.path for step in self.steps))
+
+    @property
+    def reason(self) -> str:
+        """Why, for each path in turn."""
+        return "; ".join(dict.fromkeys(step.reason for step in self.steps))
+
+
+class BatchCopy:
+    """A batch of copies (not: the copy of a batch).
+
+        with BatchCopy() as copy:              # runs when the block ends, discards if it raises
+            with copy.group():                 # pieces that continue each other become one
+                end = copy(a, 4, dst)
+                end = copy(b, 2, end)
+            copy.pieces(src, src_at, 64, dst, dst_at)       # many at once: arrays of element offsets
+        print(copy.result.path, copy.result.merge_ratio)
+
+    The result is that of running the copies one after another, on every path: pieces that depend on each other are
+    found and run in ordered waves. `path` forces one ("host", "loop", "driver", "gather") where it can do the job;
+    otherwise the cheapest by the machine's cost table runs. Memory given as Buffers is kept alive until the copy is
+    done; memory given as addresses is the caller's to keep. Not thread-safe.
+    """
+
+    def __init__(self, *, path: PathName | None = None, costs: CostTable | None = None) -> None:
+        if path is not None and path not in PATH_NAMES:
+            raise ArgumentError(f"unknown copy path {path!r}; choose one of {', '.join(PATH_NAMES)}")
+        self.result: CopyResult | None = None
+        """What the last `run()` did."""
+        self._forced = path
+        self._costs = costs
+        self._clear()
+
+    def _clear(self) -> None:
+        self._chunks: list[Chunk] = []
+        self._single: list[tuple[int, int, int]] = []  # calls not yet turned into a chunk
+        self._single_key: tuple[Direction, int] | None = None
+        self._holdings: dict[int, Holding] = {}
+        self._scope = ALONE
+        self._next_scope = 0
+
+    # ---- collecting ----
+
+    @overload
+    def __call__(self, src: Buffer, n: int, dst: Buffer) -> Buffer: ...
+    @overload
+    def __call__(self, src: int, n: int, dst: int) -> int: ...
+    def __call__(self, src: Buffer | int, n: int, dst: Buffer | int) -> Buffer | int:
+        """Add one copy: n elements of a Buffer, or n bytes at an address. Returns the end of the destination."""
+        if isinstance(src, Buffer) and isinstance(dst, Buffer):
+            check_copy(src, n, dst)
+            if n:
+                self._check_tail(src, n, dst)
+                self._keep(src, dst)
+                self._add(src.data(), dst.data(), src.dtype.nbytes(n), (src.placement, dst.placement))
+            else:
+                self._add(0, 0, 0, (src.placement, dst.placement))
+            return rest(dst, n)
+        if isinstance(src, int) and isinstance(dst, int):
+            if n < 0 or (n and min(src, dst) <= 0):
+                raise RangeError(f"cannot copy {n} bytes from address {src:#x} to address {dst:#x}")
+            self._add(src, dst, n, (cuda.placement_of(src), cuda.placement_of(dst)))
+            return dst + n
+        raise ArgumentError(
+            "source and destination must both be Buffers or both addresses, "
+            f"got {type(src).__name__} and {type(dst).__name__}"
+        )
+
+    def pieces(self, src: Buffer, src_at: Any, n: Any, dst: Buffer, dst_at: Any) -> None:
+        """Add many copies at once: n elements (one number or one each) from offsets `src_at` of `src` to `dst_at` of
+        `dst`.
+
+        The offsets are arrays (numpy, torch, list); pieces merge whatever their order.
+        """
+        check_copy(src, 0, dst)
+        bits = src.dtype.bits
+        from_at, to_at = _integers("src_at", src_at), _integers("dst_at", dst_at)
+        counts = _sizes("n", n, len(from_at))
+        _same_length(from_at, to_at, counts)
+        if not len(from_at):
+            return
+        _check_bounds("src", from_at, counts, src.size)
+        _check_bounds("dst", to_at, counts, dst.size)
+        if src.dtype.is_packed and int(np.bitwise_or.reduce((from_at | to_at | counts) * bits)) % 8:
+            raise AlignmentError(
+                f"offsets and counts of {src.dtype} pieces must be multiples of {src.dtype.per_byte}, "
+                "so that each is whole bytes"
+            )
+        _writable(dst)
+        self._keep(src, dst)
+        source, target = src.data() + from_at * bits // 8, dst.data() + to_at * bits // 8
+        self._add_chunk(source, target, counts * bits // 8, (src.placement, dst.placement))
+
+    def pointers(
+        self,
+        src: Any,
+        nbytes: Any,
+        dst: Any,
+        *,
+        src_placement: Placement | str | None = None,
+        dst_placement: Placement | str | None = None,
+    ) -> None:
+        """Add many copies at once, given as arrays of addresses and byte counts (one number or one each).
+
+        All sources are in one kind of memory and all destinations in one; what is not said is asked of the driver for
+        the first of each. Nobody can check the bounds: `pieces` does.
+        """
+        source, target = _integers("src", src), _integers("dst", dst)
+        counts = _sizes("nbytes", nbytes, len(source))
+        _same_length(source, target, counts)
+        if not len(source):
+            return
+        if int(counts.min()) < 0 or (int(counts.max()) and min(int(source.min()), int(target.min())) <= 0):
+            bad = int(np.argmax((counts < 0) | ((counts > 0) & ((source <= 0) | (target <= 0)))))
+            raise RangeError(
+                f"piece {bad}: cannot copy {counts[bad]} bytes from address {source[bad]:#x} to {target[bad]:#x}"
+            )
+        places = (
+            cuda.placement_of(int(source[0])) if src_placement is None else Placement.parse(src_placement),
+            cuda.placement_of(int(target[0])) if dst_placement is None else Placement.parse(dst_placement),
+        )
+        self._add_chunk(source, target, counts, places)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Merge the copies of this block that continue each other in source and destination, whatever their order."""
+        if self._scope != ALONE:
+            raise StateError("groups do not nest: leave the open group() first")
+        self._scope = self._new_scope()
+        try:
+            yield
+        finally:
+            self._scope = ALONE
+
+    # ---- running ----
+
+    def run(self) -> CopyResult:
+        """Carry everything out in the order of the current stream, and start over empty.
+
+        On a stream the copies may still be under way when this returns. If it raises, the batch is discarded.
+        """
+        if self._scope != ALONE:
+            raise StateError("run() inside an open group(): the group is not complete yet, leave it first")
+        self._flush_singles()
+        chunks, holdings = self._chunks, list(self._holdings.values())
+        self._clear()
+        if not chunks:
+            self.result = CopyResult(0, 0, 0, 0, ())
+            return self.result
+        plan = plan_chunks(chunks)
+        stream = choose_stream(None, *(place for direction in plan.directions for place in direction))
+        steps = plan_steps(plan, stream, self._forced, self._costs)
+        run_steps(steps, stream, holdings)
+        merged = plan.merged
+        self.result = CopyResult(plan.num_calls, merged.num_pieces, int(merged.nbytes.sum()), merged.num_waves, steps)
+        return self.result
+
+    def discard(self) -> None:
+        """Forget everything added since the last run."""
+        self._clear()
+
+    def __len__(self) -> int:
+        """Copies added since the last run."""
+        return len(self._single) + sum(len(chunk.src) for chunk in self._chunks)
+
+    def __bool__(self) -> bool:
+        return True  # an empty batch is still a batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.run()
+        else:
+            self.discard()
+
+    def __del__(self) -> None:
+        if getattr(self, "_chunks", None) or getattr(self, "_single", None):
+            warnings.warn(
+                f"a BatchCopy with {len(self)} copies was dropped without run() or discard()",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    # ---- helpers ----
+
+    def _add(self, src: int, dst: int, nbytes: int, direction: Direction) -> None:
+        key = (direction, self._scope)
+        if key != self._single_key:
+            self._flush_singles()
+            self._single_key = key
+        self._single.append((src, dst, nbytes))
+
+    def _flush_singles(self) -> None:
+        if self._single and self._single_key is not None:
+            table = np.array(self._single, np.int64)
+            direction, scope = self._single_key
+            src, dst, nbytes = np.ascontiguousarray(table.T)
+            self._chunks.append(Chunk(src, dst, nbytes, direction, scope))
+        self._single, self._single_key = [], None
+
+    def _add_chunk(self, src: I64, dst: I64, nbytes: I64, direction: Direction) -> None:
+        self._flush_singles()
+        scope = self._new_scope() if self._scope == ALONE else self._scope
+        self._chunks.append(Chunk(src, dst, nbytes, direction, scope))
+
+    def _new_scope(self) -> int:
+        self._next_scope += 1
+        return self._next_scope - 1
+
+    def _keep(self, *buffers: Buffer) -> None:
+        for buffer in buffers:
+            self._holdings[id(buffer.holding)] = buffer.holding
+
+    def _check_tail(self, src: Buffer, n: int, dst: Buffer) -> None:
+        _writable(dst)
+        if n * src.dtype.bits % 8 and dst.raw_data() + dst.dtype.nbytes(n) != dst.holding.pointer + dst.holding.nbytes:
+            raise AlignmentError(
+                f"{n} elements of {src.dtype} end inside a byte that other elements may share; "
+                f"copy a multiple of {src.dtype.per_byte}, or use kvtier.memory.copy"
+            )
+
+
+def _integers(name: str, values: Any) -> I64:
+    """An array argument as int64; tensors and arrays are converted in one go, never element by element."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu" and array.size:
+        raise ArgumentError(f"{name} must be whole numbers, got {array.dtype}")
+    if array.ndim != 1:
+        raise ArgumentError(f"{name} must be one-dimensional, got shape {array.shape}")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _sizes(name: str, values: Any, count: int) -> I64:
+    """A size argument: one number for all, or an array with one for each."""
+    return np.full(count, values, np.int64) if isinstance(values, int) else _integers(name, values)
+
+
+def _same_length(src: I64, dst: I64, sizes: I64) -> None:
+    if not len(src) == len(dst) == len(sizes):
+        raise ArgumentError(
+            f"one source, destination and size per piece are needed, got {len(src)}, {len(dst)} and {len(sizes)}"
+        )
+
+
+def _check_bounds(side: str, at: I64, counts: I64, size: int) -> None:
+    if int(at.min()) < 0 or int(counts.min()) < 0 or int((at + counts).max()) > size:
+        bad = int(np.argmax((at < 0) | (counts < 0) | (at + counts > size)))
+        raise RangeError(f"piece {bad}: {counts[bad]} elements from {at[bad]} do not fit the {side} Buffer of {size}")
+
+
+def _writable(dst: Buffer) -> None:
+    if dst.readonly:
+        raise ArgumentError("the destination Buffer is read-only (its source is); copy into a new one")

@@ -1,0 +1,441 @@
+"""Buffer: one flat, typed region of memory on the host, pinned, or on a GPU."""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from kvtier import dtype as dt
+from kvtier.dtype import DType
+from kvtier.errors import (
+    AlignmentError,
+    ArgumentError,
+    DTypeError,
+    EmptyError,
+    PlacementError,
+    RangeError,
+)
+from kvtier.memory import interop, packing
+from kvtier.memory.allocator import Allocator
+from kvtier.memory.context import current_allocator
+from kvtier.memory.launch import choose_stream, launch
+from kvtier.memory.placement import CPU, Placement
+from kvtier.memory.region import Holding, Region, array_interface
+from kvtier.memory.stream import Stream
+from kvtier.memory.torch_types import BITS, torch_dtype
+
+Scalar = int | float | bool
+
+
+class Buffer:
+    """A flat array of one element type. Slices and views share its memory, which lives as long as any of them or any
+    export.
+
+        Buffer()                              empty, without a type            falsy
+        Buffer(dtype="bf16")                  empty, typed                     falsy
+        Buffer(1024, "bf16", "pinned")        memory of that placement, from the context's allocator
+        Buffer(1024, "bf16", allocator=a)     memory from this allocator
+        Buffer.from_pointer(p, 1024, "bf16")  borrowed; with owner=..., shared
+        Buffer.wrap(array)                    zero-copy over numpy, torch, DLPack, CUDA arrays, bytes
+
+    Contents start uninitialised. Sizes and offsets count elements; `nbytes` counts bytes. Two Buffers are equal when
+    they are the same elements of the same memory; contents are never compared. Calls that write say so; readers never
+    do.
+    """
+
+    __slots__ = ("_dtype", "_exported", "_offset_bytes", "_region", "_size", "placement")
+
+    def __init__(
+        self,
+        size: int | None = None,
+        dtype: DType | str = dt.null,
+        placement: Placement | str | None = None,
+        *,
+        allocator: Allocator | None = None,
+    ) -> None:
+        element = dt.null if dtype is dt.null else dt.dtype(dtype)
+        where = Placement.parse(placement) if placement is not None else allocator.placement if allocator else CPU
+        region: Region | None = None
+        if size is not None:
+            count = operator.index(size)
+            if element == dt.null:
+                raise DTypeError(
+                    f"a Buffer of {count} elements needs an element type, for example Buffer({count}, 'bf16')"
+                )
+            if allocator is not None and allocator.placement != where:
+                raise PlacementError(f"asked for {where} memory from an allocator of {allocator.placement} memory")
+            region = Region((allocator or current_allocator(where)).allocate(element.nbytes(count)))
+        self._set(region, 0, 0 if size is None else count, element, where)
+
+    def _set(self, region: Region | None, offset_bytes: int, size: int, dtype: DType, placement: Placement) -> None:
+        self._region = region
+        self._offset_bytes = offset_bytes
+        self._size = size
+        self._dtype = dtype
+        self.placement = placement
+        self._exported: Holding | None = None
+
+    @classmethod
+    def _make(cls, region: Region | None, offset_bytes: int, size: int, dtype: DType, placement: Placement) -> Buffer:
+        made = cls.__new__(cls)
+        made._set(region, offset_bytes, size, dtype, placement)
+        return made
+
+    @classmethod
+    def from_pointer(
+        cls, pointer: int, size: int, dtype: DType | str, placement: Placement | str = CPU, *, owner: object = None
+    ) -> Buffer:
+        """Over memory at an address. Without `owner` the caller keeps it alive; with it, this Buffer does."""
+        element, where = dt.dtype(dtype), Placement.parse(placement)
+        nbytes = element.nbytes(size)
+        if pointer <= 0 and nbytes:
+            raise ArgumentError(f"address {pointer:#x} is no memory of {nbytes} bytes")
+        if pointer % element.item_bytes:
+            raise AlignmentError(
+                f"address {pointer:#x} is not a multiple of {element.item_bytes}, the bytes of one {element}"
+            )
+        return cls._make(Region(Holding(pointer, nbytes, where, owner)), 0, size, element, where)
+
+    @classmethod
+    def wrap(cls, source: Any) -> Buffer:
+        """Over the memory of a numpy array, torch tensor, DLPack or CUDA array, or bytes-like object, without copying.
+
+        The source must be contiguous and stays alive with the Buffer. Read-only sources make read-only Buffers. On CUDA
+        the producer's pending work is ordered before the current stream.
+        """
+        found = interop.adopt(source)
+        return cls._make(found.region, 0, found.size, found.dtype, found.region.holding.placement)
+
+    @classmethod
+    def pack(cls, values: Any, dtype: DType | str) -> Buffer:
+        """A new host Buffer of a packed type from one value (its bits, or an ml_dtypes element) per array item."""
+        element, array = dt.dtype(dtype), np.ascontiguousarray(values).reshape(-1)
+        if not element.is_packed:
+            raise DTypeError(f"{element} is not packed; wrap an array of it with Buffer.wrap(array)")
+        if array.dtype.itemsize != 1:
+            raise DTypeError(f"pack() takes one byte per element (uint8 bits or ml_dtypes), got {array.dtype}")
+        codes = array.view(np.uint8)
+        if array.dtype == np.uint8 and codes.size and int(codes.max()) >> element.bits:
+            raise RangeError(f"{element} holds bits 0 to {(1 << element.bits) - 1}, got {int(codes.max())}")
+        packed = packing.pack_codes(element, codes)
+        return cls._make(interop.adopt(packed).region, 0, codes.size, element, CPU)
+
+    # ---- what it is ----
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self._size
+
+    @property
+    def dtype(self) -> DType:
+        """The element type."""
+        return self._dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the elements occupy, rounded up."""
+        return self._dtype.nbytes(self._size)
+
+    @property
+    def base(self) -> int:
+        """Offset of the first element from the start of the memory, in elements."""
+        return self._offset_bytes * 8 // self._dtype.bits
+
+    @property
+    def readonly(self) -> bool:
+        """Whether writing is refused."""
+        return self._region is not None and self._region.readonly
+
+    @property
+    def holding(self) -> Holding:
+        """What keeps the memory alive; for code that issues copies of its own. An error if empty or closed."""
+        return self._open().holding
+
+    def __bool__(self) -> bool:
+        return self._region is not None and self._region.is_open
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Buffer):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[object, ...]:
+        return (id(self._region) if self._region else 0, self._offset_bytes, self._size, self._dtype, self.placement)
+
+    def __repr__(self) -> str:
+        state = "empty" if self._region is None else "" if self else "closed"
+        return f"Buffer({self._size}, {self._dtype.name!r}, {str(self.placement)!r}{', ' + state if state else ''})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Buffer is not pickled: use kvtier.memory.save and load, which are versioned and checked")
+
+    def close(self) -> None:
+        """Give the memory up, for this Buffer and every slice and view of it.
+
+        Exports and copies in flight keep theirs.
+        """
+        if self._region is not None:
+            self._region.close()
+
+    # ---- addresses ----
+
+    def data(self, dtype: DType | str | None = None) -> int:
+        """The address of the first element; with `dtype`, only if that is the element type."""
+        if dtype is not None:
+            self.typed(dtype)
+        return self.raw_data()
+
+    def raw_data(self, offset: int = 0) -> int:
+        """The address of element `offset` (0 to size; packed types only on a byte boundary)."""
+        region = self._open()
+        if not 0 <= offset <= self._size:
+            raise RangeError(f"offset {offset} is outside 0..{self._size}")
+        return region.holding.pointer + self._offset_bytes + self._dtype.offset_bytes(offset)
+
+    def data_or(self, default: int) -> int:
+        """The address of the first element, or `default` if the Buffer is empty."""
+        return default if self._region is None else self.raw_data()
+
+    # ---- parts and other readings of the same memory ----
+
+    def slice(self, base: int, size: int | None = None) -> Buffer:
+        """Elements `base` to `base + size` (to the end without `size`), sharing memory."""
+        count = self._size - base if size is None else size
+        if base < 0 or count < 0 or base + count > self._size:
+            asked = f"{count} elements from {base}" if size is not None else f"all elements from {base}"
+            raise RangeError(f"cannot take {asked} of a Buffer of {self._size}")
+        if self._region is None:
+            return self
+        self._region.holding  # noqa: B018 - raises if closed
+        offset = self._offset_bytes + self._dtype.offset_bytes(base)
+        return Buffer._make(self._region, offset, count, self._dtype, self.placement)
+
+    def view(self, dtype: DType | str) -> Buffer:
+        """The same bytes as elements of another type. They must divide evenly and be aligned for it."""
+        element = dt.dtype(dtype)
+        if element == self._dtype:
+            return self
+        if self._region is None:
+            return Buffer(dtype=element)
+        address = self.raw_data()
+        bits = self._size * self._dtype.bits
+        if bits % max(8, element.bits):
+            raise AlignmentError(
+                f"{self._size} elements of {self._dtype} ({bits} bits) are not a whole number of {element} "
+                f"({element.bits} bits)"
+            )
+        if address % element.item_bytes:
+            raise AlignmentError(
+                f"the first element is at {address:#x}, not a multiple of the {element.item_bytes} bytes of {element}"
+            )
+        return Buffer._make(self._region, self._offset_bytes, bits // element.bits, element, self.placement)
+
+    def borrow(self) -> Buffer:
+        """The same elements without keeping the memory alive; using it after the owner is gone is an error."""
+        if self._region is None:
+            return self
+        return Buffer._make(self._region.borrow(), self._offset_bytes, self._size, self._dtype, self.placement)
+
+    def typed(self, dtype: DType | str) -> Buffer:
+        """This Buffer, if its elements are of `dtype`; an error otherwise. `view` reads the bytes as another type."""
+        wanted = dt.dtype(dtype)
+        if wanted != self._dtype:
+            raise DTypeError(
+                f"this Buffer holds {self._dtype}, not {wanted}; view({wanted.name!r}) reads its bytes as {wanted}"
+            )
+        return self
+
+    # ---- elements ----
+
+    def at(self, index: int) -> Scalar:
+        """Element `index`, 0 to size - 1. On a GPU this waits for the current stream."""
+        position = operator.index(index)
+        if not 0 <= position < self._size:
+            raise RangeError(f"index {position} is outside 0..{self._size - 1} of a Buffer of {self._size}")
+        value: Scalar = self._values(position - position % self._dtype.per_byte, position + 1)[-1]
+        return value
+
+    def __getitem__(self, key: int | builtins.slice[Any, Any, Any]) -> Any:
+        if isinstance(key, builtins.slice):
+            start, stop, step = key.indices(self._size)
+            if step != 1:
+                raise ArgumentError(f"a Buffer slice must have step 1, got {step}")
+            return self.slice(start, max(0, stop - start))
+        index = operator.index(key)
+        return self.at(index + self._size if index < 0 else index)
+
+    def __setitem__(self, key: int, value: Scalar) -> None:
+        index = operator.index(key)
+        index = index + self._size if index < 0 else index
+        if not 0 <= index < self._size:
+            raise RangeError(f"index {key} is outside a Buffer of {self._size}")
+        if not self._dtype.is_packed:
+            return self.slice(index, 1).fill(value)
+        first = index - index % self._dtype.per_byte
+        shift = (index - first) * self._dtype.bits
+        code = packing.encode(self._dtype, value) << shift
+        self.slice(first, index - first + 1)._write_byte(0, code, ((1 << self._dtype.bits) - 1) << shift, None)
+
+    def __iter__(self) -> Iterator[Scalar]:
+        return iter(self.tolist())
+
+    def tolist(self) -> list[Scalar]:
+        """All elements as Python numbers."""
+        return self._values(0, self._size)
+
+    def fill(self, value: Scalar, stream: Stream | None = None) -> None:
+        """Write `value` into every element, in the order of `stream` (or the current one)."""
+        if self._dtype.is_packed:
+            code = packing.repeat(self._dtype, packing.encode(self._dtype, value))
+            return self._fill_packed(code, stream)
+        try:
+            encoded = torch.tensor([value], dtype=torch_dtype(self._dtype))
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise RangeError(f"{self._dtype} cannot hold {value!r}: {error}") from error
+        width = BITS[self._dtype.item_bytes]
+        bits, target = encoded.view(width).item(), self.bytes_tensor(write=True).view(width)
+        self._launch(lambda: target.fill_(bits), stream)
+
+    def _fill_packed(self, byte: int, stream: Stream | None) -> None:
+        mask = packing.tail_mask(self._dtype, self._size)
+        whole = self._size // self._dtype.per_byte
+        target = self.bytes_tensor(write=True)[:whole]
+        self._launch(lambda: target.fill_(byte), stream)
+        if mask != 0xFF:
+            self._write_byte(whole, byte, mask, stream)
+
+    def _write_byte(self, index: int, bits: int, mask: int, stream: Stream | None) -> None:
+        """Set the masked bits of one byte; its other bits belong to elements outside this Buffer."""
+        target = self.bytes_tensor(write=True)[index : index + 1]
+        self._launch(lambda: target.bitwise_and_(0xFF ^ mask).bitwise_or_(bits & mask), stream)
+
+    def _launch(self, task: Any, stream: Stream | None) -> None:
+        launch(task, choose_stream(stream, self.placement), on_device=self.placement.is_device, holdings=[self.holding])
+
+    def _values(self, start: int, stop: int) -> list[Any]:
+        """Elements from `start` (on a byte boundary) to `stop`, after waiting for the current stream."""
+        if self._region is None:
+            return []
+        part = self.slice(start, stop - start)
+        stream = choose_stream(None, self.placement)
+        if stream is not None:
+            stream.synchronize()
+        host = part.bytes_tensor().cpu()
+        if self._dtype.is_packed:
+            return [
+                packing.decode(self._dtype, code)
+                for code in packing.unpack_codes(self._dtype, host.numpy(), part.size).tolist()
+            ]
+        return host.view(torch_dtype(self._dtype)).tolist()
+
+    # ---- the same memory elsewhere ----
+
+    def bytes_tensor(self, *, write: bool = False) -> torch.Tensor:
+        """The bytes as a uint8 torch tensor sharing this memory, for code that copies.
+
+        `write` refuses read-only memory.
+        """
+        region = self._open()
+        if write and region.readonly:
+            raise ArgumentError("this Buffer is read-only (its source is); copy it into a new one to write")
+        return region.tensor()[self._offset_bytes : self._offset_bytes + self.nbytes]
+
+    def torch(self) -> torch.Tensor:
+        """A torch tensor over this memory. Packed integers come as their bytes, fp4 as torch's pairs."""
+        return self.bytes_tensor(write=True).view(torch_dtype(self._dtype))
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A numpy array over this host memory, read-only if the Buffer is. Packed types come as their bytes."""
+        array = self._host_bytes("numpy()")
+        return array if self._dtype.is_packed else array.view(self._dtype.numpy)
+
+    def unpack(self) -> np.ndarray[Any, Any]:
+        """A copy of a packed host Buffer with one ml_dtypes element per byte."""
+        if not self._dtype.is_packed:
+            raise DTypeError(f"{self._dtype} is not packed; numpy() shows it without copying")
+        codes = packing.unpack_codes(self._dtype, self._host_bytes("unpack()"), self._size)
+        return codes.view(self._dtype.numpy)
+
+    def memoryview(self) -> builtins.memoryview:
+        """The bytes of this host memory, read-only if the Buffer is."""
+        return builtins.memoryview(self._host_bytes("memoryview()").data)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self._interface(on_device=False)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        interface = self._interface(on_device=True)
+        stream = choose_stream(None, self.placement)
+        handle = stream.handle if stream is not None else 0
+        return {**interface, "stream": handle or 1}  # 0 is not allowed there; 1 says the legacy default stream
+
+    def _interface(self, *, on_device: bool) -> dict[str, Any]:
+        if self.placement.is_device != on_device:
+            raise AttributeError(f"{self.placement} memory cannot be shown by this array protocol")
+        if not self._dtype.is_packed and self._dtype.numpy.kind == "V":
+            raise AttributeError(f"the array protocols have no name for {self._dtype}; use numpy(), torch() or DLPack")
+        region = self._open()
+        self._exported = (
+            region.holding
+        )  # whoever reads this keeps the Buffer, not the memory: so the Buffer must, even closed
+        count, typestr = (self.nbytes, "|u1") if self._dtype.is_packed else (self._size, self._dtype.numpy.str)
+        return array_interface(self.raw_data(), count, typestr, readonly=region.readonly)
+
+    def __dlpack__(
+        self, *, stream: int | None = None, max_version: tuple[int, int] | None = None, **options: Any
+    ) -> Any:
+        tensor = self.torch()
+        ours = choose_stream(None, self.placement) if self.placement.is_device else None
+        if ours is None:
+            return tensor.__dlpack__(stream=stream, max_version=max_version, **options)
+        with torch.cuda.stream(ours.native):  # the consumer's stream waits for ours
+            return tensor.__dlpack__(stream=stream, max_version=max_version, **options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        kind, index = self.torch().__dlpack_device__()
+        return int(kind), int(index)
+
+    # ---- checks ----
+
+    def _open(self) -> Region:
+        if self._region is None:
+            raise EmptyError(f"this Buffer is empty (no memory, {self._dtype}); allocate one with Buffer(size, dtype)")
+        self._region.holding  # noqa: B018 - raises if closed
+        return self._region
+
+    def _host_bytes(self, what: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if self.placement.is_device:
+            raise PlacementError(
+                f"{what} reads host memory, this Buffer is on {self.placement}; "
+                "copy it to a 'cpu' Buffer, or use torch()"
+            )
+        array: np.ndarray[Any, np.dtype[np.uint8]] = self.bytes_tensor().numpy()
+        if self.readonly:
+            array.flags.writeable = False
+        return array
+
+
+def empty_like(buffer: Buffer, dtype: DType | str | None = None, placement: Placement | str | None = None) -> Buffer:
+    """An uninitialised Buffer of the same size; other element type, other placement, or both, on request."""
+    return Buffer(
+        buffer.size,
+        buffer.dtype if dtype is None else dtype,
+        buffer.placement if placement is None else placement,
+    )

@@ -1,0 +1,176 @@
+"""The ways to carry out independent pieces, and which of them can serve a given job.
+
+host     compiled copier, several threads           host memory only
+loop     one copy after another                     anything; the only one that keeps the order of its pieces
+driver   cuMemcpyBatchAsync                         a GPU; not while capturing a graph
+gather   a kernel that reads and writes all pieces  one GPU and pinned memory; capturable
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+
+from kvtier.errors import CopyError, UnavailableError
+from kvtier.memory import cuda, native
+from kvtier.memory.copy_plan import I64
+from kvtier.memory.gather import gather_kernels
+from kvtier.memory.placement import Placement
+from kvtier.memory.stream import Stream
+
+PathName = Literal["host", "loop", "driver", "gather"]
+PATH_NAMES: tuple[PathName, ...] = get_args(PathName)
+Direction = tuple[Placement, Placement]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What pieces have in common: from where, to where, on which stream (None: at once, on the host)."""
+
+    src: Placement
+    dst: Placement
+    stream: Stream | None
+    capturing: bool = False
+
+    @property
+    def on_device(self) -> bool:
+        """Whether GPU memory is involved."""
+        return self.src.is_device or self.dst.is_device
+
+    @property
+    def over_link(self) -> bool:
+        """Whether one side is host memory."""
+        return not (self.src.is_device and self.dst.is_device)
+
+    def __str__(self) -> str:
+        return f"{self.src} to {self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Independent copies; `origin[k]` is the caller's entry with which piece k begins."""
+
+    src: I64
+    dst: I64
+    nbytes: I64
+    origin: I64
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def part(self, chosen: slice | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Pieces:
+        """Some of these pieces."""
+        return Pieces(self.src[chosen], self.dst[chosen], self.nbytes[chosen], self.origin[chosen])
+
+
+def why_not(path: PathName, job: Job) -> str | None:
+    """Why `path` cannot do `job`; None if it can."""
+    if not job.on_device:
+        if path == "host":
+            copier = native.host_copier()
+            return None if copier.library is not None else copier.reason
+        return None if path == "loop" else f"{path} needs GPU memory on one side"
+    if path == "host":
+        return "the host copier cannot reach GPU memory"
+    try:
+        cuda.driver()
+        if path == "driver":
+            if job.capturing:
+                return "cuMemcpyBatchAsync cannot be captured in a CUDA graph"
+            cuda.batch_call(_device(job))
+        elif path == "gather":
+            if "cpu" in (job.src.kind, job.dst.kind):
+                return "a kernel cannot reach host memory that is not pinned"
+            if not job.over_link and job.src != job.dst:
+                return "a kernel cannot be assumed to reach another GPU's memory"
+            gather_kernels(_device(job))
+    except UnavailableError as error:
+        return str(error)
+    return None
+
+
+def run_path(path: PathName, job: Job, pieces: Pieces) -> None:
+    """Carry out independent pieces. CopyError names the entry that could not be copied."""
+    if path == "loop":
+        run_in_order(job, pieces)
+    elif path == "host":
+        native.host_copier().copy(
+            np.ascontiguousarray(pieces.src), np.ascontiguousarray(pieces.dst), np.ascontiguousarray(pieces.nbytes)
+        )
+    elif path == "gather":
+        assert job.stream is not None
+        gather_kernels(_device(job)).copy(pieces.src, pieces.dst, pieces.nbytes, job.stream, over_link=job.over_link)
+    else:
+        _run_driver(job, pieces)
+
+
+def run_in_order(job: Job, pieces: Pieces) -> None:
+    """One piece after another, each reading its source before writing: right for any pieces, fast for few."""
+    columns = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True)
+    if not job.on_device:
+        for src, dst, nbytes in columns:
+            ctypes.memmove(dst, src, nbytes)
+        return
+    assert job.stream is not None
+    if not _has_driver():
+        return _run_with_torch(job, pieces)
+    for k, (src, dst, nbytes) in enumerate(columns):
+        if abs(src - dst) < nbytes:
+            status = _copy_through_scratch(job, src, dst, nbytes)
+        else:
+            status = cuda.memcpy_async(dst, src, nbytes, job.stream)
+        if status:
+            raise CopyError(
+                f"entry {int(pieces.origin[k])}: copying {nbytes} bytes from {src:#x} ({job.src}) to {dst:#x} ({job.dst})"
+                f" failed with CUDA status {status}; are both addresses valid for that many bytes?",
+                index=int(pieces.origin[k]),
+            )
+
+
+def _run_driver(job: Job, pieces: Pieces) -> None:
+    assert job.stream is not None
+    src, dst, nbytes = (np.ascontiguousarray(column) for column in (pieces.src, pieces.dst, pieces.nbytes))
+    failed = cuda.batch_call(_device(job)).submit(src, dst, nbytes, job.stream)
+    if failed is not None:
+        # The call says at most which chunk. The pieces are independent, so repeating them one by one is safe, and
+        # finds the one at fault, or succeeds where the batch would not (a piece merged across two allocations is
+        # refused whole).
+        run_in_order(job, pieces.part(slice(failed, None)))
+
+
+def _copy_through_scratch(job: Job, src: int, dst: int, nbytes: int) -> int:
+    """A piece that overlaps itself, which no device copy defines, goes through memory of its own."""
+    assert job.stream is not None
+    with torch.cuda.stream(job.stream.native):  # torch's pool reuses it only behind these copies
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=job.src.torch)
+    return cuda.memcpy_async(scratch.data_ptr(), src, nbytes, job.stream) or cuda.memcpy_async(
+        dst, scratch.data_ptr(), nbytes, job.stream
+    )
+
+
+def _run_with_torch(job: Job, pieces: Pieces) -> None:
+    """Without cuda-bindings: torch makes the same copies, at its own cost per call."""
+    from kvtier.memory.buffer import Buffer
+
+    assert job.stream is not None
+    with torch.cuda.stream(job.stream.native):
+        for src, dst, nbytes in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True):
+            source = Buffer.from_pointer(src, nbytes, "u8", job.src).bytes_tensor()
+            target = Buffer.from_pointer(dst, nbytes, "u8", job.dst).bytes_tensor()
+            target.copy_(source.clone() if abs(src - dst) < nbytes else source, non_blocking=True)
+
+
+def _has_driver() -> bool:
+    try:
+        cuda.driver()
+    except UnavailableError:
+        return False
+    return True
+
+
+def _device(job: Job) -> Placement:
+    return job.dst if job.dst.is_device else job.src

@@ -1,0 +1,183 @@
+"""What each copy path costs on this machine: measured once per GPU and driver, kept in a file, asked by whoever
+chooses a path.
+
+A path's time for n pieces of one size is fixed + n * per_piece; both are measured at a few sizes and interpolated
+between them on a logarithmic scale. Mixed sizes count as their mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvtier.errors import FormatError
+from kvtier.memory import cuda
+from kvtier.memory.buffer import Buffer
+from kvtier.memory.cache_dir import cache_dir, write_atomically
+from kvtier.memory.copy_paths import PATH_NAMES, Job, PathName, Pieces, run_path, why_not
+from kvtier.memory.placement import CPU, PINNED, Placement
+from kvtier.memory.stream import Stream
+
+_FORMAT = 1
+_SIZES = tuple(4096 << shift for shift in range(0, 12, 2))  # 4 KiB to 4 MiB, in steps of four
+_POOL_BYTES = 64 << 20  # of each kind of memory, while measuring
+_MAX_PIECES = 1024
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Time of one path at one piece size, in microseconds."""
+
+    nbytes: int
+    fixed_us: float
+    per_piece_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Costs by direction ("cuda>pinned") and path, by rising size. `origin` says where the numbers are from."""
+
+    origin: str
+    costs: Mapping[str, Mapping[str, tuple[Cost, ...]]]
+
+    def estimate_us(self, job: Job, path: PathName, num_pieces: int, nbytes: int) -> float:
+        """Expected microseconds for `num_pieces` pieces of `nbytes` together; infinite if never measured."""
+        rows = self.costs.get(direction(job), {}).get(path, ())
+        if not rows:
+            return math.inf
+        size = nbytes / num_pieces
+        if size <= rows[0].nbytes:
+            low = high = rows[0]
+            share = 0.0
+        elif size >= rows[-1].nbytes:  # beyond, a piece costs its bytes
+            return rows[-1].fixed_us + num_pieces * rows[-1].per_piece_us * size / rows[-1].nbytes
+        else:
+            above = next(k for k, row in enumerate(rows) if row.nbytes > size)
+            low, high = rows[above - 1], rows[above]
+            share = math.log(size / low.nbytes) / math.log(high.nbytes / low.nbytes)
+        fixed = low.fixed_us + share * (high.fixed_us - low.fixed_us)
+        piece = math.exp((1 - share) * math.log(low.per_piece_us) + share * math.log(high.per_piece_us))
+        return fixed + num_pieces * piece
+
+    def to_json(self) -> str:
+        """The text kept in the file."""
+        costs = {
+            name: {path: [asdict(row) for row in rows] for path, rows in paths.items()}
+            for name, paths in self.costs.items()
+        }
+        return json.dumps({"format": _FORMAT, "origin": self.origin, "costs": costs}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> CostTable:
+        """Read what `to_json` wrote; FormatError if it is anything else."""
+        try:
+            content = json.loads(text)
+            if content["format"] != _FORMAT:
+                raise FormatError(f"cost table of format {content['format']}, this build reads {_FORMAT}")
+            costs = {
+                name: {path: tuple(Cost(**row) for row in rows) for path, rows in paths.items()}
+                for name, paths in content["costs"].items()
+            }
+            return cls(content["origin"], costs)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise FormatError(f"not a cost table: {error!r}") from error
+
+
+def direction(job: Job) -> str:
+    """The key of a job's costs: kinds of memory, whichever GPU."""
+    return f"{job.src.kind}>{job.dst.kind}"
+
+
+@functools.cache  # read once per process and GPU
+def cost_table(placement: Placement) -> CostTable:
+    """The costs of this GPU: from the cache file of its driver, else measured now (about a second) and kept there."""
+    return saved_costs(placement) or calibrate(placement)
+
+
+def saved_costs(placement: Placement) -> CostTable | None:
+    """The costs kept for this GPU and driver, if there are any that can be read."""
+    path = _file(placement)
+    if not path.exists():
+        return None
+    try:
+        return CostTable.from_json(path.read_text())
+    except FormatError:
+        return None  # of another version, or damaged: measuring again replaces it
+
+
+def calibrate(placement: Placement, progress: Callable[[str], None] | None = None) -> CostTable:
+    """Measure every path of this GPU in every direction, and keep the result.
+
+    Call it at start-up to have it behind you.
+    """
+    name = f"{torch.cuda.get_device_name(placement.torch)}, driver {cuda.driver_version()}"
+    stream = Stream(placement)
+    pools = {where: Buffer(_POOL_BYTES, "u8", where) for where in (placement, PINNED, CPU)}
+    other = Buffer(_POOL_BYTES, "u8", placement)
+    for pool in (*pools.values(), other):
+        pool.fill(1, stream if pool.placement.is_device else None)  # touched: page faults are not the copy's cost
+    stream.synchronize()
+    costs: dict[str, dict[str, tuple[Cost, ...]]] = {}
+    for src, dst in (
+        (placement, placement),
+        (placement, PINNED),
+        (PINNED, placement),
+        (placement, CPU),
+        (CPU, placement),
+    ):
+        job = Job(src, dst, stream)
+        target = other if src == dst else pools[dst]
+        for path in PATH_NAMES:
+            if why_not(path, job) is None:
+                if progress is not None:
+                    progress(f"{direction(job)} {path}")
+                rows = tuple(_measure(path, job, pools[src], target, size) for size in _SIZES)
+                costs.setdefault(direction(job), {})[path] = rows
+    table = CostTable(name, costs)
+    write_atomically(_file(placement), table.to_json().encode())
+    return table
+
+
+def _measure(path: PathName, job: Job, src: Buffer, dst: Buffer, size: int) -> Cost:
+    many = min(_MAX_PIECES, _POOL_BYTES // size)
+    few = max(1, many // 8)
+    random = np.random.default_rng(size)
+    slots = _POOL_BYTES // size
+    pieces = Pieces(
+        src.data() + random.permutation(slots)[:many] * size,
+        dst.data() + random.permutation(slots)[:many] * size,
+        np.full(many, size, np.int64),
+        np.arange(many),
+    )
+    few_us = _time_us(path, job, pieces.part(slice(few)))
+    many_us = _time_us(path, job, pieces)
+    per_piece = max((many_us - few_us) / (many - few), 1e-3)
+    return Cost(size, max(few_us - few * per_piece, 0.0), per_piece)
+
+
+def _time_us(path: PathName, job: Job, pieces: Pieces) -> float:
+    """Best of a few runs, from the call until the copy is done; the first one warms up."""
+    assert job.stream is not None
+    best = math.inf
+    for attempt in range(_REPEATS + 1):
+        job.stream.synchronize()
+        start = time.perf_counter()
+        run_path(path, job, pieces)
+        job.stream.synchronize()
+        if attempt:
+            best = min(best, time.perf_counter() - start)
+    return best * 1e6
+
+
+def _file(placement: Placement) -> Path:
+    name = torch.cuda.get_device_name(placement.torch).replace(" ", "-").replace("/", "-")
+    return cache_dir() / f"costs-{name}-{cuda.driver_version()}.json"

@@ -1,0 +1,173 @@
+"""The CUDA driver, through cuda-bindings (the `cuda` extra). The only file, with gather.py, that calls it.
+
+Everything raises UnavailableError with the reason where the package, the driver or the entry point is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvtier.errors import CopyError, UnavailableError
+from kvtier.memory.copy_plan import I64
+from kvtier.memory.placement import CPU, PINNED, Placement
+from kvtier.memory.stream import LEGACY_DEFAULT_HANDLES, Stream
+
+_SUCCESS = 0
+_SRC_ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in stream order
+_PREFER_OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+# One submission of 51,828 entries hung a driver 580 (vllm issue 49276); chunks of this size cost nothing measurable.
+_MAX_BATCH = 4096
+_MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
+
+
+@functools.cache
+def driver() -> Any:
+    """The driver module of cuda-bindings."""
+    try:
+        from cuda.bindings import driver as module
+    except ImportError as error:
+        raise UnavailableError("cuda-bindings is not installed: pip install 'kvtier[cuda]'") from error
+    return module
+
+
+def unwrap(result: Any) -> Any:
+    """The value of a driver call, or an error naming the CUDA status."""
+    status, *values = result
+    if int(status) != _SUCCESS:
+        raise CopyError(f"the CUDA driver answered {status.name} ({int(status)})")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def driver_version() -> int:
+    """The CUDA version the driver speaks, as 1000 * major + 10 * minor."""
+    return int(unwrap(driver().cuDriverGetVersion()))
+
+
+def is_capturing(stream: Stream) -> bool:
+    """Whether work given to `stream` goes into a CUDA graph instead of to the GPU."""
+    try:
+        return int(unwrap(driver().cuStreamIsCapturing(stream.handle))) != 0
+    except UnavailableError:
+        with torch.cuda.stream(stream.native):  # ten times the cost, without cuda-bindings
+            return torch.cuda.is_current_stream_capturing()
+
+
+def placement_of(pointer: int) -> Placement:
+    """Where an address lives, as the driver knows it; addresses it does not know are plain host memory."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return CPU
+    attribute = driver().CUpointer_attribute
+    status, kind = driver().cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer)
+    if int(status) != _SUCCESS or int(kind) not in (_MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE):
+        return CPU
+    if int(kind) == _MEMORY_TYPE_HOST:
+        return PINNED
+    return Placement(
+        "cuda", int(unwrap(driver().cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer)))
+    )
+
+
+def memcpy_async(dst: int, src: int, nbytes: int, stream: Stream) -> int:
+    """One asynchronous copy, direction found by the driver. Returns the CUDA status, 0 if it was taken."""
+    return int(driver().cuMemcpyAsync(dst, src, nbytes, stream.handle)[0])
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = [
+        ("src_access_order", ctypes.c_int),
+        ("src_hint", _Location),
+        ("dst_hint", _Location),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCall:
+    """cuMemcpyBatchAsync, in the signature this driver has: 12.8 reports the entry that failed, 13.0 does not."""
+
+    call: Callable[..., int]
+    reports_failure: bool
+
+    def submit(self, src: I64, dst: I64, nbytes: I64, stream: Stream) -> int | None:
+        """Submit all pieces, which must be independent. Returns the first piece of the chunk that failed, or None."""
+        if stream.handle in LEGACY_DEFAULT_HANDLES:
+            # the call refuses the legacy default stream: run beside it, ordered after what it has and before what
+            # follows
+            beside = _side_stream(stream.placement)
+            beside.wait(stream.record())
+            failed = self.submit(src, dst, nbytes, beside)
+            stream.wait(beside.record())
+            return failed
+        attributes = _Attributes(_SRC_ORDER_STREAM, _Location(), _Location(), _PREFER_OVERLAP)
+        first_index, fail_index = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        tail: list[object] = [ctypes.c_void_p(stream.handle)]
+        if self.reports_failure:
+            tail.insert(0, ctypes.byref(fail_index))
+        for start in range(0, len(src), _MAX_BATCH):
+            count = min(_MAX_BATCH, len(src) - start)
+            addresses = (ctypes.c_void_p(array.ctypes.data + 8 * start) for array in (dst, src, nbytes))
+            status = self.call(
+                *addresses,
+                ctypes.c_size_t(count),
+                ctypes.byref(attributes),
+                ctypes.byref(first_index),
+                ctypes.c_size_t(1),
+                *tail,
+            )
+            if status != _SUCCESS:
+                return start
+        return None
+
+
+@functools.cache
+def _side_stream(placement: Placement) -> Stream:
+    return Stream(placement)
+
+
+@functools.cache
+def batch_call(placement: Placement) -> BatchCall:
+    """The batch call for a GPU, looked up by version and tested once on it; UnavailableError says why there is none."""
+    version = driver_version()
+    if torch.cuda.get_device_capability(placement.torch)[0] >= 10:
+        raise UnavailableError("cuMemcpyBatchAsync is reported to crash on compute capability 10 and above")
+    for wanted, reports_failure in ((13000, False), (12080, True)):
+        if version < wanted:
+            continue
+        status, address, found = driver().cuGetProcAddress(b"cuMemcpyBatchAsync", wanted, 0)
+        if int(status) != _SUCCESS or int(found) != 0 or not int(address):
+            continue
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * (9 if reports_failure else 8))
+        call = BatchCall(prototype(int(address)), reports_failure)
+        _self_test(call, placement)
+        return call
+    raise UnavailableError(
+        f"the driver speaks CUDA {version // 1000}.{version % 1000 // 10}; cuMemcpyBatchAsync needs 12.8"
+    )
+
+
+def _self_test(call: BatchCall, placement: Placement) -> None:
+    stream = _side_stream(placement)
+    with torch.cuda.stream(stream.native):
+        source = torch.arange(64, dtype=torch.uint8, device=placement.torch)
+        target = torch.zeros_like(source)
+    pieces = np.array([[0, 32, 16], [32, 0, 16]], np.int64)  # two pieces, crossed
+    columns = [np.ascontiguousarray(pieces[:, k]) for k in range(3)]
+    failed = call.submit(columns[0] + source.data_ptr(), columns[1] + target.data_ptr(), columns[2], stream)
+    stream.synchronize()
+    expected = [*range(32, 48), *[0] * 16, *range(16), *[0] * 16]
+    if failed is not None or target.tolist() != expected:
+        raise UnavailableError(
+            f"cuMemcpyBatchAsync failed its self-test on {placement}: "
+            f"{'refused' if failed is not None else 'wrong bytes'}"
+        )

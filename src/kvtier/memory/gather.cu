@@ -1,0 +1,66 @@
+// The gather kernel: many pieces, each a run of bytes somewhere to a run of bytes somewhere else (device or mapped host memory).
+//
+// The descriptors travel in the kernel's parameters, so there is nothing to upload, nothing to keep alive until the kernel has
+// read it, and a captured launch replays by itself. Rows: equal sizes, 32-bit offsets in units of 1 << shift from two bases.
+// Pieces: any sizes and addresses. A piece is cut into `parts`, and work item w is part w % parts of piece w / parts.
+
+struct Piece {
+    unsigned long long src, dst, nbytes;
+};
+template <int N> struct Rows {
+    unsigned long long src_base, dst_base, nbytes;
+    unsigned count, parts, shift, unused;
+    unsigned src[N], dst[N];
+};
+template <int N> struct Pieces {
+    unsigned count, parts;
+    Piece piece[N];
+};
+
+template <typename T>
+__device__ __forceinline__ void copy_as(const char *src, char *dst, unsigned long long nbytes, unsigned part, unsigned parts) {
+    const T *from = reinterpret_cast<const T *>(src);
+    T *to = reinterpret_cast<T *>(dst);
+    const unsigned long long count = nbytes / sizeof(T), stride = (unsigned long long)parts * blockDim.x;
+    unsigned long long i = (unsigned long long)part * blockDim.x + threadIdx.x;
+    for (; i + 3 * stride < count; i += 4 * stride) {  // four loads in flight per thread
+        T a = from[i], b = from[i + stride], c = from[i + 2 * stride], d = from[i + 3 * stride];
+        to[i] = a, to[i + stride] = b, to[i + 2 * stride] = c, to[i + 3 * stride] = d;
+    }
+    for (; i < count; i += stride) to[i] = from[i];
+}
+
+__device__ __forceinline__ void copy_piece(unsigned long long src, unsigned long long dst, unsigned long long nbytes, unsigned part,
+                                           unsigned parts) {
+    const char *from = reinterpret_cast<const char *>(src);
+    char *to = reinterpret_cast<char *>(dst);
+    const unsigned long long any = src | dst | nbytes;
+    if ((any & 15) == 0) copy_as<uint4>(from, to, nbytes, part, parts);
+    else if ((any & 3) == 0) copy_as<unsigned>(from, to, nbytes, part, parts);
+    else copy_as<unsigned char>(from, to, nbytes, part, parts);
+}
+
+template <int N> __device__ __forceinline__ void copy_rows(const Rows<N> &rows) {
+    const unsigned items = rows.count * rows.parts;
+    for (unsigned w = blockIdx.x; w < items; w += gridDim.x) {
+        const unsigned k = w / rows.parts;
+        copy_piece(rows.src_base + ((unsigned long long)rows.src[k] << rows.shift),
+                   rows.dst_base + ((unsigned long long)rows.dst[k] << rows.shift), rows.nbytes, w - k * rows.parts, rows.parts);
+    }
+}
+
+template <int N> __device__ __forceinline__ void copy_pieces(const Pieces<N> &pieces) {
+    const unsigned items = pieces.count * pieces.parts;
+    for (unsigned w = blockIdx.x; w < items; w += gridDim.x) {
+        const unsigned k = w / pieces.parts;
+        copy_piece(pieces.piece[k].src, pieces.piece[k].dst, pieces.piece[k].nbytes, w - k * pieces.parts, pieces.parts);
+    }
+}
+
+// ROWS_SMALL ... PIECES_LARGE are defined by gather.py: as many as fit 4 KiB of parameters, or 32,764 bytes where the driver allows.
+extern "C" __global__ void rows_small(const __grid_constant__ Rows<ROWS_SMALL> rows) { copy_rows(rows); }
+extern "C" __global__ void pieces_small(const __grid_constant__ Pieces<PIECES_SMALL> pieces) { copy_pieces(pieces); }
+#ifdef ROWS_LARGE
+extern "C" __global__ void rows_large(const __grid_constant__ Rows<ROWS_LARGE> rows) { copy_rows(rows); }
+extern "C" __global__ void pieces_large(const __grid_constant__ Pieces<PIECES_LARGE> pieces) { copy_pieces(pieces); }
+#endif

@@ -1,0 +1,80 @@
+"""Where memory lives: `cpu`, `pinned` or `cuda:i`.
+
+torch.device has no word for pinned host memory, the case that matters.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvtier.errors import PlacementError, UnavailableError
+
+Kind = Literal["cpu", "pinned", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One kind of memory. `Placement.parse` reads "cpu", "pinned", "cuda:1" and "cuda" (the current device)."""
+
+    kind: Kind
+    index: int = 0
+    """The GPU; 0 for host memory."""
+
+    @classmethod
+    def parse(cls, text: str | Placement | torch.device) -> Placement:
+        """Read a placement from its text, a torch.device, or return one unchanged."""
+        if isinstance(text, Placement):
+            return text
+        match = re.fullmatch(r"(cpu|pinned)|cuda(?::(\d+))?", str(text))
+        if match is None:
+            raise PlacementError(f"unknown placement {str(text)!r}; use 'cpu', 'pinned' or 'cuda:<index>'")
+        if match[1] == "cpu":
+            return CPU
+        if match[1] == "pinned":
+            return PINNED
+        if match[2] is None:
+            return cls("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+        return cls("cuda", int(match[2]))
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index}" if self.is_device else self.kind
+
+    @property
+    def is_device(self) -> bool:
+        """Whether this is GPU memory."""
+        return self.kind == "cuda"
+
+    @property
+    def torch(self) -> torch.device:
+        """The torch device whose tensors live here (pinned memory belongs to torch's cpu)."""
+        return torch.device("cuda", self.index) if self.is_device else torch.device("cpu")
+
+    def require(self) -> Placement:
+        """Return this placement, or raise UnavailableError saying what the machine lacks for it."""
+        if self.kind == "cpu":
+            return self
+        if not torch.cuda.is_available():
+            why = "was built without CUDA" if torch.version.cuda is None else "finds no usable GPU or driver"
+            raise UnavailableError(
+                f"{self} memory needs an NVIDIA GPU and a CUDA build of torch; torch {torch.__version__} {why}. "
+                "Use 'cpu', or best_host() for the best host memory of this machine"
+            )
+        count = torch.cuda.device_count()
+        if self.is_device and self.index >= count:
+            raise UnavailableError(
+                f"{self} was asked for, but this machine has {count} GPU(s): cuda:0 to cuda:{count - 1}"
+            )
+        return self
+
+
+CPU = Placement("cpu")
+PINNED = Placement("pinned")
+
+
+def best_host() -> Placement:
+    """The best host memory here: pinned where a GPU can read it, else plain."""
+    return PINNED if torch.cuda.is_available() else CPU

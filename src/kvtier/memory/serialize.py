@@ -1,0 +1,258 @@
+"""Saving and loading Buffers: a self-describing record with checksums, little-endian, no pickle.
+
+    at    bytes  field
+       0      8  magic
+       8      2  format version
+      10      2  number of dimensions
+      12      4  reserved, zero
+      16     16  element type, ASCII, zero-padded
+      32      8  number of elements
+      40      8  payload bytes
+      48      8  where the payload begins: 4096
+      56      4  CRC-32 of the payload
+      60      4  CRC-32 of the 4096 bytes before the payload, with this field zero
+      64     64  shape, eight dimensions of 8 bytes
+     128         zeros
+    4096         payload
+
+The header CRC covers the padding too, so that any flipped bit is found. The payload starts on a page, so that it can be
+memory-mapped by itself. CRC-32 is zlib's: 3.5 GB/s on one core here (2026-11-15).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap as mmap_module
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kvtier import dtype as dt
+from kvtier.dtype import DType
+from kvtier.errors import (
+    ArgumentError,
+    ChecksumError,
+    DTypeError,
+    FormatError,
+    RangeError,
+    TruncatedError,
+    VersionError,
+)
+from kvtier.memory.buffer import Buffer, empty_like
+from kvtier.memory.copy import copy
+from kvtier.memory.launch import choose_stream
+from kvtier.memory.placement import CPU, Placement
+
+MAGIC = b"\x89KVBUF\r\n"  # a byte no text has, and line ends that a text-mode transfer would change
+VERSION = 1
+HEADER_BYTES = 4096
+MAX_DIMS = 8
+_FIXED = struct.Struct("<8sHHI16sQQQII8Q")
+_HEADER_CRC_AT = 60
+
+Target = str | os.PathLike[str] | BinaryIO | bytearray | memoryview
+Source = str | os.PathLike[str] | BinaryIO | bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A Buffer read back, and the shape it was saved with."""
+
+    buffer: Buffer
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    dtype: DType
+    size: int
+    payload_crc: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.nbytes(self.size)
+
+    def pack(self) -> bytes:
+        fields = (
+            MAGIC,
+            VERSION,
+            len(self.shape),
+            0,
+            self.dtype.name.encode(),
+            self.size,
+            self.nbytes,
+            HEADER_BYTES,
+            self.payload_crc,
+        )
+        dims = (*self.shape, *[0] * (MAX_DIMS - len(self.shape)))
+        block = bytearray(_FIXED.pack(*fields, 0, *dims).ljust(HEADER_BYTES, b"\0"))
+        struct.pack_into("<I", block, _HEADER_CRC_AT, zlib.crc32(block))
+        return bytes(block)
+
+    @classmethod
+    def unpack(cls, block: bytes) -> _Header:
+        if block[: len(MAGIC)] != MAGIC[: len(block)] or not block:
+            raise FormatError(f"not a kvtier buffer: starts with {block[:8]!r} instead of {MAGIC!r}")
+        if len(block) < HEADER_BYTES:
+            raise TruncatedError(f"the header has {HEADER_BYTES} bytes, got {len(block)}")
+        _, version, ndim, _, name, size, nbytes, offset, payload_crc, header_crc, *dims = _FIXED.unpack_from(block)
+        if version > VERSION:
+            raise VersionError(
+                f"this record has format version {version}, this kvtier reads up to {VERSION}: upgrade kvtier"
+            )
+        blanked = bytearray(block)
+        struct.pack_into("<I", blanked, _HEADER_CRC_AT, 0)
+        if zlib.crc32(blanked) != header_crc:
+            raise ChecksumError(f"the header is damaged: CRC {zlib.crc32(blanked):#010x}, saved as {header_crc:#010x}")
+        try:
+            header = cls(dt.dtype(name.rstrip(b"\0").decode()), size, payload_crc, tuple(dims[:ndim]))
+        except (DTypeError, UnicodeDecodeError) as error:
+            raise FormatError(f"the record has an element type this kvtier does not know: {name!r}") from error
+        if ndim > MAX_DIMS or header.nbytes != nbytes or math.prod(header.shape) != size or offset != HEADER_BYTES:
+            raise FormatError(
+                f"the header contradicts itself: {size} {header.dtype} of shape {header.shape} "
+                f"in {nbytes} bytes at {offset}"
+            )
+        return header
+
+
+def saved_nbytes(buffer: Buffer) -> int:
+    """Bytes that `save` writes for this Buffer."""
+    return HEADER_BYTES + buffer.nbytes
+
+
+def save(buffer: Buffer, target: Target, shape: Sequence[int] | None = None) -> int:
+    """Write a Buffer of any placement to a path, an open binary file, or writable memory. Returns the bytes written.
+
+    A file at a path appears whole or not at all, and is on disk when this returns. `shape` is kept for whoever loads
+    it. Waits for the current stream, so that what was enqueued before is what is saved.
+    """
+    dims = (buffer.size,) if shape is None else tuple(int(extent) for extent in shape)
+    if len(dims) > MAX_DIMS or any(extent < 0 for extent in dims) or math.prod(dims) != buffer.size:
+        raise ArgumentError(f"shape {dims} does not describe {buffer.size} elements in at most {MAX_DIMS} dimensions")
+    payload = _host_bytes(buffer)
+    header = _Header(buffer.dtype, buffer.size, zlib.crc32(payload), dims).pack()
+    if isinstance(target, bytearray | memoryview):
+        room = memoryview(target).cast("B")
+        if len(room) < len(header) + len(payload):
+            raise RangeError(f"saving needs {len(header) + len(payload)} bytes, the target has {len(room)}")
+        room[: len(header)] = header
+        room[len(header) : len(header) + len(payload)] = payload
+    elif isinstance(target, str | os.PathLike):
+        _write_file(Path(target), header, payload)
+    else:
+        target.write(header)
+        target.write(payload)
+    return len(header) + len(payload)
+
+
+def load(source: Source, placement: Placement | str = CPU, *, map_file: bool = False) -> Loaded:
+    """Read a Buffer back into memory of `placement`. The bytes are verified first; anything amiss is a FormatError.
+
+    From an open file one record is read, from where it stands; a path or memory must hold exactly one record. With
+    `map_file` a path is mapped instead of read: a read-only host Buffer whose pages the system may drop and read again.
+    """
+    where = Placement.parse(placement).require()
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _load_memory(memoryview(source).cast("B"), where, borrow=False)
+    if isinstance(source, str | os.PathLike):
+        with open(source, "rb") as file:
+            if map_file:
+                return _load_mapped(file, where)
+            loaded = _load_file(file, where)
+            if file.read(1):
+                raise FormatError(f"{os.fspath(source)!r} goes on after its record")
+            return loaded
+    if map_file:
+        raise ArgumentError("map_file needs a path")
+    return _load_file(source, where)
+
+
+def _host_bytes(buffer: Buffer) -> memoryview:
+    if not buffer:
+        if buffer.size == 0 and buffer.dtype != dt.null:
+            return memoryview(b"")
+        return buffer.memoryview()  # raises: closed or without a type
+    stream = choose_stream(None, buffer.placement)
+    if buffer.placement.is_device:
+        host = empty_like(buffer, placement=CPU)
+        copy(buffer, host)
+        buffer = host
+    if stream is not None:
+        stream.synchronize()
+    return buffer.memoryview()
+
+
+def _write_file(path: Path, header: bytes, payload: memoryview) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(header)
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _load_file(file: BinaryIO, where: Placement) -> Loaded:
+    header = _Header.unpack(_read_up_to(file, HEADER_BYTES))
+    host = Buffer(header.size, header.dtype, CPU if where.is_device else where)
+    room, got = host.memoryview(), 0
+    while got < len(room):
+        count = file.readinto(room[got:])  # type: ignore[attr-defined]
+        if not count:
+            raise TruncatedError(f"the record says {header.nbytes} bytes follow its header, the file has {got}")
+        got += count
+    return _finish(header, host, where)
+
+
+def _load_memory(memory: memoryview, where: Placement, *, borrow: bool) -> Loaded:
+    header = _Header.unpack(bytes(memory[:HEADER_BYTES]))
+    payload = memory[HEADER_BYTES:]
+    if len(payload) != header.nbytes:
+        kind = TruncatedError if len(payload) < header.nbytes else FormatError
+        raise kind(f"the record says {header.nbytes} bytes follow its header, there are {len(payload)}")
+    if borrow:
+        view = Buffer.wrap(payload).view(header.dtype).slice(0, header.size) if header.size else Buffer(0, header.dtype)
+        return _finish(header, view, where)
+    host = Buffer(header.size, header.dtype, CPU if where.is_device else where)
+    host.memoryview()[:] = payload
+    return _finish(header, host, where)
+
+
+def _load_mapped(file: BinaryIO, where: Placement) -> Loaded:
+    if where != CPU:
+        raise ArgumentError(f"a mapped file is plain host memory, not {where}; load it without map_file")
+    if os.fstat(file.fileno()).st_size < HEADER_BYTES:
+        return _load_file(file, where)  # raises: too short to map
+    mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_READ)
+    return _load_memory(memoryview(mapped), where, borrow=True)
+
+
+def _finish(header: _Header, host: Buffer, where: Placement) -> Loaded:
+    found = zlib.crc32(host.memoryview())
+    if found != header.payload_crc:
+        raise ChecksumError(
+            f"the data is damaged: CRC {found:#010x} over {header.nbytes} bytes, saved as {header.payload_crc:#010x}"
+        )
+    if not where.is_device:
+        return Loaded(host, header.shape)
+    buffer = empty_like(host, placement=where)
+    copy(host, buffer)
+    return Loaded(buffer, header.shape)
+
+
+def _read_up_to(file: BinaryIO, count: int) -> bytes:
+    block = b""
+    while len(block) < count and (more := file.read(count - len(block))):
+        block += more
+    return block
