@@ -121,7 +121,6 @@ class BatchCopy:
         The offsets are arrays (numpy, torch, list); pieces merge whatever their order.
         """
         check_copy(src, 0, dst)
-        bits = src.dtype.bits
         from_at, to_at = _integers("src_at", src_at), _integers("dst_at", dst_at)
         counts = _sizes("n", n, len(from_at))
         _same_length(from_at, to_at, counts)
@@ -129,15 +128,19 @@ class BatchCopy:
             return
         _check_bounds("src", from_at, counts, src.size)
         _check_bounds("dst", to_at, counts, dst.size)
-        if src.dtype.is_packed and int(np.bitwise_or.reduce((from_at | to_at | counts) * bits)) % 8:
-            raise AlignmentError(
-                f"offsets and counts of {src.dtype} pieces must be multiples of {src.dtype.per_byte}, "
-                "so that each is whole bytes"
-            )
         _writable(dst)
+        element = src.dtype
+        if element.is_packed:
+            if int(np.bitwise_or.reduce(from_at | to_at | counts)) % element.per_byte:
+                raise AlignmentError(
+                    f"offsets and counts of {element} pieces must be multiples of {element.per_byte}, "
+                    "so that each is whole bytes"
+                )
+            from_at, to_at, counts = (array // element.per_byte for array in (from_at, to_at, counts))
+        elif element.item_bytes > 1:
+            from_at, to_at, counts = (array * element.item_bytes for array in (from_at, to_at, counts))
         self._keep(src, dst)
-        source, target = src.data() + from_at * bits // 8, dst.data() + to_at * bits // 8
-        self._add_chunk(source, target, counts * bits // 8, (src.placement, dst.placement))
+        self._add_chunk(from_at + src.data(), to_at + dst.data(), counts, (src.placement, dst.placement))
 
     def pointers(
         self,
@@ -158,11 +161,13 @@ class BatchCopy:
         _same_length(source, target, counts)
         if not len(source):
             return
-        if int(counts.min()) < 0 or (int(counts.max()) and min(int(source.min()), int(target.min())) <= 0):
-            bad = int(np.argmax((counts < 0) | ((counts > 0) & ((source <= 0) | (target <= 0)))))
-            raise RangeError(
-                f"piece {bad}: cannot copy {counts[bad]} bytes from address {source[bad]:#x} to {target[bad]:#x}"
-            )
+        if min(np.minimum.reduce(counts), np.minimum.reduce(source) - 1, np.minimum.reduce(target) - 1) < 0:
+            wrong = (counts < 0) | ((counts > 0) & ((source <= 0) | (target <= 0)))
+            bad = int(np.argmax(wrong))
+            if wrong[bad]:
+                raise RangeError(
+                    f"piece {bad}: cannot copy {counts[bad]} bytes from address {source[bad]:#x} to {target[bad]:#x}"
+                )
         places = (
             cuda.placement_of(int(source[0])) if src_placement is None else Placement.parse(src_placement),
             cuda.placement_of(int(target[0])) if dst_placement is None else Placement.parse(dst_placement),
@@ -200,7 +205,8 @@ class BatchCopy:
         steps = plan_steps(plan, stream, self._forced, self._costs)
         run_steps(steps, stream, holdings)
         merged = plan.merged
-        self.result = CopyResult(plan.num_calls, merged.num_pieces, int(merged.nbytes.sum()), merged.num_waves, steps)
+        nbytes = int(np.add.reduce(merged.nbytes))
+        self.result = CopyResult(plan.num_calls, merged.num_pieces, nbytes, merged.num_waves, steps)
         return self.result
 
     def discard(self) -> None:
@@ -274,6 +280,8 @@ class BatchCopy:
 
 def _integers(name: str, values: Any) -> I64:
     """An array argument as int64; tensors and arrays are converted in one go, never element by element."""
+    if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1:
+        return np.ascontiguousarray(values)
     array = np.asarray(values)
     if array.dtype.kind not in "iu" and array.size:
         raise ArgumentError(f"{name} must be whole numbers, got {array.dtype}")
@@ -295,7 +303,7 @@ def _same_length(src: I64, dst: I64, sizes: I64) -> None:
 
 
 def _check_bounds(side: str, at: I64, counts: I64, size: int) -> None:
-    if int(at.min()) < 0 or int(counts.min()) < 0 or int((at + counts).max()) > size:
+    if np.minimum.reduce(at) < 0 or np.minimum.reduce(counts) < 0 or np.maximum.reduce(at + counts) > size:
         bad = int(np.argmax((at < 0) | (counts < 0) | (at + counts > size)))
         raise RangeError(f"piece {bad}: {counts[bad]} elements from {at[bad]} do not fit the {side} Buffer of {size}")
 

@@ -17,7 +17,7 @@ import torch
 
 from kvtier.errors import CopyError, UnavailableError
 from kvtier.memory import cuda, native
-from kvtier.memory.copy_plan import I64
+from kvtier.memory.copy_plan import I64, CopyPlan
 from kvtier.memory.gather import gather_kernels
 from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
@@ -27,7 +27,7 @@ PATH_NAMES: tuple[PathName, ...] = get_args(PathName)
 Direction = tuple[Placement, Placement]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
     """What pieces have in common: from where, to where, on which stream (None: at once, on the host)."""
 
@@ -50,21 +50,24 @@ class Job:
         return f"{self.src} to {self.dst}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pieces:
-    """Independent copies; `origin[k]` is the caller's entry with which piece k begins."""
+    """Copies to carry out, and where they come from."""
 
     src: I64
     dst: I64
     nbytes: I64
-    origin: I64
+    plan: CopyPlan | None = None
+    ids: I64 | None = None
+    """The number of each piece in `plan`; None: all of its pieces, in order."""
 
     def __len__(self) -> int:
         return len(self.src)
 
     def part(self, chosen: slice | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Pieces:
         """Some of these pieces."""
-        return Pieces(self.src[chosen], self.dst[chosen], self.nbytes[chosen], self.origin[chosen])
+        ids = np.arange(len(self)) if self.ids is None else self.ids
+        return Pieces(self.src[chosen], self.dst[chosen], self.nbytes[chosen], self.plan, ids[chosen])
 
 
 def why_not(path: PathName, job: Job) -> str | None:
@@ -119,15 +122,40 @@ def run_in_order(job: Job, pieces: Pieces) -> None:
     if not _has_driver():
         return _run_with_torch(job, pieces)
     for k, (src, dst, nbytes) in enumerate(columns):
-        if abs(src - dst) < nbytes:
-            status = _copy_through_scratch(job, src, dst, nbytes)
-        else:
-            status = cuda.memcpy_async(dst, src, nbytes, job.stream)
+        if _copy_one(job, src, dst, nbytes):
+            _retry_parts(job, pieces, k)
+
+
+def _copy_one(job: Job, src: int, dst: int, nbytes: int) -> int:
+    """The CUDA status of one copy."""
+    assert job.stream is not None
+    if abs(src - dst) >= nbytes:
+        return cuda.memcpy_async(dst, src, nbytes, job.stream)
+    # a piece that overlaps itself, which no device copy defines, goes through memory of its own
+    with torch.cuda.stream(job.stream.native):  # torch's pool reuses it only behind these copies
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=job.src.torch).data_ptr()
+    return cuda.memcpy_async(scratch, src, nbytes, job.stream) or cuda.memcpy_async(dst, scratch, nbytes, job.stream)
+
+
+def _retry_parts(job: Job, pieces: Pieces, k: int) -> None:
+    """Piece k was refused: copy the entries it was merged from, and name the one that cannot be.
+
+    The driver refuses a copy across two allocations, even if they touch; then each entry by itself is right.
+    """
+    plan = pieces.plan
+    if plan is None:
+        raise CopyError(f"copying {pieces.nbytes[k]} bytes from {pieces.src[k]:#x} to {pieces.dst[k]:#x} failed")
+    entries = plan.entries
+    parts = plan.parts(k if pieces.ids is None else int(pieces.ids[k]))
+    for entry in parts:
+        src, dst, nbytes = int(entries.src[entry]), int(entries.dst[entry]), int(entries.nbytes[entry])
+        status = _copy_one(job, src, dst, nbytes)
         if status:
+            index = plan.caller_entry(entry)
             raise CopyError(
-                f"entry {int(pieces.origin[k])}: copying {nbytes} bytes from {src:#x} ({job.src}) to {dst:#x} ({job.dst})"
-                f" failed with CUDA status {status}; are both addresses valid for that many bytes?",
-                index=int(pieces.origin[k]),
+                f"entry {index}: copying {nbytes} bytes from {src:#x} ({job.src}) to {dst:#x} ({job.dst}) failed "
+                f"with CUDA status {status}; are both addresses valid for that many bytes?",
+                index=index,
             )
 
 
@@ -140,16 +168,6 @@ def _run_driver(job: Job, pieces: Pieces) -> None:
         # finds the one at fault, or succeeds where the batch would not (a piece merged across two allocations is
         # refused whole).
         run_in_order(job, pieces.part(slice(failed, None)))
-
-
-def _copy_through_scratch(job: Job, src: int, dst: int, nbytes: int) -> int:
-    """A piece that overlaps itself, which no device copy defines, goes through memory of its own."""
-    assert job.stream is not None
-    with torch.cuda.stream(job.stream.native):  # torch's pool reuses it only behind these copies
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=job.src.torch)
-    return cuda.memcpy_async(scratch.data_ptr(), src, nbytes, job.stream) or cuda.memcpy_async(
-        dst, scratch.data_ptr(), nbytes, job.stream
-    )
 
 
 def _run_with_torch(job: Job, pieces: Pieces) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,11 +15,14 @@ from kvtier.memory.copy_paths import Direction, Job, PathName, Pieces, run_path,
 from kvtier.memory.copy_plan import ALONE, I64, CopyPlan, Entries, plan_copies
 from kvtier.memory.costs import CostTable, cost_table, saved_costs
 from kvtier.memory.launch import hold, launch, run_after
+from kvtier.memory.placement import Placement
 from kvtier.memory.region import Holding
 from kvtier.memory.stream import Stream
 
+_DEVICE_PATHS: tuple[PathName, ...] = ("gather", "driver", "loop")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Chunk:
     """Copies added together: of one direction and one scope."""
 
@@ -29,16 +33,14 @@ class Chunk:
     scope: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchPlan:
     """A whole batch, merged and in waves."""
 
     merged: CopyPlan
     directions: tuple[Direction, ...]
     kinds: I64 | None
-    """For each entry, which of `directions`; None if there is only one."""
-    origin: I64 | None
-    """For each entry, its number among the calls; None if it is the same (no call was of zero bytes)."""
+    """For each call, which of `directions`; None if there is only one."""
     num_calls: int
 
 
@@ -49,30 +51,34 @@ class Step:
     job: Job
     pieces: Pieces
     path: PathName
-    reason: str
-    """Why this path: the estimate it won by, or what ruled the others out."""
+    why: str
+    """What led here, but for the estimates."""
+    estimates_us: Mapping[PathName, float] = field(default_factory=dict)
+    """What each able path would have taken, by the cost table."""
+
+    @property
+    def reason(self) -> str:
+        """Why this path: the estimate it won by, or what ruled the others out."""
+        ranked = sorted(self.estimates_us.items(), key=lambda item: item[1])
+        told = ", ".join(f"{path} {us:.0f} us" for path, us in ranked)
+        return (self.why + (told and f"estimated {told}")).rstrip("; ")
 
     def run(self) -> None:
         """Carry it out, or give it to the job's stream."""
         run_path(self.path, self.job, self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    path: PathName
-    reason: str
-
-
 def plan_chunks(chunks: Sequence[Chunk]) -> BatchPlan:
     """Join the chunks, drop what moves no bytes, find waves and merge."""
-    directions = tuple(dict.fromkeys(chunk.direction for chunk in chunks))
     num_calls = sum(len(chunk.src) for chunk in chunks)
     kinds: I64 | None = None
     if len(chunks) == 1:
         only = chunks[0]
+        directions: tuple[Direction, ...] = (only.direction,)
         scope = None if only.scope != ALONE else np.full(num_calls, ALONE)
         entries = Entries(only.src, only.dst, only.nbytes, scope)
     else:
+        directions = tuple(dict.fromkeys(chunk.direction for chunk in chunks))
         lengths = [len(chunk.src) for chunk in chunks]
         kind_of_chunk = np.array([directions.index(chunk.direction) for chunk in chunks])
         # pieces of two directions never merge, though their addresses may happen to touch
@@ -85,12 +91,12 @@ def plan_chunks(chunks: Sequence[Chunk]) -> BatchPlan:
             np.repeat(scopes, lengths),
         )
         kinds = np.repeat(kind_of_chunk, lengths) if len(directions) > 1 else None
-    origin: I64 | None = None
-    if not bool(entries.nbytes.all()):
-        origin = np.flatnonzero(entries.nbytes)
-        entries = entries.take(origin)
-        kinds = None if kinds is None else kinds[origin]
-    return BatchPlan(plan_copies(entries), directions, kinds, origin, num_calls)
+    if np.count_nonzero(entries.nbytes) == len(entries):
+        return BatchPlan(plan_copies(entries), directions, kinds, num_calls)
+    moving = np.flatnonzero(entries.nbytes)
+    merged = plan_copies(entries.take(moving))
+    order = moving if merged.order is None else moving[merged.order]
+    return BatchPlan(replace(merged, order=order), directions, kinds, num_calls)
 
 
 def plan_steps(
@@ -100,10 +106,8 @@ def plan_steps(
     merged = plan.merged
     capturing = stream is not None and stream.placement.is_device and cuda.is_capturing(stream)
     jobs = [Job(src, dst, stream, capturing) for src, dst in plan.directions]
-    first = merged.order[merged.parts[:-1]]
-    origin = first if plan.origin is None else plan.origin[first]
-    pieces = Pieces(merged.src, merged.dst, merged.nbytes, origin)
-    kinds = None if plan.kinds is None else plan.kinds[first]
+    pieces = Pieces(merged.src, merged.dst, merged.nbytes, merged)
+    kinds = None if plan.kinds is None else plan.kinds[merged.first_entries()]
     if merged.in_order:
         reason = "the pieces depend on each other too much for waves, so they run one by one"
         return tuple(Step(jobs[kind], pieces.part(run), "loop", reason) for kind, run in _runs(kinds, len(pieces)))
@@ -168,35 +172,35 @@ def _independent_steps(
             yield Step(job, pieces.part(onto_itself), "loop", "source and destination of a piece overlap")
             pieces = pieces.part(~onto_itself)
     if len(pieces):
-        choice = _choose(job, pieces, forced, costs)
-        yield Step(job, pieces, choice.path, choice.reason)
+        yield _choose(job, pieces, forced, costs)
 
 
-def _choose(job: Job, pieces: Pieces, forced: PathName | None, costs: CostTable | None) -> _Choice:
+def _choose(job: Job, pieces: Pieces, forced: PathName | None, costs: CostTable | None) -> Step:
     note = ""
     if forced is not None:
         refusal = why_not(forced, job)
         if refusal is None:
-            return _Choice(forced, "forced")
+            return Step(job, pieces, forced, "forced")
         note = f"{forced} was forced, but {refusal}; "
     if not job.on_device:
         refusal = why_not("host", job)
-        return (
-            _Choice("host", f"{note}compiled copier")
-            if refusal is None
-            else _Choice("loop", f"{note}no host path: {refusal}")
-        )
-    refusals = {path: why_not(path, job) for path in ("gather", "driver", "loop")}
-    able: list[PathName] = [path for path, refusal in refusals.items() if refusal is None]  # type: ignore[misc]
-    unable = "; ".join(f"no {path}: {refusal}" for path, refusal in refusals.items() if refusal is not None)
+        if refusal is None:
+            return Step(job, pieces, "host", f"{note}compiled copier")
+        return Step(job, pieces, "loop", f"{note}no host path: {refusal}")
+    able, why = _able(job.src, job.dst, job.capturing)
     if len(able) == 1:
-        return _Choice(able[0], f"{note}{unable}")
+        return Step(job, pieces, able[0], note + why)
     device = job.dst if job.dst.is_device else job.src
     table = costs or (saved_costs(device) if job.capturing else cost_table(device))
     if table is None:
-        return _Choice(able[0], f"{note}no costs measured yet, and none can be during graph capture")
-    nbytes = int(pieces.nbytes.sum())
-    estimates = {path: table.estimate_us(job, path, len(pieces), nbytes) for path in able}
-    best = min(estimates, key=lambda path: estimates[path])
-    told = ", ".join(f"{path} {us:.0f} us" for path, us in sorted(estimates.items(), key=lambda item: item[1]))
-    return _Choice(best, f"{note}estimated {told}" + (f"; {unable}" if unable else ""))
+        return Step(job, pieces, able[0], f"{note}{why}no costs measured yet, and none can be during graph capture")
+    estimates = table.estimate_us(job, len(pieces), int(np.add.reduce(pieces.nbytes)))
+    return Step(job, pieces, min(able, key=lambda path: estimates.get(path, math.inf)), note + why, estimates)
+
+
+@functools.cache  # what a GPU can do does not change, and asking costs as much as launching
+def _able(src: Placement, dst: Placement, capturing: bool) -> tuple[tuple[PathName, ...], str]:
+    """The paths that can serve a direction, and why the others cannot."""
+    refusals = {path: why_not(path, Job(src, dst, None, capturing)) for path in _DEVICE_PATHS}
+    able = tuple(path for path in _DEVICE_PATHS if refusals[path] is None)
+    return able, "".join(f"no {path}: {refusal}; " for path, refusal in refusals.items() if refusal is not None)

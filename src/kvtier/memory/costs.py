@@ -27,7 +27,8 @@ from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.stream import Stream
 
 _FORMAT = 1
-_SIZES = tuple(4096 << shift for shift in range(0, 12, 2))  # 4 KiB to 4 MiB, in steps of four
+_SIZE_STEP = 2  # each size is this power of two times the one before
+_SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 4 MiB
 _POOL_BYTES = 64 << 20  # of each kind of memory, while measuring
 _MAX_PIECES = 1024
 _REPEATS = 3
@@ -47,26 +48,22 @@ class CostTable:
     """Costs by direction ("cuda>pinned") and path, by rising size. `origin` says where the numbers are from."""
 
     origin: str
-    costs: Mapping[str, Mapping[str, tuple[Cost, ...]]]
+    costs: Mapping[str, Mapping[PathName, tuple[Cost, ...]]]
 
-    def estimate_us(self, job: Job, path: PathName, num_pieces: int, nbytes: int) -> float:
-        """Expected microseconds for `num_pieces` pieces of `nbytes` together; infinite if never measured."""
-        rows = self.costs.get(direction(job), {}).get(path, ())
-        if not rows:
-            return math.inf
+    def estimate_us(self, job: Job, num_pieces: int, nbytes: int) -> dict[PathName, float]:
+        """Expected microseconds of each measured path for `num_pieces` pieces of `nbytes` together."""
         size = nbytes / num_pieces
-        if size <= rows[0].nbytes:
-            low = high = rows[0]
-            share = 0.0
-        elif size >= rows[-1].nbytes:  # beyond, a piece costs its bytes
-            return rows[-1].fixed_us + num_pieces * rows[-1].per_piece_us * size / rows[-1].nbytes
-        else:
-            above = next(k for k, row in enumerate(rows) if row.nbytes > size)
-            low, high = rows[above - 1], rows[above]
-            share = math.log(size / low.nbytes) / math.log(high.nbytes / low.nbytes)
-        fixed = low.fixed_us + share * (high.fixed_us - low.fixed_us)
-        piece = math.exp((1 - share) * math.log(low.per_piece_us) + share * math.log(high.per_piece_us))
-        return fixed + num_pieces * piece
+        # between rows k and k + 1, this share of the way; beyond the last row a piece costs its bytes
+        place = (math.log2(size) - math.log2(_SIZES[0])) / _SIZE_STEP if size > _SIZES[0] else 0.0
+        k = min(int(place), len(_SIZES) - 2)
+        share, beyond = min(place - k, 1.0), max(size / _SIZES[-1], 1.0)
+        estimates: dict[PathName, float] = {}
+        for path, rows in self.costs.get(direction(job), {}).items():
+            low, high = rows[k], rows[k + 1]
+            fixed = low.fixed_us + share * (high.fixed_us - low.fixed_us)
+            per_piece = low.per_piece_us * (high.per_piece_us / low.per_piece_us) ** share
+            estimates[path] = fixed + num_pieces * per_piece * beyond
+        return estimates
 
     def to_json(self) -> str:
         """The text kept in the file."""
@@ -87,6 +84,8 @@ class CostTable:
                 name: {path: tuple(Cost(**row) for row in rows) for path, rows in paths.items()}
                 for name, paths in content["costs"].items()
             }
+            if any([row.nbytes for row in rows] != [*_SIZES] for paths in costs.values() for rows in paths.values()):
+                raise FormatError(f"cost table of other piece sizes than {_SIZES}")
             return cls(content["origin"], costs)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise FormatError(f"not a cost table: {error!r}") from error
@@ -126,7 +125,7 @@ def calibrate(placement: Placement, progress: Callable[[str], None] | None = Non
     for pool in (*pools.values(), other):
         pool.fill(1, stream if pool.placement.is_device else None)  # touched: page faults are not the copy's cost
     stream.synchronize()
-    costs: dict[str, dict[str, tuple[Cost, ...]]] = {}
+    costs: dict[str, dict[PathName, tuple[Cost, ...]]] = {}
     for src, dst in (
         (placement, placement),
         (placement, PINNED),
@@ -156,7 +155,6 @@ def _measure(path: PathName, job: Job, src: Buffer, dst: Buffer, size: int) -> C
         src.data() + random.permutation(slots)[:many] * size,
         dst.data() + random.permutation(slots)[:many] * size,
         np.full(many, size, np.int64),
-        np.arange(many),
     )
     few_us = _time_us(path, job, pieces.part(slice(few)))
     many_us = _time_us(path, job, pieces)

@@ -99,6 +99,14 @@ class BatchCall:
     call: Callable[..., int]
     reports_failure: bool
 
+    @classmethod
+    def at(cls, address: int, *, reports_failure: bool) -> BatchCall:
+        """The call at an entry point that cuGetProcAddress returned."""
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        tail = (pointer, pointer) if reports_failure else (pointer,)
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, *tail)
+        return cls(prototype(address), reports_failure)
+
     def submit(self, src: I64, dst: I64, nbytes: I64, stream: Stream) -> int | None:
         """Submit all pieces, which must be independent. Returns the first piece of the chunk that failed, or None."""
         if stream.handle in LEGACY_DEFAULT_HANDLES:
@@ -111,21 +119,11 @@ class BatchCall:
             return failed
         attributes = _Attributes(_SRC_ORDER_STREAM, _Location(), _Location(), _PREFER_OVERLAP)
         first_index, fail_index = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        tail: list[object] = [ctypes.c_void_p(stream.handle)]
-        if self.reports_failure:
-            tail.insert(0, ctypes.byref(fail_index))
+        tail = (ctypes.byref(fail_index), stream.handle) if self.reports_failure else (stream.handle,)
         for start in range(0, len(src), _MAX_BATCH):
             count = min(_MAX_BATCH, len(src) - start)
-            addresses = (ctypes.c_void_p(array.ctypes.data + 8 * start) for array in (dst, src, nbytes))
-            status = self.call(
-                *addresses,
-                ctypes.c_size_t(count),
-                ctypes.byref(attributes),
-                ctypes.byref(first_index),
-                ctypes.c_size_t(1),
-                *tail,
-            )
-            if status != _SUCCESS:
+            arrays = (array.ctypes.data + 8 * start for array in (dst, src, nbytes))
+            if self.call(*arrays, count, ctypes.byref(attributes), ctypes.byref(first_index), 1, *tail) != _SUCCESS:
                 return start
         return None
 
@@ -147,8 +145,7 @@ def batch_call(placement: Placement) -> BatchCall:
         status, address, found = driver().cuGetProcAddress(b"cuMemcpyBatchAsync", wanted, 0)
         if int(status) != _SUCCESS or int(found) != 0 or not int(address):
             continue
-        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * (9 if reports_failure else 8))
-        call = BatchCall(prototype(int(address)), reports_failure)
+        call = BatchCall.at(int(address), reports_failure=reports_failure)
         _self_test(call, placement)
         return call
     raise UnavailableError(

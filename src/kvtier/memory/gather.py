@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -17,13 +18,14 @@ import numpy as np
 import torch
 
 from kvtier.errors import CopyError, UnavailableError
-from kvtier.memory.copy_plan import I64
+from kvtier.memory.copy_plan import I64, any_of
 from kvtier.memory.cuda import driver, driver_version, unwrap
 from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
 
 _SMALL_PARAMETERS, _LARGE_PARAMETERS = 4096, 32764  # bytes; the larger from CUDA 12.1 on
-_ROWS_HEADER, _PIECES_HEADER = 40, 8
+_ROWS_STRUCT = struct.Struct("=3Q4I")  # the head of Rows<N>
+_ROWS_HEADER, _PIECES_HEADER = _ROWS_STRUCT.size, 8
 _LARGE_VERSION = 12010
 _THREADS = 256
 # Bytes one block of threads moves before it takes the next part of a piece: 256 threads x 4 loads x 16 bytes.
@@ -49,70 +51,63 @@ class GatherKernels:
     pieces: tuple[_Kernel, ...]
 
     def copy(self, src: I64, dst: I64, nbytes: I64, stream: Stream, *, over_link: bool) -> int:
-        """Copy independent pieces the GPU can address. `over_link`: one side is host memory.
+        """Copy independent pieces the GPU can address.
 
-        Returns the launches made.
+        `over_link`: one side is host memory. Returns the launches made.
         """
-        blocks = _LINK_BLOCKS if over_link else _DEVICE_BLOCKS
-        widest = int(nbytes.max())
+        rows = _as_rows(src, dst, nbytes)
+        widest = int(np.maximum.reduce(nbytes)) if rows is None else rows.nbytes
         parts = max(1, min(64, widest // _PART_BYTES))
         threads = max(32, min(_THREADS, -(-widest // 16)))
-        rows = _as_rows(src, dst, nbytes)
+        most_blocks = _LINK_BLOCKS if over_link else _DEVICE_BLOCKS
         kernels = self.pieces if rows is None else self.rows
         kernel = next((each for each in kernels if len(src) <= each.capacity), kernels[-1])
-        launches = 0
-        for start in range(0, len(src), kernel.capacity):
+        starts = range(0, len(src), kernel.capacity)
+        for start in starts:
             part = slice(start, start + kernel.capacity)
             if rows is None:
                 parameters = _piece_parameters(src[part], dst[part], nbytes[part], parts, kernel.capacity)
             else:
-                parameters = rows.parameters(part, parts, kernel.capacity)
+                parameters = _row_parameters(rows, part, parts, kernel.capacity)
             count = min(kernel.capacity, len(src) - start)
-            _launch(kernel, min(blocks, count * parts), threads, parameters, stream)
-            launches += 1
-        return launches
+            _launch(kernel, min(most_blocks, count * parts), threads, parameters, stream)
+        return len(starts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rows:
-    """Pieces of one size as offsets from two bases, in units of 1 << shift."""
+    """Pieces of one size, as offsets from two bases that are multiples of 1 << shift."""
 
     src_base: int
     dst_base: int
     nbytes: int
     shift: int
-    src: np.ndarray[Any, np.dtype[np.uint32]]
-    dst: np.ndarray[Any, np.dtype[np.uint32]]
-
-    def parameters(self, part: slice, parts: int, capacity: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-        src, dst = self.src[part], self.dst[part]
-        block = np.empty(_ROWS_HEADER // 4 + 2 * capacity, np.uint32)
-        block[:6].view(np.int64)[:] = (self.src_base, self.dst_base, self.nbytes)
-        block[6:10] = (len(src), parts, self.shift, 0)
-        block[10 : 10 + len(src)] = src
-        block[10 + capacity : 10 + capacity + len(dst)] = dst
-        return block
+    src: I64
+    dst: I64
 
 
 def _as_rows(src: I64, dst: I64, nbytes: I64) -> _Rows | None:
     """The compact form, if all sizes are equal and the offsets fit 32 bits."""
-    size = int(nbytes[0])
-    if not bool((nbytes == size).all()):
+    size = nbytes[0]
+    if any_of(nbytes != size):
         return None
-    src_base, dst_base = int(src.min()), int(dst.min())
+    src_base, dst_base = np.minimum.reduce(src), np.minimum.reduce(dst)
     src_offset, dst_offset = src - src_base, dst - dst_base
-    mixed = int(np.bitwise_or.reduce(src_offset)) | int(np.bitwise_or.reduce(dst_offset)) | 16
-    shift = (mixed & -mixed).bit_length() - 1
-    if max(int(src_offset.max()), int(dst_offset.max())) >> shift >= 1 << 32:
+    used = int(np.bitwise_or.reduce(src_offset) | np.bitwise_or.reduce(dst_offset)) | 16  # bits set in any offset
+    shift = (used & -used).bit_length() - 1
+    if used >> shift >= 1 << 32:
         return None
-    return _Rows(
-        src_base,
-        dst_base,
-        size,
-        shift,
-        (src_offset >> shift).astype(np.uint32),
-        (dst_offset >> shift).astype(np.uint32),
-    )
+    return _Rows(int(src_base), int(dst_base), int(size), shift, src_offset, dst_offset)
+
+
+def _row_parameters(rows: _Rows, part: slice, parts: int, capacity: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    src, dst = rows.src[part], rows.dst[part]
+    count, first = len(src), _ROWS_HEADER // 4
+    block = np.empty(first + 2 * capacity, np.uint32)
+    _ROWS_STRUCT.pack_into(block.data, 0, rows.src_base, rows.dst_base, rows.nbytes, count, parts, rows.shift, 0)
+    np.right_shift(src, rows.shift, out=block[first : first + count], casting="unsafe")
+    np.right_shift(dst, rows.shift, out=block[first + capacity : first + capacity + count], casting="unsafe")
+    return block
 
 
 def _piece_parameters(src: I64, dst: I64, nbytes: I64, parts: int, capacity: int) -> np.ndarray[Any, Any]:

@@ -1,0 +1,112 @@
+"""What every benchmark shares: timing, the table for people, the JSON line for machines, the rows kept in results/."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure the issue asked for, and whether it was reached. `limit` is the bar itself."""
+
+    name: str
+    value: float
+    bar: str
+    holds: bool
+
+
+def at_most(name: str, value: float, limit: float) -> Bar:
+    """A bar that holds when the value is not above the limit."""
+    return Bar(name, round(value, 3), f"<= {limit}", value <= limit)
+
+
+def at_least(name: str, value: float, limit: float) -> Bar:
+    """A bar that holds when the value is not below the limit."""
+    return Bar(name, round(value, 3), f">= {limit}", value >= limit)
+
+
+def medians(tasks: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each task, taken in turn so that a noisy moment hits all of them; one warm-up round."""
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
+    for attempt in range(rounds + 1):
+        for name, task in tasks.items():
+            start = time.perf_counter()
+            task()
+            if attempt:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def machine() -> str:
+    """The machine in words: GPU and driver if there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    model = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, {platform.machine()}, torch {torch.__version__}"
+
+
+def commit() -> str:
+    """The commit measured, with + if the tree differs from it; $KVTIER_COMMIT where there is no repository."""
+    told = os.environ.get("KVTIER_COMMIT")
+    if told:
+        return told
+    here = Path(__file__).parent
+    answer = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True)
+    return answer.stdout.strip() or "unknown"
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="where rows are kept")
+    return parser
+
+
+def report(benchmark: str, rows: Sequence[Row], bars: Sequence[Bar], results: Path) -> None:
+    """Print the bars and the JSON line, and append the same to results/<benchmark>.jsonl with the date."""
+    print_table([asdict(bar) for bar in bars])
+    record = {
+        "benchmark": benchmark,
+        "commit": commit(),
+        "machine": machine(),
+        "rows": rows,
+        "bars": [asdict(bar) for bar in bars],
+    }
+    results.mkdir(parents=True, exist_ok=True)
+    with open(results / f"{benchmark}.jsonl", "a") as file:
+        file.write(json.dumps({"date": datetime.date.today().isoformat(), **record}) + "\n")
+    print(json.dumps(record))
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Columns aligned under their names."""
+    if not rows:
+        return
+    cells = [list(rows[0])] + [[_text(value) for value in row.values()] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    for line in cells:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+    print()
+
+
+def _text(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _lines(path: str) -> list[str]:
+    file = Path(path)
+    return file.read_text().splitlines() if file.exists() else []
