@@ -46,6 +46,7 @@ def _scattered_rows(stream: Stream) -> tuple[list[Row], list[Bar]]:
         words, out_words = pool.view(torch.int64), out.view(torch.int64)
         batch = BatchCopy()
         sources, targets = src.tolist(), dst.tolist()
+        table = np.stack([src, dst, sizes])
 
         def ours(batch: BatchCopy = batch, src: I64 = src, sizes: I64 = sizes, dst: I64 = dst) -> None:
             batch.pointers(src, sizes, dst, src_placement=GPU, dst_placement=GPU)
@@ -54,7 +55,7 @@ def _scattered_rows(stream: Stream) -> tuple[list[Row], list[Bar]]:
         tasks: dict[str, Task] = {
             "ours": ours,
             "index_select": lambda w=words, i=index, o=out_words: torch.index_select(w, 0, i, out=o),
-            "driver": lambda s=src, d=dst, n=sizes: cuda.batch_call(GPU).submit(s, d, n, stream),
+            "driver": lambda t=table: cuda.batch_call(GPU).submit(t, stream),
             "loop": lambda s=sources, d=targets, n=nbytes: [
                 cuda.memcpy_async(y, x, n, stream) for x, y in zip(s, d, strict=True)
             ],
@@ -131,7 +132,8 @@ def _grid_case(direction: str, src: Buffer, dst: Buffer, nbytes: int, count: int
         batch.run()
 
     tasks: dict[str, Task] = {name: lambda batch=batch: ours(batch) for name, batch in batches.items()}
-    tasks["raw driver"] = lambda: raw.submit(from_at, to_at, sizes, stream)
+    table = np.stack([from_at, to_at, sizes])
+    tasks["raw driver"] = lambda: raw.submit(table, stream)
     total = nbytes * count
     rounds = 5 if count >= 4096 or total >= 256 << 20 else 15
     us = _wall_us(tasks, stream, rounds)

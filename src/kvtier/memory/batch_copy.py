@@ -16,7 +16,7 @@ from kvtier.memory import cuda
 from kvtier.memory.buffer import Buffer
 from kvtier.memory.copy import check_copy, rest
 from kvtier.memory.copy_paths import PATH_NAMES, Direction, PathName
-from kvtier.memory.copy_plan import ALONE, I64
+from kvtier.memory.copy_plan import ALONE, DST, I64, NBYTES, SRC
 from kvtier.memory.copy_steps import Chunk, Step, plan_chunks, plan_steps, run_steps
 from kvtier.memory.costs import CostTable
 from kvtier.memory.launch import choose_stream
@@ -121,26 +121,26 @@ class BatchCopy:
         The offsets are arrays (numpy, torch, list); pieces merge whatever their order.
         """
         check_copy(src, 0, dst)
-        from_at, to_at = _integers("src_at", src_at), _integers("dst_at", dst_at)
-        counts = _sizes("n", n, len(from_at))
-        _same_length(from_at, to_at, counts)
-        if not len(from_at):
+        table = _table(src_at, n, dst_at, "src_at", "n", "dst_at")
+        if not table.shape[1]:
             return
-        _check_bounds("src", from_at, counts, src.size)
-        _check_bounds("dst", to_at, counts, dst.size)
+        _check_bounds(table, src.size, dst.size)
         _writable(dst)
         element = src.dtype
         if element.is_packed:
-            if int(np.bitwise_or.reduce(from_at | to_at | counts)) % element.per_byte:
+            if int(np.bitwise_or.reduce(table, axis=None)) % element.per_byte:
                 raise AlignmentError(
                     f"offsets and counts of {element} pieces must be multiples of {element.per_byte}, "
                     "so that each is whole bytes"
                 )
-            from_at, to_at, counts = (array // element.per_byte for array in (from_at, to_at, counts))
+            table //= element.per_byte
         elif element.item_bytes > 1:
-            from_at, to_at, counts = (array * element.item_bytes for array in (from_at, to_at, counts))
+            table *= element.item_bytes
         self._keep(src, dst)
-        self._add_chunk(from_at + src.data(), to_at + dst.data(), counts, (src.placement, dst.placement))
+        table[SRC] += src.data()
+        table[DST] += dst.data()
+        has_empty = bool(np.count_nonzero(table[NBYTES]) < table.shape[1])
+        self._add_chunk(table, (src.placement, dst.placement), has_empty=has_empty)
 
     def pointers(
         self,
@@ -156,23 +156,17 @@ class BatchCopy:
         All sources are in one kind of memory and all destinations in one; what is not said is asked of the driver for
         the first of each. Nobody can check the bounds: `pieces` does.
         """
-        source, target = _integers("src", src), _integers("dst", dst)
-        counts = _sizes("nbytes", nbytes, len(source))
-        _same_length(source, target, counts)
-        if not len(source):
+        table = _table(src, nbytes, dst, "src", "nbytes", "dst")
+        if not table.shape[1]:
             return
-        if min(np.minimum.reduce(counts), np.minimum.reduce(source) - 1, np.minimum.reduce(target) - 1) < 0:
-            wrong = (counts < 0) | ((counts > 0) & ((source <= 0) | (target <= 0)))
-            bad = int(np.argmax(wrong))
-            if wrong[bad]:
-                raise RangeError(
-                    f"piece {bad}: cannot copy {counts[bad]} bytes from address {source[bad]:#x} to {target[bad]:#x}"
-                )
+        lowest = int(np.minimum.reduce(table, axis=None))
+        if lowest <= 0:
+            _check_addresses(table)
         places = (
-            cuda.placement_of(int(source[0])) if src_placement is None else Placement.parse(src_placement),
-            cuda.placement_of(int(target[0])) if dst_placement is None else Placement.parse(dst_placement),
+            cuda.placement_of(int(table[SRC, 0])) if src_placement is None else Placement.parse(src_placement),
+            cuda.placement_of(int(table[DST, 0])) if dst_placement is None else Placement.parse(dst_placement),
         )
-        self._add_chunk(source, target, counts, places)
+        self._add_chunk(table, places, has_empty=lowest <= 0)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -205,7 +199,7 @@ class BatchCopy:
         steps = plan_steps(plan, stream, self._forced, self._costs)
         run_steps(steps, stream, holdings)
         merged = plan.merged
-        nbytes = int(np.add.reduce(merged.nbytes))
+        nbytes = int(np.add.reduce(merged.table[NBYTES]))
         self.result = CopyResult(plan.num_calls, merged.num_pieces, nbytes, merged.num_waves, steps)
         return self.result
 
@@ -215,7 +209,7 @@ class BatchCopy:
 
     def __len__(self) -> int:
         """Copies added since the last run."""
-        return len(self._single) + sum(len(chunk.src) for chunk in self._chunks)
+        return len(self._single) + sum(len(chunk.table[0]) for chunk in self._chunks)
 
     def __bool__(self) -> bool:
         return True  # an empty batch is still a batch
@@ -252,14 +246,14 @@ class BatchCopy:
         if self._single and self._single_key is not None:
             table = np.array(self._single, np.int64)
             direction, scope = self._single_key
-            src, dst, nbytes = np.ascontiguousarray(table.T)
-            self._chunks.append(Chunk(src, dst, nbytes, direction, scope))
+            has_empty = bool(np.count_nonzero(table[:, NBYTES]) < len(table))
+            self._chunks.append(Chunk(np.ascontiguousarray(table.T), direction, scope, has_empty))
         self._single, self._single_key = [], None
 
-    def _add_chunk(self, src: I64, dst: I64, nbytes: I64, direction: Direction) -> None:
+    def _add_chunk(self, table: I64, direction: Direction, *, has_empty: bool) -> None:
         self._flush_singles()
         scope = self._new_scope() if self._scope == ALONE else self._scope
-        self._chunks.append(Chunk(src, dst, nbytes, direction, scope))
+        self._chunks.append(Chunk(table, direction, scope, has_empty))
 
     def _new_scope(self) -> int:
         self._next_scope += 1
@@ -290,22 +284,43 @@ def _integers(name: str, values: Any) -> I64:
     return np.ascontiguousarray(array, np.int64)
 
 
-def _sizes(name: str, values: Any, count: int) -> I64:
-    """A size argument: one number for all, or an array with one for each."""
-    return np.full(count, values, np.int64) if isinstance(values, int) else _integers(name, values)
-
-
-def _same_length(src: I64, dst: I64, sizes: I64) -> None:
-    if not len(src) == len(dst) == len(sizes):
+def _table(src: Any, n: Any, dst: Any, src_name: str, n_name: str, dst_name: str) -> I64:
+    """The rows of Entries in a new array; one size may stand for all."""
+    sources, targets = _integers(src_name, src), _integers(dst_name, dst)
+    sizes = n if isinstance(n, int) else _integers(n_name, n)
+    count = len(sources)
+    if len(targets) != count or not (isinstance(sizes, int) or len(sizes) == count):
+        told = 1 if isinstance(sizes, int) else len(sizes)
         raise ArgumentError(
-            f"one source, destination and size per piece are needed, got {len(src)}, {len(dst)} and {len(sizes)}"
+            f"one source, destination and size per piece are needed, got {count}, {len(targets)}, {told}"
         )
+    table = np.empty((3, count), np.int64)
+    table[SRC], table[DST], table[NBYTES] = sources, targets, sizes
+    return table
 
 
-def _check_bounds(side: str, at: I64, counts: I64, size: int) -> None:
-    if np.minimum.reduce(at) < 0 or np.minimum.reduce(counts) < 0 or np.maximum.reduce(at + counts) > size:
-        bad = int(np.argmax((at < 0) | (counts < 0) | (at + counts > size)))
-        raise RangeError(f"piece {bad}: {counts[bad]} elements from {at[bad]} do not fit the {side} Buffer of {size}")
+def _check_addresses(table: I64) -> None:
+    src, dst, nbytes = table
+    wrong = (nbytes < 0) | ((nbytes > 0) & ((src <= 0) | (dst <= 0)))
+    bad = int(np.argmax(wrong))
+    if wrong[bad]:
+        raise RangeError(f"piece {bad}: cannot copy {nbytes[bad]} bytes from {src[bad]:#x} to {dst[bad]:#x}")
+
+
+def _check_bounds(table: I64, src_size: int, dst_size: int) -> None:
+    src, dst, counts = table
+    src_ends, dst_ends = src + counts, dst + counts
+    if (
+        np.minimum.reduce(table, axis=None) < 0
+        or np.maximum.reduce(src_ends) > src_size
+        or np.maximum.reduce(dst_ends) > dst_size
+    ):
+        wrong = (src < 0) | (dst < 0) | (counts < 0) | (src_ends > src_size) | (dst_ends > dst_size)
+        bad = int(np.argmax(wrong))
+        raise RangeError(
+            f"piece {bad}: {counts[bad]} elements from {src[bad]} of a Buffer of {src_size} "
+            f"to {dst[bad]} of one of {dst_size} do not fit"
+        )
 
 
 def _writable(dst: Buffer) -> None:

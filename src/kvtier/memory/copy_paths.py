@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from kvtier.errors import CopyError, UnavailableError
-from kvtier.memory import cuda, native
+from kvtier.memory import cuda
 from kvtier.memory.copy_plan import I64, CopyPlan
 from kvtier.memory.gather import gather_kernels
+from kvtier.memory.native import native
 from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
 
@@ -54,28 +55,28 @@ class Job:
 class Pieces:
     """Copies to carry out, and where they come from."""
 
-    src: I64
-    dst: I64
-    nbytes: I64
+    table: I64
+    """Rows as in Entries."""
     plan: CopyPlan | None = None
     ids: I64 | None = None
     """The number of each piece in `plan`; None: all of its pieces, in order."""
 
     def __len__(self) -> int:
-        return len(self.src)
+        return len(self.table[0])
 
     def part(self, chosen: slice | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Pieces:
         """Some of these pieces."""
         ids = np.arange(len(self)) if self.ids is None else self.ids
-        return Pieces(self.src[chosen], self.dst[chosen], self.nbytes[chosen], self.plan, ids[chosen])
+        # numpy lays a masked selection out by columns; what reads the table by address wants rows
+        table = self.table[:, chosen] if isinstance(chosen, slice) else self.table.compress(chosen, axis=1)
+        return Pieces(table, self.plan, ids[chosen])
 
 
 def why_not(path: PathName, job: Job) -> str | None:
     """Why `path` cannot do `job`; None if it can."""
     if not job.on_device:
         if path == "host":
-            copier = native.host_copier()
-            return None if copier.library is not None else copier.reason
+            return None if native().code is not None else native().reason
         return None if path == "loop" else f"{path} needs GPU memory on one side"
     if path == "host":
         return "the host copier cannot reach GPU memory"
@@ -101,19 +102,19 @@ def run_path(path: PathName, job: Job, pieces: Pieces) -> None:
     if path == "loop":
         run_in_order(job, pieces)
     elif path == "host":
-        native.host_copier().copy(
-            np.ascontiguousarray(pieces.src), np.ascontiguousarray(pieces.dst), np.ascontiguousarray(pieces.nbytes)
-        )
+        code = native().code
+        assert code is not None
+        code.copy(pieces.table)
     elif path == "gather":
         assert job.stream is not None
-        gather_kernels(_device(job)).copy(pieces.src, pieces.dst, pieces.nbytes, job.stream, over_link=job.over_link)
+        gather_kernels(_device(job)).copy(pieces.table, job.stream, over_link=job.over_link)
     else:
         _run_driver(job, pieces)
 
 
 def run_in_order(job: Job, pieces: Pieces) -> None:
     """One piece after another, each reading its source before writing: right for any pieces, fast for few."""
-    columns = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True)
+    columns = zip(*pieces.table.tolist(), strict=True)
     if not job.on_device:
         for src, dst, nbytes in columns:
             ctypes.memmove(dst, src, nbytes)
@@ -144,11 +145,12 @@ def _retry_parts(job: Job, pieces: Pieces, k: int) -> None:
     """
     plan = pieces.plan
     if plan is None:
-        raise CopyError(f"copying {pieces.nbytes[k]} bytes from {pieces.src[k]:#x} to {pieces.dst[k]:#x} failed")
+        src, dst, nbytes = pieces.table[:, k].tolist()
+        raise CopyError(f"copying {nbytes} bytes from {src:#x} to {dst:#x} failed")
     entries = plan.entries
     parts = plan.parts(k if pieces.ids is None else int(pieces.ids[k]))
     for entry in parts:
-        src, dst, nbytes = int(entries.src[entry]), int(entries.dst[entry]), int(entries.nbytes[entry])
+        src, dst, nbytes = entries.table[:, entry].tolist()
         status = _copy_one(job, src, dst, nbytes)
         if status:
             index = plan.caller_entry(entry)
@@ -161,8 +163,7 @@ def _retry_parts(job: Job, pieces: Pieces, k: int) -> None:
 
 def _run_driver(job: Job, pieces: Pieces) -> None:
     assert job.stream is not None
-    src, dst, nbytes = (np.ascontiguousarray(column) for column in (pieces.src, pieces.dst, pieces.nbytes))
-    failed = cuda.batch_call(_device(job)).submit(src, dst, nbytes, job.stream)
+    failed = cuda.batch_call(_device(job)).submit(pieces.table, job.stream)
     if failed is not None:
         # The call says at most which chunk. The pieces are independent, so repeating them one by one is safe, and
         # finds the one at fault, or succeeds where the batch would not (a piece merged across two allocations is
@@ -176,7 +177,7 @@ def _run_with_torch(job: Job, pieces: Pieces) -> None:
 
     assert job.stream is not None
     with torch.cuda.stream(job.stream.native):
-        for src, dst, nbytes in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True):
+        for src, dst, nbytes in zip(*pieces.table.tolist(), strict=True):
             source = Buffer.from_pointer(src, nbytes, "u8", job.src).bytes_tensor()
             target = Buffer.from_pointer(dst, nbytes, "u8", job.dst).bytes_tensor()
             target.copy_(source.clone() if abs(src - dst) < nbytes else source, non_blocking=True)

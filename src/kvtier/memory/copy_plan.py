@@ -8,12 +8,14 @@ The result of a plan equals running its entries one after another, each reading 
 
 Pieces of one wave are independent, so any path may run them in any order; waves run one after another.
 
-The records here and in the modules that run the plan are not frozen, though nobody changes them: freezing makes each three
-times as dear to create (0.4 -> 1.5 us), and a batch of a few hundred pieces creates a dozen within its 60 us.
+Sources, destinations and sizes are the rows of one array, so that one call serves all: a batch of a few hundred pieces
+spends its time on calls, not on elements. For the same reason the records here are not frozen, though nobody changes
+them (0.4 us to create one, 1.5 frozen), and the first look at the entries may be a compiled one (native.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ import numpy as np
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
+SRC, DST, NBYTES = 0, 1, 2
 
 ALONE = -1
 """The scope of an entry that merges with no other."""
@@ -35,9 +38,8 @@ MAX_PAIRS_PER_ENTRY = 16
 class Entries:
     """Copies as asked for, in order. Addresses and sizes in bytes; sizes are positive."""
 
-    src: I64
-    dst: I64
-    nbytes: I64
+    table: I64
+    """Row SRC: source addresses, row DST: destination addresses, row NBYTES: sizes."""
     scope: I64 | None = None
     """Entries of one scope >= 0 (a group, an array) may merge with each other; ALONE stays alone.
 
@@ -45,24 +47,33 @@ class Entries:
     """
 
     def __len__(self) -> int:
-        return len(self.src)
+        return len(self.table[0])
 
     def take(self, index: I64) -> Entries:
         """These entries, in this order."""
-        scope = None if self.scope is None else self.scope[index]
-        # equal sizes, as blocks have, stay what they are in any order: one gather of 100,000 saved
-        equal = len(self) > 0 and not any_of(self.nbytes != self.nbytes[0])
-        nbytes = self.nbytes[: len(index)] if equal else self.nbytes[index]
-        return Entries(self.src[index], self.dst[index], nbytes, scope)
+        return Entries(self.table.take(index, axis=1), None if self.scope is None else self.scope[index])
+
+
+@dataclass(slots=True)
+class Scan:
+    """What one look at sorted entries shows."""
+
+    disjoint: bool
+    """The destinations ascend and do not overlap."""
+    src_low: int
+    src_high: int
+    dst_low: int
+    dst_high: int
+    starts: I64 | None
+    """Where each piece begins once neighbours that continue each other are merged; None: none do."""
 
 
 @dataclass(slots=True)
 class CopyPlan:
     """Merged pieces, sorted by wave."""
 
-    src: I64
-    dst: I64
-    nbytes: I64
+    table: I64
+    """Rows as in Entries."""
     wave_starts: I64
     """First piece of each wave, and the number of pieces at the end."""
     entries: Entries
@@ -79,7 +90,7 @@ class CopyPlan:
     @property
     def num_pieces(self) -> int:
         """Copies left after merging."""
-        return len(self.src)
+        return len(self.table[0])
 
     @property
     def num_waves(self) -> int:
@@ -103,21 +114,39 @@ class CopyPlan:
         return entry if self.order is None else int(self.order[entry])
 
 
-def plan_copies(entries: Entries) -> CopyPlan:
-    """Find conflicts, split into waves, merge inside each wave."""
-    src, dst, nbytes = entries.src, entries.dst, entries.nbytes
-    by_dst = _sort_order(dst)
-    ordered = entries if by_dst is None else entries.take(by_dst)
-    if _independent(ordered):
-        return _merge(ordered, by_dst, None, overlapping=False)
+def plan_copies(entries: Entries, look: Callable[[Entries], Scan] | None = None) -> CopyPlan:
+    """Find conflicts, split into waves, merge inside each wave. `look` is `scan` or its compiled twin."""
+    if not len(entries):
+        return CopyPlan(entries.table, np.zeros(1, np.int64), entries, None)
+    look = look or scan
+    order: I64 | None = None
+    ordered, found = entries, look(entries)
+    if not found.disjoint:  # not sorted, or overlapping
+        order = np.argsort(entries.table[DST])
+        ordered = entries.take(order)
+        found = look(ordered)
+    if found.disjoint and not _reads_what_is_written(ordered, found):
+        return _merge(ordered, order, found.starts, None, overlapping=False)
+    src, dst, nbytes = entries.table
     overlapping = any_of(np.abs(src - dst) < nbytes)
     waves = _waves(entries)
     if waves is None:
-        ends = np.array([0, len(src)])
-        return CopyPlan(src, dst, nbytes, ends, entries, None, in_order=True, overlapping=overlapping)
+        bounds = np.array([0, len(entries)])
+        return CopyPlan(entries.table, bounds, entries, None, in_order=True, overlapping=overlapping)
     order = np.lexsort((dst, waves))
-    starts = np.flatnonzero(np.diff(waves[order], prepend=-1))
-    return _merge(entries.take(order), order, starts, overlapping=overlapping)
+    ordered = entries.take(order)
+    wave_starts = np.flatnonzero(np.diff(waves[order], prepend=-1))
+    return _merge(ordered, order, _piece_starts(ordered, wave_starts), wave_starts, overlapping=overlapping)
+
+
+def scan(entries: Entries) -> Scan:
+    """Look at entries (at least one)."""
+    src, dst, nbytes = entries.table
+    src_ends, dst_ends = src + nbytes, dst + nbytes
+    disjoint = not any_of(dst[1:] < dst_ends[:-1])
+    low, high = (dst[0], dst_ends[-1]) if disjoint else (np.minimum.reduce(dst), np.maximum.reduce(dst_ends))
+    starts = _piece_starts(entries, None)
+    return Scan(disjoint, int(src.min()), int(src_ends.max()), int(low), int(high), starts)
 
 
 def any_of(mask: Bools) -> bool:
@@ -125,26 +154,15 @@ def any_of(mask: Bools) -> bool:
     return bool(np.count_nonzero(mask))
 
 
-def _sort_order(values: I64) -> I64 | None:
-    """An order that sorts `values`, or None if they are sorted: block tables often are, and checking costs little."""
-    return np.argsort(values) if any_of(values[1:] < values[:-1]) else None
-
-
-def _independent(entries: Entries) -> bool:
-    """Whether no byte is written twice, or both written and read. `entries` are sorted by destination."""
-    src, dst, nbytes = entries.src, entries.dst, entries.nbytes
-    if not len(src):
-        return True
-    ends = dst + nbytes
-    if any_of(dst[1:] < ends[:-1]):  # sorted by start: if any two overlap, two neighbours do
-        return False
-    src_ends = src + nbytes
-    if np.minimum.reduce(src) >= ends[-1] or np.maximum.reduce(src_ends) <= dst[0]:
-        return True  # the usual case: two buffers
+def _reads_what_is_written(entries: Entries, found: Scan) -> bool:
+    """Whether a source overlaps a destination. `entries` are sorted by destination, which are disjoint."""
+    if found.src_low >= found.dst_high or found.src_high <= found.dst_low:
+        return False  # the usual case: two buffers
+    src, dst, nbytes = entries.table
     # the first destination that ends after a source starts must not begin before that source ends
-    following = np.searchsorted(ends, src, side="right")
+    following = np.searchsorted(dst + nbytes, src, side="right")
     begins = np.append(dst, np.iinfo(np.int64).max)[following]
-    return not any_of(begins < src_ends)
+    return any_of(begins < src + nbytes)
 
 
 def _waves(entries: Entries) -> I64 | None:
@@ -178,7 +196,7 @@ def _waves(entries: Entries) -> I64 | None:
 
 def _conflicts(entries: Entries) -> tuple[I64, I64] | None:
     """Pairs (earlier, later) of entries that may not be swapped: two writes, or a write and a read, share a byte."""
-    src, dst, nbytes = entries.src, entries.dst, entries.nbytes
+    src, dst, nbytes = entries.table
     n = len(entries)
     writes, reads = np.argsort(dst), np.argsort(src)
     write_starts, read_starts = dst[writes], src[reads]
@@ -211,39 +229,32 @@ def _expand(starts: I64, stops: I64) -> I64:
     return expanded
 
 
-def _merge(entries: Entries, order: I64 | None, wave_starts: I64 | None, *, overlapping: bool) -> CopyPlan:
-    """Join neighbours whose source and destination both continue.
+def _merge(
+    entries: Entries, order: I64 | None, starts: I64 | None, wave_starts: I64 | None, *, overlapping: bool
+) -> CopyPlan:
+    """The plan of entries sorted by wave, then destination, whose pieces begin at `starts`.
 
-    `entries` are sorted by wave, then destination; the k-th is the caller's entry `order[k]`. None: in the same order,
-    one wave.
+    The k-th entry is the caller's `order[k]`. None for `order`, `starts`, `wave_starts`: as the caller had them;
+    nothing merges; one wave.
     """
-    src, dst, nbytes = entries.src, entries.dst, entries.nbytes
-    n = len(src)
-    if wave_starts is None:
-        wave_starts = np.zeros(1, np.int64)
-    joins = _joins(entries, wave_starts)
-    if joins is None:
-        ends = np.append(wave_starts, n) if len(wave_starts) > 1 else np.array([0, n])
-        return CopyPlan(src, dst, nbytes, ends, entries, order, overlapping=overlapping)
-    first = np.flatnonzero(~joins)
-    ends = np.append(np.searchsorted(first, wave_starts), len(first))
-    merged = np.add.reduceat(nbytes, first)
-    return CopyPlan(src[first], dst[first], merged, ends, entries, order, first, overlapping=overlapping)
+    if starts is None:
+        bounds = np.array([0, len(entries)]) if wave_starts is None else np.append(wave_starts, len(entries))
+        return CopyPlan(entries.table, bounds, entries, order, overlapping=overlapping)
+    table = entries.table.take(starts, axis=1)
+    table[NBYTES] = np.add.reduceat(entries.table[NBYTES], starts)
+    waves = (0,) if wave_starts is None else starts.searchsorted(wave_starts)
+    return CopyPlan(table, np.append(waves, len(starts)), entries, order, starts, overlapping=overlapping)
 
 
-def _joins(entries: Entries, wave_starts: I64) -> Bools | None:
-    """For each entry, whether it continues the one before it; None if none does."""
-    src, dst, nbytes, scope = entries.src, entries.dst, entries.nbytes, entries.scope
-    lengths = nbytes[:-1]
-    continues: Bools = dst[:-1] + lengths == dst[1:]
-    if not any_of(continues):
-        return None
-    continues &= src[:-1] + lengths == src[1:]
+def _piece_starts(entries: Entries, wave_starts: I64 | None) -> I64 | None:
+    """The entries that do not continue the one before them in source and destination; None if none does."""
+    src, dst, nbytes = entries.table
+    continues: Bools = (src[:-1] + nbytes[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
+    scope = entries.scope
     if scope is not None:
         continues &= (scope[1:] == scope[:-1]) & (scope[1:] != ALONE)
+    if wave_starts is not None:
+        continues[wave_starts[1:] - 1] = False
     if not any_of(continues):
         return None
-    joins: Bools = np.zeros(len(src), np.bool_)
-    joins[1:] = continues
-    joins[wave_starts] = False
-    return joins
+    return np.flatnonzero(np.concatenate(([True], ~continues)))

@@ -12,9 +12,10 @@ import numpy as np
 
 from kvtier.memory import cuda
 from kvtier.memory.copy_paths import Direction, Job, PathName, Pieces, run_path, why_not
-from kvtier.memory.copy_plan import ALONE, I64, CopyPlan, Entries, plan_copies
+from kvtier.memory.copy_plan import ALONE, I64, NBYTES, CopyPlan, Entries, plan_copies, scan
 from kvtier.memory.costs import CostTable, cost_table, saved_costs
 from kvtier.memory.launch import hold, launch, run_after
+from kvtier.memory.native import native
 from kvtier.memory.placement import Placement
 from kvtier.memory.region import Holding
 from kvtier.memory.stream import Stream
@@ -26,11 +27,12 @@ _DEVICE_PATHS: tuple[PathName, ...] = ("gather", "driver", "loop")
 class Chunk:
     """Copies added together: of one direction and one scope."""
 
-    src: I64
-    dst: I64
-    nbytes: I64
+    table: I64
+    """Rows as in Entries."""
     direction: Direction
     scope: int
+    has_empty: bool
+    """Whether some copy is of zero bytes."""
 
 
 @dataclass(slots=True)
@@ -70,33 +72,32 @@ class Step:
 
 def plan_chunks(chunks: Sequence[Chunk]) -> BatchPlan:
     """Join the chunks, drop what moves no bytes, find waves and merge."""
-    num_calls = sum(len(chunk.src) for chunk in chunks)
-    kinds: I64 | None = None
-    if len(chunks) == 1:
-        only = chunks[0]
-        directions: tuple[Direction, ...] = (only.direction,)
-        scope = None if only.scope != ALONE else np.full(num_calls, ALONE)
-        entries = Entries(only.src, only.dst, only.nbytes, scope)
-    else:
-        directions = tuple(dict.fromkeys(chunk.direction for chunk in chunks))
-        lengths = [len(chunk.src) for chunk in chunks]
-        kind_of_chunk = np.array([directions.index(chunk.direction) for chunk in chunks])
-        # pieces of two directions never merge, though their addresses may happen to touch
-        scopes = np.array([chunk.scope if chunk.scope == ALONE else chunk.scope * len(directions) for chunk in chunks])
-        scopes = np.where(scopes == ALONE, ALONE, scopes + kind_of_chunk)
-        entries = Entries(
-            np.concatenate([chunk.src for chunk in chunks]),
-            np.concatenate([chunk.dst for chunk in chunks]),
-            np.concatenate([chunk.nbytes for chunk in chunks]),
-            np.repeat(scopes, lengths),
-        )
-        kinds = np.repeat(kind_of_chunk, lengths) if len(directions) > 1 else None
-    if np.count_nonzero(entries.nbytes) == len(entries):
-        return BatchPlan(plan_copies(entries), directions, kinds, num_calls)
-    moving = np.flatnonzero(entries.nbytes)
-    merged = plan_copies(entries.take(moving))
+    entries, directions, kinds = _join(chunks)
+    num_calls = len(entries)
+    code = native().code
+    look = scan if code is None else code.scan
+    if not any(chunk.has_empty for chunk in chunks):
+        return BatchPlan(plan_copies(entries, look), directions, kinds, num_calls)
+    moving = np.flatnonzero(entries.table[NBYTES])
+    merged = plan_copies(entries.take(moving), look)
     order = moving if merged.order is None else moving[merged.order]
     return BatchPlan(replace(merged, order=order), directions, kinds, num_calls)
+
+
+def _join(chunks: Sequence[Chunk]) -> tuple[Entries, tuple[Direction, ...], I64 | None]:
+    """All chunks as entries, with the directions there are and which of them each entry has (None: all the one)."""
+    if len(chunks) == 1:
+        only = chunks[0]
+        scope = None if only.scope != ALONE else np.full(only.table.shape[1], ALONE)
+        return Entries(only.table, scope), (only.direction,), None
+    directions = tuple(dict.fromkeys(chunk.direction for chunk in chunks))
+    lengths = [chunk.table.shape[1] for chunk in chunks]
+    kinds = np.array([directions.index(chunk.direction) for chunk in chunks])
+    given = np.array([chunk.scope for chunk in chunks])
+    # pieces of two directions never merge, though their addresses may happen to touch
+    scopes = np.where(given == ALONE, ALONE, given * len(directions) + kinds)
+    entries = Entries(np.concatenate([chunk.table for chunk in chunks], axis=1), np.repeat(scopes, lengths))
+    return entries, directions, np.repeat(kinds, lengths) if len(directions) > 1 else None
 
 
 def plan_steps(
@@ -106,7 +107,9 @@ def plan_steps(
     merged = plan.merged
     capturing = stream is not None and stream.placement.is_device and cuda.is_capturing(stream)
     jobs = [Job(src, dst, stream, capturing) for src, dst in plan.directions]
-    pieces = Pieces(merged.src, merged.dst, merged.nbytes, merged)
+    pieces = Pieces(merged.table, merged)
+    if plan.kinds is None and merged.num_waves == 1 and not (merged.in_order or merged.overlapping):
+        return (_choose(jobs[0], pieces, forced, costs),)  # the usual case, spared the detours below
     kinds = None if plan.kinds is None else plan.kinds[merged.first_entries()]
     if merged.in_order:
         reason = "the pieces depend on each other too much for waves, so they run one by one"
@@ -150,9 +153,6 @@ def _runs(kinds: I64 | None, count: int) -> Iterator[tuple[int, slice]]:
 
 def _groups(pieces: Pieces, merged: CopyPlan, kinds: I64 | None) -> Iterator[tuple[int, Pieces]]:
     """The pieces by wave, then by direction."""
-    if merged.num_waves == 1 and kinds is None:
-        yield 0, pieces
-        return
     for start, stop in itertools.pairwise(merged.wave_starts.tolist()):
         wave = pieces.part(slice(start, stop))
         if kinds is None:
@@ -167,7 +167,8 @@ def _independent_steps(
     job: Job, pieces: Pieces, overlapping: bool, forced: PathName | None, costs: CostTable | None
 ) -> Iterator[Step]:
     if overlapping:
-        onto_itself = np.abs(pieces.src - pieces.dst) < pieces.nbytes
+        src, dst, nbytes = pieces.table
+        onto_itself = np.abs(src - dst) < nbytes
         if onto_itself.any():
             yield Step(job, pieces.part(onto_itself), "loop", "source and destination of a piece overlap")
             pieces = pieces.part(~onto_itself)
@@ -194,7 +195,7 @@ def _choose(job: Job, pieces: Pieces, forced: PathName | None, costs: CostTable 
     table = costs or (saved_costs(device) if job.capturing else cost_table(device))
     if table is None:
         return Step(job, pieces, able[0], f"{note}{why}no costs measured yet, and none can be during graph capture")
-    estimates = table.estimate_us(job, len(pieces), int(np.add.reduce(pieces.nbytes)))
+    estimates = table.estimate_us(job, len(pieces), int(np.add.reduce(pieces.table[NBYTES])))
     return Step(job, pieces, min(able, key=lambda path: estimates.get(path, math.inf)), note + why, estimates)
 
 

@@ -23,6 +23,7 @@ from kvtier.memory import cuda
 from kvtier.memory.buffer import Buffer
 from kvtier.memory.cache_dir import cache_dir, write_atomically
 from kvtier.memory.copy_paths import PATH_NAMES, Job, PathName, Pieces, run_path, why_not
+from kvtier.memory.copy_plan import DST, NBYTES, SRC
 from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.stream import Stream
 
@@ -151,11 +152,11 @@ def _measure(path: PathName, job: Job, src: Buffer, dst: Buffer, size: int) -> C
     few = max(1, many // 8)
     random = np.random.default_rng(size)
     slots = _POOL_BYTES // size
-    pieces = Pieces(
-        src.data() + random.permutation(slots)[:many] * size,
-        dst.data() + random.permutation(slots)[:many] * size,
-        np.full(many, size, np.int64),
-    )
+    table = np.empty((3, many), np.int64)
+    table[SRC] = src.data() + random.permutation(slots)[:many] * size
+    table[DST] = dst.data() + random.permutation(slots)[:many] * size
+    table[NBYTES] = size
+    pieces = Pieces(table)
     few_us = _time_us(path, job, pieces.part(slice(few)))
     many_us = _time_us(path, job, pieces)
     per_piece = max((many_us - few_us) / (many - few), 1e-3)

@@ -16,6 +16,7 @@ import torch
 
 from kvtier.errors import CopyError, UnavailableError
 from kvtier.memory.copy_plan import I64
+from kvtier.memory.native import row_addresses
 from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.stream import LEGACY_DEFAULT_HANDLES, Stream
 
@@ -107,22 +108,23 @@ class BatchCall:
         prototype = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, *tail)
         return cls(prototype(address), reports_failure)
 
-    def submit(self, src: I64, dst: I64, nbytes: I64, stream: Stream) -> int | None:
-        """Submit all pieces, which must be independent. Returns the first piece of the chunk that failed, or None."""
+    def submit(self, table: I64, stream: Stream) -> int | None:
+        """Submit independent pieces (rows as in Entries). Returns the first piece of the chunk that failed, or None."""
         if stream.handle in LEGACY_DEFAULT_HANDLES:
             # the call refuses the legacy default stream: run beside it, ordered after what it has and before what
             # follows
             beside = _side_stream(stream.placement)
             beside.wait(stream.record())
-            failed = self.submit(src, dst, nbytes, beside)
+            failed = self.submit(table, beside)
             stream.wait(beside.record())
             return failed
         attributes = _Attributes(_SRC_ORDER_STREAM, _Location(), _Location(), _PREFER_OVERLAP)
         first_index, fail_index = ctypes.c_size_t(0), ctypes.c_size_t(0)
         tail = (ctypes.byref(fail_index), stream.handle) if self.reports_failure else (stream.handle,)
-        for start in range(0, len(src), _MAX_BATCH):
-            count = min(_MAX_BATCH, len(src) - start)
-            arrays = (array.ctypes.data + 8 * start for array in (dst, src, nbytes))
+        src, dst, nbytes = row_addresses(table)
+        for start in range(0, table.shape[1], _MAX_BATCH):
+            count = min(_MAX_BATCH, table.shape[1] - start)
+            arrays = (dst + 8 * start, src + 8 * start, nbytes + 8 * start)
             if self.call(*arrays, count, ctypes.byref(attributes), ctypes.byref(first_index), 1, *tail) != _SUCCESS:
                 return start
         return None
@@ -158,9 +160,9 @@ def _self_test(call: BatchCall, placement: Placement) -> None:
     with torch.cuda.stream(stream.native):
         source = torch.arange(64, dtype=torch.uint8, device=placement.torch)
         target = torch.zeros_like(source)
-    pieces = np.array([[0, 32, 16], [32, 0, 16]], np.int64)  # two pieces, crossed
-    columns = [np.ascontiguousarray(pieces[:, k]) for k in range(3)]
-    failed = call.submit(columns[0] + source.data_ptr(), columns[1] + target.data_ptr(), columns[2], stream)
+    crossed = np.array([[0, 32], [32, 0], [16, 16]])  # two pieces that change places
+    bases = np.array([[source.data_ptr()], [target.data_ptr()], [0]])
+    failed = call.submit(crossed + bases, stream)
     stream.synchronize()
     expected = [*range(32, 48), *[0] * 16, *range(16), *[0] * 16]
     if failed is not None or target.tolist() != expected:

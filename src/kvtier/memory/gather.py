@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -18,14 +17,15 @@ import numpy as np
 import torch
 
 from kvtier.errors import CopyError, UnavailableError
-from kvtier.memory.copy_plan import I64, any_of
+from kvtier.memory.copy_plan import I64, NBYTES, any_of
 from kvtier.memory.cuda import driver, driver_version, unwrap
+from kvtier.memory.native import native
 from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
 
 _SMALL_PARAMETERS, _LARGE_PARAMETERS = 4096, 32764  # bytes; the larger from CUDA 12.1 on
-_ROWS_STRUCT = struct.Struct("=3Q4I")  # the head of Rows<N>
-_ROWS_HEADER, _PIECES_HEADER = _ROWS_STRUCT.size, 8
+_ROWS_HEADER, _PIECES_HEADER = 40, 8  # bytes before the arrays of Rows<N> and Pieces<N>
+_PARTS_AT_ROWS, _PARTS_AT_PIECES = 7, 1  # where `parts` is, in 4-byte words
 _LARGE_VERSION = 12010
 _THREADS = 256
 # Bytes one block of threads moves before it takes the next part of a piece: 256 threads x 4 loads x 16 bytes.
@@ -36,11 +36,19 @@ _DEVICE_BLOCKS = 132 * 8
 _LINK_BLOCKS = 32
 
 
+Block = np.ndarray[Any, np.dtype[np.uint32]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Kernel:
     function: Any
     capacity: int
     """Pieces that fit its parameters."""
+    parameter_bytes: int
+
+    def new_block(self) -> Block:
+        """Room for its parameters."""
+        return np.empty(self.parameter_bytes // 4, np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,81 +58,73 @@ class GatherKernels:
     rows: tuple[_Kernel, ...]
     pieces: tuple[_Kernel, ...]
 
-    def copy(self, src: I64, dst: I64, nbytes: I64, stream: Stream, *, over_link: bool) -> int:
-        """Copy independent pieces the GPU can address.
+    def copy(self, table: I64, stream: Stream, *, over_link: bool) -> int:
+        """Copy independent pieces the GPU can address (rows as in Entries). Returns the launches made.
 
-        `over_link`: one side is host memory. Returns the launches made.
+        `over_link`: one side is host memory.
         """
-        rows = _as_rows(src, dst, nbytes)
-        widest = int(np.maximum.reduce(nbytes)) if rows is None else rows.nbytes
-        parts = max(1, min(64, widest // _PART_BYTES))
-        threads = max(32, min(_THREADS, -(-widest // 16)))
         most_blocks = _LINK_BLOCKS if over_link else _DEVICE_BLOCKS
-        kernels = self.pieces if rows is None else self.rows
-        kernel = next((each for each in kernels if len(src) <= each.capacity), kernels[-1])
-        starts = range(0, len(src), kernel.capacity)
-        for start in starts:
-            part = slice(start, start + kernel.capacity)
-            if rows is None:
-                parameters = _piece_parameters(src[part], dst[part], nbytes[part], parts, kernel.capacity)
-            else:
-                parameters = _row_parameters(rows, part, parts, kernel.capacity)
-            count = min(kernel.capacity, len(src) - start)
-            _launch(kernel, min(most_blocks, count * parts), threads, parameters, stream)
-        return len(starts)
+        count = table.shape[1]
+        compact = True
+        start = launches = 0
+        while start < count:
+            kernels = self.rows if compact else self.pieces
+            kernel = kernels[0] if count - start <= kernels[0].capacity else kernels[-1]
+            part = table[:, start : start + kernel.capacity]
+            block = kernel.new_block()
+            widest = (_fill_rows if compact else _fill_pieces)(part, kernel.capacity, block)
+            if not widest:  # not of one size, or too far apart: the general form, from here on
+                compact = False
+                continue
+            parts = max(1, min(64, widest // _PART_BYTES))
+            block[_PARTS_AT_ROWS if compact else _PARTS_AT_PIECES] = parts
+            threads = max(32, min(_THREADS, -(-widest // 16)))
+            _launch(kernel, min(most_blocks, part.shape[1] * parts), threads, block, stream)
+            start += part.shape[1]
+            launches += 1
+        return launches
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Pieces of one size, as offsets from two bases that are multiples of 1 << shift."""
-
-    src_base: int
-    dst_base: int
-    nbytes: int
-    shift: int
-    src: I64
-    dst: I64
+def _fill_rows(table: I64, capacity: int, block: Block) -> int:
+    code = native().code
+    return fill_rows(table, capacity, block) if code is None else code.fill_rows(table, capacity, block.ctypes.data)
 
 
-def _as_rows(src: I64, dst: I64, nbytes: I64) -> _Rows | None:
-    """The compact form, if all sizes are equal and the offsets fit 32 bits."""
-    size = nbytes[0]
-    if any_of(nbytes != size):
-        return None
-    src_base, dst_base = np.minimum.reduce(src), np.minimum.reduce(dst)
-    src_offset, dst_offset = src - src_base, dst - dst_base
-    used = int(np.bitwise_or.reduce(src_offset) | np.bitwise_or.reduce(dst_offset)) | 16  # bits set in any offset
+def fill_rows(table: I64, capacity: int, block: Block) -> int:
+    """Write pieces of one size as Rows<capacity>, but for `parts`. Returns that size; 0 if they have no such form."""
+    at, nbytes = table[:NBYTES], table[NBYTES]
+    if any_of(nbytes != nbytes[0]):
+        return 0
+    bases = np.minimum.reduce(at, axis=1)
+    offsets = at - bases[:, None]
+    used = int(np.bitwise_or.reduce(offsets, axis=None)) | 16  # the bits set in any offset
     shift = (used & -used).bit_length() - 1
     if used >> shift >= 1 << 32:
-        return None
-    return _Rows(int(src_base), int(dst_base), int(size), shift, src_offset, dst_offset)
+        return 0
+    count = len(nbytes)
+    block[:6].view(np.int64)[:] = (*bases, nbytes[0])
+    block[6], block[8] = count, shift
+    rows = block[_ROWS_HEADER // 4 :].reshape(2, capacity)[:, :count]
+    np.right_shift(offsets, shift, out=rows, casting="unsafe")
+    return int(nbytes[0])
 
 
-def _row_parameters(rows: _Rows, part: slice, parts: int, capacity: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    src, dst = rows.src[part], rows.dst[part]
-    count, first = len(src), _ROWS_HEADER // 4
-    block = np.empty(first + 2 * capacity, np.uint32)
-    _ROWS_STRUCT.pack_into(block.data, 0, rows.src_base, rows.dst_base, rows.nbytes, count, parts, rows.shift, 0)
-    np.right_shift(src, rows.shift, out=block[first : first + count], casting="unsafe")
-    np.right_shift(dst, rows.shift, out=block[first + capacity : first + capacity + count], casting="unsafe")
-    return block
+def _fill_pieces(table: I64, _capacity: int, block: Block) -> int:
+    """Write any pieces as Pieces<capacity>, but for `parts`. Returns the largest size."""
+    count = table.shape[1]
+    block[0] = count
+    pieces = block[2 : 2 + 6 * count].view(np.int64).reshape(count, 3)
+    pieces[:] = table.T
+    return int(np.maximum.reduce(table[NBYTES]))
 
 
-def _piece_parameters(src: I64, dst: I64, nbytes: I64, parts: int, capacity: int) -> np.ndarray[Any, Any]:
-    block = np.empty(1 + 3 * capacity, np.int64)
-    block[:1].view(np.uint32)[:] = (len(src), parts)
-    pieces = block[1 : 1 + 3 * len(src)].reshape(-1, 3)
-    pieces[:, 0], pieces[:, 1], pieces[:, 2] = src, dst, nbytes
-    return block
-
-
-def _launch(kernel: _Kernel, blocks: int, threads: int, parameters: np.ndarray[Any, Any], stream: Stream) -> None:
+def _launch(kernel: _Kernel, blocks: int, threads: int, block: Block, stream: Stream) -> None:
     # the driver copies the parameters before it returns; kernelParams is an array of their addresses, here of one
-    address = ctypes.c_void_p(parameters.ctypes.data)
-    status = driver().cuLaunchKernel(
+    address = ctypes.c_void_p(block.ctypes.data)
+    (status,) = driver().cuLaunchKernel(
         kernel.function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, ctypes.addressof(address), 0
-    )[0]  # fmt: skip
-    if int(status) != 0:
+    )
+    if status:
         raise CopyError(f"launching the gather kernel on {blocks} blocks of {threads} threads failed: {status.name}")
 
 
@@ -132,19 +132,23 @@ def _launch(kernel: _Kernel, blocks: int, threads: int, parameters: np.ndarray[A
 def gather_kernels(placement: Placement) -> GatherKernels:
     """The kernels for a GPU; compiles them on first use. UnavailableError says why it cannot."""
     large = driver_version() >= _LARGE_VERSION and torch.cuda.get_device_capability(placement.torch)[0] >= 7
-    limits = [("small", _SMALL_PARAMETERS)] + ([("large", _LARGE_PARAMETERS)] if large else [])
+    limits = {"small": _SMALL_PARAMETERS, **({"large": _LARGE_PARAMETERS} if large else {})}
+    forms = {"rows": (_ROWS_HEADER, 8), "pieces": (_PIECES_HEADER, 24)}  # bytes of the head, and per piece
     capacity = {
-        **{f"rows_{name}": (limit - _ROWS_HEADER) // 8 for name, limit in limits},
-        **{f"pieces_{name}": (limit - _PIECES_HEADER) // 24 for name, limit in limits},
+        f"{form}_{size}": (limit - head) // each
+        for size, limit in limits.items()
+        for form, (head, each) in forms.items()
     }
     with torch.cuda.device(placement.torch):
         torch.cuda.current_stream().synchronize()  # makes the context current on this thread
         module = unwrap(driver().cuModuleLoadData(_compile(placement, capacity)))
-        kernels = {
-            name: _Kernel(unwrap(driver().cuModuleGetFunction(module, name.encode())), count)
-            for name, count in capacity.items()
-        }
-    by_form = {form: tuple(kernels[f"{form}_{name}"] for name, _ in limits) for form in ("rows", "pieces")}
+
+    def kernel(form: str, size: str) -> _Kernel:
+        count, (head, each) = capacity[f"{form}_{size}"], forms[form]
+        function = unwrap(driver().cuModuleGetFunction(module, f"{form}_{size}".encode()))
+        return _Kernel(function, count, head + count * each)
+
+    by_form = {form: tuple(kernel(form, size) for size in limits) for form in forms}
     return GatherKernels(by_form["rows"], by_form["pieces"])
 
 

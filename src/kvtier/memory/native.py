@@ -1,6 +1,7 @@
-"""Loads host_copy.c: compiled with the machine's C compiler on first use and kept in the cache directory.
+"""Loads native.c: compiled with the machine's C compiler on first use and kept in the cache directory.
 
-The wheel stays pure Python. Without a compiler the reason is recorded and the Python loop does the copying.
+The wheel stays pure Python. Without a compiler the reason is recorded, and each function's twin in Python does the
+work.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
+
+from kvtier.errors import ArgumentError
 from kvtier.memory.cache_dir import cache_dir
-from kvtier.memory.copy_plan import I64
+from kvtier.memory.copy_plan import I64, Entries, Scan
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-pthread")
 # Below this a thread costs more (about 20 us to start and join) than it saves.
@@ -27,54 +31,90 @@ _BYTES_PER_THREAD = 512 << 10
 _MAX_THREADS = 8
 
 
+class _ScanResult(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("disjoint", "src_low", "src_high", "dst_low", "dst_high", "num_pieces")
+    ]
+
+
+class NativeCode:
+    """The compiled functions. All of them release the GIL."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+        self._copy = library.kvtier_copy_pieces
+        self._copy.argtypes = [size, pointer, pointer, pointer, number, ctypes.c_int]
+        self._scan = library.kvtier_scan
+        self._scan.argtypes = [size, pointer, pointer, pointer, pointer, pointer, pointer]
+        self._scan.restype = None
+        self._fill_rows = library.kvtier_fill_rows
+        self._fill_rows.argtypes = [size, pointer, pointer, pointer, size, pointer]
+        self._fill_rows.restype = number
+        self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+    def copy(self, table: I64) -> int:
+        """Copy independent pieces (rows as in Entries). Returns the threads used."""
+        total = int(np.add.reduce(table[2]))
+        threads = max(1, min(self._num_threads, total // _BYTES_PER_THREAD))
+        src, dst, nbytes = row_addresses(table)
+        return int(self._copy(table.shape[1], src, dst, nbytes, total, threads))
+
+    def scan(self, entries: Entries) -> Scan:
+        """What copy_plan.scan finds, in one pass."""
+        table, scope = entries.table, entries.scope
+        n = table.shape[1]
+        starts, found = np.empty(n, np.int64), _ScanResult()
+        src, dst, nbytes = row_addresses(table)
+        scopes = None if scope is None else scope.ctypes.data
+        self._scan(n, src, dst, nbytes, scopes, starts.ctypes.data, ctypes.byref(found))
+        pieces = None if found.num_pieces == n else starts[: found.num_pieces]
+        return Scan(bool(found.disjoint), found.src_low, found.src_high, found.dst_low, found.dst_high, pieces)
+
+    def fill_rows(self, table: I64, capacity: int, block: int) -> int:
+        """What gather.fill_rows does, into the memory at address `block`."""
+        src, dst, nbytes = row_addresses(table)
+        return int(self._fill_rows(table.shape[1], src, dst, nbytes, capacity, block))
+
+
+def row_addresses(table: I64) -> tuple[int, int, int]:
+    """The addresses of the three rows, each of which must be contiguous (a slice of columns may be passed)."""
+    between_rows, between_columns = table.strides
+    if between_columns != table.itemsize:
+        raise ArgumentError(f"a table of copies must have contiguous rows, this one has strides {table.strides}")
+    first = table.ctypes.data
+    return first, first + between_rows, first + 2 * between_rows
+
+
 @dataclass(frozen=True, slots=True)
-class HostCopier:
-    """The compiled copier, or the reason there is none."""
+class Loaded:
+    """The compiled functions, or the reason there are none."""
 
-    library: ctypes.CDLL | None
+    code: NativeCode | None
     reason: str
-    num_threads: int
-
-    def copy(self, src: I64, dst: I64, nbytes: I64) -> int:
-        """Copy independent pieces, all arrays contiguous. Returns the threads used. Releases the GIL."""
-        if self.library is None:
-            raise RuntimeError(f"no compiled host copier: {self.reason}")
-        total = int(nbytes.sum())
-        threads = max(1, min(self.num_threads, total // _BYTES_PER_THREAD))
-        return int(
-            self.library.kvtier_copy_pieces(
-                ctypes.c_size_t(len(src)),
-                ctypes.c_void_p(src.ctypes.data),
-                ctypes.c_void_p(dst.ctypes.data),
-                ctypes.c_void_p(nbytes.ctypes.data),
-                ctypes.c_int64(total),
-                ctypes.c_int(threads),
-            )
-        )
 
 
 @functools.cache  # compiling and loading once per process is the point
-def host_copier() -> HostCopier:
-    """The copier of this machine; compiles it if the cache has none."""
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    source = resources.files("kvtier.memory").joinpath("host_copy.c").read_text()
+def native() -> Loaded:
+    """The native code of this machine; compiles it if the cache has none."""
+    source = resources.files("kvtier.memory").joinpath("native.c").read_text()
     compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
     key = hashlib.sha256("\0".join((source, *_FLAGS, platform.machine(), platform.libc_ver()[1])).encode()).hexdigest()
     try:
-        path = cache_dir() / f"host_copy-{key[:16]}.so"
+        path = cache_dir() / f"native-{key[:16]}.so"
         if not path.exists():
             if compiler is None:
-                return HostCopier(None, "no C compiler found (looked for $CC, cc, gcc, clang)", threads)
+                return Loaded(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
             _compile(compiler, source, path)
-        return HostCopier(ctypes.CDLL(str(path)), f"compiled in {path}", threads)
+        return Loaded(NativeCode(path), f"compiled in {path}")
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
-        return HostCopier(None, f"compiling with {compiler} failed: {detail}", threads)
+        return Loaded(None, f"compiling with {compiler} failed: {detail}")
 
 
 def _compile(compiler: str, source: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        code, built = Path(folder) / "host_copy.c", Path(folder) / "host_copy.so"
+        code, built = Path(folder) / "native.c", Path(folder) / "native.so"
         code.write_text(source)
         command = [*compiler.split(), *_FLAGS, str(code), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

@@ -1,6 +1,7 @@
-/* Scattered host copies. Compiled on first use (native.py); the Python loop in copy_paths.py gives the same result.
+/* The three loops numpy cannot do in one pass. Compiled on first use (native.py); each has a twin in Python that gives the
+ * same result where there is no compiler, and a test that says so.
  *
- * The pieces, laid end to end, are cut into equal shares of bytes, one per thread; a share may begin and end inside a piece.
+ * kvtier_copy_pieces: scattered host copies (twin: run_in_order in copy_paths.py). The pieces, laid end to end, are cut into equal shares of bytes, one per thread; a share may begin and end inside a piece.
  *
  * Two things make this twice as fast as memcpy per piece (10,000 x 4 KiB, Xeon, 2 cores, 2026-11-15: 5.2 -> 2.4 ms):
  * the head of the next source is prefetched while this piece is copied, since the hardware prefetcher stops at each 4 KiB
@@ -96,4 +97,57 @@ int kvtier_copy_pieces(size_t count, const int64_t *src, const int64_t *dst, con
         }
     }
     return worked;
+}
+
+/* kvtier_scan: one look at entries before they are planned (twin: scan in copy_plan.py). */
+typedef struct {
+    int64_t disjoint; /* destinations ascend and do not overlap */
+    int64_t src_low, src_high, dst_low, dst_high;
+    int64_t num_pieces; /* after merging neighbours that continue each other; starts[k] is the entry piece k begins with */
+} Scan;
+
+void kvtier_scan(size_t n, const int64_t *src, const int64_t *dst, const int64_t *nbytes, const int64_t *scope,
+                 int64_t *starts, Scan *scan) {
+    int64_t src_end = 0, dst_end = INT64_MIN, pieces = 0;
+    Scan found = {1, INT64_MAX, INT64_MIN, INT64_MAX, INT64_MIN, 0};
+    for (size_t k = 0; k < n; ++k) {
+        int same_scope = k > 0 && (scope == NULL || (scope[k] == scope[k - 1] && scope[k] >= 0));
+        if (!(same_scope && src[k] == src_end && dst[k] == dst_end)) starts[pieces++] = (int64_t)k;
+        found.disjoint &= dst[k] >= dst_end;
+        src_end = src[k] + nbytes[k];
+        dst_end = dst[k] + nbytes[k];
+        if (src[k] < found.src_low) found.src_low = src[k];
+        if (src_end > found.src_high) found.src_high = src_end;
+        if (dst[k] < found.dst_low) found.dst_low = dst[k];
+        if (dst_end > found.dst_high) found.dst_high = dst_end;
+    }
+    found.num_pieces = pieces;
+    *scan = found;
+}
+
+/* kvtier_fill_rows: pieces of one size as the parameters of the gather kernel, Rows<capacity> of gather.cu (twin: fill_rows in
+ * gather.py). Returns that size; 0 if the sizes differ or the offsets do not fit. `parts` is left to the caller. */
+typedef struct {
+    uint64_t src_base, dst_base, nbytes;
+    uint32_t count, parts, shift, unused, offsets[];
+} Rows;
+
+int64_t kvtier_fill_rows(size_t n, const int64_t *src, const int64_t *dst, const int64_t *nbytes, size_t capacity, Rows *rows) {
+    int64_t src_base = src[0], dst_base = dst[0];
+    for (size_t k = 0; k < n; ++k) {
+        if (nbytes[k] != nbytes[0]) return 0;
+        if (src[k] < src_base) src_base = src[k];
+        if (dst[k] < dst_base) dst_base = dst[k];
+    }
+    uint64_t used = 16; /* the bits set in any offset; more than 16-byte units gain nothing */
+    for (size_t k = 0; k < n; ++k) used |= (uint64_t)(src[k] - src_base) | (uint64_t)(dst[k] - dst_base);
+    unsigned shift = (unsigned)__builtin_ctzll(used);
+    if (used >> shift >> 32) return 0;
+    for (size_t k = 0; k < n; ++k) {
+        rows->offsets[k] = (uint32_t)((uint64_t)(src[k] - src_base) >> shift);
+        rows->offsets[capacity + k] = (uint32_t)((uint64_t)(dst[k] - dst_base) >> shift);
+    }
+    rows->src_base = (uint64_t)src_base, rows->dst_base = (uint64_t)dst_base, rows->nbytes = (uint64_t)nbytes[0];
+    rows->count = (uint32_t)n, rows->shift = shift;
+    return nbytes[0];
 }
