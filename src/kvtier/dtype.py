@@ -100,14 +100,19 @@ def dtype(name: str | DType | np.dtype[Any] | type[Any]) -> DType:
     """The element type of this name ("bf16", "bfloat16"), numpy or ml_dtypes type."""
     if isinstance(name, DType):
         return name
-    if isinstance(name, str):
-        key = name
-    else:
-        try:
-            key = np.dtype(name).name
-        except TypeError:
-            key = repr(name)
-    found = _BY_NAME.get(key)
+    found = _BY_NAME.get(name if isinstance(name, str) else _numpy_name(name))
     if found is None:
-        raise DTypeError(f"unknown element type {key!r}; known: {', '.join(each.name for each in ALL)}")
+        told = repr(name) if isinstance(name, str) else _numpy_name(name)
+        raise DTypeError(f"unknown element type {told}; known: {', '.join(each.name for each in ALL)}")
     return found
+
+
+def _numpy_name(name: object) -> str:
+    """The name numpy knows this type by; a text that no type has, if it knows none."""
+    if name is None:
+        return "None"  # np.dtype(None) is float64
+    try:
+        found = np.dtype(name)  # type: ignore[call-overload]
+    except TypeError:
+        return repr(name)
+    return str(found.name) if found.isnative else f"{found.name} in byte order {found.byteorder!r}"

@@ -13,9 +13,9 @@ import torch
 
 import kvtier
 from kvtier.memory import CPU, PINNED, Placement, best_host, calibrate
-from kvtier.memory.cache_dir import cache_dir
 from kvtier.memory.copy_paths import PATH_NAMES, Job, why_not
 from kvtier.memory.costs import saved_costs
+from kvtier.memory.files import cache_dir
 from kvtier.memory.stream import Stream
 
 _OPTIONAL = {"cuda.bindings": "cuda", "ml_dtypes": "numpy"}  # module: the extra that brings it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import numbers
 import operator
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from kvtier.memory.launch import choose_stream, launch
 from kvtier.memory.placement import CPU, Placement
 from kvtier.memory.region import Holding, Region, array_interface
 from kvtier.memory.stream import Stream
-from kvtier.memory.torch_types import BITS, torch_dtype
+from kvtier.memory.torch_types import BITS, AnyDType, element_type, torch_dtype
 
 Scalar = int | float | bool
 
@@ -48,17 +49,17 @@ class Buffer:
     do.
     """
 
-    __slots__ = ("_dtype", "_exported", "_offset_bytes", "_region", "_size", "placement")
+    __slots__ = ("__weakref__", "_dtype", "_exported", "_offset_bytes", "_region", "_size", "placement")
 
     def __init__(
         self,
         size: int | None = None,
-        dtype: DType | str = dt.null,
+        dtype: AnyDType = dt.null,
         placement: Placement | str | None = None,
         *,
         allocator: Allocator | None = None,
     ) -> None:
-        element = dt.null if dtype is dt.null else dt.dtype(dtype)
+        element = element_type(dtype)
         where = Placement.parse(placement) if placement is not None else allocator.placement if allocator else CPU
         region: Region | None = None
         if size is not None:
@@ -88,10 +89,11 @@ class Buffer:
 
     @classmethod
     def from_pointer(
-        cls, pointer: int, size: int, dtype: DType | str, placement: Placement | str = CPU, *, owner: object = None
+        cls, pointer: int, size: int, dtype: AnyDType, placement: Placement | str = CPU, *, owner: object = None
     ) -> Buffer:
         """Over memory at an address. Without `owner` the caller keeps it alive; with it, this Buffer does."""
-        element, where = dt.dtype(dtype), Placement.parse(placement)
+        element, where = element_type(dtype), Placement.parse(placement).require()
+        size = operator.index(size)
         nbytes = element.nbytes(size)
         if pointer <= 0 and nbytes:
             raise ArgumentError(f"address {pointer:#x} is no memory of {nbytes} bytes")
@@ -108,17 +110,21 @@ class Buffer:
         The source must be contiguous and stays alive with the Buffer. Read-only sources make read-only Buffers. On CUDA
         the producer's pending work is ordered before the current stream.
         """
+        if isinstance(source, Buffer):  # a Region of its own: closing one does not close the other
+            region = Region(source.holding, readonly=source.readonly)
+            return cls._make(region, source._offset_bytes, source._size, source._dtype, source.placement)
         found = interop.adopt(source)
         return cls._make(found.region, 0, found.size, found.dtype, found.region.holding.placement)
 
     @classmethod
-    def pack(cls, values: Any, dtype: DType | str) -> Buffer:
-        """A new host Buffer of a packed type from one value (its bits, or an ml_dtypes element) per array item."""
-        element, array = dt.dtype(dtype), np.ascontiguousarray(values).reshape(-1)
+    def pack(cls, values: Any, dtype: AnyDType | None = None) -> Buffer:
+        """A new host Buffer of a packed type, from an array of ml_dtypes elements, or of their bits as uint8."""
+        array = np.ascontiguousarray(values).reshape(-1)
+        element = dt.dtype(array.dtype) if dtype is None else element_type(dtype)
         if not element.is_packed:
             raise DTypeError(f"{element} is not packed; wrap an array of it with Buffer.wrap(array)")
-        if array.dtype.itemsize != 1:
-            raise DTypeError(f"pack() takes one byte per element (uint8 bits or ml_dtypes), got {array.dtype}")
+        if array.dtype != np.uint8 and dt.dtype(array.dtype) != element:
+            raise DTypeError(f"pack() takes {element} elements of ml_dtypes or their bits as uint8, got {array.dtype}")
         codes = array.view(np.uint8)
         if array.dtype == np.uint8 and codes.size and int(codes.max()) >> element.bits:
             raise RangeError(f"{element} holds bits 0 to {(1 << element.bits) - 1}, got {int(codes.max())}")
@@ -172,7 +178,8 @@ class Buffer:
         return hash(self._identity())
 
     def _identity(self) -> tuple[object, ...]:
-        return (id(self._region) if self._region else 0, self._offset_bytes, self._size, self._dtype, self.placement)
+        address = self._region.pointer + self._offset_bytes if self._region else 0
+        return (address, self._size, self._dtype, self.placement)
 
     def __repr__(self) -> str:
         state = "empty" if self._region is None else "" if self else "closed"
@@ -191,7 +198,7 @@ class Buffer:
 
     # ---- addresses ----
 
-    def data(self, dtype: DType | str | None = None) -> int:
+    def data(self, dtype: AnyDType | None = None) -> int:
         """The address of the first element; with `dtype`, only if that is the element type."""
         if dtype is not None:
             self.typed(dtype)
@@ -212,7 +219,8 @@ class Buffer:
 
     def slice(self, base: int, size: int | None = None) -> Buffer:
         """Elements `base` to `base + size` (to the end without `size`), sharing memory."""
-        count = self._size - base if size is None else size
+        base = operator.index(base)
+        count = self._size - base if size is None else operator.index(size)
         if base < 0 or count < 0 or base + count > self._size:
             asked = f"{count} elements from {base}" if size is not None else f"all elements from {base}"
             raise RangeError(f"cannot take {asked} of a Buffer of {self._size}")
@@ -222,14 +230,14 @@ class Buffer:
         offset = self._offset_bytes + self._dtype.offset_bytes(base)
         return Buffer._make(self._region, offset, count, self._dtype, self.placement)
 
-    def view(self, dtype: DType | str) -> Buffer:
+    def view(self, dtype: AnyDType) -> Buffer:
         """The same bytes as elements of another type. They must divide evenly and be aligned for it."""
-        element = dt.dtype(dtype)
+        element = element_type(dtype)
+        if self._region is None:
+            return Buffer(dtype=element, placement=self.placement)
+        address = self.raw_data()
         if element == self._dtype:
             return self
-        if self._region is None:
-            return Buffer(dtype=element)
-        address = self.raw_data()
         bits = self._size * self._dtype.bits
         if bits % max(8, element.bits):
             raise AlignmentError(
@@ -248,9 +256,9 @@ class Buffer:
             return self
         return Buffer._make(self._region.borrow(), self._offset_bytes, self._size, self._dtype, self.placement)
 
-    def typed(self, dtype: DType | str) -> Buffer:
+    def typed(self, dtype: AnyDType) -> Buffer:
         """This Buffer, if its elements are of `dtype`; an error otherwise. `view` reads the bytes as another type."""
-        wanted = dt.dtype(dtype)
+        wanted = element_type(dtype)
         if wanted != self._dtype:
             raise DTypeError(
                 f"this Buffer holds {self._dtype}, not {wanted}; view({wanted.name!r}) reads its bytes as {wanted}"
@@ -273,20 +281,22 @@ class Buffer:
             if step != 1:
                 raise ArgumentError(f"a Buffer slice must have step 1, got {step}")
             return self.slice(start, max(0, stop - start))
-        index = operator.index(key)
-        return self.at(index + self._size if index < 0 else index)
+        return self.at(self._position(key))
 
     def __setitem__(self, key: int, value: Scalar) -> None:
-        index = operator.index(key)
-        index = index + self._size if index < 0 else index
-        if not 0 <= index < self._size:
-            raise RangeError(f"index {key} is outside a Buffer of {self._size}")
+        index = self._position(key)
         if not self._dtype.is_packed:
             return self.slice(index, 1).fill(value)
         first = index - index % self._dtype.per_byte
         shift = (index - first) * self._dtype.bits
         code = packing.encode(self._dtype, value) << shift
         self.slice(first, index - first + 1)._write_byte(0, code, ((1 << self._dtype.bits) - 1) << shift, None)
+
+    def _position(self, key: int) -> int:
+        index = operator.index(key)
+        if not -self._size <= index < self._size:
+            raise RangeError(f"index {index} is outside a Buffer of {self._size}")
+        return index + self._size if index < 0 else index
 
     def __iter__(self) -> Iterator[Scalar]:
         return iter(self.tolist())
@@ -297,14 +307,17 @@ class Buffer:
 
     def fill(self, value: Scalar, stream: Stream | None = None) -> None:
         """Write `value` into every element, in the order of `stream` (or the current one)."""
+        self._open()
+        if not isinstance(value, numbers.Real | np.generic):
+            raise ArgumentError(f"a Buffer of {self._dtype} is filled with a number, got {type(value).__name__}")
         if self._dtype.is_packed:
-            code = packing.repeat(self._dtype, packing.encode(self._dtype, value))
+            code = packing.repeat(self._dtype, packing.encode(self._dtype, float(value)))
             return self._fill_packed(code, stream)
-        try:
-            encoded = torch.tensor([value], dtype=torch_dtype(self._dtype))
-        except (RuntimeError, TypeError, OverflowError) as error:
-            raise RangeError(f"{self._dtype} cannot hold {value!r}: {error}") from error
+        if self._dtype.numpy_name.startswith(("int", "uint")):
+            limits = np.iinfo(self._dtype.numpy)
+            value = packing.whole_number(self._dtype, value, int(limits.min), int(limits.max))
         width = BITS[self._dtype.item_bytes]
+        encoded = torch.tensor([value], dtype=torch_dtype(self._dtype))
         bits, target = encoded.view(width).item(), self.bytes_tensor(write=True).view(width)
         self._launch(lambda: target.fill_(bits), stream)
 
@@ -332,6 +345,7 @@ class Buffer:
         stream = choose_stream(None, self.placement)
         if stream is not None:
             stream.synchronize()
+        part.holding.wait()
         host = part.bytes_tensor().cpu()
         if self._dtype.is_packed:
             return [
@@ -389,7 +403,7 @@ class Buffer:
     def _interface(self, *, on_device: bool) -> dict[str, Any]:
         if self.placement.is_device != on_device:
             raise AttributeError(f"{self.placement} memory cannot be shown by this array protocol")
-        if not self._dtype.is_packed and self._dtype.numpy.kind == "V":
+        if not self._dtype.is_packed and self._dtype.numpy.isbuiltin != 1:
             raise AttributeError(f"the array protocols have no name for {self._dtype}; use numpy(), torch() or DLPack")
         region = self._open()
         self._exported = (
@@ -409,7 +423,7 @@ class Buffer:
             return tensor.__dlpack__(stream=stream, max_version=max_version, **options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        kind, index = self.torch().__dlpack_device__()
+        kind, index = self.bytes_tensor().__dlpack_device__()
         return int(kind), int(index)
 
     # ---- checks ----
@@ -432,7 +446,7 @@ class Buffer:
         return array
 
 
-def empty_like(buffer: Buffer, dtype: DType | str | None = None, placement: Placement | str | None = None) -> Buffer:
+def empty_like(buffer: Buffer, dtype: AnyDType | None = None, placement: Placement | str | None = None) -> Buffer:
     """An uninitialised Buffer of the same size; other element type, other placement, or both, on request."""
     return Buffer(
         buffer.size,

@@ -25,6 +25,8 @@ def copy(src: Buffer, n: int | Buffer, dst: Buffer | None = None, stream: Stream
     Overlapping ranges of one memory come out as if the source had been read first. Same shape of call as BatchCopy.
     """
     if isinstance(n, Buffer):
+        if dst is not None:
+            raise ArgumentError("copy() was given two destinations; use copy(src, dst) or copy(src, n, dst)")
         if src.size != n.size:
             raise RangeError(
                 f"copy(src, dst) needs equal sizes, got {src.size} and {n.size}; copy(src, n, dst) copies a part"
@@ -38,7 +40,7 @@ def copy(src: Buffer, n: int | Buffer, dst: Buffer | None = None, stream: Stream
 def _copy(src: Buffer, n: int, dst: Buffer, stream: Stream | None) -> Buffer:
     check_copy(src, n, dst)
     if n == 0:
-        return dst
+        return rest(dst, 0)
     chosen = choose_stream(stream, src.placement, dst.placement)
     on_device = src.placement.is_device or dst.placement.is_device
     mask = packing.tail_mask(src.dtype, n)
@@ -62,13 +64,16 @@ def rest(dst: Buffer, n: int) -> Buffer:
 
     Those of a packed type that start inside a byte have no address: none, then.
     """
-    return dst.slice(n) if n * dst.dtype.bits % 8 == 0 else Buffer(dtype=dst.dtype)
+    if n * dst.dtype.bits % 8:
+        return Buffer(dtype=dst.dtype, placement=dst.placement)
+    return dst.slice(n)
 
 
 def check_copy(src: Buffer, n: int, dst: Buffer) -> None:
     """Raise unless the first `n` elements of `src` can be copied over the first `n` of `dst`."""
     if src.dtype != dst.dtype:
         raise DTypeError(f"cannot copy {src.dtype} elements into a Buffer of {dst.dtype}; view() one of them first")
+    src.slice(0)  # raises if closed
     if not 0 <= n <= min(src.size, dst.size):
         raise RangeError(f"cannot copy {n} elements from a Buffer of {src.size} into one of {dst.size}")
 

@@ -6,6 +6,7 @@ protocol.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch.utils.dlpack
 
 from kvtier import dtype as dt
 from kvtier.dtype import DType
-from kvtier.errors import ArgumentError, DTypeError, PlacementError
+from kvtier.errors import AlignmentError, ArgumentError, DTypeError, PlacementError
 from kvtier.memory.context import current_stream
 from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.region import Holding, Region, gpu_of
 from kvtier.memory.stream import Stream
 from kvtier.memory.torch_types import from_torch
+
+_DLPACK_CUDA = 2  # kDLCUDA
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +38,15 @@ class Adopted:
 def adopt(source: Any) -> Adopted:
     """Describe the memory of a foreign array, which stays alive as long as the result. It must be contiguous."""
     if isinstance(source, torch.Tensor):
-        return _adopt_tensor(source)
+        return _adopt_tensor(source, readonly=False)
+    if isinstance(source, np.generic):
+        raise ArgumentError(f"a numpy scalar ({type(source).__name__}) has no memory to share; pass an array")
     if hasattr(source, "__cuda_array_interface__"):
         return _adopt_cuda_array(source)
     if isinstance(source, np.ndarray) or hasattr(source, "__array_interface__"):
         return _adopt_ndarray(np.asarray(source))
     if hasattr(source, "__dlpack__"):
-        return _adopt_tensor(_from_dlpack(source))
+        return _adopt_dlpack(source)
     try:
         view = memoryview(source)
     except TypeError as error:
@@ -52,22 +57,27 @@ def adopt(source: Any) -> Adopted:
     return _adopt_ndarray(np.asarray(view))
 
 
-def _adopt_tensor(tensor: torch.Tensor) -> Adopted:
+def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool) -> Adopted:
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"a Buffer is one flat region, but this tensor of shape {tuple(tensor.shape)} has strides "
             f"{tensor.stride()}; "
             "pass tensor.contiguous(), which copies"
         )
+    if tensor.is_neg() or tensor.is_conj():
+        raise ArgumentError(
+            "this tensor's memory holds other values than it shows; pass tensor.resolve_neg().resolve_conj()"
+        )
     dtype = from_torch(tensor.dtype)
     if tensor.device.type not in ("cpu", "cuda"):
         raise PlacementError(f"kvtier has no placement for torch device {tensor.device}")
-    if tensor.is_cuda:
-        where = Placement("cuda", tensor.device.index or 0)
-    else:
-        where = PINNED if torch.cuda.is_available() and tensor.is_pinned() else CPU
+    where = Placement("cuda", tensor.device.index or 0) if tensor.is_cuda else _host_placement(tensor)
     holding = Holding(tensor.data_ptr(), tensor.nbytes, where, owner=tensor.detach())
-    return Adopted(Region(holding), tensor.numel() * dtype.per_byte, dtype)
+    return Adopted(Region(holding, readonly=readonly), tensor.numel() * dtype.per_byte, dtype)
+
+
+def _host_placement(tensor: torch.Tensor) -> Placement:
+    return PINNED if torch.cuda.is_available() and tensor.numel() and tensor.is_pinned() else CPU
 
 
 def _adopt_ndarray(array: np.ndarray[Any, Any]) -> Adopted:
@@ -76,14 +86,18 @@ def _adopt_ndarray(array: np.ndarray[Any, Any]) -> Adopted:
             f"a Buffer is one flat region, but this array of shape {array.shape} has strides {array.strides}; "
             "pass np.ascontiguousarray(array), which copies"
         )
-    if not array.dtype.isnative:
-        raise DTypeError(f"this array has byte order {array.dtype.byteorder!r}; convert it to the machine's own first")
     dtype = dt.dtype(array.dtype)
+    if array.ctypes.data % dtype.item_bytes:
+        raise AlignmentError(
+            f"this array begins at {array.ctypes.data:#x}, not a multiple of the {dtype.item_bytes} bytes of {dtype}"
+        )
     if dtype.is_packed:
         raise DTypeError(
             f"ml_dtypes keeps one {dtype} per byte, kvtier packs {dtype.per_byte}: use Buffer.pack(array), which copies"
         )
     holding = Holding(array.ctypes.data, array.nbytes, CPU, owner=array)
+    if torch.cuda.is_available():  # numpy cannot say whether its memory is pinned
+        holding.placement = _host_placement(holding.tensor())
     return Adopted(Region(holding, readonly=not array.flags.writeable), array.size, dtype)
 
 
@@ -98,7 +112,8 @@ def _adopt_cuda_array(source: Any) -> Adopted:
         raise ArgumentError(
             f"a Buffer is one flat region, but this array of shape {shape} has strides {tuple(strides)}"
         )
-    where = Placement("cuda", gpu_of(pointer) if size else 0).require()
+    Placement("cuda").require()
+    where = Placement("cuda", gpu_of(pointer) if size else 0)
     if interface.get("stream") is not None:  # the producer's pending work comes first
         ours = current_stream(where)
         if ours is not None and ours.handle != interface["stream"]:
@@ -106,11 +121,29 @@ def _adopt_cuda_array(source: Any) -> Adopted:
     return Adopted(Region(Holding(pointer, dtype.nbytes(size), where, owner=source), readonly=readonly), size, dtype)
 
 
-def _from_dlpack(source: Any) -> torch.Tensor:
+def _adopt_dlpack(source: Any) -> Adopted:
     kind, index = source.__dlpack_device__()
-    if int(kind) == 2:  # kDLCUDA: the producer orders its work before torch's current stream, so make that ours
-        ours = current_stream(Placement("cuda", int(index)).require())
-        if ours is not None:
-            with torch.cuda.stream(ours.native):
-                return torch.utils.dlpack.from_dlpack(source)
-    return torch.utils.dlpack.from_dlpack(source)
+    if int(kind) != _DLPACK_CUDA:
+        return _adopt_capsule(source, None)
+    # the producer orders its work before the stream it is given, so give it ours (1 says the legacy default stream)
+    ours = current_stream(Placement("cuda", int(index)).require())
+    return _adopt_capsule(source, (ours.handle or 1) if ours is not None else 1)
+
+
+def _adopt_capsule(source: Any, stream: int | None) -> Adopted:
+    try:
+        capsule = source.__dlpack__(stream=stream, max_version=(1, 0))
+    except TypeError:  # a producer of before version 1 takes no max_version
+        capsule = source.__dlpack__(stream=stream)
+    readonly = _is_readonly(capsule)  # torch, which takes the capsule, does not look at the flag
+    return _adopt_tensor(torch.utils.dlpack.from_dlpack(capsule), readonly=readonly)
+
+
+def _is_readonly(capsule: object) -> bool:
+    """The read-only flag of a versioned capsule: the lowest bit of the word behind version, context and deleter."""
+    if '"dltensor_versioned"' not in repr(capsule):
+        return False
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    address = get_pointer(capsule, b"dltensor_versioned")
+    return bool(ctypes.c_uint64.from_address(address + 24).value & 1)

@@ -16,12 +16,12 @@ from kvtier.memory.stream import Stream
 
 def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | None:
     """The stream for work on memory at `placements`: the given one if it fits, else the current one. None: at once."""
-    device = next((each for each in reversed(placements) if each.is_device), None)
+    devices = [each for each in placements if each.is_device]
     if stream is None:
-        return current_stream(device or CPU)
-    if device is not None and not any(each == stream.placement for each in placements):
+        return current_stream(devices[-1] if devices else CPU)
+    if devices and stream.placement not in devices:
         raise PlacementError(
-            f"work on {device} memory cannot go to a stream on {stream.placement}; pass a stream on {device}"
+            f"work on {devices[-1]} memory cannot go to a stream on {stream.placement}; pass a stream on {devices[-1]}"
         )
     return stream
 

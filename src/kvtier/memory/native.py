@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import ArgumentError
-from kvtier.memory.cache_dir import cache_dir
 from kvtier.memory.copy_plan import I64, Entries, Scan
+from kvtier.memory.files import cache_dir
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-pthread")
 # Below this a thread costs more (about 20 us to start and join) than it saves.
@@ -80,7 +80,7 @@ class NativeCode:
 def row_addresses(table: I64) -> tuple[int, int, int]:
     """The addresses of the three rows, each of which must be contiguous (a slice of columns may be passed)."""
     between_rows, between_columns = table.strides
-    if between_columns != table.itemsize:
+    if between_columns != table.itemsize and table.shape[1] > 1:
         raise ArgumentError(f"a table of copies must have contiguous rows, this one has strides {table.strides}")
     first = table.ctypes.data
     return first, first + between_rows, first + 2 * between_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,13 @@ def encode(dtype: DType, value: float) -> int:
                 f"fp4 cannot hold {value!r} exactly; its values are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives"
             )
         return code
-    top = (1 << dtype.bits) - 1
-    if value != int(value) or not 0 <= value <= top:
-        raise RangeError(f"{dtype} holds whole numbers from 0 to {top}, got {value!r}")
+    return whole_number(dtype, value, 0, (1 << dtype.bits) - 1)
+
+
+def whole_number(dtype: DType, value: float, low: int, high: int) -> int:
+    """`value` as an int; an error if it is not a whole number from `low` to `high`."""
+    if not math.isfinite(value) or value != int(value) or not low <= value <= high:
+        raise RangeError(f"{dtype} holds whole numbers from {low} to {high}, got {value!r}")
     return int(value)
 
 

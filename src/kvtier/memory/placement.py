@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -24,21 +24,25 @@ class Placement:
     index: int = 0
     """The GPU; 0 for host memory."""
 
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind) or self.index < 0 or (self.index and not self.is_device):
+            raise PlacementError(f"no such placement: {self.kind!r} with index {self.index}")
+
     @classmethod
     def parse(cls, text: str | Placement | torch.device) -> Placement:
         """Read a placement from its text, a torch.device, or return one unchanged."""
         if isinstance(text, Placement):
             return text
-        match = re.fullmatch(r"(cpu|pinned)|cuda(?::(\d+))?", str(text))
+        match = re.fullmatch(r"(cpu)(?::0)?|(pinned)|cuda(?::(\d+))?", str(text))
         if match is None:
             raise PlacementError(f"unknown placement {str(text)!r}; use 'cpu', 'pinned' or 'cuda:<index>'")
-        if match[1] == "cpu":
+        if match[1]:
             return CPU
-        if match[1] == "pinned":
+        if match[2]:
             return PINNED
-        if match[2] is None:
+        if match[3] is None:
             return cls("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-        return cls("cuda", int(match[2]))
+        return cls("cuda", int(match[3]))
 
     def __str__(self) -> str:
         return f"cuda:{self.index}" if self.is_device else self.kind

@@ -47,6 +47,11 @@ class Holding:
         else:
             self._in_flight[stream.handle] = event
 
+    def wait(self) -> None:
+        """Block until the copies in flight that use this memory are done."""
+        for event in self._in_flight.values():
+            event.synchronize()
+
     def tensor(self) -> torch.Tensor:
         """All bytes as a uint8 tensor that keeps this Holding alive."""
         if self.nbytes == 0:
@@ -57,8 +62,7 @@ class Holding:
         return torch.from_numpy(np.asarray(view))
 
     def __del__(self) -> None:
-        for event in self._in_flight.values():
-            event.synchronize()
+        self.wait()
         if self._release is not None:
             self._release()
 
@@ -89,9 +93,10 @@ class Region:
     A borrowed Region holds nothing: it watches the Holding it came from, and is closed when that is gone.
     """
 
-    __slots__ = ("_borrowed", "_holding", "_tensor", "readonly")
+    __slots__ = ("_borrowed", "_holding", "_tensor", "pointer", "readonly")
 
     def __init__(self, holding: Holding, *, readonly: bool = False) -> None:
+        self.pointer = holding.pointer
         self._holding: Holding | None = holding
         self._borrowed: weakref.ref[Holding] | None = None
         self._tensor: torch.Tensor | None = None

@@ -25,7 +25,6 @@ import math
 import mmap as mmap_module
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ from kvtier.errors import (
 )
 from kvtier.memory.buffer import Buffer, empty_like
 from kvtier.memory.copy import copy
+from kvtier.memory.files import write_atomically
 from kvtier.memory.launch import choose_stream
 from kvtier.memory.placement import CPU, Placement
 
@@ -102,6 +102,8 @@ class _Header:
         if len(block) < HEADER_BYTES:
             raise TruncatedError(f"the header has {HEADER_BYTES} bytes, got {len(block)}")
         _, version, ndim, _, name, size, nbytes, offset, payload_crc, header_crc, *dims = _FIXED.unpack_from(block)
+        if version == 0:
+            raise FormatError("this record has format version 0, which never was")
         if version > VERSION:
             raise VersionError(
                 f"this record has format version {version}, this kvtier reads up to {VERSION}: upgrade kvtier"
@@ -140,15 +142,17 @@ def save(buffer: Buffer, target: Target, shape: Sequence[int] | None = None) -> 
     header = _Header(buffer.dtype, buffer.size, zlib.crc32(payload), dims).pack()
     if isinstance(target, bytearray | memoryview):
         room = memoryview(target).cast("B")
+        if room.readonly:
+            raise ArgumentError("cannot save into read-only memory")
         if len(room) < len(header) + len(payload):
             raise RangeError(f"saving needs {len(header) + len(payload)} bytes, the target has {len(room)}")
         room[: len(header)] = header
         room[len(header) : len(header) + len(payload)] = payload
     elif isinstance(target, str | os.PathLike):
-        _write_file(Path(target), header, payload)
+        write_atomically(Path(target), header, payload)
     else:
-        target.write(header)
-        target.write(payload)
+        _write_all(target, memoryview(header))
+        _write_all(target, payload)
     return len(header) + len(payload)
 
 
@@ -159,18 +163,18 @@ def load(source: Source, placement: Placement | str = CPU, *, map_file: bool = F
     `map_file` a path is mapped instead of read: a read-only host Buffer whose pages the system may drop and read again.
     """
     where = Placement.parse(placement).require()
+    if map_file and not isinstance(source, str | os.PathLike):
+        raise ArgumentError(f"map_file needs a path, got {type(source).__name__}")
     if isinstance(source, bytes | bytearray | memoryview):
         return _load_memory(memoryview(source).cast("B"), where, borrow=False)
     if isinstance(source, str | os.PathLike):
         with open(source, "rb") as file:
             if map_file:
                 return _load_mapped(file, where)
-            loaded = _load_file(file, where)
+            loaded = _load_file(file, where, os.fstat(file.fileno()).st_size)
             if file.read(1):
                 raise FormatError(f"{os.fspath(source)!r} goes on after its record")
             return loaded
-    if map_file:
-        raise ArgumentError("map_file needs a path")
     return _load_file(source, where)
 
 
@@ -178,7 +182,7 @@ def _host_bytes(buffer: Buffer) -> memoryview:
     if not buffer:
         if buffer.size == 0 and buffer.dtype != dt.null:
             return memoryview(b"")
-        return buffer.memoryview()  # raises: closed or without a type
+        buffer.holding  # noqa: B018 - raises: closed or without memory
     stream = choose_stream(None, buffer.placement)
     if buffer.placement.is_device:
         host = empty_like(buffer, placement=CPU)
@@ -186,25 +190,21 @@ def _host_bytes(buffer: Buffer) -> memoryview:
         buffer = host
     if stream is not None:
         stream.synchronize()
+    buffer.holding.wait()
     return buffer.memoryview()
 
 
-def _write_file(path: Path, header: bytes, payload: memoryview) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(header)
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+def _write_all(file: BinaryIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) or 0 :]  # a raw file may take a part, or nothing yet
 
 
-def _load_file(file: BinaryIO, where: Placement) -> Loaded:
+def _load_file(file: BinaryIO, where: Placement, file_bytes: int | None = None) -> Loaded:
     header = _Header.unpack(_read_up_to(file, HEADER_BYTES))
+    if file_bytes is not None and file_bytes < HEADER_BYTES + header.nbytes:  # known before memory is taken for it
+        raise TruncatedError(
+            f"the record says {header.nbytes} bytes follow its header, the file has {file_bytes - HEADER_BYTES}"
+        )
     host = Buffer(header.size, header.dtype, CPU if where.is_device else where)
     room, got = host.memoryview(), 0
     while got < len(room):

@@ -52,7 +52,10 @@ class Stream:
             where = Placement.parse(placement).require()
             if not where.is_device:
                 raise PlacementError(f"a raw stream handle belongs to a GPU, not to {where}")
-            foreign = torch.cuda.ExternalStream(foreign, where.torch)
+            if foreign in LEGACY_DEFAULT_HANDLES:
+                foreign = torch.cuda.default_stream(where.torch)
+            else:
+                foreign = torch.cuda.ExternalStream(foreign, where.torch)
         if not isinstance(foreign, torch.cuda.Stream):
             raise ArgumentError(
                 f"cannot wrap {type(foreign).__name__} as a stream: pass a torch.cuda.Stream or a raw CUDA handle"

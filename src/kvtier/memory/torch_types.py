@@ -8,8 +8,10 @@ from types import MappingProxyType
 import torch
 
 from kvtier import dtype as dt
-from kvtier.dtype import DType
+from kvtier.dtype import DType, dtype
 from kvtier.errors import DTypeError
+
+AnyDType = DType | str | torch.dtype
 
 # Packed types travel as their bytes. torch names fp4 as a pair of elements; its uint2 and uint4 are shells without
 # operations.
@@ -28,9 +30,14 @@ _FROM_TORCH: Mapping[torch.dtype, DType] = MappingProxyType(
 BITS: Mapping[int, torch.dtype] = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
-def torch_dtype(dtype: DType) -> torch.dtype:
+def torch_dtype(element: DType) -> torch.dtype:
     """The torch type of a tensor over data of this type (uint8 for packed integers, whose bytes torch cannot split)."""
-    return _TO_TORCH[dtype]
+    return _TO_TORCH[element]
+
+
+def element_type(given: AnyDType) -> DType:
+    """The element type of this name or torch type."""
+    return from_torch(given) if isinstance(given, torch.dtype) else dtype(given)
 
 
 def from_torch(torch_dtype: torch.dtype) -> DType:

@@ -1,0 +1,58 @@
+"""Fixtures of every suite that needs torch. With a GPU the same tests also cover pinned and device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier import dtype as dt
+from kvtier.memory import CPU, PINNED, Buffer, Placement
+
+PLACEMENTS = [CPU, *([PINNED, Placement("cuda", 0)] if torch.cuda.is_available() else [])]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+# The fixtures keep no state; they are of the whole session so that hypothesis may use them.
+@pytest.fixture(scope="session", params=PLACEMENTS, ids=str)
+def placement(request: pytest.FixtureRequest) -> Placement:
+    """Every kind of memory this machine has."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def make() -> Callable[..., Buffer]:
+    """`make(placement, array, dtype=None, size=None)`: a Buffer with memory of its own, holding the bytes of `array`.
+
+    The type is the array's own unless given. Without `size` (packed types may end inside the last byte) there are as
+    many elements as the bytes have room for.
+    """
+    return _make
+
+
+@pytest.fixture(scope="session")
+def read() -> Callable[[Buffer], Bytes]:
+    """`read(buffer)`: a copy of its bytes as a uint8 array, once all work on the GPU is done."""
+    return _read
+
+
+def _make(placement: Placement, array: Any, dtype: Any = None, size: int | None = None) -> Buffer:
+    data = np.frombuffer(array, np.uint8) if isinstance(array, bytes | bytearray) else np.asarray(array)
+    raw = np.array(data).reshape(-1).view(np.uint8)
+    element = dt.dtype(data.dtype if dtype is None else dtype)
+    buffer = Buffer(raw.size * 8 // element.bits if size is None else size, element, placement)
+    assert buffer.nbytes == raw.size, f"{raw.size} bytes do not fill {buffer}"
+    if raw.size:
+        buffer.bytes_tensor().copy_(torch.from_numpy(raw))
+    return buffer
+
+
+def _read(buffer: Buffer) -> Bytes:
+    if not buffer.nbytes:
+        return np.empty(0, np.uint8)
+    if torch.cuda.is_available():  # copies into pinned memory are asynchronous too
+        torch.cuda.synchronize()
+    return buffer.bytes_tensor().cpu().numpy().copy()

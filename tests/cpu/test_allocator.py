@@ -1,0 +1,642 @@
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier.errors import ArgumentError, KvtierError, OutOfMemoryError, PlacementError, RangeError, UnavailableError
+from kvtier.memory import CPU, PINNED, Allocator, BatchCopy, Buffer, Placement, Stream, context, copy, default_allocator
+from kvtier.memory.region import Holding
+
+MIB = 1 << 20
+PATIENCE_S = 10  # far more than anything here needs: past it, it hangs
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
+
+
+class Pool:
+    """Memory of any placement behind two callables, which remember what was asked and refuse what is unbalanced."""
+
+    def __init__(self, placement: Placement = CPU) -> None:
+        self.placement = placement
+        self.live: dict[int, torch.Tensor] = {}
+        self.asked: list[int] = []
+        self.returned: list[bytes] = []
+        """What was in the memory when it was given back."""
+        self.allocator = Allocator.from_callables(placement, self._allocate, self._deallocate)
+
+    def _allocate(self, nbytes: int) -> int:
+        pinned = self.placement == PINNED
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.placement.torch, pin_memory=pinned)
+        self.live[tensor.data_ptr()] = tensor
+        self.asked.append(nbytes)
+        return tensor.data_ptr()
+
+    def _deallocate(self, address: int, nbytes: int) -> None:
+        tensor = self.live.pop(address)
+        assert tensor.nbytes == nbytes
+        self.returned.append(tensor.cpu().numpy().tobytes())
+
+    @property
+    def num_returned(self) -> int:
+        return len(self.returned)
+
+
+def allocator_that_answers(answer: object) -> Allocator:
+    """One whose allocate function returns this, or raises it, and which has nothing that could be given back."""
+
+    def allocate(_nbytes: int) -> object:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def deallocate(address: int, nbytes: int) -> None:
+        raise AssertionError(f"{nbytes} bytes at {address:#x} were never allocated")
+
+    return Allocator.from_callables("cpu", allocate, deallocate)
+
+
+@contextlib.contextmanager
+def held_back(stream: Stream) -> Iterator[None]:
+    """Inside the block, nothing enqueued from now on runs."""
+    gate = threading.Event()
+    stream.enqueue(gate.wait)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def new_stream() -> contextlib.closing[Stream]:
+    return closing(Stream())
+
+
+def counters(allocator: Allocator) -> tuple[int, int, int, int]:
+    stats = allocator.stats
+    return stats.allocated_bytes, stats.peak_bytes, stats.num_live, stats.num_allocations
+
+
+# ---- the allocators of the placements ----
+
+
+def test_the_allocator_of_a_placement_is_one_and_counts_what_names_no_other(placement):
+    gc.collect()  # what other tests left in cycles must not come back in between
+    allocator = default_allocator(placement)
+    assert default_allocator(placement) is allocator
+    assert allocator.placement == placement
+    allocated, _, live, count = counters(allocator)
+    buffer = Buffer(1000, "f32", placement)
+    assert counters(allocator)[0] == allocated + 4000
+    assert counters(allocator)[2:] == (live + 1, count + 1)
+    assert allocator.stats.peak_bytes >= allocated + 4000
+    del buffer
+    assert counters(allocator)[0] == allocated
+    assert counters(allocator)[2:] == (live, count + 1)
+
+
+@pytest.mark.parametrize(
+    "nbytes", [1, 4096, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 5 * MIB + 12345, 32 * MIB, 32 * MIB + 1], ids="{:,}".format
+)
+def test_memory_of_every_size_holds_what_is_written_to_it(placement, nbytes):
+    held = default_allocator(placement).allocate(nbytes)
+    assert held.nbytes == nbytes
+    assert held.placement == placement
+    tensor = held.tensor()
+    assert tensor.nbytes == nbytes
+    assert tensor.data_ptr() == held.pointer
+    assert tensor.device == placement.torch
+    assert tensor.is_pinned() == (placement == PINNED)
+    tensor.fill_(0)
+    tensor[-1] = 7
+    tensor[0] = tensor[0] + 8
+    assert int(tensor.sum(dtype=torch.int64)) == 15
+
+
+def test_large_memory_is_aligned_for_every_element_type_and_lives_with_its_views(placement):
+    buffer = Buffer(MIB, "f64", placement)
+    assert buffer.data() % 64 == 0
+    tail = buffer.slice(MIB - 2)
+    tail.fill(2.5)
+    del buffer
+    gc.collect()
+    assert tail.tolist() == [2.5, 2.5]
+
+
+def test_large_host_memory_is_private_to_the_process():
+    """A child made by fork (a data loader's worker, say) must not write into the parent's memory."""
+    script = """
+        import ctypes, os
+        from kvtier.memory import CPU, default_allocator
+
+        held = default_allocator(CPU).allocate(8 << 20)
+        ctypes.memset(held.pointer, 1, held.nbytes)
+        child = os.fork()
+        if child == 0:
+            ctypes.memset(held.pointer, 2, held.nbytes)
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(ctypes.string_at(held.pointer, 1)[0])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "1\n"
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("text", ["pinned", "cuda:0"])
+def test_there_is_no_allocator_for_memory_the_machine_does_not_have(text):
+    with pytest.raises(UnavailableError, match=text):
+        default_allocator(Placement.parse(text))
+
+
+# ---- from two callables ----
+
+
+def test_the_callables_are_asked_for_exact_sizes_and_get_back_what_they_gave(placement):
+    pool = Pool(placement)
+    sizes = [("u8", 1, 1), ("bf16", 3, 6), ("f64", 5, 40), ("u4", 3, 2), ("u2", 5, 2), ("u8", 4097, 4097)]
+    buffers = [Buffer(count, name, allocator=pool.allocator) for name, count, _ in sizes]
+    assert pool.asked == [nbytes for _, _, nbytes in sizes]
+    assert [buffer.data() for buffer in buffers] == list(pool.live)
+    assert pool.num_returned == 0
+    buffers.clear()
+    assert pool.num_returned == len(sizes)
+    assert not pool.live
+
+
+def test_the_placement_may_be_given_as_text():
+    assert Allocator.from_callables("cuda:1", int, print).placement == Placement("cuda", 1)
+    with pytest.raises(PlacementError, match="nowhere"):
+        Allocator.from_callables("nowhere", int, print)
+
+
+def test_a_buffer_elsewhere_cannot_come_from_this_allocator():
+    with pytest.raises(PlacementError, match="asked for pinned memory from an allocator of cpu memory"):
+        Buffer(4, "u8", "pinned", allocator=Pool().allocator)
+
+
+def test_a_null_address_is_out_of_memory_and_is_not_given_back():
+    allocator = allocator_that_answers(0)
+    with pytest.raises(OutOfMemoryError, match="null address"):
+        allocator.allocate(64)
+    assert counters(allocator) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("answer", [None, "0x10", 4096.0, b"", np.zeros(1)], ids=lambda each: type(each).__name__)
+def test_an_address_that_is_no_int_is_an_error_that_names_its_type(answer):
+    allocator = allocator_that_answers(answer)
+    with pytest.raises(ArgumentError, match=f"as an int, got {type(answer).__name__}"):
+        allocator.allocate(64)
+    assert counters(allocator) == (0, 0, 0, 0)
+
+
+def test_a_negative_address_is_an_error():
+    returned: list[int] = []
+    allocator = Allocator.from_callables(
+        "cpu", lambda _nbytes: -4096, lambda address, _nbytes: returned.append(address)
+    )
+    with pytest.raises(KvtierError):
+        allocator.allocate(64)
+    assert counters(allocator) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), RuntimeError("no more")], ids=lambda each: type(each).__name__)
+def test_a_callable_that_says_it_has_no_memory_is_believed(error):
+    allocator = allocator_that_answers(error)
+    with pytest.raises(OutOfMemoryError, match=str(error)) as caught:
+        Buffer(64, "u8", allocator=allocator)
+    assert caught.value.__cause__ is error
+    assert counters(allocator) == (0, 0, 0, 0)
+
+
+def test_any_other_error_of_a_callable_is_passed_on():
+    allocator = allocator_that_answers(KeyError("a bug of its own"))
+    with pytest.raises(KeyError, match="a bug of its own"):
+        allocator.allocate(64)
+    assert counters(allocator) == (0, 0, 0, 0)
+
+
+def test_an_allocate_function_may_give_other_buffers_of_the_allocator_back():
+    """As one does that evicts."""
+    cached: list[Buffer] = []
+    memory = [ctypes.create_string_buffer(64) for _ in range(3)]
+
+    returned: list[int] = []
+
+    def allocate(_nbytes: int) -> int:
+        cached.clear()
+        return ctypes.addressof(memory[len(returned)])
+
+    allocator = Allocator.from_callables("cpu", allocate, lambda address, _nbytes: returned.append(address))
+    for _ in memory:
+        cached.append(Buffer(64, "u8", allocator=allocator))
+    assert returned == [ctypes.addressof(each) for each in memory[:2]]
+    assert counters(allocator) == (64, 64, 1, 3)
+
+
+# ---- who keeps the memory ----
+
+KEEPERS: dict[str, Callable[[Buffer], object]] = {
+    "another name": lambda buffer: buffer,
+    "slice": lambda buffer: buffer.slice(4, 2),
+    "view": lambda buffer: buffer.view("u8"),
+    "slice of a view of a slice": lambda buffer: buffer.slice(4).view("u8").slice(3, 1),
+    "holding": lambda buffer: buffer.holding,
+    "torch": lambda buffer: buffer.torch(),
+    "torch slice": lambda buffer: buffer.torch()[2:3],
+    "DLPack": torch.from_dlpack,
+}
+HOST_KEEPERS: dict[str, Callable[[Buffer], object]] = {
+    "numpy": lambda buffer: buffer.numpy(),
+    "numpy slice": lambda buffer: buffer.numpy()[2:3],
+    "memoryview": lambda buffer: buffer.memoryview(),
+    "array protocol": np.asarray,
+    "numpy DLPack": np.from_dlpack,
+    "Buffer over its array": lambda buffer: Buffer.wrap(buffer.numpy()),
+}
+
+
+@pytest.mark.parametrize("keeper", [*KEEPERS, *HOST_KEEPERS])
+def test_memory_is_given_back_once_when_the_last_that_uses_it_is_gone(placement, keeper):
+    if placement.is_device and keeper in HOST_KEEPERS:
+        pytest.skip("shows host memory")
+    pool = Pool(placement)
+    buffer = Buffer(8, "i32", allocator=pool.allocator)
+    buffer.fill(5)
+    kept = {**KEEPERS, **HOST_KEEPERS}[keeper](buffer)
+    del buffer
+    assert pool.num_returned == 0
+    del kept
+    assert pool.num_returned == 1
+    assert pool.returned == [np.full(8, 5, np.int32).tobytes()]
+    assert counters(pool.allocator) == (0, 32, 0, 1)
+
+
+@pytest.mark.parametrize("keeper", ["torch", "numpy", "memoryview", "array protocol", "DLPack"])
+def test_an_export_outlives_closing_the_buffer(keeper):
+    pool = Pool()
+    buffer = Buffer(8, "i32", allocator=pool.allocator)
+    kept = {**KEEPERS, **HOST_KEEPERS}[keeper](buffer)
+    buffer.close()
+    assert pool.num_returned == 0
+    del kept, buffer
+    assert pool.num_returned == 1
+
+
+def test_closing_gives_the_memory_back_at_once_and_only_once():
+    pool = Pool()
+    buffer = Buffer(8, "i32", allocator=pool.allocator)
+    part = buffer.slice(2)
+    buffer.torch()
+    buffer.close()
+    assert pool.num_returned == 1
+    part.close()
+    buffer.close()
+    del part, buffer
+    assert pool.num_returned == 1
+
+
+def test_borrowing_does_not_keep_memory():
+    pool = Pool()
+    buffer = Buffer(8, "i32", allocator=pool.allocator)
+    borrowed = buffer.borrow()
+    del buffer
+    assert pool.num_returned == 1
+    assert not borrowed
+
+
+def test_memory_in_a_reference_cycle_is_given_back_when_it_is_collected():
+    pool = Pool()
+    cycle: dict[str, object] = {"buffer": Buffer(8, "i32", allocator=pool.allocator)}
+    cycle["itself"] = cycle
+    assert pool.num_returned == 0
+    del cycle
+    gc.collect()
+    assert pool.num_returned == 1
+
+
+def test_the_callables_live_as_long_as_the_memory():
+    pool = Pool()
+    returned, buffer = pool.returned, Buffer(8, "i32", allocator=pool.allocator)
+    del pool
+    buffer.fill(1)
+    assert buffer.tolist() == [1] * 8
+    del buffer
+    assert len(returned) == 1
+
+
+# ---- memory in use by a stream ----
+
+
+def copy_all(src: Buffer, dst: Buffer, stream: Stream) -> None:
+    copy(src, dst, stream=stream)
+
+
+def copy_in_a_batch(src: Buffer, dst: Buffer, stream: Stream) -> None:
+    with context(stream=stream), BatchCopy() as batch:
+        batch(src, src.size, dst)
+
+
+def copy_in_pieces(src: Buffer, dst: Buffer, stream: Stream) -> None:
+    with context(stream=stream), BatchCopy(path="loop") as batch:
+        batch.pieces(src, [4, 0], 4, dst, [4, 0])
+
+
+@pytest.mark.parametrize("enqueue_copy", [copy_all, copy_in_a_batch, copy_in_pieces])
+@pytest.mark.parametrize("give_up", ["drop", "close"])
+def test_memory_a_copy_still_uses_is_given_back_only_when_it_is_done(enqueue_copy, give_up):
+    sources, targets = Pool(), Pool()
+    with new_stream() as stream:
+        src, dst = Buffer(8, "u8", allocator=sources.allocator), Buffer(8, "u8", allocator=targets.allocator)
+        src.numpy()[:] = range(8)
+        dst.fill(0)
+        with held_back(stream):
+            enqueue_copy(src, dst, stream)
+            if give_up == "close":
+                src.close()
+                dst.close()
+            del src, dst
+            assert sources.num_returned == targets.num_returned == 0
+            assert not stream.query()
+        stream.synchronize()
+    # the thread of the stream has ended, and with it the last reference
+    assert sources.num_returned == targets.num_returned == 1
+    assert targets.returned == [bytes(range(8))]
+
+
+@pytest.mark.parametrize(
+    "write", [lambda buffer, stream: buffer.fill(9, stream), lambda buffer, stream: buffer.view("u4").fill(9, stream)]
+)
+def test_memory_a_fill_still_uses_is_given_back_only_when_it_is_done(write):
+    pool = Pool()
+    with new_stream() as stream:
+        with held_back(stream):
+            buffer = Buffer(2, "u8", allocator=pool.allocator)
+            write(buffer, stream)
+            del buffer
+            assert pool.num_returned == 0
+        stream.synchronize()
+    assert pool.num_returned == 1
+    assert pool.returned[0] in (bytes([9, 9]), bytes([0x99, 0x99]))
+
+
+def test_memory_of_a_copy_that_is_skipped_is_given_back_all_the_same():
+    pool = Pool()
+
+    def fail() -> None:
+        raise ValueError("before the copy")
+
+    with new_stream() as stream:
+        stream.enqueue(fail)
+        copy(Buffer(8, "u8", allocator=pool.allocator), Buffer(8, "u8", allocator=pool.allocator), stream=stream)
+        with pytest.raises(ValueError, match="before the copy"):
+            stream.synchronize()
+    assert pool.num_returned == 2
+
+
+def test_memory_marked_as_used_by_a_stream_is_given_back_behind_its_event():
+    reached: list[bool] = []
+    with new_stream() as stream:
+        with held_back(stream):
+            event = stream.record()
+            holdings = [Holding(4096, 8, CPU, release=lambda: reached.append(event.query()))]
+            holdings[0].used_by(stream, event)
+            dropping = threading.Thread(target=holdings.clear)
+            dropping.start()
+            assert reached == []
+        dropping.join(PATIENCE_S)
+    assert reached == [True]
+
+
+def test_memory_used_by_a_stream_that_failed_is_given_back(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", bool)  # a report is fine; a leak is not
+    pool = Pool()
+
+    def fail() -> None:
+        raise ValueError("the copy failed")
+
+    with new_stream() as stream:
+        stream.enqueue(fail)
+        held = pool.allocator.allocate(8)
+        held.used_by(stream, stream.record())
+        del held
+        assert pool.num_returned == 1
+    assert counters(pool.allocator)[2] == 0
+
+
+# ---- counting ----
+
+
+def test_nothing_was_allocated_at_first():
+    assert counters(Pool().allocator) == (0, 0, 0, 0)
+
+
+def test_the_peak_stays_when_memory_is_given_back():
+    allocator = Pool().allocator
+    first = allocator.allocate(100)
+    second = allocator.allocate(50)
+    assert counters(allocator) == (150, 150, 2, 2)
+    del first
+    assert counters(allocator) == (50, 150, 1, 2)
+    third = allocator.allocate(60)
+    assert counters(allocator) == (110, 150, 2, 3)
+    del second, third
+    assert counters(allocator) == (0, 150, 0, 3)
+
+
+def test_no_bytes_are_an_allocation_that_asks_the_callables_for_nothing(placement):
+    pool = Pool(placement)
+    buffer = Buffer(0, "f32", allocator=pool.allocator)
+    assert buffer  # it has memory: of no bytes
+    assert buffer.tolist() == []
+    assert counters(pool.allocator) == (0, 0, 1, 1)
+    del buffer
+    assert counters(pool.allocator) == (0, 0, 0, 1)
+    assert pool.asked == []
+    assert pool.returned == []
+
+
+def test_no_bytes_can_be_allocated_everywhere(placement):
+    held = default_allocator(placement).allocate(0)
+    assert held.nbytes == 0
+    assert held.tensor().numel() == 0
+    assert held.tensor().device == placement.torch
+
+
+def test_fewer_bytes_than_none_are_an_error(placement):
+    allocator = default_allocator(placement)
+    before = counters(allocator)
+    with pytest.raises(RangeError, match=rf"-1 bytes of {placement} memory"):
+        allocator.allocate(-1)
+    with pytest.raises(RangeError, match="-7"):
+        Buffer(-7, "u8", placement)
+    assert counters(allocator) == before
+
+
+def test_the_counters_are_right_when_many_threads_allocate():
+    pool = Pool()
+
+    def come_and_go() -> None:
+        for size in range(1, 200):
+            pool.allocator.allocate(size)
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    allocated, peak, live, count = counters(pool.allocator)
+    assert (allocated, live, count) == (0, 0, 4 * 199)
+    assert 199 <= peak <= 4 * 199
+    assert sorted(pool.asked) == sorted(4 * list(range(1, 200)))
+
+
+def test_an_allocator_shows_its_counters():
+    pool = Pool()
+    held = pool.allocator.allocate(77)
+    assert "77" in repr(pool.allocator)
+    assert "cpu" in repr(pool.allocator)
+    del held
+
+
+class StatisticsAgainstAModel(RuleBasedStateMachine):
+    """Buffers come and go, with slices and exports of them; the model is the sizes of those still referred to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pool()
+        self.held: list[tuple[int, list[object]]] = []  # size, and everything that keeps the memory
+        self.peak = self.count = 0
+
+    @rule(nbytes=st.one_of(st.just(0), st.integers(1, 5000)))
+    def allocate(self, nbytes: int) -> None:
+        self.held.append((nbytes, [Buffer(nbytes, "u8", allocator=self.pool.allocator)]))
+        self.count += 1
+        self.peak = max(self.peak, sum(size for size, _ in self.held))
+
+    @rule(nbytes=st.integers(-5000, -1))
+    def ask_for_too_little(self, nbytes: int) -> None:
+        with pytest.raises(RangeError, match=f"{nbytes}"):
+            self.pool.allocator.allocate(nbytes)
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99), keeper=st.sampled_from(["slice", "view", "torch", "numpy", "memoryview"]))
+    def export(self, which: int, keeper: str) -> None:
+        _, keepers = self.held[which % len(self.held)]
+        buffers = [each for each in keepers if isinstance(each, Buffer)]
+        if buffers:
+            keepers.append({**KEEPERS, **HOST_KEEPERS, "slice": lambda buffer: buffer.slice(0)}[keeper](buffers[0]))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99), part=st.integers(0, 99))
+    def drop(self, which: int, part: int) -> None:
+        position = which % len(self.held)
+        keepers = self.held[position][1]
+        del keepers[part % len(keepers)]
+        if not keepers:
+            del self.held[position]
+
+    @rule()
+    def trim(self) -> None:
+        self.pool.allocator.trim()
+
+    @invariant()
+    def the_counters_are_those_of_the_model(self) -> None:
+        stats = self.pool.allocator.stats
+        sizes = [size for size, keepers in self.held if keepers]
+        # an array of no bytes keeps nothing, so an export may outlive the allocation of one
+        assert stats.allocated_bytes == sum(sizes)
+        assert stats.num_live <= len(sizes)
+        assert stats.num_live >= sum(size > 0 for size in sizes)
+        assert (stats.peak_bytes, stats.num_allocations) == (self.peak, self.count)
+
+    @invariant()
+    def the_callables_hold_exactly_what_is_live(self) -> None:
+        sizes = sorted(size for size, keepers in self.held if size and keepers)
+        assert sorted(tensor.nbytes for tensor in self.pool.live.values()) == sizes
+        assert len(self.pool.asked) == len(self.pool.returned) + len(self.pool.live)
+
+
+TestStatisticsAgainstAModel = StatisticsAgainstAModel.TestCase
+TestStatisticsAgainstAModel.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+
+# ---- running out, and trimming ----
+
+
+@pytest.mark.parametrize("nbytes", [1 << 50, 1 << 63, 1 << 70], ids="{:,}".format)
+def test_running_out_of_memory_is_an_error_with_the_numbers(placement, nbytes):
+    allocator = default_allocator(placement)
+    kept = allocator.allocate(1234)
+    gc.collect()
+    before = counters(allocator)
+    with pytest.raises(OutOfMemoryError) as caught:
+        allocator.allocate(nbytes)
+    message = str(caught.value)
+    assert f"could not allocate {nbytes:,} bytes of {placement} memory" in message
+    assert f"holds {before[0]:,} bytes in {before[2]} allocations (peak {before[1]:,})" in message
+    assert "the system reports" in message
+    assert "unknown" not in message
+    assert allocator.stats.num_allocations == before[3]
+    assert allocator.allocate(kept.nbytes).nbytes == 1234  # and it goes on
+
+
+def test_a_buffer_too_large_is_out_of_memory(placement):
+    with pytest.raises(OutOfMemoryError, match=f"{1 << 52:,} bytes"):
+        Buffer(1 << 49, "f64", placement)
+
+
+def test_the_numbers_of_two_callables_are_their_own():
+    allocator = allocator_that_answers(MemoryError("the shelf is empty"))
+    with pytest.raises(
+        OutOfMemoryError, match=r"10,000 bytes.*0 bytes in 0 allocations.*unknown amount.*shelf is empty"
+    ):
+        allocator.allocate(10_000)
+
+
+def test_running_out_is_also_the_memory_error_python_knows():
+    with pytest.raises(MemoryError):
+        Buffer(1 << 50, "u8")
+
+
+def test_trimming_leaves_live_memory_alone(placement, make, read):
+    allocator = default_allocator(placement)
+    values = np.arange(100, dtype=np.uint8)
+    buffer = make(placement, values)
+    Buffer(3 * MIB, "u8", placement)  # gone at once, to leave something to trim
+    allocator.trim()
+    np.testing.assert_array_equal(read(buffer), values)
+    assert Buffer(10, "u8", placement).nbytes == 10
+
+
+def test_trimming_an_allocator_of_two_callables_does_nothing():
+    pool = Pool()
+    held = pool.allocator.allocate(10)
+    pool.allocator.trim()
+    assert pool.num_returned == 0
+    assert counters(pool.allocator) == (10, 10, 1, 1)
+    del held
+
+
+def test_memory_comes_back_after_many_rounds(placement):
+    gc.collect()
+    allocator = default_allocator(placement)
+    before = counters(allocator)
+    for extra in range(20):
+        large, small = allocator.allocate(4 * MIB + extra), allocator.allocate(1 + extra)
+        del large, small
+    after = counters(allocator)
+    assert (after[0], after[2]) == (before[0], before[2])

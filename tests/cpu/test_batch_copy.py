@@ -1,0 +1,460 @@
+"""BatchCopy on every placement this machine has, against numpy."""
+
+import gc
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.errors import (
+    AlignmentError,
+    ArgumentError,
+    ClosedError,
+    DTypeError,
+    PlacementError,
+    RangeError,
+    StateError,
+)
+from kvtier.memory import CPU, BatchCopy, Buffer, Stream, context, copy
+from kvtier.memory.copy_paths import PATH_NAMES
+
+paths = pytest.mark.parametrize("path", [None, *PATH_NAMES])
+
+
+def numbers(size, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+# ---- one call, one copy ----
+
+
+def test_a_copy_happens_at_run_and_not_before(placement, make, read):
+    src, dst = make(placement, numbers(8)), make(placement, np.zeros(8, np.uint8))
+    batch = BatchCopy()
+    batch(src, 8, dst)
+    assert read(dst).tolist() == [0] * 8
+    assert len(batch) == 1
+    batch.run()
+    assert read(dst).tolist() == numbers(8).tolist()
+    assert len(batch) == 0
+
+
+def test_a_copy_returns_the_end_of_its_destination(placement, make, read):
+    a, b, dst = make(placement, numbers(4, 1)), make(placement, numbers(4, 2)), make(placement, np.zeros(8, np.uint8))
+    with BatchCopy() as batch:
+        end = batch(a, 4, dst)
+        assert (end.size, end.data()) == (4, dst.data() + 4)
+        assert batch(b, 3, end).size == 1
+        assert batch(a.data(), 2, dst.data() + 1) == dst.data() + 3
+    expected = np.concatenate([numbers(4, 1), numbers(4, 2)[:3], [0]])
+    expected[1:3] = numbers(4, 1)[:2]
+    assert read(dst).tolist() == expected.tolist()
+
+
+def test_sizes_count_elements_of_the_buffers_type():
+    src, dst = Buffer.wrap(np.arange(6, dtype=np.int32)), Buffer.wrap(np.zeros(6, np.int32))
+    with BatchCopy() as batch:
+        batch(src, 2, dst)
+        batch.pieces(src, [4], 2, dst, [3])
+    assert dst.tolist() == [0, 1, 0, 4, 5, 0]
+    assert batch.result.nbytes == 16
+
+
+def test_nothing_to_run_is_fine():
+    result = BatchCopy().run()
+    assert (result.num_calls, result.num_entries, result.nbytes, result.path) == (0, 0, 0, "")
+    assert result.merge_ratio == 1.0
+
+
+def test_copies_of_nothing_count_as_calls_and_not_as_entries():
+    src, dst = Buffer(8, "u8"), Buffer(8, "u8")
+    with BatchCopy() as batch:
+        batch(src, 0, dst)
+        batch.pieces(src, [0, 1], [0, 0], dst, [3, 2])
+        batch.pieces(src, [], [], dst, [])
+        batch.pointers([0, 0], 0, [0, 0])
+    assert (batch.result.num_calls, batch.result.num_entries, batch.result.steps) == (5, 0, ())
+
+
+def test_a_batch_runs_again_and_again():
+    src, dst = Buffer.wrap(numbers(8)), Buffer.wrap(np.zeros(8, np.uint8))
+    batch = BatchCopy()
+    for k in range(3):
+        batch(src.slice(k, 1), 1, dst.slice(k))
+        assert batch.run().num_calls == 1
+    assert dst.tolist()[:3] == numbers(8)[:3].tolist()
+
+
+# ---- groups ----
+
+
+def test_without_a_group_neighbours_stay_apart():
+    src, dst = Buffer(8, "u8"), Buffer(8, "u8")
+    with BatchCopy() as batch:
+        end = batch(src, 4, dst)
+        batch(src.slice(4), 4, end)
+    assert (batch.result.num_calls, batch.result.num_entries) == (2, 2)
+
+
+def test_in_a_group_neighbours_become_one():
+    src, dst = Buffer.wrap(numbers(64)), Buffer.wrap(np.zeros(64, np.uint8))
+    with BatchCopy() as batch:
+        with batch.group():
+            for k in (3, 0, 2, 1):
+                batch(src.slice(4 * k), 4, dst.slice(4 * k))
+        with batch.group():
+            batch(src.slice(16), 4, dst.slice(16))
+    assert (batch.result.num_calls, batch.result.num_entries, batch.result.merge_ratio) == (5, 2, 2.5)
+    assert dst.tolist()[:20] == numbers(64)[:20].tolist()
+
+
+def test_arrays_in_a_group_merge_with_what_is_beside_them():
+    src, dst = Buffer(64, "u8"), Buffer(64, "u8")
+    with BatchCopy() as batch, batch.group():
+        batch(src, 4, dst)
+        batch.pieces(src, [8, 4], 4, dst, [8, 4])
+        batch.pointers([src.data() + 12], [4], [dst.data() + 12])
+    assert batch.result.num_entries == 1
+
+
+def test_groups_do_not_nest():
+    batch = BatchCopy()
+    with batch.group(), pytest.raises(StateError, match="do not nest"), batch.group():
+        pass
+    with batch.group():
+        pass  # the failed one left no trace
+
+
+def test_run_inside_a_group_is_an_error_and_loses_nothing():
+    src, dst = Buffer.wrap(numbers(4)), Buffer.wrap(np.zeros(4, np.uint8))
+    batch = BatchCopy()
+    with batch.group():
+        batch(src, 4, dst)
+        with pytest.raises(StateError, match="open group"):
+            batch.run()
+    batch.run()
+    assert dst.tolist() == numbers(4).tolist()
+
+
+def test_a_group_left_by_an_error_is_closed():
+    batch = BatchCopy()
+    with pytest.raises(KeyError), batch.group():
+        raise KeyError
+    with batch.group():
+        pass
+
+
+# ---- life of a batch ----
+
+
+def test_leaving_the_block_by_an_error_discards():
+    src, dst = Buffer.wrap(numbers(4)), Buffer.wrap(np.zeros(4, np.uint8))
+    batch = BatchCopy()
+
+    def fail():
+        with batch:
+            batch(src, 4, dst)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert (len(batch), batch.result) == (0, None)
+    batch.run()
+    assert dst.tolist() == [0] * 4
+
+
+def test_dropping_copies_that_never_ran_is_told():
+    def drop():
+        BatchCopy()(Buffer(4, "u8"), 4, Buffer(4, "u8"))
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match="with 1 copies was dropped"):
+        drop()
+
+
+def test_dropping_a_batch_that_ran_or_was_discarded_is_silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with BatchCopy() as batch:
+            batch(Buffer(4, "u8"), 4, Buffer(4, "u8"))
+        batch(Buffer(4, "u8"), 4, Buffer(4, "u8"))
+        batch.discard()
+        del batch
+        gc.collect()
+
+
+def test_buffers_added_live_until_the_run():
+    target = Buffer.wrap(np.zeros(4, np.uint8))
+    batch = BatchCopy()
+    batch(Buffer.wrap(numbers(4).copy()), 4, target)
+    gc.collect()
+    batch.run()
+    assert target.tolist() == numbers(4).tolist()
+
+
+# ---- what is refused ----
+
+
+def test_misuse_is_refused_with_the_numbers():
+    src, dst = Buffer(8, "u8"), Buffer(4, "u8")
+    batch = BatchCopy()
+    with pytest.raises(RangeError, match=r"5 elements from a Buffer of 8 into one of 4"):
+        batch(src, 5, dst)
+    with pytest.raises(RangeError, match="-1"):
+        batch(src, -1, dst)
+    with pytest.raises(DTypeError, match=r"u8.*i8"):
+        batch(src, 1, Buffer(4, "i8"))
+    with pytest.raises(ArgumentError, match="both be Buffers or both addresses"):
+        batch(src, 1, dst.data())
+    with pytest.raises(RangeError, match="-3 bytes"):
+        batch(src.data(), -3, dst.data())
+    with pytest.raises(RangeError, match="0x0"):
+        batch(0, 3, dst.data())
+    with pytest.raises(ArgumentError, match="read-only"):
+        batch(dst, 1, Buffer.wrap(b"abcd"))
+    assert len(batch) == 0
+
+
+def test_arrays_are_checked_all_at_once_and_the_first_wrong_piece_is_named():
+    src, dst = Buffer(100, "u8"), Buffer(50, "u8")
+    batch = BatchCopy()
+    with pytest.raises(RangeError, match=r"piece 1: 10 elements from 95 of a Buffer of 100"):
+        batch.pieces(src, [0, 95, 99], 10, dst, [0, 1, 2])
+    with pytest.raises(RangeError, match=r"piece 2: 1 elements .* to 50 of one of 50"):
+        batch.pieces(src, [0, 1, 2], 1, dst, [0, 1, 50])
+    with pytest.raises(RangeError, match="piece 0: -1"):
+        batch.pieces(src, [0], -1, dst, [0])
+    with pytest.raises(RangeError, match="piece 0"):
+        batch.pieces(src, [-1], 1, dst, [0])
+    with pytest.raises(ArgumentError, match="2, 1, 1"):
+        batch.pieces(src, [0, 1], 1, dst, [0])
+    with pytest.raises(ArgumentError, match="2, 2, 3"):
+        batch.pieces(src, [0, 1], [1, 1, 1], dst, [0, 1])
+    with pytest.raises(ArgumentError, match="float"):
+        batch.pieces(src, [0.5], 1, dst, [0])
+    with pytest.raises(ArgumentError, match="one-dimensional"):
+        batch.pieces(src, np.zeros((2, 2), np.int64), 1, dst, [0])
+    with pytest.raises(RangeError, match="piece 1: cannot copy 4 bytes from 0x0"):
+        batch.pointers([src.data(), 0], 4, [dst.data(), dst.data()])
+    with pytest.raises(ArgumentError, match="read-only"):
+        batch.pieces(dst, [0], 1, Buffer.wrap(b"abcd"), [0])
+    assert len(batch) == 0
+
+
+def test_closed_buffers_are_refused():
+    closed = Buffer(4, "u8")
+    closed.close()
+    with pytest.raises(ClosedError):
+        BatchCopy()(closed, 1, Buffer(4, "u8"))
+    with pytest.raises(ClosedError):
+        BatchCopy().pieces(Buffer(4, "u8"), [0], 1, closed, [0])
+
+
+def test_unknown_paths_are_refused():
+    with pytest.raises(ArgumentError, match=r"'dma'.*host, loop, driver, gather"):
+        BatchCopy(path="dma")
+
+
+def test_packed_elements_are_copied_by_whole_bytes():
+    src, dst = Buffer.pack(np.arange(8, dtype=np.uint8), "u4"), Buffer.pack(np.full(8, 15, np.uint8), "u4")
+    with BatchCopy() as batch:
+        batch(src, 2, dst.slice(4))
+        batch.pieces(src, [2, 6], 2, dst, [0, 6])
+    assert dst.tolist() == [2, 3, 15, 15, 0, 1, 6, 7]
+    batch = BatchCopy()
+    with pytest.raises(AlignmentError, match="3 elements of u4 end inside a byte"):
+        batch(src, 3, dst)
+    with pytest.raises(AlignmentError, match="multiples of 2"):
+        batch.pieces(src, [1], 2, dst, [0])
+
+
+def test_the_padding_of_an_odd_packed_buffer_is_nobodys():
+    src, dst = Buffer.pack(np.arange(3, dtype=np.uint8), "u4"), Buffer(3, "u4")
+    with BatchCopy() as batch:
+        batch(src, 3, dst)
+    assert dst.tolist() == [0, 1, 2]
+
+
+# ---- paths and results ----
+
+
+@paths
+def test_every_path_or_its_substitute_gives_the_same_bytes(path, placement, make, read):
+    src, dst = make(placement, numbers(1000, 1)), make(placement, numbers(1000, 2))
+    random = np.random.default_rng(3)
+    src_at, dst_at = random.permutation(100) * 10, random.permutation(100) * 10
+    sizes = random.integers(0, 11, 100)
+    expected = numbers(1000, 2)
+    for x, y, n in zip(src_at, dst_at, sizes, strict=True):
+        expected[y : y + n] = numbers(1000, 1)[x : x + n]
+    with BatchCopy(path=path) as batch:
+        batch.pieces(src, torch.from_numpy(src_at), sizes.tolist(), dst, dst_at.astype(np.uint32))
+    assert np.array_equal(read(dst), expected)
+    assert batch.result.path == path or path is None or f"{path} was forced, but" in batch.result.reason
+    assert batch.result.reason
+
+
+def test_a_path_that_cannot_is_replaced_and_says_why():
+    with BatchCopy(path="driver") as batch:
+        batch(Buffer(4, "u8"), 4, Buffer(4, "u8"))
+    assert batch.result.path == "host"
+    assert "driver was forced, but driver needs GPU memory on one side" in batch.result.reason
+
+
+def test_several_placements_in_one_batch(placement, make, read):
+    a, b = make(placement, numbers(64, 1)), make(CPU, numbers(64, 2))
+    c, d = make(CPU, np.zeros(64, np.uint8)), make(placement, np.zeros(64, np.uint8))
+    with BatchCopy() as batch:
+        with batch.group():
+            batch(a, 32, c)
+            batch(b, 32, d)
+            batch(a.slice(32), 32, c.slice(32))
+        batch(d, 16, a)  # reads what the group wrote
+    assert read(c).tolist() == numbers(64, 1).tolist()
+    assert read(d).tolist()[:32] == numbers(64, 2)[:32].tolist()
+    assert read(a).tolist()[:16] == numbers(64, 2)[:16].tolist()
+    assert batch.result.num_waves == 2
+
+
+# ---- streams ----
+
+
+def test_on_a_host_stream_the_copy_waits_its_turn_and_keeps_its_memory():
+    gate, stream = threading.Event(), Stream()
+    src, dst = Buffer.wrap(np.zeros(1 << 16, np.uint8)), Buffer(1 << 16, "u8")
+    out, shown = dst.numpy(), src.numpy()
+    stream.enqueue(gate.wait)
+    stream.enqueue(lambda: shown.fill(7))
+    with context(stream=stream), BatchCopy() as batch:
+        batch.pieces(src, np.arange(0, 1 << 16, 256), 256, dst, np.arange(0, 1 << 16, 256)[::-1].copy())
+    del src, dst, batch
+    gc.collect()
+    assert not stream.query()
+    gate.set()
+    stream.synchronize()
+    assert (out == 7).all()
+
+
+def test_a_host_stream_does_not_take_gpu_work():
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    batch = BatchCopy()
+    batch(Buffer(4, "u8"), 4, Buffer(4, "u8", "cuda:0"))
+    with context(stream=Stream()), pytest.raises(PlacementError, match="cuda:0"):
+        batch.run()
+
+
+# ---- everything at once, against a model ----
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_dependent_copies_inside_one_memory_come_out_in_order(placement, make, read, data):
+    size = data.draw(st.integers(30, 400))
+    seed = data.draw(st.integers(0, 1000))
+    buffer, expected = make(placement, numbers(size, seed)), numbers(size, seed)
+    random = np.random.default_rng(seed)
+    count = data.draw(st.integers(1, 80))
+    lengths = random.integers(0, 30, count)
+    src_at, dst_at = random.integers(0, size - lengths + 1), random.integers(0, size - lengths + 1)
+    for x, y, n in zip(src_at, dst_at, lengths, strict=True):
+        expected[y : y + n] = expected[x : x + n].copy()
+    with BatchCopy(path=data.draw(st.sampled_from([None, *PATH_NAMES]))) as batch:
+        batch.pieces(buffer, src_at, lengths, buffer, dst_at)
+    assert np.array_equal(read(buffer), expected)
+
+
+class BatchMachine(RuleBasedStateMachine):
+    """A batch driven at random over three buffers, beside the list of copies it should make."""
+
+    SIZE = 60
+
+    @initialize(path=st.sampled_from([None, "loop", "host", "gather"]))
+    def start(self, path):
+        self.buffers = [Buffer.wrap(numbers(self.SIZE, k)) for k in range(3)]
+        self.model = [numbers(self.SIZE, k) for k in range(3)]
+        self.batch, self.pending, self.group = BatchCopy(path=path), [], None
+
+    @rule(a=st.integers(0, 2), b=st.integers(0, 2), data=st.data(), raw=st.booleans())
+    def one(self, a, b, data, raw):
+        n = data.draw(st.integers(0, 12))
+        x, y = data.draw(st.integers(0, self.SIZE - n)), data.draw(st.integers(0, self.SIZE - n))
+        src, dst = self.buffers[a].slice(x), self.buffers[b].slice(y)
+        if raw:
+            assert self.batch(src.data(), n, dst.data()) == dst.data() + n
+        else:
+            assert self.batch(src, n, dst).size == dst.size - n
+        self.pending.append((a, x, n, b, y))
+
+    @rule(a=st.integers(0, 2), b=st.integers(0, 2), count=st.integers(0, 10), seed=st.integers(0, 999))
+    def many(self, a, b, count, seed):
+        random = np.random.default_rng(seed)
+        n = random.integers(0, 12, count)
+        x, y = random.integers(0, self.SIZE - n + 1), random.integers(0, self.SIZE - n + 1)
+        self.batch.pieces(self.buffers[a], x, n, self.buffers[b], y)
+        self.pending += [(a, *entry) for entry in zip(x, n, [b] * count, y, strict=True)]
+
+    @precondition(lambda self: self.group is None)
+    @rule()
+    def open_group(self):
+        self.group = self.batch.group()
+        self.group.__enter__()
+
+    @precondition(lambda self: self.group is not None)
+    @rule()
+    def close_group(self):
+        self.group.__exit__(None, None, None)
+        self.group = None
+
+    @rule()
+    def run(self):
+        if self.group is not None:
+            with pytest.raises(StateError):
+                self.batch.run()
+            return
+        result = self.batch.run()
+        for a, x, n, b, y in self.pending:
+            self.model[b][y : y + n] = self.model[a][x : x + n].copy()
+        moved = [entry for entry in self.pending if entry[2]]
+        assert result.num_calls == len(self.pending)
+        assert result.num_entries <= len(moved)
+        assert result.nbytes == sum(entry[2] for entry in moved)
+        assert sum(len(step.pieces) for step in result.steps) == result.num_entries
+        self.pending = []
+
+    @precondition(lambda self: self.group is None)
+    @rule()
+    def discard(self):
+        self.batch.discard()
+        self.pending = []
+
+    @invariant()
+    def bytes_are_those_of_the_model(self):
+        if hasattr(self, "model"):
+            assert all((buffer.numpy() == model).all() for buffer, model in zip(self.buffers, self.model, strict=True))
+            assert len(self.batch) == len(self.pending)
+
+    def teardown(self):
+        if hasattr(self, "batch"):
+            self.batch.discard()
+
+
+TestBatchMachine = BatchMachine.TestCase
+TestBatchMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_immediate_copy_has_the_same_shape_of_call(placement, make, read):
+    def both(functor):
+        src, dst = make(placement, numbers(8, 1)), make(placement, np.zeros(8, np.uint8))
+        end = functor(src, 3, dst)
+        functor(src.slice(5), 3, end)
+        if isinstance(functor, BatchCopy):
+            functor.run()
+        return read(dst).tolist()
+
+    assert both(copy) == both(BatchCopy())

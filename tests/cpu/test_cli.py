@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvtier
+from kvtier.cli import main
+from kvtier.memory import best_host
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_kvtier(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtier", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def exit_code_of(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    return left.value.code
+
+
+# ---- as a command ----
+
+
+def test_the_module_is_the_command():
+    done = run_kvtier("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["kvtier"] == kvtier.__version__
+
+
+def test_a_command_it_does_not_know_is_an_error_of_the_caller():
+    done = run_kvtier("cure")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "cure" in done.stderr
+    assert "doctor" in done.stderr  # what it does know
+    assert "Traceback" not in done.stderr
+
+
+def test_the_console_script_is_declared_and_is_the_same_command():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["kvtier"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
+
+
+# ---- what it says of itself ----
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert exit_code_of("--version") == 0
+    assert capsys.readouterr().out == f"kvtier {kvtier.__version__}\n"
+
+
+def test_help_names_the_commands_and_what_they_do(capsys):
+    assert exit_code_of("--help") == 0
+    shown = capsys.readouterr().out
+    assert "usage: kvtier" in shown
+    assert "doctor" in shown
+    assert "what this machine has" in shown
+
+
+def test_help_of_a_command_names_its_options(capsys):
+    assert exit_code_of("doctor", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "--json" in shown
+    assert "--calibrate" in shown
+
+
+@pytest.mark.parametrize("arguments", [(), ("cure",), ("doctor", "--no-such-option"), ("doctor", "extra")])
+def test_what_is_not_understood_is_exit_code_2_and_a_usage_line(capsys, arguments):
+    assert exit_code_of(*arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "usage: kvtier" in shown.err
+
+
+# ---- doctor ----
+
+
+def test_doctor_prints_one_line_per_finding(capsys):
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = dict(line.split("  ", 1) for line in lines)
+    assert found["kvtier"].strip() == kvtier.__version__
+    assert found["torch"].strip().startswith(torch.__version__)
+    assert found["best host memory"].strip() == str(best_host())
+    assert len(found) == len(lines)
+
+
+def test_doctor_gives_the_same_findings_as_json(capsys):
+    main(["doctor"])
+    table = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert main(["doctor", "--json"]) == 0
+    shown = capsys.readouterr().out
+    found = json.loads(shown)
+    assert shown.count("\n") == 1
+    assert {name: value.strip() for name, value in table.items()} == found
+
+
+def test_doctor_says_which_copy_paths_work_here(capsys):
+    main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    paths = found["copy cpu to cpu"]
+    assert "loop" in paths
+    assert "host" in paths  # "host", or "no host (why)"
+
+
+def test_doctor_says_whether_there_is_a_gpu(capsys):
+    main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    if torch.cuda.is_available():
+        assert torch.cuda.get_device_name(0) in found["cuda:0"]
+        assert "copy cuda:0 to pinned" in found
+    else:
+        assert found["GPU"] == "none: everything runs on the CPU"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the copy paths of the GPU and keeps the result")
+def test_calibrating_without_a_gpu_finds_nothing_to_measure(capsys):
+    assert main(["doctor", "--calibrate"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "none: everything runs on the CPU" in shown.out
+
+
+def test_doctor_shows_the_cache_directory(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path / "cache"))
+    main(["doctor", "--json"])
+    assert json.loads(capsys.readouterr().out)["cache directory"] == str(tmp_path / "cache")
+
+
+def test_doctor_finds_out_what_is_wrong_with_the_cache_directory(monkeypatch, capsys):
+    """Finding out is what it is for: a machine with a problem is no reason to fail."""
+    monkeypatch.setenv("KVTIER_CACHE_DIR", "/dev/null/kvtier")
+    assert main(["doctor", "--json"]) == 0
+    assert "/dev/null/kvtier" in json.loads(capsys.readouterr().out)["cache directory"]

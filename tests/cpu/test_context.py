@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.errors import PlacementError
+from kvtier.memory import (
+    CPU,
+    PINNED,
+    Allocator,
+    BatchCopy,
+    Buffer,
+    Placement,
+    Stream,
+    context,
+    copy,
+    current_allocator,
+    current_stream,
+    default_allocator,
+    empty_like,
+)
+from kvtier.memory.launch import choose_stream
+
+GPU = Placement("cuda", 0)
+
+
+def new_stream() -> contextlib.closing[Stream]:
+    return closing(Stream())
+
+
+def new_allocator(placement: Placement = CPU) -> Allocator:
+    """An allocator told from the default one by who it is; its memory is torch's."""
+    live: dict[int, torch.Tensor] = {}
+
+    def allocate(nbytes: int) -> int:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=placement.torch, pin_memory=placement == PINNED)
+        live[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    def deallocate(address: int, nbytes: int) -> None:
+        assert live.pop(address).nbytes == nbytes
+
+    return Allocator.from_callables(placement, allocate, deallocate)
+
+
+@contextlib.contextmanager
+def held_back(stream: Stream) -> Iterator[None]:
+    """Inside the block, nothing enqueued from now on runs."""
+    gate = threading.Event()
+    stream.enqueue(gate.wait)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def in_force() -> tuple[Stream | None, Allocator]:
+    return current_stream(CPU), current_allocator(CPU)
+
+
+DEFAULTS = (None, default_allocator(CPU))
+
+
+def in_a_new_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+# ---- what is in force ----
+
+
+def test_without_a_context_host_work_is_done_at_once_with_the_default_allocator():
+    assert in_force() == DEFAULTS
+
+
+def test_a_context_sets_stream_and_allocator_and_puts_the_old_ones_back():
+    allocator = new_allocator()
+    with new_stream() as stream:
+        with context(stream=stream, allocator=allocator):
+            assert in_force() == (stream, allocator)
+        assert in_force() == DEFAULTS
+
+
+def test_contexts_nest_and_each_puts_back_what_was_before_it():
+    first, second = new_allocator(), new_allocator()
+    with new_stream() as outer, new_stream() as inner:
+        with context(stream=outer, allocator=first):
+            with context(stream=inner, allocator=second):
+                assert in_force() == (inner, second)
+            assert in_force() == (outer, first)
+            with context(stream=inner):
+                assert in_force() == (inner, first)
+            assert in_force() == (outer, first)
+        assert in_force() == DEFAULTS
+
+
+def test_what_is_not_given_stays_as_it_was():
+    allocator = new_allocator()
+    with new_stream() as stream, context(stream=stream, allocator=allocator):
+        with context():
+            assert in_force() == (stream, allocator)
+        with context(stream=None, allocator=None):
+            assert in_force() == (stream, allocator)
+        with context(allocator=[]):
+            assert in_force() == (stream, allocator)
+        with new_stream() as other, context(stream=other):
+            assert in_force() == (other, allocator)
+        with context(allocator=new_allocator()):
+            assert in_force()[0] is stream
+
+
+def test_the_same_stream_and_allocator_may_be_set_again():
+    allocator = new_allocator()
+    with new_stream() as stream, context(stream=stream, allocator=allocator):
+        with context(stream=stream, allocator=allocator):
+            assert in_force() == (stream, allocator)
+        assert in_force() == (stream, allocator)
+
+
+def test_an_exception_in_the_block_puts_the_old_ones_back_and_goes_on():
+    outer = new_allocator()
+    with context(allocator=outer):
+        with (
+            pytest.raises(ValueError, match="inside"),
+            new_stream() as stream,
+            context(stream=stream, allocator=new_allocator()),
+        ):
+            raise ValueError("inside")
+        assert in_force() == (None, outer)
+    assert in_force() == DEFAULTS
+
+
+def test_returning_out_of_the_block_puts_the_old_ones_back():
+    def leave_early(stream: Stream) -> Stream | None:
+        with context(stream=stream):
+            return current_stream(CPU)
+
+    with new_stream() as stream:
+        assert leave_early(stream) is stream
+    assert in_force() == DEFAULTS
+
+
+# ---- allocators ----
+
+
+def test_there_is_one_allocator_for_each_placement():
+    host, pinned, device = new_allocator(CPU), new_allocator(PINNED), new_allocator(GPU)
+    with context(allocator=[host, pinned, device]):
+        assert current_allocator(CPU) is host
+        assert current_allocator(PINNED) is pinned
+        assert current_allocator(GPU) is device
+
+
+def test_any_iterable_of_allocators_will_do():
+    host, pinned = new_allocator(CPU), new_allocator(PINNED)
+    with context(allocator=(each for each in (host, pinned))):
+        assert current_allocator(CPU) is host
+        assert current_allocator(PINNED) is pinned
+
+
+def test_an_allocator_leaves_those_of_other_placements_alone():
+    host, pinned, inner = new_allocator(CPU), new_allocator(PINNED), new_allocator(CPU)
+    with context(allocator=pinned):
+        assert current_allocator(CPU) is default_allocator(CPU)
+        with context(allocator=host):
+            assert current_allocator(PINNED) is pinned
+            with context(allocator=inner):
+                assert current_allocator(CPU) is inner
+                assert current_allocator(PINNED) is pinned
+            assert current_allocator(CPU) is host
+
+
+def test_gpus_are_placements_of_their_own():
+    first, second = new_allocator(Placement("cuda", 0)), new_allocator(Placement("cuda", 1))
+    with context(allocator=[first, second]):
+        assert current_allocator(Placement("cuda", 0)) is first
+        assert current_allocator(Placement("cuda", 1)) is second
+
+
+def test_buffers_come_from_the_allocator_in_force(placement):
+    allocator = new_allocator(placement)
+    with context(allocator=allocator):
+        buffer = Buffer(8, "f32", placement)
+        twin = empty_like(buffer)
+        assert allocator.stats.num_live == 2
+        assert allocator.stats.allocated_bytes == buffer.nbytes + twin.nbytes == 64
+    Buffer(8, "f32", placement)
+    assert allocator.stats.num_allocations == 2
+
+
+def test_an_allocator_named_in_the_call_comes_before_the_one_in_force():
+    named, in_context = new_allocator(), new_allocator()
+    with context(allocator=in_context):
+        buffer = Buffer(8, "u8", allocator=named)
+    assert buffer.placement == CPU
+    assert named.stats.num_allocations == 1
+    assert in_context.stats.num_allocations == 0
+
+
+# ---- streams ----
+
+
+def test_work_goes_to_the_stream_in_force():
+    with new_stream() as stream, held_back(stream):
+        target = Buffer(4, "u8")
+        target.fill(0)
+        with context(stream=stream):
+            copy(Buffer.wrap(bytes([1, 2, 3, 4])), target)
+            with BatchCopy() as batch:
+                batch(Buffer.wrap(bytes([9])), 1, target)
+        assert target.tolist() == [0, 0, 0, 0]  # read without the stream, which still waits
+    assert target.tolist() == [9, 2, 3, 4]  # closing the stream finished it
+
+
+def test_work_outside_the_block_is_done_at_once():
+    with new_stream() as stream, held_back(stream):
+        with context(stream=stream):
+            pass
+        target = Buffer(4, "u8")
+        target.fill(7)
+        assert target.tolist() == [7, 7, 7, 7]
+
+
+def test_reading_an_element_waits_for_the_stream_in_force():
+    target = Buffer(4, "u8")
+    target.fill(0)
+    with new_stream() as stream, context(stream=stream):
+        with held_back(stream):
+            target.fill(5)
+        assert target.tolist() == [5, 5, 5, 5]
+        target.fill(6)
+        assert target[3] == 6
+
+
+def test_a_stream_named_in_the_call_comes_before_the_one_in_force():
+    target = Buffer(4, "u8")
+    with new_stream() as blocked, new_stream() as free, held_back(blocked), context(stream=blocked):
+        target.fill(8, free)
+        free.synchronize()
+        assert target.numpy().tolist() == [8, 8, 8, 8]
+
+
+def test_a_host_stream_in_force_does_not_fit_gpu_memory():
+    with new_stream() as stream, context(stream=stream):
+        with pytest.raises(
+            PlacementError, match=r"stream in force is on cpu, but the memory is on cuda:0.*Stream\('cuda:0'\)"
+        ):
+            current_stream(GPU)
+        assert current_stream(CPU) is stream
+        assert current_stream(PINNED) is stream
+
+
+@pytest.mark.parametrize("host", [CPU, PINNED], ids=str)
+@pytest.mark.parametrize("to_gpu", [True, False], ids=["to the GPU", "from the GPU"])
+def test_a_host_stream_given_to_a_call_does_not_fit_gpu_memory_on_either_side(host, to_gpu):
+    with new_stream() as stream, pytest.raises(PlacementError, match=r"work on cuda:0 memory.* a stream on cpu"):
+        choose_stream(stream, *((host, GPU) if to_gpu else (GPU, host)))
+
+
+def test_a_host_stream_given_to_a_call_fits_all_host_memory():
+    with new_stream() as stream:
+        assert choose_stream(stream, CPU) is stream
+        assert choose_stream(stream, CPU, PINNED) is stream
+
+
+def test_memory_and_stream_in_the_wrong_place_are_an_error_in_every_call(placement):
+    if not placement.is_device:
+        pytest.skip("host memory fits every stream")
+    buffer, host = Buffer(4, "u8", placement), Buffer(4, "u8")
+    with new_stream() as stream:
+        for misuse in (lambda: buffer.fill(1, stream), lambda: copy(host, 4, buffer, stream)):
+            with pytest.raises(PlacementError, match="cannot go to a stream on cpu"):
+                misuse()
+        with context(stream=stream):
+            for misuse in (lambda: buffer.fill(1), lambda: copy(host, buffer), lambda: buffer[0]):
+                with pytest.raises(PlacementError, match="stream in force is on cpu"):
+                    misuse()
+
+
+# ---- threads and tasks ----
+
+
+def test_a_new_thread_starts_with_the_defaults():
+    with new_stream() as stream, context(stream=stream, allocator=new_allocator()):
+        assert in_a_new_thread(in_force) == DEFAULTS
+
+
+def test_tasks_of_a_host_stream_start_with_the_defaults():
+    seen: list[object] = []
+    with new_stream() as stream, context(stream=stream, allocator=new_allocator()):
+        stream.enqueue(lambda: seen.append(in_force()))
+        stream.synchronize()
+    assert seen == [DEFAULTS]
+
+
+def test_threads_do_not_see_each_others_contexts():
+    inside, looked = threading.Event(), threading.Event()
+    seen: list[object] = []
+
+    def hold_a_context() -> None:
+        with new_stream() as stream, context(stream=stream, allocator=new_allocator()):
+            inside.set()
+            looked.wait()
+            seen.append(in_force()[0] is stream)
+
+    thread = threading.Thread(target=hold_a_context)
+    thread.start()
+    inside.wait()
+    before = in_force()
+    with context(allocator=new_allocator()):
+        looked.set()
+        thread.join()
+    assert before == DEFAULTS
+    assert seen == [True]
+
+
+def test_asyncio_tasks_that_take_turns_keep_their_own_contexts():
+    async def hold_a_context(stream: Stream, allocator: Allocator, turn: asyncio.Barrier) -> None:
+        with context(stream=stream, allocator=allocator):
+            await turn.wait()  # every task is inside its block now
+            assert in_force() == (stream, allocator)
+            await turn.wait()
+        await turn.wait()
+        assert in_force() == DEFAULTS
+
+    async def main() -> None:
+        with new_stream() as first, new_stream() as second:
+            turn = asyncio.Barrier(3)
+            tasks = [hold_a_context(each, new_allocator(), turn) for each in (first, second)]
+            running = [asyncio.create_task(task) for task in tasks]
+            for _ in range(3):
+                await turn.wait()
+                assert in_force() == DEFAULTS
+            await asyncio.gather(*running)
+
+    asyncio.run(main())
+
+
+def test_an_asyncio_task_starts_with_what_was_in_force_where_it_was_made():
+    async def look() -> object:
+        return in_force()
+
+    async def main() -> None:
+        allocator = new_allocator()
+        with new_stream() as stream:
+            with context(stream=stream, allocator=allocator):
+                task = asyncio.create_task(look())
+                called = asyncio.create_task(asyncio.to_thread(in_force))
+            assert in_force() == DEFAULTS
+            assert await task == (stream, allocator)
+            assert await called == (stream, allocator)
+
+    asyncio.run(main())
+
+
+def test_a_context_in_an_asyncio_task_does_not_leak_when_the_task_is_cancelled():
+    async def hold_a_context(inside: asyncio.Event) -> None:
+        with context(allocator=new_allocator()):
+            inside.set()
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        inside = asyncio.Event()
+        task = asyncio.create_task(hold_a_context(inside))
+        await inside.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert in_force() == DEFAULTS
+
+    asyncio.run(main())

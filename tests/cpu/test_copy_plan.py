@@ -1,0 +1,182 @@
+"""The planner against the plainest oracle there is: the entries, one after another, on an array of bytes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.memory.copy_plan import ALONE, DST, MAX_WAVES, NBYTES, SRC, Entries, plan_copies, scan
+from kvtier.memory.native import native
+
+MEMORY = 300
+
+
+def entries_of(*copies, scope=None):
+    """Entries from (src, nbytes, dst) triples."""
+    src, nbytes, dst = zip(*copies, strict=True)
+    return Entries(np.array([src, dst, nbytes]), None if scope is None else np.array(scope))
+
+
+def pieces_of(plan):
+    return list(zip(plan.table[SRC].tolist(), plan.table[NBYTES].tolist(), plan.table[DST].tolist(), strict=True))
+
+
+@st.composite
+def any_entries(draw, low_dst=0):
+    """Copies anywhere in one memory; with low_dst, never from where they go."""
+    size = MEMORY // 2 if low_dst else MEMORY
+    count = draw(st.integers(1, 30))
+    nbytes = draw(st.lists(st.integers(1, 20), min_size=count, max_size=count))
+    src = [draw(st.integers(0, size - n)) for n in nbytes]
+    dst = [low_dst + draw(st.integers(0, size - n)) for n in nbytes]
+    scope = draw(st.none() | st.lists(st.integers(ALONE, 1), min_size=count, max_size=count))
+    return entries_of(*zip(src, nbytes, dst, strict=True), scope=scope)
+
+
+def after(entries_in_order, memory):
+    result = memory.copy()
+    for src, nbytes, dst in entries_in_order:
+        result[dst : dst + nbytes] = result[src : src + nbytes].copy()
+    return result
+
+
+def check(plan, entries):
+    """Raise unless the plan holds every entry once, merges only within a scope, and its waves are sound."""
+    seen = [plan.caller_entry(part) for piece in range(plan.num_pieces) for part in plan.parts(piece)]
+    assert sorted(seen) == list(range(len(entries)))
+    assert plan.first_entries().tolist() == [plan.caller_entry(plan.parts(k)[0]) for k in range(plan.num_pieces)]
+    for piece, (src, nbytes, dst) in enumerate(pieces_of(plan)):
+        members = [plan.caller_entry(part) for part in plan.parts(piece)]
+        assert entries.table[NBYTES][members].sum() == nbytes
+        assert (entries.table[SRC][members[0]], entries.table[DST][members[0]]) == (src, dst)
+        if len(members) > 1 and entries.scope is not None:
+            assert len(set(entries.scope[members].tolist())) == 1
+            assert entries.scope[members[0]] != ALONE
+    assert plan.wave_starts[0] == 0
+    assert plan.wave_starts[-1] == plan.num_pieces
+    if not plan.in_order:
+        for wave in range(plan.num_waves):
+            check_independent(pieces_of(plan)[plan.wave_starts[wave] : plan.wave_starts[wave + 1]])
+
+
+def check_independent(pieces):
+    """No byte of another piece's destination is read or written."""
+    for k, (_, n, dst) in enumerate(pieces):
+        for j, (other_src, m, other_dst) in enumerate(pieces):
+            if j != k:
+                assert dst + n <= other_dst or other_dst + m <= dst
+                assert dst + n <= other_src or other_src + m <= dst
+
+
+def looks():
+    code = native().code
+    return [scan] if code is None else [scan, code.scan]
+
+
+@given(entries=st.one_of(any_entries(), any_entries(low_dst=150)), seed=st.integers(0, 99))
+def test_any_order_inside_the_waves_gives_what_the_entries_in_order_give(entries, seed):
+    memory = np.random.default_rng(seed).integers(0, 256, MEMORY, dtype=np.uint8)
+    expected = after(zip(entries.table[SRC], entries.table[NBYTES], entries.table[DST], strict=True), memory)
+    for look in looks():
+        plan = plan_copies(entries, look)
+        check(plan, entries)
+        pieces, order = pieces_of(plan), []
+        for wave in range(plan.num_waves):
+            numbers = np.arange(plan.wave_starts[wave], plan.wave_starts[wave + 1])
+            order += numbers.tolist() if plan.in_order else np.random.default_rng(seed).permutation(numbers).tolist()
+        assert np.array_equal(after([pieces[k] for k in order], memory), expected)
+
+
+@pytest.mark.skipif(native().code is None, reason="needs a C compiler")
+@given(entries=st.one_of(any_entries(), any_entries(low_dst=150)))
+def test_the_compiled_look_sees_what_the_other_sees(entries):
+    slow, fast = scan(entries), native().code.scan(entries)
+    assert slow.disjoint == fast.disjoint
+    assert (slow.src_low, slow.src_high, slow.dst_low, slow.dst_high) == (
+        fast.src_low,
+        fast.src_high,
+        fast.dst_low,
+        fast.dst_high,
+    )
+    assert (None if slow.starts is None else slow.starts.tolist()) == (
+        None if fast.starts is None else fast.starts.tolist()
+    )
+
+
+GROUPED = [(100, 4, 200), (104, 4, 204), (120, 4, 208), (124, 4, 212), (112, 4, 216)]
+
+
+def test_pieces_that_continue_each_other_merge():
+    assert pieces_of(plan_copies(entries_of(*GROUPED))) == [(100, 8, 200), (120, 8, 208), (112, 4, 216)]
+
+
+def test_they_merge_whatever_their_order():
+    plan = plan_copies(entries_of(*reversed(GROUPED)))
+    assert pieces_of(plan) == [(100, 8, 200), (120, 8, 208), (112, 4, 216)]
+    assert [[plan.caller_entry(part) for part in plan.parts(k)] for k in range(3)] == [[4, 3], [2, 1], [0]]
+
+
+def test_entries_of_no_scope_or_of_two_do_not_merge():
+    assert plan_copies(entries_of(*GROUPED, scope=[ALONE] * 5)).num_pieces == 5
+    assert plan_copies(entries_of(*GROUPED, scope=[0, 1, 2, 2, 2])).num_pieces == 4
+
+
+def test_both_sides_must_continue():
+    assert plan_copies(entries_of((0, 4, 100), (4, 4, 108))).num_pieces == 2
+    assert plan_copies(entries_of((0, 4, 100), (8, 4, 104))).num_pieces == 2
+
+
+def test_a_hundred_thousand_shuffled_neighbours_are_one_piece():
+    slots = np.random.default_rng(0).permutation(100_000) * 64
+    plan = plan_copies(Entries(np.stack([slots, slots + (1 << 40), np.full(100_000, 64)])))
+    assert pieces_of(plan) == [(0, 6_400_000, 1 << 40)]
+
+
+def test_what_reads_a_result_waits_for_it():
+    plan = plan_copies(entries_of((0, 4, 100), (100, 4, 200), (200, 4, 250), (8, 4, 16)))
+    assert plan.num_waves == 3
+    assert sorted(pieces_of(plan)[:2]) == [(0, 4, 100), (8, 4, 16)]
+
+
+def test_a_destination_written_twice_keeps_the_last():
+    plan = plan_copies(entries_of((0, 4, 100), (8, 4, 102)))
+    assert pieces_of(plan) == [(0, 4, 100), (8, 4, 102)]
+    assert plan.num_waves == 2
+
+
+def test_a_source_is_read_before_it_is_overwritten():
+    plan = plan_copies(entries_of((50, 4, 100), (0, 4, 50)))
+    assert pieces_of(plan) == [(50, 4, 100), (0, 4, 50)]
+    assert plan.num_waves == 2
+
+
+def test_one_source_may_be_read_any_number_of_times():
+    plan = plan_copies(entries_of(*((0, 4, 100 + 4 * k) for k in range(40))))
+    assert (plan.num_waves, plan.num_pieces) == (1, 40)
+
+
+def test_an_entry_onto_itself_is_marked():
+    plan = plan_copies(entries_of((0, 10, 5)))
+    assert plan.overlapping
+    assert not plan_copies(entries_of((0, 10, 10))).overlapping
+
+
+def test_long_chains_run_one_by_one():
+    chain = [(4 * k, 4, 4 * (k + 1)) for k in range(MAX_WAVES + 1)]
+    plan = plan_copies(entries_of(*chain))
+    assert plan.in_order
+    assert pieces_of(plan) == chain
+    shorter = plan_copies(entries_of(*chain[:-1]))
+    assert not shorter.in_order
+    assert shorter.num_waves == MAX_WAVES
+
+
+def test_ten_thousand_writes_to_one_place_do_not_list_every_pair():
+    n = 10_000
+    plan = plan_copies(Entries(np.stack([np.arange(n) * 8, np.full(n, 1 << 30), np.full(n, 8)])))
+    assert plan.in_order
+
+
+def test_nothing_is_a_plan_of_nothing():
+    plan = plan_copies(Entries(np.empty((3, 0), np.int64)))
+    assert (plan.num_pieces, plan.num_waves) == (0, 0)

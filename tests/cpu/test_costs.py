@@ -1,0 +1,73 @@
+"""The cost table: what it estimates, and what it refuses to read."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import FormatError
+from kvtier.memory import CPU, PINNED, CostTable, Placement
+from kvtier.memory.copy_paths import Job
+from kvtier.memory.costs import _SIZES, Cost
+
+GPU = Placement("cuda")
+TO_HOST = Job(GPU, PINNED, None)
+
+
+def table(**paths):
+    """A table of one direction; each path is given as (fixed, per piece at 4 KiB), pieces costing their bytes."""
+    rows = {
+        path: tuple(Cost(size, fixed, piece * size / _SIZES[0]) for size in _SIZES)
+        for path, (fixed, piece) in paths.items()
+    }
+    return CostTable("a test", {"cuda>pinned": rows})
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_at_the_sizes_measured_the_estimate_is_what_was_measured(size):
+    measured = table(driver=(10.0, 2.0))
+    expected = 10.0 + 7 * 2.0 * size / 4096
+    assert measured.estimate_us(TO_HOST, 7, 7 * size)["driver"] == pytest.approx(expected)
+
+
+@given(size=st.integers(4096, 1 << 30), count=st.integers(1, 100_000))
+def test_between_and_beyond_them_a_piece_costs_its_bytes(size, count):
+    expected = 10.0 + count * 2.0 * size / 4096
+    assert table(driver=(10.0, 2.0)).estimate_us(TO_HOST, count, count * size)["driver"] == pytest.approx(expected)
+
+
+@given(size=st.integers(1, 4096), count=st.integers(1, 1000))
+def test_below_them_a_piece_costs_what_the_smallest_does(size, count):
+    estimate = table(gather=(5.0, 1.0)).estimate_us(TO_HOST, count, count * size)["gather"]
+    assert estimate == pytest.approx(5.0 + count)
+
+
+def test_only_what_was_measured_is_estimated():
+    assert set(table(driver=(1, 1), loop=(1, 1)).estimate_us(TO_HOST, 1, 1)) == {"driver", "loop"}
+    assert table(driver=(1, 1)).estimate_us(Job(CPU, GPU, None), 1, 1) == {}
+
+
+def test_a_table_survives_its_file():
+    measured = table(driver=(10.0, 2.0), gather=(math.pi, 0.001))
+    assert CostTable.from_json(measured.to_json()) == measured
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"format": 1}',
+        json.dumps({"format": 2, "origin": "", "costs": {}}),
+        json.dumps({"format": 1, "origin": "", "costs": {"a>b": {"driver": [{"nbytes": 1}]}}}),
+        json.dumps({"format": 1, "origin": "", "costs": {"a>b": {"driver": []}}}),
+        json.dumps({"format": 1, "origin": "", "costs": {"a>b": []}}),
+    ],
+)
+def test_anything_else_is_not_a_table(text):
+    with pytest.raises(FormatError):
+        CostTable.from_json(text)

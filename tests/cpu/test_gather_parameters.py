@@ -1,0 +1,87 @@
+"""The parameters of the gather kernel, read back as the kernel reads them: its CPU twin."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.memory.gather import _fill_pieces, fill_rows
+from kvtier.memory.native import native
+
+HEADER_WORDS = 10
+
+
+def decode_rows(block, capacity):
+    """The table that Rows<capacity> describes, and its shift."""
+    src_base, dst_base, nbytes = block[:6].view(np.int64).tolist()
+    count, shift = int(block[6]), int(block[8])
+    offsets = block[HEADER_WORDS:].reshape(2, capacity)[:, :count].astype(np.int64) << shift
+    return np.stack([offsets[0] + src_base, offsets[1] + dst_base, np.full(count, nbytes)]), shift
+
+
+@st.composite
+def tables(draw):
+    count = draw(st.integers(1, 40))
+    unit = draw(st.sampled_from([1, 2, 4, 8, 16, 64, 4096]))
+    span = draw(st.sampled_from([100, 1 << 20, 1 << 33]))
+    base = draw(st.integers(1, 1 << 46))
+    column = st.lists(st.integers(0, span), min_size=count, max_size=count)
+    nbytes = draw(st.integers(1, 9)) if draw(st.booleans()) else np.array(draw(column)) + 1
+    return np.stack(
+        [np.array(draw(column)) * unit + base, np.array(draw(column)) * unit + base, np.full(count, nbytes)]
+    )
+
+
+def fillers():
+    def compiled(table, capacity, block):
+        return native().code.fill_rows(table, capacity, block.ctypes.data)
+
+    return [fill_rows] if native().code is None else [fill_rows, compiled]
+
+
+@given(table=tables())
+def test_rows_say_what_the_table_says_or_refuse(table):
+    answers = []
+    for fill in fillers():
+        block = np.zeros(HEADER_WORDS + 2 * 50, np.uint32)
+        size = fill(table, 50, block)
+        answers.append((size, block.tolist()))
+        uniform = len(set(table[2].tolist())) == 1
+        if size:
+            decoded, shift = decode_rows(block, 50)
+            assert uniform
+            assert size == table[2, 0]
+            assert decoded.tolist() == table.tolist()
+            assert shift <= 4
+        else:
+            offsets = np.concatenate([table[0] - table[0].min(), table[1] - table[1].min()])
+            aligned = not np.any(offsets % 16)
+            assert not uniform or int(offsets.max()) >= (1 << 36 if aligned else 1 << 32)
+    assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.parametrize("fill", fillers())
+def test_sixty_four_gibibytes_of_16_byte_blocks_fit_32_bits(fill):
+    table = np.array([[16, (64 << 30) - 16 + 16], [32, 48], [16, 16]])
+    block = np.zeros(HEADER_WORDS + 4, np.uint32)
+    assert fill(table, 2, block) == 16
+    assert decode_rows(block, 2)[0].tolist() == table.tolist()
+    table[0, 1] += 16
+    assert fill(table, 2, block) == 0
+
+
+@given(table=tables())
+def test_pieces_say_what_the_table_says(table):
+    block = np.zeros(2 + 6 * 50, np.uint32)
+    assert _fill_pieces(table, 50, block) == table[2].max()
+    assert block[0] == table.shape[1]
+    assert block[2 : 2 + 6 * table.shape[1]].view(np.int64).reshape(-1, 3).T.tolist() == table.tolist()
+
+
+def test_a_slice_of_columns_is_filled_as_it_is():
+    table = np.arange(30, dtype=np.int64).reshape(3, 10) + 100
+    table[2] = 7
+    for fill in fillers():
+        block = np.zeros(HEADER_WORDS + 2 * 5, np.uint32)
+        assert fill(table[:, 3:7], 5, block) == 7
+        assert decode_rows(block, 5)[0].tolist() == table[:, 3:7].tolist()

@@ -1,0 +1,565 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from kvtier.errors import StateError
+from kvtier.memory.host_queue import HostMark, HostQueue
+
+PATIENCE_S = 10  # far more than anything here needs: past it, it hangs
+
+
+def new_queue() -> contextlib.closing[HostQueue]:
+    return closing(HostQueue("test"))
+
+
+@contextlib.contextmanager
+def held_back(queue: HostQueue) -> Iterator[None]:
+    """Inside the block, nothing submitted from now on runs."""
+    gate = threading.Event()
+    queue.submit(gate.wait)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def mark_on(queue: HostQueue) -> HostMark:
+    mark = HostMark()
+    mark.record(queue)
+    return mark
+
+
+def mark_of_another_queue() -> HostMark:
+    with new_queue() as queue:
+        return mark_on(queue)
+
+
+def failing(error: BaseException) -> Callable[[], None]:
+    def task() -> None:
+        raise error
+
+    return task
+
+
+def outcome_of(call: Callable[[], object]) -> object:
+    """What a call returns or raises. One that hangs fails the test and leaves a daemon thread behind."""
+    outcomes: list[object] = []
+
+    def run() -> None:
+        try:
+            outcomes.append(call())
+        except BaseException as error:
+            outcomes.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert outcomes, "it never comes back"
+    return outcomes[0]
+
+
+# ---- order and asynchrony ----
+
+
+def test_tasks_run_in_the_order_they_were_submitted():
+    ran: list[int] = []
+    with new_queue() as queue:
+        for number in range(500):
+            queue.submit(functools.partial(ran.append, number))
+        queue.synchronize()
+        assert ran == list(range(500))
+
+
+def test_tasks_run_on_one_thread_which_is_not_the_callers():
+    threads: list[threading.Thread] = []
+    with new_queue() as queue:
+        for _ in range(3):
+            queue.submit(lambda: threads.append(threading.current_thread()))
+        queue.synchronize()
+    assert len(set(threads)) == 1
+    assert threads[0] is not threading.current_thread()
+    assert threads[0].name == "test"
+
+
+def test_submitting_does_not_wait_for_the_task():
+    ran: list[str] = []
+    with new_queue() as queue:
+        with held_back(queue):
+            queue.submit(lambda: ran.append("task"))
+            ran.append("caller")
+        queue.synchronize()
+    assert ran == ["caller", "task"]
+
+
+def test_two_queues_run_at_the_same_time():
+    meeting = threading.Barrier(2, timeout=PATIENCE_S)
+    with new_queue() as one, new_queue() as other:
+        one.submit(meeting.wait)  # comes back only if both are in it at once
+        other.submit(meeting.wait)
+        one.synchronize()
+        other.synchronize()
+
+
+def test_a_blocked_queue_does_not_hold_up_another():
+    ran: list[str] = []
+    with new_queue() as one, new_queue() as other, held_back(one):
+        other.submit(lambda: ran.append("other"))
+        other.synchronize()
+        assert ran == ["other"]
+        assert not one.query()
+
+
+def test_a_task_may_submit_the_next_one():
+    ran: list[str] = []
+    with new_queue() as queue:
+        with held_back(queue):
+            queue.submit(lambda: queue.submit(lambda: ran.append("submitted by a task")))
+            queue.submit(lambda: ran.append("submitted before it ran"))
+        queue.synchronize()
+        queue.synchronize()
+    assert ran == ["submitted before it ran", "submitted by a task"]
+
+
+def test_each_of_many_submitting_threads_sees_its_own_order():
+    ran: list[tuple[int, int]] = []
+    with new_queue() as queue:
+
+        def submit_all(who: int) -> None:
+            for number in range(200):
+                queue.submit(functools.partial(ran.append, (who, number)))
+
+        threads = [threading.Thread(target=submit_all, args=(who,)) for who in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        queue.synchronize()
+        assert queue.query()
+    assert len(ran) == 800
+    for who in range(4):
+        assert [number for each, number in ran if each == who] == list(range(200))
+
+
+def test_a_queue_is_done_when_nothing_was_submitted_or_everything_ran():
+    with new_queue() as queue:
+        assert queue.query()
+        with held_back(queue):
+            assert not queue.query()
+        queue.synchronize()
+        assert queue.query()
+
+
+def test_synchronize_waits_for_everything_submitted():
+    ran: list[int] = []
+    with new_queue() as queue:
+        for round_number in range(50):
+            queue.submit(functools.partial(ran.append, round_number))
+            queue.synchronize()
+            assert ran[-1] == round_number
+
+
+# ---- marks ----
+
+
+def test_an_unrecorded_mark_is_reached_and_holds_nobody_up():
+    mark = HostMark()
+    assert mark.query()
+    mark.synchronize()
+    with new_queue() as queue:
+        queue.wait_event(mark)
+        queue.synchronize()
+
+
+def test_a_mark_is_reached_when_everything_before_it_is_done():
+    ran: list[str] = []
+    with new_queue() as queue:
+        with held_back(queue):
+            queue.submit(lambda: ran.append("before"))
+            mark = mark_on(queue)
+            assert not mark.query()
+        mark.synchronize()
+        assert ran == ["before"]
+        assert mark.query()
+
+
+def test_a_mark_does_not_wait_for_what_comes_after_it():
+    with new_queue() as queue:
+        mark = mark_on(queue)
+        with held_back(queue):
+            mark.synchronize()
+            assert mark.query()
+
+
+def test_recording_again_moves_a_mark():
+    with new_queue() as queue:
+        mark = mark_on(queue)
+        mark.synchronize()
+        with held_back(queue):
+            mark.record(queue)
+            assert not mark.query()
+        mark.synchronize()
+
+
+def test_a_mark_moves_to_another_queue():
+    with new_queue() as blocked, new_queue() as free, held_back(blocked):
+        mark = mark_on(blocked)
+        assert not mark.query()
+        mark.record(free)
+        mark.synchronize()
+        assert mark.query()
+
+
+def test_a_queue_waits_for_a_mark_of_another():
+    ran: list[str] = []
+    with new_queue() as first, new_queue() as second:
+        with held_back(first):
+            first.submit(lambda: ran.append("first"))
+            second.submit(lambda: ran.append("before the wait"))
+            second.wait_event(mark_on(first))
+            before = mark_on(second)
+            second.submit(lambda: ran.append("second"))
+            assert not before.query()
+        second.synchronize()
+    assert ran.index("first") < ran.index("second")
+    assert ran.index("before the wait") < ran.index("second")
+
+
+def test_a_wait_is_for_the_mark_as_it_was_when_the_wait_was_submitted():
+    with new_queue() as first, new_queue() as second:
+        mark = mark_on(first)
+        with held_back(second):
+            second.wait_event(mark)
+            waited = mark_on(second)
+        with held_back(first):
+            mark.record(first)  # behind the gate, which the wait above must not see
+            waited.synchronize()
+            assert not mark.query()
+
+
+def test_a_queue_may_wait_for_its_own_mark():
+    with new_queue() as queue:
+        queue.wait_event(mark_on(queue))
+        queue.synchronize()
+
+
+def test_waits_chain_over_queues():
+    ran: list[str] = []
+    with new_queue() as a, new_queue() as b, new_queue() as c:
+        with held_back(a):
+            a.submit(lambda: ran.append("a"))
+            b.wait_event(mark_on(a))
+            b.submit(lambda: ran.append("b"))
+            c.wait_event(mark_on(b))
+            c.submit(lambda: ran.append("c"))
+        c.synchronize()
+    assert ran == ["a", "b", "c"]
+
+
+def test_the_time_between_two_marks_has_the_sign_of_their_order():
+    with new_queue() as queue:
+        start, end = mark_on(queue), mark_on(queue)
+        assert start.elapsed_time(end) >= 0
+        assert start.elapsed_time(end) == -end.elapsed_time(start)
+        assert start.elapsed_time(start) == 0
+
+
+def test_the_time_between_two_marks_waits_for_both():
+    with new_queue() as queue:
+        start = mark_on(queue)
+        with held_back(queue):
+            end = mark_on(queue)
+        assert start.elapsed_time(end) >= 0
+        assert end.query()
+
+
+@pytest.mark.parametrize("recorded", ["start", "end"])
+def test_the_time_between_marks_needs_both_recorded(recorded):
+    with new_queue() as queue:
+        start, end = HostMark(), HostMark()
+        (start if recorded == "start" else end).record(queue)
+        with pytest.raises(StateError, match="recorded"):
+            start.elapsed_time(end)
+
+
+# ---- errors ----
+
+
+def test_an_error_skips_the_tasks_behind_it_and_is_raised_by_synchronize():
+    ran: list[str] = []
+    error = ValueError("task 2 went wrong")
+    with new_queue() as queue:
+        queue.submit(lambda: ran.append("before"))
+        queue.submit(failing(error))
+        queue.submit(lambda: ran.append("behind"))
+        with pytest.raises(ValueError, match="task 2 went wrong") as caught:
+            queue.synchronize()
+    assert caught.value is error
+    assert ran == ["before"]
+
+
+def test_an_error_is_raised_once_and_then_the_queue_is_usable_again():
+    ran: list[str] = []
+    with new_queue() as queue:
+        queue.submit(failing(ValueError("once")))
+        with pytest.raises(ValueError, match="once"):
+            queue.synchronize()
+        queue.synchronize()
+        queue.submit(lambda: ran.append("afterwards"))
+        mark = mark_on(queue)
+        queue.synchronize()
+        mark.synchronize()
+    assert ran == ["afterwards"]
+
+
+def test_only_the_first_of_several_errors_is_raised():
+    with new_queue() as queue:
+        queue.submit(failing(ValueError("first")))
+        queue.submit(failing(KeyError("second")))
+        with pytest.raises(ValueError, match="first"):
+            queue.synchronize()
+        queue.synchronize()
+
+
+def test_a_queue_with_an_error_is_done_like_any_other():
+    with new_queue() as queue:
+        queue.submit(failing(ValueError("done")))
+        mark = mark_on(queue)
+        with pytest.raises(ValueError, match="done"):
+            mark.synchronize()
+        assert mark.query()
+        assert queue.query()
+
+
+def test_marks_carry_the_error_of_their_place_and_no_other():
+    with new_queue() as queue:
+        before = mark_on(queue)
+        queue.submit(failing(ValueError("between")))
+        behind = mark_on(queue)
+        with pytest.raises(ValueError, match="between"):
+            queue.synchronize()
+        after = mark_on(queue)
+        before.synchronize()
+        after.synchronize()
+        for _ in range(2):  # a mark keeps its error, however often it is asked
+            with pytest.raises(ValueError, match="between"):
+                behind.synchronize()
+
+
+def test_recording_a_mark_again_leaves_its_error_behind():
+    with new_queue() as queue:
+        queue.submit(failing(ValueError("old")))
+        mark = mark_on(queue)
+        with pytest.raises(ValueError, match="old"):
+            queue.synchronize()
+        mark.record(queue)
+        mark.synchronize()
+
+
+def test_the_time_to_a_mark_with_an_error_is_that_error():
+    with new_queue() as queue:
+        start = mark_on(queue)
+        queue.submit(failing(ValueError("no time")))
+        end = mark_on(queue)
+        with pytest.raises(ValueError, match="no time"):
+            start.elapsed_time(end)
+
+
+def test_a_queue_that_waits_for_a_failed_one_fails_with_the_same_error():
+    ran: list[str] = []
+    error = ValueError("of the first queue")
+    with new_queue() as first, new_queue() as second:
+        first.submit(failing(error))
+        second.wait_event(mark_on(first))
+        second.submit(lambda: ran.append("depends on it"))
+        with pytest.raises(ValueError, match="of the first queue") as caught:
+            second.synchronize()
+        assert caught.value is error
+        second.submit(lambda: ran.append("afterwards"))
+        second.synchronize()
+        with pytest.raises(ValueError, match="of the first queue"):
+            first.synchronize()
+    assert ran == ["afterwards"]
+
+
+def test_a_queue_that_does_not_wait_for_a_failed_one_is_not_affected():
+    ran: list[str] = []
+    with new_queue() as first, new_queue() as second:
+        before = mark_on(first)
+        first.submit(failing(ValueError("not yours")))
+        second.wait_event(before)
+        second.submit(lambda: ran.append("second"))
+        second.synchronize()
+    assert ran == ["second"]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()], ids=["SystemExit", "CancelledError"])
+def test_an_exception_that_is_no_error_does_not_hang_whoever_waits(error):
+    queue = HostQueue("test")
+    queue.submit(failing(error))
+    assert outcome_of(queue.synchronize) is error
+    assert outcome_of(queue.synchronize) is None
+    queue.close()
+
+
+def test_synchronize_from_its_own_task_is_an_error_not_a_deadlock():
+    with new_queue() as queue:
+        queue.submit(queue.synchronize)
+        with pytest.raises(StateError, match="cannot wait for itself"):
+            queue.synchronize()
+
+
+def test_waiting_in_a_task_for_a_mark_behind_it_is_an_error_not_a_deadlock():
+    queue = HostQueue("test")
+    queue.submit(lambda: mark_on(queue).synchronize())
+    assert isinstance(outcome_of(queue.synchronize), StateError)
+    queue.close()
+
+
+# ---- what it keeps alive ----
+
+
+class Memory:
+    """Something a task uses, to be watched through a weak reference."""
+
+    def use(self) -> None:
+        pass
+
+    def fail(self) -> None:
+        raise ValueError("failed with memory in use")
+
+
+def test_an_idle_queue_does_not_keep_the_last_task_alive():
+    with new_queue() as queue:
+        memory = Memory()
+        watched = weakref.ref(memory)
+        queue.submit(memory.use)
+        queue.submit(int)  # the worker lets go of a task before it takes the next
+        del memory
+        queue.synchronize()
+        gc.collect()
+        assert watched() is None
+
+
+def test_a_mark_does_not_keep_the_tasks_before_it_alive():
+    with new_queue() as queue:
+        memory = Memory()
+        watched = weakref.ref(memory)
+        queue.submit(memory.use)
+        mark = mark_on(queue)
+        del memory
+        queue.synchronize()
+        gc.collect()
+        assert watched() is None
+        assert mark.query()
+
+
+def test_an_error_that_was_raised_does_not_keep_what_the_task_used_alive():
+    with new_queue() as queue:
+        memory = Memory()
+        watched = weakref.ref(memory)
+        queue.submit(memory.fail)
+        del memory
+        with contextlib.suppress(ValueError):
+            queue.synchronize()
+        gc.collect()
+        assert watched() is None, "the idle queue still holds the error, its traceback, and the frames in it"
+
+
+def test_collecting_garbage_while_submitting_may_submit_to_the_same_queue():
+    """A deallocate function that frees in stream order submits from a finalizer; the collector runs when it likes."""
+    script = """
+        import gc
+        from kvtier.memory.host_queue import HostQueue
+
+        queue, ran = HostQueue("test"), []
+
+        class Garbage:
+            def __init__(self):
+                self.itself = self  # only the collector finds it
+
+            def __del__(self):
+                queue.submit(lambda: ran.append(1))
+
+        for phase in range(120):  # so that the collector runs at every allocation of submit(), the last included
+            gc.disable()
+            fill = spare = None
+            gc.collect()
+            Garbage()
+            spare = [(queue, queue, number) for number in range(3000)]  # no free list serves the next tuples
+            fill = [[] for _ in range(phase)]
+            gc.set_threshold(3100)
+            gc.enable()
+            queue.submit(int)
+        gc.collect()
+        queue.synchronize()
+        print(len(ran), queue.query())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]  # a collector that hangs would hang every other test
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "120 True\n"
+
+
+# ---- closing ----
+
+
+def test_closing_finishes_what_was_submitted():
+    ran: list[int] = []
+    queue = HostQueue("test")
+    for number in range(100):
+        queue.submit(functools.partial(ran.append, number))
+    queue.close()
+    assert ran == list(range(100))
+
+
+def test_closing_ends_the_thread():
+    threads: list[threading.Thread] = []
+    queue = HostQueue("test")
+    queue.submit(lambda: threads.append(threading.current_thread()))
+    queue.close()
+    assert not threads[0].is_alive()
+
+
+def test_closing_twice_is_fine():
+    queue = HostQueue("test")
+    queue.close()
+    assert outcome_of(queue.close) is None
+
+
+def test_a_queue_may_be_closed_by_its_own_task():
+    queue = HostQueue("test")
+    threads: list[threading.Thread] = []
+    queue.submit(lambda: threads.append(threading.current_thread()))
+    with held_back(queue):
+        queue.submit(queue.close)
+        mark = mark_on(queue)
+    mark.synchronize()
+    threads[0].join(PATIENCE_S)
+    assert not threads[0].is_alive()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda queue: queue.submit(int),
+        lambda queue: queue.record(),
+        lambda queue: queue.wait_event(mark_of_another_queue()),
+        lambda queue: queue.synchronize(),
+    ],
+    ids=["submit", "record", "wait_event", "synchronize"],
+)
+def test_using_a_closed_queue_is_an_error_neither_silence_nor_a_hang(use):
+    queue = HostQueue("test")
+    queue.close()
+    assert isinstance(outcome_of(lambda: use(queue)), StateError)

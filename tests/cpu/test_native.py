@@ -1,0 +1,410 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvtier.errors import ArgumentError
+from kvtier.memory import BatchCopy, Buffer
+from kvtier.memory.copy_plan import Entries, scan
+from kvtier.memory.files import cache_dir, write_atomically
+from kvtier.memory.gather import fill_rows
+from kvtier.memory.native import Loaded, NativeCode, native
+
+MIB = 1 << 20
+KIB = 1 << 10
+NOT_A_FOLDER = "/dev/null/kvtier"
+
+
+def compiled() -> NativeCode:
+    found = native()
+    return found.code or pytest.skip(found.reason)
+
+
+def a_compiler() -> str:
+    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    return found or pytest.skip("this machine has no C compiler")
+
+
+def in_a_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Loaded:
+    """The native code as a new process with these variables would find it."""
+    for name, value in environment.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    return native.__wrapped__()
+
+
+def check_that_it_copies(loaded: Loaded) -> None:
+    assert loaded.code is not None, loaded.reason
+    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+    loaded.code.copy(table_of(source, [(10, 50, 20)], target))
+    assert target[50:70].tolist() == list(range(10, 30))
+    assert np.count_nonzero(target) == 20
+
+
+def table_of(source: np.ndarray, pieces: Sequence[tuple[int, int, int]], target: np.ndarray) -> np.ndarray:
+    """The rows (source addresses, target addresses, sizes) of pieces (source offset, target offset, size)."""
+    table = np.empty((3, len(pieces)), np.int64)
+    table[:] = np.array(pieces, np.int64).reshape(-1, 3).T
+    table[0] += source.ctypes.data
+    table[1] += target.ctypes.data
+    return table
+
+
+def python(script: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={name: value for name, value in {**os.environ, **environment}.items() if name != "CC"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out
+
+
+# ---- copying ----
+
+
+sizes_of_pieces = st.lists(
+    st.one_of(st.just(1), st.integers(0, 100), st.integers(1, 9000), st.integers(100_000, 400_000)),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(sizes=sizes_of_pieces, threads=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
+@example(sizes=[1], threads=8, seed=0)  # seven shares of nothing
+@example(sizes=[0, 0], threads=8, seed=0)
+@example(sizes=[3 * MIB + 1], threads=5, seed=1)  # every share but the first begins inside the one piece
+@example(sizes=[1] * 50 + [2 * MIB] + [1] * 50, threads=4, seed=2)
+@example(sizes=[512 * KIB] * 4, threads=4, seed=3)  # every share begins with a piece
+@example(sizes=[0, 700 * KIB, 0, 0, 700 * KIB, 0], threads=2, seed=4)
+@example(sizes=[MIB - 1, 1, 1, MIB - 1], threads=3, seed=5)
+@example(sizes=[255, 256, 257, 319, 320, MIB], threads=1, seed=6)  # about where stores begin to go past the cache
+@example(sizes=[100], threads=1000, seed=7)  # more than it ever starts
+@settings(max_examples=60, deadline=None)
+def test_pieces_are_copied_as_numpy_does_by_any_number_of_threads(sizes, threads, seed):
+    code = compiled()
+    random = np.random.default_rng(seed)
+    gaps = random.integers(0, 64, 2 * len(sizes))
+    room = sum(sizes) + int(gaps.sum())
+    source = random.integers(0, 256, room, np.uint8)
+    target = random.integers(0, 256, room, np.uint8)
+    places = np.cumsum([0, *sizes[:-1]]) + np.cumsum(gaps[: len(sizes)])
+    order = random.permutation(len(sizes))  # the pieces lie in the target in another order than in the source
+    ends = np.cumsum(np.array(sizes)[order] + gaps[len(sizes) :])
+    starts = np.empty(len(sizes), np.int64)
+    starts[order] = ends - np.array(sizes)[order]
+    expected = target.copy()
+    pieces = list(zip(places.tolist(), starts.tolist(), sizes, strict=True))
+    for src, dst, nbytes in pieces:
+        expected[dst : dst + nbytes] = source[src : src + nbytes]
+
+    table = table_of(source, pieces, target)
+    used = code._copy(len(sizes), *(row.ctypes.data for row in table), sum(sizes), threads)
+
+    np.testing.assert_array_equal(target, expected)
+    assert used == min(threads, 64)
+
+
+def test_many_bytes_are_copied_by_as_many_threads_as_they_are_worth():
+    code = compiled()
+    source, target = np.arange(3 * MIB // 4, dtype=np.uint32).view(np.uint8), np.zeros(3 * MIB, np.uint8)
+    most = min(8, len(os.sched_getaffinity(0)))
+    assert code.copy(table_of(source, [(0, 0, 3 * MIB)], target)) == min(most, 6)
+    np.testing.assert_array_equal(target, source)
+    assert code.copy(table_of(source, [(0, 0, 512 * KIB)], target)) == 1
+
+
+def test_no_pieces_are_no_work():
+    assert compiled().copy(np.zeros((3, 0), np.int64)) == 1
+
+
+def test_some_columns_of_a_table_can_be_copied():
+    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+    table = table_of(source, [(10 * k, 10 * k, 10) for k in range(10)], target)
+    compiled().copy(table[:, 3:5])
+    assert target.nonzero()[0].tolist() == list(range(30, 50))
+
+
+def test_one_piece_is_a_table_however_its_strides_are_written():
+    """numpy calls one column contiguous whatever its strides, so ascontiguousarray leaves them as they are."""
+    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+    table = np.ascontiguousarray(np.array([[source.ctypes.data, target.ctypes.data, 20]]).T)
+    assert table.strides != (8, 8)
+    compiled().copy(table)
+    assert target[:20].tolist() == list(range(20))
+    assert compiled().scan(Entries(table)).disjoint
+
+
+def test_one_copy_is_a_batch():
+    source, target = Buffer.wrap(bytes(range(100))), Buffer(100, "u8")
+    with BatchCopy() as copy:
+        copy(source, 100, target)
+    assert target.tolist() == list(range(100))
+
+
+def test_a_table_whose_rows_are_not_contiguous_is_an_error():
+    with pytest.raises(ArgumentError, match="contiguous rows"):
+        compiled().copy(np.zeros((4, 3), np.int64).T)
+    with pytest.raises(ArgumentError, match="contiguous rows"):
+        compiled().copy(np.zeros((3, 8), np.int64)[:, ::2])
+
+
+# ---- the twins ----
+
+# close together, so that entries often touch and overlap
+entries_close_together = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([1, 4, 4, 4, 9])), min_size=1, max_size=20
+)
+
+
+@given(
+    rows=entries_close_together, ascending=st.booleans(), scopes=st.lists(st.integers(-1, 2), min_size=20, max_size=20)
+)
+@example(rows=[(0, 0, 4), (4, 4, 4), (8, 8, 4)], ascending=False, scopes=[0] * 20)
+@example(rows=[(0, 0, 4), (4, 4, 4), (8, 8, 4)], ascending=False, scopes=[-1] * 20)
+@example(rows=[(0, 0, 4), (4, 4, 4), (8, 8, 4)], ascending=False, scopes=[0, 0, 1] + [0] * 17)
+def test_the_compiled_look_at_entries_finds_what_the_one_in_python_does(rows, ascending, scopes):
+    rows = sorted(rows, key=lambda row: row[1]) if ascending else rows
+    table = np.array(rows, np.int64).T.copy(order="C")
+    for scope in (None, np.array(scopes[: len(rows)], np.int64)):
+        entries = Entries(table, scope)
+        expected, found = scan(entries), compiled().scan(entries)
+        for name in ("disjoint", "src_low", "src_high", "dst_low", "dst_high"):
+            assert getattr(found, name) == getattr(expected, name), name
+        assert (found.starts is None) == (expected.starts is None)
+        if expected.starts is not None:
+            np.testing.assert_array_equal(found.starts, expected.starts)
+
+
+@given(
+    places=st.lists(st.tuples(st.integers(1, 1 << 20), st.integers(1, 1 << 20)), min_size=1, max_size=16),
+    unit=st.sampled_from([1, 2, 4, 8, 16, 32, 4096, 1 << 14, 1 << 20]),
+    sizes=st.one_of(st.integers(1, 1 << 20), st.lists(st.integers(1, 2), min_size=16, max_size=16)),
+)
+@example(places=[(1, 1), (1 << 20, 1)], unit=1 << 16, sizes=16)  # just within 2^32 units of 16 bytes
+@example(places=[(1, 1), ((1 << 20) + 1, 1)], unit=1 << 16, sizes=16)  # just outside
+def test_the_compiled_rows_of_the_gather_kernel_are_those_of_python(places, unit, sizes):
+    capacity = 20
+    counts = np.full(len(places), sizes) if isinstance(sizes, int) else np.array(sizes[: len(places)])
+    table = np.ascontiguousarray(np.vstack([np.array(places, np.int64).T * unit, counts]))
+    expected, found = (np.zeros(10 + 2 * capacity, np.uint32) for _ in range(2))
+    size = fill_rows(table, capacity, expected)
+    assert compiled().fill_rows(table, capacity, found.ctypes.data) == size
+    if size:
+        assert size == counts[0]
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_two_streams_may_copy_at_once():
+    script = """
+        import numpy as np
+        from kvtier.memory import BatchCopy, Buffer, Stream, context
+
+        source = Buffer.wrap(np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8))
+        targets, streams = [Buffer(source.size, "u8") for _ in range(2)], [Stream() for _ in range(2)]
+        at = np.arange(1024)[::-1] * 4096
+        for target, stream in zip(targets, streams):
+            with context(stream=stream), BatchCopy() as copy:
+                copy.pieces(source, at, 4096, target, at)
+        for target, stream in zip(targets, streams):
+            stream.synchronize()
+            assert np.array_equal(target.numpy(), source.numpy())
+    """
+    output_of(python(script))
+
+
+# ---- compiling ----
+
+
+def test_the_code_is_compiled_into_the_cache_directory(monkeypatch, tmp_path):
+    a_compiler()
+    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
+    check_that_it_copies(found)
+    [library] = tmp_path.iterdir()  # and nothing else is left there
+    assert library.suffix == ".so"
+    assert str(library) in found.reason
+
+
+def test_compiled_code_is_used_again(monkeypatch, tmp_path):
+    a_compiler()
+    in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
+    [library] = tmp_path.iterdir()
+    before = library.stat()
+    found = in_a_new_process(monkeypatch, CC="false", PATH=NOT_A_FOLDER)  # no compiler could make it anew
+    check_that_it_copies(found)
+    assert (library.stat().st_ino, library.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_damaged_code_in_the_cache_is_compiled_anew(monkeypatch, tmp_path):
+    a_compiler()
+    in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "whole"), CC=None)
+    [library] = (tmp_path / "whole").iterdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / library.name).write_bytes(b"")  # as a full disk or a lost machine leaves it
+    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "damaged"), CC=None)
+    check_that_it_copies(found)
+
+
+def test_the_compiler_may_be_named_with_arguments(monkeypatch, tmp_path):
+    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{a_compiler()} -O1")
+    check_that_it_copies(found)
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler", "/dev/null"])
+def test_a_compiler_that_does_not_work_is_the_recorded_reason(monkeypatch, tmp_path, compiler):
+    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=compiler)
+    assert found.code is None
+    assert f"compiling with {compiler} failed" in found.reason
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_compiler_said_is_in_the_reason(monkeypatch, tmp_path):
+    found = in_a_new_process(
+        monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{a_compiler()} -include no_such_header.h"
+    )
+    assert found.code is None
+    assert "no_such_header.h" in found.reason
+
+
+def test_no_compiler_is_the_recorded_reason(monkeypatch, tmp_path):
+    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None, PATH=NOT_A_FOLDER)
+    assert found.code is None
+    assert "no C compiler found (looked for $CC, cc, gcc, clang)" in found.reason
+
+
+def test_a_cache_directory_that_cannot_be_made_is_the_recorded_reason(monkeypatch):
+    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=NOT_A_FOLDER, CC=None)
+    assert found.code is None
+    assert NOT_A_FOLDER in found.reason
+
+
+def test_a_user_without_a_home_directory_is_the_recorded_reason(monkeypatch):
+    """As in a container that runs under a number nobody gave a name."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=None, XDG_CACHE_HOME=None, HOME=None)
+    assert found.code is None
+    assert "home" in found.reason
+
+
+def test_without_a_compiler_batches_are_copied_all_the_same(tmp_path):
+    script = """
+        import json
+        import numpy as np
+        from kvtier.memory import BatchCopy, Buffer
+
+        values = np.random.default_rng(0).integers(0, 256, 64 * 4096, np.uint8)
+        source, target = Buffer.wrap(values), Buffer(values.size, "u8")
+        slots = np.random.default_rng(1).permutation(64)
+        with BatchCopy() as copy:
+            copy.pieces(source, slots * 4096, 4096, target, np.arange(64) * 4096)
+        right = np.array_equal(target.numpy().reshape(64, -1), values.reshape(64, -1)[slots])
+        print(json.dumps([bool(right), copy.result.path, copy.result.reason]))
+    """
+    right, path, reason = json.loads(output_of(python(script, PATH=str(tmp_path), KVTIER_CACHE_DIR=str(tmp_path))))
+    assert right
+    assert path == "loop"
+    assert "no C compiler found" in reason
+
+
+def test_two_processes_may_compile_at_once(tmp_path):
+    a_compiler()
+    script = """
+        import sys
+        import kvtier.memory.native
+        print("ready", flush=True)
+        sys.stdin.readline()
+        found = kvtier.memory.native.native()
+        assert found.code is not None, found.reason
+    """
+    processes = [python(script, KVTIER_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        for process in processes:
+            stack.enter_context(process)
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        assert [output_of(process) for process in processes] == ["", ""]
+    [library] = tmp_path.iterdir()
+    assert library.suffix == ".so"
+
+
+# ---- the cache directory ----
+
+
+@pytest.mark.parametrize(
+    ("set_variables", "expected"),
+    [
+        ({"KVTIER_CACHE_DIR": "named", "XDG_CACHE_HOME": "xdg", "HOME": "home"}, "named"),
+        ({"KVTIER_CACHE_DIR": "", "XDG_CACHE_HOME": "xdg", "HOME": "home"}, "xdg/kvtier"),
+        ({"XDG_CACHE_HOME": "xdg", "HOME": "home"}, "xdg/kvtier"),
+        ({"XDG_CACHE_HOME": "", "HOME": "home"}, "home/.cache/kvtier"),
+        ({"HOME": "home"}, "home/.cache/kvtier"),
+    ],
+)
+def test_the_cache_directory_is_the_one_named_or_the_users(monkeypatch, tmp_path, set_variables, expected):
+    for name in ("KVTIER_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_variables.items():
+        monkeypatch.setenv(name, value and str(tmp_path / value))
+    assert cache_dir() == tmp_path / expected
+    assert cache_dir().is_dir()
+
+
+def test_only_the_user_may_write_into_the_cache_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path / "new"))
+    assert stat.S_IMODE(cache_dir().stat().st_mode) == 0o700
+
+
+def test_a_file_is_written_whole_over_the_old_one(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, b"old and long")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    taken = tmp_path / "taken"
+    (taken / "by a folder").mkdir(parents=True)
+    with pytest.raises(OSError, match="taken"):
+        write_atomically(taken, b"content")
+    assert list(tmp_path.iterdir()) == [taken]
+
+
+def test_a_reader_beside_a_writer_sees_one_version_or_the_other(tmp_path: Path):
+    path = tmp_path / "file"
+    versions = [bytes([number]) * 100_000 for number in range(20)]
+    write_atomically(path, versions[0])
+    with path.open("rb") as reader:
+        for version in versions[1:]:
+            write_atomically(path, version)
+            assert path.read_bytes() == version
+        assert reader.read() == versions[0]

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def first_example() -> re.Match[str]:
+    found = re.search(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert found is not None, "the README has no Python block"
+    return found
+
+
+def commands_of_the_readme() -> list[str]:
+    """What the README says to type: indented lines and code spans, without their comments."""
+    prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
+    lines = re.findall(r"^ {4}(\S.*)$", prose, re.MULTILINE)
+    spans = re.findall(r"`([^`\n]+)`", prose)
+    return [command.partition("#")[0].strip() for command in [*lines, *spans]]
+
+
+def make_targets() -> set[str]:
+    rules = re.findall(r"^([a-z][\w -]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return {target for rule in rules for target in rule.split()}
+
+
+def test_the_first_example_is_on_the_first_screen():
+    assert README[: first_example().start()].count("\n") + 1 < 25
+
+
+def test_the_first_example_runs_as_it_stands():
+    command = [sys.executable, "-c", first_example()[1]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"600 blocks in \d+ copies", done.stdout)
+
+
+def test_the_readme_names_the_two_commands_a_newcomer_needs():
+    assert {"make demo", "make test"} <= set(commands_of_the_readme())
+
+
+def test_every_make_target_the_readme_mentions_is_there():
+    mentioned = {
+        word
+        for command in commands_of_the_readme()
+        if command.startswith("make ")
+        for word in command.split()[1:]
+        if "=" not in word
+    }
+    assert {"demo", "test"} <= mentioned <= make_targets()
+
+
+def test_every_file_the_readme_links_to_is_there():
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -1,0 +1,477 @@
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import resource
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier import dtype as dt
+from kvtier.errors import (
+    ArgumentError,
+    ChecksumError,
+    ClosedError,
+    EmptyError,
+    FormatError,
+    RangeError,
+    TruncatedError,
+    VersionError,
+)
+from kvtier.memory import CPU, Buffer, Loaded, Stream, clear, context, load, save, saved_nbytes
+
+names = [each.name for each in dt.ALL]
+PAGE = 4096
+
+
+def record_of(buffer: Buffer, **options: Any) -> bytes:
+    memory = bytearray(saved_nbytes(buffer))
+    assert save(buffer, memory, **options) == len(memory)
+    return bytes(memory)
+
+
+def numbers(count: int = 5, name: str = "i32") -> Buffer:
+    return Buffer.wrap(np.arange(count).astype(dt.dtype(name).numpy))
+
+
+def sealed(record: bytes) -> bytes:
+    """A changed record with the header checksum that belongs to it."""
+    block = bytearray(record[:PAGE])
+    block[60:64] = bytes(4)
+    struct.pack_into("<I", block, 60, zlib.crc32(block))
+    return bytes(block) + record[PAGE:]
+
+
+def changed(record: bytes, offset: int, layout: str, *values: Any) -> bytes:
+    block = bytearray(record)
+    struct.pack_into(layout, block, offset, *values)
+    return bytes(block)
+
+
+# Every way to read a record. Each gets the bytes and a directory to put them in.
+READERS: dict[str, Callable[[bytes, Path], Loaded]] = {
+    "bytes": lambda record, _: load(record),
+    "bytearray": lambda record, _: load(bytearray(record)),
+    "memoryview": lambda record, _: load(memoryview(record)),
+    "file object": lambda record, _: load(io.BytesIO(record)),
+    "path": lambda record, folder: load(stored(record, folder)),
+    "text path": lambda record, folder: load(str(stored(record, folder))),
+    "mapped": lambda record, folder: load(stored(record, folder), map_file=True),
+}
+
+
+def stored(record: bytes, folder: Path) -> Path:
+    path = folder / "stored"
+    path.write_bytes(record)
+    return path
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("records")
+
+
+@pytest.fixture(params=READERS.values(), ids=READERS)
+def reader(request: pytest.FixtureRequest, folder: Path) -> Callable[[bytes], Loaded]:
+    return lambda record: request.param(record, folder)
+
+
+# ---- round trips ----
+
+
+@pytest.mark.parametrize("name", names)
+@pytest.mark.parametrize("size", [0, 1, 13])
+def test_what_is_saved_is_what_is_loaded(name, size, reader, make, read):
+    nbytes = dt.dtype(name).nbytes(size)
+    raw = np.arange(1, nbytes + 1, dtype=np.uint8) if name != "bool" else np.ones(nbytes, np.uint8)
+    loaded = reader(record_of(make(CPU, raw, name, size)))
+    assert (loaded.buffer.size, loaded.buffer.dtype.name, loaded.shape) == (size, name, (size,))
+    assert read(loaded.buffer).tobytes() == raw.tobytes()
+
+
+@pytest.mark.parametrize("name", names)
+def test_every_way_to_write_writes_the_same_record(name, tmp_path, make):
+    buffer = make(CPU, bytes(8), name)
+    expected = record_of(buffer)
+    file, larger = io.BytesIO(), bytearray(b"\xee" * (len(expected) + 3))
+    assert save(buffer, tmp_path / "a") == len(expected) == saved_nbytes(buffer)
+    assert save(buffer, str(tmp_path / "b")) == len(expected)
+    assert save(buffer, file) == len(expected)
+    assert save(buffer, memoryview(larger)) == len(expected)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == file.getvalue() == expected
+    assert larger == expected + b"\xee" * 3
+
+
+@pytest.mark.parametrize("name", names)
+def test_buffers_of_any_placement_are_saved_and_loaded(name, placement, tmp_path, make, read):
+    raw = np.arange(48, dtype=np.uint8) if name != "bool" else np.ones(48, np.uint8)
+    buffer = make(placement, raw, name)
+    save(buffer, tmp_path / "record")
+    assert (tmp_path / "record").read_bytes() == record_of(make(CPU, raw, name)), "the placement leaves no trace"
+    for source in (tmp_path / "record", record_of(buffer)):
+        loaded = load(source, placement)
+        assert loaded.buffer.placement == placement
+        assert read(loaded.buffer).tobytes() == raw.tobytes()
+    assert load(record_of(buffer), str(placement)).buffer.placement == placement
+
+
+def test_a_slice_is_saved_without_its_surroundings(placement, make):
+    part = make(placement, np.arange(100, dtype=np.int16)).slice(10, 3)
+    assert saved_nbytes(part) == PAGE + 6
+    assert load(record_of(part)).buffer.tolist() == [10, 11, 12]
+
+
+def test_a_typed_empty_buffer_is_saved(reader):
+    loaded = reader(record_of(Buffer(dtype="bf16")))
+    assert (loaded.buffer.size, loaded.buffer.dtype, loaded.shape) == (0, dt.bf16, (0,))
+
+
+def test_loading_is_a_copy_of_memory():
+    memory = bytearray(record_of(numbers()))
+    loaded = load(memory)
+    memory[PAGE:] = bytes(len(memory) - PAGE)
+    assert loaded.buffer.tolist() == [0, 1, 2, 3, 4]
+    loaded.buffer.fill(9)
+
+
+@pytest.mark.parametrize("shape", [(24,), (2, 3, 4), (1, 1, 1, 1, 1, 1, 4, 6), (24, 1)])
+def test_the_shape_is_kept(shape, reader):
+    assert reader(record_of(numbers(24), shape=shape)).shape == shape
+
+
+def test_shapes_without_elements_or_dimensions_are_kept():
+    assert load(record_of(numbers(0), shape=(3, 0, 2))).shape == (3, 0, 2)
+    assert load(record_of(numbers(1), shape=())).shape == ()
+    assert load(record_of(numbers(4), shape=np.zeros((2, 2)).shape)).shape == (2, 2)
+
+
+@pytest.mark.parametrize("shape", [(23,), (5, 5), (-1, -24), (-24,), (1,) * 8 + (24,), ()])
+def test_a_shape_that_does_not_describe_the_elements_is_an_error(shape):
+    with pytest.raises(ArgumentError, match="24 elements in at most 8 dimensions"):
+        record_of(numbers(24), shape=shape)
+
+
+def test_several_records_follow_each_other_in_a_file(tmp_path):
+    with open(tmp_path / "records", "wb") as file:
+        save(numbers(3, "i32"), file)
+        save(numbers(0, "bf16"), file)
+        save(numbers(5, "u8"), file, shape=(5, 1))
+    with open(tmp_path / "records", "rb") as file:
+        assert load(file).buffer.tolist() == [0, 1, 2]
+        assert load(file).buffer.dtype == dt.bf16
+        last = load(file)
+        assert (last.buffer.tolist(), last.shape) == ([0, 1, 2, 3, 4], (5, 1))
+        with pytest.raises(FormatError):
+            load(file)
+
+
+class Trickle(io.RawIOBase):
+    """A raw file that moves at most 1,000 bytes a call, as an unbuffered pipe or socket may."""
+
+    def __init__(self, content: bytes = b"") -> None:
+        self.content, self.position = bytearray(content), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        part = self.content[self.position : self.position + min(len(room), 1000)]
+        room[: len(part)] = part
+        self.position += len(part)
+        return len(part)
+
+    def write(self, data: Any) -> int:
+        part = bytes(data)[:1000]
+        self.content += part
+        return len(part)
+
+
+def test_files_that_read_in_parts_are_read_whole():
+    assert load(Trickle(record_of(numbers(3000)))).buffer.tolist() == list(range(3000))
+
+
+def test_files_that_write_in_parts_are_written_whole():
+    file = Trickle()
+    assert save(numbers(3000), file) == len(file.content)
+    assert load(bytes(file.content)).buffer.tolist() == list(range(3000))
+
+
+def test_a_large_buffer_makes_the_trip(tmp_path, placement, make, read):
+    raw = np.random.default_rng(3).integers(0, 256, (5 << 20) + 7, np.uint8)
+    save(make(placement, raw), tmp_path / "large")
+    assert np.array_equal(read(load(tmp_path / "large", placement).buffer), raw)
+
+
+def test_what_the_stream_in_force_was_given_is_what_is_saved(placement):
+    buffer = Buffer(1 << 16, "u8", placement)
+    clear(buffer)
+    with context(stream=Stream(placement)):
+        for value in range(1, 20):
+            buffer.fill(value)
+        record = record_of(buffer)
+    assert record[PAGE:] == bytes([19]) * (1 << 16)
+
+
+# ---- the layout, for other readers ----
+
+
+def test_the_header_is_what_the_format_says(make):
+    record = record_of(make(CPU, bytes([1, 2, 3]), "u4", 5), shape=(5, 1))
+    magic, version, ndim, _, name, size, nbytes, offset, crc = struct.unpack_from("<8sHHI16sQQQI", record)
+    assert (magic, version, ndim) == (b"\x89KVBUF\r\n", 1, 2)
+    assert (name.rstrip(b"\0"), size, nbytes, offset) == (b"u4", 5, 3, PAGE)
+    assert crc == zlib.crc32(bytes([1, 2, 3]))
+    assert struct.unpack_from("<8Q", record, 64) == (5, 1, 0, 0, 0, 0, 0, 0)
+    assert not any(record[128:PAGE])
+    assert record == sealed(record)
+
+
+def test_the_payload_is_on_a_page_and_can_be_mapped_by_numpy(tmp_path):
+    save(numbers(1000, "f32"), tmp_path / "record")
+    mapped = np.memmap(tmp_path / "record", np.float32, "r", offset=PAGE, shape=(10, 100))
+    assert np.array_equal(mapped, np.arange(1000, dtype=np.float32).reshape(10, 100))
+
+
+def test_a_mapped_buffer_is_read_only_and_needs_no_file_once_loaded(tmp_path):
+    save(numbers(1000), tmp_path / "record")
+    loaded = load(tmp_path / "record", map_file=True)
+    os.unlink(tmp_path / "record")
+    gc.collect()
+    assert loaded.buffer.readonly
+    assert loaded.buffer.data() % PAGE == 0
+    assert loaded.buffer.tolist() == list(range(1000))
+    assert loaded.buffer[10:12].view("u8").numpy().view(np.int32).tolist() == [10, 11]
+    with pytest.raises(ArgumentError, match="read-only"):
+        loaded.buffer.fill(0)
+
+
+@pytest.mark.parametrize("source", [io.BytesIO, bytes, bytearray, memoryview])
+def test_only_a_path_is_mapped(source):
+    with pytest.raises(ArgumentError, match="path"):
+        load(source(record_of(numbers())), map_file=True)
+
+
+def test_a_file_is_mapped_to_plain_host_memory_only(tmp_path, placement):
+    save(numbers(), tmp_path / "record")
+    if placement == CPU:
+        assert load(tmp_path / "record", placement, map_file=True).buffer.placement == CPU
+        return
+    with pytest.raises(ArgumentError, match=str(placement)):
+        load(tmp_path / "record", placement, map_file=True)
+
+
+# ---- damage ----
+
+
+@pytest.mark.parametrize("byte", range(128))
+def test_any_flipped_bit_of_the_header_fields_is_an_error(byte):
+    record = record_of(numbers(), shape=(5, 1))
+    for bit in range(8):
+        damaged = bytearray(record)
+        damaged[byte] ^= 1 << bit
+        with pytest.raises(FormatError):
+            load(damaged)
+
+
+@pytest.mark.parametrize("way", READERS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_anywhere_is_an_error(way, folder, data):
+    record = record_of(Buffer.wrap(np.frombuffer(data.draw(st.binary(max_size=300)), np.uint8)))
+    position = data.draw(st.integers(0, len(record) * 8 - 1))
+    damaged = bytearray(record)
+    damaged[position // 8] ^= 1 << position % 8
+    with pytest.raises(FormatError):
+        READERS[way](bytes(damaged), folder)
+
+
+@pytest.mark.parametrize("way", READERS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_truncation_is_an_error(way, folder, data):
+    record = record_of(numbers(40))
+    length = data.draw(st.one_of(st.integers(1, len(record) - 1), st.integers(PAGE - 1, len(record) - 1)))
+    there = length if length < PAGE else length - PAGE
+    with pytest.raises(TruncatedError, match=rf" {there}$"):
+        READERS[way](record[:length], folder)
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        b"",
+        b"\x89PNG\r\n\x1a\n" + bytes(5000),
+        bytes(PAGE),
+        b"KVBUF" * 1000,
+        b"\x93NUMPY" + bytes(PAGE),
+        b"PK\x03\x04",
+        record_of(numbers())[1:],
+        bytes(range(256)) * 32,
+    ],
+    ids=["empty", "png", "zeros", "text", "npy", "zip", "shifted", "bytes"],
+)
+def test_foreign_bytes_are_an_error(foreign, reader):
+    with pytest.raises(FormatError, match="not a kvtier buffer"):
+        reader(foreign)
+
+
+def test_line_ends_changed_on_the_way_are_an_error(reader):
+    with pytest.raises(FormatError):
+        reader(record_of(numbers()).replace(b"\r\n", b"\n"))
+
+
+@pytest.mark.parametrize("version", [2, 3, 0xFFFF])
+def test_a_newer_version_is_an_error_that_says_so(version, reader):
+    record = sealed(changed(record_of(numbers()), 8, "<H", version))
+    with pytest.raises(VersionError, match=rf"version {version}.* up to 1"):
+        reader(record)
+
+
+def test_a_version_that_never_was_is_an_error():
+    with pytest.raises(FormatError):
+        load(sealed(changed(record_of(numbers()), 8, "<H", 0)))
+
+
+@pytest.mark.parametrize(
+    ("offset", "layout", "value"),
+    [
+        (10, "<H", 9),
+        (10, "<H", 0),
+        (16, "16s", b"u7"),
+        (16, "16s", b"null"),
+        (16, "16s", b"\xff\xfe"),
+        (16, "16s", b"i64"),
+        (32, "<Q", 6),
+        (32, "<Q", 1 << 63),
+        (40, "<Q", 4),
+        (48, "<Q", 8192),
+        (64, "<Q", 4),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_an_error_even_with_its_checksum(offset, layout, value, reader):
+    with pytest.raises(FormatError):
+        reader(sealed(changed(record_of(numbers()), offset, layout, value)))
+
+
+def test_a_payload_of_another_record_is_an_error(reader):
+    one, other = record_of(numbers(5, "i32")), record_of(numbers(5, "f32"))
+    with pytest.raises(ChecksumError, match=rf"{zlib.crc32(other[PAGE:]):#010x} over 20 bytes"):
+        reader(one[:PAGE] + other[PAGE:])
+
+
+@pytest.mark.parametrize("way", ["bytes", "bytearray", "memoryview", "path", "mapped"])
+@pytest.mark.parametrize("more", [b"\0", b"x" * 5000, record_of(numbers())])
+def test_bytes_after_the_record_are_an_error(way, more, folder):
+    with pytest.raises(FormatError):
+        READERS[way](record_of(numbers()) + more, folder)
+
+
+def test_damage_is_found_wherever_the_record_is_loaded_to(placement):
+    damaged = bytearray(record_of(numbers()))
+    damaged[-1] ^= 1
+    with pytest.raises(ChecksumError):
+        load(damaged, placement)
+
+
+# ---- targets ----
+
+
+@pytest.mark.parametrize("missing", [1, 20, PAGE])
+def test_a_target_too_small_is_an_error_with_the_numbers_and_is_not_written(missing):
+    buffer = numbers()
+    target = bytearray(saved_nbytes(buffer) - missing)
+    with pytest.raises(RangeError, match=rf"needs {saved_nbytes(buffer)} bytes, the target has {len(target)}"):
+        save(buffer, target)
+    assert not any(target)
+
+
+def test_a_read_only_target_is_an_error():
+    with pytest.raises(ArgumentError, match="read-only"):
+        save(numbers(), memoryview(bytes(5000)))
+
+
+def test_a_target_of_larger_items_is_filled_by_bytes():
+    memory = np.zeros(1029, np.int32)
+    assert save(numbers(), memoryview(memory)) == memory.nbytes
+    assert load(memoryview(memory)).buffer.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_saving_what_is_closed_or_without_a_type_is_an_error(placement):
+    closed = Buffer(4, "u8", placement)
+    closed.close()
+    with pytest.raises(ClosedError):
+        save(closed, bytearray(5000))
+    with pytest.raises(EmptyError):
+        save(Buffer(), bytearray(5000))
+
+
+def test_saving_again_replaces_the_file(tmp_path):
+    save(numbers(1000), tmp_path / "record")
+    save(numbers(3), tmp_path / "record")
+    assert load(tmp_path / "record").buffer.tolist() == [0, 1, 2]
+    assert os.listdir(tmp_path) == ["record"]
+
+
+@contextlib.contextmanager
+def files_limited_to(nbytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["no file before", "a file before"])
+def test_a_save_that_fails_half_way_leaves_what_was_there(before, tmp_path):
+    if before:
+        save(numbers(3), tmp_path / "record")
+    with files_limited_to(3 * PAGE), pytest.raises(OSError, match="too large"):
+        save(numbers(100_000), tmp_path / "record")
+    assert os.listdir(tmp_path) == (["record"] if before else [])
+    if before:
+        assert load(tmp_path / "record").buffer.tolist() == [0, 1, 2]
+
+
+def test_a_save_into_a_folder_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        save(numbers(), tmp_path / "missing" / "record")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_save_over_a_folder_is_an_error_that_leaves_no_file(tmp_path):
+    (tmp_path / "record").mkdir()
+    with pytest.raises(OSError, match="record"):
+        save(numbers(), tmp_path / "record")
+    assert os.listdir(tmp_path) == ["record"]
+
+
+def test_a_saved_file_has_the_permissions_of_any_new_file(tmp_path):
+    save(numbers(), tmp_path / "record")
+    (tmp_path / "other").write_bytes(b"")
+    assert (tmp_path / "record").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_loading_a_file_that_is_not_there_is_an_error(tmp_path):
+    for options in ({}, {"map_file": True}):
+        with pytest.raises(FileNotFoundError):
+            load(tmp_path / "missing", **options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_record_of_gpu_memory_is_loaded_on_another_placement(make):
+    record = record_of(make(Buffer(0, "u8", "cuda:0").placement, np.arange(9, dtype=np.uint8)))
+    assert load(record, "pinned").buffer.tolist() == load(record, "cuda:0").buffer.tolist() == list(range(9))

@@ -1,0 +1,641 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier.errors import ArgumentError, ClosedError, PlacementError, StateError, UnavailableError
+from kvtier.memory import CPU, Event, Placement, Stream
+
+PATIENCE_S = 10  # far more than anything here needs: past it, it hangs
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
+
+
+def new_stream() -> contextlib.closing[Stream]:
+    return closing(Stream())
+
+
+@contextlib.contextmanager
+def held_back(stream: Stream) -> Iterator[None]:
+    """Inside the block, nothing enqueued from now on runs."""
+    gate = threading.Event()
+    stream.enqueue(gate.wait)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def failing(error: Exception) -> Callable[[], None]:
+    def task() -> None:
+        raise error
+
+    return task
+
+
+def thread_of(stream: Stream) -> threading.Thread:
+    threads: list[threading.Thread] = []
+    stream.enqueue(lambda: threads.append(threading.current_thread()))
+    stream.synchronize()
+    return threads[0]
+
+
+def ended(thread: threading.Thread) -> bool:
+    thread.join(PATIENCE_S)
+    return not thread.is_alive()
+
+
+def output_of(script: str) -> str:
+    """What a Python script prints. A script that fails, or hangs, fails the test."""
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- a stream ----
+
+
+def test_a_stream_is_on_plain_host_memory_unless_told_otherwise():
+    with new_stream() as stream:
+        assert stream.placement == CPU
+        assert "cpu" in repr(stream)
+
+
+def test_every_host_stream_has_a_handle_of_its_own_that_no_cuda_stream_has():
+    with new_stream() as one, new_stream() as other:
+        assert one.handle != other.handle
+        assert max(one.handle, other.handle) < 0
+
+
+def test_work_is_done_in_order_while_the_caller_goes_on():
+    ran: list[int] = []
+    with new_stream() as stream:
+        with held_back(stream):
+            for number in range(100):
+                stream.enqueue(functools.partial(ran.append, number))
+            assert not ran
+            assert not stream.query()
+        stream.synchronize()
+        assert stream.query()
+    assert ran == list(range(100))
+
+
+def test_two_streams_overlap():
+    meeting = threading.Barrier(2, timeout=PATIENCE_S)
+    with new_stream() as one, new_stream() as other:
+        one.enqueue(meeting.wait)
+        other.enqueue(meeting.wait)
+        one.synchronize()
+        other.synchronize()
+
+
+def test_a_stream_is_synchronized_from_any_thread():
+    ran: list[str] = []
+    with new_stream() as stream:
+        waiting = threading.Thread(target=lambda: (stream.synchronize(), ran.append("waited")))
+        with held_back(stream):
+            stream.enqueue(lambda: ran.append("task"))
+            waiting.start()
+        assert ended(waiting)
+    assert ran == ["task", "waited"]
+
+
+def test_an_error_skips_what_is_behind_it_and_is_raised_once():
+    ran: list[str] = []
+    with new_stream() as stream:
+        stream.enqueue(failing(ValueError("broken")))
+        stream.enqueue(lambda: ran.append("behind"))
+        with pytest.raises(ValueError, match="broken"):
+            stream.synchronize()
+        stream.synchronize()
+        stream.enqueue(lambda: ran.append("afterwards"))
+        stream.synchronize()
+    assert ran == ["afterwards"]
+
+
+def test_a_stream_cannot_wait_for_itself():
+    with new_stream() as stream:
+        stream.enqueue(stream.synchronize)
+        with pytest.raises(StateError, match="cannot wait for itself"):
+            stream.synchronize()
+
+
+# ---- events ----
+
+
+def test_an_unrecorded_event_is_reached_and_holds_nobody_up():
+    event = Event()
+    assert event.query()
+    event.synchronize()
+    with new_stream() as stream:
+        stream.wait(event)
+        stream.synchronize()
+
+
+def test_recording_makes_an_event_or_moves_the_given_one():
+    with new_stream() as stream:
+        made = stream.record()
+        assert isinstance(made, Event)
+        assert stream.record(made) is made
+        assert stream.record() is not made
+
+
+def test_an_event_is_reached_when_what_is_before_it_is_done():
+    ran: list[str] = []
+    with new_stream() as stream:
+        with held_back(stream):
+            stream.enqueue(lambda: ran.append("before"))
+            event = stream.record()
+            assert not event.query()
+        event.synchronize()
+        assert event.query()
+        assert ran == ["before"]
+
+
+def test_an_event_does_not_wait_for_what_is_behind_it():
+    with new_stream() as stream:
+        event = stream.record()
+        with held_back(stream):
+            event.synchronize()
+            assert event.query()
+            assert not stream.query()
+
+
+def test_an_event_recorded_again_is_at_its_new_place():
+    with new_stream() as stream:
+        event = stream.record()
+        event.synchronize()
+        with held_back(stream):
+            event.record(stream)
+            assert not event.query()
+        event.synchronize()
+
+
+def test_an_event_recorded_on_another_stream_forgets_the_first():
+    with new_stream() as blocked, new_stream() as free, held_back(blocked):
+        event = blocked.record()
+        free.record(event)
+        event.synchronize()
+        assert event.query()
+
+
+def test_a_stream_waits_for_an_event_of_another():
+    ran: list[str] = []
+    with new_stream() as first, new_stream() as second:
+        with held_back(first):
+            first.enqueue(lambda: ran.append("first"))
+            second.wait(first.record())
+            second.enqueue(lambda: ran.append("second"))
+            assert not second.query()
+        second.synchronize()
+    assert ran == ["first", "second"]
+
+
+def test_waiting_the_other_way_round_is_the_same():
+    ran: list[str] = []
+    with new_stream() as first, new_stream() as second:
+        with held_back(first):
+            first.enqueue(lambda: ran.append("first"))
+            first.record().wait(second)
+            second.enqueue(lambda: ran.append("second"))
+        second.synchronize()
+    assert ran == ["first", "second"]
+
+
+def test_a_wait_is_for_the_event_as_it_was_then():
+    with new_stream() as first, new_stream() as second:
+        event = first.record()
+        second.wait(event)
+        with held_back(first):
+            first.record(event)
+            second.synchronize()  # the wait was for the place before the gate
+            assert not event.query()
+
+
+def test_an_event_carries_the_error_of_its_place_to_whoever_waits():
+    error = ValueError("at the first stream")
+    with new_stream() as first, new_stream() as second:
+        clean = first.record()
+        first.enqueue(failing(error))
+        event = first.record()
+        second.wait(event)
+        for wait in (event.synchronize, second.synchronize, first.synchronize):
+            with pytest.raises(ValueError, match="at the first stream") as caught:
+                wait()
+            assert caught.value is error
+        clean.synchronize()
+        first.synchronize()
+        second.synchronize()
+
+
+def test_the_time_between_events_has_the_sign_of_their_order():
+    start, end = Event(timing=True), Event(timing=True)
+    with new_stream() as stream:
+        stream.record(start)
+        stream.enqueue(lambda: None)
+        with held_back(stream):
+            stream.record(end)
+        assert start.elapsed(end) >= 0
+        assert end.query()
+        assert end.elapsed(start) == -start.elapsed(end)
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (False, False)])
+def test_the_time_between_events_needs_both_to_be_recorded(first, second):
+    start, end = Event(timing=True), Event(timing=True)
+    with new_stream() as stream:
+        for event, recorded in ((start, first), (end, second)):
+            if recorded:
+                stream.record(event)
+        with pytest.raises(StateError, match="needs both events recorded"):
+            start.elapsed(end)
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (False, False)])
+def test_the_time_between_events_needs_both_to_be_made_for_it(first, second):
+    with new_stream() as stream:
+        start, end = stream.record(Event(timing=first)), stream.record(Event(timing=second))
+        with pytest.raises(StateError, match="timing=True"):
+            start.elapsed(end)
+
+
+def test_the_time_to_an_event_with_an_error_is_that_error():
+    with new_stream() as stream:
+        start = stream.record(Event(timing=True))
+        stream.enqueue(failing(ValueError("no time")))
+        end = stream.record(Event(timing=True))
+        with pytest.raises(ValueError, match="no time"):
+            start.elapsed(end)
+
+
+# ---- closing, dropping, leaving ----
+
+
+def test_closing_finishes_what_was_enqueued_and_ends_the_thread():
+    ran: list[int] = []
+    stream = Stream()
+    thread = thread_of(stream)
+    for number in range(100):
+        stream.enqueue(functools.partial(ran.append, number))
+    stream.close()
+    assert ran == list(range(100))
+    assert not thread.is_alive()
+
+
+def test_closing_twice_is_fine():
+    stream = Stream()
+    stream.close()
+    stream.close()
+
+
+def test_a_stream_may_be_closed_by_its_own_task():
+    ran: list[str] = []
+    stream = Stream()
+    thread = thread_of(stream)
+    with held_back(stream):
+        stream.enqueue(stream.close)
+        stream.enqueue(lambda: ran.append("enqueued before it was closed"))
+    assert ended(thread)
+    assert ran == ["enqueued before it was closed"]
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda stream, _event: stream.enqueue(lambda: None),
+        lambda stream, _event: stream.record(),
+        lambda stream, event: stream.record(event),
+        lambda stream, event: stream.wait(event),
+        lambda stream, _event: stream.query(),
+        lambda stream, _event: stream.synchronize(),
+        lambda stream, _event: stream.native,
+        lambda stream, event: event.record(stream),
+        lambda stream, event: event.wait(stream),
+    ],
+)
+def test_using_a_closed_stream_is_an_error(use):
+    stream = Stream()
+    event = stream.record()
+    stream.close()
+    with pytest.raises(ClosedError, match="was closed"):
+        use(stream, event)
+
+
+def test_events_outlive_their_stream():
+    stream = Stream()
+    clean = stream.record(Event(timing=True))
+    stream.enqueue(failing(ValueError("of a closed stream")))
+    broken = stream.record(Event(timing=True))
+    stream.close()
+    assert clean.query()
+    assert broken.query()
+    clean.synchronize()
+    with pytest.raises(ValueError, match="of a closed stream"):
+        broken.synchronize()
+
+
+def test_a_dropped_stream_ends_its_thread():
+    stream = Stream()
+    thread, watched = thread_of(stream), weakref.ref(stream)
+    del stream
+    gc.collect()
+    assert watched() is None
+    assert ended(thread)
+    assert thread not in threading.enumerate()
+
+
+def test_a_dropped_stream_finishes_what_was_enqueued():
+    ran: list[int] = []
+    stream = Stream()
+    thread = thread_of(stream)
+    for number in range(100):
+        stream.enqueue(functools.partial(ran.append, number))
+    del stream
+    assert ended(thread)
+    assert ran == list(range(100))
+
+
+def test_events_of_a_dropped_stream_are_still_reached():
+    stream = Stream()
+    event = stream.record()
+    del stream
+    event.synchronize()
+    assert event.query()
+
+
+def test_a_stream_that_only_its_own_task_still_refers_to_ends_when_the_task_does():
+    stream = Stream()
+    thread = thread_of(stream)
+    with held_back(stream):
+        stream.enqueue(stream.query)
+        del stream
+    assert ended(thread)
+
+
+def test_a_stream_in_a_reference_cycle_ends_when_it_is_collected():
+    stream = Stream()
+    thread = thread_of(stream)
+    cycle = {"stream": stream}
+    cycle["itself"] = cycle
+    del stream, cycle
+    gc.collect()
+    assert ended(thread)
+
+
+def test_a_stream_dropped_by_a_task_of_another_that_it_waits_for_is_no_deadlock():
+    script = """
+        import functools, threading
+        from kvtier.memory import Stream
+
+        first, second = Stream(), Stream()
+        gate = threading.Event()
+        first.enqueue(functools.partial(lambda held: gate.wait(), second))  # say, to enqueue the next step on it
+        second.wait(first.record())
+        second.enqueue(lambda: print("second"))
+        del second  # the task now has the last reference to it
+        gate.set()
+        first.synchronize()
+    """
+    assert output_of(script) == "second\n"
+
+
+def test_what_was_enqueued_before_the_interpreter_exits_is_done():
+    script = """
+        import atexit, threading
+        from kvtier.memory import Stream
+
+        first, second = Stream(), Stream()
+        gate = threading.Event()
+        atexit.register(gate.set)  # not before the script is over
+        first.enqueue(gate.wait)
+        first.enqueue(lambda: print("first"))
+        second.wait(first.record())
+        second.enqueue(lambda: print("second"))
+    """
+    assert output_of(script) == "first\nsecond\n"
+
+
+# ---- wrapping ----
+
+
+@pytest.mark.parametrize("foreign", [None, "cuda:0", object(), 1.5])
+def test_only_cuda_streams_and_handles_can_be_wrapped(foreign):
+    with pytest.raises(ArgumentError, match=f"cannot wrap {type(foreign).__name__}"):
+        Stream.wrap(foreign)
+
+
+def test_a_host_stream_cannot_be_wrapped():
+    with new_stream() as stream:
+        with pytest.raises(ArgumentError, match="cannot wrap Stream"):
+            Stream.wrap(stream)
+        with pytest.raises(ArgumentError, match="cannot wrap HostQueue"):
+            Stream.wrap(stream.native)
+
+
+def test_a_raw_handle_needs_its_gpu():
+    with pytest.raises(ArgumentError, match=r"0x1234 says nothing about its GPU: pass placement='cuda:0'"):
+        Stream.wrap(0x1234)
+
+
+def test_a_raw_handle_does_not_belong_to_host_memory():
+    with pytest.raises(PlacementError, match="belongs to a GPU, not to cpu"):
+        Stream.wrap(0x1234, "cpu")
+
+
+@needs_no_gpu
+def test_a_raw_handle_of_a_gpu_that_is_not_there_is_an_error():
+    with pytest.raises(UnavailableError, match="cuda:0"):
+        Stream.wrap(0x1234, "cuda:0")
+
+
+@needs_no_gpu
+def test_a_stream_on_a_gpu_that_is_not_there_is_an_error():
+    with pytest.raises(UnavailableError, match="cuda:3"):
+        Stream(Placement("cuda", 3))
+
+
+# ---- against a model ----
+
+
+@dataclasses.dataclass
+class Place:
+    """What the model knows of a place in a stream: the end of one, or where an event was recorded."""
+
+    happened: frozenset[int] = frozenset()
+    """Tasks that must have run here."""
+    gates: frozenset[int] = frozenset()
+    """Gates that must be open for this place to be reached."""
+    error: Exception | None = None
+
+    def after(self, other: Place) -> Place:
+        """This place, moved behind `other` as well."""
+        return Place(self.happened | other.happened, self.gates | other.gates, self.error or other.error)
+
+
+class StreamsAgainstAModel(RuleBasedStateMachine):
+    """One to three streams, driven by one thread: so the model knows what runs, after what, and which errors show.
+
+    The log is written by the tasks. Each also checks, when it runs, that everything the model says comes before it has
+    run and that every gate it is behind is open.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Stream] = []
+        self.ends: list[Place] = []
+        self.orders: list[list[int]] = []  # of each stream, the tasks that must run
+        self.events: list[tuple[Event, Place]] = []
+        self.gates: list[threading.Event] = []
+        self.log: list[int] = []
+        self.violations: list[str] = []
+        self.num_tasks = 0
+
+    def teardown(self) -> None:
+        for gate in self.gates:
+            gate.set()
+        for number, stream in enumerate(self.streams):
+            self._expect(stream.synchronize, self.ends[number])
+            stream.close()
+        assert self.violations == []
+        for order in self.orders:
+            assert [task for task in self.log if task in set(order)] == order
+        assert sorted(self.log) == sorted(task for order in self.orders for task in order)
+
+    # -- rules --
+
+    @precondition(lambda self: len(self.streams) < 3)
+    @rule()
+    def open_a_stream(self) -> None:
+        self.streams.append(Stream())
+        self.ends.append(Place())
+        self.orders.append([])
+
+    @precondition(lambda self: self.streams)
+    @rule(which=st.integers(0, 2), fails=st.sampled_from([False, False, False, True]))
+    def enqueue(self, which: int, fails: bool) -> None:
+        number, end = self._pick(which)
+        task = self.num_tasks
+        self.num_tasks += 1
+        error = ValueError(f"task {task}") if fails else None
+        self.streams[number].enqueue(functools.partial(self._run, task, end, error))
+        if end.error is None:
+            self.orders[number].append(task)
+            self.ends[number] = dataclasses.replace(end, happened=end.happened | {task}, error=error)
+
+    @precondition(lambda self: self.streams)
+    @rule(which=st.integers(0, 2))
+    def enqueue_a_gate(self, which: int) -> None:
+        number, end = self._pick(which)
+        self.gates.append(threading.Event())
+        self.streams[number].enqueue(self.gates[-1].wait)
+        if end.error is None:
+            self.ends[number] = dataclasses.replace(end, gates=end.gates | {len(self.gates) - 1})
+
+    @precondition(lambda self: self.gates)
+    @rule(which=st.integers(0, 99))
+    def open_a_gate(self, which: int) -> None:
+        self.gates[which % len(self.gates)].set()
+
+    @precondition(lambda self: self.streams)
+    @rule(which=st.integers(0, 2))
+    def record_a_new_event(self, which: int) -> None:
+        number, end = self._pick(which)
+        self.events.append((self.streams[number].record(), end))
+
+    @precondition(lambda self: self.streams and self.events)
+    @rule(which=st.integers(0, 2), event=st.integers(0, 99))
+    def record_an_event_again(self, which: int, event: int) -> None:
+        number, end = self._pick(which)
+        position = event % len(self.events)
+        self.streams[number].record(self.events[position][0])
+        self.events[position] = (self.events[position][0], end)
+
+    @precondition(lambda self: self.streams and self.events)
+    @rule(which=st.integers(0, 2), event=st.integers(0, 99))
+    def wait_for_an_event(self, which: int, event: int) -> None:
+        number, end = self._pick(which)
+        recorded, place = self.events[event % len(self.events)]
+        self.streams[number].wait(recorded)
+        if end.error is None:
+            self.ends[number] = end.after(place)
+
+    @precondition(lambda self: any(self._is_free(end) for end in self.ends))
+    @rule(which=st.integers(0, 2))
+    def synchronize_a_stream_no_closed_gate_holds_back(self, which: int) -> None:
+        free = [number for number, end in enumerate(self.ends) if self._is_free(end)]
+        number = free[which % len(free)]
+        self._expect(self.streams[number].synchronize, self.ends[number])
+        self.ends[number] = dataclasses.replace(self.ends[number], error=None)
+        assert self.streams[number].query()
+
+    @precondition(lambda self: any(self._is_free(place) for _, place in self.events))
+    @rule(which=st.integers(0, 99))
+    def synchronize_an_event_no_closed_gate_holds_back(self, which: int) -> None:
+        free = [each for each in self.events if self._is_free(each[1])]
+        event, place = free[which % len(free)]
+        self._expect(event.synchronize, place)
+        assert event.query()
+
+    # -- what must hold at any time --
+
+    @invariant()
+    def nothing_behind_a_closed_gate_is_reached(self) -> None:
+        assert not any(stream.query() for stream, end in zip(self.streams, self.ends, strict=True) if self._held(end))
+        assert not any(event.query() for event, place in self.events if self._held(place))
+
+    @invariant()
+    def no_task_ran_too_early(self) -> None:
+        assert self.violations == []
+
+    # -- helpers --
+
+    def _run(self, task: int, place: Place, error: Exception | None) -> None:
+        if place.error is not None:
+            self.violations.append(f"{task} ran behind {place.error}")
+        if missing := place.happened - set(self.log):
+            self.violations.append(f"{task} ran before {sorted(missing)}")
+        if not self._is_free(place):
+            self.violations.append(f"{task} ran through a closed gate")
+        self.log.append(task)
+        if error is not None:
+            raise error
+
+    def _expect(self, wait: Callable[[], None], place: Place) -> None:
+        raised: Exception | None = None
+        try:
+            wait()
+        except ValueError as error:
+            raised = error
+        assert raised is place.error
+        assert place.happened <= set(self.log)
+
+    def _pick(self, which: int) -> tuple[int, Place]:
+        number = which % len(self.streams)
+        return number, self.ends[number]
+
+    def _is_free(self, place: Place) -> bool:
+        return all(self.gates[gate].is_set() for gate in place.gates)
+
+    def _held(self, place: Place) -> bool:
+        return not self._is_free(place)
+
+
+TestStreamsAgainstAModel = StreamsAgainstAModel.TestCase
+TestStreamsAgainstAModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier import dtype as dt
+from kvtier.errors import AlignmentError, DTypeError, RangeError
+
+WHOLE = {
+    "bool": np.bool_,
+    "u8": np.uint8,
+    "u16": np.uint16,
+    "u32": np.uint32,
+    "u64": np.uint64,
+    "i8": np.int8,
+    "i16": np.int16,
+    "i32": np.int32,
+    "i64": np.int64,
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "bf16": ml_dtypes.bfloat16,
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+}
+PACKED = {"u2": (ml_dtypes.uint2, 2), "u4": (ml_dtypes.uint4, 4), "fp4": (ml_dtypes.float4_e2m1fn, 4)}
+NUMPY = {**WHOLE, **{name: each for name, (each, _) in PACKED.items()}}
+BITS = {
+    **{name: np.dtype(each).itemsize * 8 for name, each in WHOLE.items()},
+    **{name: bits for name, (_, bits) in PACKED.items()},
+}
+any_type = st.sampled_from(dt.ALL)
+packed_type = st.sampled_from([each for each in dt.ALL if BITS[each.name] < 8])
+counts = st.integers(0, 1 << 40)
+
+
+def test_all_types_are_there_with_their_bits():
+    assert {each.name: each.bits for each in dt.ALL} == BITS
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_a_type_is_found_by_each_of_its_names_and_by_its_numpy_type(name):
+    found = dt.dtype(name)
+    assert found.name == name == str(found)
+    assert dt.dtype(found) is found
+    assert dt.dtype(np.dtype(NUMPY[name]).name) is found
+    assert dt.dtype(np.dtype(NUMPY[name])) is found
+    assert dt.dtype(NUMPY[name]) is found
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_the_numpy_type_is_that_of_numpy_or_ml_dtypes(name):
+    assert dt.dtype(name).numpy == np.dtype(NUMPY[name])
+
+
+@pytest.mark.parametrize(("name", "per_byte"), [("u2", 4), ("u4", 2), ("fp4", 2)])
+def test_packed_types_share_bytes(name, per_byte):
+    packed = dt.dtype(name)
+    assert packed.is_packed
+    assert (packed.per_byte, packed.item_bytes) == (per_byte, 1)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_other_types_are_addressed_by_their_own_bytes(name):
+    whole = dt.dtype(name)
+    assert not whole.is_packed
+    assert (whole.per_byte, whole.item_bytes) == (1, np.dtype(NUMPY[name]).itemsize)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "nbytes"),
+    # the first three are those that truncating sizes would allocate a byte short
+    [("u4", 3, 2), ("u2", 5, 2), ("fp4", 1, 1), ("u2", 4, 1), ("u4", 0, 0), ("bf16", 3, 6), ("u64", 2, 16)],
+)
+def test_byte_sizes_round_up(name, count, nbytes):
+    assert dt.dtype(name).nbytes(count) == nbytes
+
+
+@given(any_type, counts)
+def test_the_bytes_hold_all_elements_and_no_byte_is_superfluous(element, count):
+    bits = count * BITS[element.name]
+    assert bits <= element.nbytes(count) * 8 < bits + 8
+
+
+@given(any_type, st.integers(0, 2000))
+def test_byte_sizes_are_those_of_a_numpy_bit_array(element, count):
+    assert element.nbytes(count) == np.packbits(np.zeros(count * BITS[element.name], np.uint8)).size
+
+
+@given(any_type, st.integers(max_value=-1))
+def test_a_negative_count_is_an_error_with_the_number(element, count):
+    with pytest.raises(RangeError, match=rf"{element}.* {count}$"):
+        element.nbytes(count)
+
+
+@given(any_type, counts)
+def test_an_offset_on_a_byte_boundary_is_the_bytes_before_it(element, count):
+    start = count * element.per_byte
+    assert element.offset_bytes(start) * 8 == start * BITS[element.name]
+
+
+@given(packed_type, counts, st.data())
+def test_an_offset_inside_a_byte_is_an_error_with_the_numbers(element, whole_bytes, data):
+    per_byte = 8 // BITS[element.name]
+    index = whole_bytes * per_byte + data.draw(st.integers(1, per_byte - 1))
+    with pytest.raises(AlignmentError, match=rf"element {index} of {element} .*every {per_byte} elements"):
+        element.offset_bytes(index)
+
+
+@given(any_type, st.integers(1, 1 << 40))
+def test_a_negative_offset_is_an_error(element, before):
+    with pytest.raises(RangeError, match=f"-{before * element.per_byte}"):
+        element.offset_bytes(-before * element.per_byte)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "null", "f8", "int4", "BF16", "float", "fp6", "complex64", np.complex64, "u6", object, "void8"]
+)
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(name):
+    with pytest.raises(DTypeError, match=r"unknown element type .* known: bool, u8, .*fp4"):
+        dt.dtype(name)
+
+
+def test_no_type_at_all_is_an_error_not_float64():
+    # np.dtype(None) is float64
+    with pytest.raises(DTypeError):
+        dt.dtype(None)
+
+
+def test_a_type_of_the_other_byte_order_is_an_error():
+    swapped = np.dtype(np.int32).newbyteorder()
+    with pytest.raises(DTypeError, match=r"byte order|unknown"):
+        dt.dtype(swapped)
+
+
+def test_types_are_values():
+    assert dt.dtype("bf16") == dt.bf16 != dt.f16
+    assert len(set(dt.ALL)) == len(dt.ALL) == len({each.name for each in dt.ALL})
+    assert dt.null not in dt.ALL
+
+
+def test_without_ml_dtypes_the_error_says_what_to_install():
+    code = """
+import sys
+sys.modules["ml_dtypes"] = None
+from kvtier import dtype as dt
+from kvtier.errors import UnavailableError
+assert dt.f32.numpy.name == "float32"
+try:
+    dt.bf16.numpy
+except UnavailableError as error:
+    assert "ml_dtypes" in str(error) and "bf16" in str(error), error
+else:
+    raise AssertionError("bf16 has a numpy type")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import builtins
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+
+from kvtier import errors
+
+
+def run_python(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def tree_in_the_docstring() -> dict[str, set[str]]:
+    """Class name -> names of its bases, as errors.py draws them."""
+    tree: dict[str, set[str]] = {}
+    open_branches: list[tuple[int, str]] = []
+    for line in errors.__doc__.splitlines():
+        match = re.match(r"([│├└─ ]*)(\w+Error)\b(?: \((\w+)\))?", line)
+        if match is None:
+            continue
+        depth, name, builtin = len(match[1]), match[2], match[3]
+        while open_branches and open_branches[-1][0] >= depth:
+            open_branches.pop()
+        parent = open_branches[-1][1] if open_branches else "Exception"
+        tree[name] = {parent} | ({builtin} if builtin else set())
+        open_branches.append((depth, name))
+    return tree
+
+
+TREE = tree_in_the_docstring()
+
+
+def test_the_deciding_side_imports_where_torch_cannot_be():
+    run_python(
+        "import sys; sys.modules['torch'] = None\n"
+        "import kvtier, kvtier.dtype, kvtier.errors\n"
+        "assert kvtier.__version__ and kvtier.dtype.dtype('bf16').bits == 16"
+    )
+
+
+def test_the_deciding_side_does_not_import_torch_where_it_is():
+    run_python("import sys, kvtier, kvtier.dtype, kvtier.errors\nassert 'torch' not in sys.modules")
+
+
+def test_the_package_itself_and_its_errors_import_nothing():
+    run_python("import sys, kvtier, kvtier.errors\nassert not {'torch', 'numpy', 'ml_dtypes'} & set(sys.modules)")
+
+
+def test_the_docstring_names_every_exception():
+    defined = {name for name, each in vars(errors).items() if inspect.isclass(each) and issubclass(each, Exception)}
+    assert defined == set(TREE)
+    assert len(TREE) > 10
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_every_exception_is_where_the_tree_says(name):
+    bases = {getattr(errors, base, None) or getattr(builtins, base) for base in TREE[name]}
+    assert set(getattr(errors, name).__bases__) == bases
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_every_exception_is_one_of_ours_and_can_be_raised_with_a_message(name):
+    with pytest.raises(errors.KvtierError, match="the numbers"):
+        raise getattr(errors, name)("the numbers")
+
+
+@pytest.mark.parametrize(
+    ("name", "builtin"),
+    [
+        ("RangeError", ValueError),  # through ArgumentError
+        ("RangeError", IndexError),
+        ("DTypeError", TypeError),
+        ("ClosedError", RuntimeError),
+        ("OutOfMemoryError", MemoryError),
+        ("ChecksumError", ValueError),
+    ],
+)
+def test_code_that_knows_only_the_builtin_exceptions_catches_ours(name, builtin):
+    assert issubclass(getattr(errors, name), builtin)
+
+
+def test_a_copy_error_carries_the_index_of_its_entry():
+    assert errors.CopyError("entry 7", index=7).index == 7
+    assert errors.CopyError("entry unknown").index is None
