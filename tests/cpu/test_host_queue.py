@@ -484,6 +484,7 @@ def test_collecting_garbage_while_submitting_may_submit_to_the_same_queue():
         from kvtier.memory.host_queue import HostQueue
 
         queue, ran = HostQueue("test"), []
+        gc.freeze()  # torch's objects would make every collection slow
 
         class Garbage:
             def __init__(self):

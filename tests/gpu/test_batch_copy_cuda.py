@@ -152,11 +152,11 @@ import numpy as np
 from kvtier.errors import CopyError
 from kvtier.memory import BatchCopy, Buffer, Stream, context, cuda
 
-src, dst = Buffer(64 << 20, "u8", "cuda:0"), Buffer(64 << 20, "u8", "pinned")
-sizes = np.array([512, 65 << 20, 512])  # the second reaches beyond its allocations
-assert abs(src.data() - dst.data()) > 65 << 20
+src, dst = Buffer(64 << 20, "u8", "cuda:0"), Buffer(256 << 20, "u8", "pinned")
+at = np.array([0, 4096, 1024])
+sizes = np.array([512, 65 << 20, 512])  # the second reaches beyond its source
 batch = BatchCopy(path=sys.argv[1])
-batch.pointers(src.data() + np.array([0, 4096, 1024]), sizes, dst.data() + np.array([0, 4096, 1024]))
+batch.pointers(src.data() + at, sizes, dst.data() + (128 << 20) + at)
 try:
     with context(stream=Stream("cuda:0")):
         batch.run()
@@ -175,10 +175,11 @@ def test_a_failed_entry_names_its_index_addresses_and_size(path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_old_signature_reports_and_copies_too():
-    status, address, _ = cuda.driver().cuGetProcAddress(b"cuMemcpyBatchAsync", 12080, 0)
-    assert int(status) == 0
-    cuda._self_test(cuda.BatchCall.at(int(address), reports_failure=True), GPU)
+@pytest.mark.parametrize("version", [12080, 13000])
+def test_both_signatures_of_the_batch_call_copy(version):
+    call = cuda.BatchCall.of_version(version)
+    assert call.reports_failure == (version == 12080)
+    cuda._self_test(call, GPU)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -199,8 +199,7 @@ class BatchCopy:
         steps = plan_steps(plan, stream, self._forced, self._costs)
         run_steps(steps, stream, holdings)
         merged = plan.merged
-        nbytes = int(np.add.reduce(merged.table[NBYTES]))
-        self.result = CopyResult(plan.num_calls, merged.num_pieces, nbytes, merged.num_waves, steps)
+        self.result = CopyResult(plan.num_calls, merged.num_pieces, merged.nbytes, merged.num_waves, steps)
         return self.result
 
     def discard(self) -> None:

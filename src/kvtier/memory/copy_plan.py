@@ -64,6 +64,8 @@ class Scan:
     src_high: int
     dst_low: int
     dst_high: int
+    nbytes: int
+    """Of all entries together."""
     starts: I64 | None
     """Where each piece begins once neighbours that continue each other are merged; None: none do."""
 
@@ -74,6 +76,8 @@ class CopyPlan:
 
     table: I64
     """Rows as in Entries."""
+    nbytes: int
+    """Of all pieces together."""
     wave_starts: I64
     """First piece of each wave, and the number of pieces at the end."""
     entries: Entries
@@ -117,7 +121,7 @@ class CopyPlan:
 def plan_copies(entries: Entries, look: Callable[[Entries], Scan] | None = None) -> CopyPlan:
     """Find conflicts, split into waves, merge inside each wave. `look` is `scan` or its compiled twin."""
     if not len(entries):
-        return CopyPlan(entries.table, np.zeros(1, np.int64), entries, None)
+        return CopyPlan(entries.table, 0, np.zeros(1, np.int64), entries, None)
     look = look or scan
     order: I64 | None = None
     ordered, found = entries, look(entries)
@@ -126,17 +130,18 @@ def plan_copies(entries: Entries, look: Callable[[Entries], Scan] | None = None)
         ordered = entries.take(order)
         found = look(ordered)
     if found.disjoint and not _reads_what_is_written(ordered, found):
-        return _merge(ordered, order, found.starts, None, overlapping=False)
+        return _merge(ordered, found.nbytes, order, found.starts, None, overlapping=False)
     src, dst, nbytes = entries.table
     overlapping = any_of(np.abs(src - dst) < nbytes)
     waves = _waves(entries)
     if waves is None:
         bounds = np.array([0, len(entries)])
-        return CopyPlan(entries.table, bounds, entries, None, in_order=True, overlapping=overlapping)
+        return CopyPlan(entries.table, found.nbytes, bounds, entries, None, in_order=True, overlapping=overlapping)
     order = np.lexsort((dst, waves))
     ordered = entries.take(order)
     wave_starts = np.flatnonzero(np.diff(waves[order], prepend=-1))
-    return _merge(ordered, order, _piece_starts(ordered, wave_starts), wave_starts, overlapping=overlapping)
+    starts = _piece_starts(ordered, wave_starts)
+    return _merge(ordered, found.nbytes, order, starts, wave_starts, overlapping=overlapping)
 
 
 def scan(entries: Entries) -> Scan:
@@ -146,7 +151,7 @@ def scan(entries: Entries) -> Scan:
     disjoint = not any_of(dst[1:] < dst_ends[:-1])
     low, high = (dst[0], dst_ends[-1]) if disjoint else (np.minimum.reduce(dst), np.maximum.reduce(dst_ends))
     starts = _piece_starts(entries, None)
-    return Scan(disjoint, int(src.min()), int(src_ends.max()), int(low), int(high), starts)
+    return Scan(disjoint, int(src.min()), int(src_ends.max()), int(low), int(high), int(nbytes.sum()), starts)
 
 
 def any_of(mask: Bools) -> bool:
@@ -230,7 +235,7 @@ def _expand(starts: I64, stops: I64) -> I64:
 
 
 def _merge(
-    entries: Entries, order: I64 | None, starts: I64 | None, wave_starts: I64 | None, *, overlapping: bool
+    entries: Entries, nbytes: int, order: I64 | None, starts: I64 | None, wave_starts: I64 | None, *, overlapping: bool
 ) -> CopyPlan:
     """The plan of entries sorted by wave, then destination, whose pieces begin at `starts`.
 
@@ -239,11 +244,11 @@ def _merge(
     """
     if starts is None:
         bounds = np.array([0, len(entries)]) if wave_starts is None else np.append(wave_starts, len(entries))
-        return CopyPlan(entries.table, bounds, entries, order, overlapping=overlapping)
+        return CopyPlan(entries.table, nbytes, bounds, entries, order, overlapping=overlapping)
     table = entries.table.take(starts, axis=1)
     table[NBYTES] = np.add.reduceat(entries.table[NBYTES], starts)
     waves = (0,) if wave_starts is None else starts.searchsorted(wave_starts)
-    return CopyPlan(table, np.append(waves, len(starts)), entries, order, starts, overlapping=overlapping)
+    return CopyPlan(table, nbytes, np.append(waves, len(starts)), entries, order, starts, overlapping=overlapping)
 
 
 def _piece_starts(entries: Entries, wave_starts: I64 | None) -> I64 | None:

@@ -46,7 +46,7 @@ class BatchPlan:
     num_calls: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """Pieces that run together. With path "loop" they run one after another and need not be independent."""
 
@@ -195,7 +195,8 @@ def _choose(job: Job, pieces: Pieces, forced: PathName | None, costs: CostTable 
     table = costs or (saved_costs(device) if job.capturing else cost_table(device))
     if table is None:
         return Step(job, pieces, able[0], f"{note}{why}no costs measured yet, and none can be during graph capture")
-    estimates = table.estimate_us(job, len(pieces), int(np.add.reduce(pieces.table[NBYTES])))
+    nbytes = pieces.plan.nbytes if pieces.plan and pieces.ids is None else int(np.add.reduce(pieces.table[NBYTES]))
+    estimates = table.estimate_us(job, len(pieces), nbytes)
     return Step(job, pieces, min(able, key=lambda path: estimates.get(path, math.inf)), note + why, estimates)
 
 

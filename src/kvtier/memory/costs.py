@@ -31,8 +31,8 @@ _FORMAT = 1
 _SIZE_STEP = 2  # each size is this power of two times the one before
 _SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 4 MiB
 _POOL_BYTES = 64 << 20  # of each kind of memory, while measuring
-_MAX_PIECES = 1024
-_REPEATS = 3
+_FEW_PIECES, _MAX_PIECES = 8, 1024  # a line through both ends of the range gives fixed and per piece
+_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def calibrate(placement: Placement, progress: Callable[[str], None] | None = Non
 
 def _measure(path: PathName, job: Job, src: Buffer, dst: Buffer, size: int) -> Cost:
     many = min(_MAX_PIECES, _POOL_BYTES // size)
-    few = max(1, many // 8)
+    few = _FEW_PIECES
     random = np.random.default_rng(size)
     slots = _POOL_BYTES // size
     table = np.empty((3, many), np.int64)

@@ -46,6 +46,19 @@ def unwrap(result: Any) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+@functools.cache
+def entry_point(name: str, *argument_types: Any, version: int | None = None) -> Callable[..., int]:
+    """A driver function that returns its status as an int.
+
+    cuda-bindings finds it; ctypes calls it, at a third of the cost of a wrapper that makes an enum of every status.
+    """
+    status, address, found = driver().cuGetProcAddress(name.encode(), version or driver_version(), 0)
+    if int(status) != _SUCCESS or int(found) != 0 or not int(address):
+        raise UnavailableError(f"the driver has no {name} of version {version or driver_version()}")
+    function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int, *argument_types)(int(address))
+    return function
+
+
 def driver_version() -> int:
     """The CUDA version the driver speaks, as 1000 * major + 10 * minor."""
     return int(unwrap(driver().cuDriverGetVersion()))
@@ -54,10 +67,15 @@ def driver_version() -> int:
 def is_capturing(stream: Stream) -> bool:
     """Whether work given to `stream` goes into a CUDA graph instead of to the GPU."""
     try:
-        return int(unwrap(driver().cuStreamIsCapturing(stream.handle))) != 0
+        ask = entry_point("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)
     except UnavailableError:
         with torch.cuda.stream(stream.native):  # ten times the cost, without cuda-bindings
             return torch.cuda.is_current_stream_capturing()
+    answer = ctypes.c_int(0)
+    status = ask(stream.handle, ctypes.addressof(answer))
+    if status != _SUCCESS:
+        raise CopyError(f"asking stream {stream.handle:#x} whether it is capturing failed with CUDA status {status}")
+    return answer.value != 0
 
 
 def placement_of(pointer: int) -> Placement:
@@ -77,7 +95,18 @@ def placement_of(pointer: int) -> Placement:
 
 def memcpy_async(dst: int, src: int, nbytes: int, stream: Stream) -> int:
     """One asynchronous copy, direction found by the driver. Returns the CUDA status, 0 if it was taken."""
-    return int(driver().cuMemcpyAsync(dst, src, nbytes, stream.handle)[0])
+    copy = entry_point("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    return copy(dst, src, nbytes, stream.handle)
+
+
+def launch_kernel(function: int, blocks: int, threads: int, parameters: int, stream: Stream) -> None:
+    """Launch a kernel of one parameter, which lies at the address `parameters` and is copied before this returns."""
+    number, pointer = ctypes.c_uint, ctypes.c_void_p
+    launch = entry_point("cuLaunchKernel", pointer, *[number] * 7, pointer, pointer, pointer)
+    addresses = pointer(parameters)  # an array of one
+    status = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, ctypes.addressof(addresses), None)
+    if status != _SUCCESS:
+        raise CopyError(f"launching a kernel on {blocks} blocks of {threads} threads failed with CUDA status {status}")
 
 
 class _Location(ctypes.Structure):
@@ -101,12 +130,13 @@ class BatchCall:
     reports_failure: bool
 
     @classmethod
-    def at(cls, address: int, *, reports_failure: bool) -> BatchCall:
-        """The call at an entry point that cuGetProcAddress returned."""
+    def of_version(cls, version: int) -> BatchCall:
+        """The call as version 12080 or 13000 has it; UnavailableError if the driver does not."""
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        reports_failure = version < 13000
         tail = (pointer, pointer) if reports_failure else (pointer,)
-        prototype = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, *tail)
-        return cls(prototype(address), reports_failure)
+        types = (pointer, pointer, pointer, size, pointer, pointer, size, *tail)
+        return cls(entry_point("cuMemcpyBatchAsync", *types, version=version), reports_failure)
 
     def submit(self, table: I64, stream: Stream) -> int | None:
         """Submit independent pieces (rows as in Entries). Returns the first piece of the chunk that failed, or None."""
@@ -141,15 +171,11 @@ def batch_call(placement: Placement) -> BatchCall:
     version = driver_version()
     if torch.cuda.get_device_capability(placement.torch)[0] >= 10:
         raise UnavailableError("cuMemcpyBatchAsync is reported to crash on compute capability 10 and above")
-    for wanted, reports_failure in ((13000, False), (12080, True)):
-        if version < wanted:
-            continue
-        status, address, found = driver().cuGetProcAddress(b"cuMemcpyBatchAsync", wanted, 0)
-        if int(status) != _SUCCESS or int(found) != 0 or not int(address):
-            continue
-        call = BatchCall.at(int(address), reports_failure=reports_failure)
-        _self_test(call, placement)
-        return call
+    for wanted in (13000, 12080):
+        if version >= wanted:
+            call = BatchCall.of_version(wanted)
+            _self_test(call, placement)
+            return call
     raise UnavailableError(
         f"the driver speaks CUDA {version // 1000}.{version % 1000 // 10}; cuMemcpyBatchAsync needs 12.8"
     )

@@ -7,7 +7,6 @@ uploading them costs 1.7x to 5x torch.index_select on an H200, by-value paramete
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from importlib import resources
@@ -16,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.errors import CopyError, UnavailableError
+from kvtier.errors import UnavailableError
 from kvtier.memory.copy_plan import I64, NBYTES, any_of
-from kvtier.memory.cuda import driver, driver_version, unwrap
-from kvtier.memory.native import native
+from kvtier.memory.cuda import driver, driver_version, launch_kernel, unwrap
+from kvtier.memory.native import address_of, native
 from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
 
@@ -41,14 +40,10 @@ Block = np.ndarray[Any, np.dtype[np.uint32]]
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    function: Any
+    function: int
     capacity: int
     """Pieces that fit its parameters."""
     parameter_bytes: int
-
-    def new_block(self) -> Block:
-        """Room for its parameters."""
-        return np.empty(self.parameter_bytes // 4, np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,7 @@ class GatherKernels:
             kernels = self.rows if compact else self.pieces
             kernel = kernels[0] if count - start <= kernels[0].capacity else kernels[-1]
             part = table[:, start : start + kernel.capacity]
-            block = kernel.new_block()
+            block = np.empty(kernel.parameter_bytes // 4, np.uint32)
             widest = (_fill_rows if compact else _fill_pieces)(part, kernel.capacity, block)
             if not widest:  # not of one size, or too far apart: the general form, from here on
                 compact = False
@@ -79,7 +74,7 @@ class GatherKernels:
             parts = max(1, min(64, widest // _PART_BYTES))
             block[_PARTS_AT_ROWS if compact else _PARTS_AT_PIECES] = parts
             threads = max(32, min(_THREADS, -(-widest // 16)))
-            _launch(kernel, min(most_blocks, part.shape[1] * parts), threads, block, stream)
+            launch_kernel(kernel.function, min(most_blocks, part.shape[1] * parts), threads, address_of(block), stream)
             start += part.shape[1]
             launches += 1
         return launches
@@ -87,7 +82,7 @@ class GatherKernels:
 
 def _fill_rows(table: I64, capacity: int, block: Block) -> int:
     code = native().code
-    return fill_rows(table, capacity, block) if code is None else code.fill_rows(table, capacity, block.ctypes.data)
+    return fill_rows(table, capacity, block) if code is None else code.fill_rows(table, capacity, address_of(block))
 
 
 def fill_rows(table: I64, capacity: int, block: Block) -> int:
@@ -118,16 +113,6 @@ def _fill_pieces(table: I64, _capacity: int, block: Block) -> int:
     return int(np.maximum.reduce(table[NBYTES]))
 
 
-def _launch(kernel: _Kernel, blocks: int, threads: int, block: Block, stream: Stream) -> None:
-    # the driver copies the parameters before it returns; kernelParams is an array of their addresses, here of one
-    address = ctypes.c_void_p(block.ctypes.data)
-    (status,) = driver().cuLaunchKernel(
-        kernel.function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, ctypes.addressof(address), 0
-    )
-    if status:
-        raise CopyError(f"launching the gather kernel on {blocks} blocks of {threads} threads failed: {status.name}")
-
-
 @functools.cache
 def gather_kernels(placement: Placement) -> GatherKernels:
     """The kernels for a GPU; compiles them on first use. UnavailableError says why it cannot."""
@@ -146,7 +131,7 @@ def gather_kernels(placement: Placement) -> GatherKernels:
     def kernel(form: str, size: str) -> _Kernel:
         count, (head, each) = capacity[f"{form}_{size}"], forms[form]
         function = unwrap(driver().cuModuleGetFunction(module, f"{form}_{size}".encode()))
-        return _Kernel(function, count, head + count * each)
+        return _Kernel(int(function), count, head + count * each)
 
     by_form = {form: tuple(kernel(form, size) for size in limits) for form in forms}
     return GatherKernels(by_form["rows"], by_form["pieces"])

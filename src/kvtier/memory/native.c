@@ -102,18 +102,19 @@ int kvtier_copy_pieces(size_t count, const int64_t *src, const int64_t *dst, con
 /* kvtier_scan: one look at entries before they are planned (twin: scan in copy_plan.py). */
 typedef struct {
     int64_t disjoint; /* destinations ascend and do not overlap */
-    int64_t src_low, src_high, dst_low, dst_high;
+    int64_t src_low, src_high, dst_low, dst_high, nbytes;
     int64_t num_pieces; /* after merging neighbours that continue each other; starts[k] is the entry piece k begins with */
 } Scan;
 
 void kvtier_scan(size_t n, const int64_t *src, const int64_t *dst, const int64_t *nbytes, const int64_t *scope,
                  int64_t *starts, Scan *scan) {
     int64_t src_end = 0, dst_end = INT64_MIN, pieces = 0;
-    Scan found = {1, INT64_MAX, INT64_MIN, INT64_MAX, INT64_MIN, 0};
+    Scan found = {1, INT64_MAX, INT64_MIN, INT64_MAX, INT64_MIN, 0, 0};
     for (size_t k = 0; k < n; ++k) {
         int same_scope = k > 0 && (scope == NULL || (scope[k] == scope[k - 1] && scope[k] >= 0));
         if (!(same_scope && src[k] == src_end && dst[k] == dst_end)) starts[pieces++] = (int64_t)k;
         found.disjoint &= dst[k] >= dst_end;
+        found.nbytes += nbytes[k];
         src_end = src[k] + nbytes[k];
         dst_end = dst[k] + nbytes[k];
         if (src[k] < found.src_low) found.src_low = src[k];

@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,8 @@ _MAX_THREADS = 8
 
 class _ScanResult(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_int64) for name in ("disjoint", "src_low", "src_high", "dst_low", "dst_high", "num_pieces")
+        (name, ctypes.c_int64)
+        for name in ("disjoint", "src_low", "src_high", "dst_low", "dst_high", "nbytes", "num_pieces")
     ]
 
 
@@ -67,9 +69,11 @@ class NativeCode:
         starts, found = np.empty(n, np.int64), _ScanResult()
         src, dst, nbytes = row_addresses(table)
         scopes = None if scope is None else scope.ctypes.data
-        self._scan(n, src, dst, nbytes, scopes, starts.ctypes.data, ctypes.byref(found))
+        self._scan(n, src, dst, nbytes, scopes, address_of(starts), ctypes.addressof(found))
         pieces = None if found.num_pieces == n else starts[: found.num_pieces]
-        return Scan(bool(found.disjoint), found.src_low, found.src_high, found.dst_low, found.dst_high, pieces)
+        return Scan(
+            bool(found.disjoint), found.src_low, found.src_high, found.dst_low, found.dst_high, found.nbytes, pieces
+        )
 
     def fill_rows(self, table: I64, capacity: int, block: int) -> int:
         """What gather.fill_rows does, into the memory at address `block`."""
@@ -77,9 +81,17 @@ class NativeCode:
         return int(self._fill_rows(table.shape[1], src, dst, nbytes, capacity, block))
 
 
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """array.ctypes.data at a third of its cost; for arrays that are contiguous, writable and not empty."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type] # an ndarray is a buffer
+
+
 def row_addresses(table: I64) -> tuple[int, int, int]:
     """The addresses of the three rows, each of which must be contiguous (a slice of columns may be passed)."""
     between_rows, between_columns = table.strides
+    if table.flags.c_contiguous:
+        first = address_of(table)
+        return first, first + between_rows, first + 2 * between_rows
     if between_columns != table.itemsize and table.shape[1] > 1:
         raise ArgumentError(f"a table of copies must have contiguous rows, this one has strides {table.strides}")
     first = table.ctypes.data
