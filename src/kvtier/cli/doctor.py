@@ -12,6 +12,7 @@ import sys
 import torch
 
 import kvtier
+from kvtier.errors import UnavailableError
 from kvtier.memory import CPU, PINNED, Placement, best_host, calibrate
 from kvtier.memory.copy_paths import PATH_NAMES, Job, why_not
 from kvtier.memory.costs import saved_costs
@@ -34,7 +35,7 @@ def doctor(*, as_json: bool = False, recalibrate: bool = False) -> int:
         "torch": f"{torch.__version__} ({'CUDA ' + torch.version.cuda if torch.version.cuda else 'no CUDA'})",
         **{module: _installed(module, extra) for module, extra in _OPTIONAL.items()},
         "best host memory": str(best_host()),
-        "cache directory": str(cache_dir()),
+        "cache directory": _cache_directory(),
         **{str(gpu): _describe_gpu(gpu) for gpu in gpus},
         **{f"copy {job}": _paths(job) for job in _jobs(gpus)},
     }
@@ -57,6 +58,13 @@ def _installed(module: str, extra: str) -> str:
         return importlib.metadata.version(module.replace(".", "-"))
     except importlib.metadata.PackageNotFoundError:
         return "installed"
+
+
+def _cache_directory() -> str:
+    try:
+        return str(cache_dir())
+    except UnavailableError as error:
+        return str(error)
 
 
 def _num_cores() -> int:

@@ -90,6 +90,8 @@ class Allocator:
             raise RangeError(f"cannot allocate {nbytes} bytes of {self.placement} memory")
         if nbytes == 0:
             grant = Grant(0)
+        elif nbytes >= 1 << 62:  # beyond any address space; the sources below differ in how they fail at it
+            raise self._out_of_memory(nbytes, "no machine has that much")
         else:
             try:
                 grant = self._source.allocate(nbytes)
@@ -100,6 +102,8 @@ class Allocator:
                 raise self._out_of_memory(nbytes, error) from error
             if grant.pointer == 0:
                 raise self._out_of_memory(nbytes, "its allocate function returned a null address")
+            if grant.pointer < 0:
+                raise ArgumentError(f"an allocate function returned {grant.pointer}, which is no address")
         with self._lock:
             self._allocated_bytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
@@ -166,7 +170,7 @@ class _HostSource:
             tensor = torch.empty(nbytes, dtype=torch.uint8)
             return Grant(tensor.data_ptr(), tensor)
         try:
-            mapped = mmap.mmap(-1, nbytes)
+            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(str(error)) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux

@@ -7,6 +7,7 @@ between them on a logarithmic scale. Mixed sizes count as their mean.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvtier.errors import FormatError
+from kvtier.errors import FormatError, UnavailableError
 from kvtier.memory import cuda
 from kvtier.memory.buffer import Buffer
 from kvtier.memory.copy_paths import PATH_NAMES, Job, PathName, Pieces, run_path, why_not
@@ -105,13 +106,11 @@ def cost_table(placement: Placement) -> CostTable:
 
 def saved_costs(placement: Placement) -> CostTable | None:
     """The costs kept for this GPU and driver, if there are any that can be read."""
-    path = _file(placement)
-    if not path.exists():
-        return None
     try:
-        return CostTable.from_json(path.read_text())
-    except FormatError:
-        return None  # of another version, or damaged: measuring again replaces it
+        path = _file(placement)
+        return CostTable.from_json(path.read_text()) if path.exists() else None
+    except (FormatError, UnavailableError):
+        return None  # of another version, damaged, or nowhere to keep it: measuring again replaces it
 
 
 def calibrate(placement: Placement, progress: Callable[[str], None] | None = None) -> CostTable:
@@ -143,7 +142,8 @@ def calibrate(placement: Placement, progress: Callable[[str], None] | None = Non
                 rows = tuple(_measure(path, job, pools[src], target, size) for size in _SIZES)
                 costs.setdefault(direction(job), {})[path] = rows
     table = CostTable(name, costs)
-    write_atomically(_file(placement), table.to_json().encode())
+    with contextlib.suppress(UnavailableError):  # nowhere to keep it: measured anew by the next process
+        write_atomically(_file(placement), table.to_json().encode())
     return table
 
 

@@ -6,17 +6,24 @@ import os
 import secrets
 from pathlib import Path
 
+from kvtier.errors import UnavailableError
+
 BytesLike = bytes | bytearray | memoryview
 
 
 def cache_dir() -> Path:
     """Where compiled code and measured costs are kept; made if need be.
 
-    $KVTIER_CACHE_DIR, else $XDG_CACHE_HOME/kvtier, else ~/.cache/kvtier.
+    $KVTIER_CACHE_DIR, else $XDG_CACHE_HOME/kvtier, else ~/.cache/kvtier. UnavailableError if it cannot be made.
     """
     named = os.environ.get("KVTIER_CACHE_DIR")
-    path = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
+        raise UnavailableError(
+            f"no directory to keep what is made once per machine: {error}; set KVTIER_CACHE_DIR"
+        ) from error
     return path
 
 

@@ -7,12 +7,14 @@ included), and the next synchronize() raises it and makes the queue usable again
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from kvtier.errors import StateError
+from kvtier.errors import ClosedError, StateError
 
 Task = Callable[[], object]
 
@@ -20,13 +22,21 @@ Task = Callable[[], object]
 class _Point:
     """One recorded place in a queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: threading.Thread) -> None:
         self.reached = threading.Event()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.seconds = 0.0
+        self._thread = thread
+
+    def settle(self) -> None:
+        """Wait for the place, whatever the queue was in there."""
+        if threading.current_thread() is self._thread and not self.reached.is_set():
+            raise StateError("a host stream cannot wait for itself: one of its tasks waits for what comes after it")
+        self.reached.wait()
 
     def wait(self) -> None:
-        self.reached.wait()
+        """Wait for the place, and raise the error the queue was in there."""
+        self.settle()
         if self.error is not None:
             raise self.error
 
@@ -37,11 +47,13 @@ class HostQueue:
     def __init__(self, name: str) -> None:
         # (task or nothing, the point reached after it, whether that clears the error); None ends the thread
         self._entries: SimpleQueue[tuple[Task | None, _Point, bool] | None] = SimpleQueue()
-        self._lock = threading.Lock()  # so that _last is the point put last
-        self._last = _Point()
-        self._last.reached.set()
-        self._thread = threading.Thread(target=_work, args=(self._entries,), name=name, daemon=True)
+        self._unfinished: deque[None] = deque()  # as long as what was submitted and is not done; both ends are atomic
+        # re-entrant: what is submitted may start a garbage collection, and that may submit, on this very thread
+        self._lock = threading.RLock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # what was submitted is finished, not lost
 
     def submit(self, task: Task) -> None:
         """Run `task` after everything submitted before."""
@@ -61,42 +73,54 @@ class HostQueue:
 
     def query(self) -> bool:
         """Whether everything submitted is done."""
-        return self._last.reached.is_set()
+        return not self._unfinished
 
     def synchronize(self) -> None:
         """Wait until everything submitted is done, and raise the first error among it."""
-        if threading.current_thread() is self._thread:
-            raise StateError("a host stream cannot wait for itself: synchronize() was called from one of its own tasks")
-        self._put(None, clear=True).wait()
+        point = self._put(None, clear=True)
+        point.settle()
+        error, point.error = point.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # whose traceback holds this frame: no cycle, or what the task used would live on in it
 
-    def close(self) -> None:
-        """Finish what was submitted and end the thread. Submitting afterwards is not allowed."""
-        self._entries.put(None)
-        if threading.current_thread() is not self._thread:
+    def close(self, *, wait: bool = True) -> None:
+        """Finish what was submitted and end the thread; with `wait`, see it end. Using the queue then is an error."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._entries.put(None)
+        if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _put(self, task: Task | None, *, clear: bool = False) -> _Point:
-        point = _Point()
+        point = _Point(self._thread)
         with self._lock:
+            if self._closed:
+                raise ClosedError("this host stream was closed")
+            self._unfinished.append(None)
             self._entries.put((task, point, clear))
-            self._last = point
         return point
 
-
-def _work(entries: SimpleQueue[tuple[Task | None, _Point, bool] | None]) -> None:
-    error: Exception | None = None
-    while (entry := entries.get()) is not None:
-        task, point, clear = entry
-        if task is not None and error is None:
-            try:
-                task()
-            except Exception as raised:  # kept, not swallowed: every point behind it raises it where somebody waits
-                error = raised
-        point.error, point.seconds = error, time.perf_counter()
-        if clear:
-            error = None
-        point.reached.set()
-        del entry, task, point  # an idle thread must not keep the last task's buffers alive
+    def _work(self) -> None:
+        error: BaseException | None = None
+        while (entry := self._entries.get()) is not None:
+            task, point, clear = entry
+            if task is not None and error is None:
+                try:
+                    task()
+                except BaseException as raised:  # kept, not swallowed: every point behind it raises it where one waits
+                    error = raised
+            point.error, point.seconds = error, time.perf_counter()
+            if clear:
+                error = None
+            del entry, task  # an idle thread must not keep the last task's buffers alive
+            self._unfinished.pop()
+            point.reached.set()
+            del point
+        atexit.unregister(self.close)
 
 
 class HostMark:
@@ -117,6 +141,11 @@ class HostMark:
         """Wait for the place, and raise the error the queue was in there."""
         if self.point is not None:
             self.point.wait()
+
+    def settle(self) -> None:
+        """Wait for the place, whatever the queue was in there."""
+        if self.point is not None:
+            self.point.settle()
 
     def elapsed_time(self, end: HostMark) -> float:
         """Milliseconds from this place to `end`; both must be recorded. Waits for both."""

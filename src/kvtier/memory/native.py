@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.errors import ArgumentError
+from kvtier.errors import ArgumentError, UnavailableError
 from kvtier.memory.copy_plan import I64, Entries, Scan
 from kvtier.memory.files import cache_dir
 
@@ -57,6 +57,8 @@ class NativeCode:
 
     def copy(self, table: I64) -> int:
         """Copy independent pieces (rows as in Entries). Returns the threads used."""
+        if not table.shape[1]:
+            return 1
         total = int(np.add.reduce(table[2]))
         threads = max(1, min(self._num_threads, total // _BYTES_PER_THREAD))
         src, dst, nbytes = row_addresses(table)
@@ -114,14 +116,28 @@ def native() -> Loaded:
     key = hashlib.sha256("\0".join((source, *_FLAGS, platform.machine(), platform.libc_ver()[1])).encode()).hexdigest()
     try:
         path = cache_dir() / f"native-{key[:16]}.so"
-        if not path.exists():
+        found = _load(path)
+        if found is None:
             if compiler is None:
                 return Loaded(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
             _compile(compiler, source, path)
-        return Loaded(NativeCode(path), f"compiled in {path}")
+            found = NativeCode(path)
+        return Loaded(found, f"compiled in {path}")
+    except UnavailableError as error:
+        return Loaded(None, str(error))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
         return Loaded(None, f"compiling with {compiler} failed: {detail}")
+
+
+def _load(path: Path) -> NativeCode | None:
+    """What an earlier process compiled, if it is there and whole."""
+    if not path.exists():
+        return None
+    try:
+        return NativeCode(path)
+    except (OSError, AttributeError):  # cut short by a full disk or a lost machine; compiling replaces it
+        return None
 
 
 def _compile(compiler: str, source: str, path: Path) -> None:

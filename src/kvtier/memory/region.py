@@ -48,9 +48,9 @@ class Holding:
             self._in_flight[stream.handle] = event
 
     def wait(self) -> None:
-        """Block until the copies in flight that use this memory are done."""
+        """Block until the copies in flight that use this memory are done, or have failed."""
         for event in self._in_flight.values():
-            event.synchronize()
+            event.settle()
 
     def tensor(self) -> torch.Tensor:
         """All bytes as a uint8 tensor that keeps this Holding alive."""

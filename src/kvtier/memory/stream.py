@@ -35,8 +35,8 @@ class Stream:
         else:
             self.handle = -next(_host_ids)
             self._native = HostQueue(f"kvtier-stream{self.handle}")
-            # also at exit: what was enqueued is finished, not lost
-            self._finalizer = weakref.finalize(self, self._native.close)
+            # a dropped stream finishes by itself; waiting for it here could wait for whoever drops it
+            self._finalizer = weakref.finalize(self, self._native.close, wait=False)
 
     @classmethod
     def wrap(cls, foreign: torch.cuda.Stream | int, placement: Placement | str | None = None) -> Stream:
@@ -105,8 +105,9 @@ class Stream:
 
     def close(self) -> None:
         """Finish what was enqueued and give the queue up. A wrapped stream is only let go. Closing twice is fine."""
-        if self._finalizer is not None:
-            self._finalizer()
+        if self._native is not None and self._finalizer is not None:
+            self._finalizer.detach()
+            self._native.close()
         self._native = None
 
 
@@ -148,6 +149,11 @@ class Event:
         """Block until the place is reached; raises the error its host stream was in."""
         if self._native is not None:
             self._native.synchronize()
+
+    def settle(self) -> None:
+        """Block until the place is reached, whatever became of the work before it."""
+        if self._native is not None:
+            self._native.synchronize() if self._on_device else self._native.settle()
 
     def elapsed(self, end: Event) -> float:
         """Milliseconds from this event to `end`. Both recorded, on the same kind of stream, with timing=True."""
