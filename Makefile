@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # The CPU build by default; for a CUDA machine: make venv TORCH='torch==2.13.0 --index-url ...'
 TORCH ?= torch==2.13.0
+# Where benchmarks keep their rows.
+RESULTS ?= benchmarks/results
 BIN := .venv/bin
 STAMP := .venv/installed
 
@@ -33,12 +35,12 @@ check: $(STAMP)  ## formatting, lint, types, layers
 	$(BIN)/lint-imports
 
 bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
-	PYTHONPATH=. $(BIN)/python -m benchmarks.copy
+	PYTHONPATH=. $(BIN)/python -m benchmarks.copy --results $(RESULTS)
 
 # Uses whatever python3 has torch with CUDA, and installs nothing.
 gpu:  ## GPU tests and GPU benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m pytest -p no:cacheprovider tests/cpu tests/gpu
-	PYTHONPATH=src:. $(PYTHON) -m benchmarks.copy
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.copy --results $(RESULTS)
 
 clean:  ## remove what the targets made
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

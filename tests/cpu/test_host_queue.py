@@ -10,7 +10,6 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing
 
 import pytest
 
@@ -20,8 +19,15 @@ from kvtier.memory.host_queue import HostMark, HostQueue
 PATIENCE_S = 10  # far more than anything here needs: past it, it hangs
 
 
-def new_queue() -> contextlib.closing[HostQueue]:
-    return closing(HostQueue("test"))
+@contextlib.contextmanager
+def new_queue() -> Iterator[HostQueue]:
+    """A queue that is closed again; closing tells the errors nobody saw, which some tests leave behind on purpose."""
+    queue = HostQueue("test")
+    try:
+        yield queue
+    finally:
+        with contextlib.suppress(ValueError):
+            queue.close()
 
 
 @contextlib.contextmanager
@@ -420,6 +426,22 @@ def test_synchronize_from_its_own_task_is_an_error_not_a_deadlock():
             queue.synchronize()
 
 
+def test_the_error_of_a_task_that_waits_for_its_own_queue_is_still_there_for_whoever_synchronizes_next():
+    tried = threading.Event()
+
+    def task() -> None:
+        try:
+            queue.synchronize()
+        finally:
+            tried.set()
+
+    with new_queue() as queue:
+        queue.submit(task)
+        tried.wait()
+        with pytest.raises(StateError, match="cannot wait for itself"):
+            queue.synchronize()
+
+
 def test_waiting_in_a_task_for_a_mark_behind_it_is_an_error_not_a_deadlock():
     queue = HostQueue("test")
     queue.submit(lambda: mark_on(queue).synchronize())
@@ -564,3 +586,19 @@ def test_using_a_closed_queue_is_an_error_neither_silence_nor_a_hang(use):
     queue = HostQueue("test")
     queue.close()
     assert isinstance(outcome_of(lambda: use(queue)), StateError)
+
+
+def test_closing_tells_an_error_nobody_saw_and_only_once():
+    queue = HostQueue("test")
+    queue.submit(failing(ValueError("unseen")))
+    with pytest.raises(ValueError, match="unseen"):
+        queue.close()
+    queue.close()
+
+
+def test_closing_does_not_tell_an_error_again_that_somebody_saw():
+    queue = HostQueue("test")
+    queue.submit(failing(ValueError("seen")))
+    with pytest.raises(ValueError, match="seen"):
+        queue.synchronize()
+    queue.close()

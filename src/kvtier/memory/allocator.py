@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -123,11 +124,11 @@ class Allocator:
         self._source.trim()
 
     def _release(self, grant: Grant, nbytes: int) -> None:
-        if nbytes:
-            self._source.deallocate(grant, nbytes)
         with self._lock:
             self._allocated_bytes -= nbytes
             self._num_live -= 1
+        if nbytes:
+            self._source.deallocate(grant, nbytes)
 
     def _out_of_memory(self, nbytes: int, why: object) -> OutOfMemoryError:
         stats, free = self.stats, self._source.free_bytes()
@@ -174,7 +175,8 @@ class _HostSource:
         except OSError as error:
             raise MemoryError(str(error)) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-            mapped.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel built without them
+                mapped.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(mapped, dtype=torch.uint8)
         return Grant(tensor.data_ptr(), tensor)
 

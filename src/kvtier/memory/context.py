@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from kvtier.errors import PlacementError
+from kvtier.errors import ArgumentError, PlacementError
 from kvtier.memory.allocator import Allocator, default_allocator
 from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
@@ -36,6 +36,10 @@ def context(
     """
     outer = _current.get()
     given = [] if allocator is None else [allocator] if isinstance(allocator, Allocator) else list(allocator)
+    if stream is not None and not isinstance(stream, Stream):
+        raise ArgumentError(f"a stream is needed, got {type(stream).__name__}; Stream.wrap() takes foreign ones")
+    if len({each.placement for each in given}) < len(given):
+        raise ArgumentError("two allocators of one placement were given; only one can be in force")
     token = _current.set(
         _Context(stream or outer.stream, {**outer.allocators, **{each.placement: each for each in given}})
     )
@@ -45,20 +49,20 @@ def context(
         _current.reset(token)
 
 
-def current_stream(placement: Placement) -> Stream | None:
-    """The stream that work on memory at `placement` goes to.
+def current_stream(placement: Placement, *others: Placement) -> Stream | None:
+    """The stream that work on memory at `placement`, or between it and `others`, goes to.
 
     The context's, else torch's current stream for a GPU, else None: host work without a stream is done at once.
     """
     stream = _current.get().stream
-    if stream is not None:
-        if placement.is_device and stream.placement != placement:
-            raise PlacementError(
-                f"the stream in force is on {stream.placement}, but the memory is on {placement}: "
-                f"use `with context(stream=Stream({str(placement)!r}))` around this call"
-            )
-        return stream
-    return Stream.wrap(torch.cuda.current_stream(placement.torch)) if placement.is_device else None
+    if stream is None:
+        return Stream.wrap(torch.cuda.current_stream(placement.torch)) if placement.is_device else None
+    if placement.is_device and stream.placement not in (placement, *others):
+        raise PlacementError(
+            f"the stream in force is on {stream.placement}, but the memory is on {placement}: "
+            f"use `with context(stream=Stream({str(placement)!r}))` around this call"
+        )
+    return stream
 
 
 def current_allocator(placement: Placement) -> Allocator:

@@ -188,21 +188,34 @@ def _choose(job: Job, pieces: Pieces, forced: PathName | None, costs: CostTable 
         if refusal is None:
             return Step(job, pieces, "host", f"{note}compiled copier")
         return Step(job, pieces, "loop", f"{note}no host path: {refusal}")
-    able, why = _able(job.src, job.dst, job.capturing)
-    if len(able) == 1:
-        return Step(job, pieces, able[0], note + why)
     device = job.dst if job.dst.is_device else job.src
-    table = costs or (saved_costs(device) if job.capturing else cost_table(device))
+    table = costs or (saved_costs(device) if job.capturing else cost_table(device))  # nothing is measured in a capture
+    whole = pieces.plan is not None and pieces.ids is None
+    nbytes = pieces.plan.nbytes if whole and pieces.plan else int(np.add.reduce(pieces.table[NBYTES]))
+    choice = _cheapest(job.src, job.dst, job.capturing, table, len(pieces), nbytes)
+    return Step(job, pieces, choice.path, note + choice.why, choice.estimates_us)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    path: PathName
+    why: str
+    estimates_us: Mapping[PathName, float]
+
+
+# Batches of one shape come again and again, and choosing costs more than all that is left to do in Python.
+@functools.lru_cache(maxsize=4096)
+def _cheapest(
+    src: Placement, dst: Placement, capturing: bool, table: CostTable | None, num_pieces: int, nbytes: int
+) -> _Choice:
+    """The path to take, and why the others cannot or would take longer."""
+    job = Job(src, dst, None, capturing)
+    refusals = {path: why_not(path, job) for path in _DEVICE_PATHS}
+    able = [path for path in _DEVICE_PATHS if refusals[path] is None]
+    why = "".join(f"no {path}: {refusal}; " for path, refusal in refusals.items() if refusal is not None)
+    if len(able) == 1:
+        return _Choice(able[0], why, {})
     if table is None:
-        return Step(job, pieces, able[0], f"{note}{why}no costs measured yet, and none can be during graph capture")
-    nbytes = pieces.plan.nbytes if pieces.plan and pieces.ids is None else int(np.add.reduce(pieces.table[NBYTES]))
-    estimates = table.estimate_us(job, len(pieces), nbytes)
-    return Step(job, pieces, min(able, key=lambda path: estimates.get(path, math.inf)), note + why, estimates)
-
-
-@functools.cache  # what a GPU can do does not change, and asking costs as much as launching
-def _able(src: Placement, dst: Placement, capturing: bool) -> tuple[tuple[PathName, ...], str]:
-    """The paths that can serve a direction, and why the others cannot."""
-    refusals = {path: why_not(path, Job(src, dst, None, capturing)) for path in _DEVICE_PATHS}
-    able = tuple(path for path in _DEVICE_PATHS if refusals[path] is None)
-    return able, "".join(f"no {path}: {refusal}; " for path, refusal in refusals.items() if refusal is not None)
+        return _Choice(able[0], f"{why}no costs measured yet, and none can be during graph capture", {})
+    estimates = table.estimate_us(job, num_pieces, nbytes)
+    return _Choice(min(able, key=lambda path: estimates.get(path, math.inf)), why, estimates)

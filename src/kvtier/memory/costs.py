@@ -52,6 +52,9 @@ class CostTable:
     origin: str
     costs: Mapping[str, Mapping[PathName, tuple[Cost, ...]]]
 
+    def __hash__(self) -> int:  # of the object: a table is a key where choices are kept, and never changes
+        return id(self)
+
     def estimate_us(self, job: Job, num_pieces: int, nbytes: int) -> dict[PathName, float]:
         """Expected microseconds of each measured path for `num_pieces` pieces of `nbytes` together."""
         size = nbytes / num_pieces
@@ -109,7 +112,7 @@ def saved_costs(placement: Placement) -> CostTable | None:
     try:
         path = _file(placement)
         return CostTable.from_json(path.read_text()) if path.exists() else None
-    except (FormatError, UnavailableError):
+    except (FormatError, UnavailableError, OSError, UnicodeDecodeError):
         return None  # of another version, damaged, or nowhere to keep it: measuring again replaces it
 
 
@@ -142,7 +145,7 @@ def calibrate(placement: Placement, progress: Callable[[str], None] | None = Non
                 rows = tuple(_measure(path, job, pools[src], target, size) for size in _SIZES)
                 costs.setdefault(direction(job), {})[path] = rows
     table = CostTable(name, costs)
-    with contextlib.suppress(UnavailableError):  # nowhere to keep it: measured anew by the next process
+    with contextlib.suppress(UnavailableError, OSError):  # nowhere to keep it: measured anew by the next process
         write_atomically(_file(placement), table.to_json().encode())
     return table
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+from types import TracebackType
 
 from kvtier.errors import ClosedError, StateError
 
@@ -25,6 +26,7 @@ class _Point:
     def __init__(self, thread: threading.Thread) -> None:
         self.reached = threading.Event()
         self.error: BaseException | None = None
+        self.traceback: TracebackType | None = None
         self.seconds = 0.0
         self._thread = thread
 
@@ -38,7 +40,7 @@ class _Point:
         """Wait for the place, and raise the error the queue was in there."""
         self.settle()
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(self.traceback)  # as it was: it does not grow with everyone who waits
 
 
 class HostQueue:
@@ -51,6 +53,7 @@ class HostQueue:
         # re-entrant: what is submitted may start a garbage collection, and that may submit, on this very thread
         self._lock = threading.RLock()
         self._closed = False
+        self._unseen: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
         atexit.register(self.close)  # what was submitted is finished, not lost
@@ -77,9 +80,11 @@ class HostQueue:
 
     def synchronize(self) -> None:
         """Wait until everything submitted is done, and raise the first error among it."""
+        if threading.current_thread() is self._thread:  # before anything is put: it would clear this very error
+            raise StateError("a host stream cannot wait for itself: synchronize() was called from one of its own tasks")
         point = self._put(None, clear=True)
         point.settle()
-        error, point.error = point.error, None
+        error, point.error, point.traceback = point.error, None, None
         if error is not None:
             try:
                 raise error
@@ -87,13 +92,19 @@ class HostQueue:
                 del error  # whose traceback holds this frame: no cycle, or what the task used would live on in it
 
     def close(self, *, wait: bool = True) -> None:
-        """Finish what was submitted and end the thread; with `wait`, see it end. Using the queue then is an error."""
+        """Finish what was submitted and end the thread; with `wait`, see it end and raise an error nobody saw.
+
+        Using the queue then is an error; closing it again is not.
+        """
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._entries.put(None)
         if wait and threading.current_thread() is not self._thread:
             self._thread.join()
+            error, self._unseen = self._unseen, None
+            if error is not None:
+                raise error
 
     def _put(self, task: Task | None, *, clear: bool = False) -> _Point:
         point = _Point(self._thread)
@@ -114,13 +125,16 @@ class HostQueue:
                 except BaseException as raised:  # kept, not swallowed: every point behind it raises it where one waits
                     error = raised
             point.error, point.seconds = error, time.perf_counter()
+            point.traceback = None if error is None else error.__traceback__
             if clear:
                 error = None
             del entry, task  # an idle thread must not keep the last task's buffers alive
             self._unfinished.pop()
             point.reached.set()
             del point
-        atexit.unregister(self.close)
+        self._unseen = error
+        if error is None:  # else it is told at exit at the latest
+            atexit.unregister(self.close)
 
 
 class HostMark:

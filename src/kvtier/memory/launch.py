@@ -18,7 +18,7 @@ def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | Non
     """The stream for work on memory at `placements`: the given one if it fits, else the current one. None: at once."""
     devices = [each for each in placements if each.is_device]
     if stream is None:
-        return current_stream(devices[-1] if devices else CPU)
+        return current_stream(*reversed(devices)) if devices else current_stream(CPU)
     if devices and stream.placement not in devices:
         raise PlacementError(
             f"work on {devices[-1]} memory cannot go to a stream on {stream.placement}; pass a stream on {devices[-1]}"

@@ -38,14 +38,14 @@ class Holding:
         self.placement = placement
         self.owner = owner
         self._release = release
-        self._in_flight: dict[int, Event] = {}
+        self._in_flight: dict[tuple[Placement, int], Event] = {}
 
     def used_by(self, stream: Stream, event: Event) -> None:
         """Note that work on `stream` up to `event` uses this memory. Later work on the same stream replaces it."""
         if isinstance(self.owner, torch.Tensor) and self.owner.is_cuda:
             self.owner.record_stream(stream.native)  # torch's pool waits without blocking the host
         else:
-            self._in_flight[stream.handle] = event
+            self._in_flight[stream.placement, stream.handle] = event  # every GPU has a stream of handle 0
 
     def wait(self) -> None:
         """Block until the copies in flight that use this memory are done, or have failed."""
@@ -62,9 +62,11 @@ class Holding:
         return torch.from_numpy(np.asarray(view))
 
     def __del__(self) -> None:
-        self.wait()
-        if self._release is not None:
-            self._release()
+        try:
+            self.wait()
+        finally:
+            if self._release is not None:
+                self._release()
 
 
 class _ArrayView:

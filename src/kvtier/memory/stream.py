@@ -60,6 +60,8 @@ class Stream:
             raise ArgumentError(
                 f"cannot wrap {type(foreign).__name__} as a stream: pass a torch.cuda.Stream or a raw CUDA handle"
             )
+        if placement is not None and Placement.parse(placement) != Placement("cuda", foreign.device_index):
+            raise PlacementError(f"this stream is on cuda:{foreign.device_index}, not on {placement}")
         stream = cls.__new__(cls)
         stream._native = foreign
         stream._finalizer = None
