@@ -19,6 +19,7 @@ ROW_BYTES = [64, 256, 1024, 4096, 16384, 65536]
 PIECE_BYTES = [4096 << shift for shift in range(0, 12, 2)]
 PIECE_COUNTS = [16, 64, 256, 1024, 4096, 16384]
 CASE_BYTES = 2 << 30
+ROUNDS = 30
 PATHS = ("gather", "driver", "loop")
 GPU = Placement("cuda", 0)
 Task = Callable[[], object]
@@ -132,8 +133,7 @@ def _grid_case(direction: str, src: Buffer, dst: Buffer, nbytes: int, count: int
     table = np.stack([from_at, to_at, sizes])
     tasks["raw driver"] = lambda: raw.submit(table, stream)
     total = nbytes * count
-    rounds = 7 if count >= 4096 or total >= 256 << 20 else 25
-    us = _wall_us(tasks, stream, rounds)
+    us = _wall_us(tasks, stream)
     best = min(PATHS, key=lambda path: us[path])
     result = batches["auto"].result
     assert result is not None
@@ -155,25 +155,27 @@ def _grid_case(direction: str, src: Buffer, dst: Buffer, nbytes: int, count: int
 def _limit_gbs(src: Buffer, dst: Buffer, stream: Stream) -> float:
     total = 1 << 30
     task = {"copy": lambda: cuda.memcpy_async(dst.data(), src.data(), total, stream)}
-    return total / _wall_us(task, stream, 5)["copy"] / 1e3
+    return total / _wall_us(task, stream)["copy"] / 1e3
 
 
-def _wall_us(tasks: dict[str, Task], stream: Stream, rounds: int) -> dict[str, float]:
+def _wall_us(tasks: dict[str, Task], stream: Stream) -> dict[str, float]:
     """Best microseconds from the call until the copy is done: on a shared machine noise only adds.
 
-    The tasks are taken in turn, in another order each round, for what ran before leaves its mark on the caches.
+    The tasks are taken in turn, in another order each round, for what ran before leaves its mark on the caches. After three
+    rounds those at more than twice the best are out of the running, and the others go on.
     """
-    taken: dict[str, list[float]] = {name: [] for name in tasks}
+    best = dict.fromkeys(tasks, float("inf"))
     order = random.Random(0)
-    for attempt in range(rounds + 1):
-        for name, task in order.sample([*tasks.items()], len(tasks)):
+    for attempt in range(ROUNDS + 1):
+        running = [name for name in tasks if attempt <= 3 or best[name] <= 2 * min(best.values())]
+        for name in order.sample(running, len(running)):
             stream.synchronize()
             start = time.perf_counter()
-            task()
+            tasks[name]()
             stream.synchronize()
-            if attempt:
-                taken[name].append((time.perf_counter() - start) * 1e6)
-    return {name: min(values) for name, values in taken.items()}
+            if attempt:  # the first round warms up
+                best[name] = min(best[name], (time.perf_counter() - start) * 1e6)
+    return best
 
 
 def _device_us(task: Task, stream: Stream, repeats: int) -> float:
