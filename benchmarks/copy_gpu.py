@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.report import Bar, Row, at_most, print_table
 from kvtier.memory import BatchCopy, Buffer, Placement, Stream, context, cost_table, cuda
-from kvtier.memory.copy_plan import I64
 
 ROWS = 256
 ROW_BYTES = [64, 256, 1024, 4096, 16384, 65536]
@@ -20,6 +19,7 @@ PIECE_BYTES = [4096 << shift for shift in range(0, 12, 2)]
 PIECE_COUNTS = [16, 64, 256, 1024, 4096, 16384]
 CASE_BYTES = 2 << 30
 ROUNDS = 30
+PASSES = 12
 PATHS = ("gather", "driver", "loop")
 GPU = Placement("cuda", 0)
 Task = Callable[[], object]
@@ -36,61 +36,60 @@ def measure_gpu() -> tuple[list[Row], list[Bar]]:
 
 
 def _scattered_rows(stream: Stream) -> tuple[list[Row], list[Bar]]:
-    rows: list[Row] = []
-    for nbytes in ROW_BYTES:
-        pool = torch.randint(0, 256, (4096, nbytes), dtype=torch.uint8, device="cuda")
-        out = torch.empty(ROWS, nbytes, dtype=torch.uint8, device="cuda")
-        index = torch.randperm(len(pool), device="cuda")[:ROWS]
-        src = pool.data_ptr() + index.cpu().numpy() * nbytes
-        dst = out.data_ptr() + np.arange(ROWS) * nbytes
-        sizes = np.full(ROWS, nbytes)
-        words, out_words = pool.view(torch.int64), out.view(torch.int64)
-        batch = BatchCopy()
-        sources, targets = src.tolist(), dst.tolist()
-        table = np.stack([src, dst, sizes])
-
-        def ours(batch: BatchCopy = batch, src: I64 = src, sizes: I64 = sizes, dst: I64 = dst) -> None:
-            batch.pointers(src, sizes, dst, src_placement=GPU, dst_placement=GPU)
-            batch.run()
-
-        tasks: dict[str, Task] = {
-            "ours": ours,
-            "index_select": lambda w=words, i=index, o=out_words: torch.index_select(w, 0, i, out=o),
-            "driver": lambda t=table: cuda.batch_call(GPU).submit(t, stream),
-            "loop": lambda s=sources, d=targets, n=nbytes: [
-                cuda.memcpy_async(y, x, n, stream) for x, y in zip(s, d, strict=True)
-            ],
+    cases = {nbytes: _row_tasks(nbytes, stream) for nbytes in ROW_BYTES}
+    device = {nbytes: dict.fromkeys(tasks, float("inf")) for nbytes, tasks in cases.items()}
+    host = {nbytes: dict.fromkeys(tasks, float("inf")) for nbytes, tasks in cases.items()}
+    for _ in range(PASSES):  # over all cases, for a noisy moment lasts longer than a case
+        for nbytes, tasks in cases.items():
+            for name, task in tasks.items():
+                quick = name in ("ours", "index_select")
+                device[nbytes][name] = min(device[nbytes][name], _device_us(task, stream, 50 if quick else 2))
+                host[nbytes][name] = min(host[nbytes][name], _host_us(task, stream, 50 if quick else 3))
+    rows: list[Row] = [
+        {
+            "rows": ROWS,
+            "row bytes": nbytes,
+            "device us": device[nbytes]["ours"],
+            "index_select": device[nbytes]["index_select"],
+            "ratio": device[nbytes]["ours"] / device[nbytes]["index_select"],
+            "host us": host[nbytes]["ours"],
+            **{f"{name} host": host[nbytes][name] for name in ("index_select", "driver", "loop")},
+            **{f"{name} device": device[nbytes][name] for name in ("driver", "loop")},
         }
-        out.zero_()
-        ours()
-        assert torch.equal(out, pool[index]), "BatchCopy moved wrong bytes"
-        device = {
-            name: _device_us(task, stream, 50 if name in ("ours", "index_select") else 2)
-            for name, task in tasks.items()
-        }
-        host = _host_us(tasks, stream)
-        assert batch.result is not None
-        rows.append(
-            {
-                "rows": ROWS,
-                "row bytes": nbytes,
-                "path": batch.result.path,
-                "device us": device["ours"],
-                "index_select": device["index_select"],
-                "ratio": device["ours"] / device["index_select"],
-                "host us": host["ours"],
-                "index_select host": host["index_select"],
-                "driver host": host["driver"],
-                "loop host": host["loop"],
-                "driver device": device["driver"],
-                "loop device": device["loop"],
-            }
-        )
-    print_table(rows)
-    return rows, [
-        at_most("256 device rows: worst device time over index_select", max(float(row["ratio"]) for row in rows), 1.3),  # type: ignore[arg-type]
-        at_most("256 device rows: worst host time, us", max(float(row["host us"]) for row in rows), 60),  # type: ignore[arg-type]
+        for nbytes in ROW_BYTES
     ]
+    print_table(rows)
+    worst_ratio = max(device[nbytes]["ours"] / device[nbytes]["index_select"] for nbytes in ROW_BYTES)
+    return rows, [
+        at_most("256 device rows: worst device time over index_select", worst_ratio, 1.3),
+        at_most("256 device rows: worst host time, us", max(host[nbytes]["ours"] for nbytes in ROW_BYTES), 60),
+    ]
+
+
+def _row_tasks(nbytes: int, stream: Stream) -> dict[str, Task]:
+    """256 scattered rows of a pool into 256 neighbouring ones: ours and the peers."""
+    pool = torch.randint(0, 256, (4096, nbytes), dtype=torch.uint8, device="cuda")
+    out = torch.zeros(ROWS, nbytes, dtype=torch.uint8, device="cuda")
+    index = torch.randperm(len(pool), device="cuda")[:ROWS]
+    src = pool.data_ptr() + index.cpu().numpy() * nbytes
+    dst = out.data_ptr() + np.arange(ROWS) * nbytes
+    sizes = np.full(ROWS, nbytes)
+    table, pairs = np.stack([src, dst, sizes]), list(zip(src.tolist(), dst.tolist(), strict=True))
+    words, out_words = pool.view(torch.int64), out.view(torch.int64)
+    batch = BatchCopy()
+
+    def ours() -> None:
+        batch.pointers(src, sizes, dst, src_placement=GPU, dst_placement=GPU)
+        batch.run()
+
+    ours()
+    assert torch.equal(out, pool[index]), "BatchCopy moved wrong bytes"
+    return {
+        "ours": ours,
+        "index_select": lambda: torch.index_select(words, 0, index, out=out_words),
+        "driver": lambda: cuda.batch_call(GPU).submit(table, stream),
+        "loop": lambda: [cuda.memcpy_async(y, x, nbytes, stream) for x, y in pairs],
+    }
 
 
 def _path_grid(stream: Stream) -> tuple[list[Row], list[Bar]]:
@@ -161,8 +160,8 @@ def _limit_gbs(src: Buffer, dst: Buffer, stream: Stream) -> float:
 def _wall_us(tasks: dict[str, Task], stream: Stream) -> dict[str, float]:
     """Best microseconds from the call until the copy is done: on a shared machine noise only adds.
 
-    The tasks are taken in turn, in another order each round, for what ran before leaves its mark on the caches. After three
-    rounds those at more than twice the best are out of the running, and the others go on.
+    The tasks are taken in turn, in another order each round, for what ran before leaves its mark on the caches. After
+    three rounds those at more than twice the best are out of the running, and the others go on.
     """
     best = dict.fromkeys(tasks, float("inf"))
     order = random.Random(0)
@@ -180,32 +179,25 @@ def _wall_us(tasks: dict[str, Task], stream: Stream) -> dict[str, float]:
 
 def _device_us(task: Task, stream: Stream, repeats: int) -> float:
     """Device microseconds per call: the calls queue up behind a spinning kernel, which hides the host."""
-    taken = []
-    for _ in range(9):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream.synchronize()
-        torch.cuda._sleep(40_000_000)  # about 20 ms: longer than enqueueing takes
-        start.record(stream.native)
-        for _ in range(repeats):
-            task()
-        end.record(stream.native)
-        assert not start.query(), "the calls were not all enqueued while the kernel spun"
-        stream.synchronize()
-        taken.append(start.elapsed_time(end) * 1e3 / repeats)
-    return min(taken)
-
-
-def _host_us(tasks: dict[str, Task], stream: Stream) -> dict[str, float]:
-    """Host microseconds per call, the GPU idle: the median of a block of calls, and of all blocks the quietest."""
-    blocks: dict[str, list[float]] = {name: [] for name in tasks}
-    for _ in range(8):
-        for name, task in tasks.items():
-            taken = []
-            for _ in range(25 if name in ("ours", "index_select") else 3):
-                stream.synchronize()
-                start = time.perf_counter()
-                task()
-                taken.append((time.perf_counter() - start) * 1e6)
-            blocks[name].append(statistics.median(taken))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     stream.synchronize()
-    return {name: min(medians) for name, medians in blocks.items()}
+    torch.cuda._sleep(40_000_000)  # about 20 ms: longer than enqueueing takes
+    start.record(stream.native)
+    for _ in range(repeats):
+        task()
+    end.record(stream.native)
+    assert not start.query(), "the calls were not all enqueued while the kernel spun"
+    stream.synchronize()
+    return start.elapsed_time(end) * 1e3 / repeats
+
+
+def _host_us(task: Task, stream: Stream, repeats: int) -> float:
+    """Host microseconds per call, the GPU idle: the median of a block of calls."""
+    taken = []
+    for _ in range(repeats):
+        stream.synchronize()
+        start = time.perf_counter()
+        task()
+        taken.append((time.perf_counter() - start) * 1e6)
+    stream.synchronize()
+    return statistics.median(taken)

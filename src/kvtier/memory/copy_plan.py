@@ -78,7 +78,7 @@ class CopyPlan:
     """Rows as in Entries."""
     nbytes: int
     """Of all pieces together."""
-    wave_starts: I64
+    wave_starts: list[int]
     """First piece of each wave, and the number of pieces at the end."""
     entries: Entries
     """What the pieces are made of, sorted as they are."""
@@ -121,7 +121,7 @@ class CopyPlan:
 def plan_copies(entries: Entries, look: Callable[[Entries], Scan] | None = None) -> CopyPlan:
     """Find conflicts, split into waves, merge inside each wave. `look` is `scan` or its compiled twin."""
     if not len(entries):
-        return CopyPlan(entries.table, 0, np.zeros(1, np.int64), entries, None)
+        return CopyPlan(entries.table, 0, [0], entries, None)
     look = look or scan
     order: I64 | None = None
     ordered, found = entries, look(entries)
@@ -135,7 +135,7 @@ def plan_copies(entries: Entries, look: Callable[[Entries], Scan] | None = None)
     overlapping = any_of(np.abs(src - dst) < nbytes)
     waves = _waves(entries)
     if waves is None:
-        bounds = np.array([0, len(entries)])
+        bounds = [0, len(entries)]
         return CopyPlan(entries.table, found.nbytes, bounds, entries, None, in_order=True, overlapping=overlapping)
     order = np.lexsort((dst, waves))
     ordered = entries.take(order)
@@ -243,12 +243,12 @@ def _merge(
     nothing merges; one wave.
     """
     if starts is None:
-        bounds = np.array([0, len(entries)]) if wave_starts is None else np.append(wave_starts, len(entries))
+        bounds = [0, len(entries)] if wave_starts is None else [*wave_starts.tolist(), len(entries)]
         return CopyPlan(entries.table, nbytes, bounds, entries, order, overlapping=overlapping)
     table = entries.table.take(starts, axis=1)
     table[NBYTES] = np.add.reduceat(entries.table[NBYTES], starts)
-    waves = (0,) if wave_starts is None else starts.searchsorted(wave_starts)
-    return CopyPlan(table, nbytes, np.append(waves, len(starts)), entries, order, starts, overlapping=overlapping)
+    waves = [0] if wave_starts is None else starts.searchsorted(wave_starts).tolist()
+    return CopyPlan(table, nbytes, [*waves, len(starts)], entries, order, starts, overlapping=overlapping)
 
 
 def _piece_starts(entries: Entries, wave_starts: I64 | None) -> I64 | None:

@@ -153,7 +153,7 @@ def _runs(kinds: I64 | None, count: int) -> Iterator[tuple[int, slice]]:
 
 def _groups(pieces: Pieces, merged: CopyPlan, kinds: I64 | None) -> Iterator[tuple[int, Pieces]]:
     """The pieces by wave, then by direction."""
-    for start, stop in itertools.pairwise(merged.wave_starts.tolist()):
+    for start, stop in itertools.pairwise(merged.wave_starts):
         wave = pieces.part(slice(start, stop))
         if kinds is None:
             yield 0, wave
@@ -177,45 +177,51 @@ def _independent_steps(
 
 
 def _choose(job: Job, pieces: Pieces, forced: PathName | None, costs: CostTable | None) -> Step:
-    note = ""
-    if forced is not None:
-        refusal = why_not(forced, job)
-        if refusal is None:
-            return Step(job, pieces, forced, "forced")
-        note = f"{forced} was forced, but {refusal}; "
-    if not job.on_device:
-        refusal = why_not("host", job)
-        if refusal is None:
-            return Step(job, pieces, "host", f"{note}compiled copier")
-        return Step(job, pieces, "loop", f"{note}no host path: {refusal}")
-    device = job.dst if job.dst.is_device else job.src
-    table = costs or (saved_costs(device) if job.capturing else cost_table(device))  # nothing is measured in a capture
-    whole = pieces.plan is not None and pieces.ids is None
-    nbytes = pieces.plan.nbytes if whole and pieces.plan else int(np.add.reduce(pieces.table[NBYTES]))
-    choice = _cheapest(job.src, job.dst, job.capturing, table, len(pieces), nbytes)
-    return Step(job, pieces, choice.path, note + choice.why, choice.estimates_us)
+    plan = pieces.plan
+    nbytes = int(np.add.reduce(pieces.table[NBYTES])) if plan is None or pieces.ids is not None else plan.nbytes
+    choice = _decide(job.src, job.dst, job.capturing, forced, costs, len(pieces), nbytes)
+    return Step(job, pieces, choice.path, choice.why, choice.estimates_us)
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
     path: PathName
     why: str
-    estimates_us: Mapping[PathName, float]
+    estimates_us: Mapping[PathName, float] = field(default_factory=dict)
 
 
-# Batches of one shape come again and again, and choosing costs more than all that is left to do in Python.
+# Batches of one shape come again and again, and deciding costs more than all else that is left to do in Python.
 @functools.lru_cache(maxsize=4096)
-def _cheapest(
-    src: Placement, dst: Placement, capturing: bool, table: CostTable | None, num_pieces: int, nbytes: int
+def _decide(
+    src: Placement,
+    dst: Placement,
+    capturing: bool,
+    forced: PathName | None,
+    costs: CostTable | None,
+    num_pieces: int,
+    nbytes: int,
 ) -> _Choice:
     """The path to take, and why the others cannot or would take longer."""
     job = Job(src, dst, None, capturing)
+    why = ""
+    if forced is not None:
+        refusal = why_not(forced, job)
+        if refusal is None:
+            return _Choice(forced, "forced")
+        why = f"{forced} was forced, but {refusal}; "
+    if not job.on_device:
+        refusal = why_not("host", job)
+        return (
+            _Choice("host", f"{why}compiled copier") if refusal is None else _Choice("loop", f"{why}no host: {refusal}")
+        )
     refusals = {path: why_not(path, job) for path in _DEVICE_PATHS}
     able = [path for path in _DEVICE_PATHS if refusals[path] is None]
-    why = "".join(f"no {path}: {refusal}; " for path, refusal in refusals.items() if refusal is not None)
+    why += "".join(f"no {path}: {refusal}; " for path, refusal in refusals.items() if refusal is not None)
     if len(able) == 1:
-        return _Choice(able[0], why, {})
+        return _Choice(able[0], why)
+    device = dst if dst.is_device else src
+    table = costs or (saved_costs(device) if capturing else cost_table(device))
     if table is None:
-        return _Choice(able[0], f"{why}no costs measured yet, and none can be during graph capture", {})
+        return _Choice(able[0], f"{why}no costs measured yet, and none can be during graph capture")
     estimates = table.estimate_us(job, num_pieces, nbytes)
     return _Choice(min(able, key=lambda path: estimates.get(path, math.inf)), why, estimates)
