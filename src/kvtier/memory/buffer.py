@@ -444,12 +444,3 @@ class Buffer:
         if self.readonly:
             array.flags.writeable = False
         return array
-
-
-def empty_like(buffer: Buffer, dtype: AnyDType | None = None, placement: Placement | str | None = None) -> Buffer:
-    """An uninitialised Buffer of the same size; other element type, other placement, or both, on request."""
-    return Buffer(
-        buffer.size,
-        buffer.dtype if dtype is None else dtype,
-        buffer.placement if placement is None else placement,
-    )

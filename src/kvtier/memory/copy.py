@@ -1,4 +1,4 @@
-"""Copying and clearing whole Buffers, at once or on a stream. Many small pieces are BatchCopy's work."""
+"""Copying, clearing and matching whole Buffers, at once or on a stream. Many small pieces are BatchCopy's work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.memory import packing
 from kvtier.memory.buffer import Buffer
 from kvtier.memory.launch import choose_stream, launch
+from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
+from kvtier.memory.torch_types import AnyDType
 
 
 @overload
@@ -82,6 +84,15 @@ def clear(buffer: Buffer, stream: Stream | None = None) -> None:
     """Write zero into every element, in the order of `stream` (or the current one)."""
     if buffer.size:
         buffer.fill(0, stream)
+
+
+def empty_like(buffer: Buffer, dtype: AnyDType | None = None, placement: Placement | str | None = None) -> Buffer:
+    """An uninitialised Buffer of the same size; other element type, other placement, or both, on request."""
+    return Buffer(
+        buffer.size,
+        buffer.dtype if dtype is None else dtype,
+        buffer.placement if placement is None else placement,
+    )
 
 
 def _copy_bytes(a: torch.Tensor, b: torch.Tensor, on_device: bool) -> None:

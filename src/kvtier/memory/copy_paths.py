@@ -21,6 +21,7 @@ from kvtier.memory.copy_plan import I64, CopyPlan
 from kvtier.memory.gather import gather_kernels
 from kvtier.memory.native import native
 from kvtier.memory.placement import Placement
+from kvtier.memory.region import Holding
 from kvtier.memory.stream import Stream
 
 PathName = Literal["host", "loop", "driver", "gather"]
@@ -173,13 +174,10 @@ def _run_driver(job: Job, pieces: Pieces) -> None:
 
 def _run_with_torch(job: Job, pieces: Pieces) -> None:
     """Without cuda-bindings: torch makes the same copies, at its own cost per call."""
-    from kvtier.memory.buffer import Buffer
-
     assert job.stream is not None
     with torch.cuda.stream(job.stream.native):
         for src, dst, nbytes in zip(*pieces.table.tolist(), strict=True):
-            source = Buffer.from_pointer(src, nbytes, "u8", job.src).bytes_tensor()
-            target = Buffer.from_pointer(dst, nbytes, "u8", job.dst).bytes_tensor()
+            source, target = Holding(src, nbytes, job.src).tensor(), Holding(dst, nbytes, job.dst).tensor()
             target.copy_(source.clone() if abs(src - dst) < nbytes else source, non_blocking=True)
 
 

@@ -42,8 +42,8 @@ from kvtier.errors import (
     TruncatedError,
     VersionError,
 )
-from kvtier.memory.buffer import Buffer, empty_like
-from kvtier.memory.copy import copy
+from kvtier.memory.buffer import Buffer
+from kvtier.memory.copy import copy, empty_like
 from kvtier.memory.files import write_atomically
 from kvtier.memory.launch import choose_stream
 from kvtier.memory.placement import CPU, Placement
