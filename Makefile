@@ -36,11 +36,13 @@ check: $(STAMP)  ## formatting, lint, types, layers
 
 bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.copy --results $(RESULTS)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.state --results $(RESULTS)
 
 # Uses whatever python3 has torch with CUDA, and installs nothing.
 gpu:  ## GPU tests and GPU benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m pytest -p no:cacheprovider tests/cpu tests/gpu
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.copy --results $(RESULTS)
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.state --results $(RESULTS)
 
 clean:  ## remove what the targets made
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -101,7 +101,8 @@ sizes_of_pieces = st.lists(
 @example(sizes=[512 * KIB] * 4, threads=4, seed=3)  # every share begins with a piece
 @example(sizes=[0, 700 * KIB, 0, 0, 700 * KIB, 0], threads=2, seed=4)
 @example(sizes=[MIB - 1, 1, 1, MIB - 1], threads=3, seed=5)
-@example(sizes=[255, 256, 257, 319, 320, MIB], threads=1, seed=6)  # about where stores begin to go past the cache
+@example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # enough for stores to go past the cache
+@example(sizes=[16 * MIB - 3, 4097, 63, 64, 65, 511], threads=3, seed=7)
 @example(sizes=[100], threads=1000, seed=7)  # more than it ever starts
 @settings(max_examples=60, deadline=None)
 def test_pieces_are_copied_as_numpy_does_by_any_number_of_threads(sizes, threads, seed):
@@ -130,11 +131,11 @@ def test_pieces_are_copied_as_numpy_does_by_any_number_of_threads(sizes, threads
 
 def test_many_bytes_are_copied_by_as_many_threads_as_they_are_worth():
     code = compiled()
-    source, target = np.arange(3 * MIB // 4, dtype=np.uint32).view(np.uint8), np.zeros(3 * MIB, np.uint8)
+    source, target = np.arange(12 * MIB // 4, dtype=np.uint32).view(np.uint8), np.zeros(12 * MIB, np.uint8)
     most = min(8, len(os.sched_getaffinity(0)))
-    assert code.copy(table_of(source, [(0, 0, 3 * MIB)], target)) == min(most, 6)
+    assert code.copy(table_of(source, [(0, 0, 12 * MIB)], target)) == min(most, 6)
     np.testing.assert_array_equal(target, source)
-    assert code.copy(table_of(source, [(0, 0, 512 * KIB)], target)) == 1
+    assert code.copy(table_of(source, [(0, 0, 2 * MIB)], target)) == 1
 
 
 def test_no_pieces_are_no_work():

@@ -23,7 +23,7 @@ from kvtier.errors import (
 )
 from kvtier.memory import interop, packing
 from kvtier.memory.allocator import Allocator
-from kvtier.memory.context import current_allocator
+from kvtier.memory.context import allocate
 from kvtier.memory.launch import choose_stream, launch
 from kvtier.memory.placement import CPU, Placement
 from kvtier.memory.region import Holding, Region, array_interface
@@ -70,7 +70,7 @@ class Buffer:
                 )
             if allocator is not None and allocator.placement != where:
                 raise PlacementError(f"asked for {where} memory from an allocator of {allocator.placement} memory")
-            region = Region((allocator or current_allocator(where)).allocate(element.nbytes(count)))
+            region = Region(allocate(element.nbytes(count), where, allocator))
         self._set(region, 0, 0 if size is None else count, element, where)
 
     def _set(self, region: Region | None, offset_bytes: int, size: int, dtype: DType, placement: Placement) -> None:

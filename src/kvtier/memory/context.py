@@ -13,6 +13,7 @@ import torch
 from kvtier.errors import ArgumentError, PlacementError
 from kvtier.memory.allocator import Allocator, default_allocator
 from kvtier.memory.placement import Placement
+from kvtier.memory.region import Holding
 from kvtier.memory.stream import Stream
 
 
@@ -63,6 +64,19 @@ def current_stream(placement: Placement, *others: Placement) -> Stream | None:
             f"use `with context(stream=Stream({str(placement)!r}))` around this call"
         )
     return stream
+
+
+def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = None) -> Holding:
+    """Memory from `allocator`, else the current one, for use on the stream in force.
+
+    torch's pool hands out memory that work on its own current stream may still be using, in the order of that stream;
+    so that stream is made the one in force while it is asked.
+    """
+    source, stream = allocator or current_allocator(placement), _current.get().stream
+    if stream is None or stream.placement != placement:
+        return source.allocate(nbytes)
+    with torch.cuda.stream(stream.native):
+        return source.allocate(nbytes)
 
 
 def current_allocator(placement: Placement) -> Allocator:

@@ -1,0 +1,117 @@
+"""Permutation: how the rows of one batch become the rows of the next. numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvtier.errors import ArgumentError, RangeError
+
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Stretches of rows that stay neighbours: rows new[k]..new[k]+length[k] come from old[k]..old[k]+length[k]."""
+
+    new: I64
+    old: I64
+    length: I64
+
+
+class Permutation:
+    """For each row of the new order, its row in the old order of `size0` rows; from `size0` on, a new row.
+
+        Permutation([2, 0, 5], size0=3)     new row 0 was row 2, row 1 was row 0, row 2 is new; old row 1 is gone
+
+    One old row may become several new ones (a sequence that forks). Values, never changed after construction.
+    """
+
+    __slots__ = ("index", "is_new", "size0")
+
+    def __init__(self, index: Any, size0: int) -> None:
+        rows = np.array(index, copy=True)
+        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+            raise ArgumentError(f"a permutation is a list of row numbers, got {rows.dtype} of shape {rows.shape}")
+        if size0 < 0:
+            raise RangeError(f"the old order cannot have {size0} rows")
+        self.index: I64 = rows.astype(np.int64)
+        self.size0 = size0
+        if rows.size and int(self.index.min()) < 0:
+            at = int(np.argmax(self.index < 0))
+            raise RangeError(
+                f"new row {at} names old row {self.index[at]}; rows count from 0, new ones from {size0} on"
+            )
+        self.is_new: Bools = self.index >= size0
+        self.index.flags.writeable = self.is_new.flags.writeable = False
+
+    @classmethod
+    def identity(cls, size: int) -> Permutation:
+        """Every row stays where it is."""
+        return cls(np.arange(size), size)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Permutation):
+            return NotImplemented
+        if self.size0 != other.size0 or not np.array_equal(self.is_new, other.is_new):
+            return False
+        return bool(np.array_equal(self.index[~self.is_new], other.index[~other.is_new]))
+
+    def __hash__(self) -> int:
+        return hash((self.size0, self.index[~self.is_new].tobytes(), self.is_new.tobytes()))
+
+    def __repr__(self) -> str:
+        shown = ", ".join("new" if new else str(row) for row, new in zip(self.index, self.is_new, strict=True))
+        return f"Permutation([{shown}], size0={self.size0})"
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether every row stays where it is, none is new and none is gone."""
+        return len(self) == self.size0 and bool((self.index == np.arange(self.size0)).all())
+
+    @property
+    def is_injective(self) -> bool:
+        """Whether no old row becomes two new ones."""
+        old = self.index[~self.is_new]
+        return len(np.unique(old)) == len(old)
+
+    def compose(self, later: Permutation) -> Permutation:
+        """This one, then `later`: from the old order straight to the order after both."""
+        if later.size0 != len(self):
+            raise ArgumentError(f"the later permutation is of {later.size0} rows, this one results in {len(self)}")
+        through = np.full(len(later), self.size0)
+        old = ~later.is_new
+        through[old] = self.index[later.index[old]]
+        return Permutation(through, self.size0)
+
+    def inverse(self) -> Permutation:
+        """From the new order back to the old one; rows that are gone are new there. Forks have none."""
+        if not self.is_injective:
+            raise ArgumentError("a permutation in which an old row becomes several new ones has no inverse")
+        back = np.full(self.size0, len(self))
+        old = np.flatnonzero(~self.is_new)
+        back[self.index[old]] = old
+        return Permutation(back, len(self))
+
+    def runs(self, *, moved_only: bool = False) -> Runs:
+        """The fewest stretches the old rows come in; `moved_only` leaves out rows that stay where they are."""
+        wanted = ~self.is_new & (self.index != np.arange(len(self))) if moved_only else ~self.is_new
+        return _runs(np.flatnonzero(wanted), self.index)
+
+    def new_runs(self) -> Runs:
+        """The stretches of new rows; `old` is the row of the new data, which is in the new order: the same."""
+        return _runs(np.flatnonzero(self.is_new), np.arange(len(self)))
+
+
+def _runs(rows: I64, source: I64) -> Runs:
+    origin = source[rows]
+    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(origin) != 1)) + 1
+    first = np.concatenate(([0], breaks)) if len(rows) else breaks
+    length = np.diff(np.append(first, len(rows)))
+    return Runs(rows[first], origin[first], length)

@@ -1,0 +1,117 @@
+"""State: per-sequence data that follows its sequences through every batch; and RowMap, which leaves it where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvtier.errors import ArgumentError, RangeError
+from kvtier.memory import Allocator, Buffer, Placement
+from kvtier.memory.torch_types import AnyDType
+from kvtier.state.permutation import I64, Permutation
+from kvtier.state.warp import CopyPieces, warp
+
+
+class State:
+    """Two tensors of one layout: `front` is read, `back` is written, `swap` exchanges their roles in constant time.
+
+    The first dimension is rows, one per sequence of the batch. `warp` carries front into the next batch's order.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: AnyDType,
+        placement: Placement | str | None = None,
+        *,
+        allocator: Allocator | None = None,
+    ) -> None:
+        if not shape or any(extent < 0 for extent in shape):
+            raise ArgumentError(f"a State needs rows: a shape of at least one dimension, got {tuple(shape)}")
+        size = int(np.prod(shape, dtype=np.int64))
+        self._front, self._back = (
+            Buffer(size, dtype, placement, allocator=allocator).torch().view(tuple(shape)) for _ in range(2)
+        )
+
+    @property
+    def front(self) -> torch.Tensor:
+        """The tensor in the present order."""
+        return self._front
+
+    @property
+    def back(self) -> torch.Tensor:
+        """The tensor the next order is written to."""
+        return self._back
+
+    def swap(self) -> None:
+        """Exchange front and back. Tensors taken before keep their memory, and so change roles."""
+        self._front, self._back = self._back, self._front
+
+    def warp(self, perm: Permutation, copy: CopyPieces, *, new: torch.Tensor | None = None) -> bool:
+        """Carry front into the new order and make that the front. Returns whether it moved.
+
+        An identity copies nothing and does not swap. With a BatchCopy, front is right once that has run.
+        """
+        if perm.is_identity:
+            return False
+        warp(self._front, perm, self._back, copy, new=new)
+        self.swap()
+        return True
+
+
+class RowMap:
+    """Stable rows and an index: sequences keep the row they were given, and `rows[i]` says which one batch row i has.
+
+    When which wins: State makes the rows of every kernel dense, at the price of copying rows that move: right for a few
+    bytes a row, which one launch carries. RowMap never copies, at the price of one indirection in every kernel that
+    reads: right for rows of kilobytes, or when the order changes often. A row is freed when its sequence leaves; with
+    batches in flight, apply the permutation when the last one that uses the row is done.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 0:
+            raise RangeError(f"a RowMap cannot have {capacity} rows")
+        self.capacity = capacity
+        self._rows: I64 = np.empty(0, np.int64)
+        self._free: I64 = np.arange(capacity)[::-1].copy()  # a stack: the lowest rows are given first
+
+    @property
+    def rows(self) -> I64:
+        """The stable row of each batch row, in the present order; read-only."""
+        view = self._rows.view()
+        view.flags.writeable = False
+        return view
+
+    @property
+    def num_free(self) -> int:
+        """Rows that can still be given."""
+        return len(self._free)
+
+    def apply(self, perm: Permutation) -> I64:
+        """Take the new order: kept sequences keep their rows, new ones get free rows, rows of those gone are freed.
+
+        Returns the stable rows given to new sequences, in the new order. Nothing changes if there are too few.
+        """
+        if perm.size0 != len(self._rows):
+            raise ArgumentError(f"this permutation is of {perm.size0} rows, the map has {len(self._rows)}")
+        if not perm.is_injective:
+            raise ArgumentError("a RowMap cannot give one row to two sequences: copy the row of a fork first")
+        gone = np.ones(perm.size0, np.bool_)
+        gone[perm.index[~perm.is_new]] = False
+        free = np.concatenate((self._free, self._rows[gone]))
+        needed = int(perm.is_new.sum())
+        if needed > len(free):
+            raise RangeError(f"{needed} new sequences need rows, {len(free)} of {self.capacity} are free")
+        given, self._free = free[len(free) - needed :][::-1].copy(), free[: len(free) - needed]
+        rows = np.empty(len(perm), np.int64)
+        rows[~perm.is_new], rows[perm.is_new] = self._rows[perm.index[~perm.is_new]], given
+        self._rows = rows
+        return given
+
+    def check(self) -> None:
+        """Raise unless every row is either free or given, once."""
+        every = np.sort(np.concatenate((self._rows, self._free)))
+        if not np.array_equal(every, np.arange(self.capacity)):
+            raise AssertionError(f"rows lost or given twice: given {self._rows.tolist()}, free {self._free.tolist()}")

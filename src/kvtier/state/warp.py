@@ -1,0 +1,210 @@
+"""warp and append: carry rows from one batch's order into the next one's (the names are TurboMind's).
+
+Suffix 0 is the old order, 1 the new one. All of them describe the copies as arrays and hand them to a copy functor: a
+BatchCopy collects them, `copy_now` makes them at once. Nothing loops over rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvtier.errors import ArgumentError, DTypeError, RangeError
+from kvtier.memory import BatchCopy, Buffer, empty_like
+from kvtier.state.permutation import I64, Permutation, Runs
+
+
+class CopyPieces(Protocol):
+    """A copy functor: BatchCopy, or anything else that takes pieces of Buffers as arrays."""
+
+    def pieces(self, src: Buffer, src_at: Any, n: Any, dst: Buffer, dst_at: Any) -> None:
+        """Copy n elements from each offset `src_at` of `src` to `dst_at` of `dst`, in order, now or later."""
+        ...
+
+
+class CopyNow:
+    """A copy functor that is done, or given to the current stream, when it returns."""
+
+    def pieces(self, src: Buffer, src_at: Any, n: Any, dst: Buffer, dst_at: Any) -> None:
+        """Copy n elements from each offset `src_at` of `src` to `dst_at` of `dst`."""
+        with BatchCopy() as batch:
+            batch.pieces(src, src_at, n, dst, dst_at)
+
+
+class _Rows:
+    """A tensor as rows of a Buffer."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.dim() == 0:
+            raise ArgumentError(f"{name} must have rows, got a tensor without dimensions")
+        self.name = name
+        self.tensor = tensor
+        self.buffer = Buffer.wrap(tensor)
+        self.num_rows = tensor.shape[0]
+        self.row_size = int(np.prod(tensor.shape[1:], dtype=np.int64)) * (
+            self.buffer.size // max(tensor.numel(), 1) or 1
+        )
+
+    def must_match(self, other: _Rows) -> None:
+        if self.tensor.dtype != other.tensor.dtype:
+            raise DTypeError(f"{self.name} holds {self.tensor.dtype}, {other.name} {other.tensor.dtype}")
+        if self.tensor.shape[1:] != other.tensor.shape[1:]:
+            mine, theirs = tuple(self.tensor.shape[1:]), tuple(other.tensor.shape[1:])
+            raise ArgumentError(f"rows of {self.name} are {mine}, those of {other.name} {theirs}")
+
+    def must_hold(self, count: int, what: str) -> None:
+        if self.num_rows < count:
+            raise RangeError(f"{self.name} has {self.num_rows} rows, {what} needs {count}")
+
+
+def warp(
+    a0: torch.Tensor,
+    perm: Permutation,
+    b1: torch.Tensor,
+    copy: CopyPieces,
+    *,
+    new: torch.Tensor | None = None,
+    in_place: bool = False,
+) -> None:
+    """b1[i] = a0[perm[i]] for rows there were; for new ones new[i], or b1[i] is left as it is without `new`.
+
+    With `in_place`, a0 and b1 are the same tensor and rows that stay are not copied; otherwise they must not overlap.
+    An identity in place copies nothing.
+    """
+    old, out = _Rows("a0", a0), _Rows("b1", b1)
+    old.must_match(out)
+    old.must_hold(perm.size0, "the old order")
+    out.must_hold(len(perm), "the new order")
+    same = a0.data_ptr() == b1.data_ptr()
+    if same != in_place:
+        raise ArgumentError("in_place=True is for a0 and b1 that are the same tensor, and only for them")
+    runs = perm.runs(moved_only=in_place)
+    if in_place and len(runs.new):
+        _through_scratch(old, runs, copy)
+    else:
+        _copy_runs(old, runs, out, copy)
+    if new is not None:
+        fresh = _Rows("new", new)
+        fresh.must_match(out)
+        fresh.must_hold(len(perm) if perm.is_new.any() else 0, "the new order")
+        _copy_runs(fresh, perm.new_runs(), out, copy)
+
+
+def warp_ragged(
+    a0: torch.Tensor,
+    offset0: Any,
+    perm: Permutation,
+    out: torch.Tensor,
+    copy: CopyPieces,
+    *,
+    new: torch.Tensor,
+    new_offset: Any,
+) -> I64:
+    """Rows of different lengths, packed: row j of a0 is a0[offset0[j]:offset0[j+1]], row i of `new` likewise.
+
+    Packs the new order into `out` and returns its offsets, one more than rows.
+    """
+    old, fresh, packed = _Rows("a0", a0), _Rows("new", new), _Rows("out", out)
+    old.must_match(packed)
+    fresh.must_match(packed)
+    starts0 = _offsets("offset0", offset0, perm.size0, old.num_rows)
+    starts1 = _offsets("new_offset", new_offset, len(perm), fresh.num_rows)
+    kept, rows = ~perm.is_new, np.arange(len(perm))
+    source = np.where(perm.is_new, 0, perm.index)
+    begin = np.where(kept, starts0[source] if perm.size0 else 0, starts1[rows])
+    end = np.where(kept, starts0[source + 1] if perm.size0 else 0, starts1[rows + 1])
+    offsets = np.concatenate(([0], np.cumsum(end - begin)))
+    packed.must_hold(int(offsets[-1]), "the new order")
+    for rows_of, chosen in ((old, kept), (fresh, perm.is_new)):
+        length = (end - begin)[chosen]
+        _copy_pieces(rows_of, begin[chosen], length, packed, offsets[:-1][chosen], copy)
+    return offsets
+
+
+def append(
+    a0: torch.Tensor,
+    a0_size: Any,
+    b0: torch.Tensor,
+    c1: torch.Tensor,
+    c1_offset: Any,
+    perm: Permutation,
+    d1: torch.Tensor,
+    copy: CopyPieces,
+) -> I64:
+    """Old rows plus one new element each, or fresh rows; returns the sizes of the rows of d1.
+
+    a0 and d1 have rows of a fixed capacity, filled up to a size. Old row: d1[i] = a0[j][:a0_size[j]] then b0[j]; new
+    row: d1[i] = c1[c1_offset[i]:c1_offset[i+1]].
+    """
+    if a0.dim() < 2 or d1.dim() < 2 or a0.shape[1:] != d1.shape[1:]:
+        raise ArgumentError(f"a0 and d1 must have rows of one capacity, got {tuple(a0.shape)} and {tuple(d1.shape)}")
+    old, out = _Rows("a0", a0), _Rows("d1", d1)
+    old.must_match(out)
+    old.must_hold(perm.size0, "the old order")
+    out.must_hold(len(perm), "the new order")
+    capacity = a0.shape[1]
+    # elements of a row, addressed one by one: the same memory with rows and elements as one dimension
+    olds, outs = _Rows("a0", a0.flatten(0, 1)), _Rows("d1", d1.flatten(0, 1))
+    last, fresh = _Rows("b0", b0), _Rows("c1", c1)
+    last.must_match(outs)
+    fresh.must_match(outs)
+    last.must_hold(perm.size0, "the old order")
+    sizes0 = _whole_numbers("a0_size", a0_size, perm.size0)
+    starts1 = _offsets("c1_offset", c1_offset, len(perm), fresh.num_rows)
+    kept, new = np.flatnonzero(~perm.is_new), np.flatnonzero(perm.is_new)
+    source = perm.index[kept]
+    sizes = np.empty(len(perm), np.int64)
+    sizes[kept], sizes[new] = sizes0[source] + 1, starts1[new + 1] - starts1[new]
+    if len(sizes) and int(sizes.max()) > capacity:
+        row = int(np.argmax(sizes))
+        raise RangeError(f"new row {row} would hold {sizes[row]} elements, its capacity is {capacity}")
+    _copy_pieces(olds, source * capacity, sizes0[source], outs, kept * capacity, copy)
+    _copy_pieces(last, source, np.ones(len(kept), np.int64), outs, kept * capacity + sizes0[source], copy)
+    _copy_pieces(fresh, starts1[new], sizes[new], outs, new * capacity, copy)
+    return sizes
+
+
+def _copy_runs(src: _Rows, runs: Runs, dst: _Rows, copy: CopyPieces) -> None:
+    _copy_pieces(src, runs.old, runs.length, dst, runs.new, copy)
+
+
+def _copy_pieces(src: _Rows, src_row: I64, num_rows: I64, dst: _Rows, dst_row: I64, copy: CopyPieces) -> None:
+    if len(num_rows):
+        size = src.row_size
+        copy.pieces(src.buffer, src_row * size, num_rows * size, dst.buffer, dst_row * size)
+
+
+def _through_scratch(rows: _Rows, runs: Runs, copy: CopyPieces) -> None:
+    """In place, every row is read before any is written: rows that move go out to memory of their own, then back in.
+
+    rows     A B C D      perm [0, 2, 1, 3]      scratch  C B      rows  A C B D
+    """
+    size = rows.row_size
+    ends = np.cumsum(runs.length)
+    scratch = empty_like(rows.buffer.slice(0, int(ends[-1]) * size))
+    at = (ends - runs.length) * size
+    copy.pieces(rows.buffer, runs.old * size, runs.length * size, scratch, at)
+    copy.pieces(scratch, at, runs.length * size, rows.buffer, runs.new * size)
+
+
+def _whole_numbers(name: str, values: Any, count: int) -> I64:
+    array = np.asarray(values)
+    if array.ndim != 1 or len(array) < count or (array.size and array.dtype.kind not in "iu"):
+        raise ArgumentError(f"{name} must be {count} whole numbers, got {array.dtype} of shape {array.shape}")
+    numbers = array[:count].astype(np.int64)
+    if count and int(numbers.min()) < 0:
+        raise RangeError(f"{name}[{int(np.argmax(numbers < 0))}] is negative: {int(numbers.min())}")
+    return numbers
+
+
+def _offsets(name: str, values: Any, count: int, limit: int) -> I64:
+    offsets = _whole_numbers(name, values, count + 1)
+    falling = np.flatnonzero(np.diff(offsets) < 0)
+    if len(falling):
+        at = int(falling[0])
+        raise ArgumentError(f"{name} must not fall, but goes from {offsets[at]} to {offsets[at + 1]} at {at}")
+    if int(offsets[-1]) > limit:
+        raise RangeError(f"{name} reaches {offsets[-1]}, there are {limit} elements")
+    return offsets

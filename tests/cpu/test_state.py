@@ -1,0 +1,318 @@
+"""State, warp and append on every placement this machine has, against numpy; RowMap against a dictionary."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvtier.errors import ArgumentError, DTypeError, RangeError
+from kvtier.memory import BatchCopy, Buffer, Placement, copy
+from kvtier.state import CopyNow, Permutation, RowMap, State, append, warp, warp_ragged
+
+dtypes = st.sampled_from([torch.uint8, torch.int32, torch.float64, torch.bfloat16])
+
+
+def tensor(values, placement, dtype=torch.int32):
+    """A tensor at a placement with these values."""
+    host = torch.tensor(values, dtype=dtype)
+    buffer = Buffer(host.numel(), dtype, placement)
+    copy(Buffer.wrap(host.reshape(-1)), buffer)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return buffer.torch().view(host.shape)
+
+
+def values(tensor):
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return tensor.cpu().tolist()
+
+
+def functors():
+    return [BatchCopy(), CopyNow()]
+
+
+def finish(functor):
+    if isinstance(functor, BatchCopy):
+        functor.run()
+
+
+# ---- the worked examples of the ancestor ----
+
+
+def test_warp_of_one_source_leaves_new_rows_alone(placement):
+    for functor in functors():
+        out = tensor([[0], [0], [77]], placement)
+        warp(tensor([[1], [2], [3]], placement), Permutation([2, 0, 5], 3), out, functor)
+        finish(functor)
+        assert values(out) == [[3], [1], [77]]
+
+
+def test_warp_of_two_sources_takes_new_rows_from_the_same_place(placement):
+    for functor in functors():
+        out = tensor([[0]] * 4, placement)
+        old, new = tensor([[1], [2], [3]], placement), tensor([[11], [12], [13], [14]], placement)
+        warp(old, Permutation([2, 3, 0, 7], 3), out, functor, new=new)
+        finish(functor)
+        assert values(out) == [[3], [12], [1], [14]]
+
+
+def test_warp_of_rows_of_different_lengths(placement):
+    for functor in functors():
+        out = tensor([0] * 6, placement)
+        old, new = tensor([1, 2, 31, 32, 33], placement), tensor([40], placement)
+        perm = Permutation([2, 9, 0], 3)
+        offsets = warp_ragged(old, [0, 2, 2, 5], perm, out, functor, new=new, new_offset=[0, 0, 1, 1])
+        finish(functor)
+        assert values(out) == [31, 32, 33, 40, 1, 2]
+        assert offsets.tolist() == [0, 3, 4, 6]
+
+
+def test_append_adds_one_element_to_old_rows_and_takes_new_ones(placement):
+    for functor in functors():
+        out = tensor([[0] * 4] * 3, placement)
+        old = tensor([[1, 2, 0, 0], [3, 0, 0, 0]], placement)
+        last, fresh = tensor([9, 8], placement), tensor([5, 6, 7], placement)
+        sizes = append(old, [2, 1], last, fresh, [0, 0, 3, 3], Permutation([1, 4, 0], 2), out, functor)
+        finish(functor)
+        assert sizes.tolist() == [2, 3, 3]
+        assert values(out) == [[3, 8, 0, 0], [5, 6, 7, 0], [1, 2, 9, 0]]
+
+
+# ---- anything, against numpy ----
+
+
+@st.composite
+def permutations(draw):
+    size0 = draw(st.integers(0, 10))
+    return Permutation(draw(st.lists(st.integers(0, size0 + 2), max_size=12)), size0)
+
+
+@given(perm=permutations(), width=st.integers(1, 5), with_new=st.booleans(), dtype=dtypes)
+@settings(deadline=None, max_examples=60)
+def test_warp_does_what_numpy_does(placement, perm, width, with_new, dtype):
+    old = np.arange(perm.size0 * width).reshape(perm.size0, width) % 100
+    new = 100 + np.arange(len(perm) * width).reshape(len(perm), width) % 100
+    expected = np.full((len(perm) + 1, width), 7)
+    for i, (row, is_new) in enumerate(zip(perm.index, perm.is_new, strict=True)):
+        if not is_new:
+            expected[i] = old[row]
+        elif with_new:
+            expected[i] = new[i]
+    for functor in functors():
+        out = tensor(np.full((len(perm) + 1, width), 7).tolist(), placement, dtype)
+        source = tensor(old.tolist(), placement, dtype).view(perm.size0, width)
+        fresh = tensor(new.tolist(), placement, dtype).view(len(perm), width)
+        warp(source, perm, out, functor, new=fresh if with_new else None)
+        finish(functor)
+        assert values(out) == expected.tolist()
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_warp_in_place_reads_every_row_before_it_writes_any(placement, data):
+    size = data.draw(st.integers(1, 10))
+    perm = Permutation(data.draw(st.lists(st.integers(0, size), min_size=1, max_size=size)), size)
+    rows = (np.arange(size * 3).reshape(size, 3) % 100).tolist()
+    expected = [rows[row] if row < size else rows[i] for i, row in enumerate(perm.index.tolist())] + rows[len(perm) :]
+    for functor in functors():
+        here = tensor(rows, placement)
+        warp(here, perm, here, functor, in_place=True)
+        finish(functor)
+        assert values(here) == expected
+
+
+def test_in_place_only_what_moves_is_copied():
+    here = tensor([[k] for k in range(6)], Placement("cpu"))
+    with BatchCopy() as batch:
+        warp(here, Permutation([0, 2, 1, 3, 4, 5], 6), here, batch, in_place=True)
+    assert batch.result.num_calls == 4  # two rows out, two rows in
+    with BatchCopy() as batch:
+        warp(here, Permutation.identity(6), here, batch, in_place=True)
+    assert batch.result.num_calls == 0
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_ragged_warp_does_what_lists_do(placement, data):
+    perm = data.draw(permutations())
+    old = data.draw(st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=perm.size0, max_size=perm.size0))
+    new = data.draw(st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=len(perm), max_size=len(perm)))
+    picked = [
+        new[i] if is_new else old[row] for i, (row, is_new) in enumerate(zip(perm.index, perm.is_new, strict=True))
+    ]
+    for functor in functors():
+        out = tensor([7] * (sum(map(len, picked)) + 2), placement)
+        offsets = warp_ragged(
+            tensor([e for row in old for e in row], placement),
+            np.cumsum([0, *map(len, old)]),
+            perm,
+            out,
+            functor,
+            new=tensor([e for row in new for e in row], placement),
+            new_offset=np.cumsum([0, *map(len, new)]),
+        )
+        finish(functor)
+        assert values(out) == [*(e for row in picked for e in row), 7, 7]
+        assert offsets.tolist() == np.cumsum([0, *map(len, picked)]).tolist()
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_append_does_what_lists_do(placement, data):
+    perm, capacity = data.draw(permutations()), 5
+    rows = st.lists(st.integers(1, 99), max_size=capacity - 1)
+    old = data.draw(st.lists(rows, min_size=perm.size0, max_size=perm.size0))
+    new = data.draw(st.lists(rows, min_size=len(perm), max_size=len(perm)))
+    last = data.draw(st.lists(st.integers(1, 99), min_size=perm.size0, max_size=perm.size0))
+    picked = [
+        new[i] if is_new else [*old[row], last[row]]
+        for i, (row, is_new) in enumerate(zip(perm.index, perm.is_new, strict=True))
+    ]
+    padded = [row + [0] * (capacity - len(row)) for row in old]
+    for functor in functors():
+        out = tensor([[0] * capacity] * (len(perm) + 1), placement)
+        sizes = append(
+            tensor(padded, placement).view(perm.size0, capacity),
+            list(map(len, old)),
+            tensor(last, placement),
+            tensor([e for row in new for e in row], placement),
+            np.cumsum([0, *map(len, new)]),
+            perm,
+            out,
+            functor,
+        )
+        finish(functor)
+        assert sizes.tolist() == list(map(len, picked))
+        assert values(out)[: len(perm)] == [row + [0] * (capacity - len(row)) for row in picked]
+
+
+# ---- what the ancestor left unchecked ----
+
+
+def test_misfits_are_refused_with_the_numbers(placement):
+    rows = tensor([[1, 2], [3, 4]], placement)
+    functor = BatchCopy()
+    perm = Permutation([1, 0], 2)
+    with pytest.raises(RangeError, match="a0 has 2 rows, the old order needs 3"):
+        warp(rows, Permutation([0], 3), tensor([[0, 0]], placement), functor)
+    with pytest.raises(RangeError, match="b1 has 1 rows, the new order needs 2"):
+        warp(rows, perm, tensor([[0, 0]], placement), functor)
+    with pytest.raises(ArgumentError, match=r"rows of a0 are \(2,\), those of b1 \(3,\)"):
+        warp(rows, perm, tensor([[0] * 3] * 2, placement), functor)
+    with pytest.raises(DTypeError, match=r"int32.*int64"):
+        warp(rows, perm, tensor([[0, 0]] * 2, placement, torch.int64), functor)
+    with pytest.raises(ArgumentError, match="in_place"):
+        warp(rows, perm, rows, functor)
+    with pytest.raises(ArgumentError, match="in_place"):
+        warp(rows, perm, tensor([[0, 0]] * 2, placement), functor, in_place=True)
+    with pytest.raises(RangeError, match="new has 1 rows"):
+        warp(rows, Permutation([1, 5], 2), tensor([[0, 0]] * 2, placement), functor, new=tensor([[0, 0]], placement))
+    functor.discard()
+
+
+def test_offsets_and_capacities_are_checked(placement):
+    flat, out, functor = tensor([1, 2, 3], placement), tensor([0, 0, 0], placement), BatchCopy()
+    perm = Permutation([1, 0], 2)
+    given = {"new": flat, "new_offset": [0, 0, 0]}
+    with pytest.raises(ArgumentError, match="offset0 must not fall, but goes from 2 to 1 at 1"):
+        warp_ragged(flat, [0, 2, 1], perm, out, functor, **given)
+    with pytest.raises(RangeError, match="offset0 reaches 9, there are 3"):
+        warp_ragged(flat, [0, 2, 9], perm, out, functor, **given)
+    with pytest.raises(ArgumentError, match="3 whole numbers"):
+        warp_ragged(flat, [0, 2], perm, out, functor, **given)
+    with pytest.raises(RangeError, match="out has 2 rows, the new order needs 3"):
+        warp_ragged(flat, [0, 2, 3], perm, out[:2], functor, **given)
+    full = tensor([[1, 2], [3, 4]], placement)
+    with pytest.raises(RangeError, match="new row 0 would hold 3 elements, its capacity is 2"):
+        append(full, [1, 2], flat, flat, [0, 0, 0], perm, tensor([[0, 0]] * 2, placement), functor)
+    with pytest.raises(ArgumentError, match="one capacity"):
+        append(full, [1, 2], flat, flat, [0, 0, 0], perm, tensor([[0] * 3] * 2, placement), functor)
+    with pytest.raises(RangeError, match=r"a0_size\[0\] is negative"):
+        append(full, [-1, 1], flat, flat, [0, 0, 0], perm, tensor([[0, 0]] * 2, placement), functor)
+    functor.discard()
+
+
+# ---- State ----
+
+
+def test_an_identity_copies_nothing_and_does_not_swap(placement):
+    state, functor = State((4, 2), "i32", placement), BatchCopy()
+    front = state.front.data_ptr()
+    assert not state.warp(Permutation.identity(3), functor)
+    assert (state.front.data_ptr(), len(functor)) == (front, 0)
+
+
+def test_a_state_follows_its_rows(placement):
+    state = State((4,), torch.int32, placement)
+    state.front.copy_(torch.tensor([10, 20, 30, 40]))
+    with BatchCopy() as functor:
+        assert state.warp(Permutation([2, 0, 9], 3), functor, new=tensor([0, 0, 99], placement))
+    assert values(state.front)[:3] == [30, 10, 99]
+    assert values(state.back) == [10, 20, 30, 40]
+    state.swap()
+    assert values(state.front) == [10, 20, 30, 40]
+
+
+def test_a_state_needs_rows():
+    for shape in ((), (-1, 2)):
+        with pytest.raises(ArgumentError, match="needs rows"):
+            State(shape, "u8")
+
+
+# ---- RowMap ----
+
+
+class RowMapMachine(RuleBasedStateMachine):
+    """Sequences join, leave and change places; each must keep the row it was given."""
+
+    CAPACITY = 9
+
+    @initialize()
+    def start(self):
+        self.map, self.order, self.row_of, self.next_name = RowMap(self.CAPACITY), [], {}, 0
+
+    @rule(data=st.data(), new=st.integers(0, 4))
+    def step(self, data, new):
+        kept = data.draw(st.permutations(range(len(self.order))))[: data.draw(st.integers(0, len(self.order)))]
+        index = data.draw(st.permutations([*kept, *[len(self.order) + 1] * new]))
+        perm = Permutation(index, len(self.order))
+        if len(kept) + new > self.CAPACITY:
+            with pytest.raises(RangeError, match=f"{new} new sequences need rows"):
+                self.map.apply(perm)
+            return
+        given = self.map.apply(perm).tolist()
+        names = []
+        for row in index:
+            if row < len(self.order):
+                names.append(self.order[row])
+            else:
+                names.append(self.next_name)
+                self.row_of[self.next_name] = given.pop(0)
+                self.next_name += 1
+        self.order = names
+
+    @invariant()
+    def everyone_has_the_row_they_were_given(self):
+        if hasattr(self, "map"):
+            self.map.check()
+            assert self.map.rows.tolist() == [self.row_of[name] for name in self.order]
+            assert self.map.num_free == self.CAPACITY - len(self.order)
+
+
+TestRowMap = RowMapMachine.TestCase
+
+
+def test_what_a_row_map_refuses():
+    rows = RowMap(3)
+    rows.apply(Permutation([5, 5], 0))
+    with pytest.raises(ArgumentError, match="of 1 rows, the map has 2"):
+        rows.apply(Permutation([0], 1))
+    with pytest.raises(ArgumentError, match="fork"):
+        rows.apply(Permutation([0, 0], 2))
+    with pytest.raises(RangeError, match="-1 rows"):
+        RowMap(-1)
+    with pytest.raises(ValueError, match="read-only"):
+        rows.rows[0] = 2
