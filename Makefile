@@ -1,11 +1,11 @@
 # Every target makes .venv and installs what it needs; none needs an earlier step.
 PYTHON ?= python3
-# The CPU build by default; for a CUDA machine: make venv TORCH='torch==2.13.0 --index-url ...'
+# What pip makes of this is up to its index; another build or index: make venv TORCH='torch==2.13.0 --index-url ...'
 TORCH ?= torch==2.13.0
 # Where benchmarks keep their rows.
 RESULTS ?= benchmarks/results
 BIN := .venv/bin
-STAMP := .venv/installed
+STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
 .PHONY: venv demo test check bench gpu clean
 .DEFAULT_GOAL := help
@@ -45,4 +45,4 @@ gpu:  ## GPU tests and GPU benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.state --results $(RESULTS)
 
 clean:  ## remove what the targets made
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -30,12 +30,15 @@ def measure_gpu() -> tuple[list[Row], list[Bar]]:
     cost_table(GPU)  # measured before anything is timed
     stream = Stream(GPU)
     with context(stream=stream), torch.cuda.stream(stream.native):
-        row_rows, row_bars = _scattered_rows(stream)
-        grid_rows, grid_bars = _path_grid(stream)
+        device, other, host = (Buffer(CASE_BYTES, "u8", place) for place in (GPU, GPU, "pinned"))
+        for buffer in (device, other, host):
+            buffer.fill(1)
+        row_rows, row_bars = _scattered_rows(stream, _limit_gbs(device, other, stream))
+        grid_rows, grid_bars = _path_grid(device, other, host, stream)
     return row_rows + grid_rows, row_bars + grid_bars
 
 
-def _scattered_rows(stream: Stream) -> tuple[list[Row], list[Bar]]:
+def _scattered_rows(stream: Stream, limit: float) -> tuple[list[Row], list[Bar]]:
     cases = {nbytes: _row_tasks(nbytes, stream) for nbytes in ROW_BYTES}
     device = {nbytes: dict.fromkeys(tasks, float("inf")) for nbytes, tasks in cases.items()}
     host = {nbytes: dict.fromkeys(tasks, float("inf")) for nbytes, tasks in cases.items()}
@@ -52,6 +55,7 @@ def _scattered_rows(stream: Stream) -> tuple[list[Row], list[Bar]]:
             "device us": device[nbytes]["ours"],
             "index_select": device[nbytes]["index_select"],
             "ratio": device[nbytes]["ours"] / device[nbytes]["index_select"],
+            "of limit": ROWS * nbytes / device[nbytes]["ours"] / 1e3 / limit,
             "host us": host[nbytes]["ours"],
             **{f"{name} host": host[nbytes][name] for name in ("index_select", "driver", "loop")},
             **{f"{name} device": device[nbytes][name] for name in ("driver", "loop")},
@@ -92,12 +96,7 @@ def _row_tasks(nbytes: int, stream: Stream) -> dict[str, Task]:
     }
 
 
-def _path_grid(stream: Stream) -> tuple[list[Row], list[Bar]]:
-    device, other = (Buffer(CASE_BYTES, "u8", GPU) for _ in range(2))
-    host = Buffer(CASE_BYTES, "u8", "pinned")
-    for buffer in (device, other, host):
-        buffer.fill(1)
-    stream.synchronize()
+def _path_grid(device: Buffer, other: Buffer, host: Buffer, stream: Stream) -> tuple[list[Row], list[Bar]]:
     rows: list[Row] = []
     for direction, src, dst in (("D2D", device, other), ("D2H", device, host), ("H2D", host, other)):
         limit = _limit_gbs(src, dst, stream)

@@ -21,7 +21,7 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure the issue asked for, and whether it was reached. `limit` is the bar itself."""
+    """A figure an issue asked for, and whether it was reached."""
 
     name: str
     value: float

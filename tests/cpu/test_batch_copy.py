@@ -141,6 +141,18 @@ def test_run_inside_a_group_is_an_error_and_loses_nothing():
     assert dst.tolist() == numbers(4).tolist()
 
 
+def test_discarding_in_a_group_leaves_it_open():
+    batch, src = BatchCopy(), Buffer(8, "u8")
+    with batch.group():
+        batch(src, 4, Buffer(8, "u8"))
+        batch.discard()
+        with pytest.raises(StateError):
+            batch.run()
+        dst = Buffer(8, "u8")
+        batch(src, 4, batch(src.slice(4), 4, dst))
+    assert batch.run().num_calls == 2
+
+
 def test_a_group_left_by_an_error_is_closed():
     batch = BatchCopy()
     with pytest.raises(KeyError), batch.group():
@@ -173,7 +185,7 @@ def test_dropping_copies_that_never_ran_is_told():
         BatchCopy()(Buffer(4, "u8"), 4, Buffer(4, "u8"))
         gc.collect()
 
-    with pytest.warns(ResourceWarning, match="with 1 copies was dropped"):
+    with pytest.warns(RuntimeWarning, match="with 1 copies was dropped"):
         drop()
 
 
@@ -243,7 +255,28 @@ def test_arrays_are_checked_all_at_once_and_the_first_wrong_piece_is_named():
         batch.pointers([src.data(), 0], 4, [dst.data(), dst.data()])
     with pytest.raises(ArgumentError, match="read-only"):
         batch.pieces(dst, [0], 1, Buffer.wrap(b"abcd"), [0])
+    with pytest.raises(RangeError, match="piece 0"):
+        batch.pieces(src, [2**63 - 1], [1], dst, [0])  # offset and count together overflow
+    with pytest.raises(RangeError, match="piece 0"):
+        batch.pieces(src, [0], [2**63 - 1], dst, [1])
+    with pytest.raises(TypeError):
+        batch(src.data(), 2.5, dst.data())
     assert len(batch) == 0
+
+
+def test_numbers_of_numpy_are_numbers():
+    src, dst = Buffer.wrap(numbers(8)), Buffer.wrap(np.zeros(8, np.uint8))
+    with BatchCopy() as batch:
+        batch.pieces(src, [0], np.int64(2), dst, [0])
+        batch(np.int64(src.data() + 2), np.int32(2), np.uint64(dst.data() + 2))
+    assert dst.tolist()[:4] == numbers(8)[:4].tolist()
+
+
+def test_empty_buffers_have_room_for_nothing():
+    with BatchCopy() as batch:
+        batch.pieces(Buffer(dtype="u8"), [0], 0, Buffer(dtype="u8"), [0])
+        batch(Buffer(dtype="u8"), 0, Buffer(dtype="u8"))
+    assert batch.result.num_calls == 2
 
 
 def test_closed_buffers_are_refused():
@@ -271,6 +304,25 @@ def test_packed_elements_are_copied_by_whole_bytes():
         batch(src, 3, dst)
     with pytest.raises(AlignmentError, match="multiples of 2"):
         batch.pieces(src, [1], 2, dst, [0])
+
+
+@given(size=st.integers(1, 9), n=st.integers(0, 9), start=st.integers(0, 4))
+def test_an_odd_number_of_packed_elements_is_copied_as_copy_does_or_refused(size, n, start):
+    def fresh():
+        return Buffer.pack(np.full(2 * start + size, 9, np.uint8), "u4").slice(2 * start)
+
+    n, src = min(n, size), Buffer.pack(np.arange(size, dtype=np.uint8), "u4")
+    one, other = fresh(), fresh()
+    copy(src, n, one)
+    batch = BatchCopy()
+    try:
+        batch(src, n, other)
+    except AlignmentError:
+        assert n % 2
+        assert n < size
+        return
+    batch.run()
+    assert other.tolist() == one.tolist()
 
 
 def test_the_padding_of_an_odd_packed_buffer_is_nobodys():
@@ -304,6 +356,15 @@ def test_a_path_that_cannot_is_replaced_and_says_why():
         batch(Buffer(4, "u8"), 4, Buffer(4, "u8"))
     assert batch.result.path == "host"
     assert "driver was forced, but driver needs GPU memory on one side" in batch.result.reason
+
+
+def test_what_cannot_be_split_into_waves_counts_every_piece_as_one():
+    buffer = Buffer.wrap(numbers(300))
+    with BatchCopy(path="host") as batch:
+        batch.pieces(buffer, np.arange(100), 1, buffer, np.arange(100) + 1)
+    assert (batch.result.num_waves, batch.result.path) == (100, "loop")
+    assert "host was forced, but the pieces depend on each other" in batch.result.reason
+    assert buffer.tolist()[:101] == [numbers(300)[0]] * 101
 
 
 def test_several_placements_in_one_batch(placement, make, read):

@@ -22,7 +22,7 @@ from kvtier.memory import BatchCopy, Buffer
 from kvtier.memory.copy_plan import Entries, scan
 from kvtier.memory.files import cache_dir, write_atomically
 from kvtier.memory.gather import fill_rows
-from kvtier.memory.native import Loaded, NativeCode, native
+from kvtier.memory.native import Native, NativeCode, native
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -39,7 +39,7 @@ def a_compiler() -> str:
     return found or pytest.skip("this machine has no C compiler")
 
 
-def in_a_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Loaded:
+def in_a_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Native:
     """The native code as a new process with these variables would find it."""
     for name, value in environment.items():
         if value is None:
@@ -49,7 +49,7 @@ def in_a_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None)
     return native.__wrapped__()
 
 
-def check_that_it_copies(loaded: Loaded) -> None:
+def check_that_it_copies(loaded: Native) -> None:
     assert loaded.code is not None, loaded.reason
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     loaded.code.copy(table_of(source, [(10, 50, 20)], target))

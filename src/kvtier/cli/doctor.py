@@ -23,7 +23,7 @@ _OPTIONAL = {"cuda.bindings": "cuda", "ml_dtypes": "numpy"}  # module: the extra
 
 
 def doctor(*, as_json: bool = False, recalibrate: bool = False) -> int:
-    """Print the findings. 0 always: a machine without a GPU is no error."""
+    """Print the findings. 0 also for a machine without a GPU: that is no error."""
     gpus = [Placement("cuda", index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     if recalibrate:
         for gpu in gpus:

@@ -24,6 +24,8 @@ class Grant:
 
     pointer: int
     owner: object = None
+    pooled: bool = False
+    """Whether the owner is a tensor of torch's CUDA pool."""
 
 
 class Source(Protocol):
@@ -111,7 +113,7 @@ class Allocator:
             self._num_live += 1
             self._num_allocations += 1
         release = functools.partial(self._release, grant, nbytes)
-        return Holding(grant.pointer, nbytes, self.placement, grant.owner, release)
+        return Holding(grant.pointer, nbytes, self.placement, grant.owner, release, pooled=grant.pooled)
 
     @property
     def stats(self) -> AllocatorStats:
@@ -226,7 +228,7 @@ class _DeviceSource:
 
     def allocate(self, nbytes: int) -> Grant:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return Grant(tensor.data_ptr(), tensor)
+        return Grant(tensor.data_ptr(), tensor, pooled=True)
 
     def deallocate(self, grant: Grant, nbytes: int) -> None:
         pass  # the owner returns itself to torch's pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from kvtier.memory import cuda
 from kvtier.memory.buffer import Buffer
 from kvtier.memory.copy import check_copy, rest
 from kvtier.memory.copy_paths import PATH_NAMES, Direction, PathName
-from kvtier.memory.copy_plan import ALONE, DST, I64, NBYTES, SRC
+from kvtier.memory.copy_plan import ALONE, DST, I64, NBYTES, SRC, any_of
 from kvtier.memory.copy_steps import Chunk, Step, plan_chunks, plan_steps, run_steps
 from kvtier.memory.costs import CostTable
 from kvtier.memory.launch import choose_stream
@@ -77,6 +78,7 @@ class BatchCopy:
         """What the last `run()` did."""
         self._forced = path
         self._costs = costs
+        self._scope = ALONE
         self._clear()
 
     def _clear(self) -> None:
@@ -84,8 +86,7 @@ class BatchCopy:
         self._single: list[tuple[int, int, int]] = []  # calls not yet turned into a chunk
         self._single_key: tuple[Direction, int] | None = None
         self._holdings: dict[int, Holding] = {}
-        self._scope = ALONE
-        self._next_scope = 0
+        self._next_scope = 0 if self._scope == ALONE else self._scope + 1
 
     # ---- collecting ----
 
@@ -95,6 +96,7 @@ class BatchCopy:
     def __call__(self, src: int, n: int, dst: int) -> int: ...
     def __call__(self, src: Buffer | int, n: int, dst: Buffer | int) -> Buffer | int:
         """Add one copy: n elements of a Buffer, or n bytes at an address. Returns the end of the destination."""
+        n = operator.index(n)
         if isinstance(src, Buffer) and isinstance(dst, Buffer):
             check_copy(src, n, dst)
             if n:
@@ -104,7 +106,8 @@ class BatchCopy:
             else:
                 self._add(0, 0, 0, (src.placement, dst.placement))
             return rest(dst, n)
-        if isinstance(src, int) and isinstance(dst, int):
+        if isinstance(src, int | np.integer) and isinstance(dst, int | np.integer):
+            src, dst = int(src), int(dst)
             if n < 0 or (n and min(src, dst) <= 0):
                 raise RangeError(f"cannot copy {n} bytes from address {src:#x} to address {dst:#x}")
             self._add(src, dst, n, (cuda.placement_of(src), cuda.placement_of(dst)))
@@ -136,9 +139,10 @@ class BatchCopy:
             table //= element.per_byte
         elif element.item_bytes > 1:
             table *= element.item_bytes
-        self._keep(src, dst)
-        table[SRC] += src.data()
-        table[DST] += dst.data()
+        if src and dst:
+            self._keep(src, dst)
+        table[SRC] += src.data_or(0)  # an empty Buffer has room for copies of nothing
+        table[DST] += dst.data_or(0)
         has_empty = bool(np.count_nonzero(table[NBYTES]) < table.shape[1])
         self._add_chunk(table, (src.placement, dst.placement), has_empty=has_empty)
 
@@ -196,14 +200,19 @@ class BatchCopy:
             return self.result
         plan = plan_chunks(chunks)
         stream = choose_stream(None, *(place for direction in plan.directions for place in direction))
-        steps = plan_steps(plan, stream, self._forced, self._costs)
-        run_steps(steps, stream, holdings)
+        if stream is None or not stream.placement.is_device:
+            steps = plan_steps(plan, stream, self._forced, self._costs)
+            run_steps(steps, stream, holdings)
+        else:
+            with cuda.current_context(stream.placement):
+                steps = plan_steps(plan, stream, self._forced, self._costs)
+                run_steps(steps, stream, holdings)
         merged = plan.merged
         self.result = CopyResult(plan.num_calls, merged.num_pieces, merged.nbytes, merged.num_waves, steps)
         return self.result
 
     def discard(self) -> None:
-        """Forget everything added since the last run."""
+        """Forget everything added since the last run. An open group stays open."""
         self._clear()
 
     def __len__(self) -> int:
@@ -228,7 +237,7 @@ class BatchCopy:
         if getattr(self, "_chunks", None) or getattr(self, "_single", None):
             warnings.warn(
                 f"a BatchCopy with {len(self)} copies was dropped without run() or discard()",
-                ResourceWarning,
+                RuntimeWarning,
                 stacklevel=2,
             )
 
@@ -264,7 +273,9 @@ class BatchCopy:
 
     def _check_tail(self, src: Buffer, n: int, dst: Buffer) -> None:
         _writable(dst)
-        if n * src.dtype.bits % 8 and dst.raw_data() + dst.dtype.nbytes(n) != dst.holding.pointer + dst.holding.nbytes:
+        # the last byte is nobody else's only at the very end of the Buffer and of its memory
+        at_the_end = n == dst.size and dst.raw_data() + dst.nbytes == dst.holding.pointer + dst.holding.nbytes
+        if n * src.dtype.bits % 8 and not at_the_end:
             raise AlignmentError(
                 f"{n} elements of {src.dtype} end inside a byte that other elements may share; "
                 f"copy a multiple of {src.dtype.per_byte}, or use kvtier.memory.copy"
@@ -286,7 +297,7 @@ def _integers(name: str, values: Any) -> I64:
 def _table(src: Any, n: Any, dst: Any, src_name: str, n_name: str, dst_name: str) -> I64:
     """The rows of Entries in a new array; one size may stand for all."""
     sources, targets = _integers(src_name, src), _integers(dst_name, dst)
-    sizes = n if isinstance(n, int) else _integers(n_name, n)
+    sizes = int(n) if isinstance(n, int | np.integer) else _integers(n_name, n)
     count = len(sources)
     if len(targets) != count or not (isinstance(sizes, int) or len(sizes) == count):
         told = 1 if isinstance(sizes, int) else len(sizes)
@@ -308,13 +319,12 @@ def _check_addresses(table: I64) -> None:
 
 def _check_bounds(table: I64, src_size: int, dst_size: int) -> None:
     src, dst, counts = table
-    src_ends, dst_ends = src + counts, dst + counts
     if (
         np.minimum.reduce(table, axis=None) < 0
-        or np.maximum.reduce(src_ends) > src_size
-        or np.maximum.reduce(dst_ends) > dst_size
+        or any_of(src > src_size - counts)  # not src + counts, which may overflow
+        or any_of(dst > dst_size - counts)
     ):
-        wrong = (src < 0) | (dst < 0) | (counts < 0) | (src_ends > src_size) | (dst_ends > dst_size)
+        wrong = (src < 0) | (dst < 0) | (counts < 0) | (src > src_size - counts) | (dst > dst_size - counts)
         bad = int(np.argmax(wrong))
         raise RangeError(
             f"piece {bad}: {counts[bad]} elements from {src[bad]} of a Buffer of {src_size} "

@@ -28,7 +28,7 @@ from kvtier.memory.launch import choose_stream, launch
 from kvtier.memory.placement import CPU, Placement
 from kvtier.memory.region import Holding, Region, array_interface
 from kvtier.memory.stream import Stream
-from kvtier.memory.torch_types import BITS, AnyDType, element_type, torch_dtype
+from kvtier.memory.torch_types import BITS, AnyDType, element_type, memory_type, torch_dtype
 
 Scalar = int | float | bool
 
@@ -92,7 +92,7 @@ class Buffer:
         cls, pointer: int, size: int, dtype: AnyDType, placement: Placement | str = CPU, *, owner: object = None
     ) -> Buffer:
         """Over memory at an address. Without `owner` the caller keeps it alive; with it, this Buffer does."""
-        element, where = element_type(dtype), Placement.parse(placement).require()
+        element, where = memory_type(dtype), Placement.parse(placement).require()
         size = operator.index(size)
         nbytes = element.nbytes(size)
         if pointer <= 0 and nbytes:
@@ -236,7 +236,7 @@ class Buffer:
         if self._region is None:
             return Buffer(dtype=element, placement=self.placement)
         address = self.raw_data()
-        if element == self._dtype:
+        if memory_type(element) == self._dtype:
             return self
         bits = self._size * self._dtype.bits
         if bits % max(8, element.bits):

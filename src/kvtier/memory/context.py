@@ -73,7 +73,7 @@ def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = No
     so that stream is made the one in force while it is asked.
     """
     source, stream = allocator or current_allocator(placement), _current.get().stream
-    if stream is None or stream.placement != placement:
+    if stream is None or not placement.is_device or stream.placement != placement:
         return source.allocate(nbytes)
     with torch.cuda.stream(stream.native):
         return source.allocate(nbytes)

@@ -81,6 +81,8 @@ def why_not(path: PathName, job: Job) -> str | None:
         return None if path == "loop" else f"{path} needs GPU memory on one side"
     if path == "host":
         return "the host copier cannot reach GPU memory"
+    if path == "loop":
+        return None  # by the driver or, without cuda-bindings, by torch
     try:
         cuda.driver()
         if path == "driver":
@@ -98,8 +100,8 @@ def why_not(path: PathName, job: Job) -> str | None:
     return None
 
 
-def run_path(path: PathName, job: Job, pieces: Pieces) -> None:
-    """Carry out independent pieces. CopyError names the entry that could not be copied."""
+def run_path(path: PathName, job: Job, pieces: Pieces) -> PathName:
+    """Carry out independent pieces, and return the path that did. CopyError names an entry that could not be copied."""
     if path == "loop":
         run_in_order(job, pieces)
     elif path == "host":
@@ -110,7 +112,8 @@ def run_path(path: PathName, job: Job, pieces: Pieces) -> None:
         assert job.stream is not None
         gather_kernels(_device(job)).copy(pieces.table, job.stream, over_link=job.over_link)
     else:
-        _run_driver(job, pieces)
+        return _run_driver(job, pieces)
+    return path
 
 
 def run_in_order(job: Job, pieces: Pieces) -> None:
@@ -121,7 +124,7 @@ def run_in_order(job: Job, pieces: Pieces) -> None:
             ctypes.memmove(dst, src, nbytes)
         return
     assert job.stream is not None
-    if not _has_driver():
+    if not cuda.has_driver():
         return _run_with_torch(job, pieces)
     for k, (src, dst, nbytes) in enumerate(columns):
         if _copy_one(job, src, dst, nbytes):
@@ -162,7 +165,7 @@ def _retry_parts(job: Job, pieces: Pieces, k: int) -> None:
             )
 
 
-def _run_driver(job: Job, pieces: Pieces) -> None:
+def _run_driver(job: Job, pieces: Pieces) -> PathName:
     assert job.stream is not None
     failed = cuda.batch_call(_device(job)).submit(pieces.table, job.stream)
     if failed is not None:
@@ -170,6 +173,8 @@ def _run_driver(job: Job, pieces: Pieces) -> None:
         # finds the one at fault, or succeeds where the batch would not (a piece merged across two allocations is
         # refused whole).
         run_in_order(job, pieces.part(slice(failed, None)))
+        return "loop"
+    return "driver"
 
 
 def _run_with_torch(job: Job, pieces: Pieces) -> None:
@@ -179,14 +184,6 @@ def _run_with_torch(job: Job, pieces: Pieces) -> None:
         for src, dst, nbytes in zip(*pieces.table.tolist(), strict=True):
             source, target = Holding(src, nbytes, job.src).tensor(), Holding(dst, nbytes, job.dst).tensor()
             target.copy_(source.clone() if abs(src - dst) < nbytes else source, non_blocking=True)
-
-
-def _has_driver() -> bool:
-    try:
-        cuda.driver()
-    except UnavailableError:
-        return False
-    return True
 
 
 def _device(job: Job) -> Placement:

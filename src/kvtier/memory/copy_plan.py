@@ -98,8 +98,8 @@ class CopyPlan:
 
     @property
     def num_waves(self) -> int:
-        """Groups of pieces that run one after another."""
-        return len(self.wave_starts) - 1
+        """Groups of independent pieces, which run one after another."""
+        return self.num_pieces if self.in_order else len(self.wave_starts) - 1
 
     def first_entries(self) -> I64:
         """The caller's number of the entry each piece begins with."""

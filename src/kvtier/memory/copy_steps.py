@@ -67,7 +67,10 @@ class Step:
 
     def run(self) -> None:
         """Carry it out, or give it to the job's stream."""
-        run_path(self.path, self.job, self.pieces)
+        ran = run_path(self.path, self.job, self.pieces)
+        if ran != self.path:
+            self.why += f"{self.path} was refused by the driver, so the pieces ran one by one; "
+            self.path = ran
 
 
 def plan_chunks(chunks: Sequence[Chunk]) -> BatchPlan:
@@ -112,7 +115,7 @@ def plan_steps(
         return (_choose(jobs[0], pieces, forced, costs),)  # the usual case, spared the detours below
     kinds = None if plan.kinds is None else plan.kinds[merged.first_entries()]
     if merged.in_order:
-        reason = "the pieces depend on each other too much for waves, so they run one by one"
+        reason = _only_loop("the pieces depend on each other too much for waves, so they run one by one", forced)
         return tuple(Step(jobs[kind], pieces.part(run), "loop", reason) for kind, run in _runs(kinds, len(pieces)))
     return tuple(
         step
@@ -123,17 +126,21 @@ def plan_steps(
 
 def run_steps(steps: Sequence[Step], stream: Stream | None, holdings: list[Holding]) -> None:
     """Run the steps in order. Memory in `holdings` is kept until they are done."""
+    if not steps:
+        return
     if not any(step.job.on_device for step in steps):
         # bound, so that a host stream keeps the memory until it has come to this
         return launch(functools.partial(_run_all, steps, holdings), stream, on_device=False, holdings=())
     assert stream is not None
-    for step in steps:
-        if step.job.on_device:
-            step.run()
-        else:
-            run_after(stream, step.run)
-    if holdings and not steps[0].job.capturing:
-        hold(stream, holdings)
+    try:
+        for step in steps:
+            if step.job.on_device:
+                step.run()
+            else:
+                run_after(stream, step.run)
+    finally:  # if one fails, those before it are under way
+        if holdings and not steps[0].job.capturing:
+            hold(stream, holdings)
 
 
 def _run_all(steps: Sequence[Step], _kept: list[Holding]) -> None:
@@ -170,15 +177,23 @@ def _independent_steps(
         src, dst, nbytes = pieces.table
         onto_itself = np.abs(src - dst) < nbytes
         if onto_itself.any():
-            yield Step(job, pieces.part(onto_itself), "loop", "source and destination of a piece overlap")
+            reason = _only_loop("source and destination of a piece overlap", forced)
+            yield Step(job, pieces.part(onto_itself), "loop", reason)
             pieces = pieces.part(~onto_itself)
     if len(pieces):
         yield _choose(job, pieces, forced, costs)
 
 
+def _only_loop(why: str, forced: PathName | None) -> str:
+    return why if forced in (None, "loop") else f"{forced} was forced, but {why}"
+
+
 def _choose(job: Job, pieces: Pieces, forced: PathName | None, costs: CostTable | None) -> Step:
     plan = pieces.plan
     nbytes = int(np.add.reduce(pieces.table[NBYTES])) if plan is None or pieces.ids is not None else plan.nbytes
+    if costs is None and forced is None and job.on_device:
+        device = job.dst if job.dst.is_device else job.src
+        costs = saved_costs(device) if job.capturing else cost_table(device)  # nothing can be measured in a capture
     choice = _decide(job.src, job.dst, job.capturing, forced, costs, len(pieces), nbytes)
     return Step(job, pieces, choice.path, choice.why, choice.estimates_us)
 
@@ -219,9 +234,7 @@ def _decide(
     why += "".join(f"no {path}: {refusal}; " for path, refusal in refusals.items() if refusal is not None)
     if len(able) == 1:
         return _Choice(able[0], why)
-    device = dst if dst.is_device else src
-    table = costs or (saved_costs(device) if capturing else cost_table(device))
-    if table is None:
-        return _Choice(able[0], f"{why}no costs measured yet, and none can be during graph capture")
-    estimates = table.estimate_us(job, num_pieces, nbytes)
+    if costs is None:  # in a capture, or another path was forced
+        return _Choice(able[0], f"{why}no costs known")
+    estimates = costs.estimate_us(job, num_pieces, nbytes)
     return _Choice(min(able, key=lambda path: estimates.get(path, math.inf)), why, estimates)

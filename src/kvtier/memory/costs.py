@@ -45,15 +45,12 @@ class Cost:
     per_piece_us: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a key where choices are kept: itself, not its content
 class CostTable:
     """Costs by direction ("cuda>pinned") and path, by rising size. `origin` says where the numbers are from."""
 
     origin: str
     costs: Mapping[str, Mapping[PathName, tuple[Cost, ...]]]
-
-    def __hash__(self) -> int:  # of the object: a table is a key where choices are kept, and never changes
-        return id(self)
 
     def estimate_us(self, job: Job, num_pieces: int, nbytes: int) -> dict[PathName, float]:
         """Expected microseconds of each measured path for `num_pieces` pieces of `nbytes` together."""
@@ -63,7 +60,7 @@ class CostTable:
         k = min(int(place), len(_SIZES) - 2)
         share, beyond = min(place - k, 1.0), max(size / _SIZES[-1], 1.0)
         estimates: dict[PathName, float] = {}
-        for path, rows in self.costs.get(direction(job), {}).items():
+        for path, rows in self.costs.get(cost_key(job), {}).items():
             low, high = rows[k], rows[k + 1]
             fixed = low.fixed_us + share * (high.fixed_us - low.fixed_us)
             per_piece = low.per_piece_us * (high.per_piece_us / low.per_piece_us) ** share
@@ -86,17 +83,24 @@ class CostTable:
             if content["format"] != _FORMAT:
                 raise FormatError(f"cost table of format {content['format']}, this build reads {_FORMAT}")
             costs = {
-                name: {path: tuple(Cost(**row) for row in rows) for path, rows in paths.items()}
+                name: {path: tuple(map(_read_cost, rows)) for path, rows in paths.items()}
                 for name, paths in content["costs"].items()
             }
             if any([row.nbytes for row in rows] != [*_SIZES] for paths in costs.values() for rows in paths.values()):
                 raise FormatError(f"cost table of other piece sizes than {_SIZES}")
             return cls(content["origin"], costs)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise FormatError(f"not a cost table: {error!r}") from error
 
 
-def direction(job: Job) -> str:
+def _read_cost(row: Mapping[str, float]) -> Cost:
+    cost = Cost(int(row["nbytes"]), float(row["fixed_us"]), float(row["per_piece_us"]))
+    if not (cost.fixed_us >= 0 and cost.per_piece_us > 0):
+        raise FormatError(f"a cost table with a cost of {cost}")
+    return cost
+
+
+def cost_key(job: Job) -> str:
     """The key of a job's costs: kinds of memory, whichever GPU."""
     return f"{job.src.kind}>{job.dst.kind}"
 
@@ -117,11 +121,24 @@ def saved_costs(placement: Placement) -> CostTable | None:
 
 
 def calibrate(placement: Placement, progress: Callable[[str], None] | None = None) -> CostTable:
-    """Measure every path of this GPU in every direction, and keep the result.
+    """Measure every path of this GPU in every direction, and keep the result in the cache directory.
 
-    Call it at start-up to have it behind you.
+    Call it at start-up to have it behind you; without such a directory, the first copy of each process measures.
     """
-    name = f"{torch.cuda.get_device_name(placement.torch)}, driver {cuda.driver_version()}"
+    with cuda.current_context(placement):
+        table = CostTable(
+            f"{torch.cuda.get_device_name(placement.torch)}, driver {cuda.driver_release()}",
+            _measure_all(placement, progress),
+        )
+    with contextlib.suppress(UnavailableError, OSError):  # nowhere to keep it: measured anew by the next process
+        write_atomically(_file(placement), table.to_json().encode())
+    cost_table.cache_clear()
+    return table
+
+
+def _measure_all(
+    placement: Placement, progress: Callable[[str], None] | None
+) -> dict[str, dict[PathName, tuple[Cost, ...]]]:
     stream = Stream(placement)
     pools = {where: Buffer(_POOL_BYTES, "u8", where) for where in (placement, PINNED, CPU)}
     other = Buffer(_POOL_BYTES, "u8", placement)
@@ -141,13 +158,10 @@ def calibrate(placement: Placement, progress: Callable[[str], None] | None = Non
         for path in PATH_NAMES:
             if why_not(path, job) is None:
                 if progress is not None:
-                    progress(f"{direction(job)} {path}")
+                    progress(f"{cost_key(job)} {path}")
                 rows = tuple(_measure(path, job, pools[src], target, size) for size in _SIZES)
-                costs.setdefault(direction(job), {})[path] = rows
-    table = CostTable(name, costs)
-    with contextlib.suppress(UnavailableError, OSError):  # nowhere to keep it: measured anew by the next process
-        write_atomically(_file(placement), table.to_json().encode())
-    return table
+                costs.setdefault(cost_key(job), {})[path] = rows
+    return costs
 
 
 def _measure(path: PathName, job: Job, src: Buffer, dst: Buffer, size: int) -> Cost:
@@ -182,4 +196,4 @@ def _time_us(path: PathName, job: Job, pieces: Pieces) -> float:
 
 def _file(placement: Placement) -> Path:
     name = torch.cuda.get_device_name(placement.torch).replace(" ", "-").replace("/", "-")
-    return cache_dir() / f"costs-{name}-{cuda.driver_version()}.json"
+    return cache_dir() / f"costs-{name}-{cuda.driver_release()}.json"

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ from kvtier.memory.native import row_addresses
 from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.stream import LEGACY_DEFAULT_HANDLES, Stream
 
-_SUCCESS = 0
+_SUCCESS, _INVALID_VALUE, _NOT_INITIALIZED, _INVALID_CONTEXT = 0, 1, 3, 201
 _SRC_ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in stream order
 _PREFER_OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 # One submission of 51,828 entries hung a driver 580 (vllm issue 49276); chunks of this size cost nothing measurable.
@@ -47,21 +50,77 @@ def unwrap(result: Any) -> Any:
 
 
 @functools.cache
-def entry_point(name: str, *argument_types: Any, version: int | None = None) -> Callable[..., int]:
-    """A driver function that returns its status as an int.
+def entry_point(name: str, *argument_types: Any, version: int = 12000) -> Callable[..., int]:
+    """A driver function as this CUDA version has it, which returns its status as an int.
 
     cuda-bindings finds it; ctypes calls it, at a third of the cost of a wrapper that makes an enum of every status.
     """
-    status, address, found = driver().cuGetProcAddress(name.encode(), version or driver_version(), 0)
+    status, address, found = driver().cuGetProcAddress(name.encode(), version, 0)
     if int(status) != _SUCCESS or int(found) != 0 or not int(address):
-        raise UnavailableError(f"the driver has no {name} of version {version or driver_version()}")
+        raise UnavailableError(f"the driver has no {name} of version {version}")
     function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int, *argument_types)(int(address))
     return function
+
+
+def driver_release() -> str:
+    """The driver's own version, such as 580.159.04; the CUDA version it speaks where it does not say."""
+    told = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(?:\.\d+)?", told.read_text()) if told.exists() else None
+    return found[0] if found else str(driver_version())
 
 
 def driver_version() -> int:
     """The CUDA version the driver speaks, as 1000 * major + 10 * minor."""
     return int(unwrap(driver().cuDriverGetVersion()))
+
+
+@functools.cache
+def _primary_context(index: int) -> int:
+    """The context torch uses on this GPU, kept for the life of the process."""
+    device = unwrap(driver().cuDeviceGet(index))
+    return int(unwrap(driver().cuDevicePrimaryCtxRetain(device)))
+
+
+@contextmanager
+def current_context(placement: Placement) -> Iterator[None]:
+    """Inside the block, driver calls of this thread mean this GPU.
+
+    A new thread has no context, and another GPU's is put aside. Without cuda-bindings nobody calls the driver, and
+    torch sees to itself.
+    """
+    if not has_driver():
+        yield
+        return
+    wanted, found = _primary_context(placement.index), ctypes.c_void_p()
+    entry_point("cuCtxGetCurrent", ctypes.c_void_p)(ctypes.addressof(found))
+    if found.value == wanted:
+        yield
+        return
+    unwrap(driver().cuCtxPushCurrent(wanted))
+    try:
+        yield
+    finally:
+        unwrap(driver().cuCtxPopCurrent())
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Inside the block, this thread may do what is unsafe while a stream captures; none of it goes into the graph."""
+    relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = unwrap(driver().cuThreadExchangeStreamCaptureMode(relaxed))
+    try:
+        yield
+    finally:
+        unwrap(driver().cuThreadExchangeStreamCaptureMode(before))
+
+
+def has_driver() -> bool:
+    """Whether cuda-bindings is there."""
+    try:
+        driver()
+    except UnavailableError:
+        return False
+    return True
 
 
 def is_capturing(stream: Stream) -> bool:
@@ -80,14 +139,19 @@ def is_capturing(stream: Stream) -> bool:
 
 def placement_of(pointer: int) -> Placement:
     """Where an address lives, as the driver knows it; addresses it does not know are plain host memory."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if not torch.cuda.is_available():
         return CPU
     attribute = driver().CUpointer_attribute
     status, kind = driver().cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer)
-    if int(status) != _SUCCESS or int(kind) not in (_MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE):
+    if int(status) == _INVALID_CONTEXT:
+        with current_context(Placement("cuda")):
+            return placement_of(pointer)
+    if int(status) in (_INVALID_VALUE, _NOT_INITIALIZED):  # memory the driver does not know, or knows none at all yet
         return CPU
-    if int(kind) == _MEMORY_TYPE_HOST:
+    if int(unwrap((status, kind))) == _MEMORY_TYPE_HOST:
         return PINNED
+    if int(kind) != _MEMORY_TYPE_DEVICE:
+        return CPU
     return Placement(
         "cuda", int(unwrap(driver().cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer)))
     )
@@ -124,7 +188,7 @@ class _Attributes(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """cuMemcpyBatchAsync, in the signature this driver has: 12.8 reports the entry that failed, 13.0 does not."""
+    """cuMemcpyBatchAsync, in the signature this driver has: 12.8 has one more argument, the entry that failed."""
 
     call: Callable[..., int]
     reports_failure: bool
@@ -174,7 +238,11 @@ def batch_call(placement: Placement) -> BatchCall:
     for wanted in (13000, 12080):
         if version >= wanted:
             call = BatchCall.of_version(wanted)
-            _self_test(call, placement)
+            try:
+                with current_context(placement):
+                    _self_test(call, placement)
+            except (CopyError, RuntimeError) as error:
+                raise UnavailableError(f"cuMemcpyBatchAsync failed its self-test on {placement}: {error}") from error
             return call
     raise UnavailableError(
         f"the driver speaks CUDA {version // 1000}.{version % 1000 // 10}; cuMemcpyBatchAsync needs 12.8"
@@ -192,7 +260,4 @@ def _self_test(call: BatchCall, placement: Placement) -> None:
     stream.synchronize()
     expected = [*range(32, 48), *[0] * 16, *range(16), *[0] * 16]
     if failed is not None or target.tolist() != expected:
-        raise UnavailableError(
-            f"cuMemcpyBatchAsync failed its self-test on {placement}: "
-            f"{'refused' if failed is not None else 'wrong bytes'}"
-        )
+        raise CopyError("the call was refused" if failed is not None else "the bytes were wrong")

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.errors import UnavailableError
+from kvtier.errors import CopyError, UnavailableError
 from kvtier.memory.copy_plan import I64, NBYTES, any_of
-from kvtier.memory.cuda import driver, driver_version, launch_kernel, unwrap
+from kvtier.memory.cuda import current_context, driver, driver_version, launch_kernel, relaxed_capture, unwrap
 from kvtier.memory.native import address_of, native
 from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
@@ -53,15 +53,12 @@ class GatherKernels:
     rows: tuple[_Kernel, ...]
     pieces: tuple[_Kernel, ...]
 
-    def copy(self, table: I64, stream: Stream, *, over_link: bool) -> int:
-        """Copy independent pieces the GPU can address (rows as in Entries). Returns the launches made.
-
-        `over_link`: one side is host memory.
-        """
+    def copy(self, table: I64, stream: Stream, *, over_link: bool) -> None:
+        """Copy independent pieces the GPU can address (rows as in Entries). `over_link`: one side is host memory."""
         most_blocks = _LINK_BLOCKS if over_link else _DEVICE_BLOCKS
         count = table.shape[1]
         compact = True
-        start = launches = 0
+        start = 0
         while start < count:
             kernels = self.rows if compact else self.pieces
             kernel = kernels[0] if count - start <= kernels[0].capacity else kernels[-1]
@@ -76,8 +73,6 @@ class GatherKernels:
             threads = max(32, min(_THREADS, -(-widest // 16)))
             launch_kernel(kernel.function, min(most_blocks, part.shape[1] * parts), threads, address_of(block), stream)
             start += part.shape[1]
-            launches += 1
-        return launches
 
 
 def _fill_rows(table: I64, capacity: int, block: Block) -> int:
@@ -124,16 +119,20 @@ def gather_kernels(placement: Placement) -> GatherKernels:
         for size, limit in limits.items()
         for form, (head, each) in forms.items()
     }
-    with torch.cuda.device(placement.torch):
-        torch.cuda.current_stream().synchronize()  # makes the context current on this thread
-        module = unwrap(driver().cuModuleLoadData(_compile(placement, capacity)))
-
-    def kernel(form: str, size: str) -> _Kernel:
-        count, (head, each) = capacity[f"{form}_{size}"], forms[form]
-        function = unwrap(driver().cuModuleGetFunction(module, f"{form}_{size}".encode()))
-        return _Kernel(int(function), count, head + count * each)
-
-    by_form = {form: tuple(kernel(form, size) for size in limits) for form in forms}
+    binary = _compile(placement, capacity)
+    try:
+        with current_context(placement), relaxed_capture():  # a first use may fall into a capture
+            module = unwrap(driver().cuModuleLoadData(binary))
+            functions = {name: int(unwrap(driver().cuModuleGetFunction(module, name.encode()))) for name in capacity}
+    except CopyError as error:
+        raise UnavailableError(f"the driver cannot load the gather kernel: {error}") from error
+    by_form = {
+        form: tuple(
+            _Kernel(functions[f"{form}_{size}"], capacity[f"{form}_{size}"], head + each * capacity[f"{form}_{size}"])
+            for size in limits
+        )
+        for form, (head, each) in forms.items()
+    }
     return GatherKernels(by_form["rows"], by_form["pieces"])
 
 

@@ -38,7 +38,7 @@ class Adopted:
 def adopt(source: Any) -> Adopted:
     """Describe the memory of a foreign array, which stays alive as long as the result. It must be contiguous."""
     if isinstance(source, torch.Tensor):
-        return _adopt_tensor(source, readonly=False)
+        return _adopt_tensor(source, readonly=False, pooled=True)
     if isinstance(source, np.generic):
         raise ArgumentError(f"a numpy scalar ({type(source).__name__}) has no memory to share; pass an array")
     if hasattr(source, "__cuda_array_interface__"):
@@ -57,7 +57,7 @@ def adopt(source: Any) -> Adopted:
     return _adopt_ndarray(np.asarray(view))
 
 
-def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool) -> Adopted:
+def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool, pooled: bool) -> Adopted:
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"a Buffer is one flat region, but this tensor of shape {tuple(tensor.shape)} has strides "
@@ -72,7 +72,7 @@ def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool) -> Adopted:
     if tensor.device.type not in ("cpu", "cuda"):
         raise PlacementError(f"kvtier has no placement for torch device {tensor.device}")
     where = Placement("cuda", tensor.device.index or 0) if tensor.is_cuda else _host_placement(tensor)
-    holding = Holding(tensor.data_ptr(), tensor.nbytes, where, owner=tensor.detach())
+    holding = Holding(tensor.data_ptr(), tensor.nbytes, where, owner=tensor.detach(), pooled=pooled)
     return Adopted(Region(holding, readonly=readonly), tensor.numel() * dtype.per_byte, dtype)
 
 
@@ -136,7 +136,7 @@ def _adopt_capsule(source: Any, stream: int | None) -> Adopted:
     except TypeError:  # a producer of before version 1 takes no max_version
         capsule = source.__dlpack__(stream=stream)
     readonly = _is_readonly(capsule)  # torch, which takes the capsule, does not look at the flag
-    return _adopt_tensor(torch.utils.dlpack.from_dlpack(capsule), readonly=readonly)
+    return _adopt_tensor(torch.utils.dlpack.from_dlpack(capsule), readonly=readonly, pooled=False)
 
 
 def _is_readonly(capsule: object) -> bool:

@@ -36,10 +36,12 @@ def launch(task: Callable[[], object], stream: Stream | None, *, on_device: bool
     elif not stream.placement.is_device:
         stream.enqueue(task)
     elif on_device:
-        with torch.cuda.stream(stream.native):
-            task()
-        if not is_capturing(stream):  # a graph replays: its memory is the caller's to keep
-            hold(stream, holdings)
+        try:
+            with torch.cuda.stream(stream.native):
+                task()
+        finally:  # if it fails, part of it may be under way
+            if not is_capturing(stream):  # a graph replays: its memory is the caller's to keep
+                hold(stream, holdings)
     else:
         run_after(stream, task)
 

@@ -101,7 +101,7 @@ def row_addresses(table: I64) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Native:
     """The compiled functions, or the reason there are none."""
 
     code: NativeCode | None
@@ -109,7 +109,7 @@ class Loaded:
 
 
 @functools.cache  # compiling and loading once per process is the point
-def native() -> Loaded:
+def native() -> Native:
     """The native code of this machine; compiles it if the cache has none."""
     source = resources.files("kvtier.memory").joinpath("native.c").read_text()
     compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
@@ -119,15 +119,15 @@ def native() -> Loaded:
         found = _load(path)
         if found is None:
             if compiler is None:
-                return Loaded(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
+                return Native(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
             _compile(compiler, source, path)
             found = NativeCode(path)
-        return Loaded(found, f"compiled in {path}")
+        return Native(found, f"compiled in {path}")
     except UnavailableError as error:
-        return Loaded(None, str(error))
+        return Native(None, str(error))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
-        return Loaded(None, f"compiling with {compiler} failed: {detail}")
+        return Native(None, f"compiling with {compiler} failed: {detail}")
 
 
 def _load(path: Path) -> NativeCode | None:

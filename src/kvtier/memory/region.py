@@ -23,7 +23,7 @@ from kvtier.memory.stream import Event, Stream
 class Holding:
     """Keeps memory alive, and gives it back once nothing refers to it and no copy in flight uses it."""
 
-    __slots__ = ("__weakref__", "_in_flight", "_release", "nbytes", "owner", "placement", "pointer")
+    __slots__ = ("__weakref__", "_in_flight", "_pooled", "_release", "nbytes", "owner", "placement", "pointer")
 
     def __init__(
         self,
@@ -32,24 +32,27 @@ class Holding:
         placement: Placement,
         owner: object = None,
         release: Callable[[], None] | None = None,
+        *,
+        pooled: bool = False,
     ) -> None:
         self.pointer = pointer
         self.nbytes = nbytes
         self.placement = placement
         self.owner = owner
         self._release = release
+        self._pooled = pooled and placement.is_device  # `owner` is a tensor of torch's CUDA pool
         self._in_flight: dict[tuple[Placement, int], Event] = {}
 
     def used_by(self, stream: Stream, event: Event) -> None:
         """Note that work on `stream` up to `event` uses this memory. Later work on the same stream replaces it."""
-        if isinstance(self.owner, torch.Tensor) and self.owner.is_cuda:
+        if self._pooled and isinstance(self.owner, torch.Tensor):
             self.owner.record_stream(stream.native)  # torch's pool waits without blocking the host
         else:
             self._in_flight[stream.placement, stream.handle] = event  # every GPU has a stream of handle 0
 
     def wait(self) -> None:
         """Block until the copies in flight that use this memory are done, or have failed."""
-        for event in self._in_flight.values():
+        for event in tuple(self._in_flight.values()):  # another thread may add one
             event.settle()
 
     def tensor(self) -> torch.Tensor:

@@ -55,8 +55,8 @@ MAX_DIMS = 8
 _FIXED = struct.Struct("<8sHHI16sQQQII8Q")
 _HEADER_CRC_AT = 60
 
-Target = str | os.PathLike[str] | BinaryIO | bytearray | memoryview
-Source = str | os.PathLike[str] | BinaryIO | bytes | bytearray | memoryview
+Writable = str | os.PathLike[str] | BinaryIO | bytearray | memoryview
+Readable = str | os.PathLike[str] | BinaryIO | bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def saved_nbytes(buffer: Buffer) -> int:
     return HEADER_BYTES + buffer.nbytes
 
 
-def save(buffer: Buffer, target: Target, shape: Sequence[int] | None = None) -> int:
+def save(buffer: Buffer, target: Writable, shape: Sequence[int] | None = None) -> int:
     """Write a Buffer of any placement to a path, an open binary file, or writable memory. Returns the bytes written.
 
     A file at a path appears whole or not at all, and is on disk when this returns. `shape` is kept for whoever loads
@@ -156,7 +156,7 @@ def save(buffer: Buffer, target: Target, shape: Sequence[int] | None = None) -> 
     return len(header) + len(payload)
 
 
-def load(source: Source, placement: Placement | str = CPU, *, map_file: bool = False) -> Loaded:
+def load(source: Readable, placement: Placement | str = CPU, *, map_file: bool = False) -> Loaded:
     """Read a Buffer back into memory of `placement`. The bytes are verified first; anything amiss is a FormatError.
 
     From an open file one record is read, from where it stands; a path or memory must hold exactly one record. With
@@ -179,6 +179,7 @@ def load(source: Source, placement: Placement | str = CPU, *, map_file: bool = F
 
 
 def _host_bytes(buffer: Buffer) -> memoryview:
+    buffer.data_or(0)  # raises if closed
     if not buffer:
         if buffer.size == 0 and buffer.dtype != dt.null:
             return memoryview(b"")

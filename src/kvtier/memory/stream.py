@@ -165,5 +165,6 @@ class Event:
             raise StateError("elapsed() cannot compare a host event with a CUDA event: their clocks differ")
         if not (self._timing and end._timing):
             raise StateError("elapsed() needs events made with Event(timing=True)")
+        self._native.synchronize()
         end._native.synchronize()
         return float(self._native.elapsed_time(end._native))

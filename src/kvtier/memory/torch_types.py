@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from kvtier import dtype as dt
-from kvtier.dtype import DType, dtype
+from kvtier.dtype import DType, dtype, null
 from kvtier.errors import DTypeError
 
 AnyDType = DType | str | torch.dtype
@@ -38,6 +38,14 @@ def torch_dtype(element: DType) -> torch.dtype:
 def element_type(given: AnyDType) -> DType:
     """The element type of this name or torch type."""
     return from_torch(given) if isinstance(given, torch.dtype) else dtype(given)
+
+
+def memory_type(given: AnyDType) -> DType:
+    """The same, but an error for the type that no memory has."""
+    element = element_type(given)
+    if element == null:
+        raise DTypeError("memory needs an element type; null is that of an empty Buffer without one")
+    return element
 
 
 def from_torch(torch_dtype: torch.dtype) -> DType:
