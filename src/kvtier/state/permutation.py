@@ -102,16 +102,22 @@ class Permutation:
     def runs(self, *, moved_only: bool = False) -> Runs:
         """The fewest stretches the old rows come in; `moved_only` leaves out rows that stay where they are."""
         wanted = ~self.is_new & (self.index != np.arange(len(self))) if moved_only else ~self.is_new
-        return _runs(np.flatnonzero(wanted), self.index)
+        return _runs(wanted, self.index)
 
     def new_runs(self) -> Runs:
         """The stretches of new rows; `old` is the row of the new data, which is in the new order: the same."""
-        return _runs(np.flatnonzero(self.is_new), np.arange(len(self)))
+        return _runs(self.is_new, np.arange(len(self)))
 
 
-def _runs(rows: I64, source: I64) -> Runs:
-    origin = source[rows]
-    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(origin) != 1)) + 1
-    first = np.concatenate(([0], breaks)) if len(rows) else breaks
-    length = np.diff(np.append(first, len(rows)))
-    return Runs(rows[first], origin[first], length)
+def _runs(wanted: Bools, source: I64) -> Runs:
+    """The stretches of wanted rows whose sources rise by one.
+
+    wanted  1 1 1 0 1        begins  1 0 1 0 1
+    source  4 5 0 . 1        ends    0 1 1 0 1
+    """
+    begins, ends = wanted.copy(), wanted.copy()
+    continues = (source[1:] == source[:-1] + 1) & wanted[1:] & wanted[:-1]
+    begins[1:] &= ~continues
+    ends[:-1] &= ~continues
+    first = np.flatnonzero(begins)
+    return Runs(first, source[first], np.flatnonzero(ends) - first + 1)

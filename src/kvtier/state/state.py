@@ -11,7 +11,7 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.memory import Allocator, Buffer, Placement
 from kvtier.memory.torch_types import AnyDType
 from kvtier.state.permutation import I64, Permutation
-from kvtier.state.warp import CopyPieces, warp
+from kvtier.state.warp import CopyPieces, Rows, warp_rows
 
 
 class State:
@@ -31,19 +31,18 @@ class State:
         if not shape or any(extent < 0 for extent in shape):
             raise ArgumentError(f"a State needs rows: a shape of at least one dimension, got {tuple(shape)}")
         size = int(np.prod(shape, dtype=np.int64))
-        self._front, self._back = (
-            Buffer(size, dtype, placement, allocator=allocator).torch().view(tuple(shape)) for _ in range(2)
-        )
+        buffers = [Buffer(size, dtype, placement, allocator=allocator) for _ in range(2)]
+        self._front, self._back = (Rows("the state", buffer.torch().view(tuple(shape))) for buffer in buffers)
 
     @property
     def front(self) -> torch.Tensor:
         """The tensor in the present order."""
-        return self._front
+        return self._front.tensor
 
     @property
     def back(self) -> torch.Tensor:
         """The tensor the next order is written to."""
-        return self._back
+        return self._back.tensor
 
     def swap(self) -> None:
         """Exchange front and back. Tensors taken before keep their memory, and so change roles."""
@@ -56,7 +55,7 @@ class State:
         """
         if perm.is_identity:
             return False
-        warp(self._front, perm, self._back, copy, new=new)
+        warp_rows(self._front, perm, self._back, copy, new=new)
         self.swap()
         return True
 

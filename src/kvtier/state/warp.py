@@ -33,8 +33,10 @@ class CopyNow:
             batch.pieces(src, src_at, n, dst, dst_at)
 
 
-class _Rows:
-    """A tensor as rows of a Buffer."""
+class Rows:
+    """A tensor as rows of a Buffer. `name` is what messages call it."""
+
+    __slots__ = ("buffer", "name", "num_rows", "row_size", "tensor")
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.dim() == 0:
@@ -47,7 +49,8 @@ class _Rows:
             self.buffer.size // max(tensor.numel(), 1) or 1
         )
 
-    def must_match(self, other: _Rows) -> None:
+    def must_match(self, other: Rows) -> None:
+        """Raise unless both have rows of one type and shape."""
         if self.tensor.dtype != other.tensor.dtype:
             raise DTypeError(f"{self.name} holds {self.tensor.dtype}, {other.name} {other.tensor.dtype}")
         if self.tensor.shape[1:] != other.tensor.shape[1:]:
@@ -55,6 +58,7 @@ class _Rows:
             raise ArgumentError(f"rows of {self.name} are {mine}, those of {other.name} {theirs}")
 
     def must_hold(self, count: int, what: str) -> None:
+        """Raise unless there are `count` rows."""
         if self.num_rows < count:
             raise RangeError(f"{self.name} has {self.num_rows} rows, {what} needs {count}")
 
@@ -73,20 +77,31 @@ def warp(
     With `in_place`, a0 and b1 are the same tensor and rows that stay are not copied; otherwise they must not overlap.
     An identity in place copies nothing.
     """
-    old, out = _Rows("a0", a0), _Rows("b1", b1)
+    if (a0.data_ptr() == b1.data_ptr()) != in_place and a0.numel() and b1.numel():
+        raise ArgumentError("in_place=True is for a0 and b1 that are the same tensor, and only for them")
+    warp_rows(Rows("a0", a0), perm, Rows("b1", b1), copy, new=new, in_place=in_place)
+
+
+def warp_rows(
+    old: Rows,
+    perm: Permutation,
+    out: Rows,
+    copy: CopyPieces,
+    *,
+    new: torch.Tensor | None = None,
+    in_place: bool = False,
+) -> None:
+    """`warp` for tensors already looked at."""
     old.must_match(out)
     old.must_hold(perm.size0, "the old order")
     out.must_hold(len(perm), "the new order")
-    same = a0.data_ptr() == b1.data_ptr()
-    if same != in_place:
-        raise ArgumentError("in_place=True is for a0 and b1 that are the same tensor, and only for them")
     runs = perm.runs(moved_only=in_place)
     if in_place and len(runs.new):
         _through_scratch(old, runs, copy)
     else:
         _copy_runs(old, runs, out, copy)
     if new is not None:
-        fresh = _Rows("new", new)
+        fresh = Rows("new", new)
         fresh.must_match(out)
         fresh.must_hold(len(perm) if perm.is_new.any() else 0, "the new order")
         _copy_runs(fresh, perm.new_runs(), out, copy)
@@ -106,7 +121,7 @@ def warp_ragged(
 
     Packs the new order into `out` and returns its offsets, one more than rows.
     """
-    old, fresh, packed = _Rows("a0", a0), _Rows("new", new), _Rows("out", out)
+    old, fresh, packed = Rows("a0", a0), Rows("new", new), Rows("out", out)
     old.must_match(packed)
     fresh.must_match(packed)
     starts0 = _offsets("offset0", offset0, perm.size0, old.num_rows)
@@ -140,14 +155,14 @@ def append(
     """
     if a0.dim() < 2 or d1.dim() < 2 or a0.shape[1:] != d1.shape[1:]:
         raise ArgumentError(f"a0 and d1 must have rows of one capacity, got {tuple(a0.shape)} and {tuple(d1.shape)}")
-    old, out = _Rows("a0", a0), _Rows("d1", d1)
+    old, out = Rows("a0", a0), Rows("d1", d1)
     old.must_match(out)
     old.must_hold(perm.size0, "the old order")
     out.must_hold(len(perm), "the new order")
     capacity = a0.shape[1]
     # elements of a row, addressed one by one: the same memory with rows and elements as one dimension
-    olds, outs = _Rows("a0", a0.flatten(0, 1)), _Rows("d1", d1.flatten(0, 1))
-    last, fresh = _Rows("b0", b0), _Rows("c1", c1)
+    olds, outs = Rows("a0", a0.flatten(0, 1)), Rows("d1", d1.flatten(0, 1))
+    last, fresh = Rows("b0", b0), Rows("c1", c1)
     last.must_match(outs)
     fresh.must_match(outs)
     last.must_hold(perm.size0, "the old order")
@@ -166,17 +181,17 @@ def append(
     return sizes
 
 
-def _copy_runs(src: _Rows, runs: Runs, dst: _Rows, copy: CopyPieces) -> None:
+def _copy_runs(src: Rows, runs: Runs, dst: Rows, copy: CopyPieces) -> None:
     _copy_pieces(src, runs.old, runs.length, dst, runs.new, copy)
 
 
-def _copy_pieces(src: _Rows, src_row: I64, num_rows: I64, dst: _Rows, dst_row: I64, copy: CopyPieces) -> None:
+def _copy_pieces(src: Rows, src_row: I64, num_rows: I64, dst: Rows, dst_row: I64, copy: CopyPieces) -> None:
     if len(num_rows):
         size = src.row_size
         copy.pieces(src.buffer, src_row * size, num_rows * size, dst.buffer, dst_row * size)
 
 
-def _through_scratch(rows: _Rows, runs: Runs, copy: CopyPieces) -> None:
+def _through_scratch(rows: Rows, runs: Runs, copy: CopyPieces) -> None:
     """In place, every row is read before any is written: rows that move go out to memory of their own, then back in.
 
     rows     A B C D      perm [0, 2, 1, 3]      scratch  C B      rows  A C B D
