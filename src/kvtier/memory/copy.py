@@ -75,7 +75,7 @@ def check_copy(src: Buffer, n: int, dst: Buffer) -> None:
     """Raise unless the first `n` elements of `src` can be copied over the first `n` of `dst`."""
     if src.dtype != dst.dtype:
         raise DTypeError(f"cannot copy {src.dtype} elements into a Buffer of {dst.dtype}; view() one of them first")
-    src.slice(0)  # raises if closed
+    src.data_or(0)  # raises if closed
     if not 0 <= n <= min(src.size, dst.size):
         raise RangeError(f"cannot copy {n} elements from a Buffer of {src.size} into one of {dst.size}")
 

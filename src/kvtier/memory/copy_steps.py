@@ -95,10 +95,12 @@ def _join(chunks: Sequence[Chunk]) -> tuple[Entries, tuple[Direction, ...], I64 
         return Entries(only.table, scope), (only.direction,), None
     directions = tuple(dict.fromkeys(chunk.direction for chunk in chunks))
     lengths = [chunk.table.shape[1] for chunk in chunks]
-    kinds = np.array([directions.index(chunk.direction) for chunk in chunks])
-    given = np.array([chunk.scope for chunk in chunks])
+    kinds = [directions.index(chunk.direction) for chunk in chunks]
     # pieces of two directions never merge, though their addresses may happen to touch
-    scopes = np.where(given == ALONE, ALONE, given * len(directions) + kinds)
+    scopes = [
+        ALONE if chunk.scope == ALONE else chunk.scope * len(directions) + kind
+        for chunk, kind in zip(chunks, kinds, strict=True)
+    ]
     entries = Entries(np.concatenate([chunk.table for chunk in chunks], axis=1), np.repeat(scopes, lengths))
     return entries, directions, np.repeat(kinds, lengths) if len(directions) > 1 else None
 

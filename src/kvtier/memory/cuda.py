@@ -20,7 +20,7 @@ import torch
 from kvtier.errors import CopyError, UnavailableError
 from kvtier.memory.copy_plan import I64
 from kvtier.memory.native import row_addresses
-from kvtier.memory.placement import CPU, PINNED, Placement
+from kvtier.memory.placement import CPU, PINNED, Placement, has_gpu
 from kvtier.memory.stream import LEGACY_DEFAULT_HANDLES, Stream
 
 _SUCCESS, _INVALID_VALUE, _NOT_INITIALIZED, _INVALID_CONTEXT = 0, 1, 3, 201
@@ -139,7 +139,7 @@ def is_capturing(stream: Stream) -> bool:
 
 def placement_of(pointer: int) -> Placement:
     """Where an address lives, as the driver knows it; addresses it does not know are plain host memory."""
-    if not torch.cuda.is_available():
+    if not has_gpu():
         return CPU
     attribute = driver().CUpointer_attribute
     status, kind = driver().cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer)

@@ -18,7 +18,7 @@ from kvtier import dtype as dt
 from kvtier.dtype import DType
 from kvtier.errors import AlignmentError, ArgumentError, DTypeError, PlacementError
 from kvtier.memory.context import current_stream
-from kvtier.memory.placement import CPU, PINNED, Placement
+from kvtier.memory.placement import CPU, PINNED, Placement, has_gpu
 from kvtier.memory.region import Holding, Region, gpu_of
 from kvtier.memory.stream import Stream
 from kvtier.memory.torch_types import from_torch
@@ -77,7 +77,7 @@ def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool, pooled: bool) -> Adop
 
 
 def _host_placement(tensor: torch.Tensor) -> Placement:
-    return PINNED if torch.cuda.is_available() and tensor.numel() and tensor.is_pinned() else CPU
+    return PINNED if has_gpu() and tensor.numel() and tensor.is_pinned() else CPU
 
 
 def _adopt_ndarray(array: np.ndarray[Any, Any]) -> Adopted:
@@ -96,7 +96,7 @@ def _adopt_ndarray(array: np.ndarray[Any, Any]) -> Adopted:
             f"ml_dtypes keeps one {dtype} per byte, kvtier packs {dtype.per_byte}: use Buffer.pack(array), which copies"
         )
     holding = Holding(array.ctypes.data, array.nbytes, CPU, owner=array)
-    if torch.cuda.is_available():  # numpy cannot say whether its memory is pinned
+    if has_gpu():  # numpy cannot say whether its memory is pinned
         holding.placement = _host_placement(holding.tensor())
     return Adopted(Region(holding, readonly=not array.flags.writeable), array.size, dtype)
 

@@ -5,6 +5,7 @@ torch.device has no word for pinned host memory, the case that matters.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -41,7 +42,7 @@ class Placement:
         if match[2]:
             return PINNED
         if match[3] is None:
-            return cls("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+            return cls("cuda", torch.cuda.current_device() if has_gpu() else 0)
         return cls("cuda", int(match[3]))
 
     def __str__(self) -> str:
@@ -61,7 +62,7 @@ class Placement:
         """Return this placement, or raise UnavailableError saying what the machine lacks for it."""
         if self.kind == "cpu":
             return self
-        if not torch.cuda.is_available():
+        if not has_gpu():
             why = "was built without CUDA" if torch.version.cuda is None else "finds no usable GPU or driver"
             raise UnavailableError(
                 f"{self} memory needs an NVIDIA GPU and a CUDA build of torch; torch {torch.__version__} {why}. "
@@ -75,10 +76,16 @@ class Placement:
         return self
 
 
+@functools.cache  # asked for every foreign array; torch looks for a driver each time
+def has_gpu() -> bool:
+    """Whether torch can use a GPU in this process."""
+    return torch.cuda.is_available()
+
+
 CPU = Placement("cpu")
 PINNED = Placement("pinned")
 
 
 def best_host() -> Placement:
     """The best host memory here: pinned where a GPU can read it, else plain."""
-    return PINNED if torch.cuda.is_available() else CPU
+    return PINNED if has_gpu() else CPU
