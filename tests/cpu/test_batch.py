@@ -1,0 +1,183 @@
+"""The parts of the batch life cycle: ops, environment, the states of a slot, declarations of modules."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvtier.batch import BATCH, COPY, BatchData, BatchOp, Environment, Key, Module, check_modules
+from kvtier.errors import ArgumentError, StateError
+from kvtier.memory import BatchCopy, Stream
+from kvtier.state import Permutation
+
+PER_BATCH = [op for op in BatchOp if op.per_batch]
+TOKENS, LOGITS = Key("tokens", list), Key("logits", float)
+
+
+def begun(phase=0, sequence=0, rows=2):
+    batch = BatchData(phase)
+    batch.begin(sequence, Permutation.identity(rows), ["a", "b", "c"][:rows], [3, 4])
+    return batch
+
+
+# ---- ops ----
+
+
+def test_the_eight_ops_come_in_the_order_of_the_ancestor():
+    assert [op.value for op in BatchOp] == ["add", "setup", "prepare", "forward", "unprep", "fetch", "update", "remove"]
+    assert [op.name for op in BatchOp if op.side == "executor"] == ["PREPARE", "FORWARD", "UNPREP"]
+
+
+def test_every_op_is_a_method_of_a_module_that_does_nothing_by_default():
+    for op in BatchOp:
+        getattr(Module(), op.value)(Environment() if op.per_batch else [])
+
+
+# ---- environment ----
+
+
+def test_what_is_produced_can_be_read_and_consumed_once():
+    env = Environment()
+    assert env.produce(TOKENS, [1]) == [1]
+    assert env.at(TOKENS) == env.get(TOKENS) == [1]
+    assert TOKENS in env
+    assert env.consume(TOKENS) == [1]
+    assert TOKENS not in env
+    assert env.get(TOKENS) is None
+    env.produce(TOKENS, [2])
+
+
+def test_misuse_of_the_environment_names_what_there_is():
+    env = Environment()
+    with pytest.raises(StateError, match=r"no tokens \(list\).*known: nothing"):
+        env.at(TOKENS)
+    env.produce(TOKENS, [1])
+    env.produce(LOGITS, 0.5)
+    with pytest.raises(StateError, match="there already"):
+        env.produce(TOKENS, [2])
+    with pytest.raises(StateError, match=r"no batch.*known: tokens \(list\), logits \(float\)"):
+        env.consume(BATCH)
+    with pytest.raises(ArgumentError, match=r"logits \(float\) was asked for as logits \(str\)"):
+        env.at(Key("logits", str))
+    with pytest.raises(ArgumentError, match="given a int"):
+        Environment().produce(TOKENS, 5)
+
+
+def test_the_batch_and_its_copy_are_entries_like_any_other():
+    env, batch, copy = Environment(), begun(), BatchCopy()
+    env.produce(BATCH, batch)
+    env.produce(COPY, copy)
+    assert env.at(BATCH) is batch
+    assert env.at(COPY) is copy
+
+
+# ---- modules ----
+
+
+class Reader(Module):
+    reads = frozenset([TOKENS, BATCH])
+
+
+class Writer(Module):
+    writes = frozenset([TOKENS])
+
+
+def test_every_entry_read_must_be_written_by_somebody():
+    check_modules([Reader(), Writer()], [BATCH, COPY])
+    with pytest.raises(ArgumentError, match=r"Reader reads tokens \(list\), which nobody writes; written: batch, copy"):
+        check_modules([Reader()], [BATCH, COPY])
+    with pytest.raises(ArgumentError, match=r"Writer writes tokens.*Writer writes already"):
+        check_modules([Writer(), Writer()], [BATCH])
+
+
+# ---- the states of a slot ----
+
+
+def test_a_batch_knows_its_sizes():
+    batch = BatchData(1)
+    batch.begin(4, Permutation([1, 9, 0], 2), ["x", "y", "z"], [5, 6])
+    assert (batch.phase, batch.sequence, batch.bs0, batch.bsz) == (1, 4, 2, 3)
+    assert batch.global_token_num == 11
+
+
+def test_what_is_no_batch_is_refused():
+    with pytest.raises(ArgumentError, match="counts from 0"):
+        BatchData(-1)
+    with pytest.raises(ArgumentError, match="2 rows needs as many requests, got 1"):
+        BatchData(0).begin(0, Permutation.identity(2), ["a"], [1])
+    batch = begun(sequence=3)
+    batch.abandon()
+    with pytest.raises(StateError, match="step 3 cannot follow step 3"):
+        batch.begin(3, Permutation.identity(0), [], [])
+    with pytest.raises(ArgumentError, match="done to requests"):
+        batch.check(BatchOp.ADD)
+
+
+def test_notify_records_next_and_resolves_its_future_once():
+    batch, stream = begun(), Stream()
+    with pytest.raises(StateError, match="executor has"):
+        batch.notify(stream)
+    batch.finish(BatchOp.SETUP)
+    future = batch.when_next()
+    assert not future.done()
+    batch.notify(stream)
+    assert future.result() is batch.next
+    batch.next.synchronize()
+    with pytest.raises(StateError, match="notified already"):
+        batch.notify(stream)
+    stream.close()
+
+
+def test_a_step_that_ends_without_next_says_so():
+    batch = begun()
+    future = batch.when_next()
+    for op in PER_BATCH:
+        batch.finish(op)
+    assert batch.state == "free"
+    assert future.cancelled()
+    given_up = begun()
+    future = given_up.when_next()
+    given_up.abandon()
+    assert future.cancelled()
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Any op at any time: only the next one in order is taken, whatever was tried before."""
+
+    @initialize()
+    def start(self):
+        self.batch, self.done, self.step = BatchData(0), None, 0
+
+    @rule(op=st.sampled_from(list(BatchOp)))
+    def try_op(self, op):
+        wanted = None if self.done is None else PER_BATCH[self.done]
+        if op is wanted:
+            self.batch.finish(op)
+            self.done = None if op is BatchOp.UPDATE else self.done + 1
+        else:
+            with pytest.raises((StateError, ArgumentError)):
+                self.batch.finish(op)
+
+    @rule()
+    def begin(self):
+        if self.done is None:
+            self.batch.begin(self.step, Permutation.identity(1), ["a"], [1])
+            self.done = 0
+            self.step += 1
+        else:
+            with pytest.raises(StateError, match="still carries"):
+                self.batch.begin(self.step, Permutation.identity(1), ["a"], [1])
+
+    @rule()
+    def abandon(self):
+        self.batch.abandon()
+        self.done = None
+
+    @invariant()
+    def a_slot_is_free_exactly_between_steps(self):
+        if hasattr(self, "batch"):
+            assert (self.batch.state == "free") == (self.done is None)
+
+
+TestSlot = SlotMachine.TestCase
+TestSlot.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
