@@ -13,7 +13,7 @@ class Module:
     """One method per BatchOp, each of which does nothing unless overridden.
 
     `reads` and `writes` name the entries of the environment a module needs and makes, so that a missing producer is
-    found before the first step. Engine-side methods run on the engine thread, the three in the middle on the executor's.
+    found before the first step. The engine thread runs all but the three in the middle, which the executor runs.
     """
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset()
