@@ -69,7 +69,8 @@ class Step:
         """Carry it out, or give it to the job's stream."""
         ran = run_path(self.path, self.job, self.pieces)
         if ran != self.path:
-            self.why += f"{self.path} was refused by the driver, so the pieces ran one by one; "
+            before = f"{self.why.rstrip('; ')}; " if self.why else ""
+            self.why = f"{before}the driver refused the batch, so its pieces ran one by one; "
             self.path = ran
 
 
@@ -228,9 +229,9 @@ def _decide(
         why = f"{forced} was forced, but {refusal}; "
     if not job.on_device:
         refusal = why_not("host", job)
-        return (
-            _Choice("host", f"{why}compiled copier") if refusal is None else _Choice("loop", f"{why}no host: {refusal}")
-        )
+        if refusal is None:
+            return _Choice("host", f"{why}compiled copier")
+        return _Choice("loop", f"{why}no host: {refusal}")
     refusals = {path: why_not(path, job) for path in _DEVICE_PATHS}
     able = [path for path in _DEVICE_PATHS if refusals[path] is None]
     why += "".join(f"no {path}: {refusal}; " for path, refusal in refusals.items() if refusal is not None)
