@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -154,11 +154,12 @@ class BatchCopy:
         *,
         src_placement: Placement | str | None = None,
         dst_placement: Placement | str | None = None,
+        keep: Iterable[Buffer] = (),
     ) -> None:
         """Add many copies at once, given as arrays of addresses and byte counts (one number or one each).
 
         All sources are in one kind of memory and all destinations in one; what is not said is asked of the driver for
-        the first of each. Nobody can check the bounds: `pieces` does.
+        the first of each. Nobody can check the bounds: `pieces` does. Buffers in `keep` live until the copy is done.
         """
         table = _table(src, nbytes, dst, "src", "nbytes", "dst")
         if not table.shape[1]:
@@ -170,6 +171,7 @@ class BatchCopy:
             cuda.placement_of(int(table[SRC, 0])) if src_placement is None else Placement.parse(src_placement),
             cuda.placement_of(int(table[DST, 0])) if dst_placement is None else Placement.parse(dst_placement),
         )
+        self._keep(*keep)
         self._add_chunk(table, places, has_empty=lowest <= 0)
 
     @contextmanager

@@ -11,7 +11,7 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.memory import Allocator, Buffer, Placement
 from kvtier.memory.torch_types import AnyDType
 from kvtier.state.permutation import I64, Permutation
-from kvtier.state.warp import CopyPieces, Rows, warp_rows
+from kvtier.state.warp import CopyPointers, Rows, warp_rows
 
 
 class State:
@@ -48,7 +48,7 @@ class State:
         """Exchange front and back. Tensors taken before keep their memory, and so change roles."""
         self._front, self._back = self._back, self._front
 
-    def warp(self, perm: Permutation, copy: CopyPieces, *, new: torch.Tensor | None = None) -> bool:
+    def warp(self, perm: Permutation, copy: CopyPointers, *, new: torch.Tensor | None = None) -> bool:
         """Carry front into the new order and make that the front. Returns whether it moved.
 
         An identity copies nothing and does not swap. With a BatchCopy, front is right once that has run.

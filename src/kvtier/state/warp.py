@@ -6,37 +6,49 @@ BatchCopy collects them, `copy_now` makes them at once. Nothing loops over rows.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from kvtier.errors import ArgumentError, DTypeError, RangeError
-from kvtier.memory import BatchCopy, Buffer, empty_like
+from kvtier.memory import BatchCopy, Buffer, Placement, empty_like
 from kvtier.state.permutation import I64, Permutation, Runs
 
 
-class CopyPieces(Protocol):
-    """A copy functor: BatchCopy, or anything else that takes pieces of Buffers as arrays."""
+class CopyPointers(Protocol):
+    """A copy functor: BatchCopy, or anything else that takes many copies as arrays."""
 
-    def pieces(self, src: Buffer, src_at: Any, n: Any, dst: Buffer, dst_at: Any) -> None:
-        """Copy n elements from each offset `src_at` of `src` to `dst_at` of `dst`, in order, now or later."""
+    def pointers(
+        self,
+        src: Any,
+        nbytes: Any,
+        dst: Any,
+        *,
+        src_placement: Placement,
+        dst_placement: Placement,
+        keep: Iterable[Buffer],
+    ) -> None:
+        """Copy nbytes from each address of `src` to that of `dst`, in order, now or later; `keep` holds the memory."""
         ...
 
 
 class CopyNow:
     """A copy functor that is done, or given to the current stream, when it returns."""
 
-    def pieces(self, src: Buffer, src_at: Any, n: Any, dst: Buffer, dst_at: Any) -> None:
-        """Copy n elements from each offset `src_at` of `src` to `dst_at` of `dst`."""
+    def pointers(self, src: Any, nbytes: Any, dst: Any, **where: Any) -> None:
+        """Copy nbytes from each address of `src` to that of `dst`."""
         with BatchCopy() as batch:
-            batch.pieces(src, src_at, n, dst, dst_at)
+            batch.pointers(src, nbytes, dst, **where)
 
 
 class Rows:
     """A tensor as rows of a Buffer. `name` is what messages call it."""
 
-    __slots__ = ("buffer", "name", "num_rows", "row_size", "tensor")
+    __slots__ = ("address", "buffer", "name", "num_rows", "row_bytes", "tensor")
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.dim() == 0:
@@ -45,9 +57,8 @@ class Rows:
         self.tensor = tensor
         self.buffer = Buffer.wrap(tensor)
         self.num_rows = tensor.shape[0]
-        self.row_size = int(np.prod(tensor.shape[1:], dtype=np.int64)) * (
-            self.buffer.size // max(tensor.numel(), 1) or 1
-        )
+        self.address = self.buffer.data()
+        self.row_bytes = self.buffer.nbytes // self.num_rows if self.num_rows else 0
 
     def must_match(self, other: Rows) -> None:
         """Raise unless both have rows of one type and shape."""
@@ -67,7 +78,7 @@ def warp(
     a0: torch.Tensor,
     perm: Permutation,
     b1: torch.Tensor,
-    copy: CopyPieces,
+    copy: CopyPointers,
     *,
     new: torch.Tensor | None = None,
     in_place: bool = False,
@@ -86,7 +97,7 @@ def warp_rows(
     old: Rows,
     perm: Permutation,
     out: Rows,
-    copy: CopyPieces,
+    copy: CopyPointers,
     *,
     new: torch.Tensor | None = None,
     in_place: bool = False,
@@ -96,15 +107,17 @@ def warp_rows(
     old.must_hold(perm.size0, "the old order")
     out.must_hold(len(perm), "the new order")
     runs = perm.runs(moved_only=in_place)
-    if in_place and len(runs.new):
-        _through_scratch(old, runs, copy)
-    else:
-        _copy_runs(old, runs, out, copy)
+    moves = (
+        _through_scratch(old, runs)
+        if in_place and len(runs.new)
+        else [_Move(old, runs.old, runs.length, out, runs.new)]
+    )
     if new is not None:
-        fresh = Rows("new", new)
+        fresh, runs = Rows("new", new), perm.new_runs()
         fresh.must_match(out)
-        fresh.must_hold(len(perm) if perm.is_new.any() else 0, "the new order")
-        _copy_runs(fresh, perm.new_runs(), out, copy)
+        fresh.must_hold(len(perm) if len(runs.new) else 0, "the new order")
+        moves.append(_Move(fresh, runs.old, runs.length, out, runs.new))
+    _emit(moves, copy)
 
 
 def warp_ragged(
@@ -112,7 +125,7 @@ def warp_ragged(
     offset0: Any,
     perm: Permutation,
     out: torch.Tensor,
-    copy: CopyPieces,
+    copy: CopyPointers,
     *,
     new: torch.Tensor,
     new_offset: Any,
@@ -132,9 +145,13 @@ def warp_ragged(
     end = np.where(kept, starts0[source + 1] if perm.size0 else 0, starts1[rows + 1])
     offsets = np.concatenate(([0], np.cumsum(end - begin)))
     packed.must_hold(int(offsets[-1]), "the new order")
-    for rows_of, chosen in ((old, kept), (fresh, perm.is_new)):
-        length = (end - begin)[chosen]
-        _copy_pieces(rows_of, begin[chosen], length, packed, offsets[:-1][chosen], copy)
+    _emit(
+        [
+            _Move(rows_of, begin[chosen], (end - begin)[chosen], packed, offsets[:-1][chosen])
+            for rows_of, chosen in ((old, kept), (fresh, perm.is_new))
+        ],
+        copy,
+    )
     return offsets
 
 
@@ -146,7 +163,7 @@ def append(
     c1_offset: Any,
     perm: Permutation,
     d1: torch.Tensor,
-    copy: CopyPieces,
+    copy: CopyPointers,
 ) -> I64:
     """Old rows plus one new element each, or fresh rows; returns the sizes of the rows of d1.
 
@@ -175,33 +192,58 @@ def append(
     if len(sizes) and int(sizes.max()) > capacity:
         row = int(np.argmax(sizes))
         raise RangeError(f"new row {row} would hold {sizes[row]} elements, its capacity is {capacity}")
-    _copy_pieces(olds, source * capacity, sizes0[source], outs, kept * capacity, copy)
-    _copy_pieces(last, source, np.ones(len(kept), np.int64), outs, kept * capacity + sizes0[source], copy)
-    _copy_pieces(fresh, starts1[new], sizes[new], outs, new * capacity, copy)
+    _emit(
+        [
+            _Move(olds, source * capacity, sizes0[source], outs, kept * capacity),
+            _Move(last, source, np.ones(len(kept), np.int64), outs, kept * capacity + sizes0[source]),
+            _Move(fresh, starts1[new], sizes[new], outs, new * capacity),
+        ],
+        copy,
+    )
     return sizes
 
 
-def _copy_runs(src: Rows, runs: Runs, dst: Rows, copy: CopyPieces) -> None:
-    _copy_pieces(src, runs.old, runs.length, dst, runs.new, copy)
+@dataclass(slots=True)
+class _Move:
+    """num_rows[k] rows of `src` from src_row[k] on, to `dst` from dst_row[k] on."""
+
+    src: Rows
+    src_row: I64
+    num_rows: I64
+    dst: Rows
+    dst_row: I64
 
 
-def _copy_pieces(src: Rows, src_row: I64, num_rows: I64, dst: Rows, dst_row: I64, copy: CopyPieces) -> None:
-    if len(num_rows):
-        size = src.row_size
-        copy.pieces(src.buffer, src_row * size, num_rows * size, dst.buffer, dst_row * size)
+def _emit(moves: Sequence[_Move], copy: CopyPointers) -> None:
+    """Hand all moves, in their order, to the functor: in one call where the memory is of one kind."""
+    moves = [move for move in moves if len(move.num_rows)]
+    for places, group in itertools.groupby(moves, lambda move: (move.src.buffer.placement, move.dst.buffer.placement)):
+        some = list(group)
+        copy.pointers(
+            _joined([move.src.address + move.src_row * move.src.row_bytes for move in some]),
+            _joined([move.num_rows * move.src.row_bytes for move in some]),
+            _joined([move.dst.address + move.dst_row * move.dst.row_bytes for move in some]),
+            src_placement=places[0],
+            dst_placement=places[1],
+            keep=[rows.buffer for move in some for rows in (move.src, move.dst)],
+        )
 
 
-def _through_scratch(rows: Rows, runs: Runs, copy: CopyPieces) -> None:
+def _joined(arrays: Sequence[I64]) -> I64:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _through_scratch(rows: Rows, runs: Runs) -> list[_Move]:
     """In place, every row is read before any is written: rows that move go out to memory of their own, then back in.
 
     rows     A B C D      perm [0, 2, 1, 3]      scratch  C B      rows  A C B D
     """
-    size = rows.row_size
     ends = np.cumsum(runs.length)
-    scratch = empty_like(rows.buffer.slice(0, int(ends[-1]) * size))
-    at = (ends - runs.length) * size
-    copy.pieces(rows.buffer, runs.old * size, runs.length * size, scratch, at)
-    copy.pieces(scratch, at, runs.length * size, rows.buffer, runs.new * size)
+    scratch = Rows(
+        "scratch", empty_like(Buffer.wrap(rows.tensor[: int(ends[-1])])).torch().view(-1, *rows.tensor.shape[1:])
+    )
+    at = ends - runs.length
+    return [_Move(rows, runs.old, runs.length, scratch, at), _Move(scratch, at, runs.length, rows, runs.new)]
 
 
 def _whole_numbers(name: str, values: Any, count: int) -> I64:
