@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtier.errors import ArgumentError, KvtierError, OutOfMemoryError, PlacementError, RangeError, UnavailableError
 from kvtier.memory import CPU, PINNED, Allocator, BatchCopy, Buffer, Placement, Stream, context, copy, default_allocator
 from kvtier.memory.region import Holding
+from support import held_back, new_stream
 
 MIB = 1 << 20
 PATIENCE_S = 10  # far more than anything here needs: past it, it hangs
@@ -66,28 +66,6 @@ def allocator_that_answers(answer: object) -> Allocator:
         raise AssertionError(f"{nbytes} bytes at {address:#x} were never allocated")
 
     return Allocator.from_callables("cpu", allocate, deallocate)
-
-
-@contextlib.contextmanager
-def held_back(stream: Stream) -> Iterator[None]:
-    """Inside the block, nothing enqueued from now on runs."""
-    gate = threading.Event()
-    stream.enqueue(gate.wait)
-    try:
-        yield
-    finally:
-        gate.set()
-
-
-@contextlib.contextmanager
-def new_stream() -> Iterator[Stream]:
-    """A stream that is closed again; closing tells the errors nobody saw, which some tests leave behind on purpose."""
-    stream = Stream()
-    try:
-        yield stream
-    finally:
-        with contextlib.suppress(ValueError):
-            stream.close()
 
 
 def counters(allocator: Allocator) -> tuple[int, int, int, int]:

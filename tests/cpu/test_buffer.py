@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import contextlib
 import copy as copy_module
 import ctypes
 import gc
 import math
 import pickle
-import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +28,7 @@ from kvtier.errors import (
 )
 from kvtier.memory import CPU, PINNED, Allocator, Buffer, Placement, Stream, clear, context, copy, save
 from kvtier.memory.torch_types import from_torch, torch_dtype
+from support import held_back
 
 names = [each.name for each in dt.ALL]
 packed_names = [each.name for each in dt.ALL if each.bits < 8]
@@ -63,17 +61,6 @@ class Grants:
     def _deallocate(self, pointer: int, nbytes: int) -> None:
         del self.live[pointer]
         self.returned.append((pointer, nbytes))
-
-
-@contextlib.contextmanager
-def held_back(stream: Stream) -> Iterator[None]:
-    """Inside the block, nothing enqueued on this host stream runs."""
-    gate = threading.Event()
-    stream.enqueue(gate.wait)
-    try:
-        yield
-    finally:
-        gate.set()
 
 
 # ---- construction ----

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -28,12 +26,9 @@ from kvtier.memory import (
     empty_like,
 )
 from kvtier.memory.launch import choose_stream
+from support import held_back, new_stream
 
 GPU = Placement("cuda", 0)
-
-
-def new_stream() -> contextlib.closing[Stream]:
-    return closing(Stream())
 
 
 def new_allocator(placement: Placement = CPU) -> Allocator:
@@ -49,17 +44,6 @@ def new_allocator(placement: Placement = CPU) -> Allocator:
         assert live.pop(address).nbytes == nbytes
 
     return Allocator.from_callables(placement, allocate, deallocate)
-
-
-@contextlib.contextmanager
-def held_back(stream: Stream) -> Iterator[None]:
-    """Inside the block, nothing enqueued from now on runs."""
-    gate = threading.Event()
-    stream.enqueue(gate.wait)
-    try:
-        yield
-    finally:
-        gate.set()
 
 
 def in_force() -> tuple[Stream | None, Allocator]:

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import gc
-import threading
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,6 +14,7 @@ from hypothesis import strategies as st
 from kvtier import dtype as dt
 from kvtier.errors import ArgumentError, ClosedError, DTypeError, EmptyError, PlacementError, RangeError
 from kvtier.memory import CPU, Allocator, Buffer, Placement, Stream, best_host, clear, context, copy, empty_like
+from support import held_back
 
 names = [each.name for each in dt.ALL]
 packed = [each.name for each in dt.ALL if each.is_packed]
@@ -25,17 +23,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 
 def bits_of(data: np.ndarray | bytes) -> np.ndarray:
     return np.unpackbits(np.frombuffer(bytes(data), np.uint8), bitorder="little")
-
-
-@contextlib.contextmanager
-def held_back(stream: Stream) -> Iterator[None]:
-    """Inside the block, nothing enqueued on this host stream runs."""
-    gate = threading.Event()
-    stream.enqueue(gate.wait)
-    try:
-        yield
-    finally:
-        gate.set()
 
 
 @functools.cache  # one thread for all examples of a property

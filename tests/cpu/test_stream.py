@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -9,7 +8,7 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -19,32 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtier.errors import ArgumentError, ClosedError, PlacementError, StateError, UnavailableError
 from kvtier.memory import CPU, Event, Placement, Stream
+from support import held_back, new_stream
 
 PATIENCE_S = 10  # far more than anything here needs: past it, it hangs
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
-
-
-@contextlib.contextmanager
-def new_stream() -> Iterator[Stream]:
-    """A stream that is closed again; closing tells the errors nobody saw, which some tests leave behind on purpose."""
-    stream = Stream()
-    try:
-        yield stream
-    finally:
-        with contextlib.suppress(ValueError):
-            stream.close()
-
-
-@contextlib.contextmanager
-def held_back(stream: Stream) -> Iterator[None]:
-    """Inside the block, nothing enqueued from now on runs."""
-    gate = threading.Event()
-    stream.enqueue(gate.wait)
-    try:
-        yield
-    finally:
-        gate.set()
 
 
 def failing(error: Exception) -> Callable[[], None]:
