@@ -2,7 +2,24 @@
 
 from kvtier.batch.data import BATCH, COPY, BatchData
 from kvtier.batch.environment import Environment, Key
+from kvtier.batch.executor import InlineExecutor, ThreadExecutor
 from kvtier.batch.module import Module, check_modules
 from kvtier.batch.op import BatchOp
+from kvtier.batch.pipeline import Pipeline
+from kvtier.batch.ticket import Status, Ticket
 
-__all__ = ["BATCH", "COPY", "BatchData", "BatchOp", "Environment", "Key", "Module", "check_modules"]
+__all__ = [
+    "BATCH",
+    "COPY",
+    "BatchData",
+    "BatchOp",
+    "Environment",
+    "InlineExecutor",
+    "Key",
+    "Module",
+    "Pipeline",
+    "Status",
+    "ThreadExecutor",
+    "Ticket",
+    "check_modules",
+]

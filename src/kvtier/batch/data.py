@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from kvtier.batch.environment import Key
-from kvtier.batch.op import BatchOp
+from kvtier.batch.environment import Environment, Key
+from kvtier.batch.op import BatchOp, Side
 from kvtier.errors import ArgumentError, StateError
 from kvtier.memory import BatchCopy, Event, Stream
 from kvtier.state import Permutation
@@ -50,6 +50,11 @@ class BatchData:
         self.requests: Sequence[Any] = ()
         self.local_token_num: Sequence[int] = ()
         self._promise: Future[Event] = Future()
+        self.error: BaseException | None = None
+        """What went wrong on the device side. Filled by the executor."""
+        self.failed_itself = False
+        """Whether the error is this batch's own, not that of one before it."""
+        self._environment: tuple[Side, Environment] | None = None
 
     @property
     def bs0(self) -> int:
@@ -78,6 +83,17 @@ class BatchData:
         self.sequence, self.perm = sequence, perm
         self.requests, self.local_token_num = tuple(requests), tuple(local_token_num)
         self.state = "begun"
+
+    def environment(self, op: BatchOp) -> Environment:
+        """The environment of an op: one for SETUP, one for the three of the executor, one for FETCH and UPDATE."""
+        shared = op not in (BatchOp.SETUP, BatchOp.FETCH) and self._environment is not None
+        if not shared or (self._environment is not None and self._environment[0] != op.side):
+            env = Environment()
+            env.produce(BATCH, self)
+            env.produce(COPY, BatchCopy())
+            self._environment = (op.side, env)
+        assert self._environment is not None
+        return self._environment[1]
 
     def check(self, op: BatchOp) -> None:
         """Raise unless `op` is what comes next."""

@@ -1,0 +1,291 @@
+"""Pipeline: drives batches through the eight ops, with up to `phases` of them in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtier.batch.data import BATCH, COPY, BatchData
+from kvtier.batch.executor import Executor, ThreadExecutor, Work
+from kvtier.batch.module import Module, check_modules
+from kvtier.batch.op import BatchOp
+from kvtier.batch.ticket import Status, Ticket
+from kvtier.errors import ArgumentError, StateError
+from kvtier.memory import CPU, Placement, Stream, context
+from kvtier.state import Permutation
+
+
+class Pipeline:
+    """Runs modules over batches: host-side ops on the caller's thread, device-side ones on the executor's.
+
+        step t      SETUP ──ready──> [executor: PREPARE FORWARD UNPREP] ──done──> FETCH, one host sync, UPDATE
+        step t+1         SETUP ──ready──> ...          up to `phases` in flight; results lag by phases - 1 steps
+
+    All methods are for one thread, the engine's. The requests of a BatchData are Tickets. An error in a module fails
+    the requests of its batch and no others: if it came on the device side, the order of the rows there is unknown, so
+    the batches behind it do not run; their other requests go back to waiting, and every row starts anew.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[Module],
+        *,
+        phases: int = 2,
+        placement: Placement | str = CPU,
+        executor: Callable[[Work], Executor] = ThreadExecutor,
+    ) -> None:
+        if phases < 1:
+            raise ArgumentError(f"a pipeline has at least one phase, got {phases}")
+        check_modules(modules, [BATCH, COPY])
+        self.modules = tuple(modules)
+        self.phases = phases
+        self._streams = _Streams(Placement.parse(placement), threads=executor is ThreadExecutor)
+        self._executor = executor(self._execute)
+        self._free = [BatchData(phase) for phase in range(phases)]
+        self._steps = itertools.count()
+        self._order: list[Ticket] = []  # the rows of the batch issued last
+        self._tickets: dict[int, Ticket] = {}  # all that are not terminal
+        self._broken = False  # something failed on the device: nothing in flight runs until all is collected
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches issued and not collected."""
+        return self.phases - len(self._free)
+
+    @property
+    def order(self) -> tuple[Ticket, ...]:
+        """The rows of the batch issued last."""
+        return tuple(self._order)
+
+    def add(self, request: Any) -> Ticket:
+        """Take a request in. A module that refuses it, by raising, makes it fail at once."""
+        ticket = Ticket(request)
+        self._tickets[id(ticket)] = ticket
+        try:
+            for module in self.modules:
+                module.add([request])
+        except Exception as error:  # whatever a module raises is the request's outcome
+            ticket.fail(error)
+            self._release()
+        return ticket
+
+    def step(
+        self, tickets: Iterable[Ticket], *, generating: Collection[Ticket] = (), tokens: Sequence[int] = ()
+    ) -> None:
+        """Issue a batch of these requests, and collect the oldest if all phases are taken.
+
+        Rows: those that generate first; among them, and among the others, existing ones in their order, then resumed,
+        then new. Requests left out are preempted and may come back. Those that are retiring are left out silently.
+        """
+        chosen = list(dict.fromkeys(tickets))
+        for ticket in chosen:
+            if id(ticket) not in self._tickets:
+                raise ArgumentError(f"{ticket!r} is not in this pipeline, or has left it")
+        if self._broken:
+            self.drain()
+        while not self._free:
+            self.collect()
+        rows = self._rows(chosen, generating)  # some may have left with what was just collected
+        batch = self._free.pop()
+        position = {id(ticket): row for row, ticket in enumerate(self._order)}
+        index = np.array([position.get(id(ticket), len(position)) for ticket in rows], np.int64)
+        batch.begin(next(self._steps), Permutation(index, len(position)), rows, tokens)
+        try:
+            with self._streams.engine():
+                self._run_op(BatchOp.SETUP, batch)
+                self._streams.record_ready(batch)
+        except Exception as error:  # nothing of it reached the device: the order there is still the old one
+            self._give_up(batch, rows, error)
+            return
+        for ticket in self._order:
+            if ticket.status is Status.ACTIVE:
+                ticket.status = Status.WAITING
+        for ticket in rows:
+            ticket.status, ticket.has_run = Status.ACTIVE, True
+            ticket.num_in_flight += 1
+        self._order = rows
+        self._executor.submit(batch)
+        while self.num_in_flight >= self.phases:
+            self.collect()
+
+    def collect(self) -> bool:
+        """Take the results of the oldest batch in flight; False if there is none."""
+        if not self.num_in_flight:
+            return False
+        batch = self._executor.collect()
+        rows: Sequence[Ticket] = batch.requests
+        for ticket in rows:
+            ticket.num_in_flight -= 1
+        if batch.error is not None:
+            self._after_failure(batch, rows)
+        else:
+            try:
+                with self._streams.engine():
+                    self._streams.wait_done(batch)
+                    self._run_op(BatchOp.FETCH, batch)
+                    self._broken |= not self._streams.synchronize(batch)
+                    if batch.error is not None:
+                        raise batch.error
+                    self._run_op(BatchOp.UPDATE, batch)
+                self._free.append(batch)
+            except Exception as error:
+                self._give_up(batch, rows, error)
+        self._start_anew()
+        self._release()
+        return True
+
+    def drain(self) -> None:
+        """Collect everything in flight."""
+        while self.collect():
+            pass
+
+    def close(self) -> None:
+        """Collect everything, cancel whoever is left, and end the threads."""
+        self.drain()
+        for ticket in list(self._tickets.values()):
+            ticket.cancel()
+        self._release()
+        self._executor.close()
+        self._streams.close()
+
+    # ---- the device side ----
+
+    def _execute(self, batch: BatchData) -> None:
+        """Run on the executor: never raises, keeps the error in the batch."""
+        if self._broken:
+            batch.error = StateError("a batch before it failed on the device")
+            return
+        try:
+            with self._streams.executor(batch):
+                for op in (BatchOp.PREPARE, BatchOp.FORWARD, BatchOp.UNPREP):
+                    self._run_op(op, batch)
+        except Exception as error:
+            batch.error = error
+            batch.failed_itself = True
+            self._broken = True
+
+    def _run_op(self, op: BatchOp, batch: BatchData) -> None:
+        batch.check(op)
+        env = batch.environment(op)
+        with env.at(COPY):  # runs the copies of all modules, or discards them if one raises
+            for module in self.modules:
+                getattr(module, op.value)(env)
+        batch.finish(op)
+
+    # ---- rows and requests ----
+
+    def _rows(self, chosen: Sequence[Ticket], generating: Collection[Ticket]) -> list[Ticket]:
+        running = [ticket for ticket in chosen if ticket.is_running]
+        position = {id(ticket): row for row, ticket in enumerate(self._order)}
+        first = {id(ticket) for ticket in generating}
+
+        def key(ticket: Ticket) -> tuple[bool, int, int]:
+            row = position.get(id(ticket))
+            kind = 0 if row is not None else 1 if ticket.has_run else 2
+            return id(ticket) not in first, kind, row or 0
+
+        return sorted(running, key=key)
+
+    def _give_up(self, batch: BatchData, rows: Sequence[Ticket], error: BaseException) -> None:
+        batch.abandon()
+        self._free.append(batch)
+        for ticket in rows:
+            ticket.fail(error)
+        self._release()
+
+    def _after_failure(self, batch: BatchData, rows: Sequence[Ticket]) -> None:
+        error, failed_itself = batch.error, batch.failed_itself
+        batch.abandon()
+        self._free.append(batch)
+        for ticket in rows:
+            if failed_itself and error is not None:
+                ticket.fail(error)
+            elif ticket.status is Status.ACTIVE:
+                ticket.status = Status.WAITING
+
+    def _start_anew(self) -> None:
+        """After a failure on the device, once all that was in flight is collected: no row is anywhere."""
+        if self._broken and not self.num_in_flight:
+            for ticket in self._order:
+                if ticket.status is Status.ACTIVE:
+                    ticket.status = Status.WAITING
+            self._order, self._broken = [], False
+
+    def _release(self) -> None:
+        """Let those go that are decided and in no batch in flight. An error in REMOVE is raised when all have gone."""
+        first: Exception | None = None
+        for ticket in list(self._tickets.values()):
+            if ticket.status is not Status.RETIRING or ticket.num_in_flight:
+                continue
+            ticket.release()
+            del self._tickets[id(ticket)]
+            for module in self.modules:
+                try:
+                    module.remove([ticket.request])
+                except Exception as error:
+                    first = first or error
+        if first is not None:
+            raise first
+
+    def check(self) -> None:
+        """Raise unless the books agree: no row twice, counts of batches in flight right, nobody kept who has left."""
+        if len({id(ticket) for ticket in self._order}) != len(self._order):
+            raise AssertionError(f"a request has two rows: {self._order}")
+        for ticket in self._tickets.values():
+            if ticket.status.is_terminal or not 0 <= ticket.num_in_flight <= self.num_in_flight:
+                raise AssertionError(f"{ticket!r} with {self.num_in_flight} batches in flight")
+            if (ticket.status is Status.ACTIVE) and not any(each is ticket for each in self._order):
+                raise AssertionError(f"{ticket!r} is active in no row")
+
+
+class _Streams:
+    """The streams of the two sides, and the events between them; none without threads, where all is done at once."""
+
+    def __init__(self, placement: Placement, *, threads: bool) -> None:
+        self._engine = Stream(placement) if threads or placement.is_device else None
+        self._executor = Stream(placement) if threads or placement.is_device else None
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[None]:
+        with context(stream=self._engine):
+            yield
+
+    @contextlib.contextmanager
+    def executor(self, batch: BatchData) -> Iterator[None]:
+        if self._executor is None:
+            yield
+            return
+        self._executor.wait(batch.ready)
+        with context(stream=self._executor):
+            yield
+        self._executor.record(batch.done)
+
+    def record_ready(self, batch: BatchData) -> None:
+        if self._engine is not None:
+            self._engine.record(batch.ready)
+
+    def wait_done(self, batch: BatchData) -> None:
+        if self._engine is not None:
+            self._engine.wait(batch.done)
+
+    def synchronize(self, batch: BatchData) -> bool:
+        """The one wait of the host per step. False, with the error in the batch, if the device's work failed."""
+        if self._engine is None or self._executor is None:
+            return True
+        try:
+            self._engine.synchronize()
+        except Exception as error:
+            batch.error = error
+            with contextlib.suppress(Exception):  # the same error, which its own stream still carries
+                self._executor.synchronize()
+            return False
+        return True
+
+    def close(self) -> None:
+        for stream in (self._engine, self._executor):
+            if stream is not None:
+                stream.close()

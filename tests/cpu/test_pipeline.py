@@ -1,0 +1,281 @@
+"""The pipeline: order of ops, rows and requests, failures; and everything at random against a counter in a State."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, Status, ThreadExecutor
+from kvtier.errors import ArgumentError
+from kvtier.memory import CPU, current_stream
+from kvtier.state import State
+
+MOST = 8
+
+
+class Request:
+    def __init__(self, name):
+        self.name, self.count, self.added, self.removed = name, 0, 0, 0
+
+    def __repr__(self):
+        return self.name
+
+
+class Planned(Exception):
+    pass
+
+
+def on_stream(task):
+    stream = current_stream(CPU)
+    task() if stream is None else stream.enqueue(task)
+
+
+class Counter(Module):
+    """Counts the forwards of each request in a State that follows it through every order, beside the host's count."""
+
+    def __init__(self, phases):
+        self.state = State((MOST,), "i64")
+        self.initial = [torch.zeros(MOST, dtype=torch.int64) for _ in range(phases)]
+        self.kept = [torch.zeros(MOST, dtype=torch.int64) for _ in range(phases)]
+        self.log, self.fail_at = [], None
+
+    def _enter(self, op, env):
+        batch = env.at(BATCH)
+        self.log.append((op.name, batch.sequence, threading.current_thread().name))
+        if self.fail_at is op:
+            self.fail_at = None
+            raise Planned(op.name)
+        return batch
+
+    def add(self, requests):
+        for request in requests:
+            if request.name == "refused":
+                raise Planned("ADD")
+            request.added += 1
+
+    def setup(self, env):
+        batch = self._enter(BatchOp.SETUP, env)
+        for row, ticket in enumerate(batch.requests):
+            self.initial[batch.phase][row] = ticket.request.count + ticket.num_in_flight
+
+    def prepare(self, env):
+        batch = self._enter(BatchOp.PREPARE, env)
+        self.state.warp(batch.perm, env.at(COPY), new=self.initial[batch.phase])
+
+    def forward(self, env):
+        batch = self._enter(BatchOp.FORWARD, env)
+        front, rows = self.state.front, batch.bsz
+        on_stream(lambda: front[:rows].add_(1))
+
+    def unprep(self, env):
+        batch = self._enter(BatchOp.UNPREP, env)
+        front, kept, rows = self.state.front, self.kept[batch.phase], batch.bsz
+        on_stream(lambda: kept[:rows].copy_(front[:rows]))
+
+    def fetch(self, env):
+        self._enter(BatchOp.FETCH, env)
+
+    def update(self, env):
+        batch = self._enter(BatchOp.UPDATE, env)
+        for row, ticket in enumerate(batch.requests):
+            if ticket.error is not None:
+                continue  # a step whose results were lost is not counted
+            ticket.request.count += 1
+            assert int(self.kept[batch.phase][row]) == ticket.request.count, (ticket, batch.sequence)
+
+    def remove(self, requests):
+        for request in requests:
+            request.removed += 1
+
+
+def pipeline_of(phases=2, seed=None):
+    counter = Counter(phases)
+    executor = ThreadExecutor if seed is None else lambda work: InlineExecutor(work, seed)
+    return Pipeline([counter], phases=phases, executor=executor), counter
+
+
+def names(pipeline):
+    return [ticket.request.name for ticket in pipeline.order]
+
+
+@pytest.mark.parametrize("phases", [1, 2, 3])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_results_lag_by_at_most_phases_less_one(phases, seed):
+    pipeline, counter = pipeline_of(phases, seed)
+    ticket = pipeline.add(Request("a"))
+    for step in range(1, 8):
+        pipeline.step([ticket])
+        assert ticket.request.count == max(0, step - (phases - 1))
+        assert pipeline.num_in_flight == min(step, phases - 1)
+    pipeline.drain()
+    assert ticket.request.count == 7
+    pipeline.close()
+    per_step = [[op for op, sequence, _ in counter.log if sequence == k] for k in range(7)]
+    assert per_step == [[op.name for op in BatchOp if op.per_batch]] * 7
+
+
+def test_each_side_runs_on_its_own_thread():
+    pipeline, counter = pipeline_of()
+    pipeline.step([pipeline.add(Request("a"))])
+    pipeline.close()
+    me = threading.current_thread().name
+    assert {op: name for op, _, name in counter.log} == {
+        op.name: me if op.side == "engine" else "kvtier-executor" for op in BatchOp if op.per_batch
+    }
+
+
+def test_rows_keep_their_order_then_come_resumed_then_new_and_generating_ones_first():
+    pipeline, _ = pipeline_of(1, 0)
+    a, b, c = (pipeline.add(Request(name)) for name in "abc")
+    pipeline.step([a, b, c])
+    pipeline.step([c, a])  # b is preempted
+    assert names(pipeline) == ["a", "c"]
+    d = pipeline.add(Request("d"))
+    pipeline.step([d, b, c, a])
+    assert names(pipeline) == ["a", "c", "b", "d"]
+    pipeline.step([a, b, c, d], generating=[d, c])
+    assert names(pipeline) == ["c", "d", "a", "b"]
+    pipeline.close()
+
+
+def test_a_request_leaves_when_none_of_its_batches_is_in_flight():
+    pipeline, _ = pipeline_of(3, 0)
+    a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
+    pipeline.step([a, b])
+    a.cancel()
+    a.finish()  # decided already
+    assert a.status is Status.RETIRING
+    pipeline.step([a, b])  # a is left out
+    assert names(pipeline) == ["b"]
+    assert a.request.removed == 0
+    pipeline.drain()
+    assert (a.status, a.request.removed) == (Status.CANCELLED, 1)
+    with pytest.raises(ArgumentError, match="has left"):
+        pipeline.step([a])
+    pipeline.close()
+    assert (b.status, b.request.removed) == (Status.CANCELLED, 1)
+
+
+def test_a_request_that_is_refused_fails_at_once():
+    pipeline, _ = pipeline_of(1, 0)
+    ticket = pipeline.add(Request("refused"))
+    assert ticket.status is Status.FAILED
+    assert isinstance(ticket.error, Planned)
+    pipeline.close()
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize("phases", [1, 2, 3])
+@pytest.mark.parametrize("op", [op for op in BatchOp if op.per_batch])
+def test_a_module_that_raises_fails_its_batch_and_the_pipeline_goes_on(op, phases, seed):
+    pipeline, counter = pipeline_of(phases, seed)
+    a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
+    for _ in range(3):
+        pipeline.step([a, b])
+    pipeline.drain()
+    counter.fail_at = op
+    pipeline.step([a])
+    pipeline.drain()
+    assert a.status is Status.FAILED
+    assert str(a.error) == op.name
+    assert (a.request.removed, b.status.is_terminal) == (1, False)
+    for _ in range(4):
+        pipeline.step([b])
+    pipeline.drain()
+    assert b.request.count == 7
+    pipeline.close()
+
+
+@pytest.mark.parametrize("phases", [0, -1])
+def test_a_pipeline_has_a_phase(phases):
+    with pytest.raises(ArgumentError, match="at least one phase"):
+        Pipeline([], phases=phases)
+
+
+class PipelineMachine(RuleBasedStateMachine):
+    """Requests join, step, are preempted, finish, are cancelled, fail: nobody is lost, doubled, or told twice."""
+
+    @initialize(phases=st.integers(1, 3), seed=st.integers(0, 99))
+    def start(self, phases, seed):
+        self.pipeline, self.counter = pipeline_of(phases, seed)
+        self.tickets, self.ended = [], {}
+
+    @property
+    def running(self):
+        return [ticket for ticket in self.tickets if ticket.is_running]
+
+    @rule(refused=st.booleans())
+    def add(self, refused):
+        name = "refused" if refused and len(self.tickets) % 7 == 0 else f"r{len(self.tickets)}"
+        self.tickets.append(self.pipeline.add(Request(name)))
+
+    @rule(data=st.data())
+    def step(self, data):
+        rows = data.draw(st.permutations(self.running))[: data.draw(st.integers(0, MOST))]
+        generating = rows[: data.draw(st.integers(0, len(rows)))]
+        before = list(self.pipeline.order)
+        self.pipeline.step(rows, generating=generating)
+        if before == list(self.pipeline.order) or not self.pipeline.order:
+            return
+        order = [ticket in generating for ticket in self.pipeline.order]
+        assert order == sorted(order, reverse=True)
+
+    @rule(data=st.data(), how=st.sampled_from(["finish", "cancel"]))
+    def end(self, data, how):
+        if self.running:
+            getattr(data.draw(st.sampled_from(self.running)), how)()
+
+    @rule(op=st.sampled_from([op for op in BatchOp if op.per_batch]))
+    def plan_a_failure(self, op):
+        self.counter.fail_at = op
+
+    @rule()
+    def collect(self):
+        self.pipeline.collect()
+
+    @rule()
+    def drain(self):
+        self.pipeline.drain()
+        assert all(ticket.num_in_flight == 0 for ticket in self.tickets)
+
+    @invariant()
+    def the_books_agree(self):
+        if not hasattr(self, "pipeline"):
+            return
+        self.pipeline.check()
+        for number, ticket in enumerate(self.tickets):
+            assert ticket.num_in_flight >= 0
+            if ticket.status.is_terminal:
+                assert self.ended.setdefault(number, ticket.status) is ticket.status
+                assert (ticket.request.removed, ticket.num_in_flight) == (1, 0)
+            else:
+                assert number not in self.ended
+                assert ticket.request.removed == 0
+            # a module's own assertion is an error like any other: here it would be a wrong row
+            assert not isinstance(ticket.error, AssertionError), ticket.error
+
+    def teardown(self):
+        if hasattr(self, "pipeline"):
+            self.pipeline.close()
+            assert all(ticket.status.is_terminal and ticket.request.removed == 1 for ticket in self.tickets)
+
+
+TestPipeline = PipelineMachine.TestCase
+TestPipeline.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+
+
+def test_threads_and_no_threads_give_the_same_counts():
+    def counts(seed):
+        random = np.random.default_rng(5)
+        pipeline, _ = pipeline_of(2, seed)
+        tickets = [pipeline.add(Request(f"r{k}")) for k in range(MOST)]
+        for _ in range(60):
+            pipeline.step([tickets[k] for k in random.permutation(MOST)[: random.integers(0, MOST + 1)]])
+        pipeline.close()
+        return [ticket.request.count for ticket in tickets]
+
+    assert counts(None) == counts(0) == counts(7)
