@@ -37,6 +37,7 @@ check: $(STAMP)  ## formatting, lint, types, layers
 bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.copy --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.state --results $(RESULTS)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.pipeline --results $(RESULTS)
 
 # Uses whatever python3 has torch with CUDA, and installs nothing.
 gpu:  ## GPU tests and GPU benchmarks

@@ -89,9 +89,9 @@ class Pipeline:
             self.drain()
         while not self._free:
             self.collect()
-        rows = self._rows(chosen, generating)  # some may have left with what was just collected
-        batch = self._free.pop()
         position = {id(ticket): row for row, ticket in enumerate(self._order)}
+        rows = _in_order(chosen, generating, position)  # some may have left with what was just collected
+        batch = self._free.pop()
         index = np.array([position.get(id(ticket), len(position)) for ticket in rows], np.int64)
         batch.begin(next(self._steps), Permutation(index, len(position)), rows, tokens)
         try:
@@ -178,18 +178,6 @@ class Pipeline:
 
     # ---- rows and requests ----
 
-    def _rows(self, chosen: Sequence[Ticket], generating: Collection[Ticket]) -> list[Ticket]:
-        running = [ticket for ticket in chosen if ticket.is_running]
-        position = {id(ticket): row for row, ticket in enumerate(self._order)}
-        first = {id(ticket) for ticket in generating}
-
-        def key(ticket: Ticket) -> tuple[bool, int, int]:
-            row = position.get(id(ticket))
-            kind = 0 if row is not None else 1 if ticket.has_run else 2
-            return id(ticket) not in first, kind, row or 0
-
-        return sorted(running, key=key)
-
     def _give_up(self, batch: BatchData, rows: Sequence[Ticket], error: BaseException) -> None:
         batch.abandon()
         self._free.append(batch)
@@ -240,6 +228,20 @@ class Pipeline:
                 raise AssertionError(f"{ticket!r} with {self.num_in_flight} batches in flight")
             if (ticket.status is Status.ACTIVE) and not any(each is ticket for each in self._order):
                 raise AssertionError(f"{ticket!r} is active in no row")
+
+
+def _in_order(chosen: Sequence[Ticket], generating: Collection[Ticket], position: dict[int, int]) -> list[Ticket]:
+    """Those that generate, then the others; in each, existing rows in their order, then resumed ones, then new ones."""
+    first = {id(ticket) for ticket in generating}
+    resumed, new = len(position), len(position) + 1
+    others = new + 1
+
+    def key(ticket: Ticket) -> int:
+        name = id(ticket)
+        row = position.get(name, resumed if ticket.has_run else new)
+        return row if name in first else others + row
+
+    return sorted((ticket for ticket in chosen if ticket.is_running), key=key)
 
 
 class _Streams:
