@@ -1,5 +1,6 @@
 """The pipeline: order of ops, rows and requests, failures; and everything at random against a counter in a State."""
 
+import json
 import threading
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, Status, ThreadExecutor
+from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, Status, ThreadExecutor, Timeline
 from kvtier.errors import ArgumentError
 from kvtier.memory import CPU, current_stream
 from kvtier.state import State
@@ -188,6 +189,41 @@ def test_a_module_that_raises_fails_its_batch_and_the_pipeline_goes_on(op, phase
     pipeline.drain()
     assert b.request.count == 7
     pipeline.close()
+
+
+@pytest.mark.parametrize("executor", [ThreadExecutor, InlineExecutor])
+def test_a_timeline_shows_every_op_with_its_rows_and_bytes(executor, tmp_path):
+    timeline = Timeline()
+    pipeline = Pipeline([Counter(2)], executor=executor, timeline=timeline)
+    tickets = [pipeline.add(Request(name)) for name in "ab"]
+    for rows in (tickets, tickets[:1], tickets):
+        pipeline.step(rows)
+    pipeline.close()
+    for step, num_rows in enumerate((2, 1, 2)):
+        spans = [span for span in timeline.spans if span.step == step]
+        assert [span.name for span in spans] == [op.name for op in BatchOp if op.per_batch]
+        assert {(span.num_rows, span.phase) for span in spans} == {(num_rows, spans[0].phase)}
+        assert all(span.start <= span.end for span in spans)
+        assert [span.track for span in spans] == [op.side for op in BatchOp if op.per_batch]
+        assert spans[1].copied_bytes == 8 * num_rows  # a counter of 8 bytes a row went into the new order
+    assert timeline.save(tmp_path / "trace.json") == 18
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert {event["ph"] for event in trace["traceEvents"]} == {"X"}
+    assert min(event["ts"] for event in trace["traceEvents"]) == 0
+
+
+def test_an_op_that_fails_is_in_the_timeline_too():
+    timeline, counter = Timeline(), Counter(1)
+    pipeline = Pipeline([counter], phases=1, executor=InlineExecutor, timeline=timeline)
+    counter.fail_at = BatchOp.FORWARD
+    pipeline.step([pipeline.add(Request("a"))])
+    pipeline.close()
+    assert [span.name for span in timeline.spans] == ["SETUP", "PREPARE", "FORWARD"]
+
+
+def test_an_empty_timeline_is_a_trace_of_nothing(tmp_path):
+    assert Timeline().save(tmp_path / "trace.json") == 0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
 
 
 @pytest.mark.parametrize("phases", [0, -1])

@@ -7,6 +7,7 @@ from kvtier.batch.module import Module, check_modules
 from kvtier.batch.op import BatchOp
 from kvtier.batch.pipeline import Pipeline
 from kvtier.batch.ticket import Status, Ticket
+from kvtier.batch.timeline import Timeline
 
 __all__ = [
     "BATCH",
@@ -21,5 +22,6 @@ __all__ = [
     "Status",
     "ThreadExecutor",
     "Ticket",
+    "Timeline",
     "check_modules",
 ]

@@ -14,8 +14,9 @@ from kvtier.batch.executor import Executor, ThreadExecutor, Work
 from kvtier.batch.module import Module, check_modules
 from kvtier.batch.op import BatchOp
 from kvtier.batch.ticket import Status, Ticket
+from kvtier.batch.timeline import Timeline
 from kvtier.errors import ArgumentError, StateError
-from kvtier.memory import CPU, Placement, Stream, context
+from kvtier.memory import CPU, BatchCopy, Placement, Stream, context
 from kvtier.state import Permutation
 
 
@@ -37,12 +38,14 @@ class Pipeline:
         phases: int = 2,
         placement: Placement | str = CPU,
         executor: Callable[[Work], Executor] = ThreadExecutor,
+        timeline: Timeline | None = None,
     ) -> None:
         if phases < 1:
             raise ArgumentError(f"a pipeline has at least one phase, got {phases}")
         check_modules(modules, [BATCH, COPY])
         self.modules = tuple(modules)
         self.phases = phases
+        self._timeline = timeline
         self._streams = _Streams(Placement.parse(placement), threads=executor is ThreadExecutor)
         self._executor = executor(self._execute)
         self._free = [BatchData(phase) for phase in range(phases)]
@@ -170,11 +173,22 @@ class Pipeline:
 
     def _run_op(self, op: BatchOp, batch: BatchData) -> None:
         batch.check(op)
+        copy = batch.environment(op).at(COPY)
+        if self._timeline is None:
+            self._run_modules(op, batch, copy)
+        else:
+            with self._timeline.span(
+                op.name, track=op.side, phase=batch.phase, step=batch.sequence, num_rows=batch.bsz
+            ) as span:
+                self._run_modules(op, batch, copy)
+                span.copied_bytes = 0 if copy.result is None else copy.result.nbytes
+        batch.finish(op)
+
+    def _run_modules(self, op: BatchOp, batch: BatchData, copy: BatchCopy) -> None:
         env = batch.environment(op)
-        with env.at(COPY):  # runs the copies of all modules, or discards them if one raises
+        with copy:  # runs the copies of all modules, or discards them if one raises
             for module in self.modules:
                 getattr(module, op.value)(env)
-        batch.finish(op)
 
     # ---- rows and requests ----
 
