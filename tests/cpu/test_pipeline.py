@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, Status, ThreadExecutor, Timeline
-from kvtier.errors import ArgumentError
+from kvtier.errors import ArgumentError, ClosedError
 from kvtier.memory import CPU, current_stream
 from kvtier.state import State
 
@@ -224,6 +224,84 @@ def test_an_op_that_fails_is_in_the_timeline_too():
 def test_an_empty_timeline_is_a_trace_of_nothing(tmp_path):
     assert Timeline().save(tmp_path / "trace.json") == 0
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
+
+
+class FailsOnTheStream(Module):
+    """What the device was given fails when it runs, after the op that gave it has returned."""
+
+    def __init__(self):
+        self.at = None
+
+    def forward(self, env):
+        def fail():
+            raise Planned("on the stream")
+
+        if env.at(BATCH).sequence == self.at:
+            on_stream(fail)
+
+
+@pytest.mark.parametrize("phases", [1, 2, 3])
+def test_work_that_fails_on_the_stream_fails_its_batch_and_no_other(phases):
+    counter, device = Counter(phases), FailsOnTheStream()
+    pipeline = Pipeline([counter, device], phases=phases)
+    a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
+    for _ in range(3):
+        pipeline.step([a, b])
+    pipeline.drain()
+    device.at = 3
+    pipeline.step([a])
+    for _ in range(3):
+        pipeline.step([b])
+        pipeline.check()
+    pipeline.drain()
+    assert (a.status, str(a.error)) == (Status.FAILED, "on the stream")
+    assert b.is_running
+    before = b.request.count
+    for _ in range(3):
+        pipeline.step([b])
+    pipeline.drain()
+    assert b.request.count == before + 3
+    pipeline.close()
+
+
+def test_an_exit_in_a_module_does_not_end_the_executor():
+    class Exits(Module):
+        def forward(self, env):
+            if env.at(BATCH).sequence == 0:
+                raise SystemExit
+
+    pipeline = Pipeline([Exits()])
+    a, b = pipeline.add("a"), pipeline.add("b")
+    pipeline.step([a])
+    pipeline.drain()
+    pipeline.step([b])
+    pipeline.drain()
+    assert (a.status, b.is_running) == (Status.FAILED, True)
+    pipeline.close()
+
+
+def test_a_closed_pipeline_is_closed():
+    pipeline, _ = pipeline_of()
+    ticket = pipeline.add(Request("a"))
+    pipeline.close()
+    pipeline.close()
+    for use in (lambda: pipeline.step([ticket]), lambda: pipeline.add(Request("b"))):
+        with pytest.raises(ClosedError):
+            use()
+
+
+def test_an_error_on_leaving_is_told_and_the_threads_end():
+    class Clings(Module):
+        def remove(self, requests):
+            raise Planned(str(requests))
+
+    pipeline = Pipeline([Clings()])
+    a, b = pipeline.add("a"), pipeline.add("b")
+    pipeline.step([a, b])
+    with pytest.raises(Planned, match="a"):
+        pipeline.close()
+    assert [a.status, b.status] == [Status.CANCELLED] * 2
+    pipeline.close()
 
 
 @pytest.mark.parametrize("phases", [0, -1])

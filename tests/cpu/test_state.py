@@ -213,6 +213,18 @@ def test_misfits_are_refused_with_the_numbers(placement):
     functor.discard()
 
 
+def test_memory_that_overlaps_is_refused(placement):
+    rows, functor, perm = tensor([[1], [2], [3]], placement), BatchCopy(), Permutation([1, 0], 2)
+    with pytest.raises(ArgumentError, match="a0 and b1 overlap"):
+        warp(rows[:2], perm, rows[1:], functor)
+    with pytest.raises(ArgumentError, match="new and b1 overlap"):
+        warp(tensor([[1], [2]], placement), Permutation([1, 5], 2), rows[:2], functor, new=rows[1:])
+    flat = tensor([1, 2, 3], placement)
+    with pytest.raises(ArgumentError, match="a0 and out overlap"):
+        warp_ragged(flat[:2], [0, 1, 2], perm, flat, functor, new=tensor([0], placement), new_offset=[0, 0, 0])
+    assert len(functor) == 0
+
+
 def test_offsets_and_capacities_are_checked(placement):
     flat, out, functor = tensor([1, 2, 3], placement), tensor([0, 0, 0], placement), BatchCopy()
     perm = Permutation([1, 0], 2)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kvtier.batch.environment import Environment, Key
-from kvtier.batch.op import BatchOp, Side
+from kvtier.batch.op import BatchOp
 from kvtier.errors import ArgumentError, StateError
 from kvtier.memory import BatchCopy, Event, Stream
 from kvtier.state import Permutation
@@ -54,7 +54,7 @@ class BatchData:
         """What went wrong on the device side. Filled by the executor."""
         self.failed_itself = False
         """Whether the error is this batch's own, not that of one before it."""
-        self._environment: tuple[Side, Environment] | None = None
+        self._environment = Environment()
 
     @property
     def bs0(self) -> int:
@@ -86,14 +86,11 @@ class BatchData:
 
     def environment(self, op: BatchOp) -> Environment:
         """The environment of an op: one for SETUP, one for the three of the executor, one for FETCH and UPDATE."""
-        shared = op not in (BatchOp.SETUP, BatchOp.FETCH) and self._environment is not None
-        if not shared or (self._environment is not None and self._environment[0] != op.side):
-            env = Environment()
-            env.produce(BATCH, self)
-            env.produce(COPY, BatchCopy())
-            self._environment = (op.side, env)
-        assert self._environment is not None
-        return self._environment[1]
+        if op in (BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH):
+            self._environment = Environment()
+            self._environment.produce(BATCH, self)
+            self._environment.produce(COPY, BatchCopy())
+        return self._environment
 
     def check(self, op: BatchOp) -> None:
         """Raise unless `op` is what comes next."""

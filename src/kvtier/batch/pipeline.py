@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from kvtier.batch.data import BATCH, COPY, BatchData
+from kvtier.batch.environment import Environment
 from kvtier.batch.executor import Executor, ThreadExecutor, Work
 from kvtier.batch.module import Module, check_modules
 from kvtier.batch.op import BatchOp
 from kvtier.batch.ticket import Status, Ticket
 from kvtier.batch.timeline import Timeline
-from kvtier.errors import ArgumentError, StateError
-from kvtier.memory import CPU, BatchCopy, Placement, Stream, context
+from kvtier.errors import ArgumentError, ClosedError, StateError
+from kvtier.memory import CPU, Placement, Stream, context
 from kvtier.state import Permutation
 
 
@@ -52,7 +53,8 @@ class Pipeline:
         self._steps = itertools.count()
         self._order: list[Ticket] = []  # the rows of the batch issued last
         self._tickets: dict[int, Ticket] = {}  # all that are not terminal
-        self._broken = False  # something failed on the device: nothing in flight runs until all is collected
+        self._broken_at: int | None = None  # the step that failed on the device; what follows counts for nothing
+        self._closed = False
 
     @property
     def num_in_flight(self) -> int:
@@ -66,6 +68,7 @@ class Pipeline:
 
     def add(self, request: Any) -> Ticket:
         """Take a request in. A module that refuses it, by raising, makes it fail at once."""
+        self._check_open()
         ticket = Ticket(request)
         self._tickets[id(ticket)] = ticket
         try:
@@ -84,11 +87,12 @@ class Pipeline:
         Rows: those that generate first; among them, and among the others, existing ones in their order, then resumed,
         then new. Requests left out are preempted and may come back. Those that are retiring are left out silently.
         """
+        self._check_open()
         chosen = list(dict.fromkeys(tickets))
         for ticket in chosen:
             if id(ticket) not in self._tickets:
                 raise ArgumentError(f"{ticket!r} is not in this pipeline, or has left it")
-        if self._broken:
+        if self._broken_at is not None:
             self.drain()
         while not self._free:
             self.collect()
@@ -123,6 +127,8 @@ class Pipeline:
         rows: Sequence[Ticket] = batch.requests
         for ticket in rows:
             ticket.num_in_flight -= 1
+        if batch.error is None and self._broken_at is not None and batch.sequence > self._broken_at:
+            batch.error = StateError("a batch before it failed on the device")  # it ran, on rows nobody knows
         if batch.error is not None:
             self._after_failure(batch, rows)
         else:
@@ -130,7 +136,8 @@ class Pipeline:
                 with self._streams.engine():
                     self._streams.wait_done(batch)
                     self._run_op(BatchOp.FETCH, batch)
-                    self._broken |= not self._streams.synchronize(batch)
+                    if not self._streams.synchronize(batch):
+                        self._broken_at = batch.sequence
                     if batch.error is not None:
                         raise batch.error
                     self._run_op(BatchOp.UPDATE, batch)
@@ -147,48 +154,57 @@ class Pipeline:
             pass
 
     def close(self) -> None:
-        """Collect everything, cancel whoever is left, and end the threads."""
-        self.drain()
-        for ticket in list(self._tickets.values()):
-            ticket.cancel()
-        self._release()
-        self._executor.close()
-        self._streams.close()
+        """Collect everything, cancel whoever is left, and end the threads. Closing twice is fine."""
+        if self._closed:
+            return
+        try:
+            self.drain()
+            for ticket in list(self._tickets.values()):
+                ticket.cancel()
+            self._release()
+        finally:
+            self._closed = True
+            self._executor.close()
+            self._streams.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this pipeline was closed")
 
     # ---- the device side ----
 
     def _execute(self, batch: BatchData) -> None:
         """Run on the executor: never raises, keeps the error in the batch."""
-        if self._broken:
+        if self._broken_at is not None:
             batch.error = StateError("a batch before it failed on the device")
             return
         try:
             with self._streams.executor(batch):
                 for op in (BatchOp.PREPARE, BatchOp.FORWARD, BatchOp.UNPREP):
                     self._run_op(op, batch)
-        except Exception as error:
+        except BaseException as error:  # kept for the engine: the executor's thread must not die of a module
             batch.error = error
             batch.failed_itself = True
-            self._broken = True
+            self._broken_at = batch.sequence
 
     def _run_op(self, op: BatchOp, batch: BatchData) -> None:
         batch.check(op)
-        copy = batch.environment(op).at(COPY)
+        env = batch.environment(op)
         if self._timeline is None:
-            self._run_modules(op, batch, copy)
+            self._run_modules(op, env)
         else:
             with self._timeline.span(
                 op.name, track=op.side, phase=batch.phase, step=batch.sequence, num_rows=batch.bsz
             ) as span:
-                self._run_modules(op, batch, copy)
-                span.copied_bytes = 0 if copy.result is None else copy.result.nbytes
+                span.copied_bytes = self._run_modules(op, env)
         batch.finish(op)
 
-    def _run_modules(self, op: BatchOp, batch: BatchData, copy: BatchCopy) -> None:
-        env = batch.environment(op)
-        with copy:  # runs the copies of all modules, or discards them if one raises
+    def _run_modules(self, op: BatchOp, env: Environment) -> int:
+        """The op of every module, then their copies, which are discarded if one raises. Returns the bytes copied."""
+        with env.at(COPY) as copy:
             for module in self.modules:
                 getattr(module, op.value)(env)
+        return copy.result.nbytes if copy.result is not None else 0
 
     # ---- rows and requests ----
 
@@ -211,11 +227,11 @@ class Pipeline:
 
     def _start_anew(self) -> None:
         """After a failure on the device, once all that was in flight is collected: no row is anywhere."""
-        if self._broken and not self.num_in_flight:
+        if self._broken_at is not None and not self.num_in_flight:
             for ticket in self._order:
                 if ticket.status is Status.ACTIVE:
                     ticket.status = Status.WAITING
-            self._order, self._broken = [], False
+            self._order, self._broken_at = [], None
 
     def _release(self) -> None:
         """Let those go that are decided and in no batch in flight. An error in REMOVE is raised when all have gone."""

@@ -1,7 +1,7 @@
 """warp and append: carry rows from one batch's order into the next one's (the names are TurboMind's).
 
 Suffix 0 is the old order, 1 the new one. All of them describe the copies as arrays and hand them to a copy functor: a
-BatchCopy collects them, `copy_now` makes them at once. Nothing loops over rows.
+BatchCopy collects them, a CopyNow makes them at once. Nothing loops over rows.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ class Rows:
             mine, theirs = tuple(self.tensor.shape[1:]), tuple(other.tensor.shape[1:])
             raise ArgumentError(f"rows of {self.name} are {mine}, those of {other.name} {theirs}")
 
+    def must_be_apart(self, other: Rows) -> None:
+        """Raise if both share memory: a row would be read after it was overwritten."""
+        mine, theirs = self.buffer.nbytes, other.buffer.nbytes
+        if self.address < other.address + theirs and other.address < self.address + mine:
+            raise ArgumentError(f"{self.name} and {other.name} overlap in memory; use another tensor, or in_place=True")
+
     def must_hold(self, count: int, what: str) -> None:
         """Raise unless there are `count` rows."""
         if self.num_rows < count:
@@ -90,7 +96,10 @@ def warp(
     """
     if (a0.data_ptr() == b1.data_ptr()) != in_place and a0.numel() and b1.numel():
         raise ArgumentError("in_place=True is for a0 and b1 that are the same tensor, and only for them")
-    warp_rows(Rows("a0", a0), perm, Rows("b1", b1), copy, new=new, in_place=in_place)
+    old, out = Rows("a0", a0), Rows("b1", b1)
+    if not in_place:
+        old.must_be_apart(out)
+    warp_rows(old, perm, out, copy, new=new, in_place=in_place)
 
 
 def warp_rows(
@@ -115,6 +124,7 @@ def warp_rows(
     if new is not None:
         fresh, runs = Rows("new", new), perm.new_runs()
         fresh.must_match(out)
+        fresh.must_be_apart(out)
         fresh.must_hold(len(perm) if len(runs.new) else 0, "the new order")
         moves.append(_Move(fresh, runs.old, runs.length, out, runs.new))
     _emit(moves, copy)
@@ -135,8 +145,9 @@ def warp_ragged(
     Packs the new order into `out` and returns its offsets, one more than rows.
     """
     old, fresh, packed = Rows("a0", a0), Rows("new", new), Rows("out", out)
-    old.must_match(packed)
-    fresh.must_match(packed)
+    for rows_in in (old, fresh):
+        rows_in.must_match(packed)
+        rows_in.must_be_apart(packed)
     starts0 = _offsets("offset0", offset0, perm.size0, old.num_rows)
     starts1 = _offsets("new_offset", new_offset, len(perm), fresh.num_rows)
     kept, rows = ~perm.is_new, np.arange(len(perm))
@@ -180,8 +191,10 @@ def append(
     # elements of a row, addressed one by one: the same memory with rows and elements as one dimension
     olds, outs = Rows("a0", a0.flatten(0, 1)), Rows("d1", d1.flatten(0, 1))
     last, fresh = Rows("b0", b0), Rows("c1", c1)
-    last.must_match(outs)
-    fresh.must_match(outs)
+    old.must_be_apart(out)
+    for rows_in in (last, fresh):
+        rows_in.must_match(outs)
+        rows_in.must_be_apart(outs)
     last.must_hold(perm.size0, "the old order")
     sizes0 = _whole_numbers("a0_size", a0_size, perm.size0)
     starts1 = _offsets("c1_offset", c1_offset, len(perm), fresh.num_rows)
