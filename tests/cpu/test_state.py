@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.errors import ArgumentError, DTypeError, RangeError
-from kvtier.memory import BatchCopy, Buffer, Placement, copy
+from kvtier.memory import CPU, PINNED, BatchCopy, Buffer, Placement, copy
+from kvtier.memory.native import native
 from kvtier.state import CopyNow, Permutation, RowMap, State, append, warp, warp_ragged
+from kvtier.state.warp import row_copies
 
 dtypes = st.sampled_from([torch.uint8, torch.int32, torch.float64, torch.bfloat16])
 
@@ -108,6 +110,32 @@ def test_warp_does_what_numpy_does(placement, perm, width, with_new, dtype):
         warp(source, perm, out, functor, new=fresh if with_new else None)
         finish(functor)
         assert values(out) == expected.tolist()
+
+
+@pytest.mark.skipif(native().code is None, reason="needs a C compiler")
+@given(perm=permutations(), old=st.sampled_from([0, 1000]), new=st.sampled_from([0, 5000]), row_bytes=st.integers(0, 9))
+def test_the_compiled_copies_of_rows_are_those_of_numpy(perm, old, new, row_bytes):
+    given = (perm.index, perm.size0, old, new, 9000, row_bytes)
+    fast, slow = native().code.row_copies(*given), row_copies(*given)
+    assert fast.flags.c_contiguous
+    if row_bytes:
+        assert fast.tolist() == slow.tolist()
+    assert fast[2].sum() == slow[2].sum()
+
+
+def test_the_fewest_copies_are_made_and_old_and_new_rows_are_never_one():
+    # row size0 of memory behind the old rows is no old row, though the new rows begin there
+    made = row_copies(np.array([1, 2, 3, 9, 9, 0, 9]), 4, 1000, 1000 + 4 * 8 - 3 * 8, 9000, 8)
+    assert made.tolist() == [[1008, 1032, 1000, 1056], [9000, 9024, 9040, 9048], [24, 16, 8, 8]]
+
+
+def test_new_rows_may_come_from_another_kind_of_memory(placement):
+    for functor in functors():
+        out, old = tensor([[0]] * 4, placement), tensor([[1], [2], [3]], placement)
+        new = tensor([[11], [12], [13], [14]], PINNED if torch.cuda.is_available() else CPU)
+        warp(old, Permutation([2, 3, 0, 7], 3), out, functor, new=new)
+        finish(functor)
+        assert values(out) == [[3], [12], [1], [14]]
 
 
 @given(data=st.data())

@@ -174,6 +174,20 @@ class BatchCopy:
         self._keep(*keep)
         self._add_chunk(table, places, has_empty=lowest <= 0)
 
+    def table(
+        self, table: I64, *, src_placement: Placement, dst_placement: Placement, keep: Iterable[Holding] = ()
+    ) -> None:
+        """Add many copies at once as the rows of one array: source addresses, destination addresses, byte counts.
+
+        For code that has made and checked them: nothing is checked here, and the array is kept, not copied.
+        """
+        count = table.shape[1]
+        if count:
+            for holding in keep:
+                self._holdings[id(holding)] = holding
+            has_empty = bool(np.count_nonzero(table[NBYTES]) < count)
+            self._add_chunk(table, (src_placement, dst_placement), has_empty=has_empty)
+
     @contextmanager
     def group(self) -> Iterator[None]:
         """Merge the copies of this block that continue each other in source and destination, whatever their order."""

@@ -60,10 +60,8 @@ class Scan:
 
     disjoint: bool
     """The destinations ascend and do not overlap."""
-    src_low: int
-    src_high: int
-    dst_low: int
-    dst_high: int
+    independent: bool
+    """Nor does any source overlap a destination."""
     nbytes: int
     """Of all entries together."""
     starts: I64 | None
@@ -129,7 +127,7 @@ def plan_copies(entries: Entries, look: Callable[[Entries], Scan] | None = None)
         order = np.argsort(entries.table[DST])
         ordered = entries.take(order)
         found = look(ordered)
-    if found.disjoint and not _reads_what_is_written(ordered, found):
+    if found.independent:
         return _merge(ordered, found.nbytes, order, found.starts, None, overlapping=False)
     src, dst, nbytes = entries.table
     overlapping = any_of(np.abs(src - dst) < nbytes)
@@ -146,12 +144,10 @@ def plan_copies(entries: Entries, look: Callable[[Entries], Scan] | None = None)
 
 def scan(entries: Entries) -> Scan:
     """Look at entries (at least one)."""
-    src, dst, nbytes = entries.table
-    src_ends, dst_ends = src + nbytes, dst + nbytes
-    disjoint = not any_of(dst[1:] < dst_ends[:-1])
-    low, high = (dst[0], dst_ends[-1]) if disjoint else (np.minimum.reduce(dst), np.maximum.reduce(dst_ends))
-    starts = _piece_starts(entries, None)
-    return Scan(disjoint, int(src.min()), int(src_ends.max()), int(low), int(high), int(nbytes.sum()), starts)
+    _, dst, nbytes = entries.table
+    disjoint = not any_of(dst[1:] < (dst + nbytes)[:-1])
+    independent = disjoint and not _reads_what_is_written(entries)
+    return Scan(disjoint, independent, int(nbytes.sum()), _piece_starts(entries, None))
 
 
 def any_of(mask: Bools) -> bool:
@@ -159,10 +155,8 @@ def any_of(mask: Bools) -> bool:
     return bool(np.count_nonzero(mask))
 
 
-def _reads_what_is_written(entries: Entries, found: Scan) -> bool:
+def _reads_what_is_written(entries: Entries) -> bool:
     """Whether a source overlaps a destination. `entries` are sorted by destination, which are disjoint."""
-    if found.src_low >= found.dst_high or found.src_high <= found.dst_low:
-        return False  # the usual case: two buffers
     src, dst, nbytes = entries.table
     # the first destination that ends after a source starts must not begin before that source ends
     following = np.searchsorted(dst + nbytes, src, side="right")

@@ -165,12 +165,18 @@ def memcpy_async(dst: int, src: int, nbytes: int, stream: Stream) -> int:
 
 def launch_kernel(function: int, blocks: int, threads: int, parameters: int, stream: Stream) -> None:
     """Launch a kernel of one parameter, which lies at the address `parameters` and is copied before this returns."""
-    number, pointer = ctypes.c_uint, ctypes.c_void_p
-    launch = entry_point("cuLaunchKernel", pointer, *[number] * 7, pointer, pointer, pointer)
-    addresses = pointer(parameters)  # an array of one
-    status = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, ctypes.addressof(addresses), None)
+    addresses = ctypes.c_void_p(parameters)  # an array of one
+    status = _launch_function()(
+        function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, ctypes.addressof(addresses), None
+    )
     if status != _SUCCESS:
         raise CopyError(f"launching a kernel on {blocks} blocks of {threads} threads failed with CUDA status {status}")
+
+
+@functools.cache
+def _launch_function() -> Callable[..., int]:
+    number, pointer = ctypes.c_uint, ctypes.c_void_p
+    return entry_point("cuLaunchKernel", pointer, *[number] * 7, pointer, pointer, pointer)
 
 
 class _Location(ctypes.Structure):

@@ -58,6 +58,13 @@ def adopt(source: Any) -> Adopted:
 
 
 def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool, pooled: bool) -> Adopted:
+    dtype = from_torch(tensor.dtype)
+    region = Region(hold_tensor(tensor, pooled=pooled), readonly=readonly)
+    return Adopted(region, tensor.numel() * dtype.per_byte, dtype)
+
+
+def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> Holding:
+    """The memory of a contiguous tensor, kept alive. `pooled`: on a GPU it is of torch's pool, not another's."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"a Buffer is one flat region, but this tensor of shape {tuple(tensor.shape)} has strides "
@@ -68,12 +75,10 @@ def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool, pooled: bool) -> Adop
         raise ArgumentError(
             "this tensor's memory holds other values than it shows; pass tensor.resolve_neg().resolve_conj()"
         )
-    dtype = from_torch(tensor.dtype)
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not (tensor.is_cuda or tensor.is_cpu):
         raise PlacementError(f"kvtier has no placement for torch device {tensor.device}")
     where = Placement("cuda", tensor.device.index or 0) if tensor.is_cuda else _host_placement(tensor)
-    holding = Holding(tensor.data_ptr(), tensor.nbytes, where, owner=tensor.detach(), pooled=pooled)
-    return Adopted(Region(holding, readonly=readonly), tensor.numel() * dtype.per_byte, dtype)
+    return Holding(tensor.data_ptr(), tensor.nbytes, where, owner=tensor.detach(), pooled=pooled)
 
 
 def _host_placement(tensor: torch.Tensor) -> Placement:

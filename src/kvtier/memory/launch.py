@@ -11,7 +11,7 @@ from kvtier.memory.context import current_stream
 from kvtier.memory.cuda import is_capturing
 from kvtier.memory.placement import CPU, Placement
 from kvtier.memory.region import Holding
-from kvtier.memory.stream import Stream
+from kvtier.memory.stream import Event, Stream
 
 
 def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | None:
@@ -56,6 +56,8 @@ def run_after(stream: Stream, task: Callable[[], object]) -> None:
 
 def hold(stream: Stream, holdings: Iterable[Holding]) -> None:
     """Keep this memory from being reused until what `stream` has been given so far is done."""
-    event = stream.record()
+    event: Event | None = None
     for holding in holdings:
-        holding.used_by(stream, event)
+        if not holding.used_in_pool(stream):
+            event = event or stream.record()
+            holding.used_by(stream, event)

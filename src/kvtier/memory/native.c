@@ -1,4 +1,4 @@
-/* The three loops numpy cannot do in one pass. Compiled on first use (native.py); each has a twin in Python that gives the
+/* The loops numpy cannot do in one pass. Compiled on first use (native.py); each has a twin in Python that gives the
  * same result where there is no compiler, and a test that says so.
  *
  * kvtier_copy_pieces: scattered host copies (twin: run_in_order in copy_paths.py). The pieces, laid end to end, are cut into equal shares of bytes, one per thread; a share may begin and end inside a piece.
@@ -99,17 +99,58 @@ int kvtier_copy_pieces(size_t count, const int64_t *src, const int64_t *dst, con
     return worked;
 }
 
+/* kvtier_row_copies: the copies that carry rows into a new order (twin: row_copies in state/warp.py). Row i of the output is
+ * row index[i] of the old rows if that is below size0, else row i of the new ones; rows of memory at address 0 are left out.
+ * Neighbours that stay neighbours are one copy, so destinations ascend, do not overlap and nothing is left to merge.
+ * Writes sources, destinations and sizes one behind the other and returns how many of each; `out` has room for 3 * n. */
+size_t kvtier_row_copies(size_t n, const int64_t *index, int64_t size0, int64_t old_rows, int64_t new_rows, int64_t out_rows,
+                         int64_t row_bytes, int64_t *out) {
+    int64_t *src = out, *dst = out + n, *nbytes = out + 2 * n;
+    int64_t src_end = 0, before = -1; /* the kind of row before this one: 1 new, 0 old, -1 none */
+    size_t count = 0;
+    for (size_t i = 0; i < n; ++i) {
+        int64_t is_new = index[i] >= size0, rows = is_new ? new_rows : old_rows;
+        if (!rows) {
+            before = -1;
+            continue;
+        }
+        int64_t from = rows + (is_new ? (int64_t)i : index[i]) * row_bytes;
+        if (is_new == before && from == src_end) {
+            nbytes[count - 1] += row_bytes;
+        } else {
+            src[count] = from, dst[count] = out_rows + (int64_t)i * row_bytes, nbytes[count] = row_bytes;
+            ++count;
+        }
+        before = is_new, src_end = from + row_bytes;
+    }
+    memmove(out + count, dst, count * sizeof *out);
+    memmove(out + 2 * count, nbytes, count * sizeof *out);
+    return count;
+}
+
 /* kvtier_scan: one look at entries before they are planned (twin: scan in copy_plan.py). */
 typedef struct {
-    int64_t disjoint; /* destinations ascend and do not overlap */
-    int64_t src_low, src_high, dst_low, dst_high, nbytes;
+    int64_t disjoint;    /* destinations ascend and do not overlap */
+    int64_t independent; /* nor does any source overlap one */
+    int64_t nbytes;
     int64_t num_pieces; /* after merging neighbours that continue each other; starts[k] is the entry piece k begins with */
 } Scan;
+
+/* Whether [begin, end) shares a byte with one of n destinations, which ascend and do not overlap. */
+static int is_written(size_t n, const int64_t *dst, const int64_t *nbytes, int64_t begin, int64_t end) {
+    size_t low = 0, high = n; /* the first destination that ends after `begin` */
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (dst[middle] + nbytes[middle] <= begin) low = middle + 1;
+        else high = middle;
+    }
+    return low < n && dst[low] < end;
+}
 
 void kvtier_scan(size_t n, const int64_t *src, const int64_t *dst, const int64_t *nbytes, const int64_t *scope,
                  int64_t *starts, Scan *scan) {
     int64_t src_end = 0, dst_end = INT64_MIN, pieces = 0;
-    Scan found = {1, INT64_MAX, INT64_MIN, INT64_MAX, INT64_MIN, 0, 0};
+    Scan found = {1, 1, 0, 0};
     for (size_t k = 0; k < n; ++k) {
         int same_scope = k > 0 && (scope == NULL || (scope[k] == scope[k - 1] && scope[k] >= 0));
         if (!(same_scope && src[k] == src_end && dst[k] == dst_end)) starts[pieces++] = (int64_t)k;
@@ -117,11 +158,11 @@ void kvtier_scan(size_t n, const int64_t *src, const int64_t *dst, const int64_t
         found.nbytes += nbytes[k];
         src_end = src[k] + nbytes[k];
         dst_end = dst[k] + nbytes[k];
-        if (src[k] < found.src_low) found.src_low = src[k];
-        if (src_end > found.src_high) found.src_high = src_end;
-        if (dst[k] < found.dst_low) found.dst_low = dst[k];
-        if (dst_end > found.dst_high) found.dst_high = dst_end;
     }
+    found.independent = found.disjoint;
+    for (size_t k = 0; k < n && found.independent; ++k)
+        if (src[k] < dst_end && src[k] + nbytes[k] > dst[0]) /* else it is outside all of them, the usual case */
+            found.independent = !is_written(n, dst, nbytes, src[k], src[k] + nbytes[k]);
     found.num_pieces = pieces;
     *scan = found;
 }

@@ -33,10 +33,7 @@ _MAX_THREADS = 8
 
 
 class _ScanResult(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in ("disjoint", "src_low", "src_high", "dst_low", "dst_high", "nbytes", "num_pieces")
-    ]
+    _fields_ = [(name, ctypes.c_int64) for name in ("disjoint", "independent", "nbytes", "num_pieces")]
 
 
 class NativeCode:
@@ -50,6 +47,9 @@ class NativeCode:
         self._scan = library.kvtier_scan
         self._scan.argtypes = [size, pointer, pointer, pointer, pointer, pointer, pointer]
         self._scan.restype = None
+        self._row_copies = library.kvtier_row_copies
+        self._row_copies.argtypes = [size, pointer, number, number, number, number, number, pointer]
+        self._row_copies.restype = size
         self._fill_rows = library.kvtier_fill_rows
         self._fill_rows.argtypes = [size, pointer, pointer, pointer, size, pointer]
         self._fill_rows.restype = number
@@ -73,9 +73,17 @@ class NativeCode:
         scopes = None if scope is None else scope.ctypes.data
         self._scan(n, src, dst, nbytes, scopes, address_of(starts), ctypes.addressof(found))
         pieces = None if found.num_pieces == n else starts[: found.num_pieces]
-        return Scan(
-            bool(found.disjoint), found.src_low, found.src_high, found.dst_low, found.dst_high, found.nbytes, pieces
-        )
+        return Scan(bool(found.disjoint), bool(found.independent), found.nbytes, pieces)
+
+    def row_copies(self, index: I64, size0: int, old: int, new: int, out: int, row_bytes: int) -> I64:
+        """What kvtier.state.warp.row_copies does, in one pass."""
+        n = len(index)
+        if not n:
+            return np.empty((3, 0), np.int64)
+        flat = np.empty(3 * n, np.int64)
+        # tobytes, because a read-only array shows its address at ten times the cost of copying 256 numbers
+        count = self._row_copies(n, index.tobytes(), size0, old, new, out, row_bytes, address_of(flat))
+        return flat[: 3 * count].reshape(3, count)
 
     def fill_rows(self, table: I64, capacity: int, block: int) -> int:
         """What gather.fill_rows does, into the memory at address `block`."""

@@ -43,12 +43,16 @@ class Holding:
         self._pooled = pooled and placement.is_device  # `owner` is a tensor of torch's CUDA pool
         self._in_flight: dict[tuple[Placement, int], Event] = {}
 
+    def used_in_pool(self, stream: Stream) -> bool:
+        """Tell torch's pool, if the memory is of it, that work given to `stream` so far uses it. False: it is not."""
+        if not (self._pooled and isinstance(self.owner, torch.Tensor)):
+            return False
+        self.owner.record_stream(stream.native)  # the pool waits without blocking the host
+        return True
+
     def used_by(self, stream: Stream, event: Event) -> None:
         """Note that work on `stream` up to `event` uses this memory. Later work on the same stream replaces it."""
-        if self._pooled and isinstance(self.owner, torch.Tensor):
-            self.owner.record_stream(stream.native)  # torch's pool waits without blocking the host
-        else:
-            self._in_flight[stream.placement, stream.handle] = event  # every GPU has a stream of handle 0
+        self._in_flight[stream.placement, stream.handle] = event  # every GPU has a stream of handle 0
 
     def wait(self) -> None:
         """Block until the copies in flight that use this memory are done, or have failed."""

@@ -2,6 +2,6 @@
 
 from kvtier.state.permutation import Permutation, Runs
 from kvtier.state.state import RowMap, State
-from kvtier.state.warp import CopyNow, CopyPointers, append, warp, warp_ragged
+from kvtier.state.warp import CopyNow, CopyTable, append, warp, warp_ragged
 
-__all__ = ["CopyNow", "CopyPointers", "Permutation", "RowMap", "Runs", "State", "append", "warp", "warp_ragged"]
+__all__ = ["CopyNow", "CopyTable", "Permutation", "RowMap", "Runs", "State", "append", "warp", "warp_ragged"]

@@ -81,6 +81,11 @@ class Permutation:
         old = self.index[~self.is_new]
         return len(np.unique(old)) == len(old)
 
+    @property
+    def num_new(self) -> int:
+        """New rows."""
+        return int(np.count_nonzero(self.is_new))
+
     def compose(self, later: Permutation) -> Permutation:
         """This one, then `later`: from the old order straight to the order after both."""
         if later.size0 != len(self):
@@ -102,14 +107,14 @@ class Permutation:
     def runs(self, *, moved_only: bool = False) -> Runs:
         """The fewest stretches the old rows come in; `moved_only` leaves out rows that stay where they are."""
         wanted = ~self.is_new & (self.index != np.arange(len(self))) if moved_only else ~self.is_new
-        return _runs(wanted, self.index)
+        return find_runs(wanted, self.index)
 
     def new_runs(self) -> Runs:
         """The stretches of new rows; `old` is the row of the new data, which is in the new order: the same."""
-        return _runs(self.is_new, np.arange(len(self)))
+        return find_runs(self.is_new, np.arange(len(self)))
 
 
-def _runs(wanted: Bools, source: I64) -> Runs:
+def find_runs(wanted: Bools, source: I64) -> Runs:
     """The stretches of wanted rows whose sources rise by one.
 
     wanted  1 1 1 0 1        begins  1 0 1 0 1

@@ -11,7 +11,7 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.memory import Allocator, Buffer, Placement
 from kvtier.memory.torch_types import AnyDType
 from kvtier.state.permutation import I64, Permutation
-from kvtier.state.warp import CopyPointers, Rows, warp_rows
+from kvtier.state.warp import CopyTable, Rows, warp_rows
 
 
 class State:
@@ -32,7 +32,10 @@ class State:
             raise ArgumentError(f"a State needs rows: a shape of at least one dimension, got {tuple(shape)}")
         size = int(np.prod(shape, dtype=np.int64))
         buffers = [Buffer(size, dtype, placement, allocator=allocator) for _ in range(2)]
-        self._front, self._back = (Rows("the state", buffer.torch().view(tuple(shape))) for buffer in buffers)
+        # with the Buffers' own holdings: those of tensors made of them would not tell the memory which copies use it
+        self._front, self._back = (
+            Rows("the state", buffer.torch().view(tuple(shape)), buffer.holding) for buffer in buffers
+        )
 
     @property
     def front(self) -> torch.Tensor:
@@ -48,7 +51,7 @@ class State:
         """Exchange front and back. Tensors taken before keep their memory, and so change roles."""
         self._front, self._back = self._back, self._front
 
-    def warp(self, perm: Permutation, copy: CopyPointers, *, new: torch.Tensor | None = None) -> bool:
+    def warp(self, perm: Permutation, copy: CopyTable, *, new: torch.Tensor | None = None) -> bool:
         """Carry front into the new order and make that the front. Returns whether it moved.
 
         An identity copies nothing and does not swap. With a BatchCopy, front is right once that has run.

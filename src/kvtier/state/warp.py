@@ -16,62 +16,67 @@ import torch
 
 from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.memory import BatchCopy, Buffer, Placement, empty_like
-from kvtier.state.permutation import I64, Permutation, Runs
+from kvtier.memory.interop import hold_tensor
+from kvtier.memory.native import native
+from kvtier.memory.region import Holding
+from kvtier.state.permutation import I64, Permutation, find_runs
 
 
-class CopyPointers(Protocol):
-    """A copy functor: BatchCopy, or anything else that takes many copies as arrays."""
+class CopyTable(Protocol):
+    """A copy functor: BatchCopy, or anything else that takes many copies as an array."""
 
-    def pointers(
-        self,
-        src: Any,
-        nbytes: Any,
-        dst: Any,
-        *,
-        src_placement: Placement,
-        dst_placement: Placement,
-        keep: Iterable[Buffer],
-    ) -> None:
-        """Copy nbytes from each address of `src` to that of `dst`, in order, now or later; `keep` holds the memory."""
+    def table(self, table: I64, *, src_placement: Placement, dst_placement: Placement, keep: Iterable[Holding]) -> None:
+        """Copy, in order, now or later: rows of `table` are source addresses, destination addresses and byte counts.
+
+        `keep` is the memory they are in.
+        """
         ...
 
 
 class CopyNow:
     """A copy functor that is done, or given to the current stream, when it returns."""
 
-    def pointers(self, src: Any, nbytes: Any, dst: Any, **where: Any) -> None:
-        """Copy nbytes from each address of `src` to that of `dst`."""
+    def table(self, table: I64, **where: Any) -> None:
+        """Copy what the rows of `table` say: sources, destinations, byte counts."""
         with BatchCopy() as batch:
-            batch.pointers(src, nbytes, dst, **where)
+            batch.table(table, **where)
 
 
 class Rows:
-    """A tensor as rows of a Buffer. `name` is what messages call it."""
+    """A tensor as rows of memory. `name` is what messages call it."""
 
-    __slots__ = ("address", "buffer", "name", "num_rows", "row_bytes", "tensor")
+    __slots__ = ("address", "holding", "name", "num_rows", "placement", "row_bytes", "row_kind", "tensor")
 
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.dim() == 0:
+    def __init__(self, name: str, tensor: torch.Tensor, holding: Holding | None = None) -> None:
+        shape = tensor.shape
+        if not shape:
             raise ArgumentError(f"{name} must have rows, got a tensor without dimensions")
         self.name = name
         self.tensor = tensor
-        self.buffer = Buffer.wrap(tensor)
-        self.num_rows = tensor.shape[0]
-        self.address = self.buffer.data()
-        self.row_bytes = self.buffer.nbytes // self.num_rows if self.num_rows else 0
+        self.holding = hold_tensor(tensor) if holding is None else holding
+        self.placement = self.holding.placement
+        self.address = tensor.data_ptr()
+        self.num_rows = shape[0]
+        self.row_bytes = tensor.nbytes // self.num_rows if self.num_rows else 0
+        self.row_kind = tensor.dtype, shape[1:]
+
+    @property
+    def end(self) -> int:
+        """The address behind the last row."""
+        return self.address + self.num_rows * self.row_bytes
 
     def must_match(self, other: Rows) -> None:
         """Raise unless both have rows of one type and shape."""
-        if self.tensor.dtype != other.tensor.dtype:
-            raise DTypeError(f"{self.name} holds {self.tensor.dtype}, {other.name} {other.tensor.dtype}")
-        if self.tensor.shape[1:] != other.tensor.shape[1:]:
-            mine, theirs = tuple(self.tensor.shape[1:]), tuple(other.tensor.shape[1:])
-            raise ArgumentError(f"rows of {self.name} are {mine}, those of {other.name} {theirs}")
+        if self.row_kind == other.row_kind:
+            return
+        (mine, my_shape), (theirs, their_shape) = self.row_kind, other.row_kind
+        if mine != theirs:
+            raise DTypeError(f"{self.name} holds {mine}, {other.name} {theirs}")
+        raise ArgumentError(f"rows of {self.name} are {tuple(my_shape)}, those of {other.name} {tuple(their_shape)}")
 
     def must_be_apart(self, other: Rows) -> None:
         """Raise if both share memory: a row would be read after it was overwritten."""
-        mine, theirs = self.buffer.nbytes, other.buffer.nbytes
-        if self.address < other.address + theirs and other.address < self.address + mine:
+        if self.address < other.end and other.address < self.end:
             raise ArgumentError(f"{self.name} and {other.name} overlap in memory; use another tensor, or in_place=True")
 
     def must_hold(self, count: int, what: str) -> None:
@@ -84,7 +89,7 @@ def warp(
     a0: torch.Tensor,
     perm: Permutation,
     b1: torch.Tensor,
-    copy: CopyPointers,
+    copy: CopyTable,
     *,
     new: torch.Tensor | None = None,
     in_place: bool = False,
@@ -106,7 +111,7 @@ def warp_rows(
     old: Rows,
     perm: Permutation,
     out: Rows,
-    copy: CopyPointers,
+    copy: CopyTable,
     *,
     new: torch.Tensor | None = None,
     in_place: bool = False,
@@ -115,19 +120,18 @@ def warp_rows(
     old.must_match(out)
     old.must_hold(perm.size0, "the old order")
     out.must_hold(len(perm), "the new order")
-    runs = perm.runs(moved_only=in_place)
-    moves = (
-        _through_scratch(old, runs)
-        if in_place and len(runs.new)
-        else [_Move(old, runs.old, runs.length, out, runs.new)]
-    )
-    if new is not None:
-        fresh, runs = Rows("new", new), perm.new_runs()
+    fresh = None if new is None else Rows("new", new)
+    if fresh is not None:
         fresh.must_match(out)
         fresh.must_be_apart(out)
-        fresh.must_hold(len(perm) if len(runs.new) else 0, "the new order")
-        moves.append(_Move(fresh, runs.old, runs.length, out, runs.new))
-    _emit(moves, copy)
+        fresh.must_hold(len(perm) if perm.num_new else 0, "the new order")
+    if in_place:
+        _emit(_moves_in_place(old, perm, fresh), copy)
+    elif fresh is None or fresh.placement == old.placement:
+        _emit_rows(perm, old, fresh, out, copy)
+    else:
+        _emit_rows(perm, old, None, out, copy)
+        _emit_rows(perm, None, fresh, out, copy)
 
 
 def warp_ragged(
@@ -135,7 +139,7 @@ def warp_ragged(
     offset0: Any,
     perm: Permutation,
     out: torch.Tensor,
-    copy: CopyPointers,
+    copy: CopyTable,
     *,
     new: torch.Tensor,
     new_offset: Any,
@@ -174,7 +178,7 @@ def append(
     c1_offset: Any,
     perm: Permutation,
     d1: torch.Tensor,
-    copy: CopyPointers,
+    copy: CopyTable,
 ) -> I64:
     """Old rows plus one new element each, or fresh rows; returns the sizes of the rows of d1.
 
@@ -227,36 +231,69 @@ class _Move:
     dst_row: I64
 
 
-def _emit(moves: Sequence[_Move], copy: CopyPointers) -> None:
+def _emit(moves: Sequence[_Move], copy: CopyTable) -> None:
     """Hand all moves, in their order, to the functor: in one call where the memory is of one kind."""
     moves = [move for move in moves if len(move.num_rows)]
-    for places, group in itertools.groupby(moves, lambda move: (move.src.buffer.placement, move.dst.buffer.placement)):
+    for places, group in itertools.groupby(moves, lambda move: (move.src.placement, move.dst.placement)):
         some = list(group)
-        copy.pointers(
-            _joined([move.src.address + move.src_row * move.src.row_bytes for move in some]),
-            _joined([move.num_rows * move.src.row_bytes for move in some]),
-            _joined([move.dst.address + move.dst_row * move.dst.row_bytes for move in some]),
+        tables = [
+            (
+                move.src.address + move.src_row * move.src.row_bytes,
+                move.dst.address + move.dst_row * move.dst.row_bytes,
+                move.num_rows * move.src.row_bytes,
+            )
+            for move in some
+        ]
+        copy.table(
+            np.concatenate(tables, axis=1),
             src_placement=places[0],
             dst_placement=places[1],
-            keep=[rows.buffer for move in some for rows in (move.src, move.dst)],
+            keep=[rows.holding for move in some for rows in (move.src, move.dst)],
         )
 
 
-def _joined(arrays: Sequence[I64]) -> I64:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def _emit_rows(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, copy: CopyTable) -> None:
+    """Hand over all rows that come from `old` or `new`, which are in one kind of memory, in one call."""
+    code, sources = native().code, [rows for rows in (old, new) if rows is not None]
+    copy.table(
+        (row_copies if code is None else code.row_copies)(
+            perm.index, perm.size0, old.address if old else 0, new.address if new else 0, out.address, out.row_bytes
+        ),
+        src_placement=sources[0].placement,
+        dst_placement=out.placement,
+        keep=[rows.holding for rows in (*sources, out)],
+    )
 
 
-def _through_scratch(rows: Rows, runs: Runs) -> list[_Move]:
+def row_copies(index: I64, size0: int, old: int, new: int, out: int, row_bytes: int) -> I64:
+    """Source, destination and size of the copies that carry rows at address `old`, or `new`, into the order `index`.
+
+    Rows at address 0 are left out.
+    """
+    is_new, rows = index >= size0, np.arange(len(index))
+    # new rows are numbered apart from the old ones, so that none of either continues one of the other
+    runs = find_runs(np.where(is_new, new != 0, old != 0), np.where(is_new, size0 + 1 + rows, index))
+    from_old = old + runs.old * row_bytes
+    src = np.where(runs.old < size0, from_old, new + runs.new * row_bytes)
+    return np.stack((src, out + runs.new * row_bytes, runs.length * row_bytes))
+
+
+def _moves_in_place(rows: Rows, perm: Permutation, new: Rows | None) -> list[_Move]:
     """In place, every row is read before any is written: rows that move go out to memory of their own, then back in.
 
     rows     A B C D      perm [0, 2, 1, 3]      scratch  C B      rows  A C B D
     """
-    ends = np.cumsum(runs.length)
-    scratch = Rows(
-        "scratch", empty_like(Buffer.wrap(rows.tensor[: int(ends[-1])])).torch().view(-1, *rows.tensor.shape[1:])
-    )
-    at = ends - runs.length
-    return [_Move(rows, runs.old, runs.length, scratch, at), _Move(scratch, at, runs.length, rows, runs.new)]
+    moves, runs = [], perm.runs(moved_only=True)
+    if len(runs.new):
+        ends = np.cumsum(runs.length)
+        at, room = ends - runs.length, rows.tensor[: int(ends[-1])]
+        buffer = empty_like(Buffer.wrap(room))
+        scratch = Rows("scratch", buffer.torch().view(room.shape), buffer.holding)
+        moves = [_Move(rows, runs.old, runs.length, scratch, at), _Move(scratch, at, runs.length, rows, runs.new)]
+    if new is not None:
+        fresh = perm.new_runs()
+        moves.append(_Move(new, fresh.old, fresh.length, rows, fresh.new))
+    return moves
 
 
 def _whole_numbers(name: str, values: Any, count: int) -> I64:
