@@ -2,6 +2,8 @@
 
 import json
 import threading
+import time
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, Status, ThreadExecutor, Timeline
 from kvtier.errors import ArgumentError, ClosedError
-from kvtier.memory import CPU, current_stream
+from kvtier.memory import CPU, Stream, current_stream
 from kvtier.state import State
+from support import new_stream
 
 MOST = 8
 
@@ -42,14 +45,14 @@ class Counter(Module):
         self.state = State((MOST,), "i64")
         self.initial = [torch.zeros(MOST, dtype=torch.int64) for _ in range(phases)]
         self.kept = [torch.zeros(MOST, dtype=torch.int64) for _ in range(phases)]
-        self.log, self.fail_at = [], None
+        self.log, self.fail_at, self.error = [], None, Planned
 
     def _enter(self, op, env):
         batch = env.at(BATCH)
         self.log.append((op.name, batch.sequence, threading.current_thread().name))
         if self.fail_at is op:
             self.fail_at = None
-            raise Planned(op.name)
+            raise self.error(op.name)
         return batch
 
     def add(self, requests):
@@ -192,24 +195,60 @@ def test_a_module_that_raises_fails_its_batch_and_the_pipeline_goes_on(op, phase
 
 
 @pytest.mark.parametrize("executor", [ThreadExecutor, InlineExecutor])
-def test_a_timeline_shows_every_op_with_its_rows_and_bytes(executor, tmp_path):
+def test_a_timeline_shows_every_op_and_copy_with_its_rows_and_bytes(executor, tmp_path):
     timeline = Timeline()
     pipeline = Pipeline([Counter(2)], executor=executor, timeline=timeline)
     tickets = [pipeline.add(Request(name)) for name in "ab"]
-    for rows in (tickets, tickets[:1], tickets):
+    for rows in (tickets, tickets[:1], tickets, tickets):
         pipeline.step(rows)
     pipeline.close()
-    for step, num_rows in enumerate((2, 1, 2)):
+    ops = [op.name for op in BatchOp if op.per_batch]
+    for step, (num_rows, num_pieces) in enumerate([(2, 1), (1, 1), (2, 2), (2, 0)]):
         spans = [span for span in timeline.spans if span.step == step]
-        assert [span.name for span in spans] == [op.name for op in BatchOp if op.per_batch]
-        assert {(span.num_rows, span.phase) for span in spans} == {(num_rows, spans[0].phase)}
-        assert all(span.start <= span.end for span in spans)
+        copies = [span for span in spans if span.name == "copy"]
+        spans = [span for span in spans if span.name != "copy"]
+        assert [span.name for span in spans] == ops
+        assert {(span.num_rows, span.phase) for span in (*spans, *copies)} == {(num_rows, spans[0].phase)}
+        assert all(span.start <= span.end for span in (*spans, *copies))
         assert [span.track for span in spans] == [op.side for op in BatchOp if op.per_batch]
-        assert spans[1].copied_bytes == 8 * num_rows  # a counter of 8 bytes a row went into the new order
-    assert timeline.save(tmp_path / "trace.json") == 18
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert {event["ph"] for event in trace["traceEvents"]} == {"X"}
-    assert min(event["ts"] for event in trace["traceEvents"]) == 0
+        # a counter of 8 bytes a row went into the new order; in the last step all rows stayed
+        assert [(span.copied_bytes, span.num_pieces, span.track) for span in copies] == [
+            (8 * num_rows, num_pieces, "executor")
+        ] * bool(num_pieces)
+        assert spans[1].copied_bytes == (8 * num_rows if num_pieces else 0)
+        assert all(spans[1].start <= span.start <= span.end <= spans[1].end for span in copies)
+    on_streams = 27 if executor is ThreadExecutor else 0  # each once more, when its stream ran it
+    assert timeline.save(tmp_path / "trace.json") == 27 + on_streams
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    shown = [event for event in events if event["ph"] == "X"]
+    assert len(shown) == 27 + on_streams
+    assert {names[event["tid"]] for event in shown} == {span.track for span in timeline.spans} | {
+        f"{side} stream" for side in ("engine", "executor") if on_streams
+    }
+    assert min(event["ts"] for event in shown) == 0
+    assert {event["args"].get("pieces") for event in shown if event["name"] == "copy"} == {1, 2}
+
+
+def test_the_timeline_of_a_stream_shows_when_it_ran_what_it_was_given():
+    timeline = Timeline()
+    with new_stream() as stream:
+        kind = {"track": "executor", "phase": 0, "step": 0, "num_rows": 1, "stream": stream}
+        gate = threading.Event()
+        with timeline.span("first", **kind):
+            pass
+        with timeline.span("held", **kind) as enqueued:
+            stream.enqueue(gate.wait)
+        opened = time.perf_counter()
+        gate.set()
+        _, ran = timeline.stream_spans()
+        assert (ran.name, ran.track) == ("held", "executor stream")
+        assert enqueued.end < opened < ran.end
+
+        with timeline.span("fails", **kind):
+            stream.enqueue(lambda: int("fails"))
+        assert [span.name for span in timeline.stream_spans()] == ["first", "held"]
+        assert [span.name for span in timeline.spans] == ["first", "held", "fails"]
 
 
 def test_an_op_that_fails_is_in_the_timeline_too():
@@ -218,12 +257,78 @@ def test_an_op_that_fails_is_in_the_timeline_too():
     counter.fail_at = BatchOp.FORWARD
     pipeline.step([pipeline.add(Request("a"))])
     pipeline.close()
-    assert [span.name for span in timeline.spans] == ["SETUP", "PREPARE", "FORWARD"]
+    assert [span.name for span in timeline.spans] == ["SETUP", "copy", "PREPARE", "FORWARD"]
 
 
 def test_an_empty_timeline_is_a_trace_of_nothing(tmp_path):
     assert Timeline().save(tmp_path / "trace.json") == 0
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
+
+
+def test_rows_that_stay_cost_nothing():
+    class Permutations(Module):
+        seen: ClassVar[list] = []
+
+        def setup(self, env):
+            self.seen.append(env.at(BATCH).perm)
+
+    pipeline = Pipeline([Permutations()], phases=1, executor=InlineExecutor)
+    a, b, c = (pipeline.add(name) for name in "abc")
+    for rows, generating in (([a, b], []), ([b, a], []), ([a, b], [a]), ([a, b], [b, a]), ([a, b], [b]), ([b, c], [])):
+        pipeline.step(rows, generating=generating)
+    pipeline.close()
+    seen = Permutations.seen
+    assert seen[1] is seen[2] is seen[3]
+    assert [perm.index.tolist() for perm in seen] == [[0, 0], [0, 1], [0, 1], [0, 1], [1, 0], [0, 2]]
+    assert [perm.size0 for perm in seen] == [0, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("phases", [1, 2, 3])
+def test_the_host_waits_once_per_step(monkeypatch, phases):
+    waits, synchronize = [], Stream.synchronize
+    monkeypatch.setattr(Stream, "synchronize", lambda self: (waits.append(self), synchronize(self)))
+    pipeline, _ = pipeline_of(phases)
+    tickets = [pipeline.add(Request(name)) for name in "ab"]
+    for rows in (tickets, tickets[:1], tickets, tickets):
+        pipeline.step(rows)
+    pipeline.drain()
+    assert len(waits) == 4
+    pipeline.close()
+
+
+@pytest.mark.parametrize("op", [BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH])
+def test_a_slot_is_free_only_when_nothing_of_a_failed_batch_runs(op):
+    class Slow(Module):
+        """Its work on the stream takes a while; the op fails meanwhile."""
+
+        def run(self, env):
+            if env.at(BATCH).sequence == 0:
+                self.stream = current_stream(CPU)
+                self.stream.enqueue(lambda: time.sleep(0.05))
+                raise Planned
+
+    setattr(Slow, op.value, Slow.run)
+    slow = Slow()
+    pipeline = Pipeline([slow])
+    pipeline.step([pipeline.add("a")])
+    pipeline.drain()
+    assert slow.stream.query()
+    pipeline.close()
+
+
+@pytest.mark.parametrize("op", [BatchOp.SETUP, BatchOp.FETCH, BatchOp.UPDATE])
+def test_an_interrupt_on_the_engine_goes_on_its_way_and_leaves_the_books_right(op):
+    pipeline, counter = pipeline_of(2)
+    a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
+    counter.fail_at, counter.error = op, KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - in which of them depends on the op
+        pipeline.step([a])
+        pipeline.drain()
+    pipeline.check()
+    assert (a.status, pipeline.num_in_flight) == (Status.FAILED, 0)
+    pipeline.step([b])
+    pipeline.close()
+    assert b.request.count == 1
 
 
 class FailsOnTheStream(Module):

@@ -25,6 +25,7 @@ _BEFORE = {
     BatchOp.FETCH: "done",
     BatchOp.UPDATE: "fetched",
 }
+_NO_ROWS = Permutation.identity(0)
 _AFTER = dict(zip(_BEFORE, [*list(_BEFORE.values())[1:], "free"], strict=True))
 
 
@@ -46,7 +47,7 @@ class BatchData:
         self._clear()
 
     def _clear(self) -> None:
-        self.perm = Permutation.identity(0)
+        self.perm = _NO_ROWS
         self.requests: Sequence[Any] = ()
         self.local_token_num: Sequence[int] = ()
         self._promise: Future[Event] = Future()

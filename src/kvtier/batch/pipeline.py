@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from kvtier.batch.data import BATCH, COPY, BatchData
-from kvtier.batch.environment import Environment
 from kvtier.batch.executor import Executor, ThreadExecutor, Work
 from kvtier.batch.module import Module, check_modules
 from kvtier.batch.op import BatchOp
+from kvtier.batch.order import Order
+from kvtier.batch.streams import Streams
 from kvtier.batch.ticket import Status, Ticket
-from kvtier.batch.timeline import Timeline
+from kvtier.batch.timeline import Span, Timeline
 from kvtier.errors import ArgumentError, ClosedError, StateError
-from kvtier.memory import CPU, Placement, Stream, context
-from kvtier.state import Permutation
+from kvtier.memory import CPU, Placement
 
 
 class Pipeline:
@@ -47,30 +45,32 @@ class Pipeline:
         self.modules = tuple(modules)
         self.phases = phases
         self._timeline = timeline
-        self._streams = _Streams(Placement.parse(placement), threads=executor is ThreadExecutor)
+        self._streams = Streams(Placement.parse(placement), threads=executor is ThreadExecutor)
         self._executor = executor(self._execute)
         self._free = [BatchData(phase) for phase in range(phases)]
         self._steps = itertools.count()
-        self._order: list[Ticket] = []  # the rows of the batch issued last
-        self._tickets: dict[int, Ticket] = {}  # all that are not terminal
+        self._order = Order()  # the rows of the batch issued last
+        self._in_flight: list[Collection[Ticket]] = []  # the requests of each batch issued and not collected
+        self._running: dict[Ticket, None] = {}  # those that may be put into a batch
+        self._retiring: list[Ticket] = []  # decided, and not gone yet
         self._broken_at: int | None = None  # the step that failed on the device; what follows counts for nothing
         self._closed = False
 
     @property
     def num_in_flight(self) -> int:
         """Batches issued and not collected."""
-        return self.phases - len(self._free)
+        return len(self._in_flight)
 
     @property
     def order(self) -> tuple[Ticket, ...]:
         """The rows of the batch issued last."""
-        return tuple(self._order)
+        return self._order.tickets
 
     def add(self, request: Any) -> Ticket:
         """Take a request in. A module that refuses it, by raising, makes it fail at once."""
         self._check_open()
-        ticket = Ticket(request)
-        self._tickets[id(ticket)] = ticket
+        ticket = Ticket(request, self._in_flight, self._retire)
+        self._running[ticket] = None
         try:
             for module in self.modules:
                 module.add([request])
@@ -88,33 +88,28 @@ class Pipeline:
         then new. Requests left out are preempted and may come back. Those that are retiring are left out silently.
         """
         self._check_open()
-        chosen = list(dict.fromkeys(tickets))
-        for ticket in chosen:
-            if id(ticket) not in self._tickets:
+        chosen = dict.fromkeys(tickets)
+        for ticket in chosen.keys() - self._running.keys():
+            if ticket not in self._retiring:
                 raise ArgumentError(f"{ticket!r} is not in this pipeline, or has left it")
         if self._broken_at is not None:
             self.drain()
         while not self._free:
             self.collect()
-        position = {id(ticket): row for row, ticket in enumerate(self._order)}
-        rows = _in_order(chosen, generating, position)  # some may have left with what was just collected
+        for ticket in chosen.keys() - self._running.keys():  # some may have left with what was just collected
+            del chosen[ticket]
+        order, perm = self._order.next(chosen, generating)
         batch = self._free.pop()
-        index = np.array([position.get(id(ticket), len(position)) for ticket in rows], np.int64)
-        batch.begin(next(self._steps), Permutation(index, len(position)), rows, tokens)
         try:
+            batch.begin(next(self._steps), perm, order.tickets, tokens)
             with self._streams.engine():
                 self._run_op(BatchOp.SETUP, batch)
                 self._streams.record_ready(batch)
-        except Exception as error:  # nothing of it reached the device: the order there is still the old one
-            self._give_up(batch, rows, error)
+        except BaseException as error:  # nothing of it reached the device: the order there is still the old one
+            self._give_up(batch, order.tickets, error)
             return
-        for ticket in self._order:
-            if ticket.status is Status.ACTIVE:
-                ticket.status = Status.WAITING
-        for ticket in rows:
-            ticket.status, ticket.has_run = Status.ACTIVE, True
-            ticket.num_in_flight += 1
-        self._order = rows
+        self._take(order)
+        self._in_flight.append(order.row_of)
         self._executor.submit(batch)
         while self.num_in_flight >= self.phases:
             self.collect()
@@ -124,29 +119,33 @@ class Pipeline:
         if not self.num_in_flight:
             return False
         batch = self._executor.collect()
+        del self._in_flight[0]
         rows: Sequence[Ticket] = batch.requests
-        for ticket in rows:
-            ticket.num_in_flight -= 1
         if batch.error is None and self._broken_at is not None and batch.sequence > self._broken_at:
             batch.error = StateError("a batch before it failed on the device")  # it ran, on rows nobody knows
-        if batch.error is not None:
-            self._after_failure(batch, rows)
-        else:
-            try:
-                with self._streams.engine():
-                    self._streams.wait_done(batch)
-                    self._run_op(BatchOp.FETCH, batch)
-                    if not self._streams.synchronize(batch):
-                        self._broken_at = batch.sequence
-                    if batch.error is not None:
-                        raise batch.error
-                    self._run_op(BatchOp.UPDATE, batch)
-                self._free.append(batch)
-            except Exception as error:
-                self._give_up(batch, rows, error)
-        self._start_anew()
+        try:
+            if batch.error is not None:
+                self._after_failure(batch, rows)
+            else:
+                self._fetch_and_update(batch, rows)
+        finally:
+            self._start_anew()
         self._release()
         return True
+
+    def _fetch_and_update(self, batch: BatchData, rows: Sequence[Ticket]) -> None:
+        try:
+            with self._streams.engine():
+                self._streams.wait_done(batch)
+                self._run_op(BatchOp.FETCH, batch)
+                if not self._streams.synchronize(batch):
+                    self._broken_at = batch.sequence
+                if batch.error is not None:
+                    raise batch.error
+                self._run_op(BatchOp.UPDATE, batch)
+            self._free.append(batch)
+        except BaseException as error:
+            self._give_up(batch, rows, error)
 
     def drain(self) -> None:
         """Collect everything in flight."""
@@ -159,7 +158,7 @@ class Pipeline:
             return
         try:
             self.drain()
-            for ticket in list(self._tickets.values()):
+            for ticket in tuple(self._running):
                 ticket.cancel()
             self._release()
         finally:
@@ -188,59 +187,90 @@ class Pipeline:
             self._broken_at = batch.sequence
 
     def _run_op(self, op: BatchOp, batch: BatchData) -> None:
+        """The op of every module, then their copies, which are discarded if one raises."""
         batch.check(op)
         env = batch.environment(op)
-        if self._timeline is None:
-            self._run_modules(op, env)
-        else:
-            with self._timeline.span(
-                op.name, track=op.side, phase=batch.phase, step=batch.sequence, num_rows=batch.bsz
-            ) as span:
-                span.copied_bytes = self._run_modules(op, env)
+        copy, method = env.at(COPY), op.value
+        with self._span(op.name, op, batch) as whole:
+            try:
+                for module in self.modules:
+                    getattr(module, method)(env)
+            except BaseException:
+                copy.discard()
+                raise
+            if len(copy):
+                with self._span("copy", op, batch) as span:
+                    result = copy.run()
+                    for each in (span, whole):
+                        if each is not None:
+                            each.copied(result)
         batch.finish(op)
 
-    def _run_modules(self, op: BatchOp, env: Environment) -> int:
-        """The op of every module, then their copies, which are discarded if one raises. Returns the bytes copied."""
-        with env.at(COPY) as copy:
-            for module in self.modules:
-                getattr(module, op.value)(env)
-        return copy.result.nbytes if copy.result is not None else 0
+    def _span(self, name: str, op: BatchOp, batch: BatchData) -> contextlib.AbstractContextManager[Span | None]:
+        if self._timeline is None:
+            return contextlib.nullcontext()
+        return self._timeline.span(
+            name,
+            track=op.side,
+            phase=batch.phase,
+            step=batch.sequence,
+            num_rows=batch.bsz,
+            stream=self._streams.of(op.side),
+        )
 
     # ---- rows and requests ----
 
+    def _take(self, order: Order) -> None:
+        """Make this the order of the batch issued last."""
+        if order is self._order:
+            return
+        for ticket in self._order.row_of.keys() - order.row_of.keys():
+            if ticket.status is Status.ACTIVE:
+                ticket.status = Status.WAITING
+        for ticket in order.row_of.keys() - self._order.row_of.keys():
+            ticket.status, ticket.has_run = Status.ACTIVE, True
+        self._order = order
+
     def _give_up(self, batch: BatchData, rows: Sequence[Ticket], error: BaseException) -> None:
+        """The engine's part of a batch failed: so do its requests. An exit or interrupt then goes on its way."""
+        self._streams.settle("engine")
         batch.abandon()
         self._free.append(batch)
         for ticket in rows:
             ticket.fail(error)
         self._release()
+        if not isinstance(error, Exception):
+            raise error
 
     def _after_failure(self, batch: BatchData, rows: Sequence[Ticket]) -> None:
+        """The executor's part of a batch failed, by itself or with one before it."""
+        self._streams.settle("executor")
         error, failed_itself = batch.error, batch.failed_itself
         batch.abandon()
         self._free.append(batch)
-        for ticket in rows:
-            if failed_itself and error is not None:
+        if failed_itself and error is not None:
+            for ticket in rows:
                 ticket.fail(error)
-            elif ticket.status is Status.ACTIVE:
-                ticket.status = Status.WAITING
 
     def _start_anew(self) -> None:
         """After a failure on the device, once all that was in flight is collected: no row is anywhere."""
         if self._broken_at is not None and not self.num_in_flight:
-            for ticket in self._order:
-                if ticket.status is Status.ACTIVE:
-                    ticket.status = Status.WAITING
-            self._order, self._broken_at = [], None
+            self._take(Order())
+            self._broken_at = None
+
+    def _retire(self, ticket: Ticket) -> None:
+        del self._running[ticket]
+        self._retiring.append(ticket)
 
     def _release(self) -> None:
         """Let those go that are decided and in no batch in flight. An error in REMOVE is raised when all have gone."""
+        if not self._retiring:
+            return
+        leaving = [ticket for ticket in self._retiring if not ticket.num_in_flight]
+        self._retiring = [ticket for ticket in self._retiring if ticket.num_in_flight]
         first: Exception | None = None
-        for ticket in list(self._tickets.values()):
-            if ticket.status is not Status.RETIRING or ticket.num_in_flight:
-                continue
+        for ticket in leaving:
             ticket.release()
-            del self._tickets[id(ticket)]
             for module in self.modules:
                 try:
                     module.remove([ticket.request])
@@ -251,73 +281,13 @@ class Pipeline:
 
     def check(self) -> None:
         """Raise unless the books agree: no row twice, counts of batches in flight right, nobody kept who has left."""
-        if len({id(ticket) for ticket in self._order}) != len(self._order):
-            raise AssertionError(f"a request has two rows: {self._order}")
-        for ticket in self._tickets.values():
-            if ticket.status.is_terminal or not 0 <= ticket.num_in_flight <= self.num_in_flight:
-                raise AssertionError(f"{ticket!r} with {self.num_in_flight} batches in flight")
-            if (ticket.status is Status.ACTIVE) and not any(each is ticket for each in self._order):
+        order = self._order
+        if [*order.row_of] != [*order.tickets] or [*order.row_of.values()] != [*range(len(order.tickets))]:
+            raise AssertionError(f"a request has two rows, or none: {order.tickets}")
+        if self.num_in_flight + len(self._free) != self.phases:
+            raise AssertionError(f"{self.num_in_flight} batches in flight, {len(self._free)} of {self.phases} free")
+        for ticket in (*self._running, *self._retiring):
+            if ticket.status.is_terminal or ticket.is_running != (ticket in self._running):
+                raise AssertionError(f"{ticket!r} is kept where it does not belong")
+            if ticket.status is Status.ACTIVE and ticket not in order.row_of:
                 raise AssertionError(f"{ticket!r} is active in no row")
-
-
-def _in_order(chosen: Sequence[Ticket], generating: Collection[Ticket], position: dict[int, int]) -> list[Ticket]:
-    """Those that generate, then the others; in each, existing rows in their order, then resumed ones, then new ones."""
-    first = {id(ticket) for ticket in generating}
-    resumed, new = len(position), len(position) + 1
-    others = new + 1
-
-    def key(ticket: Ticket) -> int:
-        name = id(ticket)
-        row = position.get(name, resumed if ticket.has_run else new)
-        return row if name in first else others + row
-
-    return sorted((ticket for ticket in chosen if ticket.is_running), key=key)
-
-
-class _Streams:
-    """The streams of the two sides, and the events between them; none without threads, where all is done at once."""
-
-    def __init__(self, placement: Placement, *, threads: bool) -> None:
-        self._engine = Stream(placement) if threads or placement.is_device else None
-        self._executor = Stream(placement) if threads or placement.is_device else None
-
-    @contextlib.contextmanager
-    def engine(self) -> Iterator[None]:
-        with context(stream=self._engine):
-            yield
-
-    @contextlib.contextmanager
-    def executor(self, batch: BatchData) -> Iterator[None]:
-        if self._executor is None:
-            yield
-            return
-        self._executor.wait(batch.ready)
-        with context(stream=self._executor):
-            yield
-        self._executor.record(batch.done)
-
-    def record_ready(self, batch: BatchData) -> None:
-        if self._engine is not None:
-            self._engine.record(batch.ready)
-
-    def wait_done(self, batch: BatchData) -> None:
-        if self._engine is not None:
-            self._engine.wait(batch.done)
-
-    def synchronize(self, batch: BatchData) -> bool:
-        """The one wait of the host per step. False, with the error in the batch, if the device's work failed."""
-        if self._engine is None or self._executor is None:
-            return True
-        try:
-            self._engine.synchronize()
-        except Exception as error:
-            batch.error = error
-            with contextlib.suppress(Exception):  # the same error, which its own stream still carries
-                self._executor.synchronize()
-            return False
-        return True
-
-    def close(self) -> None:
-        for stream in (self._engine, self._executor):
-            if stream is not None:
-                stream.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Sequence
 from enum import Enum
 from typing import Any
 
@@ -35,20 +36,33 @@ class Ticket:
     RETIRING -> terminal        once `num_in_flight` is 0
     """
 
-    __slots__ = ("_outcome", "error", "has_run", "num_in_flight", "request", "status")
+    __slots__ = ("_in_flight", "_on_retire", "_outcome", "error", "has_run", "request", "status")
 
-    def __init__(self, request: Any) -> None:
+    def __init__(
+        self,
+        request: Any,
+        in_flight: Sequence[Container[Ticket]] = (),
+        on_retire: Callable[[Ticket], object] = lambda _: None,
+    ) -> None:
         self.request = request
         self.status = Status.WAITING
         self.error: BaseException | None = None
-        self.num_in_flight = 0
-        """Batches issued that hold this request and are not collected."""
         self.has_run = False
         """Whether it was in a batch before: then its next row is resumed, not new."""
         self._outcome = Status.FINISHED
+        self._in_flight = in_flight
+        self._on_retire = on_retire
 
     def __repr__(self) -> str:
         return f"Ticket({self.request!r}, {self.status.value}, {self.num_in_flight} in flight)"
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches issued that hold this request and are not collected.
+
+        Looked up in those batches: a count of its own would have to change for every row in every step.
+        """
+        return sum(self in rows for rows in self._in_flight)
 
     @property
     def is_running(self) -> bool:
@@ -73,6 +87,7 @@ class Ticket:
         """Decide the outcome, unless it is decided already."""
         if self.is_running:
             self.status, self._outcome = Status.RETIRING, outcome
+            self._on_retire(self)
 
     def release(self) -> None:
         """Reach the terminal status; the pipeline calls it once, when nothing is in flight."""

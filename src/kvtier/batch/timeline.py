@@ -1,70 +1,138 @@
-"""Timeline: when each op of each batch ran, as a trace file for Chrome (chrome://tracing) or Perfetto."""
+"""Timeline: when each op and copy of each batch ran, as a trace file for Chrome (chrome://tracing) or Perfetto."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.memory import CopyResult, Event, Placement, Stream
 
 
 @dataclass(slots=True)
 class Span:
-    """One thing that took time. `copied_bytes` are those of its BatchCopy, filled before it ends."""
+    """One thing that took time, in seconds of time.perf_counter."""
 
     name: str
     track: str
+    """The thread it ran on, or the stream: "engine", "executor", "engine stream", "executor stream"."""
     phase: int
     step: int
     num_rows: int
-    start: float
+    start: float = 0.0
     end: float = 0.0
     copied_bytes: int = 0
+    num_pieces: int = 0
+    """Copies made, after merging."""
+
+    def copied(self, result: CopyResult) -> None:
+        """Take over what a BatchCopy did in it."""
+        self.copied_bytes, self.num_pieces = result.nbytes, result.num_entries
+
+
+class _OnStream(NamedTuple):
+    """A span's beginning and end on its stream, and an earlier place there with the time at which it was reached."""
+
+    span: Span
+    origin: Event
+    origin_time: float
+    begin: Event
+    end: Event
 
 
 class Timeline:
-    """Spans as they happen, from any thread. Host time: device work shows when it is enqueued, not when it runs."""
+    """Spans as they happen, from any thread.
+
+    `spans` are those of the host: work for a stream shows when it is enqueued. `stream_spans` are the same ops and
+    copies when their stream ran them, by events around each; CUDA's clock is tied to the host's once, to some 10 us.
+    """
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
+        self._on_streams: list[_OnStream] = []
+        self._origins: dict[Placement, tuple[Event, float]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
-    def span(self, name: str, *, track: str, phase: int, step: int, num_rows: int) -> Iterator[Span]:
-        """Record what the block takes, also if it raises."""
+    def span(
+        self, name: str, *, track: str, phase: int, step: int, num_rows: int, stream: Stream | None = None
+    ) -> Iterator[Span]:
+        """Record what the block takes, also if it raises; what it enqueues on `stream` too."""
+        origin, begin = self._origin(stream), _mark(stream)
         span = Span(name, track, phase, step, num_rows, time.perf_counter())
         try:
             yield span
         finally:
             span.end = time.perf_counter()
+            end = _mark(stream)
             with self._lock:
                 self._spans.append(span)
+                if origin is not None and begin is not None and end is not None:
+                    self._on_streams.append(_OnStream(span, *origin, begin, end))
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """All spans that have ended, in the order of their ends."""
+        """All spans of the host that have ended, in the order of their ends."""
         with self._lock:
             return tuple(self._spans)
 
+    def stream_spans(self) -> tuple[Span, ...]:
+        """All spans of streams, in the order they were enqueued; waits for them. Work that failed there has none."""
+        with self._lock:
+            recorded = tuple(self._on_streams)
+        found = []
+        for span, origin, origin_time, begin, end in recorded:
+            with contextlib.suppress(Exception):  # of the stream, and told where it was synchronised
+                start, stop = (origin_time + origin.elapsed(place) / 1e3 for place in (begin, end))
+                found.append(replace(span, track=f"{span.track} stream", start=start, end=stop))
+        return tuple(found)
+
     def save(self, path: str | Path) -> int:
         """Write the trace file. Returns the number of spans in it."""
-        spans = self.spans
+        spans = (*self.spans, *self.stream_spans())
         zero = min((span.start for span in spans), default=0.0)
+        tracks = {track: number for number, track in enumerate(sorted({span.track for span in spans}))}
         events: list[dict[str, object]] = [
-            {
-                "name": span.name,
-                "cat": "batch",
-                "ph": "X",
-                "ts": (span.start - zero) * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-                "pid": 0,
-                "tid": span.track,
-                "args": {"phase": span.phase, "step": span.step, "rows": span.num_rows, "bytes": span.copied_bytes},
-            }
-            for span in spans
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": track}}
+            for track, number in tracks.items()
         ]
+        events += (_event(span, tracks[span.track], zero) for span in spans)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        return len(events)
+        return len(spans)
+
+    def _origin(self, stream: Stream | None) -> tuple[Event, float] | None:
+        """A place in time that both clocks know: the first span on a GPU, or on a host stream, waits for it."""
+        if stream is None:
+            return None
+        with self._lock:
+            if stream.placement not in self._origins:
+                origin = stream.record(Event(timing=True))
+                origin.settle()
+                self._origins[stream.placement] = (origin, time.perf_counter())
+            return self._origins[stream.placement]
+
+
+def _mark(stream: Stream | None) -> Event | None:
+    return None if stream is None else stream.record(Event(timing=True))
+
+
+def _event(span: Span, track: int, zero: float) -> dict[str, object]:
+    said = {"phase": span.phase, "step": span.step, "rows": span.num_rows, "bytes": span.copied_bytes}
+    if span.num_pieces:
+        said["pieces"] = span.num_pieces
+    return {
+        "name": span.name,
+        "cat": "batch",
+        "ph": "X",
+        "ts": (span.start - zero) * 1e6,
+        "dur": (span.end - span.start) * 1e6,
+        "pid": 0,
+        "tid": track,
+        "args": said,
+    }
