@@ -1,0 +1,213 @@
+"""The pipeline on a GPU: rows of device memory, streams that really run beside the host, one wait per step."""
+
+import json
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, Status, ThreadExecutor, Timeline
+from kvtier.memory import PINNED, Buffer, Placement, Stream, current_stream
+from kvtier.state import State
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+GPU = Placement("cuda", 0)
+MOST, WIDTH = 8, 512
+A_WHILE = 2_000_000  # cycles, about a millisecond
+PER_BATCH = [op for op in BatchOp if op.per_batch]
+
+
+class Planned(Exception):
+    pass
+
+
+class Request:
+    def __init__(self, name):
+        self.name, self.count, self.removed = name, 0, 0
+
+
+def per_phase(phases, placement):
+    return [Buffer(MOST * WIDTH, "i64", placement) for _ in range(phases)]
+
+
+class Counter(Module):
+    """Counts the forwards of each request in rows of the GPU, the whole way: staged, uploaded, warped, fetched."""
+
+    def __init__(self, phases, cycles=A_WHILE):
+        self.state = State((MOST, WIDTH), "i64", GPU)
+        self.staged, self.fetched = per_phase(phases, PINNED), per_phase(phases, PINNED)
+        self.initial, self.kept = per_phase(phases, GPU), per_phase(phases, GPU)
+        self.cycles, self.fail_at, self.streams = cycles, None, {}
+
+    def rows(self, buffers, batch):
+        return buffers[batch.phase].torch().view(MOST, WIDTH)[: batch.bsz]
+
+    def _enter(self, op, env):
+        self.streams[op] = (torch.cuda.current_stream(), current_stream(GPU).native)
+        if self.fail_at is op:
+            self.fail_at = None
+            raise Planned(op.name)
+        return env.at(BATCH)
+
+    def setup(self, env):
+        batch = self._enter(BatchOp.SETUP, env)
+        counts = [ticket.request.count + ticket.num_in_flight for ticket in batch.requests]
+        self.rows(self.staged, batch).copy_(torch.tensor(counts, dtype=torch.int64)[:, None])
+        env.at(COPY)(self.staged[batch.phase], batch.bsz * WIDTH, self.initial[batch.phase])
+
+    def prepare(self, env):
+        batch = self._enter(BatchOp.PREPARE, env)
+        self.state.warp(batch.perm, env.at(COPY), new=self.rows(self.initial, batch))
+
+    def forward(self, env):
+        batch = self._enter(BatchOp.FORWARD, env)
+        torch.cuda._sleep(self.cycles)
+        self.state.front[: batch.bsz].add_(1)
+
+    def unprep(self, env):
+        batch = self._enter(BatchOp.UNPREP, env)
+        self.rows(self.kept, batch).copy_(self.state.front[: batch.bsz])
+
+    def fetch(self, env):
+        batch = self._enter(BatchOp.FETCH, env)
+        env.at(COPY)(self.kept[batch.phase], batch.bsz * WIDTH, self.fetched[batch.phase])
+
+    def update(self, env):
+        batch = self._enter(BatchOp.UPDATE, env)
+        found = self.rows(self.fetched, batch).numpy()
+        for row, ticket in enumerate(batch.requests):
+            if ticket.error is None:
+                ticket.request.count += 1
+                assert (found[row] == ticket.request.count).all(), (ticket, batch.sequence)
+
+    def remove(self, requests):
+        for request in requests:
+            request.removed += 1
+
+
+def pipeline_of(phases, executor=ThreadExecutor, **options):
+    counter = Counter(phases)
+    return Pipeline([counter], phases=phases, placement=GPU, executor=executor, **options), counter
+
+
+@pytest.mark.parametrize("executor", [ThreadExecutor, InlineExecutor])
+@pytest.mark.parametrize("phases", [1, 2, 3])
+def test_every_row_follows_its_request(phases, executor):
+    random = np.random.default_rng(phases)
+    pipeline, _ = pipeline_of(phases, executor)
+    tickets, expected = [pipeline.add(Request(f"r{k}")) for k in range(MOST + 3)], {}
+    for _ in range(60):
+        chosen = [tickets[k] for k in random.permutation(len(tickets))[: random.integers(0, MOST + 1)]]
+        generating = chosen[: random.integers(0, len(chosen) + 1)]
+        pipeline.step(chosen, generating=generating)
+        pipeline.check()
+        for ticket in chosen:
+            expected[ticket] = expected.get(ticket, 0) + 1
+    pipeline.close()
+    assert [ticket.error for ticket in tickets] == [None] * len(tickets)
+    assert {ticket: ticket.request.count for ticket in expected} == expected
+
+
+@pytest.mark.parametrize("phases", [1, 2, 3])
+@pytest.mark.parametrize("op", PER_BATCH)
+def test_a_module_that_raises_fails_its_batch_and_the_pipeline_goes_on(op, phases):
+    pipeline, counter = pipeline_of(phases)
+    a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
+    for _ in range(3):
+        pipeline.step([a, b])
+    pipeline.drain()
+    counter.fail_at = op
+    pipeline.step([a])
+    for _ in range(4):
+        pipeline.step([b])
+    pipeline.drain()
+    assert (a.status, str(a.error), a.request.removed) == (Status.FAILED, op.name, 1)
+    assert b.error is None
+    before = b.request.count
+    for _ in range(3):
+        pipeline.step([b])
+    pipeline.drain()
+    assert b.request.count == before + 3
+    pipeline.close()
+
+
+def test_torch_and_the_copies_of_a_side_use_its_stream():
+    pipeline, counter = pipeline_of(2)
+    pipeline.step([pipeline.add(Request("a"))])
+    pipeline.close()
+    assert all(of_torch == ours for of_torch, ours in counter.streams.values())
+    used = {side: {counter.streams[op][0] for op in PER_BATCH if op.side == side} for side in ("engine", "executor")}
+    assert [len(streams) for streams in used.values()] == [1, 1]
+    assert len({torch.cuda.default_stream(), *used["engine"], *used["executor"]}) == 3
+
+
+@pytest.mark.parametrize("phases", [1, 2, 3])
+def test_the_host_waits_once_per_step_and_nowhere_else(monkeypatch, phases):
+    pipeline, _ = pipeline_of(phases)
+    a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
+    pipeline.step([a, b])  # what is made once, such as kernels and costs, may wait
+    pipeline.step([b])
+    pipeline.drain()
+    waits, synchronize = [], Stream.synchronize
+    monkeypatch.setattr(Stream, "synchronize", lambda self: (waits.append(self), synchronize(self)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for rows in ([a, b], [b], [b, a], [a, b], [a]):
+            pipeline.step(rows)
+        pipeline.drain()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (len(waits), a.error, b.error) == (5, None, None)
+    pipeline.close()
+
+
+def test_the_next_batch_is_set_up_while_the_device_is_busy():
+    class Watches(Module):
+        """Looks at the executor's stream from the engine, once the batch before is on it."""
+
+        def __init__(self):
+            self.enqueued, self.busy = threading.Event(), None
+
+        def setup(self, env):
+            if env.at(BATCH).sequence == 1:
+                assert self.enqueued.wait(20)
+                self.busy = not self.stream.query()
+
+        def forward(self, env):
+            if env.at(BATCH).sequence == 0:
+                self.stream = torch.cuda.current_stream()
+                torch.cuda._sleep(100 * A_WHILE)
+                self.enqueued.set()
+
+    watches = Watches()
+    pipeline = Pipeline([watches], placement=GPU)
+    ticket = pipeline.add("a")
+    pipeline.step([ticket])
+    pipeline.step([ticket])
+    pipeline.close()
+    assert watches.busy
+
+
+def test_the_timeline_shows_what_the_device_did_and_when(tmp_path):
+    timeline = Timeline()
+    pipeline, _ = pipeline_of(2, timeline=timeline)
+    tickets = [pipeline.add(Request(name)) for name in "ab"]
+    for rows in (tickets, tickets[:1], tickets):
+        pipeline.step(rows)
+    pipeline.close()
+    host, device = timeline.spans, timeline.stream_spans()
+    assert len(host) == len(device) == 3 * (len(PER_BATCH) + 3)  # SETUP, PREPARE and FETCH copy
+    assert {span.track for span in device} == {"engine stream", "executor stream"}
+    assert all(span.copied_bytes for span in device if span.name == "copy")
+    for step in range(3):
+        on_host, on_device = ({s.name: s for s in spans if s.step == step} for spans in (host, device))
+        forward, fetch = on_device["FORWARD"], on_device["FETCH"]
+        assert forward.end - forward.start > 2e-4  # it sleeps on the device, not on the host
+        assert on_host["FORWARD"].start < forward.end <= fetch.end
+        assert forward.end <= on_host["UPDATE"].start + 1e-3  # two clocks
+    assert timeline.save(tmp_path / "trace.json") == len(host) + len(device)
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == len(host) + len(device) + 4

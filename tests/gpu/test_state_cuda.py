@@ -1,0 +1,27 @@
+"""State on a GPU: memory that a warp in flight still uses is not given to others."""
+
+import pytest
+import torch
+
+from kvtier.memory import BatchCopy, Placement, Stream, context
+from kvtier.state import Permutation, State
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+GPU = Placement("cuda", 0)
+
+
+def test_the_memory_of_a_state_dropped_during_its_warp_is_kept_until_that_is_done():
+    size = 3 << 20
+    stream, new = Stream(GPU), torch.ones((1, size), dtype=torch.uint8, device=GPU.torch)
+    state, batch = State((1, size), "u8", GPU), BatchCopy()
+    used = {state.front.data_ptr(), state.back.data_ptr()}
+    torch.cuda.synchronize()
+    with context(stream=stream), torch.cuda.stream(stream.native):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        state.warp(Permutation([1], 0), batch, new=new)
+        batch.run()
+    del state, batch
+    others = [torch.empty(size, dtype=torch.uint8, device=GPU.torch) for _ in range(2)]
+    assert not stream.query()
+    assert used.isdisjoint(other.data_ptr() for other in others)
+    stream.synchronize()
