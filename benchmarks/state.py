@@ -15,6 +15,7 @@ from kvtier.memory import BatchCopy, Placement, Stream, context, cuda
 from kvtier.state import Permutation, RowMap, State
 
 ROWS, ROW_BYTES, CHURN = 256, 4096, 0.1
+OTHER_ROW_BYTES = (8, 64 << 10)  # for the choice between State and RowMap: it does not move the rows
 
 
 def main() -> None:
@@ -67,7 +68,8 @@ def measure(place: Placement, stream: Stream | None) -> tuple[list[Row], list[Ba
     }
     if stream is None:
         del tasks["one copy per row, driver"]
-    seconds = best(tasks, rounds=60)
+    others = {f"warp, rows of {size} B": _until_done(_warp(perm, place, size), stream) for size in OTHER_ROW_BYTES}
+    seconds = {**best(tasks, rounds=60), **best(others, rounds=60)}  # apart: large rows leave the caches empty
     rows: list[Row] = [{"case": name, "us": value * 1e6} for name, value in seconds.items()]
     print_table(rows)
     per_row = min(value for name, value in seconds.items() if name.startswith("one copy per row"))
@@ -75,6 +77,13 @@ def measure(place: Placement, stream: Stream | None) -> tuple[list[Row], list[Ba
     if place.is_device:
         bars.append(at_most("identity step, host us", seconds["identity step (host)"] * 1e6, 20))
     return rows, bars
+
+
+def _warp(perm: Permutation, place: Placement, row_bytes: int) -> Callable[[], object]:
+    state, batch = State((ROWS, row_bytes), "u8", place), BatchCopy()
+    state.front.zero_()
+    new = torch.zeros((ROWS, row_bytes), dtype=torch.uint8, device=place.torch)
+    return lambda: (state.warp(perm, batch, new=new), batch.run())
 
 
 def churned(random: np.random.Generator) -> Permutation:

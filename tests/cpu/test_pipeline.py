@@ -217,12 +217,14 @@ def test_a_timeline_shows_every_op_and_copy_with_its_rows_and_bytes(executor, tm
         ] * bool(num_pieces)
         assert spans[1].copied_bytes == (8 * num_rows if num_pieces else 0)
         assert all(spans[1].start <= span.start <= span.end <= spans[1].end for span in copies)
+    others = [(span.name, span.num_rows, span.phase) for span in timeline.spans if span.step == -1]
+    assert others == [("ADD", 1, -1)] * 2 + [("REMOVE", 1, -1)] * 2
     on_streams = 27 if executor is ThreadExecutor else 0  # each once more, when its stream ran it
-    assert timeline.save(tmp_path / "trace.json") == 27 + on_streams
+    assert timeline.save(tmp_path / "trace.json") == 31 + on_streams
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     shown = [event for event in events if event["ph"] == "X"]
-    assert len(shown) == 27 + on_streams
+    assert len(shown) == 31 + on_streams
     assert {names[event["tid"]] for event in shown} == {span.track for span in timeline.spans} | {
         f"{side} stream" for side in ("engine", "executor") if on_streams
     }
@@ -257,12 +259,24 @@ def test_an_op_that_fails_is_in_the_timeline_too():
     counter.fail_at = BatchOp.FORWARD
     pipeline.step([pipeline.add(Request("a"))])
     pipeline.close()
-    assert [span.name for span in timeline.spans] == ["SETUP", "copy", "PREPARE", "FORWARD"]
+    assert [span.name for span in timeline.spans] == ["ADD", "SETUP", "copy", "PREPARE", "FORWARD", "REMOVE"]
 
 
 def test_an_empty_timeline_is_a_trace_of_nothing(tmp_path):
     assert Timeline().save(tmp_path / "trace.json") == 0
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
+
+
+def test_a_step_that_cannot_be_is_refused_before_anything_happens():
+    pipeline, _ = pipeline_of(1, 0)
+    ticket = pipeline.add(Request("a"))
+    for wrong in ({"tokens": 5}, {"generating": [[]]}):
+        with pytest.raises(TypeError):
+            pipeline.step([ticket], **wrong)
+        pipeline.check()
+    pipeline.step([ticket], tokens=[5])
+    assert ticket.request.count == 1
+    pipeline.close()
 
 
 def test_rows_that_stay_cost_nothing():

@@ -296,6 +296,24 @@ def test_a_state_follows_its_rows(placement):
     assert values(state.front) == [10, 20, 30, 40]
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,)])
+def test_rows_of_nothing_are_rows(placement, shape):
+    state = State(shape, "u8", placement)
+    size0 = shape[0]
+    with BatchCopy() as functor:
+        state.warp(Permutation(range(1, size0), size0) if size0 else Permutation([], 0), functor)
+
+
+def test_sizes_may_be_numpy_integers(placement):
+    state = State((3,), "i32", placement)
+    state.front.copy_(torch.tensor([1, 2, 3]))
+    with BatchCopy() as functor:
+        state.warp(Permutation(np.array([2, 0], np.uint8), np.int64(3)), functor)
+    assert values(state.front)[:2] == [3, 1]
+    with pytest.raises(TypeError):
+        Permutation([0], 1.5)
+
+
 def test_a_state_needs_rows():
     for shape in ((), (-1, 2)):
         with pytest.raises(ArgumentError, match="needs rows"):

@@ -41,7 +41,10 @@ class Module:
         """Use the results, which are there now. Host."""
 
     def remove(self, requests: Sequence[Any]) -> None:
-        """Requests are leaving, none of their batches is in flight. Host."""
+        """Requests are leaving, none of their batches is in flight. Host.
+
+        Also those that another module refused in `add`, before or after this one saw them.
+        """
 
 
 def check_modules(modules: Sequence[Module], given: Sequence[Key[Any]]) -> None:

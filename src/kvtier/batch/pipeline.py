@@ -72,8 +72,9 @@ class Pipeline:
         ticket = Ticket(request, self._in_flight, self._retire)
         self._running[ticket] = None
         try:
-            for module in self.modules:
-                module.add([request])
+            with self._span("ADD", BatchOp.ADD):
+                for module in self.modules:
+                    module.add([request])
         except Exception as error:  # whatever a module raises is the request's outcome
             ticket.fail(error)
             self._release()
@@ -88,7 +89,7 @@ class Pipeline:
         then new. Requests left out are preempted and may come back. Those that are retiring are left out silently.
         """
         self._check_open()
-        chosen = dict.fromkeys(tickets)
+        chosen, tokens = dict.fromkeys(tickets), tuple(tokens)
         for ticket in chosen.keys() - self._running.keys():
             if ticket not in self._retiring:
                 raise ArgumentError(f"{ticket!r} is not in this pipeline, or has left it")
@@ -100,8 +101,8 @@ class Pipeline:
             del chosen[ticket]
         order, perm = self._order.next(chosen, generating)
         batch = self._free.pop()
+        batch.begin(next(self._steps), perm, order.tickets, tokens)
         try:
-            batch.begin(next(self._steps), perm, order.tickets, tokens)
             with self._streams.engine():
                 self._run_op(BatchOp.SETUP, batch)
                 self._streams.record_ready(batch)
@@ -206,16 +207,16 @@ class Pipeline:
                             each.copied(result)
         batch.finish(op)
 
-    def _span(self, name: str, op: BatchOp, batch: BatchData) -> contextlib.AbstractContextManager[Span | None]:
+    def _span(
+        self, name: str, op: BatchOp, batch: BatchData | None = None
+    ) -> contextlib.AbstractContextManager[Span | None]:
         if self._timeline is None:
             return contextlib.nullcontext()
+        if batch is None:
+            return self._timeline.span(name, track=op.side, phase=-1, step=-1, num_rows=1)
+        stream = self._streams.of(op.side)
         return self._timeline.span(
-            name,
-            track=op.side,
-            phase=batch.phase,
-            step=batch.sequence,
-            num_rows=batch.bsz,
-            stream=self._streams.of(op.side),
+            name, track=op.side, phase=batch.phase, step=batch.sequence, num_rows=batch.bsz, stream=stream
         )
 
     # ---- rows and requests ----
@@ -271,11 +272,12 @@ class Pipeline:
         first: Exception | None = None
         for ticket in leaving:
             ticket.release()
-            for module in self.modules:
-                try:
-                    module.remove([ticket.request])
-                except Exception as error:
-                    first = first or error
+            with self._span("REMOVE", BatchOp.REMOVE):
+                for module in self.modules:
+                    try:
+                        module.remove([ticket.request])
+                    except Exception as error:
+                        first = first or error
         if first is not None:
             raise first
 

@@ -23,6 +23,7 @@ class Span:
     track: str
     """The thread it ran on, or the stream: "engine", "executor", "engine stream", "executor stream"."""
     phase: int
+    """-1, like `step`, for ADD and REMOVE, which are of no batch."""
     step: int
     num_rows: int
     start: float = 0.0

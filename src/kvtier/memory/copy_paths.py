@@ -17,7 +17,7 @@ import torch
 
 from kvtier.errors import CopyError, UnavailableError
 from kvtier.memory import cuda
-from kvtier.memory.copy_plan import I64, CopyPlan
+from kvtier.memory.copy_plan import I64, NBYTES, CopyPlan
 from kvtier.memory.gather import gather_kernels
 from kvtier.memory.native import native
 from kvtier.memory.placement import Placement
@@ -65,6 +65,13 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.table[0])
 
+    @property
+    def nbytes(self) -> int:
+        """Of all pieces together."""
+        if self.plan is None or self.ids is not None:
+            return int(np.add.reduce(self.table[NBYTES]))
+        return self.plan.nbytes
+
     def part(self, chosen: slice | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Pieces:
         """Some of these pieces."""
         ids = np.arange(len(self)) if self.ids is None else self.ids
@@ -107,7 +114,7 @@ def run_path(path: PathName, job: Job, pieces: Pieces) -> PathName:
     elif path == "host":
         code = native().code
         assert code is not None
-        code.copy(pieces.table)
+        code.copy(pieces.table, pieces.nbytes)
     elif path == "gather":
         assert job.stream is not None
         gather_kernels(_device(job)).copy(pieces.table, job.stream, over_link=job.over_link)

@@ -192,12 +192,10 @@ def _only_loop(why: str, forced: PathName | None) -> str:
 
 
 def _choose(job: Job, pieces: Pieces, forced: PathName | None, costs: CostTable | None) -> Step:
-    plan = pieces.plan
-    nbytes = int(np.add.reduce(pieces.table[NBYTES])) if plan is None or pieces.ids is not None else plan.nbytes
     if costs is None and forced is None and job.on_device:
         device = job.dst if job.dst.is_device else job.src
         costs = saved_costs(device) if job.capturing else cost_table(device)  # nothing can be measured in a capture
-    choice = _decide(job.src, job.dst, job.capturing, forced, costs, len(pieces), nbytes)
+    choice = _decide(job.src, job.dst, job.capturing, forced, costs, len(pieces), pieces.nbytes)
     return Step(job, pieces, choice.path, choice.why, choice.estimates_us)
 
 

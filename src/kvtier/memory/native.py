@@ -55,11 +55,12 @@ class NativeCode:
         self._fill_rows.restype = number
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
-    def copy(self, table: I64) -> int:
-        """Copy independent pieces (rows as in Entries). Returns the threads used."""
+    def copy(self, table: I64, total: int | None = None) -> int:
+        """Copy independent pieces (rows as in Entries) of `total` bytes, if that is known. Returns the threads used."""
         if not table.shape[1]:
             return 1
-        total = int(np.add.reduce(table[2]))
+        if total is None:
+            total = int(np.add.reduce(table[2]))
         threads = max(1, min(self._num_threads, total // _BYTES_PER_THREAD))
         src, dst, nbytes = row_addresses(table)
         return int(self._copy(table.shape[1], src, dst, nbytes, total, threads))

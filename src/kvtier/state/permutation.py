@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +37,10 @@ class Permutation:
         rows = np.array(index, copy=True)
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise ArgumentError(f"a permutation is a list of row numbers, got {rows.dtype} of shape {rows.shape}")
+        self.size0 = operator.index(size0)
         if size0 < 0:
             raise RangeError(f"the old order cannot have {size0} rows")
         self.index: I64 = rows.astype(np.int64)
-        self.size0 = size0
         if rows.size and int(self.index.min()) < 0:
             at = int(np.argmax(self.index < 0))
             raise RangeError(
@@ -73,7 +74,9 @@ class Permutation:
     @property
     def is_identity(self) -> bool:
         """Whether every row stays where it is, none is new and none is gone."""
-        return len(self) == self.size0 and bool((self.index == np.arange(self.size0)).all())
+        if len(self) != self.size0 or self.num_new:  # the cheap questions first
+            return False
+        return not np.count_nonzero(self.index != np.arange(self.size0))
 
     @property
     def is_injective(self) -> bool:

@@ -98,17 +98,18 @@ class RowMap:
         """
         if perm.size0 != len(self._rows):
             raise ArgumentError(f"this permutation is of {perm.size0} rows, the map has {len(self._rows)}")
-        if not perm.is_injective:
-            raise ArgumentError("a RowMap cannot give one row to two sequences: copy the row of a fork first")
+        old = ~perm.is_new
+        kept = perm.index[old]
         gone = np.ones(perm.size0, np.bool_)
-        gone[perm.index[~perm.is_new]] = False
-        free = np.concatenate((self._free, self._rows[gone]))
-        needed = int(perm.is_new.sum())
+        gone[kept] = False
+        if len(kept) + np.count_nonzero(gone) != perm.size0:
+            raise ArgumentError("a RowMap cannot give one row to two sequences: copy the row of a fork first")
+        free, needed = np.concatenate((self._free, self._rows[gone])), perm.num_new
         if needed > len(free):
             raise RangeError(f"{needed} new sequences need rows, {len(free)} of {self.capacity} are free")
         given, self._free = free[len(free) - needed :][::-1].copy(), free[: len(free) - needed]
         rows = np.empty(len(perm), np.int64)
-        rows[~perm.is_new], rows[perm.is_new] = self._rows[perm.index[~perm.is_new]], given
+        rows[old], rows[perm.is_new] = self._rows[kept], given
         self._rows = rows
         return given
 
