@@ -1,0 +1,48 @@
+"""The block index: keys, pools, the radix tree with its leases, eviction. It holds numbers and no bytes of KV.
+
+Everything here belongs to one thread; `now` is the caller's clock.
+"""
+
+from kvtier.index.chain import Chain
+from kvtier.index.events import BlocksRemoved, BlocksStored, Event, IndexCleared, Listener
+from kvtier.index.keys import KEY_BYTES, MediaItem, Namespace
+from kvtier.index.lease import Lease, Path, Published, Retention
+from kvtier.index.misses import Miss, MissList, MissReason
+from kvtier.index.node import BlockState
+from kvtier.index.policy import FIFO, LRU, S3FIFO, CostAware, Policy, make_policy
+from kvtier.index.pool import BlockPool, PoolStats, Shortage, Slots
+from kvtier.index.tier import Tier
+from kvtier.index.tree import RadixTree, TreeStats
+
+__all__ = [
+    "FIFO",
+    "KEY_BYTES",
+    "LRU",
+    "S3FIFO",
+    "BlockPool",
+    "BlockState",
+    "BlocksRemoved",
+    "BlocksStored",
+    "Chain",
+    "CostAware",
+    "Event",
+    "IndexCleared",
+    "Lease",
+    "Listener",
+    "MediaItem",
+    "Miss",
+    "MissList",
+    "MissReason",
+    "Namespace",
+    "Path",
+    "Policy",
+    "PoolStats",
+    "Published",
+    "RadixTree",
+    "Retention",
+    "Shortage",
+    "Slots",
+    "Tier",
+    "TreeStats",
+    "make_policy",
+]

@@ -1,0 +1,100 @@
+"""Chain: a request's tokens as blocks, prompt and answer alike, with what else decides whether KV may be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier.errors import RangeError
+from kvtier.index.keys import KEY_BYTES, MediaItem, Namespace, chain_keys, media_extras
+from kvtier.index.tokens import TOKEN_BYTES, TokenIds, as_ids, token_bytes
+
+
+class Chain:
+    """Tokens cut into blocks. Grows by append; keys are computed when asked for, and only once per block.
+
+    `salt` keeps tenants apart, `adapter` names a LoRA, `media` what stands behind placeholder tokens. All three are
+    part of every key and of every match.
+    """
+
+    __slots__ = ("_keys", "_labels", "_tail", "adapter", "extras", "label_bytes", "media", "namespace", "salt")
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        tokens: TokenIds = (),
+        *,
+        salt: bytes = b"",
+        adapter: bytes = b"",
+        media: Sequence[MediaItem] = (),
+    ) -> None:
+        self.namespace = namespace
+        self.salt = salt
+        self.adapter = adapter
+        self.label_bytes = namespace.block_tokens * TOKEN_BYTES
+        self.media = tuple(media)
+        self.extras = media_extras(media, namespace.block_tokens) if media else {}
+        self._labels = token_bytes(tokens)
+        self._tail = bytearray()
+        self._keys = bytearray()
+
+    def append(self, tokens: TokenIds) -> None:
+        """More tokens at the end. A token costs nothing until it fills a block."""
+        self._tail += token_bytes(tokens)
+        if len(self._labels) % self.label_bytes + len(self._tail) >= self.label_bytes:
+            self._labels += self._tail
+            self._tail.clear()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, those of a last block that is not full included."""
+        return (len(self._labels) + len(self._tail)) // TOKEN_BYTES
+
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks."""
+        return len(self._labels) // self.label_bytes
+
+    @property
+    def tokens(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """A copy of the ids."""
+        return as_ids(self._labels + self._tail)
+
+    @property
+    def labels(self) -> bytes:
+        """The ids as bytes, at least those of full blocks."""
+        return self._labels
+
+    def label(self, block: int, stop: int | None = None) -> bytes:
+        """The bytes of one block, or of blocks [block, stop)."""
+        width = self.label_bytes
+        return self._labels[block * width : (block + 1 if stop is None else stop) * width]
+
+    def key_at(self, block: int) -> bytes:
+        """What a node that begins with this block is found under: its bytes and its extras."""
+        label = self.label(block)
+        return label + self.extras.get(block, b"") if self.extras else label
+
+    def label_view(self, block: int, stop: int) -> memoryview:
+        """The same for keeping: a copy, unless most of the chain is wanted; then it is kept whole and not copied."""
+        width = self.label_bytes
+        if 4 * (stop - block) * width >= 3 * len(self._labels):
+            return memoryview(self._labels)[block * width : stop * width]
+        return memoryview(self._labels[block * width : stop * width])
+
+    def keys(self, stop: int | None = None) -> bytes:
+        """The keys of full blocks [0, stop) as one string of 32 bytes each, computed where they are not known yet."""
+        stop = self.num_blocks if stop is None else stop
+        if stop > self.num_blocks:
+            raise RangeError(f"keys of {stop} blocks were asked for, the chain has {self.num_blocks} full ones")
+        known = len(self._keys) // KEY_BYTES
+        if known < stop:
+            parent = bytes(self._keys[-KEY_BYTES:]) or self.namespace.root_key(self.salt, self.adapter)
+            self._keys += chain_keys(parent, self.label(known, stop), self.label_bytes, self.extras, known)
+        return bytes(self._keys[: stop * KEY_BYTES])
+
+    def adopt_keys(self, keys: bytes) -> None:
+        """Keys of the first blocks that somebody else computed from the same content."""
+        if len(keys) > len(self._keys):
+            self._keys += keys[len(self._keys) :]

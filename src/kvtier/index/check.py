@@ -1,0 +1,132 @@
+"""The invariants of a tree and its pools, as one function that raises. Tests call it after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtier.errors import StateError
+from kvtier.index.lease import Lease
+from kvtier.index.node import NO_SLOT, BlockState, Node, upwards
+from kvtier.index.tier import Tier
+
+if TYPE_CHECKING:
+    from kvtier.index.tree import RadixTree
+
+
+def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
+    """Raise StateError with what is wrong and the numbers."""
+    nodes = list(tree.nodes())
+    for node in nodes:
+        _check_shape(node, tree.namespace.block_tokens * 4, tree.with_keys)
+        for tier in tree.tiers:
+            _check_held(node, tier)
+        if not node.leases and node.num_kept() < node.num_blocks:
+            _fail(node, f"{node.num_kept()} of {node.num_blocks} blocks are in some tier, and no lease explains it")
+    for domain, root in tree.roots.items():
+        if not root.children and not root.leases:
+            raise StateError(f"the root of {domain} has neither children nor leases")
+        if any(tier.number for tier in tree.tiers if root.below[tier.number] != _below(root, tier)):
+            raise StateError(f"the root of {domain} counts {root.below} children with blocks")
+    for tier in tree.tiers:
+        tier.pool.check()
+        _check_tier(tier, nodes)
+    if leases is not None:
+        _check_leases(tree, nodes, list(leases))
+
+
+def _check_shape(node: Node, label_bytes: int, with_keys: bool) -> None:
+    above = node.parent
+    if above is None or above.children.get(node.key) is not node or not node.attached:
+        _fail(node, "its parent does not know it")
+        return
+    if node.start != above.stop or node.num_blocks < 1:
+        _fail(node, f"it starts at {node.start}, its parent ends at {above.stop}")
+    if len(node.labels) != node.num_blocks * label_bytes or node.key != node.key_at(0):
+        _fail(node, f"{len(node.labels)} bytes of labels for {node.num_blocks} blocks, or a key that is not its first")
+    if len(node.keys) != (node.num_blocks * 32 if with_keys else 0):
+        _fail(node, f"{len(node.keys)} bytes of keys")
+    if node.extras and not all(node.start <= block < node.stop for block in node.extras):
+        _fail(node, f"extras for blocks {sorted(node.extras)}")
+    if node.leases < sum(child.leases for child in node.children.values()):
+        _fail(node, f"{node.leases} leases, its children have more")
+    if node.domain != above.domain:
+        _fail(node, "it is of another salt or adapter than its parent")
+
+
+def _check_held(node: Node, tier: Tier) -> None:
+    held, number = node.held[tier.number], tier.number
+    if node.below[number] != _below(node, tier):
+        _fail(node, f"{node.below[number]} children counted with blocks in {tier.name}, {_below(node, tier)} have some")
+    is_candidate = not node.leases and held is not None and not node.below[number]
+    lanes = [tier.candidates()] + ([tier.candidates(node.domain[0])] if node.domain[0] in tier.tenants else [])
+    if any((node in lane) != is_candidate for lane in lanes):
+        _fail(node, f"candidate in {tier.name}: {not is_candidate}, by the rule: {is_candidate}")
+    if held is None:
+        return
+    states = np.frombuffer(bytes(held.states), np.uint8)
+    if len(held.slots) != node.num_blocks or len(states) != node.num_blocks:
+        _fail(node, f"{tier.name} has {len(held.slots)} slots and {len(states)} states for {node.num_blocks} blocks")
+    if ((held.slots == NO_SLOT) != (states == BlockState.ABSENT)).any():
+        _fail(node, f"{tier.name}: slots {held.slots.tolist()} do not go with states {states.tolist()}")
+    if held.num_held != np.count_nonzero(states) or not held.num_held:
+        _fail(node, f"{tier.name}: {held.num_held} blocks counted, {np.count_nonzero(states)} held")
+    if not node.leases and (states[states != BlockState.ABSENT] != BlockState.READY).any():
+        _fail(node, f"{tier.name}: states {states.tolist()} without a lease")
+
+
+def _check_tier(tier: Tier, nodes: list[Node]) -> None:
+    number = tier.number
+    held = [node.held[number] for node in nodes]
+    slots = np.concatenate([part.slots[part.slots != NO_SLOT] for part in held if part] or [np.empty(0, np.int32)])
+    if len(np.unique(slots)) != len(slots):
+        raise StateError(f"{tier.name}: some of {len(slots)} slots are held twice")
+    if np.isin(slots, tier.pool.free_slots()).any():
+        raise StateError(f"{tier.name}: a slot the tree holds is free in the pool")
+    evictable = Counter[bytes]()
+    for node, part in zip(nodes, held, strict=True):
+        if part is not None and not node.leases:
+            evictable[node.domain[0]] += part.num_held
+    if tier.num_evictable != evictable.total():
+        raise StateError(f"{tier.name}: {tier.num_evictable} blocks counted evictable, {evictable.total()} are")
+    for salt in tier.tenants:
+        if tier.evictable_by(salt) != evictable[salt]:
+            raise StateError(
+                f"{tier.name}: {tier.evictable_by(salt)} of {salt!r} counted, {evictable[salt]} are evictable"
+            )
+    if sum(tier.used_by.values()) != tier.pool.num_used or min(tier.used_by.values(), default=0) < 0:
+        raise StateError(f"{tier.name}: tenants use {tier.used_by}, the pool says {tier.pool.num_used}")
+
+
+def _check_leases(tree: RadixTree, nodes: list[Node], leases: list[Lease]) -> None:
+    if len(leases) != tree.num_leases:
+        raise StateError(f"{tree.num_leases} leases counted, {len(leases)} are open")
+    counted = Counter[int]()
+    detached: dict[int, Node] = {}
+    own = 0
+    for lease in leases:
+        own += len(lease.table) - lease.num_blocks + sum(map(len, lease.spare))
+        for node in upwards(lease.node):
+            counted[id(node)] += 1
+            if not node.attached:
+                detached[id(node)] = node
+        if lease.node.stop != lease.num_blocks:
+            raise StateError(f"a lease of {lease.num_blocks} blocks ends at a node that ends at {lease.node.stop}")
+    for node in nodes:
+        if node.leases != counted[id(node)]:
+            _fail(node, f"{node.leases} leases counted, {counted[id(node)]} are open")
+    device = tree.tiers[0]
+    held = sum(part.num_held for node in [*nodes, *detached.values()] if (part := node.held[0]) is not None)
+    if held + own != device.pool.num_used:
+        raise StateError(f"{device.name}: {held} slots in the tree, {own} of leases, {device.pool.num_used} used")
+
+
+def _below(node: Node, tier: Tier) -> int:
+    return sum(child.held[tier.number] is not None or child.below[tier.number] > 0 for child in node.children.values())
+
+
+def _fail(node: Node, what: str) -> None:
+    raise StateError(f"node of blocks [{node.start}, {node.stop}): {what}")

@@ -1,0 +1,33 @@
+"""What routers want to know: which blocks came, which went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks became readable in a tier. Keys are 32 bytes each, in path order; `parent` is the key above them."""
+
+    tier: str
+    parent: bytes
+    keys: bytes
+    token_bytes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks left a tier."""
+
+    tier: str
+    keys: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCleared:
+    """Everything left every tier."""
+
+
+Event = BlocksStored | BlocksRemoved | IndexCleared
+Listener = Callable[[Event], None]

@@ -1,0 +1,99 @@
+"""Why a match stopped where it did."""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier.index.chain import Chain
+from kvtier.index.node import Node
+
+
+class MissReason(Enum):
+    """Why the block after the last matched one was not found."""
+
+    NONE = "every full block was found"
+    NEVER_SEEN = "no such block was here, or it is too long ago to know"
+    EVICTED = "evicted to make room"
+    EXPIRED = "its time to live was over"
+    DROPPED = "dropped on request"
+    NOT_READY = "it is being written"
+    OTHER_SALT = "the same tokens are here under another salt or adapter"
+    OTHER_LAYOUT = "it was here for another model, dtype, layout or block size"
+    DISABLED = "prefix caching is off"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Where a match stopped and why. `time` is the tree's logical clock when the block went, if it did."""
+
+    block: int
+    reason: MissReason
+    time: int = 0
+    policy: str = ""
+
+    def __str__(self) -> str:
+        when = f" at logical time {self.time} by {self.policy}" if self.policy else ""
+        return f"block {self.block}: {self.reason.value}{when}"
+
+
+class MissList:
+    """The last blocks that left, newest last, bounded.
+
+    Eviction takes ends of nodes, so the first block of each end taken is where a later match stops: one entry per
+    eviction. An entry is the block's number and a CRC of its content: wrong once in about 10^6 answers, and only the
+    explanation would be wrong.
+    """
+
+    def __init__(self, capacity: int = 16_384) -> None:
+        self.capacity = capacity
+        self._gone: OrderedDict[tuple[int, int], tuple[MissReason, int, str]] = OrderedDict()
+        self._heads: dict[int, set[tuple[bytes, bytes]]] = {}
+
+    def left(self, node: Node, block: int, reason: MissReason, time: int, policy: str = "") -> None:
+        """Block number `block` of a node, and all behind it, left the tree."""
+        number, gone = node.start + block, self._gone
+        mark = (number, _mark(node.label(block), node.extras.get(number) if node.extras else None))
+        if mark in gone:
+            gone.move_to_end(mark)
+        elif len(gone) >= self.capacity:
+            gone.popitem(last=False)
+        gone[mark] = (reason, time, policy)
+
+    def explain(self, chain: Chain, block: int, time: int) -> Miss:
+        """Why block number `block` of a chain was not there at logical time `time`."""
+        mark = _mark(memoryview(chain.label(block)), chain.extras.get(block))
+        gone = self._gone.get((block, mark))
+        if gone is not None and gone[1] <= time:
+            return Miss(block, *gone)
+        if block == 0 and self._heads.get(mark, set()) - {(chain.salt, chain.adapter)}:
+            return Miss(block, MissReason.OTHER_SALT)
+        return Miss(block, MissReason.NEVER_SEEN)
+
+    def head_came(self, node: Node) -> None:
+        """A first block is in the tree for the node's salt and adapter."""
+        mark = _mark(node.label(0), node.extras.get(0) if node.extras else None)
+        self._heads.setdefault(mark, set()).add(node.domain)
+
+    def head_went(self, node: Node) -> None:
+        """And is no longer."""
+        mark = _mark(node.label(0), node.extras.get(0) if node.extras else None)
+        domains = self._heads.get(mark, set())
+        domains.discard(node.domain)
+        if not domains:
+            self._heads.pop(mark, None)
+
+    def other_layout(self) -> None:
+        """The namespace changed: what left before was for another one."""
+        self._gone = OrderedDict(
+            (mark, (MissReason.OTHER_LAYOUT, time, "")) for mark, (_, time, _) in self._gone.items()
+        )
+        self._heads.clear()
+
+
+def _mark(label: memoryview, extra: bytes | None) -> int:
+    """Of the first and last 16 tokens and the extras: enough to tell blocks apart in an explanation."""
+    mark = zlib.crc32(label) if len(label) <= 128 else zlib.crc32(label[-64:], zlib.crc32(label[:64]))
+    return zlib.crc32(extra, mark) if extra else mark

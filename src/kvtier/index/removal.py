@@ -1,0 +1,145 @@
+"""Removal: everything that takes blocks out of the tree or out of a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier.index.events import BlocksRemoved, Listener
+from kvtier.index.keys import KEY_BYTES
+from kvtier.index.misses import MissList, MissReason
+from kvtier.index.node import NO_SLOT, Node
+from kvtier.index.pool import I32, Slots
+from kvtier.index.shape import truncate
+from kvtier.index.tier import Tier
+
+_NO_SLOTS = np.empty(0, np.int32)
+
+
+class Removal:
+    """Shares the tree's tiers, roots and list of misses. `time` is the tree's logical clock."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        roots: dict[tuple[bytes, bytes], Node],
+        misses: MissList,
+        listener: Listener | None,
+    ) -> None:
+        self._tiers = tiers
+        self._roots = roots
+        self._misses = misses
+        self._listener = listener
+
+    def evict(self, tier: Tier, n: int, salt: bytes | None, time: int) -> list[I32]:
+        """Take n blocks, each time from the end of the victim; the caller knows that there are as many.
+
+            victim   [ b0 b1 b2 b3 b4 ]   n = 2   ->   [ b0 b1 b2 ]      b3 and b4 are free, b0..b2 stay matchable
+
+        The slots are the caller's: the pool still counts them as used.
+        """
+        freed: list[I32] = []
+        while n > 0:
+            node = tier.victim(salt)
+            held = node.held[tier.number]
+            assert held is not None
+            count = min(n, held.num_held)
+            n -= count
+            if self._is_only_in(tier, node):
+                freed.append(self.cut(node, node.num_blocks - count, tier, time))
+                continue
+            first = int(np.flatnonzero(np.frombuffer(held.states, np.uint8))[-count])
+            self._removed(tier, node, first)
+            freed.append(tier.take(node, first).ids)
+            tier.used_by[node.domain[0]] -= count
+            kept = node.num_kept()
+            if kept < node.num_blocks:
+                self.cut(node, kept, tier, time)
+        return freed
+
+    def _is_only_in(self, tier: Tier, node: Node) -> bool:
+        return len(self._tiers) == 1 or all(other is tier or node.held[other.number] is None for other in self._tiers)
+
+    def cut(self, node: Node, kept: int, evicting: Tier, time: int) -> I32:
+        """Blocks [kept, ..) of a node, and all below it, leave the tree: the first of them is in no tier, or is to go.
+
+        Returns the slots the evicting tier held; those of other tiers go back to their pools.
+        """
+        self._misses.left(node, kept, MissReason.EVICTED, time, evicting.policy_name)
+        return self._drop_tail(node, kept, evicting, time)
+
+    def _drop_tail(self, node: Node, kept: int, evicting: Tier | None, time: int) -> I32:
+        if node.children:
+            for child in list(node.children.values()):
+                self.detach(child, MissReason.EVICTED, time)
+        taken = _NO_SLOTS
+        for tier in self._tiers:
+            if node.held[tier.number] is not None:
+                self._removed(tier, node, kept)
+                slots = tier.take(node, kept, cut=True)
+                if tier is evicting:
+                    taken = slots.ids
+                    tier.used_by[node.domain[0]] -= len(taken)
+                else:
+                    self.give_back(tier, slots, node.domain[0])
+        if kept:
+            truncate(node, kept)
+        else:
+            self._unlink(node)
+        return taken
+
+    def forget(self, node: Node, kept: int, time: int) -> None:
+        """As `cut`, for a node some of whose blocks were lost while it was leased."""
+        self._misses.left(node, kept, MissReason.EVICTED, time)
+        self._drop_tail(node, kept, None, time)
+
+    def detach(self, node: Node, reason: MissReason, time: int) -> int:
+        """Take a node and all below it out of the tree. What no lease covers is freed now, the rest with its lease."""
+        self._misses.left(node, 0, reason, time)
+        for tier in self._tiers:
+            tier.unlinked(node)
+        self._unlink(node)
+        waiting, num_blocks = [node], 0
+        while waiting:
+            node = waiting.pop()
+            waiting.extend(node.children.values())
+            num_blocks += node.num_blocks
+            for tier in self._tiers:
+                self._removed(tier, node, 0)
+                tier.detached(node)
+            node.attached = False
+            if node.leases == 0:
+                self.empty(node)
+        return num_blocks
+
+    def _unlink(self, node: Node) -> None:
+        above = node.parent
+        assert above is not None
+        del above.children[node.key]
+        if above.parent is None:
+            self._misses.head_went(node)
+            if not above.children and not above.leases:
+                self._roots.pop(above.domain, None)
+
+    def empty(self, node: Node) -> None:
+        """Free what a detached node holds."""
+        for tier in self._tiers:
+            held = node.held[tier.number]
+            if held is not None:
+                node.held[tier.number] = None
+                self.give_back(tier, Slots(tier.name, held.slots[held.slots != NO_SLOT]), node.domain[0])
+
+    def give_back(self, tier: Tier, slots: Slots, salt: bytes) -> None:
+        """Slots nobody holds any more, to their pool."""
+        tier.pool.release(slots)
+        tier.used_by[salt] -= len(slots.ids)
+
+    def _removed(self, tier: Tier, node: Node, first: int) -> None:
+        held = node.held[tier.number]
+        if self._listener and held is not None:
+            keys = [
+                node.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(first, node.num_blocks) if held.states[i]
+            ]
+            if keys:
+                self._listener(BlocksRemoved(tier.name, b"".join(keys)))

@@ -1,0 +1,101 @@
+"""The tree's side of moving blocks between tiers: who is written, who is read, who is gone.
+
+Every move holds a lease on the path it moves, from its plan to its report: so blocks in WRITING, READING or DROPPING
+are never evicted, and a path may be split while a move is under way. Blocks are numbered along the lease's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvtier.errors import RangeError, StateError
+from kvtier.index.lease import Lease
+from kvtier.index.node import READ_FEWER, READ_MORE, BlockState, Held, Node, upwards
+from kvtier.index.pool import Slots
+from kvtier.index.tier import Tier
+from kvtier.index.tree import RadixTree
+
+
+def begin_write(lease: Lease, tier: Tier, first: int, slots: Slots) -> None:
+    """Blocks [first, first + len(slots)) of the path are being written to the tier, into slots reserved there."""
+    for node, low, high, at in _parts(lease, first, len(slots)):
+        tier.put(node, low, Slots(slots.tier, slots.ids[at : at + high - low].copy()), BlockState.WRITING)
+
+
+def end_write(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int, *, ok: bool) -> None:
+    """They are there and may be read; or the copy failed, and they are not."""
+    parts = list(_parts(lease, first, count))
+    for node, low, high, _ in parts:
+        _must_be(node, tier, low, high, BlockState.WRITING)
+    for node, low, high, _ in parts:
+        if ok:
+            _held(node, tier).states[low:high] = bytes((BlockState.READY,)) * (high - low)
+        else:
+            tree.give_back(tier, tier.take(node, low, high), node.domain[0])
+
+
+def begin_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
+    """Blocks of the path are being read from the tier: their slots stay what they are until `end_read`."""
+    parts = list(_parts(lease, first, count))
+    for node, low, high, _ in parts:
+        if min(_held(node, tier).states[low:high]) < BlockState.READY:
+            raise StateError(f"blocks [{node.start + low}, {node.start + high}) cannot be read from {tier.name} now")
+    for node, low, high, _ in parts:
+        states = _held(node, tier).states
+        states[low:high] = states[low:high].translate(READ_MORE)
+
+
+def end_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
+    """One reader of these blocks is done."""
+    parts = list(_parts(lease, first, count))
+    for node, low, high, _ in parts:
+        if min(_held(node, tier).states[low:high]) < BlockState.READING:
+            raise StateError(f"blocks [{node.start + low}, {node.start + high}) of {tier.name} have no reader")
+    for node, low, high, _ in parts:
+        states = _held(node, tier).states
+        states[low:high] = states[low:high].translate(READ_FEWER)
+
+
+def begin_drop(lease: Lease, tier: Tier, first: int, count: int) -> None:
+    """Blocks of the path are to leave the tier: not readable there from now on."""
+    parts = list(_parts(lease, first, count))
+    for node, low, high, _ in parts:
+        _must_be(node, tier, low, high, BlockState.READY)
+    for node, low, high, _ in parts:
+        _held(node, tier).states[low:high] = bytes((BlockState.DROPPING,)) * (high - low)
+
+
+def end_drop(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int) -> None:
+    """They are gone; their slots are free."""
+    parts = list(_parts(lease, first, count))
+    for node, low, high, _ in parts:
+        _must_be(node, tier, low, high, BlockState.DROPPING)
+    for node, low, high, _ in parts:
+        tree.give_back(tier, tier.take(node, low, high), node.domain[0])
+
+
+def _parts(lease: Lease, first: int, count: int) -> Iterator[tuple[Node, int, int, int]]:
+    """The nodes of blocks [first, first + count), with the range inside each and where that begins in the count."""
+    lease.must_be_open()
+    if first < 0 or count < 0 or first + count > lease.num_blocks:
+        raise RangeError(f"blocks [{first}, {first + count}) of a path of {lease.num_blocks}")
+    for node in upwards(lease.node):
+        low, high = max(first, node.start), min(first + count, node.stop)
+        if low < high:
+            yield node, low - node.start, high - node.start, low - first
+
+
+def _held(node: Node, tier: Tier) -> Held:
+    held = node.held[tier.number]
+    if held is None:
+        raise StateError(f"{tier.name} holds nothing of blocks [{node.start}, {node.stop})")
+    return held
+
+
+def _must_be(node: Node, tier: Tier, low: int, high: int, state: BlockState) -> None:
+    states = _held(node, tier).states
+    if states.count(state, low, high) != high - low:
+        found = states[low:high].hex(" ")
+        raise StateError(
+            f"blocks [{node.start + low}, {node.start + high}) of {tier.name} are not {state.name}: {found}"
+        )

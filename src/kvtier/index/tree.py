@@ -1,0 +1,442 @@
+"""RadixTree: which prefixes are where, who holds them, and what goes when room is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.index.chain import Chain
+from kvtier.index.check import check_tree
+from kvtier.index.events import BlocksStored, IndexCleared, Listener
+from kvtier.index.keys import KEY_BYTES, Namespace, chain_keys
+from kvtier.index.lease import Lease, Path, Published, Retention
+from kvtier.index.misses import Miss, MissList, MissReason
+from kvtier.index.node import NO_SLOT, BlockState, Node, Usage, upwards
+from kvtier.index.pool import I32, Shortage, Slots
+from kvtier.index.removal import Removal
+from kvtier.index.shape import absorb_parent, common_blocks, lengthen, split, were_one
+from kvtier.index.tier import Tier
+
+# A leaf its own request keeps extending is copied at each block up to this size; then a new node begins.
+GROW_BYTES = 64 * 1024
+_NO_SLOTS = np.empty(0, np.int32)
+_KEEP = Retention()
+
+
+@dataclass(frozen=True, slots=True)
+class TreeStats:
+    """A tree in numbers."""
+
+    num_nodes: int
+    num_blocks: int
+    num_leases: int
+    num_evictable: tuple[int, ...]
+
+
+class RadixTree:
+    """A path-compressed tree over token blocks, one root for each salt and adapter.
+
+    The edge is the unit: a match compares whole edges at memcmp speed, and a use, an eviction or a lease costs by edges
+    and not by blocks. Not thread-safe, no clock: `now` is whatever the caller counts time to live in.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        tiers: Sequence[Tier],
+        *,
+        enabled: bool = True,
+        with_keys: bool = False,
+        listener: Listener | None = None,
+        misses: MissList | None = None,
+    ) -> None:
+        if not tiers or [tier.number for tier in tiers] != list(range(len(tiers))):
+            raise ArgumentError(f"tiers must be numbered 0, 1, .. fastest first, got {[tier.number for tier in tiers]}")
+        self.namespace = namespace
+        self.tiers = tuple(tiers)
+        self.enabled = enabled
+        self.with_keys = with_keys or listener is not None
+        self.misses = misses or MissList()
+        self.clock = 0
+        self.num_leases = 0
+        self._listener = listener
+        self._roots: dict[tuple[bytes, bytes], Node] = {}
+        self._removal = Removal(self.tiers, self._roots, self.misses, listener)
+
+    # ---- a request's life ------------------------------------------------------------------------------------------
+
+    def match(
+        self, chain: Chain, *, now: float = 0.0, max_blocks: int | None = None, retention: Retention = _KEEP
+    ) -> Lease:
+        """Lease the longest readable prefix of full blocks. Counts as a use only once it is committed."""
+        if chain.namespace is not self.namespace and chain.namespace != self.namespace:
+            raise ArgumentError(f"the chain is of {chain.namespace}, the tree of {self.namespace}")
+        root = self._root(chain)
+        want = chain.num_blocks if max_blocks is None else min(chain.num_blocks, max_blocks)
+        if self.enabled:
+            node, block, parts, stopped = self._descend(root, chain, want, now)
+            table = _NO_SLOTS if not parts else parts[0] if len(parts) == 1 else np.concatenate(parts)
+            lease = Lease(chain, node, block, table, retention, stopped, self.clock)
+        else:
+            lease = Lease(chain, root, 0, _NO_SLOTS, retention, MissReason.DISABLED, self.clock)
+        self.num_leases += 1
+        self._hold(lease.node, None)
+        return lease
+
+    def allocate(self, lease: Lease, n: int) -> Slots | Shortage:
+        """n more device slots for the lease's table, evicting if need be: all or none. Its own until published."""
+        lease.must_be_open()
+        slots = self.reserve(self.tiers[0], n, lease.chain.salt)
+        if isinstance(slots, Slots):
+            lease.table = np.concatenate((lease.table, slots.ids)) if len(lease.table) else slots.ids
+        return slots
+
+    def publish(self, lease: Lease, computed_tokens: int, *, now: float = 0.0) -> Published:
+        """Make the full blocks of what is computed matchable. Of those others published first the lease keeps its copy."""
+        lease.must_be_open()
+        stop = self._publishable(lease, computed_tokens)
+        first = block = lease.num_blocks
+        if stop <= first or not self.enabled or not lease.node.attached:
+            return Published(0, 0)
+        node, num_adopted = lease.node, 0
+        while block < stop:
+            child = node.children.get(lease.chain.key_at(block))
+            if child is None:
+                break
+            node, adopted = self._join(lease, child, block, stop)
+            num_adopted += node.num_blocks if adopted else 0
+            block = node.stop
+        num_duplicate = block - first - num_adopted
+        if block < stop:
+            node = self._grow(lease, node, block, stop, now)
+        lease.node, lease.num_blocks = node, stop
+        return Published(stop - first - num_duplicate, num_duplicate)
+
+    def commit(self, lease: Lease, *, now: float = 0.0) -> None:
+        """The lease's path is used. However often this is called, it counts as one use."""
+        lease.must_be_open()
+        self._use(lease, now)
+        lease.committed = True
+
+    def release(self, lease: Lease, *, used: bool = True, now: float = 0.0) -> None:
+        """End the lease: its own slots are free, its published blocks stay. `used=False` if it was not scheduled."""
+        lease.must_be_open()
+        if used:
+            self._use(lease, now)
+        lease.closed = True
+        self.num_leases -= 1
+        own = lease.table[lease.num_blocks :]
+        if lease.spare:
+            own = np.concatenate((own, *lease.spare))
+        if len(own):
+            self._removal.give_back(self.tiers[0], Slots(self.tiers[0].name, own), lease.chain.salt)
+        self._let_go(lease.node)
+
+    # ---- room ------------------------------------------------------------------------------------------------------
+
+    def evict(self, tier: Tier, n: int, *, salt: bytes | None = None) -> Shortage | None:
+        """Free n slots of a tier, leaves first, of one tenant with a quota or of all; or change nothing and say why."""
+        available = tier.num_evictable if salt is None else tier.evictable_by(salt)
+        if n > available:
+            return Shortage(tier.name, n, tier.pool.num_free, available)
+        freed = self._removal.evict(tier, n, salt, self.clock)
+        if freed:
+            tier.pool.release(Slots(tier.name, np.concatenate(freed)))
+        return None
+
+    def reserve(self, tier: Tier, n: int, salt: bytes = b"") -> Slots | Shortage:
+        """n slots of a tier for a tenant, evicting if need be: all or none. They are the caller's."""
+        room = self._room(tier, n, salt)
+        if isinstance(room, Shortage):
+            return room
+        # what is evicted goes straight to the caller: through the pool it would be freed and marked used again
+        more = n - sum(map(len, room))
+        if more or not room:
+            slots = tier.pool.allocate(more)
+            assert isinstance(slots, Slots)
+            room.append(slots.ids)
+        tier.used_by[salt] = tier.used_by.get(salt, 0) + n
+        return Slots(tier.name, room[0] if len(room) == 1 else np.concatenate(room))
+
+    def give_back(self, tier: Tier, slots: Slots, salt: bytes = b"") -> None:
+        """Slots that were reserved and are not needed."""
+        self._removal.give_back(tier, slots, salt)
+
+    def _room(self, tier: Tier, n: int, salt: bytes) -> list[I32] | Shortage:
+        """Evict as many blocks as n more slots for a tenant take, or change nothing and say why.
+
+        What its quota has no room for must come from the tenant's own blocks, the rest from anybody's.
+        """
+        if n < 0:
+            raise RangeError(f"cannot allocate {n} slots")
+        short, over = n - tier.pool.num_free, 0
+        quota = tier.quota(salt)
+        if quota is not None:
+            used = tier.used_by.get(salt, 0)
+            over = max(0, used + n - quota)
+            if over > min(n, tier.evictable_by(salt)):
+                limit = salt.hex() or "no salt"
+                return Shortage(tier.name, n, max(0, quota - used), tier.evictable_by(salt), quota=limit)
+        if short > tier.num_evictable:
+            return Shortage(tier.name, n, tier.pool.num_free, tier.num_evictable)
+        freed = self._removal.evict(tier, over, salt, self.clock) if over else []
+        return freed + self._removal.evict(tier, short - over, None, self.clock) if short > over else freed
+
+    def expire(self, now: float) -> int:
+        """Drop what no lease covers and whose time to live is over; returns the blocks dropped. Walks the tree."""
+        over = [node for node in self.nodes() if node.usage.expires <= now and not node.leases]
+        return sum(self._removal.detach(node, MissReason.EXPIRED, self.clock) for node in over if node.attached)
+
+    def drop(self, chain: Chain, *, first: int = 0) -> int:
+        """Forget blocks [first, ..) of a chain and all below them; what is leased is freed with its lease."""
+        node = self._roots.get((chain.salt, chain.adapter))
+        block = 0
+        while node is not None:
+            node = node.children.get(chain.key_at(block)) if block < chain.num_blocks else None
+            if node is None or node.start + common_blocks(node, chain, block, chain.num_blocks) <= first:
+                return 0
+            if node.stop > first:
+                if node.start < first:
+                    split(node, first - node.start, self.tiers)
+                return self._removal.detach(node, MissReason.DROPPED, self.clock)
+            block = node.stop
+        return 0
+
+    def reset(self, namespace: Namespace | None = None) -> None:
+        """Forget everything, and go on under another namespace if one is given. Leases live on with what they hold."""
+        for root in list(self._roots.values()):
+            for child in list(root.children.values()):
+                self._removal.detach(child, MissReason.DROPPED, self.clock)
+            root.attached = False
+        self._roots.clear()
+        if namespace is not None and namespace != self.namespace:
+            self.namespace = namespace
+            self.misses.other_layout()
+        if self._listener:
+            self._listener(IndexCleared())
+
+    def set_quota(self, tier: Tier, salt: bytes, num_blocks: int | None) -> None:
+        """At most that many slots of a tier for one tenant's salt; None lifts the limit."""
+        tier.set_quota(salt, num_blocks, [node for node in self.nodes() if node.domain[0] == salt])
+
+    # ---- looking ---------------------------------------------------------------------------------------------------
+
+    def path(self, lease: Lease) -> Path:
+        """The lease's blocks in order, each with the fastest tier it can be read from."""
+        tiers, slots = [], []
+        for node in reversed(list(upwards(lease.node))):
+            where = np.full(node.num_blocks, -1, np.int8)
+            at = np.full(node.num_blocks, NO_SLOT, np.int32)
+            for tier in reversed(self.tiers):
+                held = node.held[tier.number]
+                if held is not None:
+                    ready = np.frombuffer(held.states, np.uint8) >= BlockState.READY
+                    where[ready] = tier.number
+                    at[ready] = held.slots[ready]
+            tiers.append(where)
+            slots.append(at)
+        return Path(np.concatenate(tiers or [np.empty(0, np.int8)]), np.concatenate(slots or [_NO_SLOTS]))
+
+    def explain(self, lease: Lease) -> Miss:
+        """Why the match stopped where it did."""
+        if lease.stopped is not None:
+            return Miss(lease.num_matched, lease.stopped, lease.matched_at)
+        return self.misses.explain(lease.chain, lease.num_matched, lease.matched_at)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node with blocks, parents first."""
+        waiting = [child for root in self._roots.values() for child in root.children.values()]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
+    def check(self, leases: Iterable[Lease] | None = None) -> None:
+        """Raise, with the numbers, unless every invariant holds; `leases` are all that are open, if known."""
+        check_tree(self, leases)
+
+    @property
+    def roots(self) -> dict[tuple[bytes, bytes], Node]:
+        """Salt and adapter -> the empty node above all their blocks; not to be changed."""
+        return self._roots
+
+    @property
+    def stats(self) -> TreeStats:
+        """Walks the tree."""
+        nodes = list(self.nodes())
+        return TreeStats(
+            len(nodes),
+            sum(node.num_blocks for node in nodes),
+            self.num_leases,
+            tuple(tier.num_evictable for tier in self.tiers),
+        )
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _root(self, chain: Chain) -> Node:
+        domain = (chain.salt, chain.adapter)
+        root = self._roots.get(domain)
+        if root is None:
+            usage = Usage(self.clock, self.clock)
+            root = self._roots[domain] = Node(None, domain, b"", 0, 0, memoryview(b""), usage, len(self.tiers))
+        return root
+
+    def _descend(
+        self, node: Node, chain: Chain, want: int, now: float
+    ) -> tuple[Node, int, list[I32], MissReason | None]:
+        """Follow the chain down as far as it can be read, splitting where that ends inside an edge.
+
+        The reason for stopping is None where the tree has no more of it: `explain` looks that up if someone asks.
+        """
+        block = 0
+        parts: list[I32] = []
+        while block < want:
+            child = node.children.get(chain.key_at(block))
+            if child is None:
+                return node, block, parts, None
+            if child.usage.expires <= now and not child.leases:
+                return node, block, parts, MissReason.EXPIRED
+            common = common_blocks(child, chain, block, want)
+            held = child.held[0]
+            is_ready = held is not None and held.states.count(BlockState.READY) == child.num_blocks
+            take = common if is_ready else min(common, child.num_readable())
+            if take:
+                node = child if take == child.num_blocks else split(child, take, self.tiers)
+                block += take
+                parts.append(_device_slots(node))
+            if take < common:
+                return node, block, parts, MissReason.NOT_READY
+        return node, block, parts, MissReason.NONE
+
+    def _hold(self, node: Node | None, stop: Node | None) -> None:
+        """One lease more on every node from here up to, and without, `stop`."""
+        while node is not stop and node is not None:
+            node.leases += 1
+            if node.leases == 1 and node.parent is not None:
+                for tier in self.tiers:
+                    tier.leased(node)
+            node = node.parent
+
+    def _let_go(self, node: Node | None) -> None:
+        """One lease fewer from here up to the root."""
+        while node is not None:
+            node.leases -= 1
+            if node.leases == 0:
+                if node.attached and node.parent is not None:
+                    for tier in self.tiers:
+                        tier.unleased(node)
+                    if len(self.tiers) > 1 and (kept := node.num_kept()) < node.num_blocks:
+                        self._removal.forget(node, kept, self.clock)
+                elif not node.attached:
+                    self._removal.empty(node)
+                elif not node.children:
+                    self._roots.pop(node.domain, None)
+            node = node.parent
+
+    def _use(self, lease: Lease, now: float) -> None:
+        """The path was used now; matched blocks count a use the first time. Undoes splits nobody needs any more."""
+        self.clock += 1
+        priority, expires = lease.retention.priority, now + lease.retention.ttl
+        node = lease.node
+        while node.parent is not None:
+            usage = node.usage
+            if usage.used != self.clock:
+                usage.used = self.clock
+                usage.uses += not lease.committed and node.start < lease.num_matched
+            usage.priority = max(usage.priority, priority)
+            usage.expires = max(usage.expires, expires)
+            above = node.parent
+            if above.leases == node.leases and len(above.children) == 1 and were_one(above, node):
+                absorb_parent(node, self.tiers)
+            else:
+                node = above
+
+    def _publishable(self, lease: Lease, computed_tokens: int) -> int:
+        """Blocks that are full once that many tokens are computed."""
+        stop = computed_tokens // self.namespace.block_tokens
+        if not 0 <= computed_tokens <= lease.chain.num_tokens:
+            raise RangeError(f"{computed_tokens} tokens computed, the chain has {lease.chain.num_tokens}")
+        if stop > len(lease.table):
+            raise StateError(f"{computed_tokens} tokens fill {stop} blocks, the lease has {len(lease.table)} slots")
+        return stop
+
+    def _join(self, lease: Lease, child: Node, block: int, stop: int) -> tuple[Node, bool]:
+        """Go down an edge that is there; tell whether it took the lease's slots, because the device held none of it."""
+        device = self.tiers[0]
+        count = common_blocks(child, lease.chain, block, stop)
+        held = child.held[0]
+        if held is not None:
+            absent = held.states.find(BlockState.ABSENT)
+            if absent == 0:
+                count = min(count, len(held.states) - len(held.states.lstrip(b"\0")))
+            elif absent > 0:
+                count = min(count, absent)
+        if count < child.num_blocks:
+            child = split(child, count, self.tiers)
+        self._hold(child, child.parent)
+        own = lease.table[block : block + count]
+        if child.held[0] is None:
+            device.put(child, 0, Slots(device.name, own.copy()), BlockState.READY)
+            self._stored(child, 0)
+            return child, True
+        lease.spare.append(own)
+        return child, False
+
+    def _grow(self, lease: Lease, node: Node, block: int, stop: int, now: float) -> Node:
+        """Blocks [block, stop) of the chain are new: at the end of the leaf the lease grew before, or in a new node."""
+        chain, device = lease.chain, self.tiers[0]
+        labels, slots, keys = chain.label_view(block, stop), lease.table[block:stop].copy(), b""
+        if self.with_keys:
+            keys = chain_keys(self._key_above(node, chain), labels, chain.label_bytes, chain.extras, block)
+        extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None
+        if node is lease.grown and _can_grow(node):
+            lengthen(node, labels, slots, keys, extras)
+            self._stored(node, block - node.start)
+            return node
+        usage = Usage(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
+        key = chain.key_at(block)
+        new = Node(node, node.domain, key, block, stop - block, labels, usage, len(self.tiers), extras, keys)
+        new.leases = 1
+        node.children[key] = new
+        if node.parent is None:
+            self.misses.head_came(new)
+        device.put(new, 0, Slots(device.name, slots), BlockState.READY)
+        lease.grown = new
+        self._stored(new, 0)
+        return new
+
+    def _key_above(self, node: Node, chain: Chain) -> bytes:
+        return node.keys[-KEY_BYTES:] or self.namespace.root_key(chain.salt, chain.adapter)
+
+    def _stored(self, node: Node, first: int) -> None:
+        if self._listener:
+            parent = node.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""
+            if not first and node.parent is not None:
+                parent = node.parent.keys[-KEY_BYTES:] or self.namespace.root_key(*node.domain)
+            labels = bytes(node.labels[first * node.label_bytes :])
+            self._listener(BlocksStored(self.tiers[0].name, parent, node.keys[first * KEY_BYTES :], labels))
+
+
+def _can_grow(node: Node) -> bool:
+    """A leaf that is its lease's alone, short enough to be copied, and on the device only."""
+    return (
+        node.leases == 1
+        and not node.children
+        and node.attached
+        and len(node.labels) < GROW_BYTES
+        and node.held[0] is not None
+        and not any(node.held[1:])
+    )
+
+
+def _device_slots(node: Node) -> I32:
+    """The device's slot of each block, or NO_SLOT where it holds none that can be read."""
+    held = node.held[0]
+    if held is None:
+        return np.full(node.num_blocks, NO_SLOT, np.int32)
+    if held.states.count(BlockState.READY) == len(held.states):
+        return held.slots
+    return np.where(np.frombuffer(held.states, np.uint8) >= BlockState.READY, held.slots, NO_SLOT).astype(np.int32)
