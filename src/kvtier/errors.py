@@ -12,6 +12,8 @@ KvtierError
 ├── UnavailableError (RuntimeError)  this machine or environment lacks what was asked for
 ├── OutOfMemoryError (MemoryError)   an allocator could not serve a request
 ├── CopyError (RuntimeError)         a copy could not be carried out; names the entry
+├── CheckpointError (ValueError)     a model's files are missing something or contradict each other
+│   └── UnsupportedModelError        an architecture or feature the engine does not compute
 └── FormatError (ValueError)         stored bytes that are not a record of ours
     ├── TruncatedError               fewer bytes than the record says
     ├── VersionError                 written by a newer format than this build reads
@@ -71,6 +73,14 @@ class CopyError(KvtierError, RuntimeError):
     def __init__(self, message: str, *, index: int | None = None) -> None:
         super().__init__(message)
         self.index = index
+
+
+class CheckpointError(KvtierError, ValueError):
+    """A model's files are missing something, or contradict each other."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """A sound checkpoint of an architecture, or with a feature, that the engine does not compute."""
 
 
 class FormatError(KvtierError, ValueError):

@@ -1,0 +1,109 @@
+"""The flat batch a forward pass takes: the new tokens of every sequence one after the other, and where their keys go.
+
+    tokens of three sequences   a a a a | b | c c        query_starts = [0, 4, 5, 7]
+    a: first chunk of a prompt    b: decoding    c: a later chunk, or drafted tokens to verify
+
+It is prepared on the host, with numpy, and holds the sizes the host must know, so that no step waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvtier.errors import ArgumentError, RangeError
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInput:
+    """What one sequence brings to a step."""
+
+    token_ids: Sequence[int]
+    """The new tokens, at least one."""
+    num_computed: int
+    """Tokens before them, whose keys and values are in the cache already."""
+    block_table: Sequence[int]
+    """Blocks of the sequence in order; they must hold the computed and the new tokens."""
+    num_logits: int = 1
+    """How many of the last new tokens want logits: 0 inside a prompt, 1 to sample, k + 1 to verify k drafted tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The tensors of a step, on the model's device, and its sizes on the host."""
+
+    input_ids: torch.Tensor
+    """[tokens] int64"""
+    positions: torch.Tensor
+    """[tokens] int64"""
+    slots: torch.Tensor
+    """[tokens] int64: block * block_tokens + offset, where the token's key and value go; -1 writes nothing (CUDA)."""
+    query_starts: torch.Tensor
+    """[sequences + 1] int32"""
+    context_lens: torch.Tensor
+    """[sequences] int32: tokens to attend to, the new ones included."""
+    block_tables: torch.Tensor
+    """[sequences, most blocks] int32, padded with 0."""
+    logit_rows: torch.Tensor
+    """[wanted] int64: rows of `input_ids` whose logits are wanted, in order of the sequences."""
+    query_lens: tuple[int, ...]
+    contexts: tuple[int, ...]
+    """`context_lens` on the host."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence brings exactly one token."""
+        return len(self.query_lens) == len(self.input_ids)
+
+    @classmethod
+    def build(cls, sequences: Sequence[SequenceInput], block_tokens: int, device: torch.device) -> ForwardBatch:
+        """Lay out a batch. Checks every sequence against its block table."""
+        if not sequences:
+            raise ArgumentError("a forward pass needs at least one sequence")
+        for index, sequence in enumerate(sequences):
+            _check(index, sequence, block_tokens)
+        query_lens = np.array([len(each.token_ids) for each in sequences], np.int64)
+        computed = np.array([each.num_computed for each in sequences], np.int64)
+        starts = np.concatenate(([0], np.cumsum(query_lens)))
+        tables = np.zeros((len(sequences), max(len(each.block_table) for each in sequences)), np.int32)
+        for row, each in zip(tables, sequences, strict=True):
+            row[: len(each.block_table)] = each.block_table
+        owner = np.repeat(np.arange(len(sequences)), query_lens)
+        positions = np.arange(starts[-1]) - starts[owner] + computed[owner]
+        slots = tables[owner, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
+        wanted = [np.arange(end - each.num_logits, end) for each, end in zip(sequences, starts[1:], strict=True)]
+        contexts = computed + query_lens
+        return cls(
+            input_ids=_to(np.concatenate([np.asarray(each.token_ids, np.int64) for each in sequences]), device),
+            positions=_to(positions, device),
+            slots=_to(slots, device),
+            query_starts=_to(starts.astype(np.int32), device),
+            context_lens=_to(contexts.astype(np.int32), device),
+            block_tables=_to(tables, device),
+            logit_rows=_to(np.concatenate(wanted), device),
+            query_lens=tuple(query_lens.tolist()),
+            contexts=tuple(contexts.tolist()),
+        )
+
+
+def _check(index: int, sequence: SequenceInput, block_tokens: int) -> None:
+    new, room = len(sequence.token_ids), len(sequence.block_table) * block_tokens
+    if not new or sequence.num_computed < 0:
+        raise ArgumentError(
+            f"sequence {index} brings {new} tokens after {sequence.num_computed}: it needs one or more, after 0 or more"
+        )
+    if sequence.num_computed + new > room:
+        raise RangeError(
+            f"sequence {index} would reach {sequence.num_computed + new} tokens, but its {len(sequence.block_table)} "
+            f"blocks of {block_tokens} hold {room}: allocate before the step"
+        )
+    if not 0 <= sequence.num_logits <= new:
+        raise RangeError(f"sequence {index} wants logits of {sequence.num_logits} of its {new} new tokens")
+
+
+def _to(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,109 @@
+"""The Llama family on a paged, block-first cache.
+
+    cache[block, layer, K or V, token in block, kv_head, head_dim]
+
+A block is contiguous over all layers, so that the copy engines can move it in one piece; attention takes strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvtier.engine.forward import ForwardBatch
+from kvtier.engine.model_config import ModelConfig
+from kvtier.engine.ops import CpuOps, Heads, Ops, TorchOps
+from kvtier.engine.weights import LayerWeights, ModelWeights
+from kvtier.errors import ArgumentError
+
+
+def default_ops(device: torch.device) -> Ops:
+    """The fast way to compute on this device."""
+    if device.type == "cuda":
+        from kvtier.engine.ops_triton import TritonOps
+
+        return TritonOps()
+    return CpuOps() if device.type == "cpu" else TorchOps()
+
+
+class Model:
+    """A decoder-only transformer: `forward` runs one batch, `logits` finishes the rows that are wanted.
+
+    It keeps no state between steps but its weights; the cache is the caller's.
+    """
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops | None = None) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = default_ops(weights.device) if ops is None else ops
+        angles = torch.outer(torch.arange(config.max_positions, device=weights.device), weights.inverse_frequencies)
+        self._cos, self._sin = angles.cos().to(weights.dtype), angles.sin().to(weights.dtype)
+
+    def new_cache(self, num_blocks: int, block_tokens: int) -> torch.Tensor:
+        """A cache of zeros (never uninitialised: a masked NaN is still a NaN)."""
+        config = self.config
+        shape = (num_blocks, config.num_layers, 2, block_tokens, config.num_kv_heads, config.head_dim)
+        return torch.zeros(shape, dtype=self.weights.dtype, device=self.weights.device)
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, cache: torch.Tensor, before_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """Compute the new tokens, store their keys and values; returns the wanted rows, [wanted, hidden].
+
+        `before_layer(index)` is called before the layer reads the cache: whoever loads blocks layer by layer waits
+        there.
+        """
+        self._check(batch, cache)
+        ops, config = self.ops, self.config
+        residual = self.weights.embedding[batch.input_ids]
+        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
+        normed = ops.rms_norm(residual, self.weights.layers[0].input_norm, config.norm_eps)
+        following = [layer.input_norm for layer in self.weights.layers[1:]] + [self.weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(self.weights.layers, following, strict=True)):
+            if before_layer is not None:
+                before_layer(index)
+            attended = self._attention(layer, normed, cos, sin, cache[:, index], batch)
+            if layer is self.weights.layers[-1]:  # the rest works on each token alone
+                attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
+            normed, residual = ops.add_rms_norm(attended, residual, layer.post_norm, config.norm_eps)
+            fed = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
+            normed, residual = ops.add_rms_norm(fed, residual, next_norm, config.norm_eps)
+        return normed
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token for rows that `forward` returned: [rows, vocab], float32."""
+        return self.ops.linear(hidden, self.weights.head).float()
+
+    def _attention(
+        self,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        ops, config = self.ops, self.config
+        heads = Heads.split(ops.linear(x, layer.qkv), config.num_heads, config.num_kv_heads)
+        for each, norm in ((heads.q, layer.q_norm), (heads.k, layer.k_norm)):
+            if norm is not None:
+                each.copy_(ops.rms_norm(each, norm, config.norm_eps))
+        ops.rotate_and_store(heads, cos, sin, cache, batch)
+        return ops.linear(ops.attend(heads, cache, batch), layer.output)
+
+    def _check(self, batch: ForwardBatch, cache: torch.Tensor) -> None:
+        config = self.config
+        inner = (config.num_layers, 2, cache.shape[3], config.num_kv_heads, config.head_dim)
+        if cache.shape[1:] != inner:
+            raise ArgumentError(
+                f"the cache has shape {list(cache.shape)}; this model's is [blocks, {config.num_layers}, 2, block "
+                f"tokens, {config.num_kv_heads}, {config.head_dim}] (Model.new_cache makes it)"
+            )
+        longest = max(batch.contexts)
+        if longest > config.max_positions:
+            raise ArgumentError(
+                f"a sequence would reach {longest} tokens; the model has {config.max_positions} positions"
+            )

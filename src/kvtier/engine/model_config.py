@@ -1,0 +1,279 @@
+"""What a checkpoint says about its model: the Llama family, from a Hugging Face config.json or GGUF metadata.
+
+Whatever would change the numbers and is not computed here is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.errors import CheckpointError, UnsupportedModelError
+
+_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+_ROPE_KINDS = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding, with the context extensions that only change its frequencies."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    """default, linear (every frequency divided by `factor`) or llama3 (only the low ones, in between smoothly)."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
+        """The angle per position of each pair of a head's elements: [head_dim / 2], float32."""
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        base = 1.0 / (self.theta**exponent)
+        if self.kind == "linear":
+            return base / self.factor
+        if self.kind != "llama3":
+            return base
+        wavelength = 2 * math.pi / base
+        smooth = self.original_positions / wavelength - self.low_freq_factor
+        smooth = (smooth / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        between = (1 - smooth) * base / self.factor + smooth * base
+        long = wavelength > self.original_positions / self.low_freq_factor
+        short = wavelength < self.original_positions / self.high_freq_factor
+        return torch.where(long, base / self.factor, torch.where(short, base, between))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer."""
+
+    architecture: str
+    """llama, qwen2 or qwen3."""
+    num_layers: int
+    hidden_dim: int
+    ffn_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    attention_bias: bool = False
+    """Biases on queries, keys, values and on the attention's output (qwen2: always, and not on the output)."""
+    tied_embeddings: bool = False
+    """The matrix of the embeddings also makes the logits."""
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        wrong = [f"{name} = {value!r}" for name, value in sizes.items() if not isinstance(value, int) or value < 1]
+        if wrong:
+            raise CheckpointError(f"a model needs positive sizes, this one says {', '.join(wrong)}")
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly: "
+                "num_heads must be a multiple of num_kv_heads"
+            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.attention_bias or self.architecture == "qwen2"
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the attention's output has a bias."""
+        return self.attention_bias and self.architecture != "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head of q and k passes an RMS norm before the rotation."""
+        return self.architecture == "qwen3"
+
+    @property
+    def qkv_dim(self) -> int:
+        """Rows of the fused query, key and value matrix."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def kv_token_elements(self) -> int:
+        """Elements of keys and values that one token leaves in the cache, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelConfig:
+        """Read folder/config.json (and the end-of-text ids of generation_config.json, if it is there)."""
+        found = cls.from_hf(_read_json(folder / "config.json"))
+        generation = folder / "generation_config.json"
+        eos = _token_ids(_read_json(generation).get("eos_token_id")) if generation.exists() else ()
+        return found if not eos else _with_eos(found, eos)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """From the contents of a Hugging Face config.json."""
+        names = config.get("architectures") or []
+        architecture = next((_ARCHITECTURES[name] for name in names if name in _ARCHITECTURES), None)
+        if architecture is None:
+            raise UnsupportedModelError(
+                f"the checkpoint is a {', '.join(names) or 'model without a named architecture'}; "
+                f"kvtier runs {', '.join(_ARCHITECTURES)}"
+            )
+        _refuse_unsupported(config)
+        heads = _required(config, "num_attention_heads")
+        hidden = _required(config, "hidden_size")
+        return cls(
+            architecture=architecture,
+            num_layers=_required(config, "num_hidden_layers"),
+            hidden_dim=hidden,
+            ffn_dim=_required(config, "intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            vocab_size=_required(config, "vocab_size"),
+            max_positions=config.get("max_position_embeddings") or 2048,
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope=_rope_of(config),
+            attention_bias=bool(config.get("attention_bias")),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            eos_token_ids=_token_ids(config.get("eos_token_id")),
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], *, tied_embeddings: bool) -> ModelConfig:
+        """From the metadata of a GGUF file. Whether embeddings are tied shows in its tensors, not in its metadata."""
+        name = str(metadata.get("general.architecture"))
+        if name not in _ARCHITECTURES.values():
+            raise UnsupportedModelError(
+                f"the GGUF model is of architecture {name!r}; kvtier runs {', '.join(_ARCHITECTURES.values())}"
+            )
+        values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
+        heads = _required(values, "attention.head_count")
+        hidden = _required(values, "embedding_length")
+        head_dim = values.get("attention.key_length") or hidden // heads
+        _refuse_unsupported_gguf(values, head_dim)
+        kind = values.get("rope.scaling.type", "none")
+        eos = metadata.get("tokenizer.ggml.eos_token_id")
+        return cls(
+            architecture=name,
+            num_layers=_required(values, "block_count"),
+            hidden_dim=hidden,
+            ffn_dim=_required(values, "feed_forward_length"),
+            num_heads=heads,
+            num_kv_heads=values.get("attention.head_count_kv") or heads,
+            head_dim=head_dim,
+            vocab_size=values.get("vocab_size") or len(_required(metadata, "tokenizer.ggml.tokens")),
+            max_positions=_required(values, "context_length"),
+            norm_eps=_required(values, "attention.layer_norm_rms_epsilon"),
+            rope=RopeConfig(
+                theta=values.get("rope.freq_base", 10000.0),
+                kind="linear" if kind == "linear" else "default",
+                factor=values.get("rope.scaling.factor", 1.0),
+            ),
+            tied_embeddings=tied_embeddings,
+            eos_token_ids=_token_ids(eos),
+        )
+
+
+_SIZES = (
+    *("num_layers", "hidden_dim", "ffn_dim", "num_heads", "num_kv_heads", "head_dim"),
+    *("vocab_size", "max_positions"),
+)
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    if config.get("use_sliding_window", config.get("sliding_window") is not None):
+        raise UnsupportedModelError(
+            f"the checkpoint attends through a sliding window of {config.get('sliding_window')} tokens; "
+            "kvtier computes full attention only"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModelError(
+            f"the feed-forward activation is {config['hidden_act']!r}; kvtier computes silu only"
+        )
+    if config.get("mlp_bias"):
+        raise UnsupportedModelError("the feed-forward matrices have biases (mlp_bias), which kvtier does not compute")
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(
+            f"only {config['partial_rotary_factor']} of each head is rotated; kvtier rotates whole heads"
+        )
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModelError(
+            f"the safetensors are quantised ({method}); use an unquantised folder, or a GGUF file of the same model"
+        )
+
+
+def _refuse_unsupported_gguf(values: Mapping[str, Any], head_dim: int) -> None:
+    if values.get("attention.sliding_window"):
+        raise UnsupportedModelError(
+            f"the GGUF model attends through a sliding window of {values['attention.sliding_window']} tokens; "
+            "kvtier computes full attention only"
+        )
+    if values.get("expert_count"):
+        raise UnsupportedModelError(f"the GGUF model has {values['expert_count']} experts; kvtier runs dense models")
+    rotated = values.get("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise UnsupportedModelError(f"{rotated} of each head's {head_dim} elements are rotated; kvtier rotates all")
+    kind = values.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise UnsupportedModelError(
+            f"rope scaling of type {kind!r} is not computed by kvtier; it knows none and linear"
+        )
+
+
+def _rope_of(config: Mapping[str, Any]) -> RopeConfig:
+    """transformers 5 writes rope_parameters; before it, rope_theta and rope_scaling."""
+    told = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = told.get("rope_type") or told.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        raise UnsupportedModelError(
+            f"rope scaling of type {kind!r} is not computed by kvtier; it knows {', '.join(_ROPE_KINDS)}"
+        )
+    theta = float(told.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, float(_required(told, "factor")))
+    return RopeConfig(
+        theta,
+        kind,
+        float(_required(told, "factor")),
+        float(_required(told, "low_freq_factor")),
+        float(_required(told, "high_freq_factor")),
+        int(_required(told, "original_max_position_embeddings")),
+    )
+
+
+def _required(values: Mapping[str, Any], key: str) -> Any:
+    if values.get(key) is None:
+        raise CheckpointError(f"the model's description has no {key!r}, which its shape cannot be known without")
+    return values[key]
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _with_eos(config: ModelConfig, eos: tuple[int, ...]) -> ModelConfig:
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *eos))))
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        found: Mapping[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; a Hugging Face model folder has one") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    return found

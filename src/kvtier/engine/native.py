@@ -1,0 +1,211 @@
+"""Loads native.c: compiled for this machine with its C compiler on first use, and kept in the cache directory.
+
+Without a compiler there is a reason instead of code, and torch computes the same with whole float32 matrices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from kvtier.errors import UnavailableError
+from kvtier.memory.files import cache_dir
+
+MAX_TOKENS = 16
+"""More rows of x than this are worth reading a float32 matrix for."""
+_LANES, _BLOCK, _MAX_GROUP = 16, 32, 16
+# No -ffast-math: it would let sums be reordered, which then depend on how many tokens there are. What it is wanted for
+# is exp in vectors, and that needs only these.
+_FLAGS = (
+    *("-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fno-signed-zeros", "-lm"),
+)
+_KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2})
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix in the checkpoint's own bytes, ordered for `NativeCode.linear`."""
+
+    kind: str
+    data: torch.Tensor
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The compiled functions, or the reason there are none."""
+
+    code: NativeCode | None
+    reason: str
+
+
+class NativeCode:
+    """The compiled functions. All of them release the GIL and use torch's threads."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        pointer, number = ctypes.c_void_p, ctypes.c_long
+        self._product = library.kvtier_product
+        self._product.argtypes = [ctypes.c_int, pointer, pointer, pointer, number, number, number, ctypes.c_int]
+        self._product.restype = None
+        self._attend = library.kvtier_attend
+        self._attend.argtypes = [*[pointer] * 7, ctypes.c_float, ctypes.c_int]
+        self._attend.restype = None
+        library.kvtier_threads.argtypes = [pointer] * 3
+        openmp = _openmp_of_torch()
+        if openmp is not None:
+            names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+            library.kvtier_threads(*(ctypes.cast(getattr(openmp, name), pointer) for name in names))
+
+    def linear(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        """x @ weight.T for at most MAX_TOKENS rows of float32."""
+        count = x.shape[0]
+        padded = 1 << (count - 1).bit_length()
+        if padded == 1:
+            columns = x.contiguous()
+        else:
+            columns = x.new_zeros(weight.columns, padded)
+            columns[:, :count] = x.t()
+        out = x.new_empty(padded, weight.rows)
+        self._product(
+            _KINDS[weight.kind],
+            weight.data.data_ptr(),
+            columns.data_ptr(),
+            out.data_ptr(),
+            weight.rows,
+            weight.columns,
+            padded,
+            torch.get_num_threads(),
+        )
+        return out[:count]
+
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        """Attention of one token per sequence: q [sequences, heads, dim] over cache [blocks, 2, tokens, heads, dim]."""
+        sequences, heads, dim = q.shape
+        _, _, block_tokens, kv_heads, _ = cache.shape
+        threads = torch.get_num_threads()
+        out = q.new_empty(sequences, heads, dim)
+        scratch = q.new_empty(threads * (heads // kv_heads) * longest)
+        block_stride, v_offset, token_stride = cache.stride()[:3]
+        sizes = (ctypes.c_long * 11)(
+            *(sequences, q.stride(0), heads, kv_heads, dim, tables.stride(0), block_tokens, block_stride),
+            *(token_stride, v_offset, longest),
+        )
+        self._attend(
+            *(q.data_ptr(), cache.data_ptr(), tables.data_ptr(), lengths.data_ptr(), out.data_ptr()),
+            *(scratch.data_ptr(), ctypes.addressof(sizes), dim**-0.5, threads),
+        )
+        return out
+
+    @staticmethod
+    def can_attend(q: torch.Tensor, kv_heads: int) -> bool:
+        """Whether `attend` takes these heads: float32, whole vectors, few enough queries per key."""
+        return q.dtype == torch.float32 and q.shape[2] % _LANES == 0 and q.shape[1] // kv_heads <= _MAX_GROUP
+
+
+def pack(kind: str, rows: torch.Tensor) -> PackedWeight | None:
+    """Order a matrix as stored ([rows, bytes of a row]; bf16: [rows, columns]) for `linear`; None if it cannot be."""
+    if kind not in _KINDS or native().code is None:
+        return None
+    columns = rows.shape[1] if kind == "BF16" else rows.shape[1] // _BLOCK_BYTES[kind] * _BLOCK
+    if rows.shape[0] % _LANES or columns % _BLOCK:
+        return None
+    if kind == "BF16":
+        data = rows.view(-1, _LANES, columns).transpose(1, 2).contiguous()
+    else:
+        raw = rows.numpy().reshape(-1, _LANES, columns // _BLOCK, _BLOCK_BYTES[kind])
+        data = torch.from_numpy(_pack_q4_1(raw) if kind == "Q4_1" else _pack_q8_0(raw))
+    return PackedWeight(kind, data, rows.shape[0], columns)
+
+
+_BLOCK_BYTES: Mapping[str, int] = MappingProxyType({"Q4_1": 20, "Q8_0": 34})
+_U8 = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+def _pack_q4_1(raw: _U8) -> _U8:
+    """Blocks of (d, m as float16; 16 bytes of nibbles) to tiles: [tiles, lanes, blocks, 20] -> [tiles, blocks, 384]."""
+    tiles, _, blocks, _ = raw.shape
+    out = np.empty((tiles, blocks, 384), np.uint8)
+    out[:, :, :128].view(np.float32).reshape(tiles, blocks, 2, _LANES)[:] = _halves(raw[..., :4]).transpose(0, 2, 3, 1)
+    out[:, :, 128:].reshape(tiles, blocks, 16, _LANES)[:] = raw[..., 4:].transpose(0, 2, 3, 1)
+    return out
+
+
+def _pack_q8_0(raw: _U8) -> _U8:
+    """Blocks of (d as float16; 32 bytes) to tiles: [tiles, lanes, blocks, 34] -> [tiles, blocks, 576]."""
+    tiles, _, blocks, _ = raw.shape
+    out = np.empty((tiles, blocks, 576), np.uint8)
+    out[:, :, :64].view(np.float32).reshape(tiles, blocks, 1, _LANES)[:] = _halves(raw[..., :2]).transpose(0, 2, 3, 1)
+    pairs = out[:, :, 64:].reshape(tiles, blocks, 16, _LANES, 2)
+    pairs[:] = raw[..., 2:].reshape(tiles, _LANES, blocks, 2, 16).transpose(0, 2, 4, 1, 3) ^ 0x80
+    return out
+
+
+def _halves(raw: _U8) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
+
+
+@functools.cache  # compiling and loading once per process is the point
+def native() -> Native:
+    """The native code of this machine; compiles it if the cache has none."""
+    source = resources.files("kvtier.engine").joinpath("native.c").read_text()
+    compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    key = hashlib.sha256("\0".join((source, *_FLAGS, _processor())).encode()).hexdigest()
+    try:
+        path = cache_dir() / f"engine-{key[:16]}.so"
+        if not path.exists():
+            if compiler is None:
+                return Native(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
+            _compile(compiler, source, path)
+        return Native(NativeCode(path), f"compiled in {path}")
+    except UnavailableError as error:
+        return Native(None, str(error))
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        return Native(None, f"compiling with {compiler} failed: {detail}")
+
+
+def _compile(compiler: str, source: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        code, built = Path(folder) / "native.c", Path(folder) / "native.so"
+        code.write_text(source)
+        command = [*compiler.split(), str(code), *_FLAGS, "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        os.replace(built, path)  # atomic: another process sees all of it or nothing
+
+
+def _processor() -> str:
+    """What -march=native depends on: a home directory may serve several machines."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))][:1]
+    return "\0".join((platform.machine(), *platform.libc_ver(), *flags))
+
+
+def _openmp_of_torch() -> ctypes.CDLL | None:
+    """The OpenMP runtime in this process: a second one would bring a second set of threads for the same cores."""
+    maps = Path("/proc/self/maps")
+    paths = {line.split()[-1] for line in maps.read_text().splitlines() if "/lib" in line} if maps.exists() else set()
+    for path in sorted(paths):
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+            library = ctypes.CDLL(path)
+            if hasattr(library, "GOMP_parallel"):
+                return library
+    return None

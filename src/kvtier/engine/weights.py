@@ -1,0 +1,259 @@
+"""The weights of a model, fused as the forward pass reads them, and how they come out of a checkpoint.
+
+A checkpoint is a `TensorSource`: tensors under their Hugging Face names. `assemble` asks it for each of them, with the
+shape the configuration requires, and joins q, k, v and gate, up into one matrix each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from kvtier.engine.model_config import ModelConfig
+from kvtier.engine.native import PackedWeight, pack
+from kvtier.errors import CheckpointError, UnavailableError
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = x @ weight.T + bias."""
+
+    weight: torch.Tensor
+    """[out, in]"""
+    bias: torch.Tensor | None = None
+    packed: PackedWeight | None = None
+    """The same numbers in fewer bytes, for steps of a few tokens on the CPU, which wait for memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """All of a model's weights, on one device in one type."""
+
+    embedding: torch.Tensor
+    """[vocab, hidden]"""
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: Linear
+    inverse_frequencies: torch.Tensor
+    """Of the rotation, [head_dim / 2], float32."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and so where the model computes."""
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.embedding.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class RawMatrix:
+    """A matrix as the checkpoint stores it: `kind` is bf16, or a GGUF type such as Q4_1, whose rows are bytes."""
+
+    kind: str
+    rows: torch.Tensor
+
+
+class TensorSource(Protocol):
+    """Tensors under their Hugging Face names ("model.layers.0.self_attn.q_proj.weight")."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape it would be read with."""
+        ...
+
+    def raw(self, name: str) -> RawMatrix | None:
+        """The matrix as stored, where that is smaller than float32 and rows can be joined."""
+        ...
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Convert the tensor into `out`, which has its shape."""
+        ...
+
+    def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
+        """Of the rotation; a checkpoint may bring its own."""
+        ...
+
+
+def assemble(config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Read and fuse every weight of the model; an error names the first that is missing or misshapen."""
+    return _Assembler(config, source, dtype, device).model()
+
+
+class _Assembler:
+    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
+        self._config = config
+        self._source = source
+        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._packs = device.type == "cpu" and dtype == torch.float32
+
+    def model(self) -> ModelWeights:
+        config = self._config
+        names = ["model.embed_tokens.weight"]
+        embedding = self._joined(names, [config.vocab_size], config.hidden_dim)
+        if config.tied_embeddings:
+            head = Linear(embedding, packed=self._packed(names))
+        else:
+            head = self._linear(["lm_head"], [config.vocab_size], config.hidden_dim, bias=False)
+        return ModelWeights(
+            embedding=embedding,
+            layers=tuple(self._layer(index) for index in range(config.num_layers)),
+            norm=self._vector("model.norm.weight", config.hidden_dim),
+            head=head,
+            inverse_frequencies=self._source.inverse_frequencies(config).to(self._options["device"]),
+        )
+
+    def _layer(self, index: int) -> LayerWeights:
+        config, prefix = self._config, f"model.layers.{index}."
+        hidden, attention = config.hidden_dim, f"{prefix}self_attn."
+        q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        names = [f"{attention}{part}_proj" for part in "qkv"]
+        norms = [f"{attention}{part}_norm.weight" for part in "qk"]
+        q_norm, k_norm = (self._vector(name, config.head_dim) if config.qk_norm else None for name in norms)
+        return LayerWeights(
+            input_norm=self._vector(f"{prefix}input_layernorm.weight", hidden),
+            qkv=self._linear(names, [q_dim, kv_dim, kv_dim], hidden, bias=config.qkv_bias),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            output=self._linear([f"{attention}o_proj"], [hidden], q_dim, bias=config.output_bias),
+            post_norm=self._vector(f"{prefix}post_attention_layernorm.weight", hidden),
+            gate_up=self._linear(
+                [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], [config.ffn_dim] * 2, hidden, bias=False
+            ),
+            down=self._linear([f"{prefix}mlp.down_proj"], [hidden], config.ffn_dim, bias=False),
+        )
+
+    def _linear(self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool) -> Linear:
+        weights = [f"{name}.weight" for name in names]
+        weight = self._joined(weights, rows, columns)
+        biases = self._joined([f"{name}.bias" for name in names], rows) if bias else None
+        return Linear(weight, biases, self._packed(weights))
+
+    def _joined(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
+        """The tensors one below the other, each converted straight into its place."""
+        out = torch.empty(sum(rows), *columns, **self._options)
+        for name, part, height in zip(names, out.split(list(rows)), rows, strict=True):
+            self._check(name, (height, *columns))
+            self._source.read_into(name, part)
+        return out
+
+    def _vector(self, name: str, length: int) -> torch.Tensor:
+        return self._joined([name], [length])
+
+    def _packed(self, names: Sequence[str]) -> PackedWeight | None:
+        raws = [self._source.raw(name) for name in names] if self._packs else []
+        whole = [raw for raw in raws if raw is not None]
+        if not whole or len(whole) != len(raws) or len({raw.kind for raw in whole}) > 1:
+            return None
+        return pack(whole[0].kind, torch.cat([raw.rows for raw in whole]))
+
+    def _check(self, name: str, wanted: tuple[int, ...]) -> None:
+        if name not in self._source:
+            raise CheckpointError(
+                f"the checkpoint has no tensor {name!r}, which a {self._config.architecture} model of "
+                f"{self._config.num_layers} layers needs; it is incomplete, or its configuration is another model's"
+            )
+        found = self._source.shape(name)
+        if found != wanted:
+            raise CheckpointError(
+                f"{name} has shape {list(found)} where the configuration requires {list(wanted)}: "
+                "weights and configuration are of different models"
+            )
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face folder: model.safetensors, or the shards model.safetensors.index.json lists."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise UnavailableError(
+                "reading safetensors needs the safetensors package: pip install 'kvtier[engine]'"
+            ) from error
+        self._folder = folder
+        self._file_of: dict[str, Any] = {}
+        self._files: list[Any] = []
+        for path in _shards(folder):
+            try:
+                file = safe_open(str(path), framework="pt")
+            except Exception as error:  # the Rust extension raises its own class, OSError or FileNotFoundError
+                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+            self._files.append(file)
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file_of.clear()
+        self._files.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape in the file's header; nothing is read."""
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def raw(self, name: str) -> RawMatrix | None:
+        """bf16 matrices: half the bytes of what the CPU computes in, and exact in it."""
+        stored = self._file_of[name].get_tensor(name)
+        return RawMatrix("BF16", stored) if stored.dtype == torch.bfloat16 and stored.ndim == 2 else None
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Convert straight out of the mapped file."""
+        out.copy_(self._file_of[name].get_tensor(name))
+
+    def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
+        """Those of the configuration."""
+        return config.rope.inverse_frequencies(config.head_dim)
+
+
+def _shards(folder: Path) -> list[Path]:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        if not single.exists():
+            raise CheckpointError(
+                f"{folder} has neither model.safetensors nor model.safetensors.index.json; kvtier reads no pickled "
+                "weights (pytorch_model.bin): save the model with safetensors"
+            )
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors shards: {error!r}") from error
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of the {len(names)} shards that {index} lists are missing: {', '.join(missing)}; "
+            "the download is incomplete"
+        )
+    return [folder / name for name in names]

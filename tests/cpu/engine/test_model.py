@@ -1,0 +1,130 @@
+"""The model against transformers: the same logits at every position, the same greedy tokens, however it is batched."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine_driver import Driver, greedy, random_schedule, run_schedule
+from kvtier.engine import ForwardBatch, Model, SequenceInput, TorchOps, load_model
+from kvtier.errors import ArgumentError, RangeError
+
+ALL = [
+    *("llama", "llama, tied, one kv head", "llama, llama3 rope", "llama, linear rope", "llama, biases"),
+    *("qwen2", "qwen3"),
+]
+
+
+def prompts(*lengths, seed=0):
+    random = np.random.default_rng(seed)
+    return [random.integers(3, 199, length).tolist() for length in lengths]
+
+
+def oracle_logits(model, prompt):
+    with torch.inference_mode():
+        return model(torch.tensor([prompt])).logits[0]
+
+
+@pytest.mark.parametrize("ops", [None, TorchOps()], ids=["fast", "plain"])
+@pytest.mark.parametrize("kind", ALL)
+def test_logits_at_every_position_equal_those_of_transformers(checkpoint, kind, ops):
+    folder, oracle = checkpoint(kind)
+    model = load_model(folder, ops=ops)
+    given = prompts(90, 1, 17, 33)
+    schedule = random_schedule(np.random.default_rng(5), given, 30)
+    found = run_schedule(Driver(model, len(given), 96), schedule)
+    for i, prompt in enumerate(given):
+        torch.testing.assert_close(found[i], oracle_logits(oracle, prompt), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_greedy_tokens_equal_those_of_transformers(checkpoint, kind):
+    folder, oracle = checkpoint(kind)
+    given = prompts(5, 40, 12, 1, 64)
+    found = greedy(Driver(load_model(folder), len(given), 96), given, 20)
+    for prompt, tokens in zip(given, found, strict=True):
+        with torch.inference_mode():
+            wanted = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+        assert tokens == wanted[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_half_precision_stays_near_full(checkpoint, dtype):
+    folder, oracle = checkpoint("llama")
+    (prompt,) = prompts(50)
+    model = load_model(folder, dtype)
+    logits = Driver(model, 1, 64).step({0: prompt})[0]
+    assert logits.dtype == torch.float32
+    wanted = oracle_logits(oracle, prompt)
+    assert (logits - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+def test_the_hook_runs_before_each_layer_reads_the_cache(checkpoint):
+    model = load_model(checkpoint("llama")[0])
+    cache, seen = model.new_cache(4, 4), []
+    batch = ForwardBatch.build([SequenceInput([5, 6], 0, [2])], 4, torch.device("cpu"))
+
+    def look(layer):
+        assert not cache[2, layer].any()
+        assert cache[2, :layer].any() or layer == 0
+        seen.append(layer)
+
+    model.forward(batch, cache, before_layer=look)
+    assert seen == [0, 1, 2]
+    assert cache[2, :, :, :2].all()
+    assert not cache[2, :, :, 2:].any()
+    assert not cache[[0, 1, 3]].any()
+
+
+def test_only_wanted_rows_come_back(checkpoint):
+    model = load_model(checkpoint("llama")[0])
+    cache = model.new_cache(8, 4)
+    (prompt,) = prompts(10)
+    inputs = [
+        SequenceInput(prompt, 0, [0, 1, 2], 0),
+        SequenceInput(prompt, 0, [3, 4, 5], 3),
+        SequenceInput(prompt[:1], 0, [6]),
+    ]
+    batch = ForwardBatch.build(inputs, 4, torch.device("cpu"))
+    assert batch.logit_rows.tolist() == [17, 18, 19, 20]
+    assert model.forward(batch, cache).shape == (4, 64)
+
+
+def test_a_batch_is_laid_out_flat():
+    inputs = [SequenceInput([1, 2, 3], 2, [7, 4], 0), SequenceInput([9], 4, [1, 5, 0])]
+    batch = ForwardBatch.build(inputs, 4, torch.device("cpu"))
+    assert batch.input_ids.tolist() == [1, 2, 3, 9]
+    assert batch.positions.tolist() == [2, 3, 4, 4]
+    assert batch.slots.tolist() == [30, 31, 16, 20]
+    assert batch.query_starts.tolist() == [0, 3, 4]
+    assert batch.context_lens.tolist() == [5, 5]
+    assert batch.block_tables.tolist() == [[7, 4, 0], [1, 5, 0]]
+    assert not batch.is_decode
+
+
+@pytest.mark.parametrize(
+    ("sequence", "error", "text"),
+    [
+        (SequenceInput([], 0, [1]), ArgumentError, "sequence 0 brings 0 tokens"),
+        (SequenceInput([1], -1, [1]), ArgumentError, "after -1"),
+        (SequenceInput([1] * 5, 4, [1, 2]), RangeError, "reach 9 tokens, but its 2 blocks of 4 hold 8"),
+        (SequenceInput([1], 0, [1], 2), RangeError, "logits of 2 of its 1"),
+    ],
+)
+def test_a_sequence_that_does_not_fit_is_named(sequence, error, text):
+    with pytest.raises(error, match=text):
+        ForwardBatch.build([sequence], 4, torch.device("cpu"))
+
+
+def test_a_forward_pass_needs_a_sequence():
+    with pytest.raises(ArgumentError, match="at least one sequence"):
+        ForwardBatch.build([], 4, torch.device("cpu"))
+
+
+def test_a_cache_of_another_model_and_too_many_positions_are_refused(checkpoint):
+    model: Model = load_model(checkpoint("llama")[0])
+    batch = ForwardBatch.build([SequenceInput([1], 0, [0])], 4, torch.device("cpu"))
+    with pytest.raises(ArgumentError, match=r"\[blocks, 3, 2, block tokens, 2, 16\]"):
+        model.forward(batch, torch.zeros(2, 3, 2, 4, 2, 8))
+    batch = ForwardBatch.build([SequenceInput([1], 256, range(65))], 4, torch.device("cpu"))
+    with pytest.raises(ArgumentError, match="reach 257 tokens; the model has 256 positions"):
+        model.forward(batch, model.new_cache(65, 4))
