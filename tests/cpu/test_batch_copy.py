@@ -519,3 +519,22 @@ def test_the_immediate_copy_has_the_same_shape_of_call(placement, make, read):
         return read(dst).tolist()
 
     assert both(copy) == both(BatchCopy())
+
+
+def test_copies_vouched_for_are_made_as_they_are_and_join_others():
+    memory = np.arange(64, dtype=np.uint8)
+    at, held = memory.ctypes.data, Buffer.wrap(memory).holding
+    table = np.array([[at, at + 8], [at + 32, at + 40], [4, 8]])
+    where = {"src_placement": CPU, "dst_placement": CPU, "keep": [held]}
+    with BatchCopy() as batch:
+        batch.table(table, nbytes=12, **where)
+    assert memory[32:48].tolist() == [0, 1, 2, 3, 36, 37, 38, 39, *range(8, 16)]
+    assert (batch.result.num_calls, batch.result.num_entries, batch.result.nbytes) == (2, 2, 12)
+    with BatchCopy() as batch:  # among others they are looked at like any
+        batch.table(table, nbytes=12, **where)
+        batch.table(np.array([[at + 40, at], [at + 48, at], [2, 0]]), **where)
+    assert memory[48:50].tolist() == [8, 9]
+    assert (batch.result.num_calls, batch.result.num_entries, batch.result.num_waves) == (4, 3, 2)
+    with BatchCopy() as batch:
+        batch.table(np.empty((3, 0), np.int64), **where)
+    assert batch.result.num_calls == 0

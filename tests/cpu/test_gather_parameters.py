@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.memory.gather import _fill_pieces, fill_rows
+from kvtier.memory.gather import fill_pieces, fill_rows
 from kvtier.memory.native import native
 
 HEADER_WORDS = 10
@@ -72,10 +72,14 @@ def test_sixty_four_gibibytes_of_16_byte_blocks_fit_32_bits(fill):
 
 @given(table=tables())
 def test_pieces_say_what_the_table_says(table):
-    block = np.zeros(2 + 6 * 50, np.uint32)
-    assert _fill_pieces(table, 50, block) == table[2].max()
-    assert block[0] == table.shape[1]
-    assert block[2 : 2 + 6 * table.shape[1]].view(np.int64).reshape(-1, 3).T.tolist() == table.tolist()
+    def compiled(table, block):
+        return native().code.fill_pieces(table, block.ctypes.data)
+
+    for fill in [fill_pieces] if native().code is None else [fill_pieces, compiled]:
+        block = np.zeros(2 + 6 * 50, np.uint32)
+        assert fill(table, block) == table[2].max()
+        assert block[0] == table.shape[1]
+        assert block[2 : 2 + 6 * table.shape[1]].view(np.int64).reshape(-1, 3).T.tolist() == table.tolist()
 
 
 def test_a_slice_of_columns_is_filled_as_it_is():

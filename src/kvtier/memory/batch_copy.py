@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import warnings
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,7 @@ from kvtier.memory.placement import Placement
 from kvtier.memory.region import Holding
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: four times the cost, once per batch
 class CopyResult:
     """What one `run()` did."""
 
@@ -175,18 +176,26 @@ class BatchCopy:
         self._add_chunk(table, places, has_empty=lowest <= 0)
 
     def table(
-        self, table: I64, *, src_placement: Placement, dst_placement: Placement, keep: Iterable[Holding] = ()
+        self,
+        table: I64,
+        *,
+        src_placement: Placement,
+        dst_placement: Placement,
+        keep: Iterable[Holding] = (),
+        nbytes: int | None = None,
     ) -> None:
         """Add many copies at once as the rows of one array: source addresses, destination addresses, byte counts.
 
-        For code that has made and checked them: nothing is checked here, and the array is kept, not copied.
+        For code that has made and checked them: nothing is checked here, and the array is kept, not copied. Who gives
+        `nbytes`, of all together, also vouches that no copy is empty, none writes what another reads or writes, and
+        none continues the one before it, in ascending order of destinations; a batch of nothing else needs no plan.
         """
         count = table.shape[1]
         if count:
             for holding in keep:
                 self._holdings[id(holding)] = holding
-            has_empty = bool(np.count_nonzero(table[NBYTES]) < count)
-            self._add_chunk(table, (src_placement, dst_placement), has_empty=has_empty)
+            has_empty = nbytes is None and bool(np.count_nonzero(table[NBYTES]) < count)
+            self._add_chunk(table, (src_placement, dst_placement), has_empty=has_empty, nbytes=nbytes)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -208,14 +217,15 @@ class BatchCopy:
         """
         if self._scope != ALONE:
             raise StateError("run() inside an open group(): the group is not complete yet, leave it first")
-        self._flush_singles()
+        if self._single:
+            self._flush_singles()
         chunks, holdings = self._chunks, list(self._holdings.values())
         self._clear()
         if not chunks:
             self.result = CopyResult(0, 0, 0, 0, ())
             return self.result
         plan = plan_chunks(chunks)
-        stream = choose_stream(None, *(place for direction in plan.directions for place in direction))
+        stream = choose_stream(None, *itertools.chain.from_iterable(plan.directions))
         if stream is None or not stream.placement.is_device:
             steps = plan_steps(plan, stream, self._forced, self._costs)
             run_steps(steps, stream, holdings)
@@ -274,10 +284,10 @@ class BatchCopy:
             self._chunks.append(Chunk(np.ascontiguousarray(table.T), direction, scope, has_empty))
         self._single, self._single_key = [], None
 
-    def _add_chunk(self, table: I64, direction: Direction, *, has_empty: bool) -> None:
+    def _add_chunk(self, table: I64, direction: Direction, *, has_empty: bool, nbytes: int | None = None) -> None:
         self._flush_singles()
         scope = self._new_scope() if self._scope == ALONE else self._scope
-        self._chunks.append(Chunk(table, direction, scope, has_empty))
+        self._chunks.append(Chunk(table, direction, scope, has_empty, nbytes))
 
     def _new_scope(self) -> int:
         self._next_scope += 1

@@ -117,7 +117,7 @@ def run_path(path: PathName, job: Job, pieces: Pieces) -> PathName:
         code.copy(pieces.table, pieces.nbytes)
     elif path == "gather":
         assert job.stream is not None
-        gather_kernels(_device(job)).copy(pieces.table, job.stream, over_link=job.over_link)
+        gather_kernels(_device(job)).copy(pieces.table, pieces.nbytes, job.stream, over_link=job.over_link)
     else:
         return _run_driver(job, pieces)
     return path

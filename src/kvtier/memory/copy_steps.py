@@ -33,6 +33,8 @@ class Chunk:
     scope: int
     has_empty: bool
     """Whether some copy is of zero bytes."""
+    nbytes: int | None = None
+    """Of all copies together, if they are known to be independent and sorted, with nothing to merge."""
 
 
 @dataclass(slots=True)
@@ -76,6 +78,11 @@ class Step:
 
 def plan_chunks(chunks: Sequence[Chunk]) -> BatchPlan:
     """Join the chunks, drop what moves no bytes, find waves and merge."""
+    if len(chunks) == 1 and chunks[0].nbytes is not None:
+        table = chunks[0].table
+        count = table.shape[1]
+        merged = CopyPlan(table, chunks[0].nbytes, [0, count], Entries(table), None)
+        return BatchPlan(merged, (chunks[0].direction,), None, count)
     entries, directions, kinds = _join(chunks)
     num_calls = len(entries)
     code = native().code

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,21 +81,21 @@ def _primary_context(index: int) -> int:
     return int(unwrap(driver().cuDevicePrimaryCtxRetain(device)))
 
 
-@contextmanager
-def current_context(placement: Placement) -> Iterator[None]:
+def current_context(placement: Placement) -> AbstractContextManager[None]:
     """Inside the block, driver calls of this thread mean this GPU.
 
     A new thread has no context, and another GPU's is put aside. Without cuda-bindings nobody calls the driver, and
     torch sees to itself.
     """
     if not has_driver():
-        yield
-        return
+        return nullcontext()
     wanted, found = _primary_context(placement.index), ctypes.c_void_p()
     entry_point("cuCtxGetCurrent", ctypes.c_void_p)(ctypes.addressof(found))
-    if found.value == wanted:
-        yield
-        return
+    return nullcontext() if found.value == wanted else _pushed_context(wanted)
+
+
+@contextmanager
+def _pushed_context(wanted: int) -> Iterator[None]:
     unwrap(driver().cuCtxPushCurrent(wanted))
     try:
         yield

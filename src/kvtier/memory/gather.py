@@ -53,11 +53,14 @@ class GatherKernels:
     rows: tuple[_Kernel, ...]
     pieces: tuple[_Kernel, ...]
 
-    def copy(self, table: I64, stream: Stream, *, over_link: bool) -> None:
-        """Copy independent pieces the GPU can address (rows as in Entries). `over_link`: one side is host memory."""
+    def copy(self, table: I64, nbytes: int, stream: Stream, *, over_link: bool) -> None:
+        """Copy independent pieces the GPU can address (rows as in Entries), `nbytes` together.
+
+        `over_link`: one side is host memory.
+        """
         most_blocks = _LINK_BLOCKS if over_link else _DEVICE_BLOCKS
         count = table.shape[1]
-        compact = True
+        compact = int(table[NBYTES, 0]) * count == nbytes  # else they are not of one size
         start = 0
         while start < count:
             kernels = self.rows if compact else self.pieces
@@ -100,6 +103,11 @@ def fill_rows(table: I64, capacity: int, block: Block) -> int:
 
 
 def _fill_pieces(table: I64, _capacity: int, block: Block) -> int:
+    code = native().code
+    return fill_pieces(table, block) if code is None else code.fill_pieces(table, address_of(block))
+
+
+def fill_pieces(table: I64, block: Block) -> int:
     """Write any pieces as Pieces<capacity>, but for `parts`. Returns the largest size."""
     count = table.shape[1]
     block[0] = count

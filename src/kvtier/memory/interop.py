@@ -18,7 +18,7 @@ from kvtier import dtype as dt
 from kvtier.dtype import DType
 from kvtier.errors import AlignmentError, ArgumentError, DTypeError, PlacementError
 from kvtier.memory.context import current_stream
-from kvtier.memory.placement import CPU, PINNED, Placement, has_gpu
+from kvtier.memory.placement import CPU, PINNED, Placement, gpu, has_gpu
 from kvtier.memory.region import Holding, Region, gpu_of
 from kvtier.memory.stream import Stream
 from kvtier.memory.torch_types import from_torch
@@ -77,7 +77,7 @@ def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> Holding:
         )
     if not (tensor.is_cuda or tensor.is_cpu):
         raise PlacementError(f"kvtier has no placement for torch device {tensor.device}")
-    where = Placement("cuda", tensor.device.index or 0) if tensor.is_cuda else _host_placement(tensor)
+    where = gpu(tensor.device.index or 0) if tensor.is_cuda else _host_placement(tensor)
     return Holding(tensor.data_ptr(), tensor.nbytes, where, owner=tensor.detach(), pooled=pooled)
 
 

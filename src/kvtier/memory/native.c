@@ -193,3 +193,22 @@ int64_t kvtier_fill_rows(size_t n, const int64_t *src, const int64_t *dst, const
     rows->count = (uint32_t)n, rows->shift = shift;
     return nbytes[0];
 }
+
+/* kvtier_fill_pieces: any pieces as the parameters of the gather kernel, Pieces<N> of gather.cu (twin: fill_pieces in gather.py).
+ * Returns the largest size. `parts` is left to the caller. */
+typedef struct {
+    uint32_t count, parts;
+    struct {
+        int64_t src, dst, nbytes;
+    } pieces[];
+} Pieces;
+
+int64_t kvtier_fill_pieces(size_t n, const int64_t *src, const int64_t *dst, const int64_t *nbytes, Pieces *block) {
+    int64_t widest = 0;
+    for (size_t k = 0; k < n; ++k) {
+        block->pieces[k].src = src[k], block->pieces[k].dst = dst[k], block->pieces[k].nbytes = nbytes[k];
+        if (nbytes[k] > widest) widest = nbytes[k];
+    }
+    block->count = (uint32_t)n;
+    return widest;
+}

@@ -53,6 +53,9 @@ class NativeCode:
         self._fill_rows = library.kvtier_fill_rows
         self._fill_rows.argtypes = [size, pointer, pointer, pointer, size, pointer]
         self._fill_rows.restype = number
+        self._fill_pieces = library.kvtier_fill_pieces
+        self._fill_pieces.argtypes = [size, pointer, pointer, pointer, pointer]
+        self._fill_pieces.restype = number
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
     def copy(self, table: I64, total: int | None = None) -> int:
@@ -90,6 +93,10 @@ class NativeCode:
         """What gather.fill_rows does, into the memory at address `block`."""
         src, dst, nbytes = row_addresses(table)
         return int(self._fill_rows(table.shape[1], src, dst, nbytes, capacity, block))
+
+    def fill_pieces(self, table: I64, block: int) -> int:
+        """What gather.fill_pieces does, into the memory at address `block`."""
+        return int(self._fill_pieces(table.shape[1], *row_addresses(table), block))
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:

@@ -82,6 +82,12 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+@functools.cache  # asked for every tensor; a Placement costs more than the rest of a look at one
+def gpu(index: int) -> Placement:
+    """The memory of this GPU."""
+    return Placement("cuda", index)
+
+
 CPU = Placement("cpu")
 PINNED = Placement("pinned")
 

@@ -70,7 +70,8 @@ class Holding:
 
     def __del__(self) -> None:
         try:
-            self.wait()
+            if self._in_flight:
+                self.wait()
         finally:
             if self._release is not None:
                 self._release()

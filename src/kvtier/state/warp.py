@@ -25,10 +25,18 @@ from kvtier.state.permutation import I64, Permutation, find_runs
 class CopyTable(Protocol):
     """A copy functor: BatchCopy, or anything else that takes many copies as an array."""
 
-    def table(self, table: I64, *, src_placement: Placement, dst_placement: Placement, keep: Iterable[Holding]) -> None:
+    def table(
+        self,
+        table: I64,
+        *,
+        src_placement: Placement,
+        dst_placement: Placement,
+        keep: Iterable[Holding],
+        nbytes: int | None = None,
+    ) -> None:
         """Copy, in order, now or later: rows of `table` are source addresses, destination addresses and byte counts.
 
-        `keep` is the memory they are in.
+        `keep` is the memory they are in. `nbytes` is there if the copies are independent and sorted (BatchCopy.table).
         """
         ...
 
@@ -43,7 +51,7 @@ class CopyNow:
 
 
 class Rows:
-    """A tensor as rows of memory. `name` is what messages call it."""
+    """A tensor as rows of memory. `name` is what messages call it; `holding` is that of all of its memory, if known."""
 
     __slots__ = ("address", "holding", "name", "num_rows", "placement", "row_bytes", "row_kind", "tensor")
 
@@ -55,9 +63,9 @@ class Rows:
         self.tensor = tensor
         self.holding = hold_tensor(tensor) if holding is None else holding
         self.placement = self.holding.placement
-        self.address = tensor.data_ptr()
+        self.address = self.holding.pointer
         self.num_rows = shape[0]
-        self.row_bytes = tensor.nbytes // self.num_rows if self.num_rows else 0
+        self.row_bytes = self.holding.nbytes // self.num_rows if self.num_rows else 0
         self.row_kind = tensor.dtype, shape[1:]
 
     @property
@@ -255,6 +263,8 @@ def _emit(moves: Sequence[_Move], copy: CopyTable) -> None:
 def _emit_rows(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, copy: CopyTable) -> None:
     """Hand over all rows that come from `old` or `new`, which are in one kind of memory, in one call."""
     code, sources = native().code, [rows for rows in (old, new) if rows is not None]
+    num_new = perm.num_new
+    num_rows = (0 if old is None else len(perm) - num_new) + (0 if new is None else num_new)
     copy.table(
         (row_copies if code is None else code.row_copies)(
             perm.index, perm.size0, old.address if old else 0, new.address if new else 0, out.address, out.row_bytes
@@ -262,6 +272,7 @@ def _emit_rows(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows,
         src_placement=sources[0].placement,
         dst_placement=out.placement,
         keep=[rows.holding for rows in (*sources, out)],
+        nbytes=num_rows * out.row_bytes or None,  # rows go from the first to the last to memory nobody reads
     )
 
 
