@@ -5,6 +5,7 @@ Everything here belongs to one thread; `now` is the caller's clock.
 
 from kvtier.index.chain import Chain
 from kvtier.index.events import BlocksRemoved, BlocksStored, Event, IndexCleared, Listener
+from kvtier.index.ghost import Estimate, GhostCache
 from kvtier.index.keys import KEY_BYTES, MediaItem, Namespace
 from kvtier.index.lease import Lease, Path, Published, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
@@ -25,7 +26,9 @@ __all__ = [
     "BlocksStored",
     "Chain",
     "CostAware",
+    "Estimate",
     "Event",
+    "GhostCache",
     "IndexCleared",
     "Lease",
     "Listener",

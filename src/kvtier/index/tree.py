@@ -11,6 +11,7 @@ from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index.chain import Chain
 from kvtier.index.check import check_tree
 from kvtier.index.events import BlocksStored, IndexCleared, Listener
+from kvtier.index.ghost import GhostCache
 from kvtier.index.keys import KEY_BYTES, Namespace, chain_keys
 from kvtier.index.lease import Lease, Path, Published, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
@@ -52,6 +53,7 @@ class RadixTree:
         with_keys: bool = False,
         listener: Listener | None = None,
         misses: MissList | None = None,
+        ghost: GhostCache | None = None,
     ) -> None:
         if not tiers or [tier.number for tier in tiers] != list(range(len(tiers))):
             raise ArgumentError(f"tiers must be numbered 0, 1, .. fastest first, got {[tier.number for tier in tiers]}")
@@ -60,6 +62,7 @@ class RadixTree:
         self.enabled = enabled
         self.with_keys = with_keys or listener is not None
         self.misses = misses or MissList()
+        self.ghost = ghost
         self.clock = 0
         self.num_leases = 0
         self._listener = listener
@@ -95,7 +98,7 @@ class RadixTree:
         return slots
 
     def publish(self, lease: Lease, computed_tokens: int, *, now: float = 0.0) -> Published:
-        """Make the full blocks of what is computed matchable. Of those others published first the lease keeps its copy."""
+        """Make the full blocks of what is computed matchable. Where others were first, the lease keeps its own copy."""
         lease.must_be_open()
         stop = self._publishable(lease, computed_tokens)
         first = block = lease.num_blocks
@@ -339,6 +342,8 @@ class RadixTree:
     def _use(self, lease: Lease, now: float) -> None:
         """The path was used now; matched blocks count a use the first time. Undoes splits nobody needs any more."""
         self.clock += 1
+        if self.ghost is not None and not lease.committed:
+            self.ghost.saw(lease.chain, lease.num_matched)
         priority, expires = lease.retention.priority, now + lease.retention.ttl
         node = lease.node
         while node.parent is not None:
