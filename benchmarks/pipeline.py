@@ -16,7 +16,7 @@ from kvtier.batch import Environment, InlineExecutor, Module, Pipeline
 from kvtier.memory import CPU, current_stream
 
 STEP_SECONDS = 0.008
-STEPS, ROUNDS = 30, 7
+STEPS, ROUNDS = 20, 12  # phases in turn, the best round of each: on a shared machine noise only adds
 ROWS, MODULES, CHURN = 256, 8, 0.1
 
 
@@ -29,8 +29,9 @@ class HalfAndHalf(Module):
 
     def __init__(self) -> None:
         self.block = bytes(1 << 18)
-        best = min(timeit.repeat(lambda: hashlib.sha256(self.block), number=10, repeat=10)) / 10
-        self.num_blocks = max(1, round(STEP_SECONDS / best))
+        # what it takes on this machine as it is, so that host and device do take equally long
+        typical = statistics.median(timeit.repeat(lambda: hashlib.sha256(self.block), number=10, repeat=30)) / 10
+        self.num_blocks = max(1, round(STEP_SECONDS / typical))
 
     def setup(self, env: Environment) -> None:  # noqa: ARG002
         """Work on the host."""
@@ -50,11 +51,9 @@ def main() -> None:
     module = HalfAndHalf()
     rounds = [{phases: _per_step(module, phases) for phases in (1, 2, 3)} for _ in range(ROUNDS)]
     seconds = {phases: min(each[phases] for each in rounds) for phases in rounds[0]}
-    # of one round, taken in one stretch of time: the machine is shared
-    gains = {phases: statistics.median(each[1] / each[phases] for each in rounds) for phases in seconds}
     limit = STEP_SECONDS  # with perfect overlap a step takes as long as its longer half
     rows: list[Row] = [
-        {"phases": phases, "ms per step": value * 1e3, "of limit": limit / value, "over one phase": gains[phases]}
+        {"phases": phases, "ms per step": value * 1e3, "of limit": limit / value, "over one phase": seconds[1] / value}
         for phases, value in seconds.items()
     ]
     print_table(rows)
@@ -64,7 +63,7 @@ def main() -> None:
         print(case, profile)
         overheads.append({"modules": MODULES, "rows": ROWS, "case": case, "host us per step": taken * 1e6})
     print_table(overheads)
-    bars: list[Bar] = [at_least("throughput of two phases over one", gains[2], 1.8)]
+    bars: list[Bar] = [at_least("throughput of two phases over one", seconds[1] / seconds[2], 1.8)]
     report("pipeline", [*rows, *overheads], bars, options.results)
 
 
