@@ -8,12 +8,14 @@ from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.model import Model, default_ops
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.ops import CpuOps, Ops, TorchOps
+from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.engine.weights import LayerWeights, Linear, ModelWeights
 
 __all__ = [
     "DEFAULT_MODEL",
     "CpuOps",
     "ForwardBatch",
+    "InvariantOps",
     "LayerWeights",
     "Linear",
     "Model",

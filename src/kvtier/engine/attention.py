@@ -33,7 +33,7 @@ def fast_paged_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, code: NativeCode | None
 ) -> torch.Tensor:
     """The same on the CPU. k and v are the new tokens' own, which a whole prompt needs no cache to attend to."""
-    if batch.is_decode and code is not None and code.can_attend(q, cache.shape[3]):
+    if batch.is_decode and code is not None and q.dtype == torch.float32 and q.shape[2] % 16 == 0:
         return code.attend(q, cache, batch.block_tables, batch.context_lens, max(batch.contexts))
     out = torch.empty(q.shape, dtype=q.dtype)
     for rows, table, context in _sequences(batch):

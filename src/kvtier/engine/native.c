@@ -12,12 +12,11 @@
  *         bytes just loaded, or signed, one by one)
  *   BF16: uint16 w[32][16]
  */
-#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-enum { LANES = 16, BLOCK = 32, MAX_TOKENS = 16, MAX_GROUP = 16 };
+enum { LANES = 16, BLOCK = 32, MAX_TOKENS = 16 };
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
@@ -26,8 +25,45 @@ typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 #define LOAD(type, from) ({ type v_; memcpy(&v_, (from), sizeof v_); v_; })
+#define STORE(to, v) ({ f32x16 s_ = (v); memcpy((to), &s_, sizeof s_); })
 #define WIDEN(v) __builtin_convertvector(__builtin_convertvector((v), i32x16), f32x16)
 #define INLINE static inline __attribute__((always_inline))
+
+INLINE float sum_of(f32x16 v) {
+    v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    return (v[0] + v[1]) + (v[2] + v[3]);
+}
+
+/* Within two units in the last place; below -87 it stays at 1e-38, above 88 at 2e38. */
+INLINE f32x16 exp_of(f32x16 x) {
+    i32x16 low = x < -87, high = x > 88;
+    x = (f32x16)(((i32x16)x & ~low & ~high) | ((i32x16)(x * 0 - 87) & low) | ((i32x16)(x * 0 + 88) & high));
+    const f32x16 n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer */
+    const f32x16 r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    f32x16 p = r * 1.9875691500e-4f + 1.3981999507e-3f; /* the minimax polynomial of Cephes */
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (f32x16)((__builtin_convertvector(n, i32x16) + 127) << 23);
+}
+
+/* Softmax in place; padded is length, rounded up to whole vectors. */
+static void softmax(float *scores, long length, long padded) {
+    float top = scores[0];
+    for (long i = 1; i < length; ++i) top = scores[i] > top ? scores[i] : top;
+    for (long i = length; i < padded; ++i) scores[i] = top;
+    f32x16 sum = {0};
+    for (long i = 0; i < padded; i += LANES) {
+        const f32x16 e = exp_of(LOAD(f32x16, scores + i) - top);
+        STORE(scores + i, e);
+        sum += e;
+    }
+    const float scale = 1.0f / (sum_of(sum) - (float)(padded - length)); /* exp(0) is exactly 1 */
+    for (long i = 0; i < padded; i += LANES) STORE(scores + i, LOAD(f32x16, scores + i) * scale);
+}
 
 /* ---- work shared by threads: GOMP_parallel of the OpenMP runtime torch has loaded, so that its threads do it ---- */
 
@@ -152,70 +188,174 @@ typedef struct {
     const int32_t *tables;  /* [sequences][table_width] */
     const int32_t *lengths; /* [sequences] */
     float *out;             /* [sequences][heads][dim] */
-    float *scratch;         /* [threads][group * max_length] */
+    float *scratch;         /* [threads][heads][max_length] */
     long sequences, q_stride, heads, kv_heads, dim, table_width, block_tokens, block_stride, token_stride, v_offset;
     long max_length;
     float scale;
     int alone;
 } Attention;
 
-INLINE float sum_of(f32x16 v) {
-    float total = 0;
-    for (int i = 0; i < LANES; ++i) total += v[i];
-    return total;
+/* The keys of a token, of all heads: they lie together, and so are read together. */
+INLINE const float *keys_of(const Attention *a, long sequence, long at) {
+    return a->cache + a->tables[sequence * a->table_width + at / a->block_tokens] * a->block_stride +
+           at % a->block_tokens * a->token_stride;
 }
 
-INLINE float dot(const float *a, const float *b, long n) {
-    f32x16 sum = {0};
-    for (long i = 0; i < n; i += LANES) sum += LOAD(f32x16, a + i) * LOAD(f32x16, b + i);
-    return sum_of(sum);
+/* Ask for a token's keys or values a few tokens before they are needed: the processor's own guess ends with the page. */
+enum { AHEAD = 12 };
+INLINE void prefetch(const Attention *a, long sequence, long at, long offset, long count) {
+    if (at >= a->lengths[sequence]) return;
+    const float *from = keys_of(a, sequence, at) + offset;
+    for (long i = 0; i < count; i += LANES) __builtin_prefetch(from + i);
 }
 
-static float softmax(float *scores, long n) {
-    float top = -INFINITY, total = 0;
-    for (long i = 0; i < n; ++i) top = scores[i] > top ? scores[i] : top;
-    for (long i = 0; i < n; ++i) scores[i] = expf(scores[i] - top);
-    for (long i = 0; i < n; ++i) total += scores[i];
-    return total;
-}
-
-static void attend_one(const Attention *a, long sequence, long kv_head, float *scores) {
+/* The query heads of kv heads [first, last) of a sequence. */
+static void attend_one(const Attention *a, long sequence, long first, long last, float *scores) {
     const long group = a->heads / a->kv_heads, length = a->lengths[sequence], dim = a->dim;
-    const float *q = a->q + sequence * a->q_stride + kv_head * group * dim;
-    const int32_t *table = a->tables + sequence * a->table_width;
-    float *out = a->out + (sequence * a->heads + kv_head * group) * dim;
+    const long padded = (length + LANES - 1) / LANES * LANES, num_heads = (last - first) * group;
+    const float *q = a->q + sequence * a->q_stride + first * group * dim;
+    float *out = a->out + (sequence * a->heads + first * group) * dim;
     for (long at = 0; at < length; ++at) {
-        const float *k = a->cache + table[at / a->block_tokens] * a->block_stride +
-                         at % a->block_tokens * a->token_stride + kv_head * dim;
-        for (long g = 0; g < group; ++g) scores[g * length + at] = dot(q + g * dim, k, dim) * a->scale;
+        prefetch(a, sequence, at + AHEAD, first * dim, (last - first) * dim);
+        const float *k = keys_of(a, sequence, at) + first * dim, *query = q;
+        float *score = scores + at;
+        for (long kv = first; kv < last; ++kv, k += dim)
+            for (long g = 0; g < group; ++g, query += dim, score += padded) {
+                f32x16 sum = {0};
+                for (long i = 0; i < dim; i += LANES) sum += LOAD(f32x16, query + i) * LOAD(f32x16, k + i);
+                *score = sum_of(sum) * a->scale;
+            }
     }
-    float total[MAX_GROUP];
-    for (long g = 0; g < group; ++g) total[g] = softmax(scores + g * length, length);
-    memset(out, 0, sizeof(float) * group * dim);
+    for (long h = 0; h < num_heads; ++h) softmax(scores + h * padded, length, padded);
+    memset(out, 0, sizeof(float) * num_heads * dim);
     for (long at = 0; at < length; ++at) {
-        const float *v = a->cache + table[at / a->block_tokens] * a->block_stride +
-                         at % a->block_tokens * a->token_stride + kv_head * dim + a->v_offset;
-        for (long g = 0; g < group; ++g) {
-            const float weight = scores[g * length + at];
-            for (long i = 0; i < dim; ++i) out[g * dim + i] += weight * v[i];
-        }
+        prefetch(a, sequence, at + AHEAD, first * dim + a->v_offset, (last - first) * dim);
+        const float *v = keys_of(a, sequence, at) + a->v_offset + first * dim, *weight = scores + at;
+        float *to = out;
+        for (long kv = first; kv < last; ++kv, v += dim)
+            for (long g = 0; g < group; ++g, to += dim, weight += padded)
+                for (long i = 0; i < dim; i += LANES)
+                    STORE(to + i, LOAD(f32x16, to + i) + *weight * LOAD(f32x16, v + i));
     }
-    for (long g = 0; g < group; ++g)
-        for (long i = 0; i < dim; ++i) out[g * dim + i] /= total[g];
 }
 
+/* Whole sequences to each thread, or the heads of each sequence where there are fewer sequences than threads. */
 static void attention_share(void *data) {
     const Attention *a = data;
+    const long threads = a->alone ? 1 : team_size(), parts = a->sequences < threads ? a->kv_heads : 1;
+    const long heads = a->kv_heads / parts;
     long begin, end;
-    share(a->sequences * a->kv_heads, a->alone, &begin, &end);
-    float *scores = a->scratch + (a->alone ? 0 : thread_number()) * (a->heads / a->kv_heads) * a->max_length;
-    for (long i = begin; i < end; ++i) attend_one(a, i / a->kv_heads, i % a->kv_heads, scores);
+    share(a->sequences * parts, a->alone, &begin, &end);
+    float *scores = a->scratch + (a->alone ? 0 : thread_number()) * a->heads * a->max_length;
+    for (long i = begin; i < end; ++i) attend_one(a, i / parts, i % parts * heads, (i % parts + 1) * heads, scores);
 }
 
-/* heads / kv_heads at most 16, dim a multiple of 16. */
+/* dim a multiple of 16. */
 void kvtier_attend(const float *q, const float *cache, const int32_t *tables, const int32_t *lengths, float *out,
                    float *scratch, const long *sizes, float scale, int threads) {
     Attention a = {q,        cache,    tables,   lengths,  out,      scratch,  sizes[0],  sizes[1], sizes[2], sizes[3],
                    sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], scale,    !parallel || threads < 2};
     run(attention_share, &a, threads);
+}
+
+/* ---- what each token needs between the matrices, in one pass over it ---- */
+
+typedef struct {
+    float *x, *residual, *out; /* x [tokens][dim] or null; residual [tokens][dim]; out [tokens][dim] */
+    const float *weight;
+    long tokens, dim;
+    float eps;
+    int alone;
+} Norm;
+
+static void norm_share(void *data) {
+    const Norm *p = data;
+    long begin, end;
+    share(p->tokens, p->alone, &begin, &end);
+    for (long t = begin; t < end; ++t) {
+        float *residual = p->residual + t * p->dim, *out = p->out + t * p->dim;
+        f32x16 squares = {0};
+        for (long i = 0; i < p->dim; i += LANES) {
+            f32x16 v = LOAD(f32x16, residual + i);
+            if (p->x) {
+                v += LOAD(f32x16, p->x + t * p->dim + i);
+                STORE(residual + i, v);
+            }
+            squares += v * v;
+        }
+        const float scale = 1.0f / __builtin_sqrtf(sum_of(squares) / (float)p->dim + p->eps);
+        for (long i = 0; i < p->dim; i += LANES)
+            STORE(out + i, LOAD(f32x16, residual + i) * scale * LOAD(f32x16, p->weight + i));
+    }
+}
+
+/* residual += x (unless x is null); out = its RMS norm. dim a multiple of 16. */
+void kvtier_norm(float *x, float *residual, const float *weight, float *out, long tokens, long dim, float eps,
+                 int threads) {
+    Norm p = {x, residual, out, weight, tokens, dim, eps, !parallel || threads < 2};
+    run(norm_share, &p, threads);
+}
+
+typedef struct {
+    const float *gate_up;
+    float *out;
+    long tokens, dim;
+    int alone;
+} Gate;
+
+static void gate_share(void *data) {
+    const Gate *p = data;
+    long begin, end;
+    share(p->tokens, p->alone, &begin, &end);
+    for (long t = begin; t < end; ++t) {
+        const float *gate = p->gate_up + 2 * t * p->dim, *up = gate + p->dim;
+        for (long i = 0; i < p->dim; i += LANES) {
+            const f32x16 g = LOAD(f32x16, gate + i);
+            STORE(p->out + t * p->dim + i, g / (exp_of(-g) + 1.0f) * LOAD(f32x16, up + i));
+        }
+    }
+}
+
+/* out = silu(gate) * up. dim a multiple of 16. */
+void kvtier_gate(const float *gate_up, float *out, long tokens, long dim, int threads) {
+    Gate p = {gate_up, out, tokens, dim, !parallel || threads < 2};
+    run(gate_share, &p, threads);
+}
+
+typedef struct {
+    float *qkv; /* [tokens][heads + 2 kv_heads][dim] */
+    const float *cos, *sin;
+    float *cache;
+    const int64_t *slots;
+    long tokens, heads, kv_heads, dim, block_tokens, block_stride, token_stride, v_offset;
+    int alone;
+} Rotation;
+
+static void rotation_share(void *data) {
+    const Rotation *p = data;
+    const long half = p->dim / 2, kv_dim = p->kv_heads * p->dim;
+    long begin, end;
+    share(p->tokens, p->alone, &begin, &end);
+    for (long t = begin; t < end; ++t) {
+        float *head = p->qkv + t * (p->heads + 2 * p->kv_heads) * p->dim, *k = head + p->heads * p->dim;
+        for (long h = 0; h < p->heads + p->kv_heads; ++h, head += p->dim)
+            for (long i = 0; i < half; i += LANES) {
+                const f32x16 c = LOAD(f32x16, p->cos + t * half + i), s = LOAD(f32x16, p->sin + t * half + i);
+                const f32x16 left = LOAD(f32x16, head + i), right = LOAD(f32x16, head + half + i);
+                STORE(head + i, left * c - right * s);
+                STORE(head + half + i, right * c + left * s);
+            }
+        float *to = p->cache + p->slots[t] / p->block_tokens * p->block_stride +
+                    p->slots[t] % p->block_tokens * p->token_stride;
+        memcpy(to, k, sizeof(float) * kv_dim);
+        memcpy(to + p->v_offset, k + kv_dim, sizeof(float) * kv_dim);
+    }
+}
+
+/* Rotate queries and keys in place; store keys and values. dim a multiple of 32. */
+void kvtier_rotate(float *qkv, const float *cos, const float *sin, float *cache, const int64_t *slots,
+                   const long *sizes, int threads) {
+    Rotation p = {qkv,      cos,      sin,      cache,    slots,    sizes[0], sizes[1],
+                  sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], !parallel || threads < 2};
+    run(rotation_share, &p, threads);
 }

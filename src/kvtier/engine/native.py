@@ -27,13 +27,9 @@ from kvtier.memory.files import cache_dir
 
 MAX_TOKENS = 16
 """More rows of x than this are worth reading a float32 matrix for."""
-_LANES, _BLOCK, _MAX_GROUP = 16, 32, 16
-# No -ffast-math: it would let sums be reordered, which then depend on how many tokens there are. What it is wanted for
-# is exp in vectors, and that needs only these.
-_FLAGS = (
-    *("-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
-    *("-fno-signed-zeros", "-lm"),
-)
+_LANES, _BLOCK = 16, 32
+# No -ffast-math: it lets the compiler reorder sums, and so make them depend on how many tokens there are.
+_FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2})
 
 
@@ -67,6 +63,14 @@ class NativeCode:
         self._attend = library.kvtier_attend
         self._attend.argtypes = [*[pointer] * 7, ctypes.c_float, ctypes.c_int]
         self._attend.restype = None
+        self._norm = library.kvtier_norm
+        self._norm.argtypes = [*[pointer] * 4, number, number, ctypes.c_float, ctypes.c_int]
+        self._gate = library.kvtier_gate
+        self._gate.argtypes = [pointer, pointer, number, number, ctypes.c_int]
+        self._rotate = library.kvtier_rotate
+        self._rotate.argtypes = [*[pointer] * 6, ctypes.c_int]
+        for function in (self._norm, self._gate, self._rotate):
+            function.restype = None
         library.kvtier_threads.argtypes = [pointer] * 3
         openmp = _openmp_of_torch()
         if openmp is not None:
@@ -103,7 +107,8 @@ class NativeCode:
         _, _, block_tokens, kv_heads, _ = cache.shape
         threads = torch.get_num_threads()
         out = q.new_empty(sequences, heads, dim)
-        scratch = q.new_empty(threads * (heads // kv_heads) * longest)
+        longest = -(-longest // _LANES) * _LANES
+        scratch = q.new_empty(threads * heads * longest)
         block_stride, v_offset, token_stride = cache.stride()[:3]
         sizes = (ctypes.c_long * 11)(
             *(sequences, q.stride(0), heads, kv_heads, dim, tables.stride(0), block_tokens, block_stride),
@@ -115,10 +120,42 @@ class NativeCode:
         )
         return out
 
+    def norm(self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Add x to residual in place, if there is one; returns the RMS norm of it. Rows of whole vectors."""
+        out = torch.empty_like(residual)
+        added = None if x is None else x.data_ptr()
+        self._norm(
+            *(added, residual.data_ptr(), weight.data_ptr(), out.data_ptr()),
+            *(residual.shape[0], residual.shape[1], eps, torch.get_num_threads()),
+        )
+        return out
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(left half) * right half, of rows of whole vectors."""
+        tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(tokens, dim)
+        self._gate(gate_up.data_ptr(), out.data_ptr(), tokens, dim, torch.get_num_threads())
+        return out
+
+    def rotate(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Rotate q and k of [tokens, heads + 2 kv_heads, dim] in place, and store k and v; whole half-heads."""
+        _, _, block_tokens, kv_heads, dim = cache.shape
+        block_stride, v_offset, token_stride = cache.stride()[:3]
+        sizes = (ctypes.c_long * 8)(
+            *(qkv.shape[0], qkv.shape[1] - 2 * kv_heads, kv_heads, dim),
+            *(block_tokens, block_stride, token_stride, v_offset),
+        )
+        self._rotate(
+            *(qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), cache.data_ptr(), slots.data_ptr()),
+            *(ctypes.addressof(sizes), torch.get_num_threads()),
+        )
+
     @staticmethod
-    def can_attend(q: torch.Tensor, kv_heads: int) -> bool:
-        """Whether `attend` takes these heads: float32, whole vectors, few enough queries per key."""
-        return q.dtype == torch.float32 and q.shape[2] % _LANES == 0 and q.shape[1] // kv_heads <= _MAX_GROUP
+    def takes(x: torch.Tensor, multiple: int = _LANES) -> bool:
+        """Whether these functions take such rows: contiguous float32 of whole vectors."""
+        return x.dtype == torch.float32 and x.is_contiguous() and x.shape[-1] % multiple == 0
 
 
 def pack(kind: str, rows: torch.Tensor) -> PackedWeight | None:

@@ -20,8 +20,9 @@ from kvtier.engine.weights import Linear
 
 
 class Heads(NamedTuple):
-    """The new tokens' queries, keys and values: views [tokens, heads, head_dim] into one tensor."""
+    """The new tokens' queries, keys and values: views [tokens, heads, head_dim] into one tensor, qkv."""
 
+    qkv: torch.Tensor
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -31,7 +32,7 @@ class Heads(NamedTuple):
         """Cut [tokens, (num_heads + 2 num_kv_heads) * head_dim]."""
         parts = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
         q, k, v = parts.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        return cls(q, k, v)
+        return cls(parts, q, k, v)
 
 
 class Normed(NamedTuple):
@@ -122,27 +123,34 @@ class CpuOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See Ops."""
-        return self._plain.rms_norm(x, weight, eps)
+        if self._code is None or x.ndim != 2 or not self._code.takes(x):
+            return self._plain.rms_norm(x, weight, eps)
+        return self._code.norm(None, x, weight, eps)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
         """See Ops."""
-        residual.add_(x)
-        return Normed(self._plain.rms_norm(residual, weight, eps), residual)
+        if self._code is None or not self._code.takes(x) or not self._code.takes(residual):
+            return self._plain.add_rms_norm(x, residual, weight, eps)
+        return Normed(self._code.norm(x, residual, weight, eps), residual)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See Ops."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        if self._code is None or not self._code.takes(gate_up, 32):
+            return self._plain.silu_mul(gate_up)
+        return self._code.gate(gate_up)
 
     def rotate_and_store(
         self, heads: Heads, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
     ) -> None:
         """See Ops."""
-        self._plain.rotate_and_store(heads, cos, sin, cache, batch)
+        if self._code is None or not self._code.takes(heads.qkv, 32):
+            self._plain.rotate_and_store(heads, cos, sin, cache, batch)
+        else:
+            self._code.rotate(heads.qkv, cos, sin, cache, batch.slots)
 
     def attend(self, heads: Heads, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """See Ops."""
-        return fast_paged_attention(*heads, cache, batch, self._code).flatten(1)
+        return fast_paged_attention(heads.q, heads.k, heads.v, cache, batch, self._code).flatten(1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -1,0 +1,126 @@
+"""Batch-invariant computing on the CPU in float32: a token's bits depend on its own sequence only.
+
+Matrix libraries choose their kernel, and so the order of a sum, by the shape they are given; a token computed alone
+and among others differs in the last bits. Here every call has one shape. Tokens pass the matrices in tiles of TILE
+rows, the last one filled up with zeros. Attention takes tiles of TILE queries over tiles of KEYS keys, from the first
+key on; the query at position p is always row p % TILE, and keys a query must not see weigh exactly 0, which changes
+neither maximum nor sum nor output. What remains is that a row's result must not depend on the other rows of its tile
+or on its place among them: that is the library's to give, so it is tried out for every shape before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvtier.engine.forward import ForwardBatch
+from kvtier.engine.ops import Heads, Normed, TorchOps, rotate, store
+from kvtier.engine.weights import Linear
+from kvtier.errors import ArgumentError, UnavailableError
+
+TILE = 16
+KEYS = 64
+
+
+class InvariantOps:
+    """For proofs: slower than CpuOps, and the same bits however a prompt is cut and whoever shares the batch."""
+
+    def __init__(self) -> None:
+        self._plain = TorchOps()
+        self._tried: set[tuple[object, ...]] = set()
+
+    def linear(self, x: torch.Tensor, w: Linear) -> torch.Tensor:
+        """See Ops."""
+        return self._by_tiles("linear", w.weight.shape, lambda tile: self._plain.linear(tile, w), x)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See Ops."""
+        return self._by_tiles("norm", weight.shape, lambda tile: self._plain.rms_norm(tile, weight, eps), x)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
+        """See Ops."""
+        residual = residual + x  # one rounding per element, whatever the shape
+        return Normed(self.rms_norm(residual, weight, eps), residual)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self._by_tiles("silu", gate_up.shape[1:], self._plain.silu_mul, gate_up)
+
+    def rotate_and_store(
+        self, heads: Heads, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
+    ) -> None:
+        """Products and sums of single elements."""
+        for each in (heads.q, heads.k):
+            rotate(each, cos, sin)
+        store(heads, cache, batch.slots)
+
+    def attend(self, heads: Heads, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """See Ops."""
+        out = torch.empty(heads.q.shape)
+        start = 0
+        for index, (count, context) in enumerate(zip(batch.query_lens, batch.contexts, strict=True)):
+            table, first = batch.block_tables[index], context - count
+            for tile in range(first // TILE, (context - 1) // TILE + 1):
+                begin, end = max(first, tile * TILE), min(context, (tile + 1) * TILE)
+                rows = slice(start + begin - first, start + end - first)
+                queries = heads.q.new_zeros(TILE, *heads.q.shape[1:])
+                inside = slice(begin - tile * TILE, end - tile * TILE)
+                queries[inside] = heads.q[rows]
+                out[rows] = _attend_tile(queries, tile * TILE, end, cache, table)[inside]
+            start += count
+        return out.flatten(1)
+
+    def _by_tiles(
+        self, name: str, shape: tuple[int, ...], compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            raise ArgumentError(f"batch-invariant computing is for float32 on the CPU, not {x.dtype} on {x.device}")
+        key = (name, *shape, *x.shape[1:], torch.get_num_threads())
+        if key not in self._tried:
+            _try_out(name, compute, x.shape[1:])
+            self._tried.add(key)
+        padded = x.new_zeros(-(-x.shape[0] // TILE) * TILE, *x.shape[1:])
+        padded[: x.shape[0]] = x
+        return torch.cat([compute(tile.clone()) for tile in padded.split(TILE)])[: x.shape[0]]
+
+
+def _attend_tile(q: torch.Tensor, first: int, context: int, cache: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """TILE queries from position `first` on, over keys [0, context) in tiles of KEYS: softmax with a running maximum."""
+    kv_heads, dim, block_tokens = cache.shape[3], cache.shape[4], cache.shape[2]
+    group = q.shape[1] // kv_heads
+    grouped = q.view(TILE, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, TILE * group, dim)
+    positions = torch.arange(first, first + TILE).repeat_interleave(group)
+    top = q.new_full((kv_heads, TILE * group, 1), -torch.inf)
+    total, out = torch.zeros_like(top), torch.zeros_like(grouped)
+    for begin in range(0, context, KEYS):
+        where = torch.arange(begin, begin + KEYS)
+        places = where.clamp(max=context - 1)
+        chosen = cache[table[places // block_tokens], :, places % block_tokens]  # [KEYS, 2, kv_heads, dim]
+        keys, values = chosen.permute(1, 2, 0, 3).contiguous()
+        scores = torch.bmm(grouped, keys.transpose(1, 2)).mul_(dim**-0.5)
+        scores.masked_fill_(where > positions[:, None], -torch.inf)
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        weights, kept = (scores - new_top).exp_(), (top - new_top).exp_()
+        total = total * kept + weights.sum(-1, keepdim=True)
+        out = out * kept + torch.bmm(weights, values)
+        top = new_top
+    return (out / total).view(kv_heads, TILE, group, dim).transpose(0, 1).reshape(TILE, -1, dim)
+
+
+def _try_out(name: str, compute: Callable[[torch.Tensor], torch.Tensor], row_shape: tuple[int, ...]) -> None:
+    """The same row at every place, among other rows each time, must give the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(row_shape, generator=generator)
+    wanted = None
+    for place in range(TILE):
+        tile = torch.randn(TILE, *row_shape, generator=generator) if place % 2 else torch.zeros(TILE, *row_shape)
+        tile[place] = row
+        found = compute(tile)[place]
+        wanted = found if wanted is None else wanted
+        if not torch.equal(found, wanted):
+            raise UnavailableError(
+                f"on this machine {name} of rows {list(row_shape)} gives other bits in row {place} than in row 0 of "
+                f"{TILE}: batch-invariant computing needs a torch build that does not (or one thread: "
+                "torch.set_num_threads(1))"
+            )

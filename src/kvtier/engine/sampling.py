@@ -1,0 +1,287 @@
+"""From logits to tokens: what a request may ask for, and one sampler for a whole batch of requests.
+
+A request's sample depends on its logits, its parameters, its own tokens and its own generator, never on its batch
+mates: every step works on rows, and random numbers are drawn from a generator per request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from kvtier.errors import ArgumentError, RangeError
+
+_MAX_LOGPROBS = 1024
+# Top-p mostly ends within this many tokens; then the whole vocabulary need not be sorted.
+_TRIMMED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Against repeating: all neutral by default."""
+
+    repetition: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
+    presence: float = 0.0
+    """Taken from the logits of tokens in the output."""
+    frequency: float = 0.0
+    """Taken from them once for each time they occur there."""
+
+    def __post_init__(self) -> None:
+        _within("repetition penalty", self.repetition, 0.0, 1e3, open_low=True)
+        _within("presence penalty", self.presence, -2.0, 2.0)
+        _within("frequency penalty", self.frequency, -2.0, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen and when it ends."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Keep only this many of the most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that together reach this probability."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one's probability."""
+    penalties: Penalties = dataclasses.field(default_factory=Penalties)
+    seed: int | None = None
+    """The same seed gives the same tokens; without one they differ from run to run."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the output; they are not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 128
+    min_tokens: int = 0
+    """Before this many tokens neither the end-of-text token nor a stop token is chosen."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Report the log-probability of each chosen token and of this many of the most likely ones."""
+    n: int = 1
+    """Samples per prompt; they share its blocks."""
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_k", self.top_k, 0, 1 << 31)
+        _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("max_tokens", self.max_tokens, 1, 1 << 31)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _within("n", self.n, 1, 1 << 16)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
+        if self.seed is not None:
+            _within("seed", self.seed, 0, (1 << 64) - 1)
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ArgumentError(f"stop must be a tuple of texts that are not empty, got {self.stop!r}")
+        if self.n > 1 and self.is_greedy:
+            raise ArgumentError(f"n = {self.n} samples at temperature 0 would all be the same; raise the temperature")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """From keywords as users write them (repetition_penalty, stop as one text...); an unknown one is an error."""
+        given = dict(options)
+        names = {f"{each.name}_penalty": each.name for each in dataclasses.fields(Penalties)}
+        known = {each.name for each in dataclasses.fields(cls)} - {"penalties"} | set(names)
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise ArgumentError(f"unknown sampling options {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        penalties = Penalties(**{name: given.pop(key) for key, name in names.items() if key in given})
+        if "stop" in given:
+            given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"] or ())
+        if "stop_token_ids" in given:
+            given["stop_token_ids"] = tuple(given["stop_token_ids"] or ())
+        return cls(penalties=penalties, **given)
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+    """(token, log-probability) of the most likely tokens, the likeliest first."""
+
+
+class Sample(NamedTuple):
+    """What the sampler chose for one row."""
+
+    token_id: int
+    logprobs: Logprobs | None
+
+
+class RequestSampler:
+    """A request's side of sampling: its parameters, its generator and the tokens penalties count."""
+
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int] = (), eos_token_ids: Sequence[int] = (), index: int = 0
+    ) -> None:
+        """`index` tells the n samples of a request apart."""
+        self.params = params
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        self._random = np.random.default_rng([seed, index])
+        self._prompt = np.unique(np.asarray(prompt, np.int64))
+        self._counts: dict[int, int] = {}
+        self._num_chosen = 0
+        self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
+
+    def accept(self, token_id: int) -> None:
+        """Count a token of the output (the sampler does not do it itself: drafted tokens may be refused)."""
+        self._counts[token_id] = self._counts.get(token_id, 0) + 1
+        self._num_chosen += 1
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether this token ends the request."""
+        return token_id in self._ends
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `adjust` would do anything now."""
+        return self.params.penalties != Penalties() or (bool(self._ends) and self._num_chosen < self.params.min_tokens)
+
+    def adjust(self, logits: torch.Tensor) -> None:
+        """Apply penalties to a row of logits in place, and forbid an end that would come too early."""
+        penalties = self.params.penalties
+        output = torch.tensor(list(self._counts), dtype=torch.int64, device=logits.device)
+        if penalties.repetition != 1.0:
+            seen = torch.from_numpy(np.union1d(self._prompt, np.fromiter(self._counts, np.int64))).to(logits.device)
+            scores = logits[seen]
+            logits[seen] = torch.where(scores > 0, scores / penalties.repetition, scores * penalties.repetition)
+        if len(output) and (penalties.presence or penalties.frequency):
+            times = torch.tensor(list(self._counts.values()), dtype=logits.dtype, device=logits.device)
+            logits[output] -= penalties.presence + penalties.frequency * times
+        if self._num_chosen < self.params.min_tokens and self._ends:
+            logits[list(self._ends)] = -torch.inf
+
+    def uniform(self) -> float:
+        """The request's next random number, in [0, 1)."""
+        return float(self._random.random())
+
+
+def sample(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> list[Sample]:
+    """Choose a token for each row of logits ([rows, vocab], float32); changes them. Accept nothing by itself."""
+    if logits.shape[0] != len(requests):
+        raise ArgumentError(f"{logits.shape[0]} rows of logits for {len(requests)} requests: one each")
+    reports = _report_later(logits, requests)
+    for row, request in enumerate(requests):
+        if request.changes_logits:
+            request.adjust(logits[row])
+    chosen = logits.argmax(-1)
+    random = [row for row, request in enumerate(requests) if not request.params.is_greedy]
+    if random:
+        chosen[random] = _draw(logits[random] if len(random) < len(requests) else logits, [requests[i] for i in random])
+    tokens = chosen.tolist()
+    return [Sample(token, _logprobs(reports.get(row), token)) for row, token in enumerate(tokens)]
+
+
+class _Order(NamedTuple):
+    """How a row's tokens are looked at. Only rows alike are drawn together, so that none depends on the others."""
+
+    width: int
+    """The most likely ones in order, this many; 0: all."""
+    sorted: bool
+
+
+def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> torch.Tensor:
+    chosen = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
+    groups: dict[_Order, list[int]] = {}
+    for row, request in enumerate(requests):
+        params = request.params
+        order = _Order(min(params.top_k, logits.shape[1]), bool(params.top_k) or params.top_p < 1.0)
+        groups.setdefault(order, []).append(row)
+    for order, rows in groups.items():
+        chosen[rows] = _draw_alike(logits[rows], [requests[row] for row in rows], order)
+    return chosen
+
+
+def _draw_alike(logits: torch.Tensor, requests: Sequence[RequestSampler], order: _Order) -> torch.Tensor:
+    """Temperature, top-k, top-p, min-p, and one draw by inverting the running sum of what is left.
+
+    Sums are running sums, which take the elements of a row in order; torch.sum may not.
+    """
+    params = [request.params for request in requests]
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    scaled = logits.double() / column([each.temperature for each in params])
+    weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()
+    top_p, min_p = column([each.top_p for each in params]), column([each.min_p for each in params])
+    total, tokens = None, None
+    if order.sorted and not order.width:
+        total = weights.cumsum(-1)[:, -1:]
+    if order.sorted:
+        weights, tokens = _likeliest(weights, order.width, top_p if total is None else top_p * total)
+    running = weights.cumsum(-1)
+    before = running - weights
+    dropped = before >= top_p * (running[:, -1:] if total is None else total)
+    dropped &= top_p < 1.0  # all of them reach 1 but for rounding
+    dropped |= weights < min_p  # the likeliest has weight 1
+    running = weights.masked_fill(dropped, 0.0).cumsum(-1)
+    target = column([request.uniform() for request in requests]) * running[:, -1:]
+    # <=, because a draw that falls exactly on a border belongs to the token after it
+    place = (running <= target).sum(-1, keepdim=True).clamp_(max=running.shape[1] - 1)
+    return (place if tokens is None else tokens.gather(-1, place)).squeeze(-1)
+
+
+class _Ranked(NamedTuple):
+    """Weights from the heaviest on, and whose they are."""
+
+    weights: torch.Tensor
+    tokens: torch.Tensor
+
+
+def _likeliest(weights: torch.Tensor, width: int, mass: torch.Tensor) -> _Ranked:
+    """`width` of each row, or (0) at least as many as reach its `mass`. Sorting all of a row is slow, and rare."""
+    found = _Ranked(*weights.topk(width or min(_TRIMMED, weights.shape[1]), dim=-1))
+    short = (found.weights.cumsum(-1)[:, -1:] < mass).squeeze(-1) if not width else None
+    if short is None or not bool(short.any()):
+        return found
+    everything = _Ranked(torch.zeros_like(weights), torch.zeros_like(weights, dtype=torch.int64))
+    for all_of_row, some_of_row in zip(everything, found, strict=True):
+        all_of_row[:, : some_of_row.shape[1]] = some_of_row
+    everything.weights[short], everything.tokens[short] = weights[short].sort(dim=-1, descending=True, stable=True)
+    return everything
+
+
+class _Report(NamedTuple):
+    """Log-probabilities of a row, and its most likely tokens."""
+
+    row: torch.Tensor
+    top: tuple[tuple[int, float], ...]
+
+
+def _report_later(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> dict[int, _Report]:
+    """For the rows that want log-probabilities: taken before anything changes the logits."""
+    rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    if not rows:
+        return {}
+    logprobs = logits[rows].log_softmax(-1)
+    wanted = [requests[row].params.logprobs or 0 for row in rows]
+    values, tokens = logprobs.topk(min(max(wanted), logits.shape[1]), dim=-1)
+    found = {}
+    for i, (row, count) in enumerate(zip(rows, wanted, strict=True)):
+        top = tuple(zip(tokens[i, :count].tolist(), values[i, :count].tolist(), strict=True))
+        found[row] = _Report(logprobs[i], top)
+    return found
+
+
+def _logprobs(report: _Report | None, token: int) -> Logprobs | None:
+    return None if report is None else Logprobs(float(report.row[token]), report.top)
+
+
+def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if not isinstance(value, int | float) or not (low < value if open_low else low <= value) or value > high:
+        raise RangeError(
+            f"{name} must be {'above' if open_low else 'at least'} {low} and at most {high}, got {value!r}"
+        )

@@ -1,0 +1,55 @@
+"""Batch-invariant mode: bit for bit the same logits, however prompts are cut and mixed."""
+
+import numpy as np
+import pytest
+import torch
+from engine_driver import Driver, random_schedule, run_schedule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.engine import InvariantOps, load_model
+from kvtier.errors import ArgumentError, UnavailableError
+
+
+def prompts(random, *lengths):
+    return [random.integers(3, 199, length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_the_bits_do_not_depend_on_chunks_or_on_the_batch(checkpoint, kind):
+    model = load_model(checkpoint(kind)[0], ops=InvariantOps())
+
+    @given(seed=st.integers(0, 10**6), block_tokens=st.sampled_from([1, 4, 16]), most=st.sampled_from([1, 3, 20, 80]))
+    @settings(max_examples=8, deadline=None)
+    def check(seed, block_tokens, most):
+        random = np.random.default_rng(seed)
+        texts = prompts(random, *random.integers(1, 90, 3).tolist())
+        alone = [Driver(model, 1, 96).step({0: text})[0] for text in texts]
+        driver = Driver(model, len(texts), 96, block_tokens, seed)
+        mixed = run_schedule(driver, random_schedule(random, texts, most))
+        for i, wanted in enumerate(alone):
+            assert torch.equal(mixed[i], wanted)
+
+    check()
+
+
+def test_it_computes_what_transformers_computes(checkpoint):
+    folder, oracle = checkpoint("llama")
+    (prompt,) = prompts(np.random.default_rng(0), 100)
+    found = Driver(load_model(folder, ops=InvariantOps()), 1, 128).step({0: prompt})[0]
+    with torch.inference_mode():
+        wanted = oracle(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_it_is_for_float32(checkpoint):
+    model = load_model(checkpoint("llama")[0], "f16", ops=InvariantOps())
+    with pytest.raises(ArgumentError, match=r"for float32 on the CPU, not torch\.float16"):
+        Driver(model, 1, 8).step({0: [1, 2]})
+
+
+def test_a_library_whose_rows_differ_by_place_is_refused():
+    ops = InvariantOps()
+    scale = torch.linspace(1, 2, 16)[:, None]
+    with pytest.raises(UnavailableError, match="gives other bits in row 1 than in row 0"):
+        ops._by_tiles("uneven", (4,), lambda tile: tile * scale, torch.ones(3, 4))

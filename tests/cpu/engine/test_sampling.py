@@ -1,0 +1,249 @@
+"""The sampler against numpy, transformers' logits processors, and itself alone."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.engine.sampling import Penalties, RequestSampler, SamplingParams, sample
+from kvtier.engine.stop import StopChecker
+from kvtier.errors import ArgumentError, RangeError
+
+VOCAB = 50
+
+
+def rows(count, seed=0, scale=3.0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(0, scale, (count, VOCAB)).astype(np.float32))
+
+
+def kept_by_hand(logits, params):
+    """Token -> probability, one at a time from the likeliest on."""
+    scaled = logits.double().numpy() / params.temperature
+    order = np.argsort(-scaled, kind="stable")
+    order = order[: params.top_k or VOCAB]
+    weights = np.exp(scaled[order] - scaled[order[0]])
+    weights /= weights.sum()
+    kept, reached = {}, 0.0
+    for token, weight in zip(order.tolist(), weights.tolist(), strict=True):
+        if kept and (reached >= params.top_p):
+            break
+        reached += weight
+        if not kept or weight >= params.min_p * weights[0]:
+            kept[token] = weight
+    total = sum(kept.values())
+    return {token: weight / total for token, weight in kept.items()}
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.5),
+    SamplingParams(top_k=5),
+    SamplingParams(top_p=0.6),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=1.7, top_k=20, top_p=0.9, min_p=0.02),
+    SamplingParams(top_k=1),
+    SamplingParams(top_p=1e-9),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_draws_follow_the_distribution_made_by_hand(params):
+    logits, count = rows(1)[0], 6000
+    requests = [RequestSampler(SamplingParams(**{**as_dict(params), "seed": i})) for i in range(count)]
+    tokens = [each.token_id for each in sample(logits.expand(count, -1).clone(), requests)]
+    wanted = kept_by_hand(logits, params)
+    assert set(tokens) <= set(wanted)
+    frequency = np.bincount(tokens, minlength=VOCAB) / count
+    for token, probability in wanted.items():
+        spread = math.sqrt(probability * (1 - probability) / count)
+        assert abs(frequency[token] - probability) < 5 * spread + 1e-3
+
+
+def as_dict(params):
+    return {name: getattr(params, name) for name in params.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("params", PARAMS[1:6], ids=str)
+def test_what_is_kept_is_what_transformers_keeps(params):
+    from transformers import generation
+
+    logits = rows(20, seed=3)
+    scores = logits.clone() / params.temperature
+    warpers = []
+    if params.top_k:
+        warpers.append(generation.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(generation.TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(generation.MinPLogitsWarper(params.min_p))
+    for warp in warpers:
+        scores = warp(None, scores)
+    for row, kept in zip(logits, scores, strict=True):
+        wanted = set(torch.nonzero(torch.isfinite(kept)).flatten().tolist())
+        assert set(kept_by_hand(row, params)) == wanted
+
+
+def test_greedy_takes_the_likeliest():
+    logits = rows(7)
+    wanted = logits.argmax(-1).tolist()
+    found = sample(logits, [RequestSampler(SamplingParams(temperature=0.0))] * 7)
+    assert [each.token_id for each in found] == wanted
+    assert all(each.logprobs is None for each in found)
+
+
+@given(seed=st.integers(0, 1000), mates=st.integers(0, 6), place=st.integers(0, 6))
+@settings(max_examples=30, deadline=None)
+def test_a_sample_does_not_depend_on_its_batch_mates(seed, mates, place):
+    params = SamplingParams(temperature=0.8, top_k=30, top_p=0.95, seed=seed, logprobs=2)
+    logits = rows(1, seed)
+    alone = sample(logits.clone(), [RequestSampler(params, [1, 2])])[0]
+    place = min(place, mates)
+    others = [SamplingParams(temperature=0.0), SamplingParams(top_p=0.5), SamplingParams(top_k=3, logprobs=5)] * 2
+    requests = [RequestSampler(each) for each in others[:mates]]
+    requests.insert(place, RequestSampler(params, [1, 2]))
+    batch = rows(mates, seed + 1)
+    mixed = torch.cat([batch[:place], logits, batch[place:]])
+    assert sample(mixed, requests)[place] == alone
+
+
+def test_the_same_seed_gives_the_same_tokens_and_samples_of_a_request_differ():
+    params = SamplingParams(seed=7)
+    logits = rows(1, scale=0.1).expand(20, -1)
+
+    def stream(index):
+        request = RequestSampler(params, index=index)
+        return [sample(row[None].clone(), [request])[0].token_id for row in logits]
+
+    assert stream(0) == stream(0)
+    assert stream(0) != stream(1)
+
+
+def test_penalties_are_those_of_transformers_and_of_the_formula():
+    from transformers.generation import RepetitionPenaltyLogitsProcessor
+
+    prompt, output = [3, 4, 4, 9], [7, 3, 7]
+    logits = rows(1)
+    request = RequestSampler(SamplingParams(penalties=Penalties(1.3)), prompt)
+    for token in output:
+        request.accept(token)
+    wanted = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output]), logits.clone())
+    found = logits.clone()
+    request.adjust(found[0])
+    torch.testing.assert_close(found, wanted)
+
+    request = RequestSampler(SamplingParams(penalties=Penalties(presence=0.5, frequency=0.25)), prompt)
+    assert request.changes_logits
+    for token in output:
+        request.accept(token)
+    found = logits.clone()
+    request.adjust(found[0])
+    change = torch.zeros(VOCAB)
+    change[7], change[3] = 1.0, 0.75
+    torch.testing.assert_close(found[0], logits[0] - change)
+
+
+def test_no_end_before_the_fewest_tokens():
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,))
+    request = RequestSampler(params, eos_token_ids=[2])
+    for position in range(3):
+        logits = torch.zeros(1, VOCAB)
+        logits[0, 2], logits[0, 5], logits[0, 8] = 9, 8, 1
+        token = sample(logits, [request])[0].token_id
+        assert token == (8 if position < 2 else 2)
+        request.accept(token)
+    assert request.is_end(2)
+    assert request.is_end(5)
+    assert not request.is_end(8)
+    patient = RequestSampler(SamplingParams(ignore_eos=True, stop_token_ids=(5,)), eos_token_ids=[2])
+    assert not patient.is_end(2)
+    assert patient.is_end(5)
+
+
+def test_logprobs_are_the_models_own():
+    logits = rows(2)
+    wanted = logits.log_softmax(-1)
+    params = SamplingParams(temperature=0.3, top_k=2, seed=1, logprobs=4, penalties=Penalties(2.0))
+    found = sample(logits, [RequestSampler(params, [1]), RequestSampler(SamplingParams(temperature=0.0, logprobs=0))])
+    for row, each in enumerate(found):
+        assert each.logprobs.chosen == pytest.approx(float(wanted[row, each.token_id]))
+    order = wanted[0].argsort(descending=True)[:4]
+    assert [token for token, _ in found[0].logprobs.top] == order.tolist()
+    assert [value for _, value in found[0].logprobs.top] == pytest.approx(wanted[0, order].tolist())
+    assert found[1].logprobs.top == ()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": 2},
+        {"max_tokens": 0},
+        {"min_tokens": 200},
+        {"n": 0},
+        {"logprobs": -1},
+        {"seed": -1},
+        {"repetition_penalty": 0},
+        {"presence_penalty": 3},
+        {"frequency_penalty": -3},
+    ],
+    ids=str,
+)
+def test_parameters_out_of_range_are_refused(options):
+    with pytest.raises(RangeError, match="must be"):
+        SamplingParams.from_dict(options)
+
+
+def test_unknown_options_and_senseless_ones_are_refused():
+    with pytest.raises(ArgumentError, match=r"unknown sampling options tempratur; known: .*temperature"):
+        SamplingParams.from_dict({"tempratur": 1})
+    with pytest.raises(ArgumentError, match="stop must be"):
+        SamplingParams(stop=("",))
+    with pytest.raises(ArgumentError, match="all be the same"):
+        SamplingParams(temperature=0.0, n=2)
+    with pytest.raises(ArgumentError, match="2 rows of logits for 1 requests"):
+        sample(rows(2), [RequestSampler(SamplingParams())])
+
+
+def test_options_as_users_write_them():
+    found = SamplingParams.from_dict({"stop": "###", "stop_token_ids": [4], "presence_penalty": 0.5, "temperature": 0})
+    wanted = SamplingParams(temperature=0, stop=("###",), stop_token_ids=(4,), penalties=Penalties(presence=0.5))
+    assert found == wanted
+    assert SamplingParams.from_dict({"stop": None}).stop == ()
+
+
+@given(
+    text=st.text("ab#\n", max_size=40),
+    stops=st.lists(st.text("ab#\n", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(1, 5), min_size=1),
+)
+def test_a_stream_shows_what_the_whole_text_shows(text, stops, cuts):
+    checker, shown, at, stopped = StopChecker(stops), "", 0, None
+    for cut in cuts * 40:
+        released = checker.feed(text[at : at + cut])
+        at += cut
+        shown += released.text
+        assert text.startswith(shown)
+        stopped = released.stopped
+        if stopped is not None or at >= len(text):
+            break
+    if stopped is None:
+        assert not any(stop in text for stop in stops)
+        assert shown + checker.finish() == text
+    else:
+        assert text[len(shown) :].startswith(stopped)
+        assert not any(stop in shown for stop in stops)
+
+
+def test_what_cannot_become_a_stop_text_is_shown_at_once():
+    checker = StopChecker(["User:"])
+    assert checker.feed("Hello Us") == ("Hello ", None)
+    assert checker.feed("a") == ("Usa", None)
+    assert checker.feed(" User") == (" ", None)
+    assert checker.feed(": hi") == ("", "User:")
