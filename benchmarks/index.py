@@ -1,0 +1,268 @@
+"""The block index: CPU time of a request beside a fixed calibration loop, what keys add, its memory, how it scales.
+
+python -m benchmarks.index --trace ../shared/traces/conversation_trace.jsonl       all block sizes, all bars
+python -m benchmarks.index --trace T --block-tokens 16 --pool-tokens 5120000 --policy s3fifo --lists
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import statistics
+import time
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_table, report
+from kvtier.index import BlockPool, Chain, GhostCache, Namespace, RadixTree, Slots, Tier, make_policy
+from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
+
+POOL_TOKENS = 5_120_000
+BARS = {512: 0.04, 64: 0.065, 16: 0.14}
+PEERS = {  # cal of ../shared/reference/index_baseline.md
+    512: "vLLM .247, SGLang Rust .202, FastDeploy .816",
+    64: "vLLM .72, SGLang Rust .216, FastDeploy 4.9",
+    16: "vLLM 2.11, SGLang Rust .217, FastDeploy 19.4",
+}
+HIT_RATES = {1_000: 0.0470, 5_000: 0.1237, 10_000: 0.2243, 30_000: 0.3448, 50_000: 0.3715, 100_000: 0.3795}
+PHASES = ("hash", "match", "allocate", "publish", "release")
+BATCH = 64  # requests between two calibrations; their tokens are made before the clock starts
+
+
+@dataclass
+class Cost:
+    """CPU time of a run, by phase, with the calibrations taken during it."""
+
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    ratios: list[float] = field(default_factory=list)
+    num_requests: int = 0
+    num_new: int = 0
+
+    @property
+    def us(self) -> float:
+        """Per request."""
+        return sum(self.phases.values()) / self.num_requests * 1e6
+
+    @property
+    def cal(self) -> float:
+        """Per request, over the calibration loop: the mean over batches, each with its own calibration."""
+        return statistics.fmean(self.ratios)
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = arguments("CPU time of the block index.")
+    parser.add_argument("--trace", help="a Mooncake trace; a synthetic one without it")
+    parser.add_argument("--block-tokens", type=int, nargs="*", default=[512, 64, 16])
+    parser.add_argument("--pool-tokens", type=int, default=POOL_TOKENS)
+    parser.add_argument("--policy", default="lru")
+    parser.add_argument("--requests", type=int, default=2000, help="for blocks below 512 tokens; those replay it all")
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args()
+    trace = read_trace(options.trace).requests if options.trace else tuple(generate(SyntheticTrace(sessions=3000)))
+    gc.collect()
+    gc.freeze()  # the trace is the benchmark's, not the index's: keep it out of the collector's way
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    for block_tokens in options.block_tokens:
+        some = trace if block_tokens >= 512 else trace[: options.requests]
+        found, held = costs(some, block_tokens, options)
+        rows += found
+        bars += held if options.trace and options.pool_tokens == POOL_TOKENS and options.policy == "lru" else []
+    print_table(rows)
+    print("peers, cal:", "; ".join(f"{size}: {PEERS[size]}" for size in options.block_tokens if size in PEERS), "\n")
+    for more, held in (memory(trace), scaling(trace), ghost(trace, options.trace is not None)):
+        print_table(more)
+        rows += more
+        bars += held
+    report("index", rows, bars, options.results)
+
+
+def costs(requests: Sequence[TraceRequest], block_tokens: int, options: object) -> tuple[list[Row], list[Bar]]:
+    """Arrays and lists, without and with keys, and the bare chain of digests."""
+    pool_tokens, policy, runs = options.pool_tokens, options.policy, options.runs  # type: ignore[attr-defined]
+    num_slots = pool_tokens // block_tokens
+    cases = {"arrays": (False, False), "lists": (True, False), "arrays, keys": (False, True)}
+    best: dict[str, Cost] = {}
+    bare = []
+    for _ in range(runs):  # in turn, so that a noisy moment hits all
+        for name, (as_lists, with_keys) in cases.items():
+            cost = drive(tree(block_tokens, num_slots, policy, with_keys), requests, as_lists=as_lists)
+            best[name] = min(best.get(name, cost), cost, key=lambda cost: cost.cal)
+        bare.append(bare_chain(requests, block_tokens))
+    rows: list[Row] = [
+        {"block": block_tokens, "case": name, **{k: v / cost.num_requests * 1e6 for k, v in cost.phases.items()}}
+        | {"us": cost.us, "cal": cost.cal}
+        for name, cost in best.items()
+    ]
+    digests = min(bare)
+    rows.append({"block": block_tokens, "case": "bare hashlib chain", **dict.fromkeys(PHASES, 0.0), "us": digests[1]})
+    rows[-1] = {**rows[-1], "hash": digests[1], "cal": digests[0]}
+    added = best["arrays, keys"].cal - best["arrays"].cal
+    return rows, [
+        at_most(f"{block_tokens}: us / calibration, local tiers", best["arrays"].cal, BARS.get(block_tokens, 1.0)),
+        at_most(f"{block_tokens}: what keys add, over a bare hashlib chain", added / digests[0], 1.3),
+    ]
+
+
+def tree(block_tokens: int, num_slots: int, policy: str = "lru", with_keys: bool = False) -> RadixTree:
+    """A tree over one pool."""
+    namespace = Namespace("benchmark", block_tokens=block_tokens)
+    tier = Tier(0, BlockPool("device", num_slots), lambda: make_policy(policy))
+    return RadixTree(namespace, [tier], with_keys=with_keys)
+
+
+def drive(index: RadixTree, requests: Sequence[TraceRequest], *, as_lists: bool = False) -> Cost:
+    """Run requests one after the other, each matched, given slots, published and released."""
+    cost, clock = Cost(), time.thread_time
+    for start in range(0, len(requests), BATCH):
+        batch = [request.tokens() for request in requests[start : start + BATCH]]
+        prompts = [tokens.tolist() for tokens in batch] if as_lists else batch
+        calibration = calibrate()
+        took = 0.0
+        for prompt in prompts:
+            t0 = clock()
+            chain = Chain(index.namespace, prompt)
+            t1 = clock()
+            lease = index.match(chain)
+            t2 = clock()
+            slots = index.allocate(lease, chain.num_blocks - lease.num_blocks)
+            t3 = clock()
+            index.publish(lease, chain.num_tokens)
+            t4 = clock()
+            index.release(lease)
+            t5 = clock()
+            assert isinstance(slots, Slots), slots
+            for phase, seconds in zip(PHASES, (t1 - t0, t2 - t1, t3 - t2, t4 - t3, t5 - t4), strict=True):
+                cost.phases[phase] += seconds
+            took += t5 - t0
+            cost.num_new += len(slots)
+        cost.num_requests += len(prompts)
+        cost.ratios.append(took / len(prompts) / calibration)
+    return cost
+
+
+def calibrate() -> float:
+    """The loop of ../shared/reference/index_baseline.md: CPU seconds, the middle one of three."""
+    taken = []
+    for _ in range(3):
+        bits, found, x = b"0123456789abcdef", {}, 0
+        start = time.thread_time()
+        for i in range(8000):
+            x = (x * 31 + i) & 0xFFFFFFFF
+            found[x & 1023] = bits[x & 7 :]
+        for i in range(1024):
+            found.get(i)
+        taken.append(time.thread_time() - start)
+    return sorted(taken)[1]
+
+
+def bare_chain(requests: Sequence[TraceRequest], block_tokens: int) -> tuple[float, float]:
+    """SHA-256 over every full block, each with the one before: over the calibration, and us per request."""
+    sha256, ratios, total = hashlib.sha256, [], 0.0
+    for start in range(0, len(requests), BATCH):
+        batch = [request.tokens().tobytes() for request in requests[start : start + BATCH]]
+        calibration = calibrate()
+        begin = time.thread_time()
+        width = block_tokens * 4
+        for labels in batch:
+            key = bytes(32)
+            for at in range(0, len(labels) - width + 1, width):
+                key = sha256(key + labels[at : at + width]).digest()
+        took = time.thread_time() - begin
+        total += took
+        ratios.append(took / len(batch) / calibration)
+    return statistics.fmean(ratios), total / len(requests) * 1e6
+
+
+def memory(trace: Sequence[TraceRequest]) -> tuple[list[Row], list[Bar]]:
+    """Bytes a cached 16-token block takes, beside its 64 bytes of tokens."""
+    rows: list[Row] = []
+    for with_keys in (False, True):
+        index = tree(16, 100_000, with_keys=with_keys)
+        tracemalloc.start()
+        for request in trace[:1000]:
+            run_one(index, request)
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        held = index.stats.num_blocks
+        rows.append({"memory": "keys" if with_keys else "no keys", "blocks": held, "bytes/block": taken / held - 64})
+    worst = max(float(str(row["bytes/block"])) for row in rows)
+    return rows, [at_most("bytes per cached 16-token block beside its tokens", worst, 200)]
+
+
+def scaling(trace: Sequence[TraceRequest]) -> tuple[list[Row], list[Bar]]:
+    """CPU time per newly allocated 16-token block with a full pool of 10^4, 10^5 and 10^6 blocks.
+
+    The bar is on requests that share nothing: each has as many new blocks in every pool. The trace itself, whose
+    requests have fewer new ones the larger the pool, is beside it.
+    """
+    alone = [replace(r, hash_ids=tuple(range(i * 256, i * 256 + len(r.hash_ids)))) for i, r in enumerate(trace[:4000])]
+    rows: list[Row] = []
+    for num_slots in (10**4, 10**5, 10**6):
+        row: dict[str, object] = {"pool": num_slots}
+        for name, requests in (("alone", alone), ("trace", trace[:4000])):
+            index = tree(16, num_slots)
+            fits = [request for request in requests if request.input_tokens // 16 <= num_slots]
+            for request in fits[:2500]:
+                run_one(index, request)
+            assert not index.tiers[0].pool.num_free, "the pool is not full yet"
+            cost = drive(index, fits[2500:3500])
+            row |= {
+                f"{name}: us/new block": sum(cost.phases.values()) / cost.num_new * 1e6,
+                f"{name}: cal/1000 new": cost.cal / cost.num_new * cost.num_requests * 1e3,
+            }
+        rows.append(row)
+    per_block = [float(str(row["alone: cal/1000 new"])) for row in rows]
+    most_over_least = max(per_block) / min(per_block)
+    return rows, [at_most("cost of a new block at 10^4, 10^5, 10^6 slots, most over least", most_over_least, 1.5)]
+
+
+def ghost(trace: Sequence[TraceRequest], is_real: bool) -> tuple[list[Row], list[Bar]]:
+    """What GhostCache costs a request, and how far its curve is from the truth."""
+    seconds: dict[str, list[float]] = {"index": [], "with ghost": []}
+    indexes = {name: tree(512, 10_000) for name in seconds}
+    indexes["with ghost"].ghost = GhostCache(512, 10_000, capacities=list(HIT_RATES))
+    for start in range(0, len(trace), BATCH):
+        for name in sorted(indexes, reverse=start // BATCH % 2 == 1):  # in turn first
+            index = indexes[name]
+            batch = [request.tokens() for request in trace[start : start + BATCH]]
+            begin = time.thread_time()
+            for tokens in batch:
+                chain = Chain(index.namespace, tokens)
+                lease = index.match(chain)
+                index.allocate(lease, chain.num_blocks - lease.num_blocks)
+                index.publish(lease, chain.num_tokens)
+                index.release(lease)
+            seconds[name].append(time.thread_time() - begin)
+    shadow = indexes["with ghost"].ghost
+    assert shadow is not None
+    rows: list[Row] = [
+        {"capacity": e.capacity, "ghost": e.hit_rate, "error": e.error, "truth": HIT_RATES[e.capacity]}
+        for e in sorted(shadow.curve(), key=lambda e: e.capacity)
+    ]
+    # Four batches at a time, because the shadows are fed every 256 requests; the middle one of all such quarters.
+    with_ghost, without = ([sum(s[i : i + 4]) for i in range(0, len(s) - 3, 4)] for s in reversed(seconds.values()))
+    share = statistics.median(a / b for a, b in zip(with_ghost, without, strict=True)) - 1
+    bars = [at_most("GhostCache: share of a request's index time", share, 0.02)]
+    if is_real:
+        inside = sum(
+            abs(float(str(r["ghost"])) - float(str(r["truth"]))) <= float(str(r["error"])) + 0.001 for r in rows
+        )
+        bars.append(at_least("GhostCache: capacities whose truth is within the stated error", inside, len(rows) - 1))
+    return rows, bars
+
+
+def run_one(index: RadixTree, request: TraceRequest) -> None:
+    """A request, unmeasured."""
+    chain = Chain(index.namespace, request.tokens())
+    lease = index.match(chain)
+    index.allocate(lease, chain.num_blocks - lease.num_blocks)
+    index.publish(lease, chain.num_tokens)
+    index.release(lease)
+
+
+if __name__ == "__main__":
+    main()
