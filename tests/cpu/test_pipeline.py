@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from random import Random
 from typing import ClassVar
 
 import numpy as np
@@ -456,6 +457,15 @@ class PipelineMachine(RuleBasedStateMachine):
             return
         order = [ticket in generating for ticket in self.pipeline.order]
         assert order == sorted(order, reverse=True)
+
+    @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 20))
+    def steps(self, seed, count):
+        """Many steps at once, from a seed: hypothesis itself makes few long runs."""
+        random = Random(seed)
+        for _ in range(count):
+            rows = random.sample(self.running, random.randint(0, min(MOST, len(self.running))))
+            self.pipeline.step(rows, generating=rows[: random.randint(0, len(rows))])
+            self.pipeline.check()
 
     @rule(data=st.data(), how=st.sampled_from(["finish", "cancel"]))
     def end(self, data, how):
