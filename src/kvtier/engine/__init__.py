@@ -9,6 +9,9 @@ from kvtier.engine.model import Model, default_ops
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.ops import CpuOps, Ops, TorchOps
 from kvtier.engine.ops_invariant import InvariantOps
+from kvtier.engine.sampling import Logprobs, Penalties, RequestSampler, Sample, SamplingParams, sample
+from kvtier.engine.stop import Released, StopChecker
+from kvtier.engine.tokenizer import Tokenizer, TokenStream, load_tokenizer
 from kvtier.engine.weights import LayerWeights, Linear, ModelWeights
 
 __all__ = [
@@ -18,14 +21,25 @@ __all__ = [
     "InvariantOps",
     "LayerWeights",
     "Linear",
+    "Logprobs",
     "Model",
     "ModelConfig",
     "ModelWeights",
     "Ops",
+    "Penalties",
+    "Released",
+    "RequestSampler",
     "RopeConfig",
+    "Sample",
+    "SamplingParams",
     "SequenceInput",
+    "StopChecker",
+    "TokenStream",
+    "Tokenizer",
     "TorchOps",
     "default_ops",
     "load_model",
+    "load_tokenizer",
     "resolve",
+    "sample",
 ]

@@ -175,6 +175,12 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{_LAYER_NAMES[part]}.{kind}"
 
 
+def read_metadata(path: Path) -> Mapping[str, Any]:
+    """The key-value pairs alone; needs no package."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return read_header(data, path).metadata
+
+
 def read_header(data: mmap.mmap | bytes, path: Path) -> GgufHeader:
     """Read metadata and the table of tensors of a GGUF file, version 2 or 3."""
     if data[:4] != _MAGIC:

@@ -86,7 +86,7 @@ class InvariantOps:
 
 
 def _attend_tile(q: torch.Tensor, first: int, context: int, cache: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """TILE queries from position `first` on, over keys [0, context) in tiles of KEYS: softmax with a running maximum."""
+    """TILE queries from position `first` on, over keys [0, context) in tiles of KEYS: softmax with running maximum."""
     kv_heads, dim, block_tokens = cache.shape[3], cache.shape[4], cache.shape[2]
     group = q.shape[1] // kv_heads
     grouped = q.view(TILE, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, TILE * group, dim)

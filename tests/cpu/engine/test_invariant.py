@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from engine_driver import Driver, random_schedule, run_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_driver import Driver, random_schedule, run_schedule
 from kvtier.engine import InvariantOps, load_model
 from kvtier.errors import ArgumentError, UnavailableError
 

@@ -1,0 +1,161 @@
+"""The CPU's fast attention and native code against the readable ones, over random block tables."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvtier.engine import CpuOps, ForwardBatch, SequenceInput, TorchOps
+from kvtier.engine.attention import fast_paged_attention, paged_attention
+from kvtier.engine.native import Native, native, pack
+from kvtier.engine.ops import Heads
+
+CPU = torch.device("cpu")
+
+
+def paged(seed, lengths, *, heads=(6, 2), dim=32, block_tokens=4):
+    """(queries and all keys and values by sequence, flat heads, cache of layer 1 of 3, batch); the cache is filled."""
+    random = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, kv_heads = heads
+    blocks = random.permutation(sum(-(-(a + b) // block_tokens) for a, b in lengths) + 2).tolist()
+    cache = torch.randn(len(blocks), 3, 2, block_tokens, kv_heads, dim, generator=generator)[:, 1]
+    inputs, whole, flat = [], [], []
+    for computed, new in lengths:
+        table = [blocks.pop() for _ in range(-(-(computed + new) // block_tokens))]
+        q = torch.randn(new, num_heads, dim, generator=generator)
+        keys, values = torch.randn(2, computed + new, kv_heads, dim, generator=generator)
+        for at in range(computed + new):
+            cache[table[at // block_tokens], 0, at % block_tokens] = keys[at]
+            cache[table[at // block_tokens], 1, at % block_tokens] = values[at]
+        inputs.append(SequenceInput([0] * new, computed, table))
+        whole.append((q, keys, values))
+        flat.append(torch.cat([q, keys[computed:], values[computed:]], dim=1))
+    parts = Heads.split(torch.cat(flat).flatten(1), num_heads, kv_heads)
+    return whole, parts, cache, ForwardBatch.build(inputs, block_tokens, CPU)
+
+
+def by_hand(q, keys, values):
+    """torch's own attention with a mask, after repeating keys and values."""
+    group = q.shape[1] // keys.shape[1]
+    mask = torch.ones(len(q), len(keys), dtype=torch.bool).tril(len(keys) - len(q))
+    q, keys, values = (
+        each.transpose(0, 1) for each in (q, keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1))
+    )
+    return scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0].transpose(0, 1)
+
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=4)
+DECODING = st.lists(st.tuples(st.integers(0, 90), st.just(1)), min_size=1, max_size=5)
+HEADS = st.sampled_from([(6, 2), (4, 4), (3, 1), (32, 1)])
+
+
+@given(
+    lengths=LENGTHS | DECODING,
+    heads=HEADS,
+    dim=st.sampled_from([16, 24, 32, 64]),
+    block_tokens=st.sampled_from([1, 4, 16]),
+    seed=st.integers(0, 1000),
+    compiled=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_paged_attention_is_attention(lengths, heads, dim, block_tokens, seed, compiled):
+    whole, parts, cache, batch = paged(seed, lengths, heads=heads, dim=dim, block_tokens=block_tokens)
+    wanted = torch.cat([by_hand(*each) for each in whole])
+    torch.testing.assert_close(paged_attention(parts.q, cache, batch), wanted, rtol=1e-4, atol=1e-5)
+    fast = fast_paged_attention(parts.q, parts.k, parts.v, cache, batch, native().code if compiled else None)
+    torch.testing.assert_close(fast, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_share_sequences_and_heads(threads):
+    torch.set_num_threads(threads)
+    for lengths in ([(70, 1)], [(5, 1), (90, 1), (0, 1)]):
+        whole, parts, cache, batch = paged(0, lengths)
+        wanted = torch.cat([by_hand(*each) for each in whole])
+        found = fast_paged_attention(parts.q, parts.k, parts.v, cache, batch, native().code)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+needs_compiler = pytest.mark.skipif(native().code is None, reason=native().reason)
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
+@pytest.mark.parametrize("shape", [(16, 32), (48, 96), (208, 576)])
+def test_packed_matrices_hold_exactly_the_numbers_of_the_dequantised_ones(kind, shape, threads):
+    gguf = pytest.importorskip("gguf")
+    torch.set_num_threads(threads)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    if kind == "BF16":
+        raw, exact = weight.bfloat16(), weight.bfloat16().float()
+    else:
+        quant = gguf.GGMLQuantizationType[kind]
+        stored = gguf.quants.quantize(weight.numpy(), quant)
+        raw, exact = torch.from_numpy(stored), torch.from_numpy(gguf.quants.dequantize(stored, quant))
+    packed = pack(kind, raw)
+    code = native().code
+    # A unit vector picks a column: nothing is summed, so every bit must be there.
+    for first in range(0, shape[1], 16):
+        columns = torch.eye(shape[1])[first : first + 16]
+        assert torch.equal(code.linear(columns, packed), exact[:, first : first + 16].t())
+    for count in range(1, 17):
+        x = torch.randn(count, shape[1])
+        torch.testing.assert_close(code.linear(x, packed), x @ exact.t(), rtol=1e-4, atol=1e-4)
+    rows = torch.randn(16, shape[1])
+    together = code.linear(rows, packed)
+    assert all(torch.equal(code.linear(row[None], packed)[0], each) for row, each in zip(rows, together, strict=True))
+
+
+def test_matrices_that_cannot_be_packed_are_left_alone():
+    assert pack("Q6_K", torch.zeros(16, 210, dtype=torch.uint8)) is None
+    assert pack("BF16", torch.zeros(17, 32, dtype=torch.bfloat16)) is None
+    assert pack("BF16", torch.zeros(16, 33, dtype=torch.bfloat16)) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+def test_native_steps_between_matrices_equal_plain_torch(threads):
+    torch.set_num_threads(threads)
+    fast, plain = CpuOps(), TorchOps()
+    x, residual, weight = torch.randn(5, 96) * 4, torch.randn(5, 96), torch.randn(96)
+    wanted = plain.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(fast.add_rms_norm(x, residual.clone(), weight, 1e-5), wanted)
+    torch.testing.assert_close(fast.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
+    gate_up = torch.cat([torch.linspace(-120, 120, 64), torch.randn(64)])[None].repeat(3, 1)
+    torch.testing.assert_close(fast.silu_mul(gate_up), plain.silu_mul(gate_up))
+    _, parts, cache, batch = paged(3, [(9, 7), (0, 3)], dim=64)
+    cos, sin = torch.rand(2, 10, 32)
+    copy, copied = Heads.split(parts.qkv.flatten(1).clone(), 6, 2), cache.clone()
+    plain.rotate_and_store(parts, cos, sin, cache, batch)
+    fast.rotate_and_store(copy, cos, sin, copied, batch)
+    torch.testing.assert_close(copy.qkv, parts.qkv)
+    torch.testing.assert_close(copied, cache)
+
+
+def test_without_a_compiler_torch_computes_the_same(monkeypatch, checkpoint):
+    from engine_driver import Driver
+    from kvtier.engine import load_model, ops
+
+    folder, _ = checkpoint("llama")
+    wanted = Driver(load_model(folder), 1, 32).step({0: [5, 6, 7]})[0]
+    monkeypatch.setattr(ops, "native", lambda: Native(None, "no compiler"))
+    driver = Driver(load_model(folder), 1, 32)
+    found = torch.cat([driver.step({0: [token]})[0] for token in (5, 6, 7)])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiler_that_fails_leaves_a_reason(monkeypatch, tmp_path):
+    from kvtier.engine import native as module
+
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    monkeypatch.setattr(module, "cache_dir", lambda: tmp_path)
+    found = module.native.__wrapped__()
+    assert found.code is None
+    assert "compiling with /nonexistent/cc failed" in found.reason
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(module.shutil, "which", lambda _: None)
+    assert "no C compiler found" in module.native.__wrapped__().reason
