@@ -7,7 +7,7 @@ from kvtier.index.chain import Chain
 from kvtier.index.events import BlocksRemoved, BlocksStored, Event, IndexCleared, Listener
 from kvtier.index.ghost import Estimate, GhostCache
 from kvtier.index.keys import KEY_BYTES, MediaItem, Namespace
-from kvtier.index.lease import Lease, Path, Published, Retention
+from kvtier.index.lease import Lease, PartialHit, Path, Published, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
 from kvtier.index.node import BlockState
 from kvtier.index.policy import FIFO, LRU, S3FIFO, CostAware, Policy, make_policy
@@ -37,6 +37,7 @@ __all__ = [
     "MissList",
     "MissReason",
     "Namespace",
+    "PartialHit",
     "Path",
     "Policy",
     "PoolStats",

@@ -71,6 +71,10 @@ class Chain:
         width = self.label_bytes
         return self._labels[block * width : (block + 1 if stop is None else stop) * width]
 
+    def tail(self, block: int) -> bytes:
+        """The bytes from a block on, those of a last block that is not full included."""
+        return self._labels[block * self.label_bytes :] + self._tail
+
     def key_at(self, block: int) -> bytes:
         """What a node that begins with this block is found under: its bytes and its extras."""
         label = self.label(block)

@@ -22,7 +22,7 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.index.chain import Chain
 from kvtier.index.tokens import TOKEN_BYTES
 
-# Looking at few blocks, and at many requests together, keeps the cost low whatever the block size: 5 us a request, while
+# Looking at few blocks, and at many requests together, keeps the cost low whatever the block size: 5 us a request where
 # the index takes 80 (x86-64, Python 3.11, 2026-11-15). Half as many looks cost half, and err 1.4 times as much.
 LOOK_TOKENS = 2048
 _BATCH = 64

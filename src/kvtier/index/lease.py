@@ -38,6 +38,14 @@ class Published:
     num_duplicate: int
 
 
+@dataclass(frozen=True, slots=True)
+class PartialHit:
+    """A cached block that begins with a chain's next tokens: a lease that ends with it, and how many it shares."""
+
+    lease: Lease
+    num_tokens: int
+
+
 class Lease:
     """Made by RadixTree.match, ended once by RadixTree.release. The tree changes it; callers read.
 

@@ -190,4 +190,14 @@ def upwards(node: Node) -> Iterator[Node]:
         at = at.parent
 
 
+def device_slots(node: Node) -> I32:
+    """The device's slot of each block, or NO_SLOT where it holds none that can be read."""
+    held = node.held[0]
+    if held is None:
+        return np.full(node.num_blocks, NO_SLOT, np.int32)
+    if held.states.count(BlockState.READY) == len(held.states):
+        return held.slots
+    return np.where(np.frombuffer(held.states, np.uint8) >= BlockState.READY, held.slots, NO_SLOT).astype(np.int32)
+
+
 _HELD = bytes(int(value != BlockState.ABSENT) for value in range(256))

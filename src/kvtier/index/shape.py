@@ -11,6 +11,9 @@ from kvtier.index.pool import I32
 from kvtier.index.tier import Tier
 from kvtier.index.tokens import as_ids
 
+# A leaf its own request keeps extending is copied at each block up to this size; then a new node begins.
+GROW_BYTES = 64 * 1024
+
 
 def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
     """How many leading blocks of a node equal the chain's from `block` on, up to `stop`. Compares the tokens."""
@@ -26,6 +29,13 @@ def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
         extras = node.extras or {}
         common = next((i for i in range(common) if extras.get(block + i) != chain.extras.get(block + i)), common)
     return common
+
+
+def common_tokens(label: memoryview, tokens: bytes) -> int:
+    """How many leading tokens a block's label shares with others."""
+    count = min(len(label), len(tokens))
+    same = as_ids(label[:count]) == as_ids(tokens[:count])
+    return len(same) if same.all() else int(same.argmin())
 
 
 def split(node: Node, count: int, tiers: Sequence[Tier]) -> Node:
@@ -99,6 +109,18 @@ def were_one(upper: Node, node: Node) -> bool:
         and above.created == mine.created
         and above.priority <= mine.priority
         and above.expires <= mine.expires
+    )
+
+
+def can_grow(node: Node) -> bool:
+    """A leaf that is its lease's alone, short enough to be copied, and on the device only."""
+    return (
+        node.leases == 1
+        and not node.children
+        and node.attached
+        and len(node.labels) < GROW_BYTES
+        and node.held[0] is not None
+        and not any(node.held[1:])
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,16 +14,15 @@ from kvtier.index.check import check_tree
 from kvtier.index.events import BlocksStored, IndexCleared, Listener
 from kvtier.index.ghost import GhostCache
 from kvtier.index.keys import KEY_BYTES, Namespace, chain_keys
-from kvtier.index.lease import Lease, Path, Published, Retention
+from kvtier.index.lease import Lease, PartialHit, Path, Published, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
-from kvtier.index.node import NO_SLOT, BlockState, Node, Usage, upwards
+from kvtier.index.node import NO_SLOT, BlockState, Node, Usage, device_slots, upwards
 from kvtier.index.pool import I32, Shortage, Slots
 from kvtier.index.removal import Removal
-from kvtier.index.shape import absorb_parent, common_blocks, lengthen, split, were_one
+from kvtier.index.shape import absorb_parent, can_grow, common_blocks, common_tokens, lengthen, split, were_one
 from kvtier.index.tier import Tier
+from kvtier.index.tokens import TOKEN_BYTES
 
-# A leaf its own request keeps extending is copied at each block up to this size; then a new node begins.
-GROW_BYTES = 64 * 1024
 _NO_SLOTS = np.empty(0, np.int32)
 _KEEP = Retention()
 
@@ -88,6 +88,32 @@ class RadixTree:
         self.num_leases += 1
         self._hold(lease.node, None)
         return lease
+
+    def match_within(self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0) -> PartialHit | None:
+        """Lease the block below a lease that shares most of its next tokens, at most `max_tokens`.
+
+        As many children as told are looked at, newest first.
+        """
+        chain, node = lease.chain, lease.node
+        tail = chain.tail(lease.num_blocks)[: max_tokens * TOKEN_BYTES]
+        best, longest = None, 0
+        for child in itertools.islice(reversed(node.children.values()), max_children):
+            if child.extras or chain.extras or (child.usage.expires <= now and not child.leases):
+                continue
+            held = child.held[0]
+            if held is not None and held.states[0] >= BlockState.READY:
+                common = common_tokens(child.label(0), tail)
+                if common > longest:
+                    best, longest = child, common
+        if best is None:
+            return None
+        if best.num_blocks > 1:
+            best = split(best, 1, self.tiers)
+        table = np.concatenate((lease.table[: lease.num_blocks], device_slots(best)))
+        found = Lease(chain, best, best.stop, table, lease.retention, None, self.clock)
+        self.num_leases += 1
+        self._hold(best, None)
+        return PartialHit(found, longest)
 
     def allocate(self, lease: Lease, n: int) -> Slots | Shortage:
         """n more device slots for the lease's table, evicting if need be: all or none. Its own until published."""
@@ -309,7 +335,7 @@ class RadixTree:
             if take:
                 node = child if take == child.num_blocks else split(child, take, self.tiers)
                 block += take
-                parts.append(_device_slots(node))
+                parts.append(device_slots(node))
             if take < common:
                 return node, block, parts, MissReason.NOT_READY
         return node, block, parts, MissReason.NONE
@@ -397,7 +423,7 @@ class RadixTree:
         if self.with_keys:
             keys = chain_keys(self._key_above(node, chain), labels, chain.label_bytes, chain.extras, block)
         extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None
-        if node is lease.grown and _can_grow(node):
+        if node is lease.grown and can_grow(node):
             lengthen(node, labels, slots, keys, extras)
             self._stored(node, block - node.start)
             return node
@@ -423,25 +449,3 @@ class RadixTree:
                 parent = node.parent.keys[-KEY_BYTES:] or self.namespace.root_key(*node.domain)
             labels = bytes(node.labels[first * node.label_bytes :])
             self._listener(BlocksStored(self.tiers[0].name, parent, node.keys[first * KEY_BYTES :], labels))
-
-
-def _can_grow(node: Node) -> bool:
-    """A leaf that is its lease's alone, short enough to be copied, and on the device only."""
-    return (
-        node.leases == 1
-        and not node.children
-        and node.attached
-        and len(node.labels) < GROW_BYTES
-        and node.held[0] is not None
-        and not any(node.held[1:])
-    )
-
-
-def _device_slots(node: Node) -> I32:
-    """The device's slot of each block, or NO_SLOT where it holds none that can be read."""
-    held = node.held[0]
-    if held is None:
-        return np.full(node.num_blocks, NO_SLOT, np.int32)
-    if held.states.count(BlockState.READY) == len(held.states):
-        return held.slots
-    return np.where(np.frombuffer(held.states, np.uint8) >= BlockState.READY, held.slots, NO_SLOT).astype(np.int32)

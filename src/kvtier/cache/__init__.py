@@ -1,0 +1,1 @@
+"""The cache: the manager decides, the controller moves."""

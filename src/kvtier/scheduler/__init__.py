@@ -1,0 +1,15 @@
+"""Which requests run next: continuous batching over a CacheManager. No torch, no threads, no clock of its own."""
+
+from kvtier.scheduler.request import Control, Request, RequestState
+from kvtier.scheduler.scheduler import Row, RowResult, Scheduler, SchedulerConfig, Step
+
+__all__ = [
+    "Control",
+    "Request",
+    "RequestState",
+    "Row",
+    "RowResult",
+    "Scheduler",
+    "SchedulerConfig",
+    "Step",
+]

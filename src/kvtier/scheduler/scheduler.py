@@ -1,0 +1,328 @@
+"""Scheduler: continuous batching with chunked prefill, preemption and priorities.
+
+It asks the CacheManager for KV and never touches a pool. `now` is the caller's clock, seconds; the engine passes real
+time and the replay simulated time to the same code.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.cache.manager import BlockCopy, CacheManager, Hold
+from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.scheduler.request import Control, Request, RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step."""
+
+    max_rows: int = 256
+    """Requests in a step."""
+    max_step_tokens: int = 2048
+    """Tokens in a step; longer prompts are computed in chunks."""
+    max_context: int = 1 << 30
+    """Tokens of a request, prompt and answer."""
+    age_seconds: float = 30.0
+    """Waiting this long is worth one step of priority, so that nobody waits for ever."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "max_step_tokens", "max_context"):
+            if getattr(self, name) < 1:
+                raise RangeError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_rows > self.max_step_tokens:
+            raise RangeError(
+                f"{self.max_rows} rows need as many tokens a step, got max_step_tokens={self.max_step_tokens}"
+            )
+        if self.age_seconds <= 0:
+            raise RangeError(f"age_seconds must be above 0, got {self.age_seconds}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens [first, first + num_tokens) of a request, computed in this step; the last `num_draft` are guesses."""
+
+    request: Request
+    first: int
+    num_tokens: int
+    num_draft: int
+    wants_token: bool
+    """Whether it ends where the known tokens end, so that the next one is sampled."""
+
+    @classmethod
+    def of(cls, request: Request, num_tokens: int) -> Row:
+        """The next tokens of a request, guesses behind the known ones."""
+        first, known = request.num_computed, request.chain.num_tokens
+        num_draft = max(0, first + num_tokens - known)
+        return cls(request, first, num_tokens, num_draft, first + num_tokens - num_draft == known)
+
+    @property
+    def stop(self) -> int:
+        """One past its last token."""
+        return self.first + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to do now: controls first, then copies of blocks, then compute the rows."""
+
+    controls: tuple[Control, ...]
+    rows: tuple[Row, ...]
+    copies: tuple[BlockCopy, ...]
+    preempted: tuple[Request, ...]
+    refused: tuple[Request, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Over all rows."""
+        return sum(row.num_tokens for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return bool(self.controls or self.rows or self.refused)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a row gave: tokens that follow (none for a chunk that is not the last), and whether it is enough."""
+
+    tokens: tuple[int, ...] = ()
+    finished: bool = False
+
+
+class Scheduler:
+    """Owns the requests that are not over. One step is under way at a time: schedule, then update."""
+
+    def __init__(self, manager: CacheManager, config: SchedulerConfig | None = None) -> None:
+        self.manager = manager
+        self.config = config or SchedulerConfig()
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._controls: deque[Control] = deque()
+        self._step: Step | None = None
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """Requests in no step."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """Requests that hold KV, in the order they were admitted."""
+        return tuple(self._running)
+
+    def has_work(self) -> bool:
+        """Whether a step would have anything to do."""
+        return bool(self._waiting or self._running or self._controls)
+
+    def add(self, request: Request, now: float) -> None:
+        """A request has arrived."""
+        if request.state is not RequestState.WAITING or request in self._waiting:
+            raise StateError(f"{request!r} is in a scheduler already, or over")
+        request.arrival = now
+        self._waiting.append(request)
+
+    def control(self, control: Control) -> None:
+        """Do something before the next step, once."""
+        if not isinstance(control, Control):
+            raise ArgumentError(f"a control is wanted, got {type(control).__name__}; requests go to add()")
+        self._controls.append(control)
+
+    def cancel(self, request: Request, now: float) -> bool:
+        """Nobody wants it any more; False if it was over. In a step under way its result is ignored."""
+        return self._end(request, RequestState.CANCELLED, now)
+
+    def schedule(self, now: float) -> Step:
+        """Choose the next step. The caller runs it and hands the results to `update`."""
+        if self._step is not None:
+            raise StateError("the results of the last step have not been given to update() yet")
+        controls = tuple(self._controls)
+        self._controls.clear()
+        choice = _Choice(self.config.max_step_tokens)
+        # Those that generate come first: a step of theirs is one token, and somebody is reading along.
+        for request in sorted(self._running, key=lambda request: not request.is_generating):
+            if request.state is RequestState.RUNNING:
+                self._continue(request, choice, now)
+        if not choice.preempted:
+            self._admit(choice, now)
+        rows = tuple(row for row in choice.rows if row.request.state is RequestState.RUNNING)
+        for row in rows:
+            self.manager.scheduled(_held(row.request), now=now)
+        copies = tuple(copy for row in rows if (copy := self._first_copy(row)) is not None)
+        self._step = Step(controls, rows, copies, tuple(choice.preempted), tuple(choice.refused))
+        return self._step
+
+    def update(self, step: Step, results: Sequence[RowResult], now: float) -> None:
+        """The step was run: one result per row. What is computed becomes matchable, tokens are appended."""
+        if step is not self._step:
+            raise StateError("update() is for the step that schedule() returned last, once")
+        if len(results) != len(step.rows):
+            raise ArgumentError(f"{len(step.rows)} rows were run, {len(results)} results given")
+        self._step = None
+        for row, result in zip(step.rows, results, strict=True):
+            if row.request.state is RequestState.RUNNING:
+                self._take_result(row, result, now)
+
+    def fail(self, step: Step, now: float) -> tuple[Request, ...]:
+        """The step could not be run: its requests are over, nothing of it counts. Returns them."""
+        if step is not self._step:
+            raise StateError("fail() is for the step that schedule() returned last, once")
+        self._step = None
+        failed = tuple(row.request for row in step.rows if row.request.state is RequestState.RUNNING)
+        for request in failed:
+            self._end(request, RequestState.CANCELLED, now)
+        return failed
+
+    def check(self) -> None:
+        """Raise unless every request is where its state says, and the cache's books agree."""
+        for request in self._waiting:
+            if request.state is not RequestState.WAITING or request.hold is not None:
+                raise StateError(f"{request!r} waits and holds KV, or is not waiting")
+        for request in self._running:
+            if request.state is not RequestState.RUNNING or request.hold is None:
+                raise StateError(f"{request!r} runs without KV, or is not running")
+        if len({id(request) for request in (*self._waiting, *self._running)}) < len(self._waiting) + len(self._running):
+            raise StateError("a request is kept twice")
+        if len(self._running) != self.manager.stats.num_holds:
+            raise StateError(f"{len(self._running)} requests run, {self.manager.stats.num_holds} hold KV")
+        self.manager.check()
+
+    # ---- choosing --------------------------------------------------------------------------------------------------
+
+    def _continue(self, request: Request, choice: _Choice, now: float) -> None:
+        """The next tokens of a running request, if need be at the cost of others that run."""
+        known = request.chain.num_tokens - request.num_computed
+        draft = len(request.draft) if known == 1 else 0
+        count = min(known + draft, choice.budget)
+        if not count:
+            return
+        while True:
+            shortage = self.manager.allocate(_held(request), request.num_computed + count)
+            if shortage is None:
+                choice.take(Row.of(request, count))
+                return
+            victim = self._victim(request)
+            self._preempt(victim, choice, now)
+            if victim is request:
+                return
+
+    def _admit(self, choice: _Choice, now: float) -> None:
+        """New and resumed requests, in order of priority and time waited; the first that does not fit ends it.
+
+        So a large request is not overtaken for ever by small ones behind it.
+        """
+        for request in sorted(self._waiting, key=lambda request: self._rank(request, now)):
+            if not choice.budget or len(self._running) >= self.config.max_rows:
+                return
+            hold = self.manager.match(request.chain, now=now, retention=request.retention)
+            count = min(request.chain.num_tokens - hold.num_cached_tokens, choice.budget)
+            if self._never_fits(request, choice) or self.manager.allocate(hold, hold.num_cached_tokens + count):
+                self.manager.abort(hold, now=now)
+                if request.state is RequestState.REFUSED:
+                    continue
+                return
+            self._waiting.remove(request)
+            self._running.append(request)
+            request.state, request.hold = RequestState.RUNNING, hold
+            request.num_computed = hold.num_cached_tokens
+            if not request.num_preempted:
+                request.num_cached_tokens = hold.num_cached_tokens
+            choice.take(Row.of(request, count))
+
+    def _never_fits(self, request: Request, choice: _Choice) -> bool:
+        """Refuse a request that could not run even alone."""
+        tokens = request.chain.num_tokens
+        capacity = self.manager.config.num_blocks * self.manager.namespace.block_tokens
+        if tokens >= min(capacity, self.config.max_context):
+            request.reason = (
+                f"{tokens} tokens and one to generate do not fit: the cache has room for {capacity} tokens, "
+                f"a request may have {self.config.max_context}"
+            )
+            self._waiting.remove(request)
+            request.state = RequestState.REFUSED
+            choice.refused.append(request)
+            return True
+        return False
+
+    def _rank(self, request: Request, now: float) -> tuple[float, float]:
+        waited = (now - request.arrival) / self.config.age_seconds
+        return -(request.priority + waited), request.arrival
+
+    def _victim(self, request: Request) -> Request:
+        """Whose KV goes when there is too little: the lowest priority, and of those the one that came last."""
+        others = [other for other in self._running if other.priority <= request.priority]
+        return max(others, key=lambda other: (-other.priority, other.arrival, self._running.index(other)))
+
+    def _preempt(self, request: Request, choice: _Choice, now: float) -> None:
+        hold = _held(request)
+        self.manager.preempt(hold, now=now)
+        self._running.remove(request)
+        self._waiting.append(request)
+        request.state, request.hold, request.num_computed = RequestState.WAITING, None, 0
+        request.num_preempted += 1
+        request.draft = ()
+        choice.give_back(request)
+
+    # ---- results ---------------------------------------------------------------------------------------------------
+
+    def _take_result(self, row: Row, result: RowResult, now: float) -> None:
+        request, hold = row.request, _held(row.request)
+        num_rejected = row.num_draft + 1 - len(result.tokens) if row.wants_token else 0
+        if row.wants_token != bool(result.tokens) or num_rejected < 0 or num_rejected > row.num_draft:
+            raise ArgumentError(f"{request!r}: {len(result.tokens)} tokens for a row with {row.num_draft} guesses")
+        # of the guesses that are kept, the KV is there: they were fed
+        self.manager.extend(hold, list(result.tokens))
+        request.num_computed = row.stop - num_rejected
+        request.draft = ()
+        self.manager.publish(hold, request.num_computed, now=now)
+        is_full = request.num_new_tokens >= request.max_new_tokens
+        if result.finished or is_full or request.chain.num_tokens >= self.config.max_context:
+            self._end(request, RequestState.FINISHED, now)
+
+    def _end(self, request: Request, state: RequestState, now: float) -> bool:
+        if request.state.is_over:
+            return False
+        if request.hold is not None:
+            end = self.manager.finish if state is RequestState.FINISHED else self.manager.abort
+            end(request.hold, now=now)
+            request.hold = None
+            self._running.remove(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        else:
+            raise StateError(f"{request!r} is not in this scheduler")
+        request.state = state
+        return True
+
+    def _first_copy(self, row: Row) -> BlockCopy | None:
+        """The copy a row needs before its first tokens are computed."""
+        hold = _held(row.request)
+        return hold.copy if hold.copy is not None and row.first == hold.num_cached_tokens else None
+
+
+def _held(request: Request) -> Hold:
+    assert request.hold is not None
+    return request.hold
+
+
+class _Choice:
+    """A step being put together."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: list[Row] = []
+        self.preempted: list[Request] = []
+        self.refused: list[Request] = []
+
+    def take(self, row: Row) -> None:
+        """A row more."""
+        self.rows.append(row)
+        self.budget -= row.num_tokens
+
+    def give_back(self, request: Request) -> None:
+        """A request is preempted, perhaps one that had a row."""
+        self.preempted.append(request)
+        for row in [row for row in self.rows if row.request is request]:
+            self.rows.remove(row)
+            self.budget += row.num_tokens
