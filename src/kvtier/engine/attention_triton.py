@@ -1,0 +1,207 @@
+"""Paged attention on CUDA, in Triton: prefill in tiles of queries, decode with the keys split among programs.
+
+Both read keys and values where they lie, by block table and strides: [blocks, 2, block_tokens, kv_heads, head_dim] of
+one layer of the block-first cache. Nothing waits for the host; the grids of a decode batch depend on shapes only, so
+that a step can be captured in a CUDA graph and replayed with other contexts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvtier.engine.forward import ForwardBatch
+
+# Queries x keys of a prefill tile; 128 x 64 keeps q, scores and the output of head_dim 128 in registers of 8 warps.
+_QUERY_ROWS, _KEYS = 128, 64
+_SPLIT_KEYS = 64
+
+
+@triton.jit
+def _prefill(
+    q_ptr, cache_ptr, out_ptr, tables_ptr, starts_ptr, contexts_ptr, scale,
+    q_stride, out_stride, table_stride, block_stride, kv_stride, token_stride, head_stride,
+    BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One tile: ROWS / GROUP tokens of a sequence, with the GROUP query heads that share one kv head as its rows."""
+    sequence, kv_head = tl.program_id(1), tl.program_id(2)
+    first = tl.load(starts_ptr + sequence)
+    count = tl.load(starts_ptr + sequence + 1) - first
+    context = tl.load(contexts_ptr + sequence)
+    TOKENS: tl.constexpr = ROWS // GROUP
+    tile = tl.cdiv(count, TOKENS) - 1 - tl.program_id(0)  # the longest first
+    if tile < 0:
+        return
+    row = tl.arange(0, ROWS)
+    token = tile * TOKENS + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, PADDED)
+    inside = (token < count)[:, None] & (row < TOKENS * GROUP)[:, None] & (dim < DIM)[None, :]
+    place = (first + token).to(tl.int64)
+    q = tl.load(q_ptr + place[:, None] * q_stride + head[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+    position = context - count + token
+    last = tl.minimum(context, context - count + (tile + 1) * TOKENS)
+    whole = (context - count + tile * TOKENS + 1) // KEYS * KEYS  # keys before this every query of the tile sees
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, PADDED], tl.float32)
+    table, base = tables_ptr + sequence * table_stride, cache_ptr + kv_head * head_stride
+    for begin in range(0, whole, KEYS):
+        key = begin + tl.arange(0, KEYS)
+        block = tl.load(table + key // BLOCK_TOKENS).to(tl.int64)
+        at = base + block * block_stride + key % BLOCK_TOKENS * token_stride
+        k = tl.load(at[None, :] + dim[:, None], mask=(dim < DIM)[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights, kept = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+        total = total * kept + tl.sum(weights, 1)
+        v = tl.load(at[:, None] + kv_stride + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+        sums = tl.dot(weights.to(v.dtype), v, sums * kept[:, None], input_precision="ieee")
+        top = new_top
+    for begin in range(whole, last, KEYS):
+        key = begin + tl.arange(0, KEYS)
+        known = key < last
+        block = tl.load(table + key // BLOCK_TOKENS, mask=known, other=0).to(tl.int64)
+        at = base + block * block_stride + key % BLOCK_TOKENS * token_stride
+        k = tl.load(at[None, :] + dim[:, None], mask=known[None, :] & (dim < DIM)[:, None], other=0.0)
+        scores = tl.where(
+            key[None, :] <= position[:, None], tl.dot(q, k, input_precision="ieee") * scale, float("-inf")
+        )
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights, kept = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+        total = total * kept + tl.sum(weights, 1)
+        v = tl.load(at[:, None] + kv_stride + dim[None, :], mask=known[:, None] & (dim < DIM)[None, :], other=0.0)
+        sums = tl.dot(weights.to(v.dtype), v, sums * kept[:, None], input_precision="ieee")
+        top = new_top
+    out = sums / total[:, None]
+    to = out_ptr + place[:, None] * out_stride + head[:, None] * DIM + dim[None, :]
+    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decode(
+    q_ptr, cache_ptr, partial_ptr, top_ptr, total_ptr, tables_ptr, contexts_ptr, scale,
+    q_stride, table_stride, block_stride, kv_stride, token_stride, head_stride,
+    BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The share of one program of a sequence's keys, for the query heads of one kv head: sums not yet divided."""
+    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context = tl.load(contexts_ptr + sequence)
+    share = tl.cdiv(tl.cdiv(context, SPLITS), KEYS) * KEYS
+    begin, end = split * share, tl.minimum(context, (split + 1) * share)
+    row, dim = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    inside = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+    head = kv_head * GROUP + row
+    place = sequence.to(tl.int64)
+    q = tl.load(q_ptr + place * q_stride + head[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, PADDED], tl.float32)
+    table, base = tables_ptr + place * table_stride, cache_ptr + kv_head * head_stride
+    for at_key in range(begin, end, KEYS):
+        key = at_key + tl.arange(0, KEYS)
+        known = key < end
+        block = tl.load(table + key // BLOCK_TOKENS, mask=known, other=0).to(tl.int64)
+        at = base + block * block_stride + key % BLOCK_TOKENS * token_stride
+        k = tl.load(at[None, :] + dim[:, None], mask=known[None, :] & (dim < DIM)[:, None], other=0.0)
+        v = tl.load(at[:, None] + kv_stride + dim[None, :], mask=known[:, None] & (dim < DIM)[None, :], other=0.0)
+        scores = tl.where(known[None, :], tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights, kept = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+        total = total * kept + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(v.dtype), v, sums * kept[:, None], input_precision="ieee")
+        top = new_top
+    heads = tl.num_programs(1) * GROUP
+    to = (place * heads + head) * SPLITS + split
+    tl.store(partial_ptr + to[:, None] * DIM + dim[None, :], sums, mask=inside)
+    tl.store(top_ptr + to, top, mask=row < GROUP)
+    tl.store(total_ptr + to, total, mask=row < GROUP)
+
+
+@triton.jit
+def _combine(
+    partial_ptr, top_ptr, total_ptr, out_ptr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The shares of one query head together. A share without keys has top -inf, and so weight 0."""
+    row = tl.program_id(0).to(tl.int64)
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, PADDED)
+    top = tl.load(top_ptr + row * SPLITS + split)
+    weights = tl.exp2(top - tl.max(top, 0))
+    total = tl.sum(tl.load(total_ptr + row * SPLITS + split) * weights, 0)
+    at = partial_ptr + (row * SPLITS + split)[:, None] * DIM + dim[None, :]
+    partial = tl.load(at, mask=(dim < DIM)[None, :], other=0.0)
+    out = tl.sum(partial * weights[:, None], 0) / total
+    tl.store(out_ptr + row * DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < DIM)
+
+
+def triton_paged_attention(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    """Attention of q [tokens, heads, head_dim] (rows may be strided) over the paged cache of a layer."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if batch.is_decode:
+        _run_decode(q, cache, batch, out)
+    else:
+        _run_prefill(q, cache, batch, out)
+    return out
+
+
+def _run_prefill(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
+    kv_heads, group = cache.shape[3], q.shape[1] // cache.shape[3]
+    rows = max(_QUERY_ROWS, triton.next_power_of_2(group))
+    grid = (-(-max(batch.query_lens) // (rows // group)), len(batch.query_lens), kv_heads)
+    _prefill[grid](
+        *(q, cache, out, batch.block_tables, batch.query_starts, batch.context_lens, _scale(q)),
+        *(q.stride(0), out.stride(0), batch.block_tables.stride(0), *_cache_strides(cache)),
+        ROWS=rows,
+        KEYS=_KEYS,
+        num_warps=8 if q.shape[2] > 64 else 4,
+        num_stages=3,
+        **_sizes(q, cache),
+    )
+
+
+def _run_decode(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
+    sequences, heads, dim = q.shape
+    kv_heads, splits = cache.shape[3], num_splits(sequences * cache.shape[3], q.device)
+    partial = torch.empty(sequences, heads, splits, dim, dtype=torch.float32, device=q.device)
+    top, total = torch.empty(2, sequences, heads, splits, dtype=torch.float32, device=q.device)
+    sizes = _sizes(q, cache)
+    _decode[(sequences, kv_heads, splits)](
+        *(q, cache, partial, top, total, batch.block_tables, batch.context_lens, _scale(q)),
+        *(q.stride(0), batch.block_tables.stride(0), *_cache_strides(cache)),
+        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),  # the least tl.dot takes
+        KEYS=_SPLIT_KEYS,
+        SPLITS=splits,
+        num_warps=4,
+        num_stages=3,
+        **sizes,
+    )
+    _combine[(sequences * heads,)](
+        partial, top, total, out, DIM=dim, PADDED=sizes["PADDED"], SPLITS=splits, num_warps=1
+    )
+
+
+def num_splits(programs: int, device: torch.device) -> int:
+    """Shares of each sequence's keys so that about four programs run on every multiprocessor; a power of two."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return int(min(64, triton.next_power_of_2(max(1, -(-4 * processors // programs)))))
+
+
+def _scale(q: torch.Tensor) -> float:
+    """1 / sqrt(head_dim), times log2(e), since the kernels use powers of two."""
+    return float(q.shape[2] ** -0.5 * 1.4426950408889634)
+
+
+def _cache_strides(cache: torch.Tensor) -> tuple[int, int, int, int]:
+    block, kv, token, head, _ = cache.stride()
+    return block, kv, token, head
+
+
+def _sizes(q: torch.Tensor, cache: torch.Tensor) -> dict[str, Any]:
+    dim = q.shape[2]
+    group = q.shape[1] // cache.shape[3]
+    return {"BLOCK_TOKENS": cache.shape[2], "GROUP": group, "DIM": dim, "PADDED": max(16, triton.next_power_of_2(dim))}

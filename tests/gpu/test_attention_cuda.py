@@ -1,0 +1,99 @@
+"""The CUDA kernels against plain torch, over random block tables; decode steps captured in a graph."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.engine.attention import paged_attention
+from kvtier.engine.forward import ForwardBatch, SequenceInput
+from kvtier.engine.ops import Heads, TorchOps
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+GPU = torch.device("cuda")
+TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def paged(seed, lengths, *, heads=(6, 2), dim=64, block_tokens=16, dtype=torch.float32, device=GPU):
+    """Random queries and cache (layer 1 of 3), and a batch of (tokens computed, tokens new) with scattered blocks."""
+    random = np.random.default_rng(seed)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    blocks = random.permutation(sum(-(-(a + b) // block_tokens) for a, b in lengths) + 2).tolist()
+    options = {"generator": generator, "device": device, "dtype": dtype}
+    cache = torch.randn(len(blocks), 3, 2, block_tokens, heads[1], dim, **options)[:, 1]
+    inputs = []
+    for computed, new in lengths:
+        table = [blocks.pop() for _ in range(-(-(computed + new) // block_tokens))]
+        inputs.append(SequenceInput([0] * new, computed, table))
+    batch = ForwardBatch.build(inputs, block_tokens, device)
+    qkv = torch.randn(len(batch.input_ids), (heads[0] + 2 * heads[1]) * dim, **options)
+    return Heads.split(qkv, *heads), cache, batch
+
+
+MIXES = {
+    "one prompt": [(0, 300)],
+    "decode": [(0, 1), (15, 1), (16, 1), (1000, 1), (37, 1)],
+    "chunks and decode": [(0, 130), (100, 1), (64, 64), (511, 200), (3, 2)],
+}
+SHAPES = [((6, 2), 64), ((32, 8), 128), ((4, 4), 32), ((9, 3), 64), ((16, 1), 128), ((5, 1), 48)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), SHAPES, ids=str)
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_kernels_equal_the_reference(mix, heads, dim, dtype):
+    from kvtier.engine.attention_triton import triton_paged_attention
+
+    for seed, block_tokens in ((0, 16), (1, 4), (2, 64)):
+        parts, cache, batch = paged(seed, MIXES[mix], heads=heads, dim=dim, block_tokens=block_tokens, dtype=dtype)
+        found = triton_paged_attention(parts.q, cache, batch)
+        wanted = paged_attention(parts.q, cache, batch)
+        torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_steps_between_matrices_equal_plain_torch(dtype):
+    from kvtier.engine.ops_triton import TritonOps
+
+    fast, plain, near = TritonOps(), TorchOps(), {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    x, residual = torch.randn(2, 7, 576, device=GPU, dtype=dtype)
+    weight, gate_up = torch.randn(576, device=GPU, dtype=dtype), torch.randn(7, 3072, device=GPU, dtype=dtype)
+    wanted = plain.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(fast.add_rms_norm(x, residual.clone(), weight, 1e-5), wanted, **near)
+    torch.testing.assert_close(fast.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5), **near)
+    torch.testing.assert_close(fast.silu_mul(gate_up), plain.silu_mul(gate_up), **near)
+    parts, cache, batch = paged(0, [(9, 7), (0, 3)], dtype=dtype)
+    norm = torch.randn(64, device=GPU, dtype=dtype)
+    torch.testing.assert_close(fast.rms_norm(parts.k, norm, 1e-5), plain.rms_norm(parts.k, norm, 1e-5), **near)
+    cos, sin = torch.rand(2, 10, 32, device=GPU, dtype=dtype)
+    copy, copied = Heads.split(parts.qkv.flatten(1).clone(), 6, 2), cache.clone()
+    plain.rotate_and_store(parts, cos, sin, cache, batch)
+    fast.rotate_and_store(copy, cos, sin, copied, batch)
+    torch.testing.assert_close(copy.qkv, parts.qkv, **near)
+    torch.testing.assert_close(copied, cache, **near)
+    nowhere = dataclasses.replace(batch, slots=torch.full_like(batch.slots, -1))
+    fast.rotate_and_store(copy, cos, sin, copied, nowhere)
+    torch.testing.assert_close(copied, cache, **near)
+
+
+def test_a_captured_decode_step_reads_the_tables_of_its_replay():
+    from kvtier.engine.ops_triton import TritonOps
+
+    ops = TritonOps()
+    parts, cache, batch = paged(0, [(99, 1), (40, 1), (7, 1)])
+    ops.attend(parts, cache, batch)  # compiles, which a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.attend(parts, cache, batch)
+    other, other_cache, other_batch = paged(1, [(80, 1), (9, 1), (95, 1)])
+    assert other_cache.shape[0] <= cache.shape[0]
+    cache[: other_cache.shape[0]].copy_(other_cache)
+    parts.qkv.copy_(other.qkv)
+    batch.context_lens.copy_(other_batch.context_lens)
+    batch.block_tables[:, : other_batch.block_tables.shape[1]].copy_(other_batch.block_tables)
+    graph.replay()
+    torch.cuda.synchronize()
+    wanted = paged_attention(other.q, other_cache, other_batch).flatten(1)
+    torch.testing.assert_close(out, wanted, rtol=2e-4, atol=2e-4)
