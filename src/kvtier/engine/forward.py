@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ class SequenceInput:
     """The new tokens, at least one."""
     num_computed: int
     """Tokens before them, whose keys and values are in the cache already."""
-    block_table: Sequence[int]
+    block_table: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]
     """Blocks of the sequence in order; they must hold the computed and the new tokens."""
     num_logits: int = 1
     """How many of the last new tokens want logits: 0 inside a prompt, 1 to sample, k + 1 to verify k drafted tokens."""

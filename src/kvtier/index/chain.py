@@ -61,6 +61,16 @@ class Chain:
         """A copy of the ids."""
         return as_ids(self._labels + self._tail)
 
+    def token_range(self, first: int, stop: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """A copy of the ids [first, stop), without touching the others."""
+        known, low, high = len(self._labels), first * TOKEN_BYTES, stop * TOKEN_BYTES
+        return as_ids(self._labels[low:high] + bytes(self._tail[max(0, low - known) : max(0, high - known)]))
+
+    @property
+    def last_token(self) -> int:
+        """The newest id."""
+        return int(self.token_range(self.num_tokens - 1, self.num_tokens)[0])
+
     @property
     def labels(self) -> bytes:
         """The ids as bytes, at least those of full blocks."""

@@ -25,6 +25,8 @@ class SchedulerConfig:
     """Tokens in a step; longer prompts are computed in chunks."""
     max_context: int = 1 << 30
     """Tokens of a request, prompt and answer."""
+    lookahead_tokens: int = 0
+    """Slots a generating request has beyond its step, for somebody who guesses ahead in the cache."""
     age_seconds: float = 30.0
     """Waiting this long is worth one step of priority, so that nobody waits for ever."""
 
@@ -36,6 +38,8 @@ class SchedulerConfig:
             raise RangeError(
                 f"{self.max_rows} rows need as many tokens a step, got max_step_tokens={self.max_step_tokens}"
             )
+        if self.lookahead_tokens < 0:
+            raise RangeError(f"lookahead_tokens must be at least 0, got {self.lookahead_tokens}")
         if self.age_seconds <= 0:
             raise RangeError(f"age_seconds must be above 0, got {self.age_seconds}")
 
@@ -197,8 +201,9 @@ class Scheduler:
         count = min(known + draft, choice.budget)
         if not count:
             return
+        ahead = self.config.lookahead_tokens if known == 1 else 0
         while True:
-            shortage = self.manager.allocate(_held(request), request.num_computed + count)
+            shortage = self.manager.allocate(_held(request), request.num_computed + count + ahead)
             if shortage is None:
                 choice.take(Row.of(request, count))
                 return
@@ -233,7 +238,7 @@ class Scheduler:
     def _never_fits(self, request: Request, choice: _Choice) -> bool:
         """Refuse a request that could not run even alone."""
         tokens = request.chain.num_tokens
-        capacity = self.manager.config.num_blocks * self.manager.namespace.block_tokens
+        capacity = self.manager.config.num_blocks * self.manager.namespace.block_tokens - self.config.lookahead_tokens
         if tokens >= min(capacity, self.config.max_context):
             request.reason = (
                 f"{tokens} tokens and one to generate do not fit: the cache has room for {capacity} tokens, "

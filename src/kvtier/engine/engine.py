@@ -1,0 +1,281 @@
+"""Engine: requests in, tokens out. Its step is the eight-op pipeline; what to run is the scheduler's to say."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kvtier.batch import Pipeline, Timeline
+from kvtier.batch.executor import InlineExecutor
+from kvtier.batch.ticket import Status, Ticket
+from kvtier.cache.manager import CacheConfig, CacheManager
+from kvtier.engine.generation import Explanation, FinishReason, Generation, Output
+from kvtier.engine.model import Model
+from kvtier.engine.modules import CacheGroup, Choose, Compute, Inputs
+from kvtier.engine.sampling import RequestSampler, SamplingParams
+from kvtier.engine.speculate import Proposer
+from kvtier.engine.tokenizer import Tokenizer
+from kvtier.errors import ArgumentError, RangeError
+from kvtier.index import Chain, Namespace
+from kvtier.memory import Placement
+from kvtier.scheduler import Control, Request, RowResult, Scheduler, SchedulerConfig, Step
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """An engine's limits. The cache's and the scheduler's own are theirs."""
+
+    block_tokens: int = 16
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(1024))
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    keep_explanations: int = 1000
+    """How many requests that are over can still be explained."""
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise RangeError(f"a block has at least one token, got block_tokens={self.block_tokens}")
+
+
+class Engine:
+    """Runs one model. All methods are for one thread.
+
+    A request is added, gets its tokens by and by from `step`, and ends once, by itself, by `abort` or with an error.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
+        config: EngineConfig | None = None,
+        *,
+        proposer: Proposer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        timeline: Timeline | None = None,
+    ) -> None:
+        config = config or EngineConfig()
+        limit = min(config.scheduler.max_context, model.config.max_positions)
+        self.config = replace(config, scheduler=replace(config.scheduler, max_context=limit))
+        self.model = model
+        self.tokenizer = tokenizer
+        self.namespace = _namespace(model, config.block_tokens)
+        self.manager = CacheManager(self.namespace, config.cache)
+        lookahead = proposer.num_tokens if proposer is not None else 0
+        scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead)
+        self.scheduler = Scheduler(self.manager, scheduler)
+        self.proposer = proposer
+        models = [model, *(proposer.models if proposer is not None else ())]
+        self.groups = [CacheGroup(each, config.cache.num_blocks, config.block_tokens) for each in models]
+        self._clock = clock
+        self._inputs = Inputs(self.groups)
+        self._choose = Choose(self._inputs)
+        self._pipeline = Pipeline(
+            [self._inputs, Compute(self.groups), self._choose],
+            phases=1,
+            placement=Placement.parse(str(model.weights.device)),
+            executor=InlineExecutor,
+            timeline=timeline,
+        )
+        self._ids = itertools.count()
+        self._live: dict[str, tuple[Generation, Ticket]] = {}  # by the scheduler's id
+        self._over: dict[str, Explanation] = {}
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> str:
+        """Take a request in; returns its id. Refuses a prompt that can never be run."""
+        params = params or SamplingParams()
+        tokens = self._tokens(prompt)
+        name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        if any(generation.id == name for generation, _ in self._live.values()):
+            raise ArgumentError(f"a request called {name} is running; ids are unique among those that run")
+        if len(tokens) >= self.scheduler.config.max_context:
+            raise RangeError(
+                f"the prompt has {len(tokens)} tokens; with one to generate the model takes "
+                f"{self.scheduler.config.max_context}. Shorten the prompt"
+            )
+        answers = [self._generation(name, index, tokens, params, priority, salt) for index in range(params.n)]
+        answers[0].siblings = answers[1:]
+        self._start(answers[0])
+        return name
+
+    def step(self) -> list[Output]:
+        """Run one step; returns what it added to each answer. Does nothing if there is nothing to do."""
+        now = self._clock()
+        step = self.scheduler.schedule(now)
+        for control in step.controls:
+            control.run()
+        outputs = [self._refused(request) for request in step.refused]
+        if not step.rows:
+            self.scheduler.update(step, [], now)
+            return outputs
+        for row in step.rows:
+            self._explain(row.request)
+        self._inputs.plan(step)
+        tickets = {row.request.id: self._live[row.request.id][1] for row in step.rows}
+        generating = [tickets[row.request.id] for row in step.rows if row.wants_token and row.num_tokens <= 1]
+        self._pipeline.step(tickets.values(), generating=generating, tokens=[step.num_tokens])
+        self._pipeline.drain()
+        failed = next((ticket for ticket in tickets.values() if ticket.status is Status.FAILED), None)
+        if failed is not None:
+            return outputs + self._failed(step, failed)
+        return outputs + self._finish(step)
+
+    def abort(self, request_id: str) -> bool:
+        """Cancel a request and all its answers; its blocks are free at once. False if there is no such request."""
+        mine = [key for key, (generation, _) in self._live.items() if generation.id == request_id]
+        for key in mine:
+            generation, ticket = self._live.pop(key)
+            self.scheduler.cancel(generation.request, self._clock())
+            generation.end(FinishReason.ABORT)
+            self._remember(generation)
+            ticket.cancel()
+        return bool(mine)
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work()
+
+    def control(self, name: str, run: Callable[[], None]) -> None:
+        """Do something between two steps, once."""
+        self.scheduler.control(Control(name, run))
+
+    def explain(self, request_id: str) -> Explanation:
+        """What is known of a request, also for a while after it is over."""
+        for generation, _ in self._live.values():
+            if generation.id == request_id:
+                return generation.explain()
+        if request_id not in self._over:
+            raise ArgumentError(
+                f"no request {request_id} is running, nor among the last {self.config.keep_explanations} that ended"
+            )
+        return self._over[request_id]
+
+    def close(self) -> None:
+        """Cancel what runs and end the threads."""
+        for name in {generation.id for generation, _ in self._live.values()}:
+            self.abort(name)
+        self._pipeline.close()
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ArgumentError("this engine has no tokenizer: give the prompt as token ids")
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise ArgumentError("the prompt is empty; a request needs at least one token")
+        vocab = self.model.config.vocab_size
+        if min(tokens) < 0 or max(tokens) >= vocab:
+            raise RangeError(f"token ids must be in [0, {vocab}), got {min(tokens)} .. {max(tokens)}")
+        return tokens
+
+    def _generation(
+        self, name: str, index: int, tokens: list[int], params: SamplingParams, priority: int, salt: bytes
+    ) -> Generation:
+        request = Request(
+            f"{name}#{index}", Chain(self.namespace, tokens, salt=salt), params.max_tokens, priority=priority
+        )
+        ends = self.model.config.eos_token_ids
+        return Generation.of(name, index, request, RequestSampler(params, tokens, ends, index), self.tokenizer)
+
+    def _start(self, generation: Generation) -> None:
+        self._live[generation.request.id] = (generation, self._pipeline.add(generation))
+        self.scheduler.add(generation.request, self._clock())
+
+    def _explain(self, request: Request) -> None:
+        generation = self._live[request.id][0]
+        if not generation.miss and request.hold is not None:
+            generation.miss = str(self.manager.explain(request.hold))
+
+    def _finish(self, step: Step) -> list[Output]:
+        """Give every answer its tokens, tell the scheduler, and let go of those that are done."""
+        outputs, results = [], []
+        for row in step.rows:
+            generation = self._live[row.request.id][0]
+            samples = self._choose.samples[row.request.id]
+            taken = 0
+            if samples:
+                output, taken = generation.take(samples)
+                outputs.append(output)
+            tokens = tuple(one.token_id for one in samples[:taken])
+            results.append(RowResult(tokens, generation.finish_reason is not None))
+        now = self._clock()
+        self.scheduler.update(step, results, now)
+        for row in step.rows:
+            self._settle(row.request)
+        if self.proposer is not None:
+            self._propose()
+        return outputs
+
+    def _settle(self, request: Request) -> None:
+        """After a step: start answers that waited for the prompt, and let go of what is over."""
+        generation, ticket = self._live[request.id]
+        if request.num_new_tokens and generation.siblings:
+            for sibling in generation.siblings:
+                self._start(sibling)
+            generation.siblings = []
+        if request.state.is_over:
+            if generation.finish_reason is None:
+                generation.finish_reason = FinishReason.LENGTH
+            del self._live[request.id]
+            self._remember(generation)
+            ticket.finish()
+
+    def _propose(self) -> None:
+        """Guess ahead for the requests that generate."""
+        assert self.proposer is not None
+        ready = [request for request in self.scheduler.running if request.is_generating]
+        if not ready:
+            return
+        guesses = self.proposer.propose(ready, self.groups[1:])
+        for request, guess in zip(ready, guesses, strict=True):
+            room = request.max_new_tokens - request.num_new_tokens - 1
+            room = min(room, self.scheduler.config.max_context - request.chain.num_tokens - 1)
+            request.draft = guess[: max(0, room)]
+
+    def _refused(self, request: Request) -> Output:
+        generation, ticket = self._live.pop(request.id)
+        reason = FinishReason.LENGTH if request.num_new_tokens else FinishReason.ERROR
+        output = generation.end(reason, request.reason)
+        self._remember(generation)
+        ticket.cancel()
+        return output
+
+    def _failed(self, step: Step, ticket: Ticket) -> list[Output]:
+        """A module raised: the step's requests end with that error, and the engine goes on."""
+        outputs = []
+        for request in self.scheduler.fail(step, self._clock()):
+            generation, _ = self._live.pop(request.id)
+            outputs.append(generation.end(FinishReason.ERROR, f"{type(ticket.error).__name__}: {ticket.error}"))
+            self._remember(generation)
+        return outputs
+
+    def _remember(self, generation: Generation) -> None:
+        self._over[generation.id] = generation.explain()
+        while len(self._over) > self.config.keep_explanations:
+            del self._over[next(iter(self._over))]
+
+
+def _namespace(model: Model, block_tokens: int) -> Namespace:
+    """Whose KV this is: the architecture, and a digest of parts of the weights that no two checkpoints share."""
+    config, weights = model.config, model.weights
+    digest = hashlib.sha256()
+    rows = weights.embedding[:: max(1, config.vocab_size // 64)]
+    for tensor in (rows, weights.norm, *(layer.input_norm for layer in weights.layers)):
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    layout = f"block-first {config.num_layers} x 2 x {block_tokens} x {config.num_kv_heads} x {config.head_dim}"
+    return Namespace(repr(config), digest.hexdigest(), str(weights.dtype), layout, block_tokens)

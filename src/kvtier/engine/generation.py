@@ -1,0 +1,137 @@
+"""Generation: one answer being written, from its tokens to its text, and what is told about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtier.engine.sampling import Logprobs, RequestSampler, Sample
+from kvtier.engine.stop import StopChecker
+from kvtier.engine.tokenizer import Tokenizer, TokenStream
+from kvtier.scheduler import Request
+
+
+class FinishReason(Enum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    """The model ended it, or a stop text or token came."""
+    LENGTH = "length"
+    """It reached max_tokens, the model's context, or all the cache has room for."""
+    ABORT = "abort"
+    """Somebody cancelled it."""
+    ERROR = "error"
+    """A step failed; `error` says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step added to one answer."""
+
+    request_id: str
+    index: int
+    """Which of the request's n answers."""
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
+    """As many as tokens, if the request asked for them."""
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What became of a request, and why its prompt was found in the cache or not."""
+
+    request_id: str
+    state: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_new_tokens: int
+    num_preempted: int
+    miss: str
+    """Why the match ended where it did."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """An answer in the making. The engine owns it."""
+
+    id: str
+    index: int
+    request: Request
+    sampler: RequestSampler
+    stream: TokenStream | None
+    stop: StopChecker
+    miss: str = ""
+    finish_reason: FinishReason | None = None
+    siblings: list[Generation] = field(default_factory=list)
+    """The other answers to the same prompt; they start when its blocks are there to be shared."""
+
+    @classmethod
+    def of(
+        cls, id: str, index: int, request: Request, sampler: RequestSampler, tokenizer: Tokenizer | None
+    ) -> Generation:
+        """For a request that has not run yet."""
+        stream = tokenizer.stream() if tokenizer is not None else None
+        return cls(id, index, request, sampler, stream, StopChecker(sampler.params.stop))
+
+    def take(self, samples: list[Sample]) -> tuple[Output, int]:
+        """Tokens were chosen. Returns what to tell, and how many of the tokens count: an end cuts the rest off."""
+        text, taken = "", 0
+        for sample in samples:
+            taken += 1
+            is_end = self.sampler.is_end(sample.token_id)
+            released = self.stop.feed("" if is_end or self.stream is None else self.stream.add(sample.token_id))
+            text += released.text
+            if is_end or released.stopped is not None:
+                self.finish_reason = FinishReason.STOP
+                break
+            if self.request.num_new_tokens + taken >= self.request.max_new_tokens:
+                self.finish_reason = FinishReason.LENGTH
+                break
+        if self.finish_reason is not None:
+            text += self._rest(stopped=self.finish_reason is FinishReason.STOP and not is_end)
+        return self.output(text, samples[:taken]), taken
+
+    def end(self, reason: FinishReason, error: str = "") -> Output:
+        """It ends without another token."""
+        self.finish_reason = reason
+        return self.output(self._rest(stopped=False), [], error)
+
+    def output(self, text: str, samples: list[Sample], error: str = "") -> Output:
+        """What to tell about this step."""
+        return Output(
+            self.id,
+            self.index,
+            text,
+            tuple(sample.token_id for sample in samples),
+            tuple(sample.logprobs for sample in samples if sample.logprobs is not None),
+            self.finish_reason,
+            self.request.num_prompt_tokens,
+            self.request.num_cached_tokens,
+            error,
+        )
+
+    def _rest(self, *, stopped: bool) -> str:
+        """Text held back for a stop text that did not come, and half a character."""
+        if stopped or self.stream is None:
+            return ""
+        released = self.stop.feed(self.stream.finish())
+        return released.text if released.stopped is not None else released.text + self.stop.finish()
+
+    def explain(self) -> Explanation:
+        """What became of it."""
+        request = self.request
+        state = self.finish_reason.value if self.finish_reason is not None else request.state.value
+        return Explanation(
+            self.id,
+            state,
+            request.num_prompt_tokens,
+            request.num_cached_tokens,
+            request.num_new_tokens,
+            request.num_preempted,
+            self.miss,
+        )

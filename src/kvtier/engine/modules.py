@@ -1,0 +1,136 @@
+"""The engine's modules: a scheduler's Step on its way through the eight ops.
+
+SETUP     Inputs     rows of the batch -> ForwardBatch on the device
+PREPARE   Inputs     copies of blocks a row begins from
+FORWARD   Compute    hidden states and logits; then Choose samples
+UPDATE    Choose     samples -> the engine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from kvtier.batch import BATCH, BatchData, Environment, Key, Module
+from kvtier.engine.forward import ForwardBatch, SequenceInput
+from kvtier.engine.generation import Generation
+from kvtier.engine.model import Model
+from kvtier.engine.sampling import Sample, sample
+from kvtier.scheduler import Row, Step
+
+LOGITS = Key("logits", torch.Tensor)
+FORWARD_BATCH = Key("forward batch", ForwardBatch)
+
+
+class CacheGroup:
+    """A model and its device cache: layers that share block tables (the main model, a draft model, MTP layers)."""
+
+    def __init__(self, model: Model, num_blocks: int, block_tokens: int) -> None:
+        self.model = model
+        self.block_tokens = block_tokens
+        self.cache = model.new_cache(num_blocks, block_tokens)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Whole blocks, on the current stream."""
+        self.cache[list(targets)] = self.cache[list(sources)]
+
+
+class Inputs(Module):
+    """Lays out what the scheduler chose, in the pipeline's order of rows."""
+
+    writes: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
+
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        self._groups = groups
+        self._rows: Mapping[str, Row] = {}
+        self._step: Step | None = None
+        self._ready: dict[int, ForwardBatch] = {}
+
+    def plan(self, step: Step) -> None:
+        """The step that the next batch runs."""
+        self._step = step
+        self._rows = {row.request.id: row for row in step.rows}
+
+    def setup(self, env: Environment) -> None:
+        """Build the batch on the host and send it."""
+        batch = env.at(BATCH)
+        inputs = [_input(row) for row in self.rows(batch)]
+        group = self._groups[0]
+        self._ready[batch.phase] = ForwardBatch.build(inputs, group.block_tokens, group.model.weights.device)
+
+    def prepare(self, env: Environment) -> None:
+        """Make the copies, and hand the batch on."""
+        env.produce(FORWARD_BATCH, self._ready.pop(env.at(BATCH).phase))
+        copies = self._step.copies if self._step is not None else ()
+        if copies:
+            for group in self._groups:
+                group.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
+
+    def rows(self, batch: BatchData) -> list[Row]:
+        """The scheduler's rows in the batch's order."""
+        return [self._rows[ticket.request.request.id] for ticket in batch.requests]
+
+
+class Compute(Module):
+    """Runs every cache group's model over the batch; the first one's logits are wanted."""
+
+    reads: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
+    writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
+
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        self._groups = groups
+
+    def forward(self, env: Environment) -> None:
+        """Fill the caches; logits of the rows that want a token."""
+        batch = env.at(FORWARD_BATCH)
+        for group in self._groups[1:]:
+            group.model.forward(batch, group.cache)
+        main = self._groups[0]
+        env.produce(LOGITS, main.model.logits(main.model.forward(batch, main.cache)))
+
+
+class Choose(Module):
+    """Samples the next tokens, and checks drafted ones.
+
+    A drafted token is kept if it is what the request would have drawn there: so a request's answer does not depend on
+    who drafts, nor on whether anybody does.
+    """
+
+    reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+        self.samples: dict[str, list[Sample]] = {}
+
+    def forward(self, env: Environment) -> None:
+        """Choose for every row that wants a token."""
+        batch, logits = env.at(BATCH), env.at(LOGITS)
+        rows = self._inputs.rows(batch)
+        generations: list[Generation] = [ticket.request for ticket in batch.requests]
+        self.samples = {generation.request.id: [] for generation in generations}
+        counts = np.array([row.num_draft + 1 if row.wants_token else 0 for row in rows], np.int64)
+        firsts = np.cumsum(counts) - counts
+        alive = [i for i, count in enumerate(counts) if count]
+        for depth in range(int(counts.max(initial=0))):
+            chosen = sample(logits[(firsts[alive] + depth).tolist()], [generations[i].sampler for i in alive])
+            for i, one in zip(alive, chosen, strict=True):
+                self.samples[generations[i].request.id].append(one)
+                generations[i].sampler.accept(one.token_id)
+            alive = [
+                i
+                for i, one in zip(alive, chosen, strict=True)
+                if depth < rows[i].num_draft and rows[i].request.draft[depth] == one.token_id
+            ]
+            if not alive:
+                return
+
+
+def _input(row: Row) -> SequenceInput:
+    request = row.request
+    assert request.hold is not None
+    tokens = request.chain.token_range(row.first, row.stop - row.num_draft).tolist()
+    tokens += request.draft[: row.num_draft]
+    return SequenceInput(tokens, row.first, request.hold.table, row.num_draft + 1 if row.wants_token else 0)
