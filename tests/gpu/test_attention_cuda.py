@@ -97,3 +97,30 @@ def test_a_captured_decode_step_reads_the_tables_of_its_replay():
     torch.cuda.synchronize()
     wanted = paged_attention(other.q, other_cache, other_batch).flatten(1)
     torch.testing.assert_close(out, wanted, rtol=2e-4, atol=2e-4)
+
+
+def test_decode_graphs_give_the_logits_of_the_plain_step():
+    from kvtier.engine.graph import DecodeGraphs
+    from kvtier.engine.model import Model
+    from kvtier.engine.model_config import ModelConfig
+    from kvtier.engine.random_weights import random_weights
+
+    config = ModelConfig("qwen3", 3, 128, 256, 8, 2, 64, 500, 512)
+    model = Model(config, random_weights(config, torch.float32, GPU))
+    plain = Model(config, model.weights, TorchOps())
+    cache = model.new_cache(64, 16)
+    prompts = [SequenceInput(list(range(5, 5 + 40 * i + 9)), 0, range(1 + 10 * i, 11 + 10 * i)) for i in range(3)]
+    start = ForwardBatch.build(prompts, 16, GPU)
+    logits = model.logits(model.forward(start, cache))
+    torch.testing.assert_close(logits, plain.logits(plain.forward(start, cache.clone())), rtol=1e-3, atol=1e-3)
+    graphs = DecodeGraphs(model, cache, max_blocks=12, batch_sizes=[1, 4, 8])
+    for step in range(20):
+        inputs = [SequenceInput([7 + step], len(each.token_ids) + step, each.block_table) for each in prompts]
+        batch = ForwardBatch.build(inputs[: 1 + step % 3], 16, GPU)
+        assert graphs.takes(batch)
+        wanted = plain.logits(plain.forward(batch, cache.clone()))
+        torch.testing.assert_close(graphs.logits(batch), wanted, rtol=1e-3, atol=1e-3)
+        model.forward(ForwardBatch.build(inputs, 16, GPU), cache)
+    assert not graphs.takes(start)
+    with pytest.raises(ValueError, match="at least 1"):
+        DecodeGraphs(model, cache, 12, [])

@@ -22,16 +22,14 @@ def _norm(
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = column < DIM
     at = row // inner * x_stride + row % inner * inner_stride + column
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         there = residual_ptr + row * DIM + column
-        x += tl.load(there, mask=inside, other=0.0)
-        tl.store(there, x, mask=inside)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    out = (wide * scale).to(out_ptr.dtype.element_ty) * weight
-    tl.store(out_ptr + row * DIM + column, out, mask=inside)
+        x += tl.load(there, mask=inside, other=0.0).to(tl.float32)
+        tl.store(there, x.to(residual_ptr.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * DIM + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -39,9 +37,9 @@ def _silu_mul(gate_up_ptr, out_ptr, dim, COLUMNS: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < dim
     gate = tl.load(gate_up_ptr + row * 2 * dim + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * dim + dim + column, mask=inside, other=0.0)
-    out = (gate * tl.sigmoid(gate)).to(up.dtype) * up
-    tl.store(out_ptr + row * dim + column, out, mask=inside)
+    up = tl.load(gate_up_ptr + row * 2 * dim + dim + column, mask=inside, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * dim + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -54,17 +52,17 @@ def _rotate_and_store(
     token = tl.program_id(0).to(tl.int64)
     column, head = tl.arange(0, PADDED), tl.arange(0, ROWS)
     dim: tl.constexpr = 2 * HALF
-    cos = tl.load(cos_ptr + token * HALF + column, mask=column < HALF, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + token * HALF + column, mask=column < HALF, other=0.0)[None, :]
+    cos = tl.load(cos_ptr + token * HALF + column, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * HALF + column, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
     slot = tl.load(slots_ptr + token)
     slot_base = slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * token_stride
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & (column < HALF)[None, :]
     at = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head[:, None]) * dim + column[None, :]
-    left = tl.load(at, mask=inside, other=0.0)
-    right = tl.load(at + HALF, mask=inside, other=0.0)
+    left = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     turns = (head < HEADS + KV_HEADS)[:, None]
-    new_left = tl.where(turns, left * cos - right * sin, left)
-    new_right = tl.where(turns, right * cos + left * sin, right)
+    new_left = tl.where(turns, left * cos - right * sin, left).to(qkv_ptr.dtype.element_ty)
+    new_right = tl.where(turns, right * cos + left * sin, right).to(qkv_ptr.dtype.element_ty)
     tl.store(at, new_left, mask=inside & turns)
     tl.store(at + HALF, new_right, mask=inside & turns)
     is_value = head >= HEADS + KV_HEADS

@@ -149,6 +149,7 @@ class RequestSampler:
         """Whether `adjust` would do anything now."""
         return self.params.penalties != Penalties() or (bool(self._ends) and self._num_chosen < self.params.min_tokens)
 
+    @torch.inference_mode()
     def adjust(self, logits: torch.Tensor) -> None:
         """Apply penalties to a row of logits in place, and forbid an end that would come too early."""
         penalties = self.params.penalties
@@ -168,6 +169,7 @@ class RequestSampler:
         return float(self._random.random())
 
 
+@torch.inference_mode()
 def sample(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> list[Sample]:
     """Choose a token for each row of logits ([rows, vocab], float32); changes them. Accept nothing by itself."""
     if logits.shape[0] != len(requests):

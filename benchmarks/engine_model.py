@@ -1,0 +1,155 @@
+"""The model on the CPU beside transformers on the same weights: SmolLM2-135M in float32.
+
+python -m benchmarks.engine_model                one thread per core; --threads to choose
+
+Both compute the same tokens from the same float32 weights, in turn, so that a noisy moment hits both. A case's time is
+its best of several rounds. Decode runs at a context of 128 tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.report import Bar, Row, arguments, at_least, best, print_table, report
+from kvtier.engine import ForwardBatch, Model, SequenceInput, load_model
+
+BLOCK_TOKENS, CONTEXT, BATCH = 16, 128, 16
+PREFILLS = (512, 2048)
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = arguments("The model on this machine's CPU, beside transformers.")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows, bars = measure(load_model(), options.rounds)
+    for row in rows:
+        row["threads"] = options.threads
+    report("engine_model", rows, bars, options.results)
+
+
+def measure(model: Model, rounds: int) -> tuple[list[Row], list[Bar]]:
+    """Prefill, decode of one sequence, decode of sixteen."""
+    peer = transformers_model(model)
+    ours, theirs = our_tasks(model), their_tasks(peer)
+    seconds: dict[str, float] = {}
+    for case, tokens in CASES.items():
+        few = 4 * rounds if tokens <= BATCH else rounds
+        found = best({"kvtier": ours[case], "transformers": theirs[case]}, few)
+        seconds |= {f"{case}, {name}": value for name, value in found.items()}
+    rates = {name: CASES[name.rsplit(", ", 1)[0]] / value for name, value in seconds.items()}
+    rows: list[Row] = [
+        {"case": case, "kvtier tok/s": rates[f"{case}, kvtier"], "transformers tok/s": rates[f"{case}, transformers"]}
+        for case in CASES
+    ]
+    print_table(rows)
+
+    def times(case: str) -> float:
+        return rates[f"{case}, kvtier"] / rates[f"{case}, transformers"]
+
+    bars = [at_least(f"prefill {length}, times transformers", times(f"prefill {length}"), 1.0) for length in PREFILLS]
+    bars.append(at_least("decode of one, times transformers", times("decode 1"), 1.5))
+    share = rates[f"decode {BATCH}, kvtier"] / rates["prefill 512, kvtier"]
+    bars.append(at_least(f"decode of {BATCH}, share of the prefill rate", share, 0.5))
+    return rows, bars
+
+
+CASES = {**{f"prefill {length}": length for length in PREFILLS}, "decode 1": 1, f"decode {BATCH}": BATCH}
+"""Name of each case: tokens it computes."""
+
+
+def our_tasks(model: Model) -> dict[str, Callable[[], object]]:
+    """Each builds its batch too, as a step does."""
+    blocks = CONTEXT // BLOCK_TOKENS + 1
+    cache = model.new_cache(max(max(PREFILLS) // BLOCK_TOKENS, BATCH * blocks), BLOCK_TOKENS)
+
+    def step(sequences: list[SequenceInput]) -> torch.Tensor:
+        batch = ForwardBatch.build(sequences, BLOCK_TOKENS, torch.device("cpu"))
+        return model.logits(model.forward(batch, cache)).argmax(-1)
+
+    def prefill(length: int) -> Callable[[], object]:
+        return lambda: step([SequenceInput(_tokens(length), 0, range(length // BLOCK_TOKENS))])
+
+    def decode(count: int) -> Callable[[], object]:
+        tables = [range(i * blocks, (i + 1) * blocks) for i in range(count)]
+        return lambda: step([SequenceInput([5], CONTEXT, table) for table in tables])
+
+    found = {f"prefill {length}": prefill(length) for length in PREFILLS}
+    return {**found, "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
+
+
+def their_tasks(peer: Any) -> dict[str, Callable[[], object]]:
+    """transformers with its own cache, only the last row of logits, no generate() around it."""
+
+    def prefill(length: int) -> Callable[[], object]:
+        ids = torch.tensor([_tokens(length)])
+        return lambda: _inferred(peer, ids, logits_to_keep=1, use_cache=True).logits.argmax(-1)
+
+    def decode(count: int) -> Callable[[], object]:
+        ids = torch.tensor([_tokens(CONTEXT)] * count)
+        past = _inferred(peer, ids, use_cache=True).past_key_values
+        token = torch.full((count, 1), 5)
+
+        def step() -> object:
+            out = _inferred(peer, token, past_key_values=past, use_cache=True).logits.argmax(-1)
+            past.crop(-1)  # forget this token again
+            return out
+
+        return step
+
+    found = {f"prefill {length}": prefill(length) for length in PREFILLS}
+    return {**found, "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
+
+
+@torch.inference_mode()
+def _inferred(peer: Any, ids: torch.Tensor, **options: Any) -> Any:
+    return peer(ids, **options)
+
+
+def transformers_model(model: Model) -> Any:
+    """A Llama of transformers with these weights, in its default (sdpa) attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config, weights = model.config, model.weights
+    peer = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_dim,
+            intermediate_size=config.ffn_dim,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_positions,
+            rope_theta=config.rope.theta,
+            rms_norm_eps=config.norm_eps,
+            tie_word_embeddings=config.tied_embeddings,
+        )
+    ).eval()
+    q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    state = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
+    for index, layer in enumerate(weights.layers):
+        q, k, v = layer.qkv.weight.split([q_dim, kv_dim, kv_dim])
+        gate, up = layer.gate_up.weight.chunk(2)
+        parts = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "mlp.gate_proj": gate}
+        parts |= {"self_attn.o_proj": layer.output.weight, "mlp.up_proj": up, "mlp.down_proj": layer.down.weight}
+        parts |= {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_norm}
+        state |= {f"model.layers.{index}.{name}.weight": value for name, value in parts.items()}
+    left = peer.load_state_dict(state, strict=False)
+    assert not left.unexpected_keys, left
+    assert set(left.missing_keys) <= {"lm_head.weight"}, left
+    peer.tie_weights()
+    return peer
+
+
+def _tokens(length: int) -> list[int]:
+    return [100 + i % 40000 for i in range(length)]
+
+
+if __name__ == "__main__":
+    main()

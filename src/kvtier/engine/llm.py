@@ -1,0 +1,149 @@
+"""LLM: prompts in, texts out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from kvtier.engine.checkpoint import DEFAULT_MODEL, load_model
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.generation import FinishReason, Output
+from kvtier.engine.ops_invariant import InvariantOps
+from kvtier.engine.sampling import Logprobs, SamplingParams
+from kvtier.engine.speculate import Proposer
+from kvtier.engine.tokenizer import load_tokenizer
+from kvtier.errors import ArgumentError
+from kvtier.memory.torch_types import AnyDType
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    error: str = ""
+
+
+class LLM:
+    """A model with its tokenizer and an engine.
+
+        LLM().generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
+
+    `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. `invariant` computes every token
+    the same way whatever shares its batch: for proofs, and slower.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        config: EngineConfig | None = None,
+        *,
+        dtype: AnyDType = "f32",
+        device: str | torch.device = "cpu",
+        invariant: bool = False,
+        proposer: Proposer | None = None,
+    ) -> None:
+        self.tokenizer = load_tokenizer(model)
+        loaded = load_model(model, dtype, device, InvariantOps() if invariant else None)
+        self.engine = Engine(loaded, self.tokenizer, config, proposer=proposer)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[list[Completion]]:
+        """All answers to all prompts: a list for each prompt, of its n answers. Shows progress on a terminal."""
+        asked = _prompts(prompts)
+        wanted = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(asked)
+        if len(wanted) != len(asked):
+            raise ArgumentError(
+                f"{len(asked)} prompts and {len(wanted)} sampling parameters: give one, or one for each"
+            )
+        names = [self.engine.add(prompt, each) for prompt, each in zip(asked, wanted, strict=True)]
+        collected: dict[tuple[str, int], list[Output]] = {}
+        with _Progress(sum(each.n for each in wanted), sys.stderr, progress) as bar:
+            try:
+                self._run(collected, bar.update)
+            finally:
+                for name in names:
+                    self.engine.abort(name)
+        return [
+            [_joined(collected[name, index]) for index in range(each.n)]
+            for name, each in zip(names, wanted, strict=True)
+        ]
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
+    ) -> Completion:
+        """The answer to a conversation; options go to the chat template."""
+        return self.generate([self.tokenizer.encode_chat(messages, **options)], params, progress=False)[0][0]
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
+
+    def _run(self, collected: dict[tuple[str, int], list[Output]], tell: Callable[[int, int], None]) -> None:
+        num_done = num_tokens = 0
+        while self.engine.has_work():
+            for output in self.engine.step():
+                collected.setdefault((output.request_id, output.index), []).append(output)
+                num_tokens += len(output.token_ids)
+                num_done += output.finish_reason is not None
+            tell(num_done, num_tokens)
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _joined(outputs: Sequence[Output]) -> Completion:
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    return Completion(
+        "".join(output.text for output in outputs),
+        tuple(token for output in outputs for token in output.token_ids),
+        tuple(logprobs for output in outputs for logprobs in output.logprobs),
+        last.finish_reason,
+        last.num_prompt_tokens,
+        last.num_cached_tokens,
+        last.error,
+    )
+
+
+class _Progress:
+    """One line on a terminal that says how far it is."""
+
+    def __init__(self, total: int, file: TextIO, show: bool | None) -> None:
+        self._total, self._file = total, file
+        self._show = file.isatty() if show is None else show
+
+    def update(self, num_done: int, num_tokens: int) -> None:
+        """Rewrite the line."""
+        if self._show:
+            filled = 30 * num_done // max(1, self._total)
+            bar = "#" * filled + "." * (30 - filled)
+            self._file.write(f"\r[{bar}] {num_done}/{self._total} answers, {num_tokens} tokens")
+            self._file.flush()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._show:
+            self._file.write("\n")

@@ -1,0 +1,131 @@
+"""EngineRunner: an Engine on a thread of its own, for callers on other threads and for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from kvtier.engine.engine import Engine
+from kvtier.engine.generation import Output
+from kvtier.engine.sampling import SamplingParams
+from kvtier.errors import ClosedError
+
+T = TypeVar("T")
+
+
+class EngineRunner:
+    """Steps the engine while there is work. Everything that touches the engine happens on its thread.
+
+    `stream` and `astream` give a request's outputs as they come; leaving one early cancels the request.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._listeners: dict[str, tuple[Callable[[Output | None], None], int]] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="kvtier-engine", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Run a function of the engine on its thread, between two steps."""
+        if self._closed.is_set():
+            raise ClosedError("this engine was closed")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self._engine))
+            except Exception as error:  # whatever it raises is the caller's
+                future.set_exception(error)
+
+        self._calls.put(run)
+        return future
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[Output]:
+        """Outputs of a request, on the caller's thread."""
+        outputs: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
+        name = self._submit(prompt, params, options, outputs.put).result()
+        try:
+            while (output := outputs.get()) is not None:
+                yield output
+        finally:
+            self._leave(name)
+
+    async def astream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Output]:
+        """Outputs of a request, on the caller's event loop."""
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output | None]()
+        deliver = outputs.put_nowait
+        name = await asyncio.wrap_future(
+            self._submit(prompt, params, options, lambda output: loop.call_soon_threadsafe(deliver, output))
+        )
+        try:
+            while (output := await outputs.get()) is not None:
+                yield output
+        finally:
+            self._leave(name)
+
+    def close(self) -> None:
+        """Cancel what runs, tell whoever waits, end the thread. Closing twice is fine."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._calls.put(None)
+            self._thread.join()
+
+    def _submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        options: dict[str, Any],
+        deliver: Callable[[Output | None], None],
+    ) -> Future[str]:
+        def add(engine: Engine) -> str:
+            name = engine.add(prompt, params, **options)
+            self._listeners[name] = (deliver, (params or SamplingParams()).n)
+            return name
+
+        return self.call(add)
+
+    def _leave(self, name: str) -> None:
+        """Nobody listens any more."""
+        if not self._closed.is_set():
+            self.call(lambda engine: (self._listeners.pop(name, None), engine.abort(name)))
+
+    def _loop(self) -> None:
+        while self._run_calls(wait=not self._engine.has_work()):
+            for output in self._engine.step():
+                self._deliver(output)
+        for deliver, _ in self._listeners.values():
+            deliver(None)
+        self._engine.close()
+
+    def _run_calls(self, *, wait: bool) -> bool:
+        """Run what was asked for; False once closed."""
+        while wait or not self._calls.empty():
+            call = self._calls.get()
+            if call is None:
+                return False
+            call()
+            wait = not self._engine.has_work() and self._calls.empty()
+        return True
+
+    def _deliver(self, output: Output) -> None:
+        found = self._listeners.get(output.request_id)
+        if found is None:
+            return
+        deliver, num_left = found
+        deliver(output)
+        if output.finish_reason is not None:
+            if num_left == 1:
+                del self._listeners[output.request_id]
+                deliver(None)
+            else:
+                self._listeners[output.request_id] = (deliver, num_left - 1)
