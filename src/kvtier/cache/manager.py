@@ -40,8 +40,8 @@ class CacheConfig:
     """Of the device tier."""
     prefix_caching: bool = True
     policy: str = "lru"
-    partial_scan: int = 32
-    """How many blocks that could share the beginning of a prompt's last block are looked at."""
+    partial_scan: int = 8
+    """How many cached blocks are looked at for one that begins as the first block that was not found does."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -122,7 +122,7 @@ class CacheManager:
         bare = (chain.num_tokens - 1) // self.namespace.block_tokens
         hold = Hold(self.tree.match(chain, now=now, max_blocks=bare, retention=retention))
         self._holds.add(hold)
-        if hold.lease.num_matched == bare and self.config.prefix_caching:
+        if self.config.prefix_caching:
             self._match_partly(hold, now)
         return hold
 
@@ -206,10 +206,10 @@ class CacheManager:
         self.tree.check([*(hold.lease for hold in self._holds), *sources])
 
     def _match_partly(self, hold: Hold, now: float) -> None:
-        """Find a cached block that begins as the prompt's last block does; all but its last token can be taken over.
+        """Find a cached block that begins as the first one that was not found does: as much of it is copied.
 
-        prompt   |b0|b1|t t t t        last block: 4 tokens, or a whole one of which the last must be computed
-        cached   |b0|b1|t t t u u u    3 tokens are copied, the 4th is computed
+        prompt   |b0|b1|t t t t v v|..      the last token of the prompt must be computed in any case
+        cached   |b0|b1|t t t t u u|        4 tokens are copied
         """
         wanted = hold.chain.num_tokens - hold.num_cached_tokens - 1
         if wanted < 1:

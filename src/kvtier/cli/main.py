@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import kvtier
 from kvtier.cli.doctor import doctor
+from kvtier.cli.generate import add_commands
 from kvtier.errors import KvtierError
 
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="measure the copy paths anew (about a second per GPU) and keep the result",
     )
     command.set_defaults(run=lambda options: doctor(as_json=options.json, recalibrate=options.calibrate))
+    add_commands(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

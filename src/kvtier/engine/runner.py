@@ -26,7 +26,7 @@ class EngineRunner:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._listeners: dict[str, tuple[Callable[[Output | None], None], int]] = {}
+        self._listeners: dict[str, tuple[Callable[[Output | None], object], int]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="kvtier-engine", daemon=True)
         self._thread.start()
@@ -85,7 +85,7 @@ class EngineRunner:
         prompt: str | Sequence[int],
         params: SamplingParams | None,
         options: dict[str, Any],
-        deliver: Callable[[Output | None], None],
+        deliver: Callable[[Output | None], object],
     ) -> Future[str]:
         def add(engine: Engine) -> str:
             name = engine.add(prompt, params, **options)

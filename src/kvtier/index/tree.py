@@ -92,12 +92,14 @@ class RadixTree:
     def match_within(self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0) -> PartialHit | None:
         """Lease the block below a lease that shares most of its next tokens, at most `max_tokens`.
 
-        As many children as told are looked at, newest first.
+        The child that begins with the very block is looked at first, then as many as told, newest first.
         """
         chain, node = lease.chain, lease.node
         tail = chain.tail(lease.num_blocks)[: max_tokens * TOKEN_BYTES]
         best, longest = None, 0
-        for child in itertools.islice(reversed(node.children.values()), max_children):
+        exact = node.children.get(chain.key_at(lease.num_blocks)) if chain.num_blocks > lease.num_blocks else None
+        some = (exact,) if exact is not None else itertools.islice(reversed(node.children.values()), max_children)
+        for child in some:
             if child.extras or chain.extras or (child.usage.expires <= now and not child.leases):
                 continue
             held = child.held[0]

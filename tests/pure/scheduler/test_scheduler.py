@@ -201,7 +201,7 @@ def test_the_beginning_of_a_cached_block_is_reused_by_copy():
     scheduler, device = make(20), Device()
     request(scheduler, "a", [1, 2, 3, 4, 5, 6, 7, 8], 1)
     run(scheduler, device)
-    made = request(scheduler, "b", [1, 2, 3, 4, 5, 6, 9], 1)
+    made = request(scheduler, "b", [1, 2, 3, 4, 5, 6, 9, 9, 9, 9], 1)
     step = scheduler.schedule(1.0)
     assert made.num_cached_tokens == 6
     assert step.copies[0].num_tokens == 2

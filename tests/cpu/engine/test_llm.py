@@ -1,0 +1,145 @@
+"""LLM, EngineRunner, the command line and the example, on the real default model where one is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("gguf")
+
+from kvtier.cache.manager import CacheConfig
+from kvtier.cli.main import main
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.generation import FinishReason
+from kvtier.engine.llm import LLM
+from kvtier.engine.runner import EngineRunner
+from kvtier.engine.sampling import SamplingParams
+from kvtier.errors import ArgumentError, CheckpointError, ClosedError
+
+ROOT = Path(__file__).resolve().parents[3]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    made = LLM(config=EngineConfig(16, CacheConfig(256)))
+    yield made
+    made.close()
+
+
+def test_it_knows_the_capital_of_france(llm):
+    answer = llm.chat(QUESTION, GREEDY)
+    assert answer.text == "The capital of France is Paris."
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.num_prompt_tokens == 37
+
+
+def test_a_second_time_the_prompt_is_cached(llm):
+    first, again = llm.chat(QUESTION, GREEDY), llm.chat(QUESTION, GREEDY)
+    assert again.text == first.text
+    assert again.num_cached_tokens >= 32
+
+
+def test_prompts_are_answered_in_order_with_their_own_parameters(llm):
+    params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (3, 1, 2)]
+    answers = llm.generate(["One", "Two", "Three"], params)
+    assert [len(each[0].token_ids) for each in answers] == [3, 1, 2]
+    assert [each[0].finish_reason for each in answers] == [FinishReason.LENGTH] * 3
+    with pytest.raises(ArgumentError, match="2 prompts and 1 sampling"):
+        llm.generate(["One", "Two"], params[:1])
+
+
+def test_one_prompt_may_be_a_text_or_tokens(llm):
+    tokens = llm.tokenizer.encode("Once upon")
+    assert llm.generate("Once upon", GREEDY)[0][0].text == llm.generate(tokens, GREEDY)[0][0].text
+
+
+def test_progress_is_shown_when_asked_for(llm, capsys):
+    llm.generate(["One", "Two"], GREEDY, progress=True)
+    assert "2/2 answers" in capsys.readouterr().err
+    llm.generate(["One"], GREEDY, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_there_is_no_such_model():
+    with pytest.raises(CheckpointError, match="downloads nothing"):
+        LLM("no/such/model")
+
+
+@pytest.fixture
+def runner(llm):
+    made = EngineRunner(Engine(llm.engine.model, llm.tokenizer, EngineConfig(16, CacheConfig(64))))
+    yield made
+    made.close()
+
+
+def test_streams_on_other_threads_and_on_an_event_loop(runner):
+    texts = ["Once upon a time", "The sky is"]
+    one_by_one = ["".join(output.text for output in runner.stream(text, GREEDY)) for text in texts]
+
+    async def together() -> list[str]:
+        async def collect(text: str) -> str:
+            return "".join([output.text async for output in runner.astream(text, GREEDY)])
+
+        return list(await asyncio.gather(*map(collect, texts)))
+
+    assert asyncio.run(together()) == one_by_one
+    assert all(one_by_one)
+
+
+def test_leaving_a_stream_early_cancels_the_request(runner):
+    stream = runner.stream("Once upon a time", SamplingParams(temperature=0.0, max_tokens=500), request_id="left")
+    next(stream)
+    stream.close()
+    assert runner.call(lambda engine: engine.explain("left")).result().state == "abort"
+    assert runner.call(lambda engine: engine.manager.stats.num_holds).result() == 0
+
+
+def test_errors_reach_the_caller_and_n_answers_all_come(runner):
+    with pytest.raises(ArgumentError, match="empty"):
+        next(runner.stream([], GREEDY))
+    params = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=4)
+    outputs = list(runner.stream("Once", params))
+    assert {output.index for output in outputs if output.finish_reason is not None} == {0, 1, 2}
+
+
+def test_closing_ends_open_streams(runner):
+    stream = runner.stream("Once", SamplingParams(temperature=0.0, max_tokens=900))
+    next(stream)
+    runner.close()
+    runner.close()
+    list(stream)
+    with pytest.raises(ClosedError):
+        runner.call(lambda engine: engine.has_work())
+
+
+def test_chat_and_generate_on_the_command_line(capsys, monkeypatch):
+    lines = iter(["What is the capital of France?", "And of Italy?", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert main(["chat", "-v", "--max-tokens", "12"]) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines()[0] == "The capital of France is Paris."
+    assert "37 tokens, 0 of them cached" in told.err
+    assert "32 of them cached" in told.err or "44 of them cached" in told.err
+    assert main(["generate", "Once upon a time", "--max-tokens", "4", "--draft-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("Once upon a time,")
+
+
+def test_what_goes_wrong_on_the_command_line_is_said(capsys):
+    assert main(["generate", "x", "--model", "nowhere"]) == 1
+    assert "there is no model at nowhere" in capsys.readouterr().err
+    assert main(["generate", "x", "--temperature", "-1"]) == 1
+    assert "temperature" in capsys.readouterr().err
+
+
+def test_the_toy_engine_runs():
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "toy_engine.py"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.count("were cached") == 12
