@@ -29,7 +29,7 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
     for domain, root in tree.roots.items():
         if not root.children and not root.leases:
             raise StateError(f"the root of {domain} has neither children nor leases")
-        if any(tier.number for tier in tree.tiers if root.below[tier.number] != _below(root, tier)):
+        if any(root.below[tier.number] != _below(root, tier) for tier in tree.tiers):
             raise StateError(f"the root of {domain} counts {root.below} children with blocks")
     for tier in tree.tiers:
         tier.pool.check()

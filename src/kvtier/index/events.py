@@ -18,7 +18,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks left a tier."""
+    """Blocks that were readable left a tier."""
 
     tier: str
     keys: bytes

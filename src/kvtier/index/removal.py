@@ -9,7 +9,7 @@ import numpy as np
 from kvtier.index.events import BlocksRemoved, Listener
 from kvtier.index.keys import KEY_BYTES
 from kvtier.index.misses import MissList, MissReason
-from kvtier.index.node import NO_SLOT, Node
+from kvtier.index.node import NO_SLOT, BlockState, Node
 from kvtier.index.pool import I32, Slots
 from kvtier.index.shape import truncate
 from kvtier.index.tier import Tier
@@ -89,10 +89,18 @@ class Removal:
             self._unlink(node)
         return taken
 
-    def forget(self, node: Node, kept: int, time: int) -> None:
-        """As `cut`, for a node some of whose blocks were lost while it was leased."""
-        self._misses.left(node, kept, MissReason.EVICTED, time)
-        self._drop_tail(node, kept, None, time)
+    def forget(self, node: Node, time: int) -> None:
+        """As `cut`, for a node whose last lease ended, if it lost blocks in every tier meanwhile."""
+        kept = node.num_kept()
+        if kept < node.num_blocks:
+            self._misses.left(node, kept, MissReason.EVICTED, time)
+            self._drop_tail(node, kept, None, time)
+
+    def lost(self, tier: Tier, node: Node, first: int, stop: int) -> None:
+        """Blocks [first, stop) of a leased node leave a tier, and nothing else changes yet."""
+        if node.attached:
+            self._removed(tier, node, first, stop)
+        self.give_back(tier, tier.take(node, first, stop), node.domain[0])
 
     def detach(self, node: Node, reason: MissReason, time: int) -> int:
         """Take a node and all below it out of the tree. What no lease covers is freed now, the rest with its lease."""
@@ -135,11 +143,13 @@ class Removal:
         tier.pool.release(slots)
         tier.used_by[salt] -= len(slots.ids)
 
-    def _removed(self, tier: Tier, node: Node, first: int) -> None:
+    def _removed(self, tier: Tier, node: Node, first: int, stop: int | None = None) -> None:
+        """Tell the listener, of blocks it was told of: not of those that were still being written."""
         held = node.held[tier.number]
         if self._listener and held is not None:
+            blocks = range(first, node.num_blocks if stop is None else stop)
             keys = [
-                node.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(first, node.num_blocks) if held.states[i]
+                node.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in blocks if held.states[i] > BlockState.WRITING
             ]
             if keys:
                 self._listener(BlocksRemoved(tier.name, b"".join(keys)))

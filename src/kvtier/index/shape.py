@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtier.index.chain import Chain
 from kvtier.index.keys import KEY_BYTES
-from kvtier.index.node import BlockState, Held, Node
+from kvtier.index.node import BlockState, Held, Node, Usage
 from kvtier.index.pool import I32
 from kvtier.index.tier import Tier
 from kvtier.index.tokens import as_ids
@@ -100,22 +100,27 @@ def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
         tier.refresh(node)
 
 
-def were_one(upper: Node, node: Node) -> bool:
-    """Whether two nodes of one path, just used together, may become one: no policy could tell the difference."""
+def were_one(upper: Node, node: Node, priority: int, expires: float) -> bool:
+    """Whether two nodes of one path may become one by a use with that retention: no policy could tell the difference.
+
+    The use has reached the lower one already. That is the upper's only child, unless it has left the tree.
+    """
     mine, above = node.usage, upper.usage
     return (
         upper.parent is not None
-        and upper.attached
+        and node.attached
         and above.created == mine.created
-        and above.priority <= mine.priority
-        and above.expires <= mine.expires
+        and max(above.priority, priority) == mine.priority
+        and max(above.expires, expires) == mine.expires
     )
 
 
-def can_grow(node: Node) -> bool:
-    """A leaf that is its lease's alone, short enough to be copied, and on the device only."""
+def can_grow(node: Node, usage: Usage) -> bool:
+    """A leaf that is its lease's alone, kept no longer than what is added, short enough to copy, on the device only."""
     return (
         node.leases == 1
+        and node.usage.priority <= usage.priority
+        and node.usage.expires <= usage.expires
         and not node.children
         and node.attached
         and len(node.labels) < GROW_BYTES

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvtier.errors import RangeError, StateError
+from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index.lease import Lease
-from kvtier.index.node import READ_FEWER, READ_MORE, BlockState, Held, Node, upwards
+from kvtier.index.node import MAX_STATE, READ_FEWER, READ_MORE, BlockState, Held, Node, upwards
 from kvtier.index.pool import Slots
 from kvtier.index.tier import Tier
 from kvtier.index.tree import RadixTree
@@ -18,7 +18,14 @@ from kvtier.index.tree import RadixTree
 
 def begin_write(lease: Lease, tier: Tier, first: int, slots: Slots) -> None:
     """Blocks [first, first + len(slots)) of the path are being written to the tier, into slots reserved there."""
-    for node, low, high, at in _parts(lease, first, len(slots)):
+    if slots.tier != tier.name:
+        raise ArgumentError(f"blocks of {tier.name} cannot be in slots of {slots.tier}")
+    parts = list(_parts(lease, first, len(slots)))
+    for node, low, high, _ in parts:
+        held = node.held[tier.number]
+        if held is not None and held.states.count(BlockState.ABSENT, low, high) != high - low:
+            raise StateError(f"{tier.name} already holds some of blocks [{node.start + low}, {node.start + high})")
+    for node, low, high, at in parts:
         tier.put(node, low, Slots(slots.tier, slots.ids[at : at + high - low].copy()), BlockState.WRITING)
 
 
@@ -30,16 +37,22 @@ def end_write(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int,
     for node, low, high, _ in parts:
         if ok:
             _held(node, tier).states[low:high] = bytes((BlockState.READY,)) * (high - low)
+            tree.stored(tier, node, low, high)
         else:
-            tree.give_back(tier, tier.take(node, low, high), node.domain[0])
+            tree.lost(tier, node, low, high)
 
 
 def begin_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
     """Blocks of the path are being read from the tier: their slots stay what they are until `end_read`."""
     parts = list(_parts(lease, first, count))
     for node, low, high, _ in parts:
-        if min(_held(node, tier).states[low:high]) < BlockState.READY:
-            raise StateError(f"blocks [{node.start + low}, {node.start + high}) cannot be read from {tier.name} now")
+        states = _held(node, tier).states[low:high]
+        if min(states) < BlockState.READY or max(states) == MAX_STATE:
+            most = MAX_STATE - BlockState.READY
+            raise StateError(
+                f"blocks [{node.start + low}, {node.start + high}) cannot be read from {tier.name} now: "
+                f"some are not ready, or have {most} readers: {states.hex(' ')}"
+            )
     for node, low, high, _ in parts:
         states = _held(node, tier).states
         states[low:high] = states[low:high].translate(READ_MORE)
@@ -71,7 +84,7 @@ def end_drop(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int) 
     for node, low, high, _ in parts:
         _must_be(node, tier, low, high, BlockState.DROPPING)
     for node, low, high, _ in parts:
-        tree.give_back(tier, tier.take(node, low, high), node.domain[0])
+        tree.lost(tier, node, low, high)
 
 
 def _parts(lease: Lease, first: int, count: int) -> Iterator[tuple[Node, int, int, int]]:

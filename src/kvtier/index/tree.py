@@ -359,8 +359,9 @@ class RadixTree:
                 if node.attached and node.parent is not None:
                     for tier in self.tiers:
                         tier.unleased(node)
-                    if len(self.tiers) > 1 and (kept := node.num_kept()) < node.num_blocks:
-                        self._removal.forget(node, kept, self.clock)
+                    held = node.held[0]
+                    if held is None or held.num_held < node.num_blocks:
+                        self._removal.forget(node, self.clock)
                 elif not node.attached:
                     self._removal.empty(node)
                 elif not node.children:
@@ -382,7 +383,7 @@ class RadixTree:
             usage.priority = max(usage.priority, priority)
             usage.expires = max(usage.expires, expires)
             above = node.parent
-            if above.leases == node.leases and len(above.children) == 1 and were_one(above, node):
+            if above.leases == node.leases and len(above.children) == 1 and were_one(above, node, priority, expires):
                 absorb_parent(node, self.tiers)
             else:
                 node = above
@@ -413,7 +414,7 @@ class RadixTree:
         own = lease.table[block : block + count]
         if child.held[0] is None:
             device.put(child, 0, Slots(device.name, own.copy()), BlockState.READY)
-            self._stored(child, 0)
+            self.stored(device, child, 0)
             return child, True
         lease.spare.append(own)
         return child, False
@@ -425,11 +426,12 @@ class RadixTree:
         if self.with_keys:
             keys = chain_keys(self._key_above(node, chain), labels, chain.label_bytes, chain.extras, block)
         extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None
-        if node is lease.grown and can_grow(node):
-            lengthen(node, labels, slots, keys, extras)
-            self._stored(node, block - node.start)
-            return node
         usage = Usage(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
+        if node is lease.grown and can_grow(node, usage):
+            lengthen(node, labels, slots, keys, extras)
+            node.usage.expires = usage.expires
+            self.stored(device, node, block - node.start)
+            return node
         key = chain.key_at(block)
         new = Node(node, node.domain, key, block, stop - block, labels, usage, len(self.tiers), extras, keys)
         new.leases = 1
@@ -438,16 +440,25 @@ class RadixTree:
             self.misses.head_came(new)
         device.put(new, 0, Slots(device.name, slots), BlockState.READY)
         lease.grown = new
-        self._stored(new, 0)
+        self.stored(device, new, 0)
         return new
 
     def _key_above(self, node: Node, chain: Chain) -> bytes:
         return node.keys[-KEY_BYTES:] or self.namespace.root_key(chain.salt, chain.adapter)
 
-    def _stored(self, node: Node, first: int) -> None:
-        if self._listener:
+    # ---- for transfers ---------------------------------------------------------------------------------------------
+
+    def stored(self, tier: Tier, node: Node, first: int, stop: int | None = None) -> None:
+        """Blocks [first, stop) of a node can be read from a tier from now on: tell the listener."""
+        if self._listener and node.attached:
             parent = node.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""
             if not first and node.parent is not None:
                 parent = node.parent.keys[-KEY_BYTES:] or self.namespace.root_key(*node.domain)
-            labels = bytes(node.labels[first * node.label_bytes :])
-            self._listener(BlocksStored(self.tiers[0].name, parent, node.keys[first * KEY_BYTES :], labels))
+            stop = node.num_blocks if stop is None else stop
+            labels = bytes(node.labels[first * node.label_bytes : stop * node.label_bytes])
+            keys = node.keys[first * KEY_BYTES : stop * KEY_BYTES]
+            self._listener(BlocksStored(tier.name, parent, keys, labels))
+
+    def lost(self, tier: Tier, node: Node, first: int, stop: int) -> None:
+        """Blocks [first, stop) of a leased node leave a tier; where that was the last, they go with their lease."""
+        self._removal.lost(tier, node, first, stop)

@@ -1,0 +1,67 @@
+"""What the tests of kvtier.index build: trees, requests, whole lives of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier.index import BlockPool, Chain, Lease, Namespace, RadixTree, Retention, Slots, Tier, make_policy, transfers
+
+BLOCK = 4
+NAMESPACE = Namespace("model", block_tokens=BLOCK)
+
+
+def tree_of(*sizes: int, policy: str = "lru", **options) -> RadixTree:
+    """Tiers of that many slots: device, host, disk."""
+    names = ("device", "host", "disk")
+    tiers = [Tier(n, BlockPool(names[n], size), lambda: make_policy(policy)) for n, size in enumerate(sizes)]
+    return RadixTree(NAMESPACE, tiers, **options)
+
+
+def tokens_of(blocks: Sequence[int]) -> list[int]:
+    """One block of equal ids for each number."""
+    return [block for block in blocks for _ in range(BLOCK)]
+
+
+def chain_of(*blocks: int, **options) -> Chain:
+    return Chain(NAMESPACE, tokens_of(blocks), **options)
+
+
+def begin(tree: RadixTree, *blocks: int, now: float = 0.0, retention: Retention | None = None, **options) -> Lease:
+    """Match and allocate what is missing; nothing is computed yet."""
+    chain = chain_of(*blocks, **options)
+    lease = tree.match(chain, now=now, retention=retention or Retention())
+    slots = tree.allocate(lease, lease.num_missing(chain.num_tokens))
+    assert isinstance(slots, Slots), str(slots)
+    return lease
+
+
+def run(tree: RadixTree, *blocks: int, now: float = 0.0, retention: Retention | None = None, **options) -> list[int]:
+    """A request from match to release; returns its table."""
+    lease = begin(tree, *blocks, now=now, retention=retention, **options)
+    tree.publish(lease, lease.chain.num_tokens, now=now)
+    tree.release(lease, now=now)
+    return lease.table.tolist()
+
+
+def matched(tree: RadixTree, *blocks: int, now: float = 0.0, **options) -> int:
+    """How many blocks a request would find; leaves no trace in the order of use."""
+    lease = tree.match(chain_of(*blocks, **options), now=now)
+    tree.release(lease, used=False)
+    return lease.num_matched
+
+
+def copy_down(tree: RadixTree, lease: Lease, number: int, first: int = 0, count: int | None = None) -> list[int]:
+    """Copy blocks of a lease's path from the device to a slower tier, all the way."""
+    count = lease.num_blocks - first if count is None else count
+    tier = tree.tiers[number]
+    slots = tree.reserve(tier, count, lease.chain.salt)
+    assert isinstance(slots, Slots), str(slots)
+    transfers.begin_write(lease, tier, first, slots)
+    transfers.end_write(tree, lease, tier, first, count, ok=True)
+    return slots.ids.tolist()
+
+
+def slots(tier: str, *ids: int) -> Slots:
+    return Slots(tier, np.array(ids, np.int32))

@@ -1,0 +1,107 @@
+"""Single situations of the tree that the state machines reach seldom or not at all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from index_cases import BLOCK, begin, chain_of, copy_down, matched, run, slots, tree_of
+from kvtier.errors import ArgumentError, StateError
+from kvtier.index import Retention, transfers
+
+
+def test_a_lease_on_dropped_blocks_does_not_pull_the_rest_out_of_the_tree():
+    """Its node has left the tree, the node above it has not: they were one, and must not become one again."""
+    tree = tree_of(16)
+    run(tree, 1, 2)
+    lease = tree.match(chain_of(1, 2))
+    assert tree.drop(chain_of(1, 2), first=1) == 1
+    run(tree, 1, 9)
+    tree.check([lease])
+    tree.release(lease)
+    tree.check([])
+    assert (matched(tree, 1, 9), matched(tree, 1, 2)) == (2, 1)
+    assert tree.tiers[0].pool.num_used == 2
+
+
+def test_a_copy_takes_only_slots_of_its_tier():
+    tree = tree_of(8, 8)
+    lease = begin(tree, 1, 2)
+    tree.publish(lease, 2 * BLOCK)
+    with pytest.raises(ArgumentError, match="device"):
+        transfers.begin_write(lease, tree.tiers[1], 0, slots("device", 0, 1))
+    tree.check([lease])
+
+
+def test_a_copy_that_is_refused_for_one_block_changes_none():
+    tree = tree_of(8, 8)
+    run(tree, 1)
+    lease = begin(tree, 1, 2)
+    tree.publish(lease, 2 * BLOCK)
+    (first,) = copy_down(tree, lease, 1, 0, 1)
+    given = tree.reserve(tree.tiers[1], 2)
+    for _ in range(2):
+        with pytest.raises(StateError, match="already"):
+            transfers.begin_write(lease, tree.tiers[1], 0, given)
+    tree.give_back(tree.tiers[1], given)
+    assert tree.path(lease).slots.tolist() == lease.table.tolist()
+    assert tree.tiers[1].pool.num_used == 1
+    tree.release(lease)
+    tree.check([])
+    tree.evict(tree.tiers[0], 2)
+    lease = tree.match(chain_of(1, 2))
+    assert (lease.num_matched, tree.path(lease).slots.tolist()) == (1, [first])
+
+
+def test_a_request_that_goes_on_keeps_its_own_priority_and_time_to_live():
+    """Another, which keeps things for ever, used the blocks meanwhile: no wish about what comes after them."""
+    tree = tree_of(16)
+    lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
+    tree.publish(lease, BLOCK, now=0)
+    run(tree, 1, now=1, retention=Retention(priority=7))
+    lease.chain.append([2] * BLOCK)
+    tree.allocate(lease, 1)
+    tree.publish(lease, 2 * BLOCK, now=2)
+    tree.release(lease, now=3)
+    assert matched(tree, 1, 2, now=12.9) == 2
+    assert matched(tree, 1, 2, now=13) == 1
+    assert tree.expire(math.inf) == 2  # for ever, and inf is when that is over
+
+
+def test_a_request_that_goes_on_for_long_does_not_expire_while_it_does():
+    tree = tree_of(16)
+    lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
+    tree.publish(lease, BLOCK, now=0)
+    lease.chain.append([2] * BLOCK)
+    tree.allocate(lease, 1)
+    tree.publish(lease, 2 * BLOCK, now=100)
+    tree.release(lease, used=False)
+    assert matched(tree, 1, 2, now=101) == 2
+    assert matched(tree, 1, 2, now=110) == 0
+
+
+def test_a_block_may_have_any_number_of_readers():
+    tree = tree_of(8, 8)
+    lease = begin(tree, 1)
+    tree.publish(lease, BLOCK)
+    for _ in range(252):
+        transfers.begin_read(lease, tree.tiers[0], 0, 1)
+    with pytest.raises(StateError, match="252 readers"):
+        transfers.begin_read(lease, tree.tiers[0], 0, 1)
+    for _ in range(252):
+        transfers.end_read(lease, tree.tiers[0], 0, 1)
+    with pytest.raises(StateError, match="no reader"):
+        transfers.end_read(lease, tree.tiers[0], 0, 1)
+
+
+def test_a_block_dropped_from_the_only_tier_is_gone_with_its_last_lease():
+    tree = tree_of(8)
+    lease = begin(tree, 1, 2, 3)
+    tree.publish(lease, 3 * BLOCK)
+    transfers.begin_drop(lease, tree.tiers[0], 1, 1)
+    transfers.end_drop(tree, lease, tree.tiers[0], 1, 1)
+    tree.release(lease)
+    tree.check([])
+    assert matched(tree, 1, 2, 3) == 1
+    assert tree.tiers[0].pool.num_used == 1
