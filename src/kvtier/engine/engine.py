@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import time
@@ -113,9 +114,11 @@ class Engine:
         """Run one step; returns what it added to each answer. Does nothing if there is nothing to do."""
         now = self._clock()
         step = self.scheduler.schedule(now)
-        for control in step.controls:
-            control.run()
-        outputs = [self._refused(request) for request in step.refused]
+        if step.controls:
+            self.scheduler.update(step, [], now)
+            self._run(step.controls)
+            return []
+        outputs = [output for request in step.refused for output in self._refused(request)]
         if not step.rows:
             self.scheduler.update(step, [], now)
             return outputs
@@ -124,11 +127,17 @@ class Engine:
         self._inputs.plan(step)
         tickets = {row.request.id: self._live[row.request.id][1] for row in step.rows}
         generating = [tickets[row.request.id] for row in step.rows if row.wants_token and row.num_tokens <= 1]
-        self._pipeline.step(tickets.values(), generating=generating, tokens=[step.num_tokens])
-        self._pipeline.drain()
-        failed = next((ticket for ticket in tickets.values() if ticket.status is Status.FAILED), None)
-        if failed is not None:
-            return outputs + self._failed(step, failed)
+        try:
+            self._pipeline.step(tickets.values(), generating=generating, tokens=[step.num_tokens])
+            self._pipeline.drain()
+            failed = next((ticket for ticket in tickets.values() if ticket.status is Status.FAILED), None)
+            if failed is not None and failed.error is not None:
+                raise failed.error
+        except BaseException as error:
+            outputs += self._failed(step, error)
+            if not isinstance(error, Exception):  # an exit or an interrupt goes on its way
+                raise
+            return outputs
         return outputs + self._finish(step)
 
     def abort(self, request_id: str) -> bool:
@@ -186,9 +195,9 @@ class Engine:
     def _generation(
         self, name: str, index: int, tokens: list[int], params: SamplingParams, priority: int, salt: bytes
     ) -> Generation:
-        request = Request(
-            f"{name}#{index}", Chain(self.namespace, tokens, salt=salt), params.max_tokens, priority=priority
-        )
+        room = self.scheduler.config.max_context - len(tokens)
+        chain = Chain(self.namespace, tokens, salt=salt)
+        request = Request(f"{name}#{index}", chain, min(params.max_tokens, room), priority=priority)
         ends = self.model.config.eos_token_ids
         return Generation.of(name, index, request, RequestSampler(params, tokens, ends, index), self.tokenizer)
 
@@ -229,8 +238,6 @@ class Engine:
                 self._start(sibling)
             generation.siblings = []
         if request.state.is_over:
-            if generation.finish_reason is None:
-                generation.finish_reason = FinishReason.LENGTH
             del self._live[request.id]
             self._remember(generation)
             ticket.finish()
@@ -247,22 +254,31 @@ class Engine:
             room = min(room, self.scheduler.config.max_context - request.chain.num_tokens - 1)
             request.draft = guess[: max(0, room)]
 
-    def _refused(self, request: Request) -> Output:
+    def _refused(self, request: Request) -> list[Output]:
         generation, ticket = self._live.pop(request.id)
-        reason = FinishReason.LENGTH if request.num_new_tokens else FinishReason.ERROR
-        output = generation.end(reason, request.reason)
-        self._remember(generation)
         ticket.cancel()
-        return output
+        reason = FinishReason.LENGTH if request.num_new_tokens else FinishReason.ERROR
+        return self._end(generation, reason, request.reason)
 
-    def _failed(self, step: Step, ticket: Ticket) -> list[Output]:
+    def _failed(self, step: Step, error: BaseException) -> list[Output]:
         """A module raised: the step's requests end with that error, and the engine goes on."""
         outputs = []
         for request in self.scheduler.fail(step, self._clock()):
-            generation, _ = self._live.pop(request.id)
-            outputs.append(generation.end(FinishReason.ERROR, f"{type(ticket.error).__name__}: {ticket.error}"))
-            self._remember(generation)
+            generation, ticket = self._live.pop(request.id)
+            ticket.fail(error)
+            outputs += self._end(generation, FinishReason.ERROR, f"{type(error).__name__}: {error}")
         return outputs
+
+    def _end(self, generation: Generation, reason: FinishReason, error: str) -> list[Output]:
+        """An answer ends without another token, and with it those that waited for its prompt."""
+        outputs = [each.end(reason, error) for each in (generation, *generation.siblings)]
+        self._remember(generation)
+        return outputs
+
+    def _run(self, controls: Sequence[Control]) -> None:
+        with contextlib.ExitStack() as stack:  # all of them, also if one raises
+            for control in reversed(controls):
+                stack.callback(control.run)
 
     def _remember(self, generation: Generation) -> None:
         self._over[generation.id] = generation.explain()

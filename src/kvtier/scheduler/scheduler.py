@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do now: controls first, then copies of blocks, then compute the rows."""
+    """What to do now: controls and nothing else, or copies of blocks and then compute the rows."""
 
     controls: tuple[Control, ...]
     rows: tuple[Row, ...]
@@ -141,8 +141,10 @@ class Scheduler:
         """Choose the next step. The caller runs it and hands the results to `update`."""
         if self._step is not None:
             raise StateError("the results of the last step have not been given to update() yet")
-        controls = tuple(self._controls)
-        self._controls.clear()
+        if self._controls:  # they may change anything, so nothing is chosen before they have run
+            self._step = Step(tuple(self._controls), (), (), (), ())
+            self._controls.clear()
+            return self._step
         choice = _Choice(self.config.max_step_tokens)
         # Those that generate come first: a step of theirs is one token, and somebody is reading along.
         for request in sorted(self._running, key=lambda request: not request.is_generating):
@@ -154,7 +156,7 @@ class Scheduler:
         for row in rows:
             self.manager.scheduled(_held(row.request), now=now)
         copies = tuple(copy for row in rows if (copy := self._first_copy(row)) is not None)
-        self._step = Step(controls, rows, copies, tuple(choice.preempted), tuple(choice.refused))
+        self._step = Step((), rows, copies, tuple(choice.preempted), tuple(choice.refused))
         return self._step
 
     def update(self, step: Step, results: Sequence[RowResult], now: float) -> None:

