@@ -225,15 +225,18 @@ class RadixTree:
         """Forget blocks [first, ..) of a chain and all below them; what is leased is freed with its lease."""
         node = self._roots.get((chain.salt, chain.adapter))
         block = 0
-        while node is not None:
-            node = node.children.get(chain.key_at(block)) if block < chain.num_blocks else None
-            if node is None or node.start + common_blocks(node, chain, block, chain.num_blocks) <= first:
+        while node is not None and block < chain.num_blocks:
+            node = node.children.get(chain.key_at(block))
+            if node is None:
                 return 0
-            if node.stop > first:
+            stop = block + common_blocks(node, chain, block, chain.num_blocks)
+            if stop > first:
                 if node.start < first:
                     split(node, first - node.start, self.tiers)
                 return self._removal.detach(node, MissReason.DROPPED, self.clock)
-            block = node.stop
+            if stop < node.stop:
+                return 0
+            block = stop
         return 0
 
     def reset(self, namespace: Namespace | None = None) -> None:

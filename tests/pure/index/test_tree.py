@@ -105,3 +105,28 @@ def test_a_block_dropped_from_the_only_tier_is_gone_with_its_last_lease():
     tree.check([])
     assert matched(tree, 1, 2, 3) == 1
     assert tree.tiers[0].pool.num_used == 1
+
+
+@pytest.mark.parametrize("first", range(7))
+def test_drop_goes_as_deep_as_asked_whatever_the_edges(first):
+    tree = tree_of(32)
+    for end in (1, 3, 5, 4):  # edges [0, 1), [1, 3), [3, 4), [4, 5)
+        run(tree, *range(end))
+    run(tree, 0, 7)
+    assert tree.drop(chain_of(0, 1, 2, 3, 4, 9), first=first) == (max(0, 5 - first) + (first == 0))
+    tree.check([])
+    assert matched(tree, *range(6)) == min(first, 5)
+
+
+def test_a_use_joins_only_what_is_kept_alike():
+    """Two edges of one age, the lower published to stay for ever by a request that was then given up."""
+    tree = tree_of(16)
+    first = begin(tree, 1, retention=Retention(ttl=10))
+    tree.publish(first, BLOCK)
+    second = begin(tree, 1, 2)
+    tree.publish(second, 2 * BLOCK)
+    tree.release(second, used=False)
+    tree.release(first)
+    run(tree, 1, 2, retention=Retention(ttl=1))
+    assert matched(tree, 1, 2, now=9) == 2
+    assert matched(tree, 1, 2, now=10) == 0
