@@ -127,12 +127,19 @@ class CacheManager:
         return hold
 
     def allocate(self, hold: Hold, num_tokens: int) -> Shortage | None:
-        """Slots for the first `num_tokens` tokens, evicting what is cold; or nothing, and why."""
+        """Slots for the first `num_tokens` tokens, evicting what is cold; or nothing, and why.
+
+        Where the block to copy from is in the way, it is given up: then `num_cached_tokens` is less than it was.
+        """
         self._must_hold(hold)
         missing = hold.lease.num_missing(num_tokens)
         if not missing:
             return None
         slots = self.tree.allocate(hold.lease, missing)
+        if isinstance(slots, Shortage) and hold.source is not None and hold.copy is None:
+            self._let_source_go(hold)
+            hold.num_cached_tokens = hold.lease.num_matched_tokens
+            slots = self.tree.allocate(hold.lease, missing)
         if isinstance(slots, Shortage):
             return slots
         if hold.source is not None and hold.copy is None:

@@ -223,8 +223,8 @@ class Scheduler:
             if not choice.budget or len(self._running) >= self.config.max_rows:
                 return
             hold = self.manager.match(request.chain, now=now, retention=request.retention)
-            count = min(request.chain.num_tokens - hold.num_cached_tokens, choice.budget)
-            if self._never_fits(request, choice) or self.manager.allocate(hold, hold.num_cached_tokens + count):
+            stop = min(request.chain.num_tokens, hold.num_cached_tokens + choice.budget)
+            if self._never_fits(request, choice) or self.manager.allocate(hold, stop):
                 self.manager.abort(hold, now=now)
                 if request.state is RequestState.REFUSED:
                     continue
@@ -235,7 +235,7 @@ class Scheduler:
             request.num_computed = hold.num_cached_tokens
             if not request.num_preempted:
                 request.num_cached_tokens = hold.num_cached_tokens
-            choice.take(Row.of(request, count))
+            choice.take(Row.of(request, min(stop - hold.num_cached_tokens, choice.budget)))
 
     def _never_fits(self, request: Request, choice: _Choice) -> bool:
         """Refuse a request that could not run even alone."""

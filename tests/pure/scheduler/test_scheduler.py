@@ -209,6 +209,17 @@ def test_the_beginning_of_a_cached_block_is_reused_by_copy():
     scheduler.check()
 
 
+@pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 9], [1, 2, 9] * 3])
+def test_a_block_to_copy_from_is_given_up_where_it_is_in_the_way(prompt):
+    scheduler, device = make(3, max_step_tokens=16), Device()
+    request(scheduler, "a", [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], 2)
+    run(scheduler, device)
+    made = request(scheduler, "b", prompt, 1)
+    run(scheduler, device)
+    assert made.state is RequestState.FINISHED
+    assert made.num_cached_tokens % BLOCK == 0
+
+
 def test_long_prompts_are_computed_in_chunks_beside_others():
     scheduler, device = make(50), Device()
     request(scheduler, "short", [1, 1], 9)
