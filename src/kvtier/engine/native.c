@@ -16,7 +16,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LANES = 16, BLOCK = 32, MAX_TOKENS = 16 };
+enum { LANES = 16, BLOCK = 32, AHEAD = 12 };
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
@@ -52,8 +52,15 @@ INLINE f32x16 exp_of(f32x16 x) {
 
 /* Softmax in place; padded is length, rounded up to whole vectors. */
 static void softmax(float *scores, long length, long padded) {
-    float top = scores[0];
-    for (long i = 1; i < length; ++i) top = scores[i] > top ? scores[i] : top;
+    for (long i = length; i < padded; ++i) scores[i] = scores[0];
+    f32x16 tops = LOAD(f32x16, scores);
+    for (long i = LANES; i < padded; i += LANES) {
+        const f32x16 v = LOAD(f32x16, scores + i);
+        const i32x16 more = v > tops;
+        tops = (f32x16)(((i32x16)v & more) | ((i32x16)tops & ~more));
+    }
+    float top = tops[0];
+    for (int i = 1; i < LANES; ++i) top = tops[i] > top ? tops[i] : top;
     for (long i = length; i < padded; ++i) scores[i] = top;
     f32x16 sum = {0};
     for (long i = 0; i < padded; i += LANES) {
@@ -107,10 +114,10 @@ INLINE void q4_1(const char *block, int j, f32x16 *first, f32x16 *second) {
 }
 
 INLINE void q8_0(const char *block, int j, f32x16 *first, f32x16 *second) {
-    const f32x16 d = LOAD(f32x16, block);
+    const f32x16 d = LOAD(f32x16, block), m = d * -128; /* q * d + m is exact: nothing rounds */
     const u16x16 q = LOAD(u16x16, block + 64 + 32 * j);
-    *first = (WIDEN(q & 255) - 128) * d;
-    *second = (WIDEN(q >> 8) - 128) * d;
+    *first = WIDEN(q & 255) * d + m;
+    *second = WIDEN(q >> 8) * d + m;
 }
 
 INLINE void bf16(const char *block, int j, f32x16 *first, f32x16 *second) {
@@ -202,7 +209,6 @@ INLINE const float *keys_of(const Attention *a, long sequence, long at) {
 }
 
 /* Ask for a token's keys or values a few tokens before they are needed: the processor's own guess ends with the page. */
-enum { AHEAD = 12 };
 INLINE void prefetch(const Attention *a, long sequence, long at, long offset, long count) {
     if (at >= a->lengths[sequence]) return;
     const float *from = keys_of(a, sequence, at) + offset;

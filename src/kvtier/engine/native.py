@@ -31,6 +31,8 @@ _LANES, _BLOCK = 16, 32
 # No -ffast-math: it lets the compiler reorder sums, and so make them depend on how many tokens there are.
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2})
+PACKED_KINDS = frozenset(_KINDS)
+"""Types of stored matrices that `pack` takes, as GGUF names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class NativeCode:
         padded = 1 << (count - 1).bit_length()
         if padded == 1:
             columns = x.contiguous()
+        elif padded == count:
+            columns = x.t().contiguous()
         else:
             columns = x.new_zeros(weight.columns, padded)
             columns[:, :count] = x.t()

