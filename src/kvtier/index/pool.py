@@ -121,7 +121,7 @@ class BlockPool:
         return np.concatenate(runs) if runs else np.empty(0, np.int32)
 
     def allocate(self, n: int) -> Slots | Shortage:
-        """n slots, or none and the reason. Contiguous where there is a run that long, else in as few runs as can be."""
+        """n slots, or none and the reason. Contiguous where a run is twice as long, most times where one just fits."""
         if n < 0:
             raise RangeError(f"{self.tier}: cannot allocate {n} slots")
         if n > self._num_free:
@@ -270,14 +270,14 @@ def _runs(ids: I32) -> list[tuple[int, int]]:
         breaks = np.flatnonzero(ids[1:] - ids[:-1] != 1)
         starts = [int(ids[0]), *ids[breaks + 1].tolist()]
         return list(zip(starts, [*(ids[breaks] + 1).tolist(), int(ids[-1]) + 1], strict=True))
-    runs = []
-    start = stop = -1
-    for slot in ids.tolist():
+    if not len(ids):
+        return []
+    start, *others = ids.tolist()
+    runs, stop = [], start + 1
+    for slot in others:
         if slot != stop:
-            if stop >= 0:
-                runs.append((start, stop))
+            runs.append((start, stop))
             start = slot
         stop = slot + 1
-    if stop >= 0:
-        runs.append((start, stop))
+    runs.append((start, stop))
     return runs

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from index_cases import slots
+from kvtier.errors import ArgumentError, KvtierError, RangeError, StateError
+from kvtier.index import BlockPool, Shortage, Slots
+
+
+def runs(free: set[int]) -> list[int]:
+    """How long the runs of neighbours are."""
+    lengths = []
+    for slot in sorted(free):
+        if slot - 1 in free:
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+    return lengths
+
+
+def state(pool: BlockPool) -> tuple:
+    return pool.free_slots().tolist(), pool.num_free, pool.num_used, pool.stats
+
+
+@pytest.mark.parametrize("n", range(12))
+@pytest.mark.parametrize("reserved", [0, 2])
+def test_any_number_up_to_all_can_be_had_and_one_more_cannot(n, reserved):
+    pool = BlockPool("device", 10 + reserved, reserved=reserved)
+    found = pool.allocate(n)
+    pool.check()
+    if n > 10:
+        assert found == Shortage("device", n, 10)
+        assert pool.num_free == 10
+    else:
+        assert found.tier == "device"
+        assert len(found) == n
+        assert not set(found.ids.tolist()) & set(pool.free_slots().tolist())
+        assert sorted(found.ids.tolist() + pool.free_slots().tolist()) == list(range(reserved, 10 + reserved))
+
+
+def test_nothing_of_a_full_pool_is_nothing():
+    pool = BlockPool("device", 3)
+    pool.allocate(3)
+    assert len(pool.allocate(0)) == 0
+    assert isinstance(pool.allocate(1), Shortage)
+
+
+@pytest.mark.parametrize(("num_slots", "reserved"), [(-1, 0), (4, 5), (4, -1)])
+def test_a_pool_that_cannot_be_is_an_error_with_the_numbers(num_slots, reserved):
+    with pytest.raises(RangeError, match=f"{reserved} reserved slots do not fit in a pool of {num_slots}"):
+        BlockPool("device", num_slots, reserved=reserved)
+
+
+def test_a_negative_number_of_slots_is_an_error():
+    with pytest.raises(RangeError, match="-1"):
+        BlockPool("device", 4).allocate(-1)
+
+
+@pytest.mark.parametrize("ids", [[-1], [-2], [-7], [3, -2], [-3, 3], [8], [3, 8], [100], [0], [1, 3], [3, 0]])
+@pytest.mark.parametrize("others", [0, 70])
+def test_slots_that_are_not_the_pools_to_take_back_are_refused_and_nothing_changes(ids, others):
+    """Reserved, outside, negative; alone or behind many good ones: there are two ways to find runs."""
+    pool = BlockPool("device", 8 + others, reserved=2)
+    pool.allocate(6 + others)
+    before = state(pool)
+    ids = [slot + others if slot >= 8 else slot for slot in ids]
+    with pytest.raises(RangeError, match=r"slot -?\d+ is not one of"):
+        pool.release(slots("device", *range(8, 8 + others), *ids))
+    assert state(pool) == before
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    "ids", [[3, 3], [4, 5, 4], [5, 4, 5], [4, 5, 5, 6], [1], [3, 1], [1, 3], [3, 4, 5, 6, 7, 3], [*range(2, 90), 3]]
+)
+def test_slots_given_back_twice_are_refused_and_nothing_changes(ids):
+    pool = BlockPool("device", 100)
+    pool.allocate(100)
+    pool.release(slots("device", 1))
+    before = state(pool)
+    with pytest.raises(StateError, match=r"slot \d+ was given back"):
+        pool.release(slots("device", *ids))
+    assert state(pool) == before
+    pool.check()
+
+
+def test_slots_of_another_tier_are_refused_though_the_numbers_fit():
+    device, host = BlockPool("device", 4), BlockPool("host", 4)
+    given_out = host.allocate(2)
+    device.allocate(4)
+    with pytest.raises(ArgumentError, match="slots of host were given back to the pool of device"):
+        device.release(given_out)
+    assert (device.num_used, host.num_used) == (4, 2)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=200), st.data())
+def test_slots_are_neighbours_wherever_a_run_twice_as_long_is_free(is_used, data):
+    """Also where one just fits, most times: of the runs of up to twice n the pool looks at one only."""
+    pool = BlockPool("device", len(is_used))
+    pool.allocate(len(is_used))
+    pool.release(slots("device", *[slot for slot, used in enumerate(is_used) if not used]))
+    free = set(pool.free_slots().tolist())
+    n = data.draw(st.integers(0, len(free)))
+    longest = max(runs(free), default=0)
+    found = pool.allocate(n).ids
+    assert set(found.tolist()) <= free
+    if longest >= 2 * n:
+        assert (np.diff(found) == 1).all()
+    if runs(free) == [longest]:
+        assert (np.diff(found) == 1).all()
+    pool.check()
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.lists(st.integers(0, 59), unique=True))
+def test_a_pool_grows_and_shrinks_and_strands_no_used_slot(old, new, used):
+    used = [slot for slot in used if slot < old]
+    pool = BlockPool("host", old)
+    pool.allocate(old)
+    pool.release(slots("host", *sorted(set(range(old)) - set(used))))
+    if max(used, default=-1) >= new:
+        before = state(pool)
+        with pytest.raises(StateError, match=f"cannot shrink to {new} slots, slot {max(used)} is in use"):
+            pool.resize(new)
+        assert state(pool) == before
+    else:
+        pool.resize(new)
+        assert pool.num_slots == new
+        assert pool.free_slots().tolist() == sorted(set(range(new)) - set(used))
+    pool.check()
+    pool.release(slots("host", *used))
+    assert pool.num_free == pool.num_slots
+
+
+def test_a_pool_does_not_shrink_into_what_is_reserved():
+    pool = BlockPool("device", 8, reserved=3)
+    with pytest.raises(RangeError, match="3 are reserved"):
+        pool.resize(2)
+    pool.resize(3)
+    assert (pool.num_free, pool.num_used) == (0, 0)
+    pool.resize(5)
+    assert pool.free_slots().tolist() == [3, 4]
+
+
+def test_the_numbers_of_a_pool():
+    pool = BlockPool("device", 10, reserved=1)
+    taken = pool.allocate(6).ids
+    pool.release(Slots("device", taken[1:3]))
+    stats = pool.stats
+    assert (stats.num_slots, stats.num_reserved, stats.num_used, stats.num_free) == (10, 1, 4, 5)
+    assert (stats.num_runs, stats.num_allocated, stats.num_released) == (2, 6, 2)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A pool against a set of numbers."""
+
+    @initialize(num_slots=st.integers(0, 80), reserved=st.integers(0, 3))
+    def start(self, num_slots, reserved):
+        self.reserved = min(reserved, num_slots)
+        self.num_slots = num_slots
+        self.pool = BlockPool("device", num_slots, reserved=self.reserved)
+        self.used: list[int] = []
+
+    @property
+    def free(self) -> set[int]:
+        return set(range(self.reserved, self.num_slots)) - set(self.used)
+
+    @rule(n=st.integers(0, 90))
+    def allocate(self, n):
+        free = self.free
+        found = self.pool.allocate(n)
+        if n > len(free):
+            assert found == Shortage("device", n, len(free))
+            return
+        ids = found.ids.tolist()
+        assert len(set(ids)) == n
+        assert set(ids) <= free
+        self.used += ids
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def release(self, data):
+        ids = data.draw(st.lists(st.sampled_from(self.used), unique=True))
+        self.pool.release(slots("device", *ids))
+        self.used = [slot for slot in self.used if slot not in ids]
+
+    @precondition(lambda self: self.used)
+    @rule(first=st.integers(0, 80), count=st.integers(0, 80))
+    def release_neighbours(self, first, count):
+        ids = sorted(self.used)[first : first + count]
+        self.pool.release(slots("device", *ids))
+        self.used = [slot for slot in self.used if slot not in ids]
+
+    @rule(ids=st.lists(st.integers(-3, 90), min_size=1, max_size=4))
+    def release_anything(self, ids):
+        if len(set(ids)) == len(ids) and set(ids) <= set(self.used):
+            return
+        with pytest.raises(KvtierError):
+            self.pool.release(slots("device", *ids))
+
+    @rule(num_slots=st.integers(0, 90))
+    def resize(self, num_slots):
+        if num_slots < max([*self.used, self.reserved - 1]) + 1:
+            with pytest.raises(KvtierError):
+                self.pool.resize(num_slots)
+        else:
+            self.pool.resize(num_slots)
+            self.num_slots = num_slots
+
+    @invariant()
+    def it_agrees(self):
+        if hasattr(self, "pool"):
+            self.pool.check()
+            assert self.pool.free_slots().tolist() == sorted(self.free)
+            assert self.pool.num_free == len(self.free)
+            assert self.pool.num_used == len(self.used)
+            assert self.pool.stats.num_runs == len(runs(self.free))
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

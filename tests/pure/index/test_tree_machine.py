@@ -1,0 +1,609 @@
+"""Pool, tree, leases and transfers against index_model.Model: any order of calls, compared after each."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from index_model import BLOCK_TOKENS, Copy, Holder, Model, Spec, block_contents, key_of, namespace_bytes, root_key
+from kvtier.errors import KvtierError, StateError
+from kvtier.index import (
+    BlockPool,
+    BlocksRemoved,
+    BlocksStored,
+    Chain,
+    IndexCleared,
+    Lease,
+    MediaItem,
+    MissReason,
+    Namespace,
+    RadixTree,
+    Retention,
+    Shortage,
+    Slots,
+    Tier,
+    make_policy,
+    transfers,
+)
+
+SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
+STEPS = 50
+STATES = {1: ("writing", 0), 2: ("dropping", 0), **{3 + n: ("ready", n) for n in range(253)}}
+REVISIONS = ("a", "b")
+MOST_TOKENS = 13
+DOMAINS = [(b"", b"")] * 4 + [(b"s", b""), (b"", b"l"), (b"s", b"l")]
+MEDIA = [()] * 4 + [((2, 2, b"x"),), ((1, 4, b"x"),), ((2, 2, b"y"),), ((4, 1, b"x"), (5, 2, b"y"))]
+
+
+def spec_of(number: int) -> Spec:
+    """Zeros with perhaps a one among them: most pairs share a prefix, and part at every place there is."""
+    number, length = divmod(number, MOST_TOKENS + 1)
+    number, flip = divmod(number, MOST_TOKENS + 1)
+    number, domain = divmod(number, len(DOMAINS))
+    tokens = tuple(int(at == flip) for at in range(MOST_TOKENS - length))
+    return Spec(tokens, MEDIA[number], DOMAINS[domain])
+
+
+SPECS = st.integers(0, (MOST_TOKENS + 1) ** 2 * len(DOMAINS) * len(MEDIA) - 1).map(spec_of)
+ANY = st.integers(0, 11)
+RETENTIONS = st.sampled_from([(0, math.inf)] * 4 + [(1, math.inf), (2, 3.0), (0, 2.0), (-1, 5.0)])
+
+
+@dataclass(eq=False)
+class Both:
+    """A lease, and what the model has for it."""
+
+    lease: Lease
+    holder: Holder
+    num_moves: int = 0
+
+
+@dataclass(eq=False)
+class Move:
+    """A copy under way; it holds its lease."""
+
+    owner: Both
+    source: int
+    target: int
+    first: int
+    slots: list[int]
+
+
+@dataclass(eq=False)
+class Drop:
+    """Blocks that are leaving a tier."""
+
+    owner: Both
+    tier: int
+    first: int
+    count: int
+
+
+class Machine(RuleBasedStateMachine):
+    NAMES = ("device",)
+    steps: ClassVar[Counter[str]] = Counter()
+
+    @initialize(
+        sizes=st.tuples(st.integers(1, 16), st.integers(1, 10), st.integers(1, 10)),
+        policy=st.sampled_from(["lru", "lru", "lru", "fifo", "s3fifo", "cost"]),
+    )
+    def start(self, sizes, policy):
+        self.sizes = sizes[: len(self.NAMES)]
+        self.tiers = [
+            Tier(number, BlockPool(name, size), lambda: make_policy(policy))
+            for number, (name, size) in enumerate(zip(self.NAMES, self.sizes, strict=True))
+        ]
+        self.heard: dict[str, set[bytes]] = {name: set() for name in self.NAMES}
+        self.revision = REVISIONS[0]
+        self.tree = RadixTree(self.namespace, self.tiers, listener=self.hear)
+        self.model = Model(self.sizes, exact_lru=policy == "lru")
+        self.open: list[Both] = []
+        self.closed: list[Lease] = []
+        self.under_way: list[Move | Drop] = []
+        self.memory: list[dict[int, object]] = [{} for _ in self.NAMES]
+        self.now = 0.0
+
+    @property
+    def namespace(self) -> Namespace:
+        return Namespace("m", self.revision, block_tokens=BLOCK_TOKENS)
+
+    def hear(self, event):
+        if isinstance(event, IndexCleared):
+            for keys in self.heard.values():
+                keys.clear()
+            return
+        keys = {event.keys[at : at + 32] for at in range(0, len(event.keys), 32)}
+        assert keys
+        assert len(keys) * 32 == len(event.keys)
+        if isinstance(event, BlocksStored):
+            assert not keys & self.heard[event.tier], "stored twice"
+            assert len(event.token_bytes) == len(keys) * BLOCK_TOKENS * 4
+            self.heard[event.tier] |= keys
+        elif isinstance(event, BlocksRemoved):
+            assert keys <= self.heard[event.tier], "removed what was not there"
+            self.heard[event.tier] -= keys
+
+    # ---- what requests do ----
+
+    def chain(self, spec: Spec) -> Chain:
+        media = [MediaItem(*item) for item in spec.media]
+        return Chain(self.namespace, spec.tokens, salt=spec.domain[0], adapter=spec.domain[1], media=media)
+
+    def do_match(self, spec: Spec, limit: int, retention: tuple[int, float]) -> Both:
+        lease = self.tree.match(self.chain(spec), now=self.now, max_blocks=limit, retention=Retention(*retention))
+        holder = self.model.match(spec, self.now, limit, *retention)
+        both = Both(lease, holder)
+        self.open.append(both)
+        assert lease.num_matched == lease.num_blocks == holder.num_matched
+        assert lease.table.tolist() == holder.table
+        assert (lease.stopped.name if lease.stopped else None) == holder.stopped
+        assert self.tree.explain(lease).block == holder.num_matched
+        assert self.tree.explain(lease).reason in MissReason
+        path = self.tree.path(lease)
+        for block, tier, slot in zip(holder.path, path.tiers.tolist(), path.slots.tolist(), strict=True):
+            assert (tier, slot) == (block.best, block.copies[tier].slot)
+            assert self.memory[tier][slot] == block.name, "a match leads to a slot that holds something else"
+        return both
+
+    def do_room(self, tier: int, whose: list[bytes | None]) -> None:
+        content = observed(self.tree)
+        self.model.evict(tier, whose, [name for name, copies in content.items() if tier in copies])
+
+    def do_reserve(self, tier: int, n: int, spec: Spec, call) -> list[int] | None:
+        """`call` takes n slots; whether it can, and what must go for it, the model says."""
+        whose = self.model.victims_needed(tier, n, spec.domain[0])
+        before = observed(self.tree)
+        slots = call()
+        if whose is None:
+            assert isinstance(slots, Shortage)
+            assert slots.wanted == n
+            assert str(slots)
+            assert observed(self.tree) == before
+            return None
+        assert isinstance(slots, Slots)
+        assert slots.tier == self.NAMES[tier]
+        assert len(slots) == len(set(slots.ids.tolist())) == n
+        self.do_room(tier, whose)
+        for slot in slots.ids.tolist():
+            self.memory[tier][slot] = None
+        return slots.ids.tolist()
+
+    def do_allocate(self, both: Both, n: int) -> bool:
+        slots = self.do_reserve(0, n, both.holder.spec, lambda: self.tree.allocate(both.lease, n))
+        if slots is None:
+            return False
+        both.holder.table += slots
+        assert both.lease.table.tolist() == both.holder.table
+        return True
+
+    def do_publish(self, both: Both, num_blocks: int, more_tokens: int) -> None:
+        holder, spec = both.holder, both.holder.spec
+        num_tokens = min(num_blocks * BLOCK_TOKENS + more_tokens, len(spec.tokens))
+        if num_tokens // BLOCK_TOKENS > len(holder.table):
+            with pytest.raises(StateError):
+                self.tree.publish(both.lease, num_tokens, now=self.now)
+            return
+        for number in range(len(holder.path), num_tokens // BLOCK_TOKENS):
+            self.memory[0][holder.table[number]] = (spec.domain, tuple(spec.contents[: number + 1]))
+        found = self.tree.publish(both.lease, num_tokens, now=self.now)
+        assert (found.num_new, found.num_duplicate) == self.model.publish(holder, num_tokens, self.now)
+
+    def do_release(self, both: Both, used: bool) -> None:
+        # a request with a time to live or a priority that computed something was scheduled
+        used = used or (both.holder.unused_blocks and (both.holder.ttl != math.inf or both.holder.priority != 0))
+        self.tree.release(both.lease, used=used, now=self.now)
+        self.model.release(both.holder, used, self.now)
+        self.open.remove(both)
+        self.closed.append(both.lease)
+
+    @rule(spec=SPECS, limit=st.sampled_from([99, 99, 99, 0, 1, 2, 4]), retention=RETENTIONS)
+    def match(self, spec, limit, retention):
+        if len(self.open) < 8:
+            self.do_match(spec, limit, retention)
+
+    @rule(spec=SPECS, retention=RETENTIONS, used=st.booleans())
+    def whole_request(self, spec, retention, used):
+        """The usual life: match, allocate, compute, publish, release; or give up where there is no room."""
+        both = self.do_match(spec, 99, retention)
+        missing = both.lease.num_missing(len(spec.tokens))
+        assert missing == -(-len(spec.tokens) // BLOCK_TOKENS) - len(both.holder.path)
+        if self.do_allocate(both, missing):
+            self.do_publish(both, len(spec.contents), 1)
+            self.do_release(both, used)
+        else:
+            self.do_release(both, False)
+
+    @rule(spec=SPECS, first=ANY, second=ANY)
+    def twins(self, spec, first, second):
+        """Two requests compute the same, each on its own slots, and publish turn about."""
+        leases = [self.do_match(spec, 99, (0, math.inf)) for _ in range(2)]
+        if all(self.do_allocate(both, len(spec.contents) - len(both.holder.path)) for both in leases):
+            for both, part in zip([leases[0], leases[1], leases[0], leases[1]], [first, second, 99, 99], strict=True):
+                self.do_publish(both, part, 0)
+        for both in leases:
+            self.do_release(both, True)
+
+    @precondition(lambda self: self.open)
+    @rule(which=ANY, n=st.integers(0, 6))
+    def allocate(self, which, n):
+        self.do_allocate(self.open[which % len(self.open)], n)
+
+    @precondition(lambda self: self.open)
+    @rule(which=ANY, num_blocks=st.integers(0, 7), more=st.integers(0, 1))
+    def publish(self, which, num_blocks, more):
+        self.do_publish(self.open[which % len(self.open)], num_blocks, more)
+
+    @precondition(lambda self: self.open)
+    @rule(which=ANY, tokens=st.lists(st.integers(0, 1), max_size=4))
+    def extend(self, which, tokens):
+        both = self.open[which % len(self.open)]
+        both.lease.chain.append(tokens)
+        spec = both.holder.spec
+        both.holder.spec = Spec(spec.tokens + tuple(tokens), spec.media, spec.domain)
+
+    @precondition(lambda self: self.open)
+    @rule(which=ANY)
+    def generate(self, which):
+        """One more block: two tokens, a slot, computed, published."""
+        self.extend(which, [1, 0])
+        both = self.open[which % len(self.open)]
+        missing = both.lease.num_missing(len(both.holder.spec.tokens))
+        if self.do_allocate(both, missing):
+            self.do_publish(both, len(both.holder.spec.contents), 0)
+
+    @precondition(lambda self: self.open)
+    @rule(which=ANY)
+    def commit(self, which):
+        both = self.open[which % len(self.open)]
+        self.tree.commit(both.lease, now=self.now)
+        self.model.use(both.holder, self.now)
+
+    @precondition(lambda self: self.free_leases)
+    @rule(which=ANY, used=st.booleans())
+    def release(self, which, used):
+        self.do_release(self.free_leases[which % len(self.free_leases)], used)
+
+    @precondition(lambda self: self.free_leases)
+    @rule(which=ANY, retention=RETENTIONS)
+    def preempt_and_resume(self, which, retention):
+        both = self.free_leases[which % len(self.free_leases)]
+        self.do_release(both, True)
+        self.do_match(both.holder.spec, 99, retention)
+
+    @precondition(lambda self: self.closed)
+    @rule(which=ANY)
+    def a_lease_ends_once(self, which):
+        lease = self.closed[-1 - which % len(self.closed)]
+        for call in (
+            lambda: self.tree.release(lease),
+            lambda: self.tree.release(lease, used=False),
+            lambda: self.tree.allocate(lease, 1),
+            lambda: self.tree.publish(lease, 0),
+            lambda: self.tree.commit(lease),
+            lambda: transfers.begin_read(lease, self.tiers[0], 0, 0),
+        ):
+            with pytest.raises(StateError, match="released"):
+                call()
+
+    @property
+    def free_leases(self) -> list[Both]:
+        return [both for both in self.open if not both.num_moves]
+
+    # ---- what the operator does ----
+
+    @rule(spec=SPECS, first=st.integers(0, 5))
+    def drop(self, spec, first):
+        assert self.tree.drop(self.chain(spec), first=first) == self.model.drop(spec, first)
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 2.5]))
+    def expire(self, seconds):
+        self.now += seconds
+        assert self.tree.expire(self.now) == self.model.expire(self.now)
+
+    @rule(seconds=st.sampled_from([1.0, 2.5]))
+    def time_goes_by(self, seconds):
+        self.now += seconds
+
+    @rule(other=st.booleans(), really=st.integers(0, 3))
+    def reset(self, other, really):
+        if really:  # or nothing would live long
+            return
+        if other:
+            old = self.chain(Spec((0, 0)))
+            self.revision = REVISIONS[self.revision == REVISIONS[0]]
+            self.tree.reset(self.namespace)
+            with pytest.raises(KvtierError):
+                self.tree.match(old)
+        else:
+            self.tree.reset()
+        self.model.reset()
+
+    @rule(tier=ANY, salt=st.sampled_from([b"", b"s"]), quota=st.sampled_from([None, 0, 2, 4, 8]))
+    def set_quota(self, tier, salt, quota):
+        tier %= len(self.tiers)
+        self.tree.set_quota(self.tiers[tier], salt, quota)
+        self.model.quotas[tier].pop(salt, None)
+        if quota is not None:
+            self.model.quotas[tier][salt] = quota
+
+    @rule(tier=ANY, n=st.integers(0, 5))
+    def evict(self, tier, n):
+        tier %= len(self.tiers)
+        enough = n <= len(self.model.evictable(tier))
+        shortage = self.tree.evict(self.tiers[tier], n)
+        assert (shortage is None) == enough
+        self.do_room(tier, [None] * n if enough else [])
+
+    @rule(tier=ANY, n=st.integers(1, 5))
+    def evict_of_a_tenant(self, tier, n):
+        tier %= len(self.tiers)
+        for salt in self.model.quotas[tier]:
+            enough = n <= len(self.model.evictable(tier, salt))
+            assert (self.tree.evict(self.tiers[tier], n, salt=salt) is None) == enough
+            self.do_room(tier, [salt] * n if enough else [])
+
+    @rule(tier=ANY, n=st.integers(0, 5), salt=st.sampled_from([b"", b"s"]))
+    def reserve_and_give_back(self, tier, n, salt):
+        tier %= len(self.tiers)
+        spec = Spec((), (), (salt, b""))
+        slots = self.do_reserve(tier, n, spec, lambda: self.tree.reserve(self.tiers[tier], n, salt))
+        if slots is not None:
+            given = Slots(self.NAMES[tier], np.array(slots, np.int32))
+            self.tree.give_back(self.tiers[tier], given, salt)
+            if n:
+                with pytest.raises(KvtierError):
+                    self.tree.give_back(self.tiers[tier], given, salt)
+
+    @rule(tier=ANY, by=st.integers(-6, 6))
+    def resize(self, tier, by):
+        tier %= len(self.tiers)
+        size = max(0, self.model.sizes[tier] + by)
+        highest = max((slot for slot, _ in self.model.owners(tier)), default=-1)
+        if highest >= size:
+            with pytest.raises(StateError):
+                self.tiers[tier].pool.resize(size)
+        else:
+            self.tiers[tier].pool.resize(size)
+            self.model.sizes[tier] = size
+
+    # ---- after each ----
+
+    @invariant()
+    def everything_agrees(self):
+        self.steps[type(self).__name__] += 1
+        if not hasattr(self, "tree"):
+            return
+        self.tree.check([both.lease for both in self.open])
+        assert observed(self.tree) == self.model.content()
+        for number, tier in enumerate(self.tiers):
+            owners = self.model.owners(number)
+            used = {slot for slot, _ in owners}
+            assert len(used) == len(owners), "a slot has two owners"
+            assert tier.pool.free_slots().tolist() == sorted(set(range(self.model.sizes[number])) - used)
+            assert tier.num_evictable == len(self.model.evictable(number))
+            for salt in (b"", b"s"):
+                assert tier.used_by.get(salt, 0) == self.model.used_by(number, salt)
+        for both in self.open:
+            assert both.lease.num_blocks == len(both.holder.path)
+            for number, slot in enumerate(both.holder.table[: len(both.holder.path)]):
+                if slot >= 0:
+                    assert self.memory[0][slot] == both.holder.path[number].name, "a leased slot was written by another"
+
+    @invariant()
+    def listeners_know_what_is_there(self):
+        if not hasattr(self, "tree"):
+            return
+        there: dict[str, set[bytes]] = {name: set() for name in self.NAMES}
+        namespace = namespace_bytes("m", self.revision, "", "", BLOCK_TOKENS)
+        waiting = [
+            (child, root_key(namespace, *domain))
+            for domain, root in self.model.roots.items()
+            for child in root.children.values()
+        ]
+        while waiting:
+            block, above = waiting.pop()
+            key = key_of(above, block.content)
+            for tier, copy in block.copies.items():
+                if copy.state != "writing":
+                    there[self.NAMES[tier]].add(key)
+            waiting += [(child, key) for child in block.children.values()]
+        assert self.heard == there
+
+
+class TieredMachine(Machine):
+    """The same with three tiers and blocks that move between them."""
+
+    NAMES = ("device", "host", "disk")
+
+    @precondition(lambda self: self.open)
+    @rule(which=ANY, to=ANY, first=ANY, count=st.integers(1, 7))
+    def begin_copy(self, which, to, first, count):
+        """Blocks that can be read somewhere start on their way to a tier that has none of them."""
+        both = self.open[which % len(self.open)]
+        path = both.holder.path
+        if not path or len(self.under_way) > 4:
+            return
+        target = to % len(self.tiers)
+        first %= len(path)
+        source = path[first].best
+        if source is None or source == target:
+            return
+        run = []
+        for block in path[first : first + count]:
+            if target in block.copies or source not in block.copies or not block.copies[source].readable:
+                break
+            run.append(block)
+        if not run:
+            return
+        spec = both.holder.spec
+        slots = self.do_reserve(
+            target, len(run), spec, lambda: self.tree.reserve(self.tiers[target], len(run), spec.domain[0])
+        )
+        if slots is None:
+            return
+        transfers.begin_read(both.lease, self.tiers[source], first, len(run))
+        ids = Slots(self.NAMES[target], np.array(slots, np.int32))
+        transfers.begin_write(both.lease, self.tiers[target], first, ids)
+        for block, slot in zip(run, slots, strict=True):
+            block.copies[source].readers += 1
+            block.copies[target] = Copy(slot, "writing")
+        both.num_moves += 1
+        self.under_way.append(Move(both, source, target, first, slots))
+
+    @rule(spec=SPECS, to=st.integers(1, 2), ok=st.integers(0, 4))
+    def store(self, spec, to, ok):
+        """A whole request that is kept in a slower tier too."""
+        if len(self.under_way) > 4:
+            return
+        self.whole_request(spec, (0, math.inf), True)
+        self.do_match(spec, 99, (0, math.inf))
+        before = len(self.under_way)
+        self.begin_copy(len(self.open) - 1, to, 0, 99)
+        if len(self.under_way) > before:
+            self.end(before, ok > 0)
+        self.do_release(self.open[-1], True)
+
+    @precondition(lambda self: self.open)
+    @rule(which=ANY, tier=ANY, first=ANY, count=st.integers(1, 4))
+    def begin_drop(self, which, tier, first, count):
+        """Blocks nobody reads are to leave a tier. From the device only what no lease has in its table."""
+        both = self.open[which % len(self.open)]
+        path = both.holder.path
+        if not path:
+            return
+        tier, first = tier % len(self.tiers), first % len(path)
+        tables = {slot for other in self.open for slot in other.holder.table} if tier == 0 else set()
+        run = 0
+        for block in path[first : first + count]:
+            copy = block.copies.get(tier)
+            if copy is None or copy.state != "ready" or copy.readers or copy.slot in tables:
+                break
+            run += 1
+        if run:
+            transfers.begin_drop(both.lease, self.tiers[tier], first, run)
+            for block in path[first : first + run]:
+                block.copies[tier].state = "dropping"
+            both.num_moves += 1
+            self.under_way.append(Drop(both, tier, first, run))
+
+    @precondition(lambda self: self.under_way)
+    @rule(which=ANY, ok=st.booleans())
+    def end(self, which, ok):
+        move = self.under_way.pop(which % len(self.under_way))
+        both = move.owner
+        both.num_moves -= 1
+        path = both.holder.path
+        if isinstance(move, Drop):
+            transfers.end_drop(self.tree, both.lease, self.tiers[move.tier], move.first, move.count)
+            for block in path[move.first : move.first + move.count]:
+                del block.copies[move.tier]
+            return
+        count = len(move.slots)
+        for block, slot in zip(path[move.first : move.first + count], move.slots, strict=True):
+            source = block.copies[move.source]
+            assert self.memory[move.source][source.slot] == block.name, "a source was overwritten while it was read"
+            source.readers -= 1
+            if ok:
+                self.memory[move.target][slot] = block.name
+                block.copies[move.target].state = "ready"
+            else:
+                del block.copies[move.target]
+        transfers.end_read(both.lease, self.tiers[move.source], move.first, count)
+        transfers.end_write(self.tree, both.lease, self.tiers[move.target], move.first, count, ok=ok)
+
+    @precondition(lambda self: self.open)
+    @rule(which=ANY, tier=ANY, first=ANY)
+    def what_cannot_be_is_refused(self, which, tier, first):
+        """Each call on a block in the wrong state raises; the comparison that follows shows that nothing changed."""
+        both = self.open[which % len(self.open)]
+        path = both.holder.path
+        if not path:
+            return
+        tier, first = tier % len(self.tiers), first % len(path)
+        copy, at, lease = path[first].copies.get(tier), self.tiers[tier], both.lease
+        refused = []
+        if copy is None or not copy.readable:
+            refused.append(lambda: transfers.begin_read(lease, at, first, 1))
+        if copy is None or not copy.readers:
+            refused.append(lambda: transfers.end_read(lease, at, first, 1))
+        if copy is None or copy.state != "ready" or copy.readers:
+            refused.append(lambda: transfers.begin_drop(lease, at, first, 1))
+        if copy is None or copy.state != "dropping":
+            refused.append(lambda: transfers.end_drop(self.tree, lease, at, first, 1))
+        if copy is None or copy.state != "writing":
+            refused.append(lambda: transfers.end_write(self.tree, lease, at, first, 1, ok=False))
+        if any(tier in block.copies for block in path[first:]):
+            slots = Slots(at.name, np.arange(len(path) - first, dtype=np.int32))
+            refused.append(lambda: transfers.begin_write(lease, at, first, slots))
+        other = Slots("elsewhere", np.zeros(1, np.int32))
+        refused.append(lambda: transfers.begin_write(lease, at, first, other))
+        refused.append(lambda: transfers.begin_read(lease, at, first, len(path)) if first else at.pool.release(other))
+        for call in refused:
+            with pytest.raises(KvtierError):
+                call()
+
+
+def observed(tree: RadixTree) -> dict:
+    """What the tree holds, block by block: salt, adapter and prefix -> tier -> slot, state and readers."""
+    content = {}
+    prefixes: dict[object, tuple] = dict.fromkeys(tree.roots.values(), ())
+    for node in tree.nodes():
+        prefix = prefixes[node.parent]
+        ids = np.frombuffer(bytes(node.labels), "<i4").reshape(-1, BLOCK_TOKENS).tolist()
+        for number, tokens in enumerate(ids):
+            prefix = (*prefix, (tuple(tokens), parsed((node.extras or {}).get(node.start + number, b""))))
+            content[node.domain, prefix] = {
+                tier: (int(held.slots[number]), *STATES[held.states[number]])
+                for tier, held in enumerate(node.held)
+                if held is not None and held.states[number]
+            }
+        prefixes[node] = prefix
+    return content
+
+
+def parsed(extras: bytes) -> tuple:
+    """Extras back to items: place and digest, each behind its length."""
+    parts = []
+    while extras:
+        size = int.from_bytes(extras[:8], "little")
+        parts.append(extras[8 : 8 + size])
+        extras = extras[8 + size :]
+    return tuple((*map(int, place.split(b",")), digest) for place, digest in zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize(("machine", "examples"), [(Machine, 280), (TieredMachine, 300)])
+def test_the_index_is_what_the_model_says_after_every_step(machine, examples):
+    """Together more than 20,000 steps; KVTIER_SOAK=100 makes a hundred times as many."""
+    before = machine.steps[machine.__name__]
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples * SOAK,
+            stateful_step_count=STEPS,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert machine.steps[machine.__name__] - before >= 10_000 * SOAK
+
+
+def test_the_model_cuts_tokens_and_media_as_drawn():
+    """Of the model itself, for a start: an item is in the blocks whose tokens it shares, and nowhere else."""
+    contents = block_contents((1, 2, 3, 4, 5, 6, 7), [(2, 2, b"x"), (5, 1, b"y")])
+    assert contents == [((1, 2), ()), ((3, 4), ((0, 2, b"x"),)), ((5, 6), ((1, 1, b"y"),))]
