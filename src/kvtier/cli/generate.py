@@ -27,6 +27,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Talk to a model. An empty line or end of input ends it; what was read before is not read again.",
     )
     command.add_argument("--system", help="a system message to begin with")
+    command.add_argument("--first", metavar="MESSAGE", help="send this message first, then ask for more")
     command.add_argument("--once", metavar="MESSAGE", help="send one message, print the answer and end")
     _options(command)
     command.set_defaults(run=chat)
@@ -48,10 +49,11 @@ def chat(options: argparse.Namespace) -> int:
     """A conversation, each answer printed as it is written."""
     params, llm = _params(options), _llm(options)
     messages = [{"role": "system", "content": options.system}] if options.system else []
-    while True:
-        text = options.once or _ask()
-        if not text:
-            break
+    first = options.once or options.first
+    if first:
+        print(f"> {first}")
+    while text := first or _ask():
+        first = None
         messages.append({"role": "user", "content": text})
         messages.append({"role": "assistant", "content": _answer(llm, messages, params, options)})
         if options.once:

@@ -12,8 +12,8 @@ from kvtier.engine.model import Model, default_ops
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.ops import CpuOps, Ops, TorchOps
 from kvtier.engine.ops_invariant import InvariantOps
-from kvtier.engine.sampling import Logprobs, Penalties, RequestSampler, Sample, SamplingParams, sample
 from kvtier.engine.runner import EngineRunner
+from kvtier.engine.sampling import Logprobs, Penalties, RequestSampler, Sample, SamplingParams, sample
 from kvtier.engine.speculate import DraftProposer, NgramProposer, Proposer
 from kvtier.engine.stop import Released, StopChecker
 from kvtier.engine.tokenizer import Tokenizer, TokenStream, load_tokenizer
@@ -23,16 +23,13 @@ __all__ = [
     "DEFAULT_MODEL",
     "LLM",
     "Completion",
+    "CpuOps",
     "DraftProposer",
     "Engine",
     "EngineConfig",
     "EngineRunner",
     "Explanation",
     "FinishReason",
-    "NgramProposer",
-    "Output",
-    "Proposer",
-    "CpuOps",
     "ForwardBatch",
     "InvariantOps",
     "LayerWeights",
@@ -41,8 +38,11 @@ __all__ = [
     "Model",
     "ModelConfig",
     "ModelWeights",
+    "NgramProposer",
     "Ops",
+    "Output",
     "Penalties",
+    "Proposer",
     "Released",
     "RequestSampler",
     "RopeConfig",
