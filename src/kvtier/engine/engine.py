@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -59,7 +60,14 @@ class Engine:
         timeline: Timeline | None = None,
     ) -> None:
         config = config or EngineConfig()
-        limit = min(config.scheduler.max_context, model.config.max_positions)
+        models = [model, *(proposer.models if proposer is not None else ())]
+        for each in models[1:]:
+            if each.config.vocab_size != model.config.vocab_size:
+                raise ArgumentError(
+                    f"the draft model has {each.config.vocab_size} tokens where the model has "
+                    f"{model.config.vocab_size}: it must share the vocabulary"
+                )
+        limit = min(config.scheduler.max_context, *(each.config.max_positions for each in models))
         self.config = replace(config, scheduler=replace(config.scheduler, max_context=limit))
         self.model = model
         self.tokenizer = tokenizer
@@ -69,7 +77,6 @@ class Engine:
         scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead)
         self.scheduler = Scheduler(self.manager, scheduler)
         self.proposer = proposer
-        models = [model, *(proposer.models if proposer is not None else ())]
         self.groups = [CacheGroup(each, config.cache.num_blocks, config.block_tokens) for each in models]
         self._clock = clock
         self._inputs = Inputs(self.groups)
@@ -243,12 +250,16 @@ class Engine:
             ticket.finish()
 
     def _propose(self) -> None:
-        """Guess ahead for the requests that generate."""
+        """Guess ahead for the requests that generate. Whoever fails to guess costs guesses, not answers."""
         assert self.proposer is not None
         ready = [request for request in self.scheduler.running if request.is_generating]
         if not ready:
             return
-        guesses = self.proposer.propose(ready, self.groups[1:])
+        try:
+            guesses = self.proposer.propose(ready, self.groups[1:])
+        except Exception as error:
+            warnings.warn(f"the proposer failed: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
+            return
         for request, guess in zip(ready, guesses, strict=True):
             room = request.max_new_tokens - request.num_new_tokens - 1
             room = min(room, self.scheduler.config.max_context - request.chain.num_tokens - 1)

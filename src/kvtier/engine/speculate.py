@@ -71,7 +71,8 @@ class DraftProposer:
         if len(groups) != 1:
             raise ArgumentError(f"a draft model has one cache group, got {len(groups)}")
         group = groups[0]
-        room = [len(_table(request)) * group.block_tokens - request.chain.num_tokens for request in requests]
+        limits = (min(len(_table(each)) * group.block_tokens, group.model.config.max_positions) for each in requests)
+        room = [limit - request.chain.num_tokens for limit, request in zip(limits, requests, strict=True)]
         guesses: list[list[int]] = [[] for _ in requests]
         for depth in range(self.num_tokens):
             # the token fed at this depth is written at num_tokens - 1 + depth: it needs a slot there

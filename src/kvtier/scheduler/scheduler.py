@@ -26,7 +26,7 @@ class SchedulerConfig:
     max_context: int = 1 << 30
     """Tokens of a request, prompt and answer."""
     lookahead_tokens: int = 0
-    """Slots a generating request has beyond its step, for somebody who guesses ahead in the cache."""
+    """Slots a generating request has beyond its step where there is room, for somebody who guesses ahead."""
     age_seconds: float = 30.0
     """Waiting this long is worth one step of priority, so that nobody waits for ever."""
 
@@ -199,13 +199,17 @@ class Scheduler:
     def _continue(self, request: Request, choice: _Choice, now: float) -> None:
         """The next tokens of a running request, if need be at the cost of others that run."""
         known = request.chain.num_tokens - request.num_computed
-        draft = len(request.draft) if known == 1 else 0
-        count = min(known + draft, choice.budget)
+        count = min(known, choice.budget)
         if not count:
             return
-        ahead = self.config.lookahead_tokens if known == 1 else 0
+        # Room for guesses is a wish: nobody is preempted for it.
+        guesses = min(len(request.draft), choice.budget - count) if known == 1 else 0
+        ahead = guesses + (self.config.lookahead_tokens if count == known else 0)
+        if ahead and self.manager.allocate(_held(request), request.num_computed + count + ahead) is None:
+            choice.take(Row.of(request, count + guesses))
+            return
         while True:
-            shortage = self.manager.allocate(_held(request), request.num_computed + count + ahead)
+            shortage = self.manager.allocate(_held(request), request.num_computed + count)
             if shortage is None:
                 choice.take(Row.of(request, count))
                 return
@@ -229,6 +233,8 @@ class Scheduler:
                 if request.state is RequestState.REFUSED:
                     continue
                 return
+            if stop == request.chain.num_tokens:
+                self.manager.allocate(hold, stop + self.config.lookahead_tokens)  # a wish
             self._waiting.remove(request)
             self._running.append(request)
             request.state, request.hold = RequestState.RUNNING, hold
@@ -240,7 +246,7 @@ class Scheduler:
     def _never_fits(self, request: Request, choice: _Choice) -> bool:
         """Refuse a request that could not run even alone."""
         tokens = request.chain.num_tokens
-        capacity = self.manager.config.num_blocks * self.manager.namespace.block_tokens - self.config.lookahead_tokens
+        capacity = self.manager.config.num_blocks * self.manager.namespace.block_tokens
         if tokens >= min(capacity, self.config.max_context):
             request.reason = (
                 f"{tokens} tokens and one to generate do not fit: the cache has room for {capacity} tokens, "
