@@ -81,7 +81,7 @@ def media_extras(items: Sequence[MediaItem], block_tokens: int) -> dict[int, byt
     Where in the block the item begins is part of the extras: the same picture one token later is another block.
     """
     extras: dict[int, list[bytes]] = {}
-    for item in sorted(items, key=lambda item: item.start):
+    for item in sorted(items, key=lambda item: (item.start, item.num_tokens, item.digest)):
         for block in range(item.start // block_tokens, -(-item.stop // block_tokens)):
             place = f"{item.start - block * block_tokens},{item.num_tokens}".encode()
             extras.setdefault(block, []).extend((place, item.digest))

@@ -51,15 +51,13 @@ def _packed(tokens: Sequence[int]) -> bytes:
     try:
         packed = struct.pack(f"<{len(tokens)}i", *tokens)
     except struct.error:
-        wrong = next((token for token in tokens if not _is_token(token)), None)
-        raise DTypeError(f"tokens must be whole numbers in [0, {MAX_TOKEN}], got {wrong!r}") from None
+        for token in tokens:
+            if not isinstance(token, int | np.integer):
+                raise DTypeError(f"tokens must be whole numbers, got {token!r}") from None
+        raise RangeError(f"token ids must be in [0, {MAX_TOKEN}], got {max(tokens)} and {min(tokens)}") from None
     if tokens and min(tokens) < 0:
         raise RangeError(f"token ids must be in [0, {MAX_TOKEN}], got {min(tokens)}")
     return packed
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, int | np.integer) and 0 <= int(value) <= MAX_TOKEN
 
 
 def as_ids(labels: bytes | bytearray | memoryview) -> np.ndarray[Any, np.dtype[np.int32]]:
