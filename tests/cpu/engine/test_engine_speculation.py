@@ -1,15 +1,15 @@
 """Whoever guesses, the answer is the one without guesses; and good guesses are taken."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_helpers import VOCAB, alone, finish, greedy, make_engine, prompts, serve
-from kvtier.engine import InvariantOps, Model, SamplingParams, load_model
+from kvtier.engine import InvariantOps, Model, Penalties, SamplingParams, load_model
 from kvtier.engine.generation import FinishReason
 from kvtier.engine.speculate import DraftProposer, NgramProposer
 from kvtier.errors import ArgumentError, RangeError
@@ -157,6 +157,7 @@ class Failing(Model):
         super().__init__(model.config, model.weights, model.ops)
 
     def logits(self, hidden):
+        del hidden
         raise RuntimeError("no guesses today")
 
 
@@ -169,8 +170,6 @@ def test_a_proposer_that_fails_costs_guesses_only(model, draft):
 
 
 def test_a_draft_of_another_vocabulary_is_refused_and_a_shorter_context_counts(model):
-    from dataclasses import replace
-
     other = Model(replace(model.config, vocab_size=100), model.weights)
     with pytest.raises(ArgumentError, match="100 tokens where the model has 199"):
         make_engine(model, proposer=DraftProposer(other))
@@ -197,8 +196,6 @@ def test_n_answers_with_guesses(model, draft):
 
 
 def test_guesses_count_for_penalties_logprobs_and_least_tokens(model):
-    from kvtier.engine import Penalties
-
     (prompt,) = prompts(8, 10)
     for params in (
         greedy(20, penalties=Penalties(frequency=1.5, presence=0.5, repetition=1.3)),
@@ -221,4 +218,3 @@ def test_bad_proposers_are_refused(model):
         DraftProposer(model, 0)
     with pytest.raises(ArgumentError, match="one cache group, got 0"):
         DraftProposer(model).propose([], [])
-    assert torch.is_tensor(model.weights.norm)

@@ -1,0 +1,217 @@
+"""Batch-invariant mode through the whole engine: a prefix has one row of logits, bit for bit, however it came about.
+
+Alone or in any batch, cut anywhere, recomputed, found in the cache, partly copied, evicted and preempted in between.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine_helpers import Answers, Recorder, alone, finish, greedy, prompts, recorded, serve
+from kvtier.engine import InvariantOps, Model, SamplingParams, load_model
+from kvtier.engine.generation import FinishReason
+
+SOAK = int(os.environ.get("KVTIER_SOAK", "0"))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def model(checkpoint, request):
+    return load_model(checkpoint(request.param)[0], ops=InvariantOps())
+
+
+def record_alone(recorder: Recorder, prompt, params):
+    """The request by itself, in one chunk, with no cache: these are the bits it should have everywhere."""
+    engine, _ = recorded(recorder, 64, 4, max_step_tokens=256, prefix_caching=False, recorder=recorder)
+    name = engine.add(prompt, params)
+    return finish(engine)[name].tokens
+
+
+def test_logits_are_the_same_bits_alone_and_in_any_company(model):
+    @given(
+        seed=st.integers(0, 10**6),
+        block_tokens=st.sampled_from([1, 4, 16]),
+        room=st.sampled_from([48, 64, 256]),
+        max_step_tokens=st.sampled_from([2, 7, 32, 256]),
+        prefix_caching=st.booleans(),
+    )
+    @settings(max_examples=SOAK * 300 or 8, deadline=None)
+    def check(seed, block_tokens, room, max_step_tokens, prefix_caching):
+        random = np.random.default_rng(seed)
+        given = prompts(seed, *random.integers(1, 20, 4).tolist(), shared=random.integers(0, 20, 4).tolist())
+        requests = [(prompt, greedy(int(random.integers(1, 9)))) for prompt in given]
+        recorder = Recorder(model)
+        wanted = [record_alone(recorder, *each) for each in requests]
+        num_known, num_again = len(recorder.seen), recorder.num_again
+        engine, _ = recorded(
+            model,
+            room // block_tokens,
+            block_tokens,
+            max_step_tokens=max_step_tokens,
+            prefix_caching=prefix_caching,
+            recorder=recorder,
+        )
+        assert [answer.tokens for answer in serve(engine, requests, seed)] == wanted
+        assert recorder.different == []
+        assert recorder.num_again - num_again >= sum(map(len, wanted))  # every row was compared with one from alone
+        assert len(recorder.seen) == num_known
+
+    check()
+
+
+def test_a_preempted_and_evicted_request_goes_on_with_the_same_bits(model):
+    """Two requests in a cache that holds hardly more than one of them: every block is lost and made again."""
+    given = prompts(1, 20, 21)
+    recorder = Recorder(model)
+    wanted = [record_alone(recorder, prompt, greedy(10)) for prompt in given]
+    engine, _ = recorded(model, 12, 4, recorder=recorder)
+    names = [engine.add(prompt, greedy(10)) for prompt in given]
+    answers = finish(engine)
+    assert [answers[name].tokens for name in names] == wanted
+    assert sum(engine.explain(name).num_preempted for name in names) > 0
+    assert recorder.different == []
+
+
+@pytest.mark.parametrize("block_tokens", [1, 4, 16])
+def test_hits_and_partly_copied_blocks_give_the_same_bits(model, block_tokens):
+    (base,) = prompts(2, 40)
+    cases = [base, base, base[:33], [*base[:30], 5, 6, 7], [*base[:9], 5], base[:1], [*base, 5, 6]]
+    recorder = Recorder(model)
+    wanted = [record_alone(recorder, prompt, greedy(5)) for prompt in cases]
+    engine, _ = recorded(model, 512 // block_tokens, block_tokens, recorder=recorder)
+    cached = []
+    for prompt, tokens in zip(cases, wanted, strict=True):
+        name = engine.add(prompt, greedy(5))
+        assert finish(engine)[name].tokens == tokens
+        cached.append(engine.explain(name).num_cached_tokens)
+    kept = 44 // block_tokens * block_tokens  # of the first request, whose last token is not stored
+    assert cached == [0, min(39, kept), 32, 30, 9, 0, min(40, kept)]  # parts of blocks too
+    assert recorder.different == []
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests with shared prefixes come, are stepped, aborted, and the cache is reset; no answer is ever wrong."""
+
+    model: Model
+    expected: dict[tuple[object, ...], list[int]]
+
+    @initialize(
+        block_tokens=st.sampled_from([1, 4]),
+        room=st.sampled_from([24, 36, 60, 200]),
+        max_step_tokens=st.sampled_from([3, 8, 40]),
+        max_rows=st.integers(1, 4),
+        prefix_caching=st.booleans(),
+    )
+    def begin(self, block_tokens, room, max_step_tokens, max_rows, prefix_caching):
+        self.engine, self.recorder = recorded(
+            self.model,
+            room // block_tokens,
+            block_tokens,
+            max_step_tokens=max_step_tokens,
+            max_rows=max_rows,
+            prefix_caching=prefix_caching,
+        )
+        self.requests: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
+        self.aborted: set[str] = set()
+        self.answers = Answers()
+
+    @rule(
+        base=st.integers(0, 1),
+        shared=st.integers(0, 12),
+        own=st.integers(0, 6),
+        count=st.integers(1, 7),
+        seed=st.none() | st.integers(0, 3),
+        n=st.integers(1, 2),
+        priority=st.integers(0, 2),
+    )
+    def add(self, base, shared, own, count, seed, n, priority):
+        prompt = (*range(10 + base, 10 + base + shared), *([100 + own] * own)) or (3,)
+        params = greedy(count) if seed is None else SamplingParams(seed=seed, max_tokens=count, n=n)
+        self.requests[self.engine.add(prompt, params, priority=priority)] = prompt, params
+
+    @precondition(lambda self: self.engine.has_work())
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps):
+        for _ in range(steps):
+            self.answers.take(self.engine.step())
+            self.engine.scheduler.check()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        if self.engine.abort(name):
+            self.aborted.add(name)
+
+    @rule()
+    def reset(self):
+        self.engine.control("reset", self.engine.manager.reset)
+
+    @invariant()
+    def bits_are_right(self):
+        if hasattr(self, "recorder"):
+            assert self.recorder.different == []
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        finish(self.engine, self.answers)
+        assert self.engine.manager.stats.num_holds == 0
+        assert self.engine.manager.num_available == self.engine.config.cache.num_blocks
+        for name, (prompt, params) in self.requests.items():
+            for index in range(params.n):
+                found = self.answers.get((name, index))
+                if name in self.aborted:
+                    assert found is None or found.reason in (None, FinishReason.LENGTH, FinishReason.STOP)
+                    continue
+                assert found is not None
+                assert found.reason in (FinishReason.LENGTH, FinishReason.STOP)
+                assert found.tokens == self.tokens_alone(prompt, params)[index]
+
+    def tokens_alone(self, prompt, params) -> list[list[int]]:
+        key = (prompt, params)
+        if key not in self.expected:
+            answers = alone_all(self.model, prompt, params)
+            self.expected[key] = answers
+        return self.expected[key]
+
+
+def alone_all(model, prompt, params):
+    engine, _ = recorded(model, 64, 4, max_step_tokens=256, prefix_caching=False)
+    name = engine.add(prompt, params)
+    answers = finish(engine)
+    return [answers[name, index].tokens for index in range(params.n)]
+
+
+def test_no_order_of_events_gives_a_wrong_answer(checkpoint):
+    class Machine(EngineMachine):
+        model = load_model(checkpoint("llama")[0], ops=InvariantOps())
+        expected: dict = {}  # noqa: RUF012
+
+    case = Machine.TestCase
+    case.settings = settings(max_examples=SOAK * 300 or 20, stateful_step_count=16, deadline=None)
+    case("runTest").runTest()
+
+
+def test_the_recorder_would_notice(model):
+    """A cache that is spoilt between two steps gives other bits."""
+    engine, recorder = recorded(model)
+    (prompt,) = prompts(3, 20)
+    for spoil in (False, True):
+        engine.add(prompt, greedy(3))
+        if spoil:
+            engine.groups[0].cache[:, 0, 1] += torch.tensor(1e-6)
+        finish(engine)
+        assert bool(recorder.different) is spoil
+
+
+def test_alone_is_alone(model):
+    """The helper of these tests says what the recording engine says."""
+    (prompt,) = prompts(4, 9)
+    assert alone(model, prompt, greedy(5)).tokens == record_alone(Recorder(model), prompt, greedy(5))
