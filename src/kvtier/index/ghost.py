@@ -9,6 +9,7 @@ the two shadows, in which what is particular to the sample cancels.
 
 from __future__ import annotations
 
+import bisect
 import math
 import zlib
 from collections import OrderedDict, deque
@@ -22,10 +23,10 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.index.chain import Chain
 from kvtier.index.tokens import TOKEN_BYTES
 
-# Looking at few blocks, and at many requests together, keeps the cost low whatever the block size: 5 us a request where
-# the index takes 80 (x86-64, Python 3.11, 2026-11-15). Half as many looks cost half, and err 1.4 times as much.
-LOOK_TOKENS = 2048
-_BATCH = 64
+# Looking at few blocks of a request, and playing many requests at once, keeps the cost at 6 us a request whatever the block
+# size, where the index takes 75 (x86-64, Python 3.11, 2026-11-15).
+LOOK_TOKENS = 8192
+_BATCH = 256
 _PARTED = 640 * TOKEN_BYTES
 
 
@@ -40,10 +41,10 @@ class Estimate:
 
 
 class Shadow(Protocol):
-    """A cache of marks."""
+    """Caches of marks, of one policy and several sizes."""
 
-    def access(self, mark: int) -> bool:
-        """Use a block; whether it was there."""
+    def access(self, mark: int) -> list[bool]:
+        """Use a block; for each size, whether it was there."""
 
 
 class GhostCache:
@@ -60,7 +61,7 @@ class GhostCache:
         *,
         capacities: Sequence[int] = (),
         policies: Sequence[str] = (),
-        rate: float = 1 / 16,
+        rate: float = 1 / 8,
         seed: int = 0,
     ) -> None:
         if not 0 < rate <= 1:
@@ -72,29 +73,34 @@ class GhostCache:
         self.rate = rate
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._look_bytes = min(8, self._block_bytes)
-        self._real = (policy, capacity)
-        self._waiting: list[bytes] = []
+        self._real = policy, capacity
+        self._waiting: list[list[bytes]] = []
         self._num_blocks = self._num_hits = self._num_looked = 0
         self._factor = int(np.random.default_rng(seed).integers(2**32, 2**63)) | 1
-        asked = [(name, size) for name in (policies or (policy,)) for size in (capacities or (capacity,))]
+        sizes = tuple(dict.fromkeys((capacity, *capacities)))
+        self._keys = {name: [(name, size) for size in sizes] for name in dict.fromkeys((policy, *policies))}
         self._shadows = {
-            key: SHADOWS[key[0]](max(1, round(key[1] * rate / self.stride)))
-            for key in dict.fromkeys((self._real, *asked))
+            name: SHADOWS[name]([max(1, round(size * rate / self.stride)) for size in sizes]) for name in self._keys
         }
-        self._ahead = {key: _Lead() for key in self._shadows}
+        self._ahead = {key: _Lead() for keys in self._keys.values() for key in keys}
 
     def saw(self, chain: Chain, num_matched: int) -> None:
         """A request with this chain was run, and so many of its blocks were found."""
         self._num_hits += num_matched
         self._num_blocks += chain.num_blocks
-        self._waiting.append(chain.labels)
+        # Which block of every stride is looked at is up to tokens where conversations have parted from the system
+        # prompt: equal for all turns of one, and over all of them every place is looked at alike.
+        labels, block, size = chain.labels, self._block_bytes, self._look_bytes
+        offset = zlib.crc32(labels[_PARTED : _PARTED + 16]) % self.stride
+        places = range(offset * block, len(labels) - block + 1, self.stride * block)
+        self._waiting.append([labels[at : at + size] for at in places])
         if len(self._waiting) >= _BATCH:
             self._look()
 
     def curve(self, policy: str | None = None) -> list[Estimate]:
         """The hit rate at each capacity asked about, for a policy; the real cache's own unless told."""
         self._look()
-        return [self._estimate(key) for key in self._shadows if key[0] == (policy or self._real[0])]
+        return [self._estimate(key) for key in self._keys.get(policy or self._real[0], ())]
 
     def _estimate(self, key: tuple[str, int]) -> Estimate:
         sampled = self._num_looked * self.rate
@@ -110,18 +116,11 @@ class GhostCache:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        block, size, stride = self._block_bytes, self._look_bytes, self.stride
-        looked, lengths = [], []
-        for labels in waiting:
-            # Which block of every stride is looked at is up to a token where conversations have parted from the system
-            # prompt: equal for all turns of one, and over all of them every place is looked at alike.
-            offset = zlib.crc32(labels[_PARTED : _PARTED + 16]) % stride
-            places = range(offset * block, len(labels) - block + 1, stride * block)
-            looked += [labels[at : at + size] for at in places]
-            lengths.append(len(places))
+        lengths = [len(looked) for looked in waiting]
         owners = np.repeat(np.arange(len(waiting)), lengths)
         numbers = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        marks = np.frombuffer(b"".join(looked), f"<u{size}").astype(np.uint64)
+        looked = b"".join(map(b"".join, waiting))
+        marks = np.frombuffer(looked, f"<u{self._look_bytes}").astype(np.uint64)
         marks = (marks + numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) * np.uint64(self._factor)
         marks ^= marks >> np.uint64(29)
         marks *= np.uint64(0xBF58476D1CE4E5B9)
@@ -130,10 +129,13 @@ class GhostCache:
         sampled = np.flatnonzero((marks >> np.uint64(32)) < int(self.rate * 2**32))
         # the tail of a path ages before its head: within a request, uses go from the last block to the first
         for mark in marks[sampled[np.lexsort((-sampled, owners[sampled]))]].tolist():
-            was_hit = self._shadows[self._real].access(mark)
-            for key, shadow in self._shadows.items():
-                if key != self._real and shadow.access(mark) != was_hit:
-                    self._ahead[key].add(mark, -1 if was_hit else 1)
+            hits = {name: shadow.access(mark) for name, shadow in self._shadows.items()}
+            was_hit = hits[self._real[0]][0]
+            for name, found in hits.items():
+                if (not was_hit) in found:
+                    for key, hit in zip(self._keys[name], found, strict=True):
+                        if hit is not was_hit:
+                            self._ahead[key].add(mark, -1 if was_hit else 1)
 
 
 class _Lead:
@@ -156,18 +158,45 @@ class _Lead:
 
 
 class _LRU:
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._held: OrderedDict[int, None] = OrderedDict()
+    """All sizes at once: a block is in every cache larger than the number of others used since its last use.
 
-    def access(self, mark: int) -> bool:
-        if mark in self._held:
-            self._held.move_to_end(mark)
-            return True
-        self._held[mark] = None
-        if len(self._held) > self._capacity:
-            self._held.popitem(last=False)
-        return False
+    `_times` has the time of each block's last use, ascending, so that this number is what lies behind it.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._time = 0
+        self._last: OrderedDict[int, int] = OrderedDict()
+        self._times: list[int] = []
+
+    def access(self, mark: int) -> list[bool]:
+        self._time += 1
+        times, last = self._times, self._last.pop(mark, None)
+        behind = len(times)
+        if last is not None:
+            place = bisect.bisect_left(times, last)
+            behind = len(times) - place - 1
+            del times[place]
+        elif behind > max(self._sizes):
+            self._last.popitem(last=False)
+            del times[0]
+        times.append(self._time)
+        self._last[mark] = self._time
+        return [last is not None and behind < size for size in self._sizes]
+
+
+class _Each:
+    """One cache for each size."""
+
+    def __init__(self, new: Callable[[int], _OneSize], sizes: Sequence[int]) -> None:
+        self._caches = [new(size) for size in sizes]
+
+    def access(self, mark: int) -> list[bool]:
+        return [cache.access(mark) for cache in self._caches]
+
+
+class _OneSize(Protocol):
+    def access(self, mark: int) -> bool: ...
 
 
 class _FIFO:
@@ -223,4 +252,8 @@ class _S3FIFO:
         del self._uses[mark]
 
 
-SHADOWS: dict[str, Callable[[int], Shadow]] = {"lru": _LRU, "fifo": _FIFO, "s3fifo": _S3FIFO}
+SHADOWS: dict[str, Callable[[Sequence[int]], Shadow]] = {
+    "lru": _LRU,
+    "fifo": lambda sizes: _Each(_FIFO, sizes),
+    "s3fifo": lambda sizes: _Each(_S3FIFO, sizes),
+}
