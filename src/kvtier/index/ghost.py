@@ -23,7 +23,7 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.index.chain import Chain
 from kvtier.index.tokens import TOKEN_BYTES
 
-# Looking at few blocks of a request, and playing many requests at once, keeps the cost at 6 us a request whatever the block
+# Looking at few blocks of a request, and playing many requests at once, keeps the cost at 6 us a request for any block
 # size, where the index takes 75 (x86-64, Python 3.11, 2026-11-15).
 LOOK_TOKENS = 8192
 _BATCH = 256
