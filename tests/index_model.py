@@ -253,9 +253,9 @@ class Model:
     def victims_needed(self, tier: int, n: int, salt: bytes) -> list[bytes | None] | None:
         """Of whom the blocks must be that go for n slots, in order; None if it cannot be done."""
         quota, over = self.quotas[tier].get(salt), 0
-        if quota is not None:
+        if quota is not None and n:
             over = max(0, self.used_by(tier, salt) + n - quota)
-            if over > n or over > len(self.evictable(tier, salt)):
+            if over > len(self.evictable(tier, salt)):
                 return None
         short = n - self.num_free(tier)
         if short > len(self.evictable(tier)):

@@ -214,12 +214,13 @@ class S3FIFO:
             node = found[1]
             mark = fingerprint(node)
             spent = self._in_main[mark][1] if queue is self._main and mark in self._in_main else 0
-            if min(node.usage.uses, self.MAX_USES + spent) <= spent:
+            unspent = min(node.usage.uses - spent, self.MAX_USES)
+            if unspent <= 0:
                 if queue is self._small:
                     self._remember(mark)
                 return node
             self.withdraw(node)
-            self._to_main(node, mark, spent if queue is self._small else spent + 1)
+            self._to_main(node, mark, node.usage.uses - unspent + (queue is self._main))
         return None
 
     def _to_main(self, node: Node, mark: int, spent: int) -> None:

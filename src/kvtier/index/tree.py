@@ -170,6 +170,8 @@ class RadixTree:
 
     def evict(self, tier: Tier, n: int, *, salt: bytes | None = None) -> Shortage | None:
         """Free n slots of a tier, leaves first, of one tenant with a quota or of all; or change nothing and say why."""
+        if salt is not None and tier.quota(salt) is None:
+            raise ArgumentError(f"{tier.name}: {salt.hex() or 'no salt'} has no quota, so its blocks are not listed")
         available = tier.num_evictable if salt is None else tier.evictable_by(salt)
         if n > available:
             return Shortage(tier.name, n, tier.pool.num_free, available)
@@ -205,14 +207,17 @@ class RadixTree:
             raise RangeError(f"cannot allocate {n} slots")
         short, over = n - tier.pool.num_free, 0
         quota = tier.quota(salt)
-        if quota is not None:
+        if quota is not None and n:
             used = tier.used_by.get(salt, 0)
             over = max(0, used + n - quota)
-            if over > min(n, tier.evictable_by(salt)):
+            if over > tier.evictable_by(salt):
                 limit = salt.hex() or "no salt"
                 return Shortage(tier.name, n, max(0, quota - used), tier.evictable_by(salt), quota=limit)
         if short > tier.num_evictable:
             return Shortage(tier.name, n, tier.pool.num_free, tier.num_evictable)
+        if over > n:  # its quota was lowered: the excess goes first
+            self.evict(tier, over - n, salt=salt)
+            over = n
         freed = self._removal.evict(tier, over, salt, self.clock) if over else []
         return freed + self._removal.evict(tier, short - over, None, self.clock) if short > over else freed
 

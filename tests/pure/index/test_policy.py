@@ -1,0 +1,402 @@
+"""Each policy by itself against a naive one, then through the tree."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from index_cases import BLOCK, begin, chain_of, copy_down, matched, run, tree_of
+from kvtier.errors import ArgumentError
+from kvtier.index import FIFO, LRU, S3FIFO, CostAware, Retention, Shortage, make_policy
+from kvtier.index.node import Node, Usage
+from kvtier.index.policy import CandidateHeap
+
+POLICIES = ["lru", "fifo", "s3fifo", "cost"]
+
+
+def node(
+    name: int, *, created: int = 0, used: int = 0, uses: int = 0, num_blocks: int = 1, start: int = 0, priority: int = 0
+) -> Node:
+    labels = memoryview(name.to_bytes(4, "little") * num_blocks)
+    usage = Usage(created, used, uses, priority)
+    return Node(None, (b"", b""), bytes(labels[:4]), start, num_blocks, labels, usage, 1)
+
+
+# ---- the interface ----
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("lru", lambda node: node.usage.used),
+        ("fifo", lambda node: node.usage.created),
+    ],
+)
+@given(actions=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), max_size=120))
+@settings(max_examples=150, deadline=None)
+def test_the_victim_is_the_first_by_rank_and_of_equals_the_first_offered(name, rank, actions):
+    policy, nodes, time = make_policy(name), [node(i, created=i // 2) for i in range(12)], 0
+    there: dict[Node, int] = {}
+    for which, action in actions:
+        each, time = nodes[which], time + 1
+        if action < 2:
+            if each not in there:
+                each.usage.used = time // 3
+            policy.offer(each)
+            there.setdefault(each, time)
+        elif action == 2:
+            policy.withdraw(each)
+            there.pop(each, None)
+        else:
+            wanted = min(there, key=lambda node: (rank(node), there[node]), default=None)
+            assert policy.victim() is wanted
+            assert policy.victim() is wanted, "asking changes nothing"
+            if action == 4 and wanted is not None:
+                policy.withdraw(wanted)
+                del there[wanted]
+        assert [each in policy for each in nodes] == [each in there for each in nodes]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(
+    actions=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 3), st.integers(0, 3)), max_size=150),
+)
+@settings(max_examples=100, deadline=None)
+def test_whatever_is_offered_comes_out_once_and_nothing_else(name, actions):
+    policy, nodes = make_policy(name), [node(i, num_blocks=1 + i % 3, created=i) for i in range(12)]
+    there: set[Node] = set()
+    for which, action, uses in actions:
+        each = nodes[which]
+        if action < 2:
+            if each not in there:
+                each.usage.uses += uses
+            policy.offer(each)
+            there.add(each)
+        elif action == 2:
+            policy.withdraw(each)
+            there.discard(each)
+        else:
+            victim = policy.victim()
+            assert (victim in there) if there else (victim is None)
+            if victim is not None:
+                policy.withdraw(victim)
+                there.remove(victim)
+        assert [each in policy for each in nodes] == [each in there for each in nodes]
+    for _ in range(len(there)):
+        victim = policy.victim()
+        there.remove(victim)
+        policy.withdraw(victim)
+    assert not there
+    assert policy.victim() is None
+
+
+def test_policies_have_names():
+    assert [type(make_policy(name)) for name in POLICIES] == [LRU, FIFO, S3FIFO, CostAware]
+    with pytest.raises(ArgumentError, match="'mru'; there are cost, fifo, lru, s3fifo"):
+        make_policy("mru")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_few_candidates_touched_often_do_not_fill_the_memory(name):
+    policy, nodes = make_policy(name), [node(i) for i in range(10)]
+    for time in range(5_000):
+        each = nodes[time % 10]
+        policy.withdraw(each)
+        each.usage.used, each.usage.uses = time, each.usage.uses + 1
+        policy.offer(each)
+    heaps = [value for value in vars(policy).values() if isinstance(value, CandidateHeap)]
+    assert heaps
+    assert all(len(heap._heap) <= 64 + 2 * 10 + 1 for heap in heaps)
+
+
+def test_a_heap_forgets_what_was_withdrawn_and_takes_a_new_rank():
+    heap = CandidateHeap()
+    a, b = node(1), node(2)
+    heap.push(a, 1)
+    heap.push(b, 2)
+    heap.push(a, 3)
+    assert (len(heap), heap.first()) == (2, (2, b))
+    heap.discard(b)
+    assert heap.first() == (3, a)
+    heap.discard(a)
+    heap.discard(a)
+    assert (len(heap), heap.first()) == (0, None)
+
+
+# ---- S3-FIFO ----
+
+
+class PlainS3FIFO:
+    """By the book, for nodes of one block: two queues, counters to 3, a ghost queue."""
+
+    def __init__(self) -> None:
+        self.small: deque[int] = deque()
+        self.main: deque[int] = deque()
+        self.count: dict[int, int] = {}
+        self.ghost: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, name: int) -> None:
+        self.count[name] = 0
+        if name in self.ghost:
+            del self.ghost[name]
+            self.main.append(name)
+        else:
+            self.small.append(name)
+
+    def use(self, name: int) -> None:
+        self.count[name] = min(3, self.count[name] + 1)
+
+    def evict(self) -> int:
+        while True:
+            if self.small and (len(self.small) > 0.1 * len(self.count) or not self.main):
+                name = self.small.popleft()
+                if self.count[name]:
+                    self.main.append(name)
+                    continue
+                self.ghost[name] = None
+                while len(self.ghost) > 64 + len(self.main):
+                    self.ghost.popitem(last=False)
+            else:
+                name = self.main.popleft()
+                if self.count[name]:
+                    self.count[name] -= 1
+                    self.main.append(name)
+                    continue
+            del self.count[name]
+            return name
+
+
+@given(st.lists(st.tuples(st.integers(0, 29), st.integers(1, 6)), max_size=200), st.integers(1, 16))
+@settings(max_examples=150, deadline=None)
+def test_s3fifo_evicts_what_the_book_says(accesses, capacity):
+    policy, plain, time = S3FIFO(), PlainS3FIFO(), 0
+    there: dict[int, Node] = {}
+    for name, uses in accesses:
+        time += 1
+        if name in there:
+            each = there[name]
+            policy.withdraw(each)  # leased, used, released
+            for _ in range(uses):
+                plain.use(name)
+            each.usage.uses += uses
+            policy.offer(each)
+            continue
+        if len(there) == capacity:
+            victim = policy.victim()
+            gone = next(name for name, each in there.items() if each is victim)
+            assert gone == plain.evict()
+            policy.withdraw(there.pop(gone))
+        there[name] = node(name, created=time)
+        policy.offer(there[name])
+        plain.add(name)
+
+
+def test_s3fifo_lets_a_scan_pass():
+    """What was used stays while many that are used once go by."""
+    policy = S3FIFO()
+    hot = [node(i, created=i, uses=1) for i in range(8)]
+    for each in hot:
+        policy.offer(each)
+    for time in range(100, 200):
+        policy.offer(node(time, created=time))
+        victim = policy.victim()
+        assert victim not in hot
+        policy.withdraw(victim)
+
+
+def test_s3fifo_gives_a_node_used_a_thousand_times_three_rounds_and_no_more():
+    policy = S3FIFO()
+    once_hot, others = node(0, created=0, uses=1000), [node(i, created=i, uses=1) for i in range(1, 5)]
+    for each in [once_hot, *others]:
+        policy.offer(each)
+    rounds = 0
+    while once_hot in policy:
+        victim = policy.victim()
+        policy.withdraw(victim)
+        if victim is not once_hot:  # it comes back, used again
+            victim.usage.uses += 1
+            policy.offer(victim)
+        rounds += 1
+        assert rounds < 30
+
+
+# ---- cost ----
+
+
+def test_cost_evicts_the_cheapest_to_compute_again_and_the_least_used():
+    policy = CostAware(half_tokens=4)
+    shallow, deep, used = node(1), node(2, start=9), node(3, uses=5)
+    for each in (used, deep, shallow):
+        policy.offer(each)
+    order = []
+    for _ in range(3):
+        order.append(policy.victim())
+        policy.withdraw(order[-1])
+    assert order == [shallow, deep, used]
+
+
+def test_cost_lets_what_was_worth_much_sink():
+    """Everything else gains by the rank of each victim, so a thing of worth that is not used goes in the end."""
+    policy = CostAware()
+    once_hot = node(0, uses=9)
+    policy.offer(once_hot)
+    for name in range(1, 40):
+        policy.offer(node(name))
+        victim = policy.victim()
+        policy.withdraw(victim)
+        if victim is once_hot:
+            break
+    assert victim is once_hot
+    assert name < 20
+
+
+# ---- through the tree ----
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3)), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_fifo_takes_leaves_by_the_time_they_came_however_often_they_are_used(requests):
+    """Requests [a], [a, b], [a, b, c] publish at once, so every block has the time of its first request."""
+    tree, came = tree_of(8, policy="fifo"), {}
+    for time, request in enumerate(requests):
+        blocks = [request[0], *([request[1]] if request[2] else []), *([request[2]] if request[2] > 1 else [])]
+        prefixes = [tuple(blocks[:stop]) for stop in range(1, len(blocks) + 1)]
+        new = [prefix for prefix in prefixes if prefix not in came]
+        while len(came) + len(new) > 8:
+            leaves = [
+                each
+                for each in came
+                if each not in prefixes and not any(other[: len(each)] == each for other in came if other != each)
+            ]
+            assert leaves
+            del came[min(leaves, key=came.__getitem__)]
+        run(tree, *blocks)
+        came.update(dict.fromkeys(new, time))
+        lengths = {prefix: matched(tree, *prefix) for prefix in came}
+        assert lengths == {prefix: len(prefix) for prefix in came}
+        assert tree.tiers[0].pool.num_used == len(came)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_higher_priority_goes_later_whatever_the_policy(policy):
+    tree = tree_of(6, policy=policy)
+    run(tree, 1, 2, retention=Retention(priority=1))
+    run(tree, 3, retention=Retention(priority=-1))
+    run(tree, 4, 5)
+    run(tree, 4, 5)
+    for n, left in enumerate([(2, 0, 2), (2, 0, 1), (2, 0, 0), (1, 0, 0), (0, 0, 0)]):
+        assert tree.evict(tree.tiers[0], 1) is None, n
+        assert (matched(tree, 1, 2), matched(tree, 3), matched(tree, 4, 5)) == left
+
+
+def test_a_priority_stays_with_a_block_that_others_use():
+    tree = tree_of(4)
+    run(tree, 1, retention=Retention(priority=3))
+    run(tree, 1)
+    run(tree, 2)
+    tree.evict(tree.tiers[0], 1)
+    assert (matched(tree, 1), matched(tree, 2)) == (1, 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_leased_is_pinned_and_the_shortage_says_what_there_is(policy):
+    tree = tree_of(6, policy=policy)
+    pin = begin(tree, 1, 2, 3)
+    tree.publish(pin, 3 * BLOCK)
+    run(tree, 4, 5)
+    found = tree.evict(tree.tiers[0], 3)
+    assert found == Shortage("device", 3, 1, 2)
+    assert tree.evict(tree.tiers[0], 2) is None
+    assert (matched(tree, 1, 2, 3), matched(tree, 4, 5)) == (3, 0)
+    tree.release(pin)
+    assert tree.evict(tree.tiers[0], 3) is None
+    assert tree.tiers[0].pool.num_used == 0
+
+
+def test_time_to_live_is_from_the_last_use_and_of_the_longest():
+    tree = tree_of(8)
+    run(tree, 1, now=0, retention=Retention(ttl=10))
+    run(tree, 1, now=5, retention=Retention(ttl=10))
+    run(tree, 1, now=6, retention=Retention(ttl=1))
+    assert (matched(tree, 1, now=14.9), matched(tree, 1, now=15)) == (1, 0)
+    assert tree.expire(14.9) == 0
+    assert tree.expire(15) == 1
+    assert tree.tiers[0].pool.num_used == 0
+
+
+def test_what_is_leased_does_not_expire():
+    tree = tree_of(8)
+    run(tree, 1, now=0, retention=Retention(ttl=1))
+    lease = tree.match(chain_of(1), now=0)
+    assert tree.expire(100) == 0
+    assert matched(tree, 1, now=100) == 1
+    tree.release(lease, used=False)
+    assert tree.expire(100) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tenant_over_its_quota_evicts_its_own(policy):
+    tree = tree_of(8, policy=policy)
+    tree.set_quota(tree.tiers[0], b"a", 3)
+    run(tree, 1, 2)
+    run(tree, 1, 2, salt=b"a")
+    run(tree, 3, 4, salt=b"a")
+    assert matched(tree, 1, 2) == 2
+    assert matched(tree, 1, 2, salt=b"a") == 1
+    assert matched(tree, 3, 4, salt=b"a") == 2
+    assert tree.tiers[0].used_by[b"a"] == 3
+
+
+def test_a_tenant_whose_quota_is_leased_gets_none_though_there_is_room():
+    tree = tree_of(8)
+    tree.set_quota(tree.tiers[0], b"a", 2)
+    lease = begin(tree, 1, salt=b"a")
+    found = tree.allocate(lease, 2)
+    assert found == Shortage("device", 2, 1, 0, quota=b"a".hex())
+    assert "within the quota of 61" in str(found)
+    tree.set_quota(tree.tiers[0], b"a", None)
+    assert len(tree.allocate(lease, 2)) == 2
+
+
+def test_a_quota_set_late_counts_what_is_there():
+    tree = tree_of(8)
+    run(tree, 1, 2, 3, salt=b"a")
+    run(tree, 4, 5, 6)
+    tree.set_quota(tree.tiers[0], b"a", 2)
+    run(tree, 7, salt=b"a")
+    assert tree.tiers[0].used_by[b"a"] == 2
+    assert matched(tree, 4, 5, 6) == 3
+    assert tree.evict(tree.tiers[0], 3, salt=b"a") == Shortage("device", 3, 3, 2)
+    tree.check([])
+
+
+def test_the_evictable_of_a_tenant_without_a_quota_is_an_error_that_says_so():
+    with pytest.raises(ArgumentError, match="no quota"):
+        tree_of(4).evict(tree_of(4).tiers[0], 1, salt=b"nobody")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_slower_tier_evicts_for_itself(policy):
+    tree = tree_of(4, 2, policy=policy)
+    lease = begin(tree, 1, 2)
+    tree.publish(lease, 2 * BLOCK)
+    copy_down(tree, lease, 1)
+    tree.release(lease)
+    assert tree.evict(tree.tiers[1], 1) is None
+    assert tree.evict(tree.tiers[0], 2) is None
+    assert matched(tree, 1, 2) == 1  # the first is on the host
+    tree.check([])
+    assert tree.evict(tree.tiers[1], 1) is None
+    assert matched(tree, 1, 2) == 0
+    tree.check([])
+
+
+def test_infinite_time_to_live_is_for_ever():
+    tree = tree_of(4)
+    run(tree, 1, now=3)
+    assert matched(tree, 1, now=1e300) == 1
+    assert math.isinf(Retention().ttl)
