@@ -35,6 +35,8 @@ class EngineConfig:
     block_tokens: int = 16
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(1024))
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    """Rows of the decode steps that are captured as CUDA graphs; none to capture nothing."""
     keep_explanations: int = 1000
     """How many requests that are over can still be explained."""
 
@@ -77,7 +79,16 @@ class Engine:
         scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead)
         self.scheduler = Scheduler(self.manager, scheduler)
         self.proposer = proposer
-        self.groups = [CacheGroup(each, config.cache.num_blocks, config.block_tokens) for each in models]
+        self.groups = [
+            CacheGroup(
+                each,
+                config.cache.num_blocks,
+                config.block_tokens,
+                graph_sizes=config.graph_sizes if each is model else (),
+                max_context=limit,
+            )
+            for each in models
+        ]
         self._clock = clock
         self._inputs = Inputs(self.groups)
         self._choose = Choose(self._inputs)

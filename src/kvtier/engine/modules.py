@@ -17,6 +17,7 @@ import torch
 from kvtier.batch import BATCH, BatchData, Environment, Key, Module
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.generation import Generation
+from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
 from kvtier.engine.sampling import Sample, sample
 from kvtier.scheduler import Row, Step
@@ -28,10 +29,23 @@ FORWARD_BATCH = Key("forward batch", ForwardBatch)
 class CacheGroup:
     """A model and its device cache: layers that share block tables (the main model, a draft model, MTP layers)."""
 
-    def __init__(self, model: Model, num_blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self, model: Model, num_blocks: int, block_tokens: int, *, graph_sizes: Sequence[int] = (), max_context: int = 0
+    ) -> None:
+        """On CUDA, decode steps of up to the largest of `graph_sizes` rows are captured and replayed."""
         self.model = model
         self.block_tokens = block_tokens
         self.cache = model.new_cache(num_blocks, block_tokens)
+        self._graphs: DecodeGraphs | None = None
+        if graph_sizes and model.weights.device.type == "cuda":
+            max_blocks = min(num_blocks, -(-max_context // block_tokens))
+            self._graphs = DecodeGraphs(model, self.cache, max_blocks, graph_sizes)
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """Compute a batch: fills the cache, returns the logits that are wanted; they hold until the next step."""
+        if self._graphs is not None and self._graphs.takes(batch):
+            return self._graphs.logits(batch)
+        return self.model.logits(self.model.forward(batch, self.cache))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Whole blocks, on the current stream."""
@@ -88,8 +102,7 @@ class Compute(Module):
         batch = env.at(FORWARD_BATCH)
         for group in self._groups[1:]:
             group.model.forward(batch, group.cache)
-        main = self._groups[0]
-        env.produce(LOGITS, main.model.logits(main.model.forward(batch, main.cache)))
+        env.produce(LOGITS, self._groups[0].logits(batch))
 
 
 class Choose(Module):
