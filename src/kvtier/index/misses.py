@@ -39,33 +39,36 @@ class Miss:
         return f"block {self.block}: {self.reason.value}{when}"
 
 
+# Block number, CRC of its content, salt and adapter.
+_Mark = tuple[int, int, tuple[bytes, bytes]]
+
+
 class MissList:
     """The last blocks that left, newest last, bounded.
 
     Eviction takes ends of nodes, so the first block of each end taken is where a later match stops: one entry per
-    eviction. An entry is the block's number and a CRC of its content: wrong once in about 10^6 answers, and only the
-    explanation would be wrong.
+    eviction. An entry is the block's number, a CRC of its content, salt and adapter, and knows nothing of the blocks
+    before it: the same block below another prefix has the same entry, and only the explanation would be wrong.
     """
 
     def __init__(self, capacity: int = 16_384) -> None:
         self.capacity = capacity
-        self._gone: OrderedDict[tuple[int, int], tuple[MissReason, int, str]] = OrderedDict()
+        self._gone: OrderedDict[_Mark, tuple[MissReason, int, str]] = OrderedDict()
         self._heads: dict[int, set[tuple[bytes, bytes]]] = {}
 
     def left(self, node: Node, block: int, reason: MissReason, time: int, policy: str = "") -> None:
         """Block number `block` of a node, and all behind it, left the tree."""
         number, gone = node.start + block, self._gone
-        mark = (number, _mark(node.label(block), node.extras.get(number) if node.extras else None))
-        if mark in gone:
-            gone.move_to_end(mark)
-        elif len(gone) >= self.capacity:
-            gone.popitem(last=False)
+        mark = (number, _mark(node.label(block), node.extras.get(number) if node.extras else None), node.domain)
         gone[mark] = (reason, time, policy)
+        gone.move_to_end(mark)
+        if len(gone) > self.capacity:
+            gone.popitem(last=False)
 
     def explain(self, chain: Chain, block: int, time: int) -> Miss:
         """Why block number `block` of a chain was not there at logical time `time`."""
         mark = _mark(memoryview(chain.label(block)), chain.extras.get(block))
-        gone = self._gone.get((block, mark))
+        gone = self._gone.get((block, mark, (chain.salt, chain.adapter)))
         if gone is not None and gone[1] <= time:
             return Miss(block, *gone)
         if block == 0 and self._heads.get(mark, set()) - {(chain.salt, chain.adapter)}:

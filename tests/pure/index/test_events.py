@@ -1,0 +1,241 @@
+"""What a router hears is what the index holds."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given, settings
+
+from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, matched, run, tokens_of, tree_of
+from kvtier.index import KEY_BYTES, BlocksRemoved, BlocksStored, Chain, Event, IndexCleared, RadixTree, transfers
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+def keys_of(*blocks: int, **options) -> list[bytes]:
+    return split(chain_of(*blocks, **options).keys())
+
+
+def token_bytes(*blocks: int) -> bytes:
+    return np.array(tokens_of(blocks), "<i4").tobytes()
+
+
+class Router:
+    """Knows the index from its events alone."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.there: dict[str, dict[bytes, tuple[bytes, bytes]]] = {}
+        """Tier -> key -> the key above and the tokens."""
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, IndexCleared):
+            self.there.clear()
+        elif isinstance(event, BlocksStored):
+            above, keys = event.parent, split(event.keys)
+            width = len(event.token_bytes) // len(keys)
+            for number, key in enumerate(keys):
+                assert key not in self.there.setdefault(event.tier, {})
+                self.there[event.tier][key] = (above, event.token_bytes[number * width : (number + 1) * width])
+                above = key
+        else:
+            for key in split(event.keys):
+                del self.there[event.tier][key]
+
+    def take(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def matched(self, chain: Chain, tier: str) -> int:
+        """How many blocks of a chain it would say are there, going from key to key by tokens."""
+        above, found = chain.namespace.root_key(chain.salt, chain.adapter), 0
+        below = {content: key for key, content in self.there.get(tier, {}).items()}
+        while found < chain.num_blocks and (above, chain.label(found)) in below:
+            above = below[above, chain.label(found)]
+            found += 1
+        return found
+
+
+def heard() -> tuple[RadixTree, Router]:
+    router = Router()
+    return tree_of(16, 16, listener=router), router
+
+
+ROOT = NAMESPACE.root_key()
+
+
+def test_stored_tells_the_key_above_the_keys_and_the_tokens():
+    tree, router = heard()
+    run(tree, 1, 2)
+    one, two = keys_of(1, 2)
+    assert router.take() == [BlocksStored("device", ROOT, one + two, token_bytes(1, 2))]
+    run(tree, 1, 2, 3)
+    assert router.take() == [BlocksStored("device", two, keys_of(1, 2, 3)[2], token_bytes(3))]
+    run(tree, 1, 9)
+    assert router.take() == [BlocksStored("device", one, keys_of(1, 9)[1], token_bytes(9))]
+
+
+def test_a_request_that_goes_on_tells_only_what_is_new():
+    tree, router = heard()
+    lease = begin(tree, 1)
+    tree.publish(lease, BLOCK)
+    router.take()
+    lease.chain.append([2] * BLOCK)
+    tree.allocate(lease, 1)
+    tree.publish(lease, 2 * BLOCK)
+    one, two = keys_of(1, 2)
+    assert router.take() == [BlocksStored("device", one, two, token_bytes(2))]
+
+
+def test_looking_splitting_using_and_duplicates_tell_nothing():
+    tree, router = heard()
+    first, second = begin(tree, 1, 2, 3), begin(tree, 1, 2, 3)
+    tree.publish(first, 3 * BLOCK)
+    assert len(router.take()) == 1
+    tree.publish(second, 3 * BLOCK)
+    tree.release(first)
+    tree.release(second)
+    assert matched(tree, 1) == 1
+    run(tree, 1, 2)
+    assert router.take() == []
+
+
+def test_salts_and_adapters_have_their_own_keys():
+    tree, router = heard()
+    run(tree, 1, salt=b"a")
+    run(tree, 1, adapter=b"a")
+    assert [event.keys for event in router.take()] == [keys_of(1, salt=b"a")[0], keys_of(1, adapter=b"a")[0]]
+
+
+def test_removed_tells_what_was_evicted():
+    tree, router = heard()
+    run(tree, 1, 2, 3)
+    router.take()
+    tree.evict(tree.tiers[0], 2)
+    assert router.take() == [BlocksRemoved("device", b"".join(keys_of(1, 2, 3)[1:]))]
+
+
+def test_what_is_dropped_is_told_at_once_though_a_lease_keeps_its_slots():
+    tree, router = heard()
+    run(tree, 1, 2, 3)
+    lease = tree.match(chain_of(1, 2, 3))
+    router.take()
+    tree.drop(chain_of(1, 2, 3), first=2)
+    assert router.take() == [BlocksRemoved("device", keys_of(1, 2, 3)[2])]
+    tree.release(lease)
+    assert router.take() == []
+
+
+def test_each_tier_tells_for_itself():
+    tree, router = heard()
+    lease = begin(tree, 1, 2)
+    tree.publish(lease, 2 * BLOCK)
+    one, two = keys_of(1, 2)
+    router.take()
+    copy_down(tree, lease, 1)
+    assert router.take() == [BlocksStored("host", ROOT, one + two, token_bytes(1, 2))]
+    transfers.begin_drop(lease, tree.tiers[0], 1, 1)
+    transfers.end_drop(tree, lease, tree.tiers[0], 1, 1)
+    assert router.take() == [BlocksRemoved("device", two)]
+    tree.release(lease)
+    tree.evict(tree.tiers[1], 1)
+    assert router.take() == [BlocksRemoved("host", two)]
+
+
+def test_a_copy_that_fails_or_is_dropped_half_way_is_never_told():
+    tree, router = heard()
+    lease = begin(tree, 1)
+    tree.publish(lease, BLOCK)
+    router.take()
+    transfers.begin_write(lease, tree.tiers[1], 0, tree.reserve(tree.tiers[1], 1))
+    transfers.end_write(tree, lease, tree.tiers[1], 0, 1, ok=False)
+    transfers.begin_write(lease, tree.tiers[1], 0, tree.reserve(tree.tiers[1], 1))
+    assert router.take() == []
+    tree.drop(chain_of(1))
+    assert router.take() == [BlocksRemoved("device", keys_of(1)[0])]
+    transfers.end_write(tree, lease, tree.tiers[1], 0, 1, ok=True)
+    tree.release(lease)
+    assert router.take() == []
+
+
+def test_what_the_host_had_and_the_device_got_again_is_told_for_the_device():
+    tree, router = heard()
+    lease = begin(tree, 1)
+    tree.publish(lease, BLOCK)
+    copy_down(tree, lease, 1)
+    tree.release(lease)
+    second = begin(tree, 1)
+    tree.evict(tree.tiers[0], 0)
+    tree.release(second)
+    tree.evict(tree.tiers[0], 1)
+    router.take()
+    third = tree.match(chain_of(1), max_blocks=0)
+    tree.allocate(third, 1)
+    tree.publish(third, BLOCK)
+    assert router.take() == [BlocksStored("device", ROOT, keys_of(1)[0], token_bytes(1))]
+
+
+def test_a_reset_ends_with_cleared():
+    tree, router = heard()
+    run(tree, 1)
+    tree.reset()
+    assert router.take()[-1] == IndexCleared()
+    assert router.there == {}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["run", "store", "evict", "drop", "reset"]), st.lists(st.integers(0, 1), max_size=5)),
+        max_size=30,
+    )
+)
+@settings(max_examples=80, deadline=None)
+def test_a_router_that_replays_the_events_finds_what_the_tree_finds(actions):
+    tree, router = heard()
+    seen = []
+    for action, blocks in actions:
+        seen.append(blocks)
+        if action == "run":
+            run(tree, *blocks)
+        elif action == "store":
+            run(tree, *blocks)
+            lease = tree.match(chain_of(*blocks))
+            missing = [i for i in range(lease.num_blocks) if not holds(lease, 1, i)]
+            for number in missing:
+                copy_down(tree, lease, 1, number, 1)
+            tree.release(lease)
+        elif action == "evict":
+            tier = tree.tiers[len(blocks) % 2]
+            tree.evict(tier, min(len(blocks), tier.num_evictable))
+        elif action == "drop":
+            tree.drop(chain_of(*blocks), first=len(blocks) // 2)
+        elif not blocks:
+            tree.reset()
+        for each in seen:
+            found = max(router.matched(chain_of(*each), tier) for tier in ("device", "host"))
+            assert found <= matched(tree, *each)
+        held = {
+            name: sum(n.held[t] is not None and n.held[t].num_held for n in tree.nodes())
+            for t, name in enumerate(["device", "host"])
+        }
+        assert {name: len(router.there.get(name, {})) for name in held} == held
+    for each in seen:
+        chain = chain_of(*each)
+        lease = tree.match(chain)
+        tiers = tree.path(lease).tiers.tolist()
+        assert all(
+            key in router.there[("device", "host")[t]] for key, t in zip(split(chain.keys()), tiers, strict=False)
+        )
+        tree.release(lease)
+
+
+def holds(lease, number: int, block: int) -> bool:
+    """Whether a tier holds a block of a lease's path."""
+    node = lease.node
+    while node.start > block:
+        node = node.parent
+    held = node.held[number]
+    return held is not None and held.states[block - node.start] != 0

@@ -1,0 +1,174 @@
+"""Every reason a match can stop for, and that the list of what went is bounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, run, tokens_of, tree_of
+from kvtier.index import Chain, MediaItem, Miss, MissList, MissReason, Namespace, RadixTree, Retention, transfers
+
+
+def why(tree: RadixTree, *blocks: int, now: float = 0.0, **options) -> Miss:
+    lease = tree.match(chain_of(*blocks, **options), now=now)
+    miss = tree.explain(lease)
+    tree.release(lease, used=False)
+    assert miss.block == lease.num_matched
+    assert miss.reason.value in str(miss)
+    return miss
+
+
+def test_nothing_was_missed():
+    tree = tree_of(8)
+    run(tree, 1, 2)
+    assert why(tree, 1, 2).reason is MissReason.NONE
+    assert why(tree).reason is MissReason.NONE
+
+
+def test_it_was_never_seen():
+    tree = tree_of(8)
+    run(tree, 1, 2)
+    assert why(tree, 1, 2, 3) == Miss(2, MissReason.NEVER_SEEN)
+    assert why(tree, 1, 3) == Miss(1, MissReason.NEVER_SEEN)
+    assert why(tree, 9) == Miss(0, MissReason.NEVER_SEEN)
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"), [("lru", "LRU"), ("fifo", "FIFO"), ("s3fifo", "S3FIFO"), ("cost", "CostAware")]
+)
+def test_it_was_evicted_when_and_by_whom(policy, name):
+    tree = tree_of(8, policy=policy)
+    run(tree, 1, 2, 3)
+    time = tree.clock
+    tree.evict(tree.tiers[0], 2)
+    run(tree, 9)
+    miss = why(tree, 1, 2, 3)
+    assert miss == Miss(1, MissReason.EVICTED, time, name)
+    assert f"at logical time {time} by {name}" in str(miss)
+
+
+def test_it_was_evicted_from_the_last_of_several_tiers():
+    tree = tree_of(8, 8)
+    lease = begin(tree, 1, 2)
+    tree.publish(lease, 2 * BLOCK)
+    copy_down(tree, lease, 1)
+    tree.release(lease)
+    tree.evict(tree.tiers[0], 2)
+    assert why(tree, 1, 2).reason is MissReason.NONE
+    tree.evict(tree.tiers[1], 1)
+    assert why(tree, 1, 2) == Miss(1, MissReason.EVICTED, tree.clock, "LRU")
+
+
+def test_what_came_back_is_found_again():
+    tree = tree_of(8)
+    run(tree, 1, 2)
+    tree.evict(tree.tiers[0], 2)
+    run(tree, 1, 2)
+    assert why(tree, 1, 2).reason is MissReason.NONE
+
+
+def test_its_time_was_over_before_and_after_it_was_swept():
+    tree = tree_of(8)
+    run(tree, 1, retention=Retention(ttl=10))
+    run(tree, 1, 2, retention=Retention(ttl=5))
+    assert why(tree, 1, 2, now=7) == Miss(1, MissReason.EXPIRED, tree.clock)
+    tree.expire(7)
+    assert (why(tree, 1, 2, now=7).block, why(tree, 1, 2, now=7).reason) == (1, MissReason.EXPIRED)
+
+
+def test_it_was_dropped():
+    tree = tree_of(8)
+    run(tree, 1, 2)
+    tree.drop(chain_of(1, 2), first=1)
+    assert (why(tree, 1, 2).block, why(tree, 1, 2).reason) == (1, MissReason.DROPPED)
+    tree.reset()
+    assert why(tree, 1, 2).reason is MissReason.DROPPED
+
+
+def test_it_is_being_written():
+    tree = tree_of(8, 8)
+    lease = begin(tree, 1, 2)
+    tree.publish(lease, 2 * BLOCK)
+    copy_down(tree, lease, 1)
+    transfers.begin_drop(lease, tree.tiers[0], 0, 2)
+    transfers.end_drop(tree, lease, tree.tiers[0], 0, 2)
+    transfers.begin_drop(lease, tree.tiers[1], 1, 1)
+    assert (why(tree, 1, 2).block, why(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
+    transfers.end_drop(tree, lease, tree.tiers[1], 1, 1)
+    transfers.begin_write(lease, tree.tiers[0], 1, tree.reserve(tree.tiers[0], 1))
+    assert (why(tree, 1, 2).block, why(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
+    transfers.end_write(tree, lease, tree.tiers[0], 1, 1, ok=True)
+    assert why(tree, 1, 2).reason is MissReason.NONE
+
+
+def test_others_have_it_under_another_salt_or_adapter():
+    tree = tree_of(8)
+    run(tree, 1, 2, salt=b"a")
+    assert why(tree, 1, 2) == Miss(0, MissReason.OTHER_SALT)
+    assert why(tree, 1, 2, salt=b"b").reason is MissReason.OTHER_SALT
+    assert why(tree, 1, 2, salt=b"a", adapter=b"x").reason is MissReason.OTHER_SALT
+    assert why(tree, 3, salt=b"b").reason is MissReason.NEVER_SEEN
+    assert why(tree, 1, 2, salt=b"a").reason is MissReason.NONE
+
+
+def test_what_was_evicted_of_one_tenant_is_not_told_to_another():
+    tree = tree_of(8)
+    run(tree, 1, 2, salt=b"a")
+    tree.evict(tree.tiers[0], 2)
+    assert why(tree, 1, 2, salt=b"a").reason is MissReason.EVICTED
+    assert why(tree, 1, 2, salt=b"b").reason is MissReason.NEVER_SEEN
+    assert why(tree, 1, 2, adapter=b"x").reason is MissReason.NEVER_SEEN
+
+
+def test_another_picture_behind_the_same_tokens_was_never_seen():
+    tree = tree_of(8)
+    run(tree, 1, 2, media=[MediaItem(0, 2, b"x")])
+    tree.evict(tree.tiers[0], 2)
+    assert why(tree, 1, 2, media=[MediaItem(0, 2, b"x")]).reason is MissReason.EVICTED
+    assert why(tree, 1, 2, media=[MediaItem(0, 2, b"y")]).reason is MissReason.NEVER_SEEN
+    assert why(tree, 1, 2).reason is MissReason.NEVER_SEEN
+
+
+def test_it_was_here_for_another_model():
+    tree = tree_of(8)
+    run(tree, 1, 2)
+    other = Namespace("model", "newer", block_tokens=BLOCK)
+    tree.reset(other)
+    lease = tree.match(Chain(other, tokens_of([1, 2])))
+    assert tree.explain(lease).reason is MissReason.OTHER_LAYOUT
+    tree.release(lease)
+    tree.reset(NAMESPACE)
+
+
+def test_caching_is_off():
+    tree = tree_of(8, enabled=False)
+    run(tree, 1)
+    assert why(tree, 1).reason is MissReason.DISABLED
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 5])
+def test_the_list_is_bounded_and_forgets_the_oldest(capacity):
+    tree = tree_of(64, misses=MissList(capacity))
+    for number in range(20):
+        run(tree, number)
+        tree.evict(tree.tiers[0], 1)
+    reasons = [why(tree, number).reason for number in range(20)]
+    assert reasons == [MissReason.NEVER_SEEN] * (20 - capacity) + [MissReason.EVICTED] * capacity
+
+
+def test_a_thousand_heads_leave_nothing_behind():
+    misses = MissList(4)
+    tree = tree_of(8, misses=misses)
+    for number in range(1000):
+        run(tree, number, salt=bytes([number % 7]))
+    tree.reset()
+    assert (len(misses._gone), misses._heads) == (4, {})
+
+
+def test_an_explanation_is_of_the_time_of_the_match():
+    """What is evicted after a match is not why that match stopped."""
+    tree = tree_of(8)
+    lease = tree.match(chain_of(1))
+    run(tree, 1)
+    tree.evict(tree.tiers[0], 1)
+    assert tree.explain(lease).reason is MissReason.NEVER_SEEN
+    tree.release(lease)
