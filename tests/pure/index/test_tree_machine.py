@@ -286,6 +286,28 @@ class Machine(RuleBasedStateMachine):
         self.do_release(both, True)
         self.do_match(both.holder.spec, 99, retention)
 
+    @precondition(lambda self: self.open)
+    @rule(which=ANY, most=st.integers(1, 2))
+    def match_within(self, which, most):
+        """A block that shares the next token or tokens, to copy from: the best there is on the device."""
+        both = self.open[which % len(self.open)]
+        spec, end = both.holder.spec, both.holder.end
+        tokens, held = spec.tokens[len(both.holder.path) * BLOCK_TOKENS :][:most], self.model.held()
+        hit = self.tree.match_within(both.lease, most, max_children=99, now=self.now)
+        wanted = {
+            child: num_common(tokens, child.content[0])
+            for child in end.children.values()
+            if 0 in child.copies and child.copies[0].readable and (child.expires > self.now or child in held)
+        }
+        if hit is not None:
+            self.tree.check([*(each.lease for each in self.open), hit.lease])
+            names = {child.copies[0].slot: child for child in wanted}
+            assert hit.num_tokens == wanted[names[int(hit.lease.table[-1])]] > 0
+            assert len(hit.lease.table) == len(both.holder.path) + 1
+            self.tree.release(hit.lease, used=False)
+        if not spec.media and not any(block.content[1] for child in wanted for block in child.below()):
+            assert (hit.num_tokens if hit else 0) == max(wanted.values(), default=0)
+
     @precondition(lambda self: self.closed)
     @rule(which=ANY)
     def a_lease_ends_once(self, which):
@@ -575,6 +597,11 @@ def observed(tree: RadixTree) -> dict:
             }
         prefixes[node] = prefix
     return content
+
+
+def num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many leading tokens are equal."""
+    return next((n for n in range(min(len(one), len(other)), 0, -1) if one[:n] == other[:n]), 0)
 
 
 def parsed(extras: bytes) -> tuple:
