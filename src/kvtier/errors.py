@@ -12,6 +12,11 @@ KvtierError
 ├── UnavailableError (RuntimeError)  this machine or environment lacks what was asked for
 ├── OutOfMemoryError (MemoryError)   an allocator could not serve a request
 ├── CopyError (RuntimeError)         a copy could not be carried out; names the entry
+├── LoadError (RuntimeError)         cached blocks could not be brought to the device
+├── TransferError (RuntimeError)     a transfer of blocks did not bring all of them
+│   ├── CancelledTransferError       it was cancelled
+│   └── TransferTimeoutError (TimeoutError)  it, or one who waits for it, ran out of time
+│       └── LayerSwapTimeoutError    a layer's blocks did not arrive in time
 ├── CheckpointError (ValueError)     a model's files are missing something or contradict each other
 │   └── UnsupportedModelError        an architecture or feature the engine does not compute
 └── FormatError (ValueError)         stored bytes that are not a record of ours
@@ -75,12 +80,32 @@ class CopyError(KvtierError, RuntimeError):
         self.index = index
 
 
+class TransferError(KvtierError, RuntimeError):
+    """A transfer of blocks did not bring all of them; its report says which."""
+
+
+class CancelledTransferError(TransferError):
+    """The transfer was cancelled before it was complete."""
+
+
+class TransferTimeoutError(TransferError, TimeoutError):
+    """A transfer, or one who waits for it, ran out of time."""
+
+
+class LayerSwapTimeoutError(TransferTimeoutError):
+    """The blocks of a layer did not arrive in time."""
+
+
 class CheckpointError(KvtierError, ValueError):
     """A model's files are missing something, or contradict each other."""
 
 
 class UnsupportedModelError(CheckpointError):
     """A sound checkpoint of an architecture, or with a feature, that the engine does not compute."""
+
+
+class LoadError(KvtierError, RuntimeError):
+    """Cached blocks could not be brought to the device; they are computed instead."""
 
 
 class FormatError(KvtierError, ValueError):

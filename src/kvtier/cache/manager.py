@@ -2,16 +2,22 @@
 
 No torch, no I/O, no threads, no clock: `now` comes with the call. One request's life:
 
-    match -> Hold --allocate, publish, extend ..--> finish | abort | preempt
+    match -> Hold --allocate, is_ready, publish, extend ..--> finish | abort | preempt
 
-Device tier only, for now.
+With a host tier, `plan` says what to move and `apply` takes what became of it: nothing is readable before its copy is
+reported done, nothing is reused before its reader is, and a copy that failed is a miss.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtier.errors import ArgumentError, RangeError, StateError
+import numpy as np
+
+from kvtier.cache.host import HostConfig, HostCopies
+from kvtier.cache.moves import Moves
+from kvtier.cache.plan import Plan, Report
+from kvtier.errors import ArgumentError, LoadError, RangeError, StateError
 from kvtier.index import (
     BlockPool,
     Chain,
@@ -23,11 +29,14 @@ from kvtier.index import (
     RadixTree,
     Retention,
     Shortage,
+    Slots,
     Tier,
     make_policy,
 )
+from kvtier.index.node import NO_SLOT
 from kvtier.index.pool import I32
 from kvtier.index.tokens import TokenIds
+from kvtier.index.transfers import block_slots
 
 _KEEP = Retention()
 
@@ -40,6 +49,8 @@ class CacheConfig:
     """Of the device tier."""
     prefix_caching: bool = True
     policy: str = "lru"
+    host: HostConfig | None = None
+    """A second tier in host memory."""
     partial_scan: int = 8
     """How many cached blocks are looked at for one that begins as the first block that was not found does."""
 
@@ -77,10 +88,14 @@ class Hold:
     `num_cached_tokens` tokens need not be computed, once `copy` (if there is one) is made.
     """
 
-    __slots__ = ("copy", "lease", "num_cached_tokens", "source")
+    __slots__ = ("copy", "is_loading", "lease", "num_cached_tokens", "num_loaded_tokens", "source")
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
+        self.is_loading = False
+        """Whether blocks of it are on their way to the device; see CacheManager.is_ready."""
+        self.num_loaded_tokens = 0
+        """Of the cached ones, those that come from a lower tier."""
         self.num_cached_tokens = lease.num_matched_tokens
         self.source: Lease | None = None
         """Holds the block that the beginning of the next one is copied from, until that is computed."""
@@ -105,22 +120,38 @@ class CacheManager:
         namespace: Namespace,
         config: CacheConfig,
         *,
+        num_ranks: int = 1,
         listener: Listener | None = None,
         ghost: GhostCache | None = None,
     ) -> None:
         self.namespace = namespace
         self.config = config
         self._device = Tier(0, BlockPool("device", config.num_blocks), lambda: make_policy(config.policy))
-        self.tree = RadixTree(namespace, [self._device], enabled=config.prefix_caching, listener=listener, ghost=ghost)
+        tiers = [self._device]
+        host = config.host if config.prefix_caching else None
+        if host is not None:
+            tiers.append(Tier(1, BlockPool("host", host.num_blocks), lambda: make_policy(host.policy)))
+        self.tree = RadixTree(namespace, tiers, enabled=config.prefix_caching, listener=listener, ghost=ghost)
+        self.moves = Moves(self.tree, num_ranks)
+        self._host = HostCopies(self.tree, self._device, tiers[1], host, self.moves) if host is not None else None
         self._holds: set[Hold] = set()
         self._queried_tokens = self._hit_tokens = 0
 
-    def match(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP) -> Hold:
-        """Hold the longest cached prefix, at least one token short of all: the last must be computed for its logits."""
+    def match(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP, may_load: bool = True) -> Hold:
+        """Hold the longest cached prefix, at least one token short of all: the last must be computed for its logits.
+
+        Without `may_load` only what is on the device counts.
+        """
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
         bare = (chain.num_tokens - 1) // self.namespace.block_tokens
         hold = Hold(self.tree.match(chain, now=now, max_blocks=bare, retention=retention))
+        if self._host is not None and (missing := self._host.num_to_load(hold.lease)):
+            hold.num_loaded_tokens = missing * self.namespace.block_tokens
+            if not may_load:
+                self.tree.release(hold.lease, used=False)
+                on_device = _leading(hold.lease.table)
+                hold = Hold(self.tree.match(chain, now=now, max_blocks=on_device, retention=retention))
         self._holds.add(hold)
         if self.config.prefix_caching:
             self._match_partly(hold, now)
@@ -132,21 +163,43 @@ class CacheManager:
         Where the block to copy from is in the way, it is given up: then `num_cached_tokens` is less than it was.
         """
         self._must_hold(hold)
-        missing = hold.lease.num_missing(num_tokens)
-        if not missing:
-            return None
-        slots = self.tree.allocate(hold.lease, missing)
-        if isinstance(slots, Shortage) and hold.source is not None and hold.copy is None:
+        shortage = self._reserve(hold, num_tokens)
+        if shortage is not None and hold.source is not None and hold.copy is None:
             self._let_source_go(hold)
             hold.num_cached_tokens = hold.lease.num_matched_tokens
-            slots = self.tree.allocate(hold.lease, missing)
-        if isinstance(slots, Shortage):
-            return slots
-        if hold.source is not None and hold.copy is None:
+            shortage = self._reserve(hold, num_tokens)
+        if shortage is not None:
+            return shortage
+        if hold.source is not None and hold.copy is None and len(hold.table) > hold.lease.num_matched:
             block = hold.lease.num_matched
             num_reused = hold.num_cached_tokens - hold.lease.num_matched_tokens
             hold.copy = BlockCopy(int(hold.source.table[block]), int(hold.table[block]), num_reused)
         return None
+
+    def is_ready(self, hold: Hold) -> bool:
+        """Whether everything the hold found is on the device. A load that failed raises LoadFailed: abort the hold."""
+        self._must_hold(hold)
+        if not hold.is_loading or self._host is None:
+            return True
+        if not self._host.is_loaded(hold.lease):
+            if self._host.has_failed(hold.lease):
+                raise LoadError("blocks that were to be loaded are not there: compute them instead")
+            return False
+        hold.is_loading = False
+        lease = hold.lease
+        found = block_slots(lease, self._device)[: lease.num_matched]
+        lease.table = np.concatenate((found, lease.table[lease.num_matched :]))
+        return True
+
+    def plan(self, *, now: float = 0.0) -> Plan:
+        """What the workers are to move now: the loads that were asked for, and some saves."""
+        if self._host is not None:
+            self._host.plan_saves(now)
+        return self.moves.plan()
+
+    def apply(self, report: Report) -> None:
+        """What became of it, from one rank."""
+        self.moves.apply(report)
 
     def scheduled(self, hold: Hold, *, now: float = 0.0) -> None:
         """The request is in a step: what it was given counts as used, once."""
@@ -154,12 +207,17 @@ class CacheManager:
         if not hold.lease.committed:
             self._queried_tokens += hold.chain.num_tokens
             self._hit_tokens += hold.num_cached_tokens
+            if self._host is not None:
+                self._host.used_again(hold.lease)
         self.tree.commit(hold.lease, now=now)
 
     def publish(self, hold: Hold, computed_tokens: int, *, now: float = 0.0) -> None:
         """So many tokens are computed: their full blocks can be matched by others."""
         self._must_hold(hold)
+        first = hold.lease.num_blocks
         self.tree.publish(hold.lease, computed_tokens, now=now)
+        if self._host is not None:
+            self._host.published(hold.chain, first, hold.lease.num_blocks)
         if hold.source is not None and computed_tokens > hold.num_cached_tokens:
             self._let_source_go(hold)
 
@@ -188,6 +246,9 @@ class CacheManager:
         """Forget everything that is cached. Running requests keep what they hold."""
         self.tree.reset(namespace)
         self.namespace = self.tree.namespace
+        self.moves.reset()
+        if self._host is not None:
+            self._host.forget()
 
     @property
     def num_available(self) -> int:
@@ -210,7 +271,7 @@ class CacheManager:
     def check(self) -> None:
         """Raise unless every invariant of the index holds for exactly these holds."""
         sources = [hold.source for hold in self._holds if hold.source is not None]
-        self.tree.check([*(hold.lease for hold in self._holds), *sources])
+        self.tree.check([*(hold.lease for hold in self._holds), *sources, *self.moves.leases])
 
     def _match_partly(self, hold: Hold, now: float) -> None:
         """Find a cached block that begins as the first one that was not found does: as much of it is copied.
@@ -226,6 +287,22 @@ class CacheManager:
             hold.source = found.lease
             hold.num_cached_tokens += found.num_tokens
 
+    def _reserve(self, hold: Hold, num_tokens: int) -> Shortage | None:
+        """Slots for tokens that have none, and for blocks that come from the host, which then are on their way."""
+        lease = hold.lease
+        num_new = lease.num_missing(num_tokens)
+        num_to_load = self._host.num_to_load(lease) if self._host is not None and not lease.committed else 0
+        if not num_new + num_to_load:
+            return None
+        slots = self.tree.reserve(self._device, num_new + num_to_load, lease.chain.salt)
+        if isinstance(slots, Shortage):
+            return slots
+        if num_to_load and self._host is not None:
+            self._host.load(lease, Slots(slots.tier, slots.ids[:num_to_load]))
+        hold.is_loading = hold.is_loading or (self._host is not None and not self._host.is_loaded(lease))
+        lease.table = np.concatenate((lease.table, slots.ids[num_to_load:]))
+        return None
+
     def _let_source_go(self, hold: Hold) -> None:
         if hold.source is not None:
             self.tree.release(hold.source, used=hold.lease.committed)
@@ -235,8 +312,16 @@ class CacheManager:
         self._must_hold(hold)
         self._holds.remove(hold)
         self._let_source_go(hold)
+        if used and self._host is not None:
+            self._host.finished(hold.lease)
         self.tree.release(hold.lease, used=used, now=now)
 
     def _must_hold(self, hold: Hold) -> None:
         if hold not in self._holds:
             raise StateError("this hold has ended: a request finishes, aborts or is preempted once per match")
+
+
+def _leading(table: I32) -> int:
+    """How many slots there are before the first that is missing."""
+    missing = np.flatnonzero(table == NO_SLOT)
+    return int(missing[0]) if len(missing) else len(table)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index.lease import Lease
-from kvtier.index.node import MAX_STATE, READ_FEWER, READ_MORE, BlockState, Held, Node, upwards
-from kvtier.index.pool import Slots
+from kvtier.index.node import MAX_STATE, NO_SLOT, READ_FEWER, READ_MORE, BlockState, Held, Node, upwards
+from kvtier.index.pool import I32, Slots
 from kvtier.index.tier import Tier
 from kvtier.index.tree import RadixTree
 
@@ -112,3 +114,21 @@ def _must_be(node: Node, tier: Tier, low: int, high: int, state: BlockState) -> 
         raise StateError(
             f"blocks [{node.start + low}, {node.start + high}) of {tier.name} are not {state.name}: {found}"
         )
+
+
+def block_states(lease: Lease, tier: Tier) -> bytes:
+    """The state of each block of the path in a tier, one byte each."""
+    parts = []
+    for node in upwards(lease.node):
+        held = node.held[tier.number]
+        parts.append(bytes(held.states) if held is not None else bytes(node.num_blocks))
+    return b"".join(reversed(parts))
+
+
+def block_slots(lease: Lease, tier: Tier) -> I32:
+    """The slot of each block of the path in a tier, NO_SLOT where it holds none."""
+    parts = []
+    for node in upwards(lease.node):
+        held = node.held[tier.number]
+        parts.append(held.slots if held is not None else np.full(node.num_blocks, NO_SLOT, np.int32))
+    return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)

@@ -89,6 +89,15 @@ class RadixTree:
         self._hold(lease.node, None)
         return lease
 
+    def share(self, lease: Lease) -> Lease:
+        """Another lease on the same path, to be released by itself: for whoever moves its blocks."""
+        lease.must_be_open()
+        table = lease.table[: lease.num_blocks]
+        other = Lease(lease.chain, lease.node, lease.num_blocks, table, lease.retention, lease.stopped, self.clock)
+        self.num_leases += 1
+        self._hold(lease.node, None)
+        return other
+
     def match_within(self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0) -> PartialHit | None:
         """Lease the block below a lease that shares most of its next tokens, at most `max_tokens`.
 

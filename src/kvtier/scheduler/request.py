@@ -45,6 +45,7 @@ class Request:
         "hold",
         "id",
         "max_new_tokens",
+        "may_load",
         "num_cached_tokens",
         "num_computed",
         "num_preempted",
@@ -82,6 +83,8 @@ class Request:
         self.num_cached_tokens = 0
         """Of the prompt, found when it was first scheduled."""
         self.num_preempted = 0
+        self.may_load = True
+        """Whether cached blocks of lower tiers may be waited for; not any more once a load failed."""
         self.draft: tuple[int, ...] = ()
         """Tokens somebody guesses come next; the next step checks them."""
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.cache.manager import BlockCopy, CacheManager, Hold
-from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.cache.plan import Plan
+from kvtier.errors import ArgumentError, LoadError, RangeError, StateError
 from kvtier.scheduler.request import Control, Request, RequestState
 
 
@@ -77,6 +78,8 @@ class Step:
     copies: tuple[BlockCopy, ...]
     preempted: tuple[Request, ...]
     refused: tuple[Request, ...]
+    plan: Plan
+    """Blocks to move between tiers, beside the rows; their reports go to the manager."""
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +87,7 @@ class Step:
         return sum(row.num_tokens for row in self.rows)
 
     def __bool__(self) -> bool:
-        return bool(self.controls or self.rows or self.refused)
+        return bool(self.controls or self.rows or self.refused or self.plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ class Scheduler:
         if self._step is not None:
             raise StateError("the results of the last step have not been given to update() yet")
         if self._controls:  # they may change anything, so nothing is chosen before they have run
-            self._step = Step(tuple(self._controls), (), (), (), ())
+            self._step = Step(tuple(self._controls), (), (), (), (), self.manager.plan(now=now))
             self._controls.clear()
             return self._step
         choice = _Choice(self.config.max_step_tokens)
@@ -156,7 +159,8 @@ class Scheduler:
         for row in rows:
             self.manager.scheduled(_held(row.request), now=now)
         copies = tuple(copy for row in rows if (copy := self._first_copy(row)) is not None)
-        self._step = Step((), rows, copies, tuple(choice.preempted), tuple(choice.refused))
+        plan = self.manager.plan(now=now)
+        self._step = Step((), rows, copies, tuple(choice.preempted), tuple(choice.refused), plan)
         return self._step
 
     def update(self, step: Step, results: Sequence[RowResult], now: float) -> None:
@@ -198,6 +202,8 @@ class Scheduler:
 
     def _continue(self, request: Request, choice: _Choice, now: float) -> None:
         """The next tokens of a running request, if need be at the cost of others that run."""
+        if not self._is_ready(request, now):
+            return
         known = request.chain.num_tokens - request.num_computed
         count = min(known, choice.budget)
         if not count:
@@ -226,7 +232,7 @@ class Scheduler:
         for request in sorted(self._waiting, key=lambda request: self._rank(request, now)):
             if not choice.budget or len(self._running) >= self.config.max_rows:
                 return
-            hold = self.manager.match(request.chain, now=now, retention=request.retention)
+            hold = self.manager.match(request.chain, now=now, retention=request.retention, may_load=request.may_load)
             stop = min(request.chain.num_tokens, hold.num_cached_tokens + choice.budget)
             if self._never_fits(request, choice) or self.manager.allocate(hold, stop):
                 self.manager.abort(hold, now=now)
@@ -241,7 +247,17 @@ class Scheduler:
             request.num_computed = hold.num_cached_tokens
             if not request.num_preempted:
                 request.num_cached_tokens = hold.num_cached_tokens
-            choice.take(Row.of(request, min(stop - hold.num_cached_tokens, choice.budget)))
+            if self._is_ready(request, now):
+                choice.take(Row.of(request, min(stop - hold.num_cached_tokens, choice.budget)))
+
+    def _is_ready(self, request: Request, now: float) -> bool:
+        """Whether its cached blocks are on the device. What cannot be brought there is computed: it waits again."""
+        try:
+            return self.manager.is_ready(_held(request))
+        except LoadError:
+            self._to_waiting(request, now)
+            request.may_load = False
+            return False
 
     def _never_fits(self, request: Request, choice: _Choice) -> bool:
         """Refuse a request that could not run even alone."""
@@ -268,14 +284,21 @@ class Scheduler:
         return max(others, key=lambda other: (-other.priority, other.arrival, self._running.index(other)))
 
     def _preempt(self, request: Request, choice: _Choice, now: float) -> None:
+        self._to_waiting(request, now)
+        request.num_preempted += 1
+        choice.give_back(request)
+
+    def _to_waiting(self, request: Request, now: float) -> None:
+        """Let go of its KV; what it published stays to be found again."""
         hold = _held(request)
-        self.manager.preempt(hold, now=now)
+        if hold.lease.committed:
+            self.manager.preempt(hold, now=now)
+        else:
+            self.manager.abort(hold, now=now)
         self._running.remove(request)
         self._waiting.append(request)
         request.state, request.hold, request.num_computed = RequestState.WAITING, None, 0
-        request.num_preempted += 1
         request.draft = ()
-        choice.give_back(request)
 
     # ---- results ---------------------------------------------------------------------------------------------------
 

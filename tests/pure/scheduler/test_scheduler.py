@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import zlib
 
@@ -11,7 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtier.cache.host import HostConfig, WritePolicy
 from kvtier.cache.manager import CacheConfig, CacheManager
+from kvtier.cache.plan import Outcome, Plan, Purpose, Report, Transfer
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, MissReason, Namespace
 from kvtier.scheduler import Control, Request, RequestState, RowResult, Scheduler, SchedulerConfig, Step
@@ -20,12 +23,34 @@ BLOCK = 4
 
 
 class Device:
-    """The device tier as a dictionary: (slot, offset) -> the prefix whose KV was computed there."""
+    """The tiers as dictionaries: (slot, offset) -> the prefix whose KV was computed there.
+
+    Transfers take effect, or fail, when `move` is told to: until then their target holds rubbish.
+    """
 
     def __init__(self) -> None:
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.host: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.planned: list[tuple[int, Transfer]] = []
+
+    def move(self, scheduler: Scheduler, count: int = 1000, *, ok: bool = True) -> None:
+        """Carry out the oldest transfers, and report them."""
+        for epoch, transfer in self.planned[:count]:
+            if ok:
+                source, target = (self.host, self.kv) if transfer.source == "host" else (self.kv, self.host)
+                for one, other in zip(transfer.sources.tolist(), transfer.targets.tolist(), strict=True):
+                    for offset in range(BLOCK):
+                        target[other, offset] = source[one, offset]
+            outcome = Outcome(transfer.id, ok, 100 * transfer.num_blocks * ok, 0.1)
+            scheduler.manager.apply(Report(epoch, 0, (outcome,)))
+        del self.planned[:count]
 
     def run(self, step: Step, finish: set[str] = frozenset()) -> list[RowResult]:
+        for transfer in step.plan.transfers:
+            self.planned.append((step.plan.epoch, transfer))
+            for slot in transfer.targets.tolist():
+                for offset in range(BLOCK):
+                    (self.kv if transfer.target == "device" else self.host)[slot, offset] = ("rubbish",)
         for copy in step.copies:
             for offset in range(copy.num_tokens):
                 self.kv[copy.target, offset] = self.kv[copy.source, offset]
@@ -64,9 +89,9 @@ def alone(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     return tokens[len(prompt) :]
 
 
-def make(num_blocks: int = 8, *, prefix_caching: bool = True, **limits) -> Scheduler:
+def make(num_blocks: int = 8, *, prefix_caching: bool = True, host: HostConfig | None = None, **limits) -> Scheduler:
     namespace = Namespace("model", block_tokens=BLOCK)
-    manager = CacheManager(namespace, CacheConfig(num_blocks, prefix_caching=prefix_caching))
+    manager = CacheManager(namespace, CacheConfig(num_blocks, prefix_caching=prefix_caching, host=host))
     return Scheduler(manager, SchedulerConfig(**{"max_rows": 4, "max_step_tokens": 8, **limits}))
 
 
@@ -79,11 +104,13 @@ def request(scheduler: Scheduler, name: str, prompt, new: int = 4, *, now: float
 def run(scheduler: Scheduler, device: Device, steps: int = 1000) -> int:
     """Until there is nothing to do; returns the steps taken."""
     for taken in range(steps):
-        if not scheduler.has_work():
-            return taken
+        had_work = scheduler.has_work()
         step = scheduler.schedule(float(taken))
         scheduler.update(step, device.run(step), float(taken))
+        device.move(scheduler)
         scheduler.check()
+        if not had_work and not step.plan:
+            return taken
     raise AssertionError("no end")
 
 
@@ -95,9 +122,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         rows=st.integers(1, 4),
         budget=st.sampled_from([4, 5, 16]),
+        host=st.none()
+        | st.builds(
+            HostConfig,
+            st.sampled_from([1, 4, 40]),
+            st.sampled_from(WritePolicy),
+            max_saving_blocks=st.sampled_from([1, 3, 100]),
+            low_share=st.sampled_from([0.3, 1.0]),
+        ),
     )
-    def begin(self, num_blocks, caching, rows, budget):
-        self.scheduler = make(num_blocks, prefix_caching=caching, max_rows=rows, max_step_tokens=budget)
+    def begin(self, num_blocks, caching, rows, budget, host):
+        self.scheduler = make(num_blocks, prefix_caching=caching, max_rows=rows, max_step_tokens=budget, host=host)
         self.device, self.now = Device(), 0.0
         self.requests: list[tuple[Request, tuple[int, ...]]] = []
         self.controls: list[str] = []
@@ -130,6 +165,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 control.run()
             finish = {each.id for each in running if data.draw(st.integers(0, 15)) == 0}
             self.scheduler.update(step, self.device.run(step, finish), self.now)
+
+    @rule(count=st.integers(1, 5), ok=st.sampled_from([True, True, False]))
+    def move(self, count, ok):
+        self.device.move(self.scheduler, count, ok=ok)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -374,3 +413,139 @@ def test_the_configuration_is_not_changed():
     manager = CacheManager(Namespace("m", block_tokens=4), config)
     assert manager.config is config
     assert config == CacheConfig(4, policy="s3fifo")
+
+
+def evicted_to_host(write: WritePolicy = WritePolicy.THROUGH, **more) -> tuple[Scheduler, Device]:
+    """A scheduler whose host holds [1] * 8, which the device has evicted for [0] * 12."""
+    scheduler, device = make(4, host=HostConfig(20, write, low_share=1.0, **more)), Device()
+    request(scheduler, "a", [1] * 9, 1)
+    run(scheduler, device)
+    request(scheduler, "b", [0] * 13, 1)
+    run(scheduler, device)
+    return scheduler, device
+
+
+@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK])
+def test_what_was_evicted_is_loaded_from_the_host(write):
+    scheduler, device = evicted_to_host(write)
+    made = request(scheduler, "again", [1] * 9, 2)
+    step = scheduler.schedule(9.0)
+    assert step.rows == ()
+    assert [(t.purpose, t.num_blocks) for t in step.plan.transfers if t.purpose is Purpose.LOAD] == [(Purpose.LOAD, 2)]
+    scheduler.update(step, device.run(step), 9.0)
+    waiting = scheduler.schedule(9.0)
+    assert waiting.rows == ()  # the copy is not reported done
+    scheduler.update(waiting, [], 9.0)
+    device.move(scheduler)
+    step = scheduler.schedule(9.0)
+    assert [(row.first, row.num_tokens) for row in step.rows] == [(8, 1)]
+    scheduler.update(step, device.run(step), 9.0)
+    assert made.num_cached_tokens == 8
+    assert made.hold.num_loaded_tokens == 8
+    run(scheduler, device)
+    assert made.state is RequestState.FINISHED
+
+
+def test_selectively_only_what_was_used_again_is_saved():
+    scheduler, device = make(8, host=HostConfig(20, WritePolicy.SELECTIVE)), Device()
+    request(scheduler, "a", [1] * 9, 1)
+    run(scheduler, device)
+    assert scheduler.manager.moves.counts.num_blocks[Purpose.SAVE] == 0
+    request(scheduler, "b", [1] * 9, 1)
+    run(scheduler, device)
+    assert scheduler.manager.moves.counts.num_blocks[Purpose.SAVE] == 2
+
+
+def test_the_host_copy_stays_after_a_load_so_that_the_next_eviction_is_free():
+    scheduler, device = evicted_to_host()
+    request(scheduler, "again", [1] * 9, 1)
+    run(scheduler, device)
+    request(scheduler, "c", [2] * 13, 1)
+    run(scheduler, device)
+    request(scheduler, "once more", [1] * 9, 1)
+    run(scheduler, device)
+    assert scheduler.manager.moves.counts.num_blocks[Purpose.LOAD] == 4
+    assert scheduler.manager.moves.counts.num_blocks[Purpose.SAVE] == 2 + 3 + 3
+
+
+def test_a_load_that_fails_is_a_miss():
+    scheduler, device = evicted_to_host()
+    made = request(scheduler, "again", [1] * 9, 1)
+    step = scheduler.schedule(9.0)
+    scheduler.update(step, device.run(step), 9.0)
+    device.move(scheduler, ok=False)
+    scheduler.check()
+    run(scheduler, device)
+    assert made.state is RequestState.FINISHED
+    assert made.num_cached_tokens == 0
+    assert scheduler.manager.moves.counts.num_failed[Purpose.LOAD] == 1
+
+
+def test_two_requests_share_one_load():
+    scheduler, device = evicted_to_host()
+    both = [request(scheduler, name, [1] * 9, 1) for name in ("one", "two")]
+    step = scheduler.schedule(9.0)
+    assert sum(t.num_blocks for t in step.plan.transfers if t.purpose is Purpose.LOAD) == 2
+    scheduler.update(step, device.run(step), 9.0)
+    run(scheduler, device)
+    assert [made.num_cached_tokens for made in both] == [8, 8]
+
+
+def test_after_a_reset_what_was_on_its_way_counts_for_nothing():
+    scheduler, device = evicted_to_host()
+    made = request(scheduler, "again", [1] * 9, 1)
+    step = scheduler.schedule(9.0)
+    scheduler.update(step, device.run(step), 9.0)
+    scheduler.manager.reset()
+    scheduler.check()
+    device.move(scheduler)
+    scheduler.check()
+    run(scheduler, device)
+    assert made.state is RequestState.FINISHED
+    assert scheduler.manager.stats.num_holds == 0
+
+
+def test_a_request_cancelled_while_it_loads_leaves_nothing_behind():
+    scheduler, device = evicted_to_host()
+    made = request(scheduler, "again", [1] * 9, 1)
+    step = scheduler.schedule(9.0)
+    scheduler.update(step, device.run(step), 9.0)
+    scheduler.cancel(made, 9.0)
+    scheduler.check()
+    device.move(scheduler)
+    scheduler.check()
+    assert not scheduler.manager.moves.leases
+
+
+def test_a_transfer_is_reported_once_by_every_rank():
+    namespace = Namespace("model", block_tokens=BLOCK)
+    manager = CacheManager(namespace, CacheConfig(4, host=HostConfig(4)), num_ranks=2)
+    hold = manager.match(Chain(namespace, [1] * 9))
+    manager.allocate(hold, 9)
+    manager.publish(hold, 8)
+    (transfer,) = manager.plan().transfers
+    done = (Outcome(transfer.id, True, 10, 0.1),)
+    manager.apply(Report(0, 0, done))
+    assert len(manager.moves.leases) == 1
+    with pytest.raises(StateError, match="had none to report"):
+        manager.apply(Report(0, 0, done))
+    with pytest.raises(ArgumentError, match="rank 2, there are 2"):
+        manager.apply(Report(0, 2, done))
+    manager.apply(Report(0, 1, done))
+    assert not manager.moves.leases
+    manager.finish(hold)
+    manager.check()
+
+
+def test_plans_and_reports_are_small_values():
+    transfer = Transfer(1, Purpose.SAVE, "device", "host", b"\1\0\0\0", b"\2\0\0\0")
+    plan = Plan(1, 0, (transfer,))
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert transfer.sources.tolist() == [1]
+    assert transfer.targets.tolist() == [2]
+    assert not Plan(2, 0, ())
+    with pytest.raises(ArgumentError, match="bytes of source slots"):
+        Transfer(1, Purpose.SAVE, "device", "host", b"\1\0\0\0", b"")
+    for wrong in ({"num_blocks": 0}, {"low_share": 2.0}, {"min_uses": 0}):
+        with pytest.raises(RangeError):
+            HostConfig(**{"num_blocks": 1, **wrong})
