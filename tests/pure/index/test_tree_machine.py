@@ -333,6 +333,17 @@ class Machine(RuleBasedStateMachine):
     def drop(self, spec, first):
         assert self.tree.drop(self.chain(spec), first=first) == self.model.drop(spec, first)
 
+    @precondition(lambda self: self.open)
+    @rule(which=ANY, cut=st.integers(1, 2))
+    def drop_under_a_lease(self, which, cut):
+        """The end of a path that is leased is forgotten, and another request goes on from what is left."""
+        holder = self.open[which % len(self.open)].holder
+        left = len(holder.path) - cut
+        if left > 0:
+            self.drop(holder.spec, left)
+            tokens = (*holder.spec.tokens[: left * BLOCK_TOKENS], 1, 1)
+            self.whole_request(Spec(tokens, holder.spec.media, holder.spec.domain), (0, math.inf), True)
+
     @rule(seconds=st.sampled_from([0.0, 1.0, 2.5]))
     def expire(self, seconds):
         self.now += seconds
