@@ -1,0 +1,238 @@
+"""What a block of KV data is made of, and every byte size and offset that follows. Torch-free.
+
+A *cache group* is the layers that share block tables. A block of a group is `block_tokens` tokens of all its layers:
+
+    block of "main"   [ layer 0              | layer 1              | ... | draft layer          ]
+                        key | value | scales   key | value | scales         key | value
+                        tensor_offset(0, "value") ^
+    host slot         [ block, then padding up to a multiple of 4 KiB ]
+
+This order, packed without gaps, is that of a block in host memory, on disk and on the wire: one piece, whatever the
+device cache looks like. Layers of one group may differ (a draft layer, an indexer); layers with block tables of their
+own (a sliding window) are a group of their own, with slots of their own size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.dtype import DType, dtype
+from kvtier.errors import ArgumentError, RangeError
+
+SLOT_ALIGNMENT = 4096
+"""Slots begin on pages: direct disk I/O and memory registration need it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a layer, as much of it as one block has."""
+
+    name: str
+    """Its role: "key", "value", "latent", "key_scale", ..."""
+    dtype: DType
+    shape: tuple[int, ...]
+    """Elements of one block, such as (tokens, heads, head size)."""
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.shape or min(self.shape) <= 0:
+            raise ArgumentError(f"a tensor of a layer needs a name and positive sizes, got {self.name!r} {self.shape}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block of it."""
+        return self.dtype.nbytes(math.prod(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The tensors of one layer, in the order in which a block holds them."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.tensors]
+        if not names or len({*names}) < len(names):
+            raise ArgumentError(f"a layer needs tensors of different names, got {names}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block of this layer."""
+        return sum(each.nbytes for each in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of bytes inside a block."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share block tables.
+
+    CacheGroup.attention("main", 32, 8, 128, "bf16", 16)               key and value per layer
+    CacheGroup.mla("main", 61, 576, "bf16", 16)                        one latent tensor per layer
+    CacheGroup.attention(..., extra=[TensorSpec("key_scale", ...)])    further tensors per layer
+    main.with_layers(draft.layers)                                     draft layers in the main block tables
+    """
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    window_tokens: int | None = None
+    """Tokens a sliding window looks back; None: all."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ArgumentError(f"cache group {self.name!r} has no layers")
+
+    @classmethod
+    def attention(
+        cls,
+        name: str,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        element: str | DType,
+        block_tokens: int,
+        *,
+        extra: Sequence[TensorSpec] = (),
+        window_tokens: int | None = None,
+    ) -> CacheGroup:
+        """Equal layers with keys and values."""
+        shape = (block_tokens, num_kv_heads, head_dim)
+        tensors = (*(TensorSpec(role, dtype(element), shape) for role in ("key", "value")), *extra)
+        return cls(name, (LayerSpec(tensors),) * num_layers, window_tokens)
+
+    @classmethod
+    def mla(
+        cls,
+        name: str,
+        num_layers: int,
+        latent_dim: int,
+        element: str | DType,
+        block_tokens: int,
+        *,
+        extra: Sequence[TensorSpec] = (),
+    ) -> CacheGroup:
+        """Equal layers with one compressed tensor each (multi-head latent attention)."""
+        latent = TensorSpec("latent", dtype(element), (block_tokens, latent_dim))
+        return cls(name, (LayerSpec((latent, *extra)),) * num_layers)
+
+    def with_layers(self, layers: Sequence[LayerSpec]) -> CacheGroup:
+        """This group with more layers behind its own."""
+        return replace(self, layers=(*self.layers, *layers))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the group."""
+        return len(self.layers)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one host slot to the next."""
+        return -(-self.block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    def num_slots(self, nbytes: int) -> int:
+        """Host slots that fit into so many bytes."""
+        return nbytes // self.slot_bytes
+
+    def check_layers(self, layers: range | None) -> range:
+        """These layers (None: all), if they are consecutive ones of this group."""
+        if layers is None:
+            return range(self.num_layers)
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.num_layers:
+            raise RangeError(f"{layers} are not consecutive layers of group {self.name!r}, which has {self.num_layers}")
+        return layers
+
+    def span(self, layers: range | None = None) -> Span:
+        """Where these layers (None: all) lie in a block."""
+        chosen = self.check_layers(layers)
+        before = sum(layer.nbytes for layer in self.layers[: chosen.start])
+        return Span(before, sum(layer.nbytes for layer in self.layers[chosen.start : chosen.stop]))
+
+    def tensors(self) -> Iterator[tuple[int, TensorSpec, Span]]:
+        """Every tensor with its layer and its place in a block, in the order of the block."""
+        offset = 0
+        for index, layer in enumerate(self.layers):
+            for each in layer.tensors:
+                yield index, each, Span(offset, each.nbytes)
+                offset += each.nbytes
+
+    def tensor_span(self, layer: int, name: str) -> Span:
+        """Where one tensor of one layer lies in a block."""
+        for index, each, span in self.tensors():
+            if index == layer and each.name == name:
+                return span
+        raise ArgumentError(f"group {self.name!r} has no tensor {name!r} in a layer {layer}")
+
+    def layer_groups(self, layers: range | None, piece_bytes: int, min_groups: int) -> list[range]:
+        """Cut layers into runs of about equal bytes: at least `min_groups` where there are as many layers, and more
+        as long as a run is `piece_bytes` of a block or larger.
+
+        The first run is never more than its share, so that whoever waits for it waits no longer than that.
+        """
+        chosen = self.check_layers(layers)
+        total = self.span(chosen).nbytes
+        wanted = min(len(chosen), max(min_groups, total // piece_bytes))
+        groups: list[range] = []
+        start, done = chosen.start, 0
+        for index in chosen:
+            size = self.layers[index].nbytes
+            # a layer that would carry a run past its share begins the next one
+            if index > start and len(groups) + 1 < wanted and (done + size) * wanted > total * (len(groups) + 1):
+                groups.append(range(start, index))
+                start = index
+            done += size
+        return [*groups, range(start, chosen.stop)]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """All cache groups of a model, and the tokens of a block."""
+
+    block_tokens: int
+    groups: tuple[CacheGroup, ...]
+
+    def __post_init__(self) -> None:
+        names = [group.name for group in self.groups]
+        if self.block_tokens <= 0 or not names or len({*names}) < len(names):
+            raise ArgumentError(
+                f"a layout needs tokens per block and groups of different names, got {self.block_tokens} and {names}"
+            )
+
+    def group(self, name: str) -> CacheGroup:
+        """The group of this name."""
+        for each in self.groups:
+            if each.name == name:
+                return each
+        raise ArgumentError(f"no cache group {name!r}; this layout has {', '.join(each.name for each in self.groups)}")
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that one token takes in all groups together."""
+        return sum(group.block_bytes for group in self.groups) / self.block_tokens
+
+    def describe(self) -> dict[str, object]:
+        """Plain values that are equal exactly for layouts whose blocks have the same bytes in the same places."""
+        return {
+            "block_tokens": self.block_tokens,
+            "groups": [
+                {
+                    "name": group.name,
+                    "window_tokens": group.window_tokens,
+                    "layers": [
+                        [[t.name, t.dtype.name, list(t.shape)] for t in layer.tensors] for layer in group.layers
+                    ],
+                }
+                for group in self.groups
+            ],
+        }
