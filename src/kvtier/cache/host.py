@@ -85,10 +85,16 @@ class HostCopies:
         if self._config.write is WritePolicy.BACK and lease.num_blocks:
             self._jobs.append(_Job(lease.chain, 0, lease.num_blocks))
 
+    @property
+    def wants_to_save(self) -> bool:
+        """Whether there is something to save, and with write_back a reason to."""
+        pool = self._device.pool
+        is_low = pool.num_free < self._config.low_share * pool.num_slots
+        return bool(self._jobs) and (is_low or self._config.write is not WritePolicy.BACK)
+
     def plan_saves(self, now: float) -> None:
         """Start as many saves as may be under way."""
-        pool = self._device.pool
-        if self._config.write is WritePolicy.BACK and pool.num_free >= self._config.low_share * pool.num_slots:
+        if not self.wants_to_save:
             return
         room = self._config.max_saving_blocks - self._moves.num_blocks(Purpose.SAVE)
         while self._jobs and room > 0:

@@ -197,6 +197,11 @@ class CacheManager:
             self._host.plan_saves(now)
         return self.moves.plan()
 
+    @property
+    def wants_to_save(self) -> bool:
+        """Whether another plan would save something."""
+        return self._host is not None and self._host.wants_to_save
+
     def apply(self, report: Report) -> None:
         """What became of it, from one rank."""
         self.moves.apply(report)

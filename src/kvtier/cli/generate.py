@@ -88,13 +88,15 @@ def _note(options: argparse.Namespace, what: str) -> None:
 
 
 def _llm(options: argparse.Namespace) -> LLM:
+    from kvtier.cache.host import HostConfig
     from kvtier.cache.manager import CacheConfig
     from kvtier.engine.checkpoint import DEFAULT_MODEL
     from kvtier.engine.engine import EngineConfig
     from kvtier.engine.llm import LLM
     from kvtier.engine.speculate import NgramProposer
 
-    config = EngineConfig(options.block_tokens, CacheConfig(options.blocks))
+    host = HostConfig(options.host_blocks) if options.host_blocks else None
+    config = EngineConfig(options.block_tokens, CacheConfig(options.blocks, host=host))
     proposer = NgramProposer(options.draft_tokens) if options.draft_tokens else None
     return LLM(options.model or DEFAULT_MODEL, config, dtype=options.dtype, device=options.device, proposer=proposer)
 
@@ -123,6 +125,7 @@ def _options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=int)
     command.add_argument("--stop", action="append", default=[], help="end the answer before this text; may be repeated")
     command.add_argument("--blocks", type=int, default=1024, help="blocks of KV in the cache")
+    command.add_argument("--host-blocks", type=int, default=0, help="blocks of KV in host memory, for what is evicted")
     command.add_argument("--block-tokens", type=int, default=16, help="tokens in a block")
     command.add_argument(
         "--draft-tokens", type=int, default=0, help="guess so many tokens from what was written before"

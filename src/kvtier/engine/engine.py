@@ -15,6 +15,7 @@ import torch
 from kvtier.batch import Pipeline, Timeline
 from kvtier.batch.executor import InlineExecutor
 from kvtier.batch.ticket import Status, Ticket
+from kvtier.cache.controller import CacheController
 from kvtier.cache.manager import CacheConfig, CacheManager
 from kvtier.engine.generation import Explanation, FinishReason, Generation, Output
 from kvtier.engine.model import Model
@@ -89,6 +90,9 @@ class Engine:
             )
             for each in models
         ]
+        host = config.cache.host if config.cache.prefix_caching else None
+        caches = [group.cache for group in self.groups]
+        self._controller = CacheController(caches, host.num_blocks) if host is not None else None
         self._clock = clock
         self._inputs = Inputs(self.groups)
         self._choose = Choose(self._inputs)
@@ -132,6 +136,7 @@ class Engine:
         """Run one step; returns what it added to each answer. Does nothing if there is nothing to do."""
         now = self._clock()
         step = self.scheduler.schedule(now)
+        self._move(step)
         if step.controls:
             self.scheduler.update(step, [], now)
             self._run(step.controls)
@@ -171,7 +176,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work()
+        return self.scheduler.has_work() or self.manager.wants_to_save
 
     def control(self, name: str, run: Callable[[], None]) -> None:
         """Do something between two steps, once."""
@@ -195,6 +200,13 @@ class Engine:
         self._pipeline.close()
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _move(self, step: Step) -> None:
+        """Blocks between tiers, before the step computes: nobody reads or writes them in it."""
+        if self._controller is not None:
+            self._controller.submit(step.plan)
+            for report in self._controller.poll():
+                self.manager.apply(report)
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
