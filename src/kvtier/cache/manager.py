@@ -135,6 +135,7 @@ class CacheManager:
         self.moves = Moves(self.tree, num_ranks)
         self._host = HostCopies(self.tree, self._device, tiers[1], host, self.moves) if host is not None else None
         self._holds: set[Hold] = set()
+        self._pins: set[Lease] = set()
         self._queried_tokens = self._hit_tokens = 0
 
     def match(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP, may_load: bool = True) -> Hold:
@@ -243,6 +244,17 @@ class CacheManager:
         """It was cancelled, or could not be scheduled: as if it had not been, unless a step ran."""
         self._end(hold, used=hold.lease.committed, now=now)
 
+    def pin(self, chain: Chain, *, now: float = 0.0) -> Lease:
+        """Keep what is cached of a prompt until it is unpinned."""
+        pin = self.tree.pin(chain, now=now)
+        self._pins.add(pin)
+        return pin
+
+    def unpin(self, pin: Lease) -> None:
+        """It may be evicted again."""
+        self._pins.remove(pin)
+        self.tree.unpin(pin)
+
     def explain(self, hold: Hold) -> Miss:
         """Why the match ended where it did."""
         return self.tree.explain(hold.lease)
@@ -276,7 +288,7 @@ class CacheManager:
     def check(self) -> None:
         """Raise unless every invariant of the index holds for exactly these holds."""
         sources = [hold.source for hold in self._holds if hold.source is not None]
-        self.tree.check([*(hold.lease for hold in self._holds), *sources, *self.moves.leases])
+        self.tree.check([*(hold.lease for hold in self._holds), *sources, *self._pins, *self.moves.leases])
 
     def _match_partly(self, hold: Hold, now: float) -> None:
         """Find a cached block that begins as the first one that was not found does: as much of it is copied.
@@ -310,7 +322,7 @@ class CacheManager:
 
     def _let_source_go(self, hold: Hold) -> None:
         if hold.source is not None:
-            self.tree.release(hold.source, used=hold.lease.committed)
+            self.tree.release(hold.source, used=False)
             hold.source = None
 
     def _end(self, hold: Hold, *, used: bool, now: float) -> None:

@@ -52,7 +52,7 @@ class Removal:
             first = int(np.flatnonzero(np.frombuffer(held.states, np.uint8))[-count])
             self._removed(tier, node, first)
             freed.append(tier.take(node, first).ids)
-            tier.used_by[node.domain[0]] -= count
+            tier.use(node.domain[0], -count)
             kept = node.num_kept()
             if kept < node.num_blocks:
                 self.cut(node, kept, tier, time)
@@ -80,7 +80,7 @@ class Removal:
                 slots = tier.take(node, kept, cut=True)
                 if tier is evicting:
                     taken = slots.ids
-                    tier.used_by[node.domain[0]] -= len(taken)
+                    tier.use(node.domain[0], -len(taken))
                 else:
                     self.give_back(tier, slots, node.domain[0])
         if kept:
@@ -141,7 +141,7 @@ class Removal:
     def give_back(self, tier: Tier, slots: Slots, salt: bytes) -> None:
         """Slots nobody holds any more, to their pool."""
         tier.pool.release(slots)
-        tier.used_by[salt] -= len(slots.ids)
+        tier.use(salt, -len(slots.ids))
 
     def _removed(self, tier: Tier, node: Node, first: int, stop: int | None = None) -> None:
         """Tell the listener, of blocks it was told of: not of those that were still being written."""

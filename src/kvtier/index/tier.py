@@ -102,6 +102,14 @@ class Tier:
             raise StateError(f"{self.name}: {self.num_evictable} blocks counted evictable, no candidate left")
         return node
 
+    def use(self, salt: bytes, count: int) -> None:
+        """A tenant has so many slots more, or fewer."""
+        left = self.used_by.get(salt, 0) + count
+        if left:
+            self.used_by[salt] = left
+        else:
+            self.used_by.pop(salt, None)
+
     # ---- what it holds ---------------------------------------------------------------------------------------------
 
     def put(self, node: Node, first: int, slots: Slots, state: BlockState) -> None:

@@ -11,15 +11,16 @@ import numpy as np
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index.chain import Chain
 from kvtier.index.check import check_tree
-from kvtier.index.events import BlocksStored, IndexCleared, Listener
+from kvtier.index.events import IndexCleared, Listener
 from kvtier.index.ghost import GhostCache
-from kvtier.index.keys import KEY_BYTES, Namespace, chain_keys
+from kvtier.index.growth import Growth
+from kvtier.index.keys import Namespace
 from kvtier.index.lease import Lease, PartialHit, Path, Published, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
 from kvtier.index.node import NO_SLOT, BlockState, Node, Usage, device_slots, upwards
 from kvtier.index.pool import I32, Shortage, Slots
 from kvtier.index.removal import Removal
-from kvtier.index.shape import absorb_parent, can_grow, common_blocks, common_tokens, lengthen, split, were_one
+from kvtier.index.shape import absorb_parent, common_blocks, common_tokens, split, were_one
 from kvtier.index.tier import Tier
 from kvtier.index.tokens import TOKEN_BYTES
 
@@ -68,6 +69,7 @@ class RadixTree:
         self._listener = listener
         self._roots: dict[tuple[bytes, bytes], Node] = {}
         self._removal = Removal(self.tiers, self._roots, self.misses, listener)
+        self._growth = Growth(namespace, self.tiers, self.misses, listener, self.with_keys, self._hold)
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
@@ -92,17 +94,14 @@ class RadixTree:
     def share(self, lease: Lease) -> Lease:
         """Another lease on the same path, to be released by itself: for whoever moves its blocks."""
         lease.must_be_open()
-        table = lease.table[: lease.num_blocks]
-        other = Lease(lease.chain, lease.node, lease.num_blocks, table, lease.retention, lease.stopped, self.clock)
-        self.num_leases += 1
-        self._hold(lease.node, None)
-        return other
+        return self._lease_of(lease.chain, lease.node, lease.retention)
 
     def match_within(self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0) -> PartialHit | None:
         """Lease the block below a lease that shares most of its next tokens, at most `max_tokens`.
 
         The child that begins with the very block is looked at first, then as many as told, newest first.
         """
+        lease.must_be_open()
         chain, node = lease.chain, lease.node
         tail = chain.tail(lease.num_blocks)[: max_tokens * TOKEN_BYTES]
         best, longest = None, 0
@@ -120,10 +119,8 @@ class RadixTree:
             return None
         if best.num_blocks > 1:
             best = split(best, 1, self.tiers)
-        table = np.concatenate((lease.table[: lease.num_blocks], device_slots(best)))
-        found = Lease(chain, best, best.stop, table, lease.retention, None, self.clock)
-        self.num_leases += 1
-        self._hold(best, None)
+        found = self._lease_of(chain, best, lease.retention)
+        found.num_matched = lease.num_blocks
         return PartialHit(found, longest)
 
     def allocate(self, lease: Lease, n: int) -> Slots | Shortage:
@@ -146,14 +143,23 @@ class RadixTree:
             child = node.children.get(lease.chain.key_at(block))
             if child is None:
                 break
-            node, adopted = self._join(lease, child, block, stop)
+            node, adopted = self._growth.join(lease, child, block, stop)
             num_adopted += node.num_blocks if adopted else 0
             block = node.stop
         num_duplicate = block - first - num_adopted
         if block < stop:
-            node = self._grow(lease, node, block, stop, now)
+            usage = Usage(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
+            node = self._growth.grow(lease, node, block, stop, usage)
         lease.node, lease.num_blocks = node, stop
         return Published(stop - first - num_duplicate, num_duplicate)
+
+    def pin(self, chain: Chain, *, now: float = 0.0) -> Lease:
+        """Keep what is cached of a chain, in whatever tier, until it is unpinned."""
+        return self.match(chain, now=now)
+
+    def unpin(self, pin: Lease) -> None:
+        """What `pin` returned may be evicted again."""
+        self.release(pin, used=False)
 
     def commit(self, lease: Lease, *, now: float = 0.0) -> None:
         """The lease's path is used. However often this is called, it counts as one use."""
@@ -200,7 +206,7 @@ class RadixTree:
             slots = tier.pool.allocate(more)
             assert isinstance(slots, Slots)
             room.append(slots.ids)
-        tier.used_by[salt] = tier.used_by.get(salt, 0) + n
+        tier.use(salt, n)
         return Slots(tier.name, room[0] if len(room) == 1 else np.concatenate(room))
 
     def give_back(self, tier: Tier, slots: Slots, salt: bytes = b"") -> None:
@@ -261,7 +267,7 @@ class RadixTree:
             root.attached = False
         self._roots.clear()
         if namespace is not None and namespace != self.namespace:
-            self.namespace = namespace
+            self.namespace = self._growth.namespace = namespace
             self.misses.other_layout()
         if self._listener:
             self._listener(IndexCleared())
@@ -323,6 +329,14 @@ class RadixTree:
         )
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _lease_of(self, chain: Chain, node: Node, retention: Retention) -> Lease:
+        """A lease on the path that ends with a node."""
+        parts = [device_slots(each) for each in upwards(node)]
+        table = np.concatenate(parts[::-1]) if parts else _NO_SLOTS
+        self.num_leases += 1
+        self._hold(node, None)
+        return Lease(chain, node, node.stop, table, retention, None, self.clock)
 
     def _root(self, chain: Chain) -> Node:
         domain = (chain.salt, chain.adapter)
@@ -414,67 +428,11 @@ class RadixTree:
             raise StateError(f"{computed_tokens} tokens fill {stop} blocks, the lease has {len(lease.table)} slots")
         return stop
 
-    def _join(self, lease: Lease, child: Node, block: int, stop: int) -> tuple[Node, bool]:
-        """Go down an edge that is there; tell whether it took the lease's slots, because the device held none of it."""
-        device = self.tiers[0]
-        count = common_blocks(child, lease.chain, block, stop)
-        held = child.held[0]
-        if held is not None:
-            absent = held.states.find(BlockState.ABSENT)
-            if absent == 0:
-                count = min(count, len(held.states) - len(held.states.lstrip(b"\0")))
-            elif absent > 0:
-                count = min(count, absent)
-        if count < child.num_blocks:
-            child = split(child, count, self.tiers)
-        self._hold(child, child.parent)
-        own = lease.table[block : block + count]
-        if child.held[0] is None:
-            device.put(child, 0, Slots(device.name, own.copy()), BlockState.READY)
-            self.stored(device, child, 0)
-            return child, True
-        lease.spare.append(own)
-        return child, False
-
-    def _grow(self, lease: Lease, node: Node, block: int, stop: int, now: float) -> Node:
-        """Blocks [block, stop) of the chain are new: at the end of the leaf the lease grew before, or in a new node."""
-        chain, device = lease.chain, self.tiers[0]
-        labels, slots, keys = chain.label_view(block, stop), lease.table[block:stop].copy(), b""
-        if self.with_keys:
-            keys = chain_keys(self._key_above(node, chain), labels, chain.label_bytes, chain.extras, block)
-        extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None
-        usage = Usage(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
-        if node is lease.grown and can_grow(node, usage):
-            lengthen(node, labels, slots, keys, extras)
-            node.usage.expires = usage.expires
-            self.stored(device, node, block - node.start)
-            return node
-        key = chain.key_at(block)
-        new = Node(node, node.domain, key, block, stop - block, labels, usage, len(self.tiers), extras, keys)
-        new.leases = 1
-        node.children[key] = new
-        if node.parent is None:
-            self.misses.head_came(new)
-        device.put(new, 0, Slots(device.name, slots), BlockState.READY)
-        lease.grown = new
-        self.stored(device, new, 0)
-        return new
-
-    def _key_above(self, node: Node, chain: Chain) -> bytes:
-        return node.keys[-KEY_BYTES:] or self.namespace.root_key(chain.salt, chain.adapter)
-
     # ---- for transfers ---------------------------------------------------------------------------------------------
 
-    def stored(self, tier: Tier, node: Node, first: int, stop: int | None = None) -> None:
+    def stored(self, tier: Tier, node: Node, first: int, stop: int) -> None:
         """Blocks [first, stop) of a node can be read from a tier from now on: tell the listener."""
-        if self._listener and node.attached:
-            parent = node.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else b""
-            if not first and node.parent is not None:
-                parent = node.parent.keys[-KEY_BYTES:] or self.namespace.root_key(*node.domain)
-            stop = node.num_blocks if stop is None else stop
-            labels = bytes(node.labels[first * node.label_bytes : stop * node.label_bytes])
-            keys = node.keys[first * KEY_BYTES : stop * KEY_BYTES]
-            self._listener(BlocksStored(tier.name, parent, keys, labels))
+        self._growth.stored(tier, node, first, stop)
 
     def lost(self, tier: Tier, node: Node, first: int, stop: int) -> None:
         """Blocks [first, stop) of a leased node leave a tier; where that was the last, they go with their lease."""

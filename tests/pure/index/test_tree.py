@@ -130,3 +130,44 @@ def test_a_use_joins_only_what_is_kept_alike():
     run(tree, 1, 2, retention=Retention(ttl=1))
     assert matched(tree, 1, 2, now=9) == 2
     assert matched(tree, 1, 2, now=10) == 0
+
+
+def test_a_shared_lease_holds_the_trees_slots_and_not_the_others_own():
+    tree = tree_of(16)
+    first, second = begin(tree, 1, 2), begin(tree, 1, 2)
+    tree.publish(first, 2 * BLOCK)
+    tree.publish(second, 2 * BLOCK)  # keeps its own copies
+    shared = tree.share(second)
+    tree.release(second)
+    tree.check([first, shared])
+    assert shared.table.tolist() == first.table.tolist()
+    tree.release(first)
+    tree.release(shared)
+    tree.check([])
+    for call in (tree.share, lambda lease: tree.match_within(lease, 1, max_children=1)):
+        with pytest.raises(StateError, match="released already"):
+            call(second)
+
+
+def test_a_pin_keeps_what_is_there_until_it_is_unpinned():
+    tree = tree_of(4)
+    run(tree, 1, 2)
+    pin = tree.pin(chain_of(1, 2))
+    run(tree, 3, 4)
+    run(tree, 5, 6)
+    assert matched(tree, 1, 2) == 2
+    tree.check([pin])
+    tree.unpin(pin)
+    run(tree, 7, 8, 9)
+    assert matched(tree, 1, 2) < 2
+    with pytest.raises(StateError, match="released already"):
+        tree.unpin(pin)
+
+
+def test_tenants_that_use_nothing_are_forgotten():
+    tree = tree_of(4)
+    for i in range(20):
+        run(tree, 1, 2, salt=bytes([i]))
+    assert len(tree.tiers[0].used_by) <= 4
+    tree.reset()
+    assert tree.tiers[0].used_by == {}
