@@ -118,6 +118,7 @@ class Choose(Module):
         self._inputs = inputs
         self.samples: dict[str, list[Sample]] = {}
 
+    @torch.inference_mode()
     def forward(self, env: Environment) -> None:
         """Choose for every row that wants a token."""
         batch, logits = env.at(BATCH), env.at(LOGITS)
@@ -128,7 +129,10 @@ class Choose(Module):
         firsts = np.cumsum(counts) - counts
         alive = [i for i, count in enumerate(counts) if count]
         for depth in range(int(counts.max(initial=0))):
-            chosen = sample(logits[(firsts[alive] + depth).tolist()], [generations[i].sampler for i in alive])
+            places = (firsts[alive] + depth).tolist()
+            # every row is looked at once, so those of all need no copy
+            mine = logits if len(places) == len(logits) else logits[places]
+            chosen = sample(mine, [generations[i].sampler for i in alive])
             for i, one in zip(alive, chosen, strict=True):
                 self.samples[generations[i].request.id].append(one)
                 generations[i].sampler.accept(one.token_id)
