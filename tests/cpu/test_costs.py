@@ -14,6 +14,7 @@ from kvtier.memory.costs import _SIZES, Cost
 
 GPU = Placement("cuda")
 TO_HOST = Job(GPU, PINNED, None)
+EMPTY = {"format": 2, "origin": "", "seconds": 0, "costs": {}, "links": {}, "lost": {}}
 
 
 def table(**paths):
@@ -55,6 +56,13 @@ def test_a_table_survives_its_file():
     assert (again.origin, again.costs) == (measured.origin, measured.costs)
 
 
+def test_links_and_what_the_model_loses_survive_it_too():
+    measured = CostTable("a test", {}, {"cuda>pinned": 55.0}, {"cuda>pinned": {"driver": 0.02, "gather": 0.9}}, 1.5)
+    again = CostTable.from_json(measured.to_json())
+    assert (again.links, again.lost, again.seconds) == (measured.links, measured.lost, 1.5)
+    assert CostTable.from_json(json.dumps(EMPTY)).links == {}
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -62,11 +70,13 @@ def test_a_table_survives_its_file():
         "{",
         "[]",
         "{}",
-        '{"format": 1}',
-        json.dumps({"format": 2, "origin": "", "costs": {}}),
-        json.dumps({"format": 1, "origin": "", "costs": {"a>b": {"driver": [{"nbytes": 1}]}}}),
-        json.dumps({"format": 1, "origin": "", "costs": {"a>b": {"driver": []}}}),
-        json.dumps({"format": 1, "origin": "", "costs": {"a>b": []}}),
+        '{"format": 2}',
+        json.dumps({**EMPTY, "format": 1}),
+        json.dumps({**EMPTY, "costs": {"a>b": {"driver": [{"nbytes": 1}]}}}),
+        json.dumps({**EMPTY, "costs": {"a>b": {"driver": []}}}),
+        json.dumps({**EMPTY, "costs": {"a>b": []}}),
+        json.dumps({**EMPTY, "links": {"a>b": "fast"}}),
+        json.dumps({**EMPTY, "lost": {"a>b": 0.5}}),
         table(driver=(1, 1)).to_json().replace('"fixed_us": 1', '"fixed_us": "a"'),
         table(driver=(1, 1)).to_json().replace('"fixed_us": 1', '"fixed_us": NaN'),
         table(driver=(1, 0)).to_json(),

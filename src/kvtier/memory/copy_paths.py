@@ -37,6 +37,8 @@ class Job:
     dst: Placement
     stream: Stream | None
     capturing: bool = False
+    blocks: int | None = None
+    """Blocks of threads the gather kernel may have in flight; None: as many as are fastest by themselves."""
 
     @property
     def on_device(self) -> bool:
@@ -117,7 +119,8 @@ def run_path(path: PathName, job: Job, pieces: Pieces) -> PathName:
         code.copy(pieces.table, pieces.nbytes)
     elif path == "gather":
         assert job.stream is not None
-        gather_kernels(_device(job)).copy(pieces.table, pieces.nbytes, job.stream, over_link=job.over_link)
+        kernels = gather_kernels(_device(job))
+        kernels.copy(pieces.table, pieces.nbytes, job.stream, over_link=job.over_link, blocks=job.blocks)
     else:
         return _run_driver(job, pieces)
     return path

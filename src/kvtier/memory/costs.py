@@ -1,5 +1,5 @@
-"""What each copy path costs on this machine: measured once per GPU and driver, kept in a file, asked by whoever
-chooses a path.
+"""What each copy path costs on this machine, alone and to the model beside it, and what its link can do at most:
+measured once per GPU and driver, kept in a file, asked by whoever chooses a path.
 
 A path's time for n pieces of one size is fixed + n * per_piece; both are measured at a few sizes and interpolated
 between them on a logarithmic scale. Mixed sizes count as their mean.
@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +25,11 @@ from kvtier.memory.buffer import Buffer
 from kvtier.memory.copy_paths import PATH_NAMES, Job, PathName, Pieces, run_path, why_not
 from kvtier.memory.copy_plan import DST, NBYTES, SRC
 from kvtier.memory.files import cache_dir, write_atomically
+from kvtier.memory.links import measure_links, measure_lost
 from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.stream import Stream
 
-_FORMAT = 1
+_FORMAT = 2
 _SIZE_STEP = 2  # each size is this power of two times the one before
 _SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 4 MiB
 _POOL_BYTES = 64 << 20  # of each kind of memory, while measuring
@@ -51,6 +52,12 @@ class CostTable:
 
     origin: str
     costs: Mapping[str, Mapping[PathName, tuple[Cost, ...]]]
+    links: Mapping[str, float] = field(default_factory=dict)
+    """GB/s of one contiguous copy, by direction."""
+    lost: Mapping[str, Mapping[PathName, float]] = field(default_factory=dict)
+    """The share of its time that a matrix product loses while a path is at work, by direction."""
+    seconds: float = 0.0
+    """What measuring took."""
 
     def estimate_us(self, job: Job, num_pieces: int, nbytes: int) -> dict[PathName, float]:
         """Expected microseconds of each measured path for `num_pieces` pieces of `nbytes` together."""
@@ -73,7 +80,9 @@ class CostTable:
             name: {path: [asdict(row) for row in rows] for path, rows in paths.items()}
             for name, paths in self.costs.items()
         }
-        return json.dumps({"format": _FORMAT, "origin": self.origin, "costs": costs}, indent=1)
+        links = {"links": dict(self.links), "lost": {name: dict(paths) for name, paths in self.lost.items()}}
+        head = {"format": _FORMAT, "origin": self.origin, "seconds": self.seconds}
+        return json.dumps({**head, **links, "costs": costs}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> CostTable:
@@ -88,7 +97,11 @@ class CostTable:
             }
             if any([row.nbytes for row in rows] != [*_SIZES] for paths in costs.values() for rows in paths.values()):
                 raise FormatError(f"cost table of other piece sizes than {_SIZES}")
-            return cls(content["origin"], costs)
+            links = {name: float(rate) for name, rate in content["links"].items()}
+            lost = {
+                name: {path: float(share) for path, share in paths.items()} for name, paths in content["lost"].items()
+            }
+            return cls(content["origin"], costs, links, lost, float(content["seconds"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise FormatError(f"not a cost table: {error!r}") from error
 
@@ -107,7 +120,7 @@ def cost_key(job: Job) -> str:
 
 @functools.cache  # read once per process and GPU
 def cost_table(placement: Placement) -> CostTable:
-    """The costs of this GPU: from the cache file of its driver, else measured now (about a second) and kept there."""
+    """The costs of this GPU: from the cache file of its driver, else measured now (a second or two) and kept there."""
     return saved_costs(placement) or calibrate(placement)
 
 
@@ -125,27 +138,30 @@ def calibrate(placement: Placement, progress: Callable[[str], None] | None = Non
 
     Call it at start-up to have it behind you; without such a directory, the first copy of each process measures.
     """
+    begin = time.perf_counter()
     with cuda.current_context(placement):
-        table = CostTable(
-            f"{torch.cuda.get_device_name(placement.torch)}, driver {cuda.driver_release()}",
-            _measure_all(placement, progress),
-        )
+        costs, links, lost = _measure_all(placement, progress)
+    origin = f"{torch.cuda.get_device_name(placement.torch)}, driver {cuda.driver_release()}"
+    table = CostTable(origin, costs, links, lost, time.perf_counter() - begin)
     with contextlib.suppress(UnavailableError, OSError):  # nowhere to keep it: measured anew by the next process
         write_atomically(_file(placement), table.to_json().encode())
     cost_table.cache_clear()
     return table
 
 
+Costs = dict[str, dict[PathName, tuple[Cost, ...]]]
+
+
 def _measure_all(
     placement: Placement, progress: Callable[[str], None] | None
-) -> dict[str, dict[PathName, tuple[Cost, ...]]]:
+) -> tuple[Costs, dict[str, float], dict[str, dict[PathName, float]]]:
     stream = Stream(placement)
     pools = {where: Buffer(_POOL_BYTES, "u8", where) for where in (placement, PINNED, CPU)}
     other = Buffer(_POOL_BYTES, "u8", placement)
     for pool in (*pools.values(), other):
         pool.fill(1, stream if pool.placement.is_device else None)  # touched: page faults are not the copy's cost
     stream.synchronize()
-    costs: dict[str, dict[PathName, tuple[Cost, ...]]] = {}
+    costs: Costs = {}
     for src, dst in (
         (placement, placement),
         (placement, PINNED),
@@ -161,7 +177,10 @@ def _measure_all(
                     progress(f"{cost_key(job)} {path}")
                 rows = tuple(_measure(path, job, pools[src], target, size) for size in _SIZES)
                 costs.setdefault(cost_key(job), {})[path] = rows
-    return costs
+    if progress is not None:
+        progress("links, and what the model loses beside them")
+    links = measure_links(pools[placement], pools[PINNED], stream)
+    return costs, links, measure_lost(placement, pools[placement], pools[PINNED], links)
 
 
 def _measure(path: PathName, job: Job, src: Buffer, dst: Buffer, size: int) -> Cost:

@@ -53,12 +53,12 @@ class GatherKernels:
     rows: tuple[_Kernel, ...]
     pieces: tuple[_Kernel, ...]
 
-    def copy(self, table: I64, nbytes: int, stream: Stream, *, over_link: bool) -> None:
+    def copy(self, table: I64, nbytes: int, stream: Stream, *, over_link: bool, blocks: int | None = None) -> None:
         """Copy independent pieces the GPU can address (rows as in Entries), `nbytes` together.
 
-        `over_link`: one side is host memory.
+        `over_link`: one side is host memory. `blocks`: of threads in flight at most, to leave room for others.
         """
-        most_blocks = _LINK_BLOCKS if over_link else _DEVICE_BLOCKS
+        most_blocks = blocks or (_LINK_BLOCKS if over_link else _DEVICE_BLOCKS)
         count = table.shape[1]
         compact = int(table[NBYTES, 0]) * count == nbytes  # else they are not of one size
         start = 0

@@ -156,6 +156,15 @@ class HostMark:
         if self.point is not None:
             self.point.wait()
 
+    def wait_for(self, timeout: float) -> bool:
+        """The same, but for at most so many seconds; whether the place is reached."""
+        if self.point is None:
+            return True
+        reached = self.point.reached.wait(timeout)
+        if reached:
+            self.point.wait()
+        return reached
+
     def settle(self) -> None:
         """Wait for the place, whatever the queue was in there."""
         if self.point is not None:

@@ -56,6 +56,9 @@ class NativeCode:
         self._fill_pieces = library.kvtier_fill_pieces
         self._fill_pieces.argtypes = [size, pointer, pointer, pointer, pointer]
         self._fill_pieces.restype = number
+        self._crc32 = library.kvtier_crc32
+        self._crc32.argtypes = [size, pointer, pointer, pointer, ctypes.c_int]
+        self._crc32.restype = None
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
     def copy(self, table: I64, total: int | None = None) -> int:
@@ -97,6 +100,14 @@ class NativeCode:
     def fill_pieces(self, table: I64, block: int) -> int:
         """What gather.fill_pieces does, into the memory at address `block`."""
         return int(self._fill_pieces(table.shape[1], *row_addresses(table), block))
+
+    def crc32(self, pointers: I64, nbytes: I64, threads: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        """zlib.crc32 of the bytes at each address, by at most so many threads."""
+        sums = np.zeros(len(pointers), np.uint32)
+        if len(sums):
+            workers = max(1, min(self._num_threads, threads, len(sums)))
+            self._crc32(len(sums), pointers.ctypes.data, nbytes.ctypes.data, sums.ctypes.data, workers)
+        return sums
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:

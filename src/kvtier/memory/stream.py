@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from kvtier.memory.host_queue import HostMark, HostQueue
 from kvtier.memory.placement import CPU, Placement
 
 _host_ids = itertools.count(1)
+_QUERY_SECONDS = 20e-6  # between two looks at a CUDA event: little beside any transfer, and a core is free meanwhile
 LEGACY_DEFAULT_HANDLES = (0, 1)  # torch's default stream, and CU_STREAM_LEGACY: both are the legacy default stream
 
 
@@ -116,10 +118,12 @@ class Stream:
 class Event:
     """A place in a stream: record it, wait for it from other streams or the host, measure between two of them."""
 
-    __slots__ = ("_native", "_on_device", "_timing")
+    __slots__ = ("_blocking", "_native", "_on_device", "_timing")
 
-    def __init__(self, *, timing: bool = False) -> None:
+    def __init__(self, *, timing: bool = False, blocking: bool = False) -> None:
+        """`timing`: elapsed() may be asked. `blocking`: whoever waits on the host sleeps instead of spinning."""
         self._timing = timing
+        self._blocking = blocking
         self._native: Any = None  # made by the first record: only then is it known whether host or CUDA
         self._on_device = False
 
@@ -128,7 +132,7 @@ class Event:
         native = stream.native
         on_device = stream.placement.is_device
         if self._native is None or on_device != self._on_device:
-            self._native = torch.cuda.Event(enable_timing=self._timing) if on_device else HostMark()
+            self._native = _device_event(self._timing, self._blocking) if on_device else HostMark()
             self._on_device = on_device
         self._native.record(native)
 
@@ -147,10 +151,24 @@ class Event:
         """Whether the place is reached; an unrecorded event counts as reached."""
         return self._native is None or bool(self._native.query())
 
-    def synchronize(self) -> None:
-        """Block until the place is reached; raises the error its host stream was in."""
-        if self._native is not None:
+    def synchronize(self, timeout: float | None = None) -> bool:
+        """Block until the place is reached, at most `timeout` seconds; whether it is.
+
+        Raises the error its host stream was in.
+        """
+        if self._native is None:
+            return True
+        if timeout is None:
             self._native.synchronize()
+            return True
+        if not self._on_device:
+            return bool(self._native.wait_for(timeout))
+        deadline = time.monotonic() + timeout  # CUDA has no wait with an end
+        while not self._native.query():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_QUERY_SECONDS)
+        return True
 
     def settle(self) -> None:
         """Block until the place is reached, whatever became of the work before it."""
@@ -168,3 +186,7 @@ class Event:
         self._native.synchronize()
         end._native.synchronize()
         return float(self._native.elapsed_time(end._native))
+
+
+def _device_event(timing: bool, blocking: bool) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=timing, blocking=blocking)

@@ -1,0 +1,207 @@
+"""One direction of the link: who goes next, on which stream, and how much at a time.
+
+urgent   submitted whole by the caller itself, on a stream of its own        never behind bulk in a queue
+bulk     submitted by the lane's thread, a slice at a time, on another       at most max_in_flight_bytes at once,
+         stream                                                              so that bulk never holds the link long
+
+queue   [ urgent beyond its bound, oldest first | bulk, oldest first ]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from kvtier.memory import Event, Placement, Stream, cuda
+from kvtier.memory.copy_paths import Job, Pieces
+from kvtier.transfer.config import TransferConfig
+from kvtier.transfer.plane import Direction
+from kvtier.transfer.staging import Mover, StagingRing
+from kvtier.transfer.transfer import Transfer
+
+_URGENT_PRIORITY = -1  # lower numbers go first
+
+
+@dataclass(frozen=True, slots=True)
+class _Track:
+    """Streams that take the slices of one kind in order. On the host both are one."""
+
+    copies: Stream
+    kernels: Stream
+
+    @classmethod
+    def make(cls, placement: Placement, priority: int) -> _Track:
+        copies = Stream(placement, priority=priority)
+        # gathers wait behind every kernel of the model unless they go first; they are short
+        return cls(copies, Stream(placement, priority=_URGENT_PRIORITY) if placement.is_device else copies)
+
+
+class Lane:
+    """Carries out the transfers of one direction. Thread-safe."""
+
+    def __init__(self, direction: Direction, placement: Placement, config: TransferConfig, mover: Mover) -> None:
+        self.direction = direction
+        self._placement = placement
+        self._config = config
+        self._mover = mover
+        self._ring = StagingRing(placement, config, mover)
+        self._tracks = {urgent: _Track.make(placement, _URGENT_PRIORITY if urgent else 0) for urgent in (True, False)}
+        self._changed = threading.Condition()
+        self._queue: list[Transfer] = []
+        self._in_flight: dict[bool, deque[tuple[int, Event]]] = {True: deque(), False: deque()}
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, transfer: Transfer) -> None:
+        """Start it now if it is urgent and there is room, else queue it."""
+        with self._changed:
+            if transfer.urgent and not any(each.urgent for each in self._queue) and self._has_room(transfer):
+                while (index := transfer.claim()) is not None:
+                    self._start(transfer, index)
+                return
+            behind = next((k for k, each in enumerate(self._queue) if transfer.urgent and not each.urgent), None)
+            self._queue.insert(len(self._queue) if behind is None else behind, transfer)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._pump, name=f"kvtier-{self.direction}", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def in_flight_bytes(self, *, urgent: bool) -> int:
+        """Bytes given to the device and not done."""
+        with self._changed:
+            self._retire(urgent)
+            return sum(nbytes for nbytes, _ in self._in_flight[urgent])
+
+    def close(self) -> None:
+        """Finish everything, and give streams and staging memory up."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        for track in self._tracks.values():
+            for stream in (track.copies, track.kernels):
+                stream.close() if not self._placement.is_device else stream.synchronize()
+        self._ring.close()
+
+    def drop_staging(self) -> None:
+        """Give the staging memory back; the next staged slice makes it anew. Nothing may be under way."""
+        with self._changed:
+            self._ring.close()
+
+    # ---- the thread for what is queued ----
+
+    def _pump(self) -> None:
+        while True:
+            with self._changed:
+                transfer = self._next_queued()
+                if transfer is None:
+                    return
+                urgent, wanted = transfer.urgent, transfer.next_bytes
+                if wanted is None:
+                    continue
+                self._retire(urgent)
+                limit = self._limit(urgent)
+                used = sum(nbytes for nbytes, _ in self._in_flight[urgent])
+                if not used or used + wanted <= limit:
+                    index = transfer.claim()
+                    if index is not None:
+                        self._start(transfer, index)
+                    continue
+                oldest = self._in_flight[urgent][0][1]
+            with contextlib.suppress(Exception):  # told by the transfers it hits
+                oldest.settle()  # without the lock: what comes meanwhile may be more urgent than what waits here
+
+    def _next_queued(self) -> Transfer | None:
+        """The first in the queue with something left to submit; waits for one. None: closed, and nothing is left."""
+        while True:
+            while self._queue and self._queue[0].next_bytes is None:
+                self._queue.pop(0)
+            if self._queue:
+                return self._queue[0]
+            if self._closed:
+                return None
+            self._changed.wait()
+
+    # ---- submitting; the lock is held ----
+
+    def _limit(self, urgent: bool) -> int:
+        return self._config.max_urgent_bytes if urgent else self._config.max_in_flight_bytes
+
+    def _has_room(self, transfer: Transfer) -> bool:
+        self._retire(True)
+        used = sum(nbytes for nbytes, _ in self._in_flight[True])
+        return not used or used + transfer.compiled.nbytes <= self._config.max_urgent_bytes
+
+    def _retire(self, urgent: bool) -> None:
+        line = self._in_flight[urgent]
+        while line and _is_reached(line[0][1]):
+            line.popleft()
+
+    def _start(self, transfer: Transfer, index: int) -> None:
+        """Give one slice to the streams. Whatever goes wrong is the slice's, not the caller's."""
+        track = self._tracks[transfer.urgent]
+        compiled = transfer.compiled
+        start = self._start_on_device if self._placement.is_device else self._start_on_host
+        try:
+            end, error = start(transfer, index, track)
+        except Exception as raised:  # nothing can be recorded any more: the GPU or the stream is lost
+            end, error = Event(), raised
+        compiled.host.used_by(track.copies, end)
+        self._in_flight[transfer.urgent].append((compiled.slices[index].nbytes, end))
+        transfer.submitted(index, end, error)
+
+    def _start_on_device(self, transfer: Transfer, index: int, track: _Track) -> tuple[Event, BaseException | None]:
+        compiled = transfer.compiled
+        part, choice, host = compiled.slices[index], compiled.choice, compiled.host.placement
+        with cuda.current_context(self._placement):
+            try:
+                if transfer.begin is None:
+                    self._begin(transfer, track)
+                if choice.strategy == "staged":
+                    return self._ring.run(part, self.direction, host, choice.path, track.copies, track.kernels), None
+                self._mover(choice.path, self._job(host, track.copies), Pieces(part.copies))
+                return track.copies.record(Event(timing=True, blocking=True)), None
+            except Exception as error:
+                track.copies.wait(track.kernels.record())  # part of it may be under way
+                return track.copies.record(Event(timing=True, blocking=True)), error
+
+    def _begin(self, transfer: Transfer, track: _Track) -> None:
+        if transfer.after is not None:
+            track.copies.wait(transfer.after)
+            track.kernels.wait(transfer.after)
+        transfer.begin = track.copies.record(Event(timing=True))
+        transfer.layers.begin(transfer.begin)
+
+    def _start_on_host(self, transfer: Transfer, index: int, track: _Track) -> tuple[Event, BaseException | None]:
+        compiled = transfer.compiled
+        part, path, job = compiled.slices[index], compiled.choice.path, self._job(compiled.host.placement, None)
+        after = transfer.after
+        if transfer.begin is None:
+            transfer.begin = track.copies.record(Event(timing=True))
+            transfer.layers.begin(transfer.begin)
+
+        def task() -> None:
+            try:
+                if after is not None:
+                    after.synchronize()  # raises if the compute that was to write the blocks failed
+                self._mover(path, job, Pieces(part.copies))
+            except Exception as error:
+                transfer.failed(index, error)
+
+        track.copies.enqueue(task)
+        return track.copies.record(Event(timing=True)), None
+
+    def _job(self, host: Placement, stream: Stream | None) -> Job:
+        sides = (self._placement, host) if self.direction is Direction.D2H else (host, self._placement)
+        return Job(*sides, stream)
+
+
+def _is_reached(event: Event) -> bool:
+    """Whether nothing more is to come before this event; a lost GPU does nothing more."""
+    try:
+        return event.query()
+    except Exception:
+        return True

@@ -1,0 +1,123 @@
+"""LayerDoneCounter: which layers of a load have arrived.
+
+Layers travel in groups. A group's state, per counter:
+
+    PENDING ──(its copies are submitted)──> SUBMITTED ──(its event is reached)──> done
+       └──────────(failed, cancelled, late)──> FAILED    whoever waits on the host gets the error
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from collections.abc import Sequence
+
+from kvtier.errors import LayerSwapTimeoutError, RangeError, TransferError
+from kvtier.memory import Event, Stream
+
+DEFAULT_TIMEOUT = 30.0
+"""Seconds. A load queued behind others is slow, not lost; who knows better says so."""
+
+
+class LayerDoneCounter:
+    """Lets layer l of the model start when its blocks have arrived, while later layers still load. Thread-safe.
+
+        for layer in layers:
+            counter.wait(layer, stream)      # the stream waits, the host does not
+            compute(layer)
+
+    An urgent load is submitted whole before its counter is handed out, so that a stream can be made to wait at once;
+    for a load still in the queue, wait() blocks until it is submitted.
+    """
+
+    def __init__(self, layer_groups: Sequence[range]) -> None:
+        self._groups = list(layer_groups)
+        self._starts = [group.start for group in self._groups]
+        self._events: list[Event | None] = [None] * len(self._groups)
+        self._errors: list[BaseException | None] = [None] * len(self._groups)
+        self._begin: Event | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """The layers that arrive together."""
+        return tuple(self._groups)
+
+    def wait(self, layer: int, stream: Stream | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Hold work enqueued on `stream` from now on until this layer has arrived; without `stream`, wait here.
+
+        LayerSwapTimeoutError after `timeout` seconds; TransferError if the layer will not arrive complete, which a
+        stream is not held for: the transfer's report says which blocks must be computed instead.
+        """
+        group, deadline = self._group_of(layer), time.monotonic() + timeout
+        event = self._submitted(group, layer, deadline, timeout)
+        if event is None:
+            if stream is None:
+                raise TransferError(f"layer {layer} did not arrive: {self._errors[group]}") from self._errors[group]
+            return
+        if stream is not None:
+            stream.wait(event)
+            return
+        if not event.synchronize(max(0.0, deadline - time.monotonic())):
+            raise LayerSwapTimeoutError(f"layer {layer} was submitted, but has not arrived after {timeout} seconds")
+        if self._errors[group] is not None:
+            raise TransferError(f"layer {layer} did not arrive: {self._errors[group]}") from self._errors[group]
+
+    def wait_all(self, stream: Stream | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """The same for all layers."""
+        deadline = time.monotonic() + timeout
+        for group in self._groups:
+            self.wait(group.start, stream, max(0.0, deadline - time.monotonic()))
+
+    def is_done(self, layer: int) -> bool:
+        """Whether this layer has arrived, all of it."""
+        group = self._group_of(layer)
+        event = self._events[group]
+        return event is not None and self._errors[group] is None and event.query() and self._errors[group] is None
+
+    @property
+    def num_done(self) -> int:
+        """Layers that have arrived."""
+        return sum(len(group) for group in self._groups if self.is_done(group.start))
+
+    def arrival_ms(self, layer: int) -> float:
+        """Milliseconds from the first copy of the load to the arrival of this layer; waits for it."""
+        self.wait(layer)
+        event = self._events[self._group_of(layer)]
+        assert event is not None
+        return 0.0 if self._begin is None else self._begin.elapsed(event)
+
+    def _group_of(self, layer: int) -> int:
+        group = bisect.bisect_right(self._starts, layer) - 1
+        if group < 0 or layer not in self._groups[group]:
+            raise RangeError(f"layer {layer} is not among those of this transfer, {self._groups}")
+        return group
+
+    def _submitted(self, group: int, layer: int, deadline: float, timeout: float) -> Event | None:
+        """The group's event, once there is one; None if it failed before."""
+        with self._changed:
+            while self._events[group] is None and self._errors[group] is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise LayerSwapTimeoutError(f"layer {layer} has not been submitted after {timeout} seconds")
+                self._changed.wait(left)
+            return self._events[group]
+
+    # ---- for whoever carries the load out ----
+
+    def begin(self, event: Event) -> None:
+        """The first copy comes behind this event."""
+        self._begin = event
+
+    def submitted(self, group: int, event: Event) -> None:
+        """All copies of a group are submitted; the event ends them."""
+        with self._changed:
+            self._events[group] = event
+            self._changed.notify_all()
+
+    def failed(self, group: int, error: BaseException) -> None:
+        """A group will not arrive complete."""
+        with self._changed:
+            self._errors[group] = self._errors[group] or error
+            self._changed.notify_all()

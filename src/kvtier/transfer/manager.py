@@ -1,0 +1,280 @@
+"""TransferManager: moves blocks between the device cache and host memory, both ways at once, beside the model."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from kvtier.errors import ArgumentError, ClosedError, StateError
+from kvtier.layout import KVLayout
+from kvtier.memory import CPU, CostTable, Event, Placement, Stream, current_stream
+from kvtier.memory.copy_paths import run_path
+from kvtier.memory.copy_plan import I64
+from kvtier.transfer.checksums import block_checksums
+from kvtier.transfer.compiled import CompiledTransfer, compile_transfer
+from kvtier.transfer.config import Strategy, TransferConfig
+from kvtier.transfer.device_cache import DeviceCache
+from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.lane import Lane
+from kvtier.transfer.plane import Direction, as_direction
+from kvtier.transfer.staging import Mover
+from kvtier.transfer.transfer import Checksums, Transfer, TransferReport
+
+Ids = Sequence[int] | I64
+_UNSLICED = 1 << 62
+
+
+class TransferManager:
+    """Moves blocks of every cache group of `layout` between a device ("cuda:0", or "cpu") and host memory.
+
+        manager = TransferManager(layout, "cuda:0")
+        manager.register(DeviceCache.block_first(group, tensor), HostMemory(group, 1000, "cuda:0"))
+        save = manager.save([3, 7], [0, 1])                       # bulk, behind the current stream's work
+        load = manager.load([5, 6], [0, 1], layer_wise=True)      # urgent; compute waits on load.layers
+        for report in manager.poll(): ...                         # what ended since the last look
+
+    Copies come behind `after`, or behind what the current stream has been given when that is None; an unrecorded
+    Event() is no wait. A transfer that fails in part, is cancelled, or misses its `timeout` says in its report which
+    blocks did not arrive; others go on. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        device: Placement | str = CPU,
+        config: TransferConfig | None = None,
+        *,
+        costs: CostTable | None = None,
+        mover: Mover = run_path,
+    ) -> None:
+        """`mover` carries out copies; tests pass one that fails."""
+        self.layout = layout
+        self.placement = Placement.parse(device).require()
+        self.config = config or TransferConfig()
+        self._costs = costs
+        self._caches: dict[str, tuple[DeviceCache, HostMemory]] = {}
+        self._lanes = {way: Lane(way, self.placement, self.config, mover) for way in Direction}
+        self._live: dict[int, Transfer] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._checker: Stream | None = None
+        self._closed = False
+
+    # ---- caches ----
+
+    def register(self, cache: DeviceCache, host: HostMemory) -> None:
+        """Use these for the group. What was registered for it before must have been released."""
+        group = self.layout.group(cache.group.name)
+        if group != cache.group or group != host.group:
+            raise ArgumentError(f"the cache or the host memory is for another layout of group {group.name!r}")
+        if cache.placement != self.placement:
+            raise ArgumentError(f"this manager moves blocks of {self.placement}, the cache is on {cache.placement}")
+        with self._lock:
+            if group.name in self._caches and not self._caches[group.name][0].is_released:
+                raise StateError(f"group {group.name!r} has a cache; release() it first")
+            self._caches[group.name] = (cache, host)
+
+    def release(self, group: str | None = None) -> None:
+        """Wait for every transfer, then forget the device tensors of a group (None: of all), as for sleep.
+
+        Host memory stays as it is; register() the new tensors on waking.
+        """
+        self.wait_all()
+        with self._lock:
+            for name in [group] if group is not None else list(self._caches):
+                found = self._caches.pop(name, None)
+                if found is not None:
+                    found[0].release()
+        for lane in self._lanes.values():
+            lane.drop_staging()
+
+    # ---- transfers ----
+
+    def compile(
+        self,
+        direction: Direction | str,
+        device_ids: Ids,
+        host_ids: Ids,
+        *,
+        group: str | None = None,
+        layers: range | None = None,
+        layer_wise: bool = False,
+        urgent: bool = False,
+        strategy: Strategy | None = None,
+    ) -> CompiledTransfer:
+        """Prepare a transfer, to be submitted once or often."""
+        name = self.layout.groups[0].name if group is None else self.layout.group(group).name
+        with self._lock:
+            found = self._caches.get(name)
+        if found is None:
+            raise StateError(f"no cache is registered for group {name!r}")
+        cache, host = found
+        wanted = cache.group.check_layers(layers)
+        config = self.config
+        parts = [wanted]
+        if layer_wise:
+            parts = cache.group.layer_groups(wanted, config.group_piece_bytes, config.min_layer_groups)
+        return compile_transfer(
+            cache,
+            host,
+            as_direction(direction),
+            device_ids,
+            host_ids,
+            parts,
+            config,
+            slice_bytes=_UNSLICED if urgent else config.slice_bytes,
+            strategy=strategy,
+            costs=self._costs,
+        )
+
+    def submit(
+        self,
+        compiled: CompiledTransfer,
+        *,
+        urgent: bool = False,
+        after: Event | None = None,
+        timeout: float | None = None,
+        checksum: bool = False,
+    ) -> Transfer:
+        """Start a compiled transfer. What is not submitted `timeout` seconds from now is not moved."""
+        if self._closed:
+            raise ClosedError("this TransferManager was closed")
+        if compiled.cache.is_released:
+            raise ClosedError(f"the cache of group {compiled.group.name!r} was released since this was compiled")
+        keep = [*compiled.cache.holdings, compiled.host.keep()]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        behind = self._present() if after is None else after
+        number = next(self._numbers)
+        transfer = Transfer(number, compiled, urgent=urgent, after=behind, deadline=deadline, keep=keep)
+        with self._lock:
+            self._live = {k: each for k, each in self._live.items() if not each.was_waited_for}
+            self._live[number] = transfer
+        if checksum:
+            self._add_checksums(transfer, compiled)
+        self._lanes[compiled.direction].submit(transfer)
+        return transfer
+
+    def save(
+        self,
+        device_ids: Ids,
+        host_ids: Ids,
+        *,
+        group: str | None = None,
+        urgent: bool = False,
+        after: Event | None = None,
+        timeout: float | None = None,
+        checksum: bool = False,
+        strategy: Strategy | None = None,
+    ) -> Transfer:
+        """Copy blocks to the host, behind `after`, the event of the compute that wrote them."""
+        compiled = self.compile(Direction.D2H, device_ids, host_ids, group=group, urgent=urgent, strategy=strategy)
+        return self.submit(compiled, urgent=urgent, after=after, timeout=timeout, checksum=checksum)
+
+    def load(
+        self,
+        device_ids: Ids,
+        host_ids: Ids,
+        *,
+        group: str | None = None,
+        layer_wise: bool = False,
+        urgent: bool = True,
+        after: Event | None = None,
+        timeout: float | None = None,
+        strategy: Strategy | None = None,
+    ) -> Transfer:
+        """Copy blocks to the device. With `layer_wise`, compute of a layer can start when `layers` says it is there."""
+        compiled = self.compile(
+            Direction.H2D,
+            device_ids,
+            host_ids,
+            group=group,
+            layer_wise=layer_wise,
+            urgent=urgent,
+            strategy=strategy,
+        )
+        return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
+
+    def poll(self) -> list[TransferReport]:
+        """The reports of transfers that ended since the last call; never waits."""
+        with self._lock:
+            live = list(self._live.values())
+        ended = [report for transfer in live if (report := transfer.report) is not None]
+        with self._lock:
+            return [report for report in ended if self._live.pop(report.id, None) is not None]
+
+    def wait_all(self, timeout: float | None = None) -> None:
+        """Wait until every transfer submitted so far has ended. poll() still tells their reports."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            live = list(self._live.values())
+        for transfer in live:
+            transfer.settle(None if limit is None else max(0.0, limit - time.monotonic()))
+
+    @property
+    def num_live(self) -> int:
+        """Transfers not yet reported by poll()."""
+        return len(self._live)
+
+    def in_flight_bytes(self, direction: Direction | str, *, urgent: bool) -> int:
+        """Bytes given to the device and not done."""
+        return self._lanes[as_direction(direction)].in_flight_bytes(urgent=urgent)
+
+    # ---- its end ----
+
+    def close(self) -> None:
+        """Cancel what is queued, finish what is under way. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        for transfer in list(self._live.values()):
+            transfer.cancel()
+        for lane in self._lanes.values():
+            lane.close()
+        if self._checker is not None:
+            self._checker.close()
+        for cache, _ in self._caches.values():
+            cache.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_checker"):  # fully made
+            self.close()  # tensors must not go back to torch's pool while copies use them
+
+    # ---- helpers ----
+
+    def _present(self) -> Event | None:
+        stream = current_stream(self.placement)
+        return None if stream is None else stream.record()
+
+    def _add_checksums(self, transfer: Transfer, compiled: CompiledTransfer) -> None:
+        """A thread of its own waits for the blocks and reads them; no copy waits for that."""
+        if compiled.direction is not Direction.D2H or compiled.layer_groups != [range(compiled.group.num_layers)]:
+            raise ArgumentError("checksums are of whole blocks as they come to the host: for saves of all layers")
+        with self._lock:
+            if self._checker is None:
+                self._checker = Stream(CPU)
+            checker = self._checker
+        found = Checksums(Event())
+        host, threads = compiled.host, self.config.checksum_threads
+
+        def task() -> None:
+            try:
+                moved = transfer.settle().moved
+                found.sums.update(block_checksums(host, [host_id for _, host_id in moved], threads))
+            except Exception as error:  # the host memory was freed meanwhile
+                found.error = error
+
+        checker.enqueue(task)
+        checker.record(found.ready)
+        transfer.attach_checksums(found)

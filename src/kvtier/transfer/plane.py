@@ -1,0 +1,136 @@
+"""Where the blocks of a tensor are: an address, a stride, and the bytes of one block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvtier.errors import ArgumentError, PlacementError, RangeError
+from kvtier.memory import CPU, PINNED, Buffer, Placement
+from kvtier.memory.copy_plan import I64
+from kvtier.memory.placement import gpu, has_gpu
+from kvtier.memory.region import Holding
+
+
+class Direction(StrEnum):
+    """Which way blocks move. "Device" is the engine's cache, also where that is in host memory."""
+
+    D2H = "d2h"
+    """From the device cache to the host."""
+    H2D = "h2d"
+    """From the host to the device cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plane:
+    """Blocks of equal size at equal distances: one tensor of one layer, or whole blocks.
+
+    It keeps the memory alive.
+    """
+
+    pointer: int
+    stride: int
+    """Bytes from one block to the next."""
+    block_bytes: int
+    """Bytes of a block, which are contiguous."""
+    num_blocks: int
+    holding: Holding
+    """Keeps the memory alive, and knows which copies use it."""
+    run_blocks: int = 0
+    """A copy never spans a multiple of so many blocks (memory registered piece by piece); 0: no such bounds."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the blocks are."""
+        return self.holding.placement
+
+    @property
+    def end(self) -> int:
+        """The address behind the last block."""
+        return self.pointer + (self.num_blocks - 1) * self.stride + self.block_bytes if self.num_blocks else 0
+
+    @classmethod
+    def of(cls, source: torch.Tensor | Buffer | Plane, block_bytes: int | None = None) -> Plane:
+        """The blocks along the first dimension of a tensor, or of a Buffer of blocks of so many bytes each."""
+        if isinstance(source, Plane):
+            return source
+        if isinstance(source, Buffer):
+            if not block_bytes or source.nbytes % block_bytes:
+                raise ArgumentError(f"a Buffer of {source.nbytes} bytes is not a number of blocks of {block_bytes}")
+            count = source.nbytes // block_bytes
+            return cls(source.data(), block_bytes, block_bytes, count, source.holding)
+        return cls._of_tensor(source)
+
+    @classmethod
+    def _of_tensor(cls, tensor: torch.Tensor) -> Plane:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
+            raise ArgumentError(f"blocks are the first dimension of a tensor, got {type(tensor).__name__}")
+        dense, expected = True, 1
+        for length, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
+            dense &= length == 1 or stride == expected
+            expected *= length
+        if not dense:
+            raise ArgumentError(
+                f"a block must be contiguous, but in this tensor of shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()} it is not; register each contiguous part by itself"
+            )
+        item = tensor.element_size()
+        stride = tensor.stride(0) * item
+        if tensor.shape[0] > 1 and stride < expected * item:
+            raise ArgumentError(f"the blocks of this tensor overlap: {expected * item} bytes every {stride}")
+        holding = Holding(tensor.data_ptr(), tensor.nbytes, _placement(tensor), owner=tensor.detach(), pooled=True)
+        return cls(tensor.data_ptr(), stride, expected * item, tensor.shape[0], holding)
+
+    def addresses(self, ids: I64) -> I64:
+        """Where these blocks begin."""
+        return self.pointer + ids * self.stride
+
+
+def _placement(tensor: torch.Tensor) -> Placement:
+    if tensor.is_cuda:
+        return gpu(tensor.device.index or 0)
+    if not tensor.is_cpu:
+        raise PlacementError(f"kvtier has no placement for torch device {tensor.device}")
+    return PINNED if has_gpu() and tensor.numel() and tensor.is_pinned() else CPU
+
+
+def check_ids(name: str, ids: Any, num_blocks: int) -> I64:
+    """Block ids as an array; an error names the first that is out of range."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ArgumentError(f"{name} must be a list of whole numbers, got {array.dtype} of shape {array.shape}")
+    array = array.astype(np.int64)
+    wrong = (array < 0) | (array >= num_blocks)
+    if np.count_nonzero(wrong):
+        bad = int(np.argmax(wrong))
+        raise RangeError(f"{name}[{bad}] is {int(array[bad])}, outside 0..{num_blocks - 1}")
+    return array
+
+
+def check_moves(
+    device_ids: Sequence[int] | I64, host_ids: Sequence[int] | I64, direction: Direction, device: int, host: int
+) -> tuple[I64, I64]:
+    """The ids of both sides as arrays: in range of so many blocks, equally many, no destination twice."""
+    on_device = check_ids("device_ids", device_ids, device)
+    on_host = check_ids("host_ids", host_ids, host)
+    if len(on_device) != len(on_host):
+        raise ArgumentError(f"as many device as host blocks are needed, got {len(on_device)} and {len(on_host)}")
+    name, targets = ("host_ids", on_host) if direction is Direction.D2H else ("device_ids", on_device)
+    in_order = np.sort(targets)
+    again = in_order[1:][in_order[1:] == in_order[:-1]]
+    if len(again):
+        raise ArgumentError(f"block {int(again[0])} is twice in {name}, the destination: only one copy could stay")
+    return on_device, on_host
+
+
+def as_direction(direction: Direction | str) -> Direction:
+    """The direction of this name."""
+    try:
+        return Direction(direction)
+    except ValueError as error:
+        raise ArgumentError(f"unknown direction {direction!r}; use 'd2h' or 'h2d'") from error

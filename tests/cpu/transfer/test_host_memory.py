@@ -1,0 +1,193 @@
+"""HostMemory: it grows while it is used, outlives its users, and is gone when freed. NUMA nodes by who tells them."""
+
+import gc
+import os
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.errors import ArgumentError, ClosedError, OutOfMemoryError, RangeError, TransferTimeoutError
+from kvtier.layout import CacheGroup
+from kvtier.memory import CPU, PINNED, Placement, cuda, numa
+from kvtier.memory.mapped import MappedMemory
+from kvtier.transfer import Growth, HostMemory
+
+GROUP = CacheGroup.mla("main", 3, 100, "u8", 16)  # 4,800 bytes: two pages
+DEVICES = [CPU, *([Placement("cuda", 0)] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=DEVICES, ids=str)
+def device(request):
+    return request.param
+
+
+def test_all_slots_become_usable_and_keep_their_bytes(device):
+    host = HostMemory(GROUP, 11, device, piece_bytes=3 * GROUP.slot_bytes)
+    assert host.wait_ready(timeout=60) == host.num_ready == 11
+    assert (host.growth, host.piece_slots) == (Growth.READY, 3)
+    assert host.placement == (PINNED if device.is_device else CPU)
+    for slot in range(11):
+        host.block(slot).fill(slot)
+    assert [set(host.block(slot).tolist()) for slot in range(11)] == [{slot} for slot in range(11)]
+    if device.is_device:
+        assert cuda.placement_of(host.block(10).data()) == PINNED
+
+
+def test_slots_are_pages_one_behind_the_other():
+    host = HostMemory(GROUP, 4, background=False)
+    starts = [host.block(slot).data() for slot in range(4)]
+    assert starts[0] % 4096 == 0
+    assert np.diff(starts).tolist() == [8192] * 3
+    assert host.block(0).nbytes == 4800
+
+
+class StuckMemory(MappedMemory):
+    """Pages that come when the test says so."""
+
+    def touch(self, offset, nbytes):
+        self.reached.set()
+        self.gate.acquire()
+        if self.refuses:
+            raise OutOfMemoryError("the system is full")
+        super().touch(offset, nbytes)
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    StuckMemory.gate, StuckMemory.reached, StuckMemory.refuses = threading.Semaphore(0), threading.Event(), False
+    monkeypatch.setattr("kvtier.transfer.host_memory.MappedMemory", StuckMemory)
+    return StuckMemory
+
+
+def test_it_can_be_used_while_it_grows(stuck):
+    host = HostMemory(GROUP, 5, piece_bytes=2 * GROUP.slot_bytes)
+    assert (host.num_ready, host.growth) == (0, Growth.GROWING)
+    with pytest.raises(TransferTimeoutError, match="0 of 2"):
+        host.wait_ready(2, timeout=0)
+    stuck.gate.release()
+    assert host.wait_ready(2, timeout=60) == 2
+    host.block(1).fill(9)
+    with pytest.raises(RangeError, match=r"0..1, those of 5"):
+        host.block(2)
+    assert host.plane().num_blocks == 2
+    stuck.gate.release(2)
+    assert host.wait_ready(timeout=60) == 5
+    assert host.block(1).at(4799) == 9
+
+
+def test_it_keeps_what_it_has_when_the_system_gives_no_more(stuck):
+    host = HostMemory(GROUP, 4, piece_bytes=2 * GROUP.slot_bytes)
+    stuck.gate.release()
+    host.wait_ready(2, timeout=60)
+    stuck.refuses = True
+    stuck.gate.release()
+    assert host.wait_ready(timeout=60) == 2
+    assert (host.growth, host.trouble) == (Growth.STOPPED, "the system is full")
+    with pytest.raises(OutOfMemoryError, match="2 of 3 host slots could be had: the system is full"):
+        host.wait_ready(3)
+    host.block(1).fill(1)
+
+
+def test_freeing_while_it_grows_ends_the_growth(stuck):
+    host = HostMemory(GROUP, 4, piece_bytes=GROUP.slot_bytes)
+    stuck.reached.wait(60)
+    host.free()
+    stuck.gate.release(9)
+    assert host.growth is Growth.FREED
+    with pytest.raises(ClosedError, match="freed"):
+        host.plane()
+
+
+def test_dropping_it_while_it_grows_ends_the_growth(stuck):
+    host = HostMemory(GROUP, 4, piece_bytes=GROUP.slot_bytes)
+    seen = weakref.ref(host)
+    stuck.reached.wait(60)
+    del host
+    stuck.gate.release(9)
+    for thread in threading.enumerate():
+        if thread.name == "kvtier-pin-main":
+            thread.join(60)
+    gc.collect()
+    assert seen() is None
+
+
+def test_freed_memory_is_refused_and_a_block_held_by_someone_still_has_an_address(device):
+    host = HostMemory(GROUP, 2, device)
+    host.wait_ready(timeout=60)
+    held = host.block(0)
+    held.fill(3)
+    host.free()
+    host.free()
+    for use in (host.plane, lambda: host.block(0), host.keep):
+        with pytest.raises(ClosedError, match="freed"):
+            use()
+    assert host.num_ready == 0
+    assert set(held.tolist()) == {3}  # who holds a block keeps the memory
+
+
+def test_nothing_of_it_is_left_when_the_last_user_is_gone():
+    host = HostMemory(GROUP, 2, background=False)
+    memory = weakref.ref(host._memory)
+    held = host.block(1)
+    del host
+    gc.collect()
+    assert memory() is not None
+    del held
+    gc.collect()
+    assert memory() is None
+
+
+def test_the_affinity_of_the_caller_is_left_alone(device):
+    before = os.sched_getaffinity(0)
+    host = HostMemory(GROUP, 2, device, background=False)
+    assert host.num_ready == 2
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("arguments", [{"num_slots": 0}, {"num_slots": 1, "piece_bytes": 0}])
+def test_no_slots_are_refused(arguments):
+    with pytest.raises(ArgumentError, match="needs slots"):
+        HostMemory(GROUP, **arguments)
+
+
+def test_a_plane_of_a_tensor_needs_layer_and_name():
+    host = HostMemory(GROUP, 2, background=False)
+    with pytest.raises(ArgumentError, match="both"):
+        host.plane(0)
+
+
+# ---- NUMA ----
+
+
+@pytest.mark.parametrize(
+    ("told", "node"),
+    [
+        ("NUMA IDs of closest CPU: 1\n", 1),
+        ("NUMA IDs of closest CPU: 0-1\n", 0),
+        ("NUMA IDs of closest CPU: 2,3\n", 2),
+        ("NUMA IDs of closest CPU: N/A\n", None),
+        ("", None),
+    ],
+)
+def test_nvidia_smi_is_asked_first(told, node, tmp_path):
+    assert numa.node_of_gpu("0000:1b:00.0", lambda _address: told, tmp_path)[0] == node
+
+
+def test_sysfs_is_asked_next_about_the_very_gpu(tmp_path):
+    for address, node in (("0000:1b:00.0", "0\n"), ("0000:9c:00.0", "1\n"), ("0000:ff:00.0", "-1\n")):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "numa_node").write_text(node)
+    assert numa.node_of_gpu("0000:9c:00.0", lambda _address: "", tmp_path) == (1, "sysfs")
+    assert numa.node_of_gpu("0000:ff:00.0", lambda _address: "", tmp_path)[0] is None
+    assert numa.node_of_gpu("0000:00:00.0", lambda _address: "", tmp_path)[0] is None
+
+
+def test_memory_is_bound_or_the_reason_is_told():
+    memory = MappedMemory(1 << 20)
+    assert memory.bind(0) is None or "refused" in memory.bind(0)
+    assert "refused" in memory.bind(63)
+    memory.touch(0, 1 << 20)
+    assert int(memory.tensor.sum()) == 0

@@ -1,0 +1,88 @@
+"""Layouts, caches with known bytes, and the numpy oracle of a transfer."""
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from kvtier import dtype as dt
+from kvtier.layout import CacheGroup, KVLayout, LayerSpec, TensorSpec
+from kvtier.memory import Placement
+from kvtier.transfer import DeviceCache, HostMemory
+
+FORMS = ["block-first", "layer-first", "pairs", "interleaved"]
+
+
+@st.composite
+def groups(draw, name="main"):
+    """Random groups: attention or MLA, scales, indexers, draft layers of another shape, any element type."""
+    tokens = draw(st.sampled_from([1, 4, 16]))
+    element = draw(st.sampled_from([dt.u8, dt.f16, dt.bf16, dt.f32, dt.fp8_e4m3, dt.u4]))
+    extra = [
+        TensorSpec(role, dt.f32, (draw(st.integers(1, 3)), tokens))
+        for role in draw(st.lists(st.sampled_from(["key_scale", "value_scale", "indexer"]), unique=True, max_size=2))
+    ]
+    layers = draw(st.integers(1, 6))
+    if draw(st.booleans()):
+        group = CacheGroup.attention(name, layers, draw(st.integers(1, 4)), 8, element, tokens, extra=extra)
+    else:
+        group = CacheGroup.mla(name, layers, draw(st.sampled_from([6, 18, 64])), element, tokens, extra=extra)
+    if draw(st.booleans()):
+        draft = LayerSpec((TensorSpec("key", dt.u8, (tokens, 5)), TensorSpec("value", dt.f16, (tokens, 3))))
+        group = group.with_layers([draft] * draw(st.integers(1, 2)))
+    return group
+
+
+def layout_of(*each):
+    return KVLayout(16, tuple(each))
+
+
+def filled_cache(group, num_blocks, form, placement, seed):
+    """A registered cache of random bytes. Returns it and its tensors: {(layer, role): [block, bytes] view}."""
+    random = torch.Generator().manual_seed(seed)
+    device = Placement.parse(placement).torch
+
+    def made(*shape):
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=random).to(device)
+
+    views = {}
+    if form == "block-first":
+        whole = made(num_blocks, group.block_bytes)
+        for layer, spec, span in group.tensors():
+            views[layer, spec.name] = whole[:, span.offset : span.offset + span.nbytes]
+        return DeviceCache.block_first(group, whole), views
+    for index, layer in enumerate(group.layers):
+        sizes = [each.nbytes for each in layer.tensors]
+        if form == "pairs":  # all tensors of a layer side by side, block by block
+            wide = made(num_blocks, sum(sizes))
+            parts = torch.split(wide, sizes, dim=1)
+        elif form == "interleaved":  # every second block row of a larger tensor
+            parts = [made(num_blocks, 2, size)[:, 1] for size in sizes]
+        else:
+            parts = [made(num_blocks, size) for size in sizes]
+        views.update({(index, each.name): part for each, part in zip(layer.tensors, parts, strict=True)})
+    layers = [{each.name: views[i, each.name] for each in layer.tensors} for i, layer in enumerate(group.layers)]
+    return DeviceCache.layer_first(group, layers), views
+
+
+def device_bytes(group, views):
+    """[block, block bytes] as a block lies on the host: the oracle's picture of the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return np.concatenate([views[layer, spec.name].cpu().numpy() for layer, spec, _ in group.tensors()], axis=1)
+
+
+def host_bytes(host):
+    """[slot, block bytes]."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return np.stack([host.block(slot).numpy().copy() for slot in range(host.num_ready)])
+
+
+def ready_host(group, num_slots, placement, seed=0, **options):
+    """Host memory of random bytes, all of it usable."""
+    host = HostMemory(group, num_slots, placement, **options)
+    host.wait_ready(timeout=60)
+    random = np.random.default_rng(seed)
+    for slot in range(num_slots):
+        host.block(slot).numpy()[:] = random.integers(0, 256, group.block_bytes, dtype=np.uint8)
+    return host
