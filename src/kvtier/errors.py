@@ -17,6 +17,8 @@ KvtierError
 │   ├── CancelledTransferError       it was cancelled
 │   └── TransferTimeoutError (TimeoutError)  it, or one who waits for it, ran out of time
 │       └── LayerSwapTimeoutError    a layer's blocks did not arrive in time
+├── StoreError (RuntimeError)        a store cannot be opened
+│   └── StoreInUseError              another process has it open
 ├── CheckpointError (ValueError)     a model's files are missing something or contradict each other
 │   └── UnsupportedModelError        an architecture or feature the engine does not compute
 └── FormatError (ValueError)         stored bytes that are not a record of ours
@@ -94,6 +96,14 @@ class TransferTimeoutError(TransferError, TimeoutError):
 
 class LayerSwapTimeoutError(TransferTimeoutError):
     """The blocks of a layer did not arrive in time."""
+
+
+class StoreError(KvtierError, RuntimeError):
+    """A store cannot be opened. What goes wrong later is an outcome, not an exception."""
+
+
+class StoreInUseError(StoreError):
+    """Another process, or another store of this one, has the folder open."""
 
 
 class CheckpointError(KvtierError, ValueError):

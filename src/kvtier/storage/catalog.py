@@ -1,0 +1,244 @@
+"""What the disk store holds: which object is in which slot, who is at it, and who goes next. No I/O, no lock.
+
+A slot is in one of these states; only free slots are handed out, so nobody's bytes change under a reader:
+
+    free --take()--> held by a writer --publish()--> an object's --discard(), evict(), replaced--> gone
+     ^                    |                                                                          |
+     +---- give_back() ---+                           the last of its readers and of the one who blanks its record
+     +-----------------------------------------------------------------------------------------------+
+
+Eviction is of single objects, least recently used first, among slots of the size that is needed. A whole segment of
+another size goes instead where even its last used object is older: so the sizes share the space as their use does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from kvtier.storage.record import Flags, Record
+from kvtier.storage.segment import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A slot of a segment."""
+
+    segment: int
+    slot: int
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An object, and who is at it."""
+
+    record: Record
+    slot_bytes: int
+    used_at: int = 0
+    num_holds: int = 0
+    is_gone: bool = False
+    """No longer to be found; its slot is free once nobody holds it."""
+
+    @property
+    def place(self) -> Place:
+        """Its slot."""
+        return Place(self.record.segment, self.record.slot)
+
+
+@dataclass(slots=True, eq=False)
+class _SegmentEntries:
+    shape: Shape
+    slots: list[Entry | None]
+    num_holds: int = 0
+    used_at: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Size:
+    """All slots of one length."""
+
+    free: deque[Place] = field(default_factory=deque)
+    entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
+    """From the least to the most recently used."""
+
+
+class Catalog:
+    """The books of a DiskStore."""
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, Entry] = {}
+        self._sizes: dict[int, _Size] = {}
+        self._segments: dict[int, _SegmentEntries] = {}
+        self._now = 0
+        self.file_bytes = 0
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def segments(self) -> list[int]:
+        """Numbers of all segments."""
+        return list(self._segments)
+
+    @property
+    def held_segments(self) -> set[int]:
+        """Numbers of the segments that somebody holds a slot of."""
+        return {number for number, segment in self._segments.items() if segment.num_holds}
+
+    def add_segment(self, shape: Shape, occupied: Collection[int] = (), quarantined: Collection[int] = ()) -> None:
+        """Take in a segment. Its occupied slots are held as if by writers: `publish` what is in them."""
+        self._segments[shape.number] = _SegmentEntries(shape, [None] * shape.num_slots, len(occupied))
+        self.file_bytes += shape.file_bytes
+        size = self._sizes.setdefault(shape.slot_bytes, _Size())
+        others = {*occupied, *quarantined}
+        size.free.extend(Place(shape.number, slot) for slot in range(shape.num_slots) if slot not in others)
+        size.free.extend(Place(shape.number, slot) for slot in quarantined)
+
+    def remove_segment(self, number: int) -> None:
+        """Forget a segment that nobody holds, with all that is in it."""
+        segment = self._segments.pop(number)
+        self.file_bytes -= segment.shape.file_bytes
+        size = self._sizes[segment.shape.slot_bytes]
+        size.free = deque(place for place in size.free if place.segment != number)
+        for entry in segment.slots:
+            if entry is not None and not entry.is_gone:
+                self._unlist(entry)
+                self.num_evicted += 1
+
+    def find(self, key: bytes) -> Entry | None:
+        """The object of this key."""
+        return self._entries.get(key)
+
+    def hold(self, entry: Entry) -> None:
+        """Keep an object's slot as it is until `release`; counts as a use."""
+        self._use(entry)
+        entry.num_holds += 1
+        self._segments[entry.record.segment].num_holds += 1
+
+    def release(self, entry: Entry, *, keep_slot: bool = False) -> None:
+        """End a hold. `keep_slot`: never use this slot again, its record could not be blanked."""
+        segment = self._segments[entry.record.segment]
+        segment.num_holds -= 1
+        entry.num_holds -= 1
+        if keep_slot:
+            entry.num_holds = -1  # never comes to 0 by a release
+        if entry.is_gone and entry.num_holds == 0:
+            segment.slots[entry.record.slot] = None
+            free = self._sizes[entry.slot_bytes].free
+            if entry.record.flags & Flags.QUARANTINED:
+                free.append(entry.place)  # the last to be used again, so that it can be looked at
+            else:
+                free.appendleft(entry.place)
+
+    def take(self, slot_bytes: int) -> Place | None:
+        """A free slot, held for a writer until `publish` or `give_back`."""
+        size = self._sizes.get(slot_bytes)
+        if size is None or not size.free:
+            return None
+        place = size.free.popleft()
+        self._segments[place.segment].num_holds += 1
+        return place
+
+    def give_back(self, place: Place) -> None:
+        """A writer's slot that came to nothing; its record is blank."""
+        segment = self._segments[place.segment]
+        segment.num_holds -= 1
+        self._sizes[segment.shape.slot_bytes].free.appendleft(place)
+
+    def retire(self, place: Place) -> None:
+        """A writer's slot that must not be used again: its record could not be blanked."""
+        self._segments[place.segment].num_holds -= 1
+
+    def publish(self, record: Record) -> Entry | None:
+        """Let the object in a writer's slot be found. Returns one that goes for it, to be blanked and released.
+
+        That is the previous object of its key; or itself, if a later one was faster.
+        """
+        segment = self._segments[record.segment]
+        entry = Entry(record, segment.shape.slot_bytes)
+        segment.num_holds -= 1
+        segment.slots[record.slot] = entry
+        previous = self._entries.get(record.key)
+        if previous is not None and previous.record.sequence > record.sequence:
+            entry.is_gone = True
+            self._hold_gone(entry)
+            return entry
+        if previous is not None:
+            self._go(previous)
+        self._entries[record.key] = entry
+        self._sizes[entry.slot_bytes].entries[record.key] = entry
+        self._use(entry)
+        return previous
+
+    def discard(self, key: bytes) -> Entry | None:
+        """Let an object not be found any more. The caller blanks its record and releases it."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._go(entry)
+        return entry
+
+    def evict(self, slot_bytes: int) -> Entry | int | None:
+        """Make room for a slot of this length: an object that goes (blank its record and release it), or the number of
+        a segment to remove; None if everything is held."""
+        size = self._sizes.get(slot_bytes)
+        own = next((entry for entry in size.entries.values() if not entry.num_holds), None) if size else None
+        other = self.coldest_segment(slot_bytes)
+        if other is not None and (own is None or self._segments[other].used_at < own.used_at):
+            return other
+        if own is not None:
+            self._go(own)
+            self.num_evicted += 1
+        return own
+
+    def coldest_segment(self, except_slot_bytes: int = 0) -> int | None:
+        """The segment whose last use is longest ago, of those that nobody holds."""
+        candidates = (s for s in self._segments.values() if not s.num_holds and s.shape.slot_bytes != except_slot_bytes)
+        coldest = min(candidates, key=lambda segment: segment.used_at, default=None)
+        return coldest.shape.number if coldest else None
+
+    def after(self, segment: int, slot: int) -> Iterator[Record]:
+        """Objects by their place, from this one on."""
+        for number in sorted(n for n in self._segments if n >= segment):
+            entries = self._segments[number].slots
+            for entry in entries[slot if number == segment else 0 :]:
+                if entry is not None and not entry.is_gone:
+                    yield entry.record
+
+    def check(self) -> None:
+        """Raise AssertionError unless the books agree with each other; for tests, when nobody holds anything."""
+        places: dict[Place, str] = {}
+        for size in self._sizes.values():
+            assert len({*size.free}) == len(size.free), "a slot is free twice"
+            places.update(dict.fromkeys(size.free, "free"))
+            for key, entry in size.entries.items():
+                assert self._entries[key] is entry, "an entry is listed under another's key"
+                assert not entry.is_gone, "an entry is listed and gone"
+                assert entry.place not in places, f"{entry.place} is {places.get(entry.place)} and an object's"
+                places[entry.place] = "an object's"
+        num_slots = sum(segment.shape.num_slots for segment in self._segments.values())
+        assert len(self._entries) == sum(len(size.entries) for size in self._sizes.values())
+        assert not any(segment.num_holds for segment in self._segments.values()), "something is still held"
+        assert len(places) == num_slots, f"{num_slots - len(places)} slots are lost"
+        assert self.file_bytes == sum(segment.shape.file_bytes for segment in self._segments.values())
+
+    def _use(self, entry: Entry) -> None:
+        self._now += 1
+        segment = self._segments[entry.record.segment]
+        entry.used_at = segment.used_at = self._now
+        if not entry.is_gone:
+            self._sizes[entry.slot_bytes].entries.move_to_end(entry.record.key)
+
+    def _go(self, entry: Entry) -> None:
+        self._unlist(entry)
+        entry.is_gone = True
+        self._hold_gone(entry)
+
+    def _hold_gone(self, entry: Entry) -> None:
+        entry.num_holds += 1
+        self._segments[entry.record.segment].num_holds += 1
+
+    def _unlist(self, entry: Entry) -> None:
+        del self._entries[entry.record.key]
+        del self._sizes[entry.slot_bytes].entries[entry.record.key]

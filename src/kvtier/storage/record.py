@@ -1,0 +1,102 @@
+"""The header of a stored object: 256 bytes, little-endian, with a CRC of its own.
+
+     at  bytes  field
+      0      8  magic
+      8      2  format version
+     10      2  flags: 1 = the payload is compressed with zlib, 2 = quarantined
+     12      4  bytes of token ids behind the payload
+     16      8  sequence: of two records with one key, the higher one counts
+     24      4  number of the segment this record belongs to
+     28      4  slot in it
+     32     32  key
+     64     32  namespace fingerprint
+     96     16  token digest
+    112      8  bytes of the object, as its reader wants them
+    120      8  bytes of the stored payload: fewer if it is compressed
+    128      8  checksum of the stored payload (checksum.py)
+    136    116  zeros
+    252      4  CRC-32 of the 252 bytes before
+
+256 zeros are the record of a slot that holds nothing. On disk a record lies in its segment's table; a store that keeps
+whole objects puts it before the payload, with segment and slot 0.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, replace
+from enum import IntFlag
+
+from kvtier.errors import ChecksumError, FormatError, VersionError
+from kvtier.storage.store import Label
+
+MAGIC = b"\x89KVOBJ\r\n"  # a byte no text has, and line ends that a text-mode transfer would change
+VERSION = 1
+RECORD_BYTES = 256
+BLANK = bytes(RECORD_BYTES)
+_FIELDS = struct.Struct("<8sHHIQII32s32s16sQQQ116x")
+_CRC = struct.Struct("<I")
+
+
+class Flags(IntFlag):
+    """What is special about an object."""
+
+    NONE = 0
+    ZLIB = 1
+    QUARANTINED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is known of a stored object without its payload."""
+
+    key: bytes
+    namespace: bytes
+    token_digest: bytes
+    nbytes: int
+    stored_bytes: int
+    checksum: int
+    token_bytes: int = 0
+    flags: Flags = Flags.NONE
+    sequence: int = 0
+    segment: int = 0
+    slot: int = 0
+
+    @property
+    def label(self) -> Label:
+        """Its label, without the token ids."""
+        return Label(self.namespace, self.token_digest)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes it takes in a slot."""
+        return self.stored_bytes + self.token_bytes
+
+    def at(self, segment: int, slot: int, sequence: int) -> Record:
+        """The same object in this place."""
+        return replace(self, segment=segment, slot=slot, sequence=sequence)
+
+    def pack(self) -> bytes:
+        """Its 256 bytes."""
+        fixed = _FIELDS.pack(
+            *(MAGIC, VERSION, self.flags, self.token_bytes, self.sequence, self.segment, self.slot),
+            *(self.key, self.namespace, self.token_digest, self.nbytes, self.stored_bytes, self.checksum),
+        )
+        return fixed + _CRC.pack(zlib.crc32(fixed))
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Record:
+        """The record in these 256 bytes; a FormatError says what is wrong with them."""
+        if len(data) != RECORD_BYTES:
+            raise FormatError(f"a record has {RECORD_BYTES} bytes, got {len(data)}")
+        magic, version, flags, token_bytes, sequence, segment, slot, *rest = _FIELDS.unpack_from(data)
+        if magic != MAGIC:
+            raise FormatError(f"not a record: starts with {magic!r} instead of {MAGIC!r}")
+        if zlib.crc32(data[:-4]) != _CRC.unpack_from(data, RECORD_BYTES - 4)[0]:
+            raise ChecksumError("the record is damaged: its CRC differs")
+        if version != VERSION:
+            raise VersionError(f"the record has format version {version}, this kvtier reads {VERSION}")
+        key, namespace, digest, nbytes, stored_bytes, checksum = rest
+        found = (Flags(flags), sequence, segment, slot)
+        return cls(key, namespace, digest, nbytes, stored_bytes, checksum, token_bytes, *found)

@@ -1,0 +1,229 @@
+"""A segment: one preallocated file of equal slots, and the table of what they hold.
+
+            0   4096      superblock
+         4096   256 x n   table: the record of each slot (record.py), rounded up to 4 KiB
+    4096 + ...            slots: payload | token ids | whatever was there before, up to the slot's length
+
+Superblock, little-endian:
+
+     at  bytes  field
+      0      8  magic
+      8      2  format version
+     10      2  bytes of a record: 256
+     12      4  number of the segment
+     16      8  bytes of a slot, a multiple of 4096
+     24      8  number of slots
+     32   4060  zeros
+   4092      4  CRC-32 of the 4092 bytes before
+
+A slot is written payload first, record last, so that an object cut off by the end of the process has no record; and its
+record is blanked before another payload goes there. Should the disk have done these in another order when the power
+failed, the payload's checksum, which is in the record, tells. The file exists under its name only with its superblock
+on disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.errors import ChecksumError, FormatError, TruncatedError, VersionError
+from kvtier.storage.files import Files
+from kvtier.storage.record import BLANK, RECORD_BYTES, Record
+from kvtier.storage.workers import ALIGNMENT
+
+MAGIC = b"\x89KVSEG\r\n"
+VERSION = 1
+SUPERBLOCK_BYTES = 4096
+_FIELDS = struct.Struct("<8sHHIQQ4060x")
+_CRC = struct.Struct("<I")
+_NAME = re.compile(r"segment-(\d{8})\.kv")
+
+
+def round_up(nbytes: int, multiple: int = ALIGNMENT) -> int:
+    """The next multiple that is not smaller."""
+    return -(-nbytes // multiple) * multiple
+
+
+def segment_name(number: int) -> str:
+    """The file of a segment."""
+    return f"segment-{number:08}.kv"
+
+
+def segment_number(name: str) -> int | None:
+    """The number of a segment's file; None for other files."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a superblock says."""
+
+    number: int
+    slot_bytes: int
+    num_slots: int
+
+    @property
+    def data_at(self) -> int:
+        """Where the slots begin."""
+        return SUPERBLOCK_BYTES + round_up(self.num_slots * RECORD_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.data_at + self.num_slots * self.slot_bytes
+
+    @classmethod
+    def fitting(cls, number: int, slot_bytes: int, segment_bytes: int) -> Shape:
+        """The segment with as many slots as fit into so many bytes, but at least one."""
+        room = segment_bytes - SUPERBLOCK_BYTES - ALIGNMENT
+        return cls(number, slot_bytes, max(1, room // (slot_bytes + RECORD_BYTES)))
+
+    def pack(self) -> bytes:
+        """The superblock."""
+        fixed = _FIELDS.pack(MAGIC, VERSION, RECORD_BYTES, self.number, self.slot_bytes, self.num_slots)
+        return fixed + _CRC.pack(zlib.crc32(fixed))
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Shape:
+        """What this superblock says; a FormatError says what is wrong with it."""
+        if len(data) < SUPERBLOCK_BYTES:
+            raise TruncatedError(f"a superblock has {SUPERBLOCK_BYTES} bytes, the file has {len(data)}")
+        magic, version, record_bytes, number, slot_bytes, num_slots = _FIELDS.unpack_from(data)
+        if magic != MAGIC:
+            raise FormatError(f"not a segment: starts with {magic!r} instead of {MAGIC!r}")
+        if zlib.crc32(data[: SUPERBLOCK_BYTES - 4]) != _CRC.unpack_from(data, SUPERBLOCK_BYTES - 4)[0]:
+            raise ChecksumError("the superblock is damaged: its CRC differs")
+        if version > VERSION:
+            raise VersionError(f"segment {number} has format version {version}, this kvtier reads up to {VERSION}")
+        if version < 1 or record_bytes != RECORD_BYTES or not slot_bytes or slot_bytes % ALIGNMENT or not num_slots:
+            raise FormatError(f"segment {number} contradicts itself: {num_slots} slots of {slot_bytes} bytes")
+        return cls(number, slot_bytes, num_slots)
+
+
+class Segment:
+    """The open file of a segment. Not locked: whoever owns a slot uses it."""
+
+    def __init__(self, files: Files, folder: str, shape: Shape, *, direct: bool) -> None:
+        self._files = files
+        self.shape = shape
+        self.path = os.path.join(folder, segment_name(shape.number))
+        self._buffered = files.open(self.path)
+        self._direct: int | None = None
+        if direct:
+            try:
+                self._direct = files.open(self.path, direct=True)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    self.close()
+                    raise
+
+    @classmethod
+    def create(cls, files: Files, folder: str, shape: Shape, *, direct: bool) -> Segment:
+        """A new segment, whole on disk before it has its name."""
+        path = os.path.join(folder, segment_name(shape.number))
+        temporary = path + ".new"
+        descriptor = files.open(temporary, create=True)
+        try:
+            try:
+                files.allocate(descriptor, shape.file_bytes)
+                files.write(descriptor, [shape.pack()], 0)
+                files.sync(descriptor)
+            finally:
+                files.close(descriptor)
+            files.rename(temporary, path)
+        except OSError:
+            files.unlink(temporary)
+            raise
+        files.sync_folder(folder)
+        return cls(files, folder, shape, direct=direct)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether slots bypass the page cache."""
+        return self._direct is not None
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for descriptor in (self._buffered, self._direct):
+            if descriptor is not None:
+                self._files.close(descriptor)
+        self._direct = None
+
+    def unlink(self) -> None:
+        """Delete the file; its descriptors, too, are given back."""
+        self._files.unlink(self.path)
+        self.close()
+
+    def sync(self) -> None:
+        """Have everything on disk."""
+        self._files.sync(self._buffered)
+
+    def read_table(self, file_bytes: int) -> tuple[list[Record], int]:
+        """The records of slots that are whole within the file, and how many of the others were not blank.
+
+        A file that was cut is made whole again, so that its slots can be used.
+        """
+        shape = self.shape
+        table = bytearray(shape.num_slots * RECORD_BYTES)
+        self._files.read(self._buffered, memoryview(table), SUPERBLOCK_BYTES)
+        found, num_bad = [], 0
+        for slot in range(shape.num_slots):
+            data = bytes(table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
+            if data == BLANK:
+                continue
+            record = self._checked(data, slot)
+            if record is None or self._offset(slot) + record.total_bytes > file_bytes:
+                num_bad += 1
+                self.write_record(slot, BLANK)
+            else:
+                found.append(record)
+        if file_bytes < shape.file_bytes:
+            self._files.allocate(self._buffered, shape.file_bytes)
+        return found, num_bad
+
+    def _checked(self, data: bytes, slot: int) -> Record | None:
+        try:
+            record = Record.unpack(data)
+        except FormatError:
+            return None
+        here = (record.segment, record.slot) == (self.shape.number, slot)
+        return record if here and record.total_bytes <= self.shape.slot_bytes else None
+
+    def write_record(self, slot: int, data: bytes) -> None:
+        """Put a record, or BLANK, into the table."""
+        self._files.write(self._buffered, [data], SUPERBLOCK_BYTES + slot * RECORD_BYTES)
+
+    def write_slot(self, slot: int, buffers: Sequence[memoryview]) -> None:
+        """Put bytes into a slot. For direct I/O their addresses and lengths must be multiples of ALIGNMENT."""
+        offset = self._offset(slot)
+        if self._direct is not None:
+            try:
+                return self._files.write(self._direct, buffers, offset)
+            except OSError as error:
+                self._fall_back(error)
+        self._files.write(self._buffered, buffers, offset)
+
+    def read_slot(self, slot: int, buffer: memoryview) -> int:
+        """Read a slot's first bytes; fewer than asked for where the file ends. Alignment as for `write_slot`."""
+        offset = self._offset(slot)
+        if self._direct is not None:
+            try:
+                return self._files.read(self._direct, buffer, offset)
+            except OSError as error:
+                self._fall_back(error)
+        return self._files.read(self._buffered, buffer, offset)
+
+    def _fall_back(self, error: OSError) -> None:
+        """Some filesystems accept O_DIRECT and refuse the I/O: use the page cache then."""
+        if error.errno != errno.EINVAL:
+            raise error
+
+    def _offset(self, slot: int) -> int:
+        return self.shape.data_at + slot * self.shape.slot_bytes

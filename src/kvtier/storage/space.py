@@ -1,0 +1,279 @@
+"""The folder of a DiskStore as a place for objects: books and files together, bounded, and safe for many threads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.storage.catalog import Catalog, Entry, Place
+from kvtier.storage.codec import same_object
+from kvtier.storage.files import Files
+from kvtier.storage.record import BLANK, Flags, Record
+from kvtier.storage.recovery import FolderLock, recover
+from kvtier.storage.segment import Segment, Shape, round_up
+
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""Errors of a disk that is well, but full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of the disk the store may take."""
+
+    max_bytes: int
+    segment_bytes: int
+    min_free_bytes: int
+
+
+def slot_bytes_for(nbytes: int) -> int:
+    """The length of a slot for an object: rounded up by at most a sixteenth, so that there are few lengths."""
+    return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
+
+
+class Space:
+    """Slots for objects. The lock is held for the books only, never during I/O, so that a hanging disk hangs nobody
+    but the threads that wait for it; making room is one thread's work at a time."""
+
+    def __init__(self, folder: str, limits: Limits, files: Files, *, direct: bool, sync: bool) -> None:
+        self._folder, self._limits, self._files, self._direct = folder, limits, files, direct
+        self._lock = threading.Lock()
+        self._growth = threading.Lock()
+        self._catalog = Catalog()
+        self._folder_lock = FolderLock(folder)
+        try:
+            self._recover(sync)
+        except BaseException:
+            self._folder_lock.release()
+            raise
+
+    def _recover(self, sync: bool) -> None:
+        found = recover(self._files, self._folder, direct=self._direct)
+        self._segments = found.segments
+        self._quarantine_bytes, self.num_quarantined = found.quarantine_bytes, found.num_bad
+        self._last_number = found.last_number
+        self._sequence = max((r.sequence for r in (*found.records, *found.quarantined)), default=0)
+        for number, segment in self._segments.items():
+            occupied, bad = ([r.slot for r in rs if r.segment == number] for rs in (found.records, found.quarantined))
+            self._catalog.add_segment(segment.shape, occupied, bad)
+        for record in found.records:
+            self._catalog.publish(record)
+        if sync:  # what an earlier process left to the page cache counts as durable from now on
+            for segment in self._segments.values():
+                segment.sync()
+        while self._catalog.file_bytes + self._quarantine_bytes > self._limits.max_bytes and self._segments:
+            coldest = self._catalog.coldest_segment()
+            assert coldest is not None, "nobody can hold a segment yet"
+            self._drop(coldest)
+
+    # --- finding
+
+    def find(self, key: bytes) -> Record | None:
+        """What is stored under this key."""
+        with self._lock:
+            entry = self._catalog.find(key)
+            return entry.record if entry else None
+
+    def hold(self, key: bytes) -> Entry | None:
+        """The object of this key, whose slot stays as it is until `release`."""
+        with self._lock:
+            entry = self._catalog.find(key)
+            if entry is not None:
+                self._catalog.hold(entry)
+            return entry
+
+    def hold_same(self, record: Record) -> bool:
+        """Whether this very object is there already; counts as a use of it."""
+        with self._lock:
+            entry = self._catalog.find(record.key)
+            if entry is None or not same_object(entry.record, record):
+                return False
+            self._catalog.hold(entry)
+            self._catalog.release(entry)
+            return True
+
+    def release(self, entry: Entry) -> None:
+        """End a hold."""
+        with self._lock:
+            self._catalog.release(entry)
+
+    def list_after(self, segment: int, slot: int, limit: int) -> list[Record]:
+        """Objects by their place."""
+        with self._lock:
+            records = self._catalog.after(segment, slot)
+            return [record for _, record in zip(range(limit), records, strict=False)]
+
+    # --- changing
+
+    def next_sequences(self, count: int) -> range:
+        """Numbers for objects about to be written, in the order in which they shall count."""
+        with self._lock:
+            self._sequence += count
+            return range(self._sequence - count + 1, self._sequence + 1)
+
+    def reserve(self, nbytes: int) -> Place | str:
+        """A slot for so many bytes, its record blank, evicting as need be; or why there is none."""
+        slot_bytes = slot_bytes_for(nbytes)
+        with self._lock:
+            place = self._catalog.take(slot_bytes)
+        if place is not None:
+            return place
+        with self._growth:
+            return self._make_room(slot_bytes)
+
+    def publish(self, records: Iterable[Record]) -> list[Entry]:
+        """Let written objects be found. Returns those that go for them: `wipe` them."""
+        with self._lock:
+            replaced = [self._catalog.publish(record) for record in records]
+        return [entry for entry in replaced if entry is not None]
+
+    def discard(self, key: bytes) -> Entry | None:
+        """Let an object not be found any more: `wipe` it."""
+        with self._lock:
+            return self._catalog.discard(key)
+
+    def wipe(self, entries: Sequence[Entry], *, sync: bool = False) -> None:
+        """Blank the records of objects that are gone, and their slots are free. OSError: they are not used again."""
+        is_done = False
+        try:
+            for entry in entries:
+                self.segment(entry.place).write_record(entry.record.slot, BLANK)
+            if sync:
+                self.sync(entry.record.segment for entry in entries)
+            is_done = True
+        finally:
+            with self._lock:
+                for entry in entries:
+                    self._catalog.release(entry, keep_slot=not is_done)
+
+    def quarantine(self, entry: Entry) -> None:
+        """Set a corrupt object aside: not found any more, its record says why, its slot is reused last."""
+        with self._lock:
+            if self._catalog.find(entry.record.key) is not entry:
+                return  # it went while it was read
+            self._catalog.discard(entry.record.key)
+            self.num_quarantined += 1
+            entry.record = replace(entry.record, flags=entry.record.flags | Flags.QUARANTINED)
+        is_written = False
+        try:
+            self.segment(entry.place).write_record(entry.record.slot, entry.record.pack())
+            is_written = True
+        finally:
+            with self._lock:
+                self._catalog.release(entry, keep_slot=not is_written)
+
+    def give_back(self, places: Iterable[Place]) -> None:
+        """Reserved slots that came to nothing. Those whose records cannot be blanked are not used again."""
+        for place in places:
+            try:
+                self.segment(place).write_record(place.slot, BLANK)
+                done = self._catalog.give_back
+            except OSError:
+                done = self._catalog.retire
+            with self._lock:
+                done(place)
+
+    def segment(self, place: Place) -> Segment:
+        """The open file of a slot that the caller holds."""
+        return self._segments[place.segment]
+
+    def sync(self, numbers: Iterable[int] | None = None) -> None:
+        """Have these segments, or all, on disk."""
+        with self._lock:
+            segments = [self._segments[n] for n in (self._segments if numbers is None else sorted({*numbers}))]
+        for segment in segments:
+            segment.sync()
+
+    def close(self) -> None:
+        """Close the files and let others have the folder. Nobody may be at it."""
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._folder_lock.release()
+
+    # --- figures
+
+    @property
+    def num_objects(self) -> int:
+        """Objects that can be found."""
+        return len(self._catalog)
+
+    @property
+    def num_evicted(self) -> int:
+        """Objects that went to make room."""
+        return self._catalog.num_evicted
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files, the quarantined ones included."""
+        return self._catalog.file_bytes + self._quarantine_bytes
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all segments bypass the page cache."""
+        with self._lock:
+            return self._direct and all(segment.is_direct for segment in self._segments.values())
+
+    def check(self) -> None:
+        """Raise AssertionError unless the books agree with each other and with the files; for tests, when idle."""
+        with self._lock:
+            self._catalog.check()
+            assert set(self._catalog.segments) == set(self._segments)
+            assert self.used_bytes <= self._limits.max_bytes or not self._segments
+
+    # --- making room
+
+    def _make_room(self, slot_bytes: int) -> Place | str:
+        while True:
+            with self._lock:
+                place = self._catalog.take(slot_bytes)
+            if place is not None:
+                return place
+            if self._grow(slot_bytes):
+                continue
+            with self._lock:
+                victim = self._catalog.evict(slot_bytes)
+            if victim is None:
+                return self._why_no_room(slot_bytes)
+            if isinstance(victim, int):
+                self._drop(victim)
+            else:
+                self.wipe([victim])
+
+    def _grow(self, slot_bytes: int) -> bool:
+        """Add a segment, if there is room for one."""
+        limits = self._limits
+        shape = Shape.fitting(self._last_number + 1, slot_bytes, limits.segment_bytes)
+        if self.used_bytes + shape.file_bytes > limits.max_bytes:
+            return False
+        if self._files.free_bytes(self._folder) - shape.file_bytes < limits.min_free_bytes:
+            return False
+        self._last_number += 1
+        try:
+            segment = Segment.create(self._files, self._folder, shape, direct=self._direct)
+        except OSError as error:
+            if error.errno in FULL:
+                return False
+            raise
+        with self._lock:
+            self._segments[shape.number] = segment
+            self._catalog.add_segment(shape)
+        return True
+
+    def _drop(self, number: int) -> None:
+        with self._lock:
+            if number in self._catalog.held_segments:
+                return  # somebody came meanwhile; choose again
+            self._catalog.remove_segment(number)
+            segment = self._segments.pop(number)
+        segment.unlink()
+
+    def _why_no_room(self, slot_bytes: int) -> str:
+        aside = f", {self._quarantine_bytes} of them in quarantine" if self._quarantine_bytes else ""
+        free = self._files.free_bytes(self._folder)
+        return (
+            f"no room for a slot of {slot_bytes} bytes: {self.used_bytes} of {self._limits.max_bytes} bytes used{aside}"
+            f", {free} free on {os.fspath(self._folder)!r} (floor {self._limits.min_free_bytes}), nothing to evict"
+        )
