@@ -1,0 +1,202 @@
+"""What only a GPU can show of transfers: streams that wait for each other, staging at full size, lifetimes, threads."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.errors import LayerSwapTimeoutError
+from kvtier.layout import CacheGroup
+from kvtier.memory import PINNED, Event, Placement, Stream, calibrate, cuda
+from kvtier.memory.costs import saved_costs
+from kvtier.transfer import DeviceCache, HostMemory, Status, TransferConfig, TransferManager, swap_cache_per_layer
+from transfer_support import layout_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+GPU = Placement("cuda", 0)
+GROUP = CacheGroup.attention("main", 8, 8, 128, "bf16", 16)  # 512 KiB a block, parts of 32 KiB
+NUM = 600
+
+
+def made(form, num_blocks=NUM, config=None):
+    """A manager over 300 MiB on both sides. Returns it, the bytes of each layer and role, and the host memory."""
+    shape = (num_blocks, GROUP.num_layers, 2, GROUP.layers[0].tensors[0].nbytes)
+    whole = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+    if form == "block-first":
+        cache, tensors = DeviceCache.block_first(GROUP, whole), [[whole[:, i, k] for k in (0, 1)] for i in range(8)]
+    else:
+        tensors = [[whole[:, i, k].contiguous() for k in (0, 1)] for i in range(8)]
+        cache = DeviceCache.layer_first(GROUP, [{"key": k, "value": v} for k, v in tensors])
+    host = HostMemory(GROUP, num_blocks, GPU, piece_bytes=64 << 20)
+    host.wait_ready(timeout=120)
+    manager = TransferManager(layout_of(GROUP), GPU, config)
+    manager.register(cache, host)
+    return manager, tensors, host
+
+
+def picture(tensors):
+    torch.cuda.synchronize()
+    return torch.stack([torch.stack(pair, 1) for pair in tensors], 1).flatten(1)
+
+
+@pytest.mark.parametrize("strategy", [None, "direct", "kernel", "staged"])
+@pytest.mark.parametrize("form", ["block-first", "layer-first"])
+def test_hundreds_of_megabytes_both_ways_at_once_are_exact(form, strategy):
+    manager, tensors, host = made(form)
+    before, random = picture(tensors), np.random.default_rng(0)
+    half, slots = random.permutation(NUM), random.permutation(NUM)
+    out, into, kept, free = half[:300], half[300:], slots[:300], slots[300:]
+    with manager:
+        assert manager.save(into, free, strategy=strategy).wait(60).status is Status.DONE
+        for tensor in (each for pair in tensors for each in pair):
+            tensor[torch.from_numpy(into).cuda()] = 0
+        torch.cuda.synchronize()
+        save = manager.save(out, kept, strategy=strategy, checksum=True)
+        load = manager.load(into, free, strategy=strategy, layer_wise=True)
+        assert save.wait(60).status is load.wait(60).status is Status.DONE
+        assert torch.equal(picture(tensors), before)
+        stored = np.stack([host.block(int(slot)).numpy() for slot in kept[:40]])
+        assert np.array_equal(stored, before[torch.from_numpy(out[:40]).cuda()].cpu().numpy())
+        assert len(save.checksums(60)) == 300
+        assert strategy is None or save.report.strategy == strategy
+
+
+def test_layer_first_caches_are_staged_and_block_first_ones_are_not():
+    for form, strategy in (("block-first", "direct"), ("layer-first", "staged")):
+        manager, _, _ = made(form)
+        with manager:
+            compiled = manager.compile("d2h", range(0, 400, 2), range(0, 400, 2))
+            assert (compiled.choice.strategy, compiled.choice.path) == (strategy, "driver")
+            assert "us" in compiled.choice.why
+
+
+@pytest.mark.parametrize("form", ["block-first", "layer-first"])
+def test_a_save_waits_for_the_kernel_that_writes_its_blocks(form):
+    manager, tensors, host = made(form)
+    compute = torch.cuda.Stream()
+    with manager:
+        with torch.cuda.stream(compute):
+            torch.cuda._sleep(100_000_000)
+            for tensor in (each for pair in tensors for each in pair):
+                tensor.fill_(7)
+            save = manager.save([5, 9], [2, 4], urgent=True)  # behind the current stream, without being told
+        assert save.report is None
+        assert save.wait(60).status is Status.DONE
+        assert set(np.unique(host.block(4).numpy()).tolist()) == {7}
+
+
+@pytest.mark.parametrize("form", ["block-first", "layer-first"])
+def test_compute_of_a_layer_waits_for_the_layer_and_the_host_does_not(form):
+    manager, tensors, host = made(form)
+    for slot in range(300):
+        host.block(slot).fill(3)
+    compute, gate = Stream(GPU), Stream(GPU)
+    with manager:
+        with torch.cuda.stream(gate.native):
+            torch.cuda._sleep(200_000_000)
+        load = manager.load(range(300), range(300), layer_wise=True, after=gate.record())
+        seen = torch.zeros(8, dtype=torch.int64, device="cuda")
+        with torch.cuda.stream(compute.native):
+            for layer in range(8):
+                load.layers.wait(layer, compute)
+                seen[layer] = (tensors[layer][0][:300] == 3).sum()
+        assert load.layers.num_done == 0  # everything is enqueued, nothing has moved: the gate is still closed
+        with pytest.raises(LayerSwapTimeoutError):
+            load.layers.wait(7, timeout=0)
+        compute.synchronize()
+        assert seen.tolist() == [tensors[0][0][:300].numel()] * 8
+        assert load.wait(60).status is Status.DONE
+        assert 0 < load.layers.arrival_ms(0) < load.layers.arrival_ms(7)
+
+
+def test_urgent_loads_pass_bulk_that_is_held_up():
+    manager, _, _ = made("block-first")
+    gate = Stream(GPU)
+    with manager:
+        with torch.cuda.stream(gate.native):
+            torch.cuda._sleep(400_000_000)
+        bulk = manager.load(range(300), range(300), urgent=False, after=gate.record())
+        assert manager.load([400], [400], after=Event()).wait(60).status is Status.DONE
+        assert bulk.report is None
+        assert bulk.wait(60).status is Status.DONE
+
+
+def test_bulk_in_flight_stays_within_its_bound():
+    config = TransferConfig(slice_bytes=16 << 20, max_in_flight_bytes=32 << 20)
+    manager, _, _ = made("block-first", config=config)
+    gate = Stream(GPU)
+    with manager:
+        with torch.cuda.stream(gate.native):
+            torch.cuda._sleep(200_000_000)
+        bulk = manager.save(range(NUM), range(NUM), after=gate.record())
+        while bulk.report is None:
+            assert manager.in_flight_bytes("d2h", urgent=False) <= 32 << 20
+        assert bulk.wait().status is Status.DONE
+
+
+def test_tensors_dropped_during_a_copy_live_until_it_is_done():
+    manager, tensors, host = made("layer-first")
+    wanted = picture(tensors)[:300].cpu()
+    gate = Stream(GPU)
+    with manager:
+        with torch.cuda.stream(gate.native):
+            torch.cuda._sleep(200_000_000)
+        save = manager.save(range(300), range(300), after=gate.record())
+        manager._caches.clear()
+        del tensors
+        gc.collect()
+        junk = [torch.full((64 << 20,), 9, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        assert save.wait(60).status is Status.DONE
+        assert torch.equal(torch.stack([host.block(slot).torch() for slot in range(300)]), wanted)
+        del junk
+
+
+def test_host_memory_is_pinned_piece_by_piece_and_unpinned_when_freed():
+    host = HostMemory(GROUP, 300, GPU, piece_bytes=32 << 20)
+    host.wait_ready(timeout=60)
+    pointer = host.block(299).data()
+    assert cuda.placement_of(pointer) == PINNED
+    host.free()
+    gc.collect()
+    assert cuda.placement_of(pointer) != PINNED
+
+
+def test_a_run_across_registered_pieces_is_copied():
+    host = HostMemory(GROUP, 300, GPU, piece_bytes=32 << 20)
+    host.wait_ready(timeout=60)
+    cache = torch.randint(0, 256, (300, GROUP.block_bytes), dtype=torch.uint8, device="cuda")
+    result = swap_cache_per_layer(cache, host.plane(), range(300), range(300), "d2h")
+    assert result.num_entries == 5
+    assert torch.equal(torch.stack([host.block(slot).torch() for slot in range(300)]), cache.cpu())
+
+
+def test_fresh_threads_use_the_right_device_and_leave_the_current_one():
+    manager, tensors, _ = made("layer-first")
+    found = []
+
+    def work():
+        found.append((manager.save([1, 2], [1, 2]).wait(60).status, torch.cuda.current_device()))
+        found.append((manager.load([3, 4], [1, 2], urgent=True).wait(60).status, torch.cuda.current_device()))
+
+    with manager:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [(Status.DONE, 0)] * 6
+        both = picture(tensors)
+        assert torch.equal(both[[1, 2]], both[[3, 4]])
+
+
+def test_the_calibration_knows_the_link_and_what_the_model_loses():
+    table = calibrate(GPU)
+    assert table.seconds < 10  # the benchmark holds it to 3
+    assert set(table.links) == set(table.lost) == {"cuda>pinned", "pinned>cuda"}
+    assert min(table.links.values()) > 1
+    assert all(0 <= share <= 1 for paths in table.lost.values() for share in paths.values())
+    kept = saved_costs(GPU)
+    assert kept is not None
+    assert kept.links == table.links
