@@ -14,9 +14,10 @@ own (a sliding window) are a group of their own, with slots of their own size.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvtier.dtype import DType, dtype
 from kvtier.errors import ArgumentError, RangeError
@@ -84,10 +85,14 @@ class CacheGroup:
     layers: tuple[LayerSpec, ...]
     window_tokens: int | None = None
     """Tokens a sliding window looks back; None: all."""
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Where each layer begins in a block, and the block's end: asked for every transfer."""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ArgumentError(f"cache group {self.name!r} has no layers")
+        starts = itertools.accumulate((layer.nbytes for layer in self.layers), initial=0)
+        object.__setattr__(self, "_starts", tuple(starts))
 
     @classmethod
     def attention(
@@ -134,7 +139,7 @@ class CacheGroup:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of all layers."""
-        return sum(layer.nbytes for layer in self.layers)
+        return self._starts[-1]
 
     @property
     def slot_bytes(self) -> int:
@@ -156,8 +161,8 @@ class CacheGroup:
     def span(self, layers: range | None = None) -> Span:
         """Where these layers (None: all) lie in a block."""
         chosen = self.check_layers(layers)
-        before = sum(layer.nbytes for layer in self.layers[: chosen.start])
-        return Span(before, sum(layer.nbytes for layer in self.layers[chosen.start : chosen.stop]))
+        start, stop = self._starts[chosen.start], self._starts[chosen.stop]
+        return Span(start, stop - start)
 
     def tensors(self) -> Iterator[tuple[int, TensorSpec, Span]]:
         """Every tensor with its layer and its place in a block, in the order of the block."""

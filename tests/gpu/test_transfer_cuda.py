@@ -93,11 +93,14 @@ def test_compute_of_a_layer_waits_for_the_layer_and_the_host_does_not(form):
     for slot in range(300):
         host.block(slot).fill(3)
     compute, gate = Stream(GPU), Stream(GPU)
+    seen = torch.zeros(8, dtype=torch.int64, device="cuda")
     with manager:
+        manager.load([0], [0], layer_wise=True).wait(60)
+        seen[0] = (tensors[0][0][:300] == 3).sum()  # first uses take their time, which the gate is not open for
+        torch.cuda.synchronize()
         with torch.cuda.stream(gate.native):
-            torch.cuda._sleep(200_000_000)
+            torch.cuda._sleep(2_000_000_000)
         load = manager.load(range(300), range(300), layer_wise=True, after=gate.record())
-        seen = torch.zeros(8, dtype=torch.int64, device="cuda")
         with torch.cuda.stream(compute.native):
             for layer in range(8):
                 load.layers.wait(layer, compute)

@@ -9,7 +9,8 @@ submitted, waited for, and reported as done or failed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,16 +60,17 @@ class CompiledTransfer:
     cache: DeviceCache
     """Knows whether its tensors are still there; the addresses here are theirs."""
     host: HostMemory
+    nbytes: int = 0
+    """Of all slices together."""
+    num_copies: int = 0
+    """Copies over the link."""
+    num_inside: int = 0
+    """Copies between cache and staging."""
 
-    @property
-    def nbytes(self) -> int:
-        """Of all slices together."""
-        return sum(each.nbytes for each in self.slices)
-
-    @property
-    def num_copies(self) -> int:
-        """Copies over the link."""
-        return sum(each.copies.shape[1] for each in self.slices)
+    def __post_init__(self) -> None:
+        self.nbytes = sum(each.nbytes for each in self.slices)
+        self.num_copies = sum(each.copies.shape[1] for each in self.slices)
+        self.num_inside = sum(each.inside.shape[1] for each in self.slices if each.inside is not None)
 
 
 def compile_transfer(
@@ -89,7 +91,6 @@ def compile_transfer(
     if host.group != group:
         raise ArgumentError(f"the host memory is for other blocks than those of cache group {group.name!r}")
     on_device, on_host = check_moves(device_ids, host_ids, direction, cache.num_blocks, plane.num_blocks)
-    _check_apart(cache, plane)
     order = np.argsort(on_host if direction is Direction.D2H else on_device, kind="stable")
     parts = sum(len(cache.segments(layers)) for layers in layer_groups)
     sides = (cache.placement, plane.placement)
@@ -104,7 +105,13 @@ def compile_transfer(
     slices = []
     for index, layers in enumerate(layer_groups):
         span, segments = group.span(layers), cache.segments(layers)
-        limits = _chunks(len(order), span.nbytes, direction, config, choice.strategy, slice_bytes)
+        if choice.strategy == "staged":
+            at_end = index == (0 if direction is Direction.D2H else len(layer_groups) - 1)
+            sizes = _staged_chunks(len(order), span.nbytes, config.chunk_bytes, ramp=at_end)
+            limits = _limits(sizes if direction is Direction.D2H else sizes[::-1])
+        else:
+            step = max(1, slice_bytes // span.nbytes)
+            limits = _limits([min(step, len(order) - start) for start in range(0, len(order), step)])
         for start, stop in limits:
             blocks = order[start:stop]
             ids = (on_device[blocks], on_host[blocks])
@@ -112,39 +119,25 @@ def compile_transfer(
     return CompiledTransfer(group, direction, on_device, on_host, layer_groups, slices, choice, cache, host)
 
 
-def _check_apart(cache: DeviceCache, host: Plane) -> None:
-    if not cache.placement.is_device and any(start < host.end and host.pointer < end for start, end in cache.extent):
-        raise ArgumentError("the device cache and the host memory share bytes; blocks cannot be moved onto themselves")
+def _limits(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges of these lengths, one behind the other."""
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
-def _chunks(
-    count: int, span_bytes: int, direction: Direction, config: TransferConfig, strategy: Strategy, slice_bytes: int
-) -> Iterator[tuple[int, int]]:
-    """Cut `count` blocks into slices. Staged ones fit a slot of the ring, and begin (or end) small."""
-    if strategy != "staged":
-        step = max(1, slice_bytes // span_bytes)
-        yield from ((start, min(start + step, count)) for start in range(0, count, step))
-        return
+def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool) -> list[int]:
+    """Blocks of each chunk, none larger than a slot of the ring. With `ramp`, the first ones are small."""
     stride = _stage_stride(span_bytes)
-    step = config.chunk_bytes // stride
+    step = chunk_bytes // stride
     if step < 1:
-        raise ArgumentError(f"a block of {span_bytes} bytes does not fit a staging chunk of {config.chunk_bytes}")
-    small = [max(1, min(step, each // stride)) for each in _RAMP_BYTES]
+        raise ArgumentError(f"a block of {span_bytes} bytes does not fit a staging chunk of {chunk_bytes}")
     sizes: list[int] = []
-    left = count
-    for each in small:
-        if left:
-            sizes.append(min(each, left))
-            left -= sizes[-1]
-    # what is left, in equal chunks: a short one at the end would not hide the kernel of the next
+    for small in _RAMP_BYTES if ramp else ():
+        sizes.append(min(max(1, small // stride), step, count - sum(sizes)))
+    left = count - sum(sizes)
+    # what is left, in equal chunks: a short one would not hide the kernel of the next
     num_full = -(-left // step)
     sizes += [left * (k + 1) // num_full - left * k // num_full for k in range(num_full)]
-    if direction is Direction.H2D:
-        sizes.reverse()
-    start = 0
-    for size in sizes:
-        yield start, start + size
-        start += size
+    return [size for size in sizes if size]
 
 
 def _direct_slice(

@@ -53,6 +53,8 @@ class DeviceCache:
         self.num_blocks = first.num_blocks
         self.placement: Placement = first.placement
         self._planes: list[tuple[int, int, Plane]] = list(planes)
+        self.holdings: list[Holding] = list({id(plane.holding): plane.holding for _, _, plane in planes}.values())
+        """What keeps the tensors alive: whoever copies holds these."""
         self._segments: dict[range, Segments] = {}
 
     @classmethod
@@ -95,18 +97,13 @@ class DeviceCache:
         return not self._planes
 
     @property
-    def holdings(self) -> list[Holding]:
-        """What keeps the tensors alive: whoever copies holds these."""
-        return list({id(plane.holding): plane.holding for _, _, plane in self._planes}.values())
-
-    @property
     def extent(self) -> list[tuple[int, int]]:
         """The address ranges in use."""
         return [(plane.pointer, plane.end) for _, _, plane in self._planes]
 
     def release(self) -> None:
         """Forget the tensors and their addresses, so that the engine can free them. Copies under way keep theirs."""
-        self._planes = []
+        self._planes, self.holdings = [], []
         self._segments = {}
 
     def segments(self, layers: range) -> Segments:

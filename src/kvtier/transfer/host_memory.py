@@ -62,14 +62,15 @@ class HostMemory:
         if num_slots < 1 or piece_bytes < 1:
             raise ArgumentError(f"host memory needs slots, got {num_slots} in pieces of {piece_bytes} bytes")
         self.group = group
+        self.slot_bytes = group.slot_bytes
         self.num_slots = num_slots
-        self.piece_slots = max(1, min(num_slots, piece_bytes // group.slot_bytes))
+        self.piece_slots = max(1, min(num_slots, piece_bytes // self.slot_bytes))
         """Slots registered together; no copy spans two such pieces."""
         self.device = Placement.parse(device).require()
         self.placement: Placement = PINNED if self.device.is_device else CPU
         self.trouble = ""
         """What did not go as it should: why it stopped growing, why it is not on the GPU's NUMA node."""
-        self._memory = MappedMemory(num_slots * group.slot_bytes, huge_pages=huge_pages)
+        self._memory = MappedMemory(num_slots * self.slot_bytes, huge_pages=huge_pages)
         self._holding: Holding | None = self._hold()
         self._changed = threading.Condition()
         self._growth = Growth.GROWING
@@ -119,19 +120,26 @@ class HostMemory:
 
     def plane(self, layer: int | None = None, name: str | None = None) -> Plane:
         """The usable slots, as whole blocks, or as one tensor of one layer of them: what the swap operators take."""
-        holding, slot_bytes = self._open(), self.group.slot_bytes
+        holding = self._open()
         if (layer is None) != (name is None):
             raise ArgumentError("a plane of one tensor needs both its layer and its name")
         span = self.group.span() if layer is None or name is None else self.group.tensor_span(layer, name)
-        return Plane(holding.pointer + span.offset, slot_bytes, span.nbytes, self._num_ready, holding, self.piece_slots)
+        return Plane(
+            holding.pointer + span.offset, self.slot_bytes, span.nbytes, self._num_ready, holding, self.piece_slots
+        )
 
     def block(self, slot: int) -> Buffer:
         """The bytes of one block, for whoever stores or checks it."""
         holding = self._open()
         if not 0 <= slot < self._num_ready:
             raise RangeError(f"slot {slot} is outside 0..{self._num_ready - 1}, those of {self.num_slots} ready so far")
-        pointer = holding.pointer + slot * self.group.slot_bytes
+        pointer = holding.pointer + slot * self.slot_bytes
         return Buffer.from_pointer(pointer, self.group.block_bytes, "u8", self.placement, owner=holding)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The address range of all slots, ready or not."""
+        return self._memory.pointer, self._memory.pointer + self._memory.nbytes
 
     def used_by(self, stream: Stream, event: Event) -> None:
         """Work on `stream` up to `event` uses these slots: free() waits for it."""
@@ -169,7 +177,7 @@ class HostMemory:
         try:
             if first == 0:
                 self._bind()
-            self._make_present(first * self.group.slot_bytes, count * self.group.slot_bytes)
+            self._make_present(first * self.slot_bytes, count * self.slot_bytes)
         except (KvtierError, RuntimeError, MemoryError) as error:
             self._end(Growth.STOPPED, str(error))
             return False

@@ -31,13 +31,13 @@ class LayerDoneCounter:
     for a load still in the queue, wait() blocks until it is submitted.
     """
 
-    def __init__(self, layer_groups: Sequence[range]) -> None:
+    def __init__(self, layer_groups: Sequence[range], changed: threading.Condition | None = None) -> None:
         self._groups = list(layer_groups)
         self._starts = [group.start for group in self._groups]
         self._events: list[Event | None] = [None] * len(self._groups)
         self._errors: list[BaseException | None] = [None] * len(self._groups)
         self._begin: Event | None = None
-        self._changed = threading.Condition()
+        self._changed = changed or threading.Condition()
 
     @property
     def groups(self) -> tuple[range, ...]:

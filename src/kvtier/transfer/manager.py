@@ -73,6 +73,9 @@ class TransferManager:
             raise ArgumentError(f"the cache or the host memory is for another layout of group {group.name!r}")
         if cache.placement != self.placement:
             raise ArgumentError(f"this manager moves blocks of {self.placement}, the cache is on {cache.placement}")
+        apart = host.extent
+        if any(start < apart[1] and apart[0] < end for start, end in cache.extent):
+            raise ArgumentError("the device cache and the host memory share bytes: blocks would move onto themselves")
         with self._lock:
             if group.name in self._caches and not self._caches[group.name][0].is_released:
                 raise StateError(f"group {group.name!r} has a cache; release() it first")

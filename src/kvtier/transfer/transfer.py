@@ -96,12 +96,12 @@ class Transfer:
         self.urgent = urgent
         self.after = after
         """The copies come behind it."""
-        self.layers = LayerDoneCounter(compiled.layer_groups)
+        self._changed = threading.Condition()
+        self.layers = LayerDoneCounter(compiled.layer_groups, self._changed)
         self.begin: Event | None = None
         self._compiled: CompiledTransfer | None = compiled
         self._deadline = deadline
         self._keep = keep
-        self._changed = threading.Condition()
         self._next = 0  # slices before it are submitted or claimed
         self._num_claimed = 0  # and not submitted yet
         self._ends: list[Event] = []
@@ -111,8 +111,9 @@ class Transfer:
         self._checksums: Checksums | None = None
         self.was_waited_for = False
         """Whether wait() has told the report to somebody."""
-        for group in {*range(len(compiled.layer_groups))} - {each.layer_group for each in compiled.slices}:
-            self.layers.submitted(group, Event())  # no blocks: there is nothing to wait for
+        if not compiled.slices:  # no blocks: there is nothing to wait for
+            for group in range(len(compiled.layer_groups)):
+                self.layers.submitted(group, Event())
 
     @property
     def status(self) -> Status:
