@@ -1,0 +1,201 @@
+"""The engine on the CPU beside transformers on the same weights: SmolLM2-135M in float32, whole steps.
+
+python -m benchmarks.engine                      one thread per core; --threads to choose
+python -m benchmarks.engine --check              also: 32 prompts of mixed lengths, greedy, the same tokens as there
+
+What the model alone takes is benchmarks.engine_model; here a step is everything: scheduling, the cache's books, laying
+out the batch, the model, sampling, text. transformers is given its forward pass with its own cache, and no generate()
+around it. Both are measured in turn, so that a noisy moment hits both; a case's time is its best of several rounds.
+Decode begins at a context of 128 tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.engine_model import BATCH, CASES, CONTEXT, PREFILLS, their_tasks, transformers_model
+from benchmarks.report import Bar, arguments, at_least, at_most, best, print_table, report
+from kvtier.cache.manager import CacheConfig
+from kvtier.engine import (
+    Engine,
+    EngineConfig,
+    ForwardBatch,
+    Model,
+    SamplingParams,
+    Tokenizer,
+    load_model,
+    load_tokenizer,
+)
+from kvtier.scheduler import SchedulerConfig
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4000)
+KINDS = {
+    "greedy": GREEDY,
+    "temperature 0.8": replace(GREEDY, temperature=0.8),
+    "temperature 0.8, top-p 0.95": replace(GREEDY, temperature=0.8, top_p=0.95),
+}
+NUM_CHECKED, STEPS = 32, 60
+TEXT = (
+    "The old harbour had been quiet for years. Ships that once came from every sea now lay still behind the long wall, "
+    "and the few people who had stayed knew each of them by name. "
+)
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = arguments("The engine on this machine's CPU, beside transformers.")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--check", action="store_true", help=f"compare the tokens of {NUM_CHECKED} prompts first")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model, tokenizer = load_model(), load_tokenizer()
+    peer = transformers_model(model)
+    bars = [check(model, tokenizer, peer)] if options.check else []
+    rows, held = beside_transformers(model, tokenizer, peer, options.rounds)
+    more_rows, more_held = outside(model, tokenizer)
+    for row in rows + more_rows:
+        row["threads"] = options.threads
+    report("engine", rows + more_rows, bars + held + more_held, options.results)
+
+
+def make_engine(model: Model, tokenizer: Tokenizer, *, prefix_caching: bool = True) -> Engine:
+    """Room for every case; without prefix caching every prefill is one."""
+    cache = CacheConfig(768, prefix_caching=prefix_caching)
+    return Engine(model, tokenizer, EngineConfig(cache=cache, scheduler=SchedulerConfig(64, max(PREFILLS))))
+
+
+def beside_transformers(
+    model: Model, tokenizer: Tokenizer, peer: Any, rounds: int
+) -> tuple[list[dict[str, object]], list[Bar]]:
+    """Prefill, decode of one sequence, decode of sixteen."""
+    theirs, tasks = their_tasks(peer), {}
+    for case, num_tokens in CASES.items():
+        is_prefill = case.startswith("prefill")
+        engine = make_engine(model, tokenizer, prefix_caching=not is_prefill)
+        tasks[case, "kvtier"] = prefill(engine, num_tokens) if is_prefill else decode(engine, num_tokens, GREEDY)
+        tasks[case, "transformers"] = theirs[case]
+    # all in turn, since bars compare cases with each other too
+    rates = {(case, name): CASES[case] / seconds for (case, name), seconds in best(tasks, rounds).items()}
+    rows: list[dict[str, object]] = [
+        {
+            "case": case,
+            "kvtier tok/s": rates[case, "kvtier"],
+            "transformers tok/s": rates[case, "transformers"],
+            "times": rates[case, "kvtier"] / rates[case, "transformers"],
+        }
+        for case in CASES
+    ]
+    print_table(rows)
+    times = {row["case"]: float(str(row["times"])) for row in rows}
+    bars = [at_least(f"prefill {length}, times transformers", times[f"prefill {length}"], 1.0) for length in PREFILLS]
+    bars.append(at_least("decode of one, times transformers", times["decode 1"], 1.5))
+    share = rates[f"decode {BATCH}", "kvtier"] / rates["prefill 512", "kvtier"]
+    bars.append(at_least(f"decode of {BATCH}, share of the prefill rate", share, 0.5))
+    return rows, bars
+
+
+def prefill(engine: Engine, length: int) -> Callable[[], object]:
+    """A prompt, from text-free add to its first token."""
+    prompt = [100 + i % 40000 for i in range(length)]
+
+    def run() -> None:
+        engine.add(prompt, replace(GREEDY, max_tokens=1))
+        while engine.has_work():
+            engine.step()
+
+    return run
+
+
+def decode(engine: Engine, count: int, params: SamplingParams) -> Callable[[], object]:
+    """One step of so many sequences that generate already, after texts that share nothing."""
+    assert engine.tokenizer is not None
+    for index in range(count):
+        engine.add(engine.tokenizer.encode(f"{index}. {TEXT * 4}")[:CONTEXT], params)
+    while any(not request.num_new_tokens for request in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    return engine.step
+
+
+class Timed(Model):
+    """Counts the seconds spent in it."""
+
+    seconds = 0.0
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.config, model.weights, model.ops)
+
+    def forward(
+        self, batch: ForwardBatch, cache: torch.Tensor, before_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """See Model."""
+        start = time.perf_counter()
+        hidden = super().forward(batch, cache, before_layer)
+        self.seconds += time.perf_counter() - start
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        start = time.perf_counter()
+        found = super().logits(hidden)
+        self.seconds += time.perf_counter() - start
+        return found
+
+
+def outside(model: Model, tokenizer: Tokenizer) -> tuple[list[dict[str, object]], list[Bar]]:
+    """What of a step at batch 16 is not the model: the middle one of many steps."""
+    rows: list[dict[str, object]] = []
+    for name, params in KINDS.items():
+        timed = Timed(model)
+        step = decode(make_engine(timed, tokenizer), BATCH, params)
+        whole, rest = [], []
+        for _ in range(STEPS):
+            timed.seconds, start = 0.0, time.perf_counter()
+            step()
+            whole.append(time.perf_counter() - start)
+            rest.append(whole[-1] - timed.seconds)
+        share = statistics.median(a / b for a, b in zip(rest, whole, strict=True))
+        rows.append(
+            {
+                "case": f"decode {BATCH}, {name}",
+                "step ms": statistics.median(whole) * 1e3,
+                "outside ms": statistics.median(rest) * 1e3,
+                "share": share,
+            }
+        )
+    print_table(rows)
+    return rows, [at_most(f"outside the model, {row['case']}", float(str(row["share"])), 0.1) for row in rows]
+
+
+def check(model: Model, tokenizer: Tokenizer, peer: Any) -> Bar:
+    """Greedy answers to prompts of 1 to 700 tokens, in a cache that is too small for all: transformers says each."""
+    text = tokenizer.encode(
+        " ".join(f"Chapter {i}: the sea was calm and the {i * i} ships lay still." for i in range(90))
+    )
+    random = np.random.default_rng(0)
+    lengths, starts = np.geomspace(1, 700, NUM_CHECKED).astype(int), random.integers(0, 300, NUM_CHECKED)
+    prompts = [text[start : start + length] for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    random.shuffle(prompts)
+    engine = Engine(model, tokenizer, EngineConfig(cache=CacheConfig(200), scheduler=SchedulerConfig(16, 256)))
+    found: dict[str, list[int]] = {engine.add(prompt, replace(GREEDY, max_tokens=24)): [] for prompt in prompts}
+    while engine.has_work():
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+    same = 0
+    for prompt, answer in zip(prompts, found.values(), strict=True):
+        with torch.inference_mode():
+            logits = peer(torch.tensor([prompt + answer])).logits[0]
+        same += logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+    return at_least(f"of {NUM_CHECKED} prompts, answered as transformers does", same, NUM_CHECKED)
+
+
+if __name__ == "__main__":
+    main()
