@@ -29,7 +29,7 @@ demo: $(STAMP)  ## talk to a small model on this machine
 	$(BIN)/kvtier chat --first "What is the capital of France?" --verbose $(ARGS)
 
 soak: $(STAMP)  ## the state machines for longer: KVTIER_SOAK times as many examples
-	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest tests/pure tests/cpu/test_pipeline.py tests/cpu/engine -k "Machine or machine or soak or Pipeline"
+	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest tests/pure tests/cpu/test_pipeline.py tests/cpu/engine -k "achine or soak or Pipeline or test_engine"
 
 test: $(STAMP)  ## all tests this machine can run
 	$(BIN)/python -m pytest
@@ -44,6 +44,7 @@ bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.copy --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.state --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.pipeline --results $(RESULTS)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.engine --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.index --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine_model --results $(RESULTS)
 

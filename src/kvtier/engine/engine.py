@@ -226,7 +226,7 @@ class Engine:
         self, name: str, index: int, tokens: list[int], params: SamplingParams, priority: int, salt: bytes
     ) -> Generation:
         room = self.scheduler.config.max_context - len(tokens)
-        chain = Chain(self.namespace, tokens, salt=salt)
+        chain = Chain(self.manager.namespace, tokens, salt=salt)
         request = Request(f"{name}#{index}", chain, min(params.max_tokens, room), priority=priority)
         ends = self.model.config.eos_token_ids
         return Generation.of(name, index, request, RequestSampler(params, tokens, ends, index), self.tokenizer)
@@ -321,11 +321,19 @@ class Engine:
 
 
 def _namespace(model: Model, block_tokens: int) -> Namespace:
-    """Whose KV this is: the architecture, and a digest of parts of the weights that no two checkpoints share."""
+    """Whose KV this is: the architecture, and a digest over a thousand numbers of every matrix.
+
+    Training or merging an adapter changes nearly every number of the matrices it touches.
+    """
     config, weights = model.config, model.weights
     digest = hashlib.sha256()
-    rows = weights.embedding[:: max(1, config.vocab_size // 64)]
-    for tensor in (rows, weights.norm, *(layer.input_norm for layer in weights.layers)):
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    matrices = [
+        each.weight for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    ]
+    norms = [layer.input_norm for layer in weights.layers] + [layer.post_norm for layer in weights.layers]
+    for tensor in (weights.embedding, weights.norm, *norms, *matrices):
+        flat = tensor.detach().flatten()
+        some = flat[:: max(1, len(flat) // 1000)].cpu().contiguous()
+        digest.update(some.view(torch.uint8).numpy().tobytes())
     layout = f"block-first {config.num_layers} x 2 x {block_tokens} x {config.num_kv_heads} x {config.head_dim}"
     return Namespace(repr(config), digest.hexdigest(), str(weights.dtype), layout, block_tokens)

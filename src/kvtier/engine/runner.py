@@ -28,13 +28,15 @@ class EngineRunner:
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._listeners: dict[str, tuple[Callable[[Output | None], object], int]] = {}
         self._closed = threading.Event()
+        self.error: Exception | None = None
+        """What ended the engine, if it was not `close`."""
         self._thread = threading.Thread(target=self._loop, name="kvtier-engine", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Run a function of the engine on its thread, between two steps."""
         if self._closed.is_set():
-            raise ClosedError("this engine was closed")
+            raise ClosedError("this engine was closed") from self.error
         future: Future[T] = Future()
 
         def run() -> None:
@@ -55,6 +57,8 @@ class EngineRunner:
         try:
             while (output := outputs.get()) is not None:
                 yield output
+            if self.error is not None:
+                raise ClosedError("the engine broke down") from self.error
         finally:
             self._leave(name)
 
@@ -70,6 +74,8 @@ class EngineRunner:
         try:
             while (output := await outputs.get()) is not None:
                 yield output
+            if self.error is not None:
+                raise ClosedError("the engine broke down") from self.error
         finally:
             self._leave(name)
 
@@ -78,7 +84,7 @@ class EngineRunner:
         if not self._closed.is_set():
             self._closed.set()
             self._calls.put(None)
-            self._thread.join()
+        self._thread.join()
 
     def _submit(
         self,
@@ -100,9 +106,13 @@ class EngineRunner:
             self.call(lambda engine: (self._listeners.pop(name, None), engine.abort(name)))
 
     def _loop(self) -> None:
-        while self._run_calls(wait=not self._engine.has_work()):
-            for output in self._engine.step():
-                self._deliver(output)
+        try:
+            while self._run_calls(wait=not self._engine.has_work()):
+                for output in self._engine.step():
+                    self._deliver(output)
+        except Exception as error:  # what fails a request does not come here: the engine itself is broken
+            self.error = error
+        self._closed.set()
         for deliver, _ in self._listeners.values():
             deliver(None)
         self._engine.close()

@@ -216,23 +216,25 @@ def _draw_alike(logits: torch.Tensor, requests: Sequence[RequestSampler], order:
     def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
-    scaled = logits.double() / column([each.temperature for each in params])
-    weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()
+    weights = logits.double().div_(column([each.temperature for each in params]))
+    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
     top_p, min_p = column([each.top_p for each in params]), column([each.min_p for each in params])
     total, tokens = None, None
     if order.sorted and not order.width:
         total = weights.cumsum(-1)[:, -1:]
     if order.sorted:
         weights, tokens = _likeliest(weights, order.width, top_p if total is None else top_p * total)
+    if order.sorted:
+        running = weights.cumsum(-1)
+        dropped = running - weights >= top_p * (running[:, -1:] if total is None else total)
+        dropped &= top_p < 1.0  # all of them reach 1 but for rounding
+        weights.masked_fill_(dropped, 0.0)
+    if any(each.min_p for each in params):
+        weights.masked_fill_(weights < min_p, 0.0)  # the likeliest has weight 1
     running = weights.cumsum(-1)
-    before = running - weights
-    dropped = before >= top_p * (running[:, -1:] if total is None else total)
-    dropped &= top_p < 1.0  # all of them reach 1 but for rounding
-    dropped |= weights < min_p  # the likeliest has weight 1
-    running = weights.masked_fill(dropped, 0.0).cumsum(-1)
     target = column([request.uniform() for request in requests]) * running[:, -1:]
-    # <=, because a draw that falls exactly on a border belongs to the token after it
-    place = (running <= target).sum(-1, keepdim=True).clamp_(max=running.shape[1] - 1)
+    # right, because a draw that falls exactly on a border belongs to the token after it
+    place = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
     return (place if tokens is None else tokens.gather(-1, place)).squeeze(-1)
 
 

@@ -109,6 +109,20 @@ def test_errors_reach_the_caller_and_n_answers_all_come(runner):
     assert {output.index for output in outputs if output.finish_reason is not None} == {0, 1, 2}
 
 
+def test_an_engine_that_breaks_down_tells_whoever_waits(runner):
+    def broken() -> None:
+        raise OSError("the power is off")
+
+    stream = runner.stream("Once", SamplingParams(temperature=0.0, max_tokens=900))
+    next(stream)
+    runner.call(lambda engine: engine.control("break", broken)).result()
+    with pytest.raises(ClosedError, match="broke down") as caught:
+        list(stream)
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(ClosedError):
+        runner.call(lambda engine: engine.has_work())
+
+
 def test_closing_ends_open_streams(runner):
     stream = runner.stream("Once", SamplingParams(temperature=0.0, max_tokens=900))
     next(stream)
