@@ -17,7 +17,7 @@ KvtierError
 │   ├── CancelledTransferError       it was cancelled
 │   └── TransferTimeoutError (TimeoutError)  it, or one who waits for it, ran out of time
 │       └── LayerSwapTimeoutError    a layer's blocks did not arrive in time
-├── StoreError (RuntimeError)        a store cannot be opened
+├── StoreError (RuntimeError)        a store cannot be opened, or not closed in order
 │   └── StoreInUseError              another process has it open
 ├── CheckpointError (ValueError)     a model's files are missing something or contradict each other
 │   └── UnsupportedModelError        an architecture or feature the engine does not compute
@@ -99,7 +99,7 @@ class LayerSwapTimeoutError(TransferTimeoutError):
 
 
 class StoreError(KvtierError, RuntimeError):
-    """A store cannot be opened. What goes wrong later is an outcome, not an exception."""
+    """A store cannot be opened, or not closed in order. What goes wrong in between is an outcome, not an exception."""
 
 
 class StoreInUseError(StoreError):

@@ -179,12 +179,12 @@ class Catalog:
             self._go(entry)
         return entry
 
-    def evict(self, slot_bytes: int) -> Entry | int | None:
-        """Make room for a slot of this length: an object that goes (blank its record and release it), or the number of
-        a segment to remove; None if everything is held."""
+    def evict(self, slot_bytes: int, *, by_segment: bool) -> Entry | int | None:
+        """Make room for a slot of this length: an object that goes (blank its record and release it), or, if that
+        would help, the number of a segment to remove; None if everything is held."""
         size = self._sizes.get(slot_bytes)
         own = next((entry for entry in size.entries.values() if not entry.num_holds), None) if size else None
-        other = self.coldest_segment(slot_bytes)
+        other = self.coldest_segment(slot_bytes) if by_segment else None
         if other is not None and (own is None or self._segments[other].used_at < own.used_at):
             return other
         if own is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
 from enum import Enum
 
 import numpy as np
 
-from kvtier.storage.checksum import address_of, checksum
+from kvtier.storage.checksum import checksum
+from kvtier.storage.native import address_of, native
 from kvtier.storage.record import Flags, Record
 from kvtier.storage.segment import round_up
 from kvtier.storage.store import Label, Outcome, Read, Status
@@ -75,8 +75,11 @@ def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy without holding the GIL."""
-    if len(source):
+    """Copy without holding the GIL, and without filling the cache with what the GPU reads next."""
+    code = native().code
+    if code is not None and len(source):
+        code.copy(address_of(target), address_of(source), len(source))
+    elif len(source):
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
@@ -84,8 +87,3 @@ def mismatch(label: Label, nbytes: int, read: Read, wanted: int) -> Outcome | No
     """The miss of a reader who expects something else than what is stored."""
     reason = label.difference(read.label) or (nbytes != wanted and f"stored {nbytes} bytes, asked for {wanted}")
     return Outcome(Status.MISSING, reason=reason) if reason else None
-
-
-def same_object(record: Record, other: Record) -> bool:
-    """Whether two records describe the same bytes under the same label."""
-    return replace(record, sequence=0, segment=0, slot=0) == replace(other, sequence=0, segment=0, slot=0)

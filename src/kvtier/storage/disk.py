@@ -66,7 +66,7 @@ class DiskStore:
         sync: Sync = Sync.CLOSE,
         direct: bool = True,
         compression: Compression = Compression.NONE,
-        num_threads: int = 4,
+        num_threads: int = 8,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         breaker: Breaker | None = None,
         files: Files | None = None,
@@ -167,10 +167,7 @@ class DiskStore:
                 return
             self._is_closed = True
             if self._workers.close(self._timeout_s):
-                try:
-                    self._space.sync()
-                finally:
-                    self._space.close()
+                self._space.close()
 
     @property
     def stats(self) -> StoreStats:
@@ -266,7 +263,6 @@ class DiskStore:
         record = record.at(place.segment, place.slot, sequence)
         try:
             segment.write_slot(place.slot, lay_out(stored, write.label.token_ids, scratch, aligned=segment.is_direct))
-            segment.write_record(place.slot, record.pack())
         except OSError:
             self._space.give_back([place])
             raise
@@ -276,11 +272,15 @@ class DiskStore:
     def _commit(self, batch: Batch, staged: _Staged) -> None:
         """Let all objects of a batch be found, unless the caller may have changed his memory while it was read."""
         records = sorted(staged.records, key=lambda record: record.sequence)
+        segments = sorted({record.segment for record in records})
         is_sound = False
         try:
             if not batch.is_expired:
                 if self._sync is Sync.WRITE:
-                    self._space.sync(record.segment for record in records)
+                    self._space.sync_slots(segments)
+                self._space.write_records(records)
+                if self._sync is Sync.WRITE:
+                    self._space.sync_tables(segments)
                 is_sound = True
         finally:
             if not is_sound:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntFlag
 
 from kvtier.errors import ChecksumError, FormatError, VersionError
@@ -75,7 +75,12 @@ class Record:
 
     def at(self, segment: int, slot: int, sequence: int) -> Record:
         """The same object in this place."""
-        return replace(self, segment=segment, slot=slot, sequence=sequence)
+        sizes = (self.nbytes, self.stored_bytes, self.checksum, self.token_bytes, self.flags)
+        return Record(self.key, self.namespace, self.token_digest, *sizes, sequence, segment, slot)
+
+    def is_same_object(self, other: Record) -> bool:
+        """Whether both describe the same bytes under the same label, wherever they are."""
+        return self.checksum == other.checksum and self.at(0, 0, 0) == other.at(0, 0, 0)
 
     def pack(self) -> bytes:
         """Its 256 bytes."""

@@ -1,9 +1,8 @@
 """Opening a store's folder: one process at a time, nothing newer than we know, nothing deleted that is not ours.
 
     LOCK                  locked by the process that has the store open
-    segment-00000012.kv   segments (segment.py)
-    segment-*.kv.new      a segment that was being made when the process ended: deleted
-    quarantine/           files named like segments that are none, as they were found; ours to keep, yours to delete
+    segment-00000012.*    segments (segment.py); one without a table was being made or deleted: its file is deleted
+    quarantine/           segments whose tables cannot be read, as they were found: ours to keep, yours to delete
     anything else         is left alone
 
 The index comes back from the segments' tables; no payload is read. Of two records with one key the later one counts,
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from kvtier.errors import FormatError, StoreError, StoreInUseError, VersionError
 from kvtier.storage.files import FILE_MODE, FOLDER_MODE, Files
 from kvtier.storage.record import BLANK, Flags, Record
-from kvtier.storage.segment import SUPERBLOCK_BYTES, Segment, Shape, segment_number
+from kvtier.storage.segment import SUPERBLOCK_BYTES, Segment, Shape, segment_number, slots_name, table_name
 
 LOCK = "LOCK"
 QUARANTINE = "quarantine"
@@ -83,22 +82,23 @@ def recover(files: Files, folder: str, *, direct: bool) -> Recovered:
     if os.path.isdir(quarantine):
         found.quarantine_bytes = sum(files.list(quarantine).values())
     names = files.list(folder)
-    shapes = {name: _read_shape(files, folder, name) for name in sorted(names) if segment_number(name) is not None}
+    numbers = {n for n in map(segment_number, names) if n is not None}
+    found.last_number = max(numbers, default=0)
+    shapes = {n: _read_shape(files, folder, n) for n in sorted(numbers) if table_name(n) in names}
     try:
-        for name, shape in shapes.items():
-            found.last_number = max(found.last_number, segment_number(name) or 0)
-            if shape is None:
-                _set_aside(files, folder, name)
+        for number, shape in shapes.items():
+            if shape is None or slots_name(number) not in names:
+                found.quarantine_bytes += _set_aside(files, folder, number, names)
                 found.num_bad += 1
-                found.quarantine_bytes += names[name]
-            else:
-                segment = found.segments[shape.number] = Segment(files, folder, shape, direct=direct)
-                records, num_bad = segment.read_table(names[name])
-                found.num_bad += num_bad
-                for record in records:
-                    (found.quarantined if record.flags & Flags.QUARANTINED else found.records).append(record)
+                continue
+            segment = found.segments[number] = Segment(files, folder, shape, direct=direct)
+            records, num_bad = segment.read_table(names[slots_name(number)])
+            found.num_bad += num_bad
+            for record in records:
+                (found.quarantined if record.flags & Flags.QUARANTINED else found.records).append(record)
         for name in names:
-            if name.endswith(".new") and segment_number(name.removesuffix(".new")) is not None:
+            owner = segment_number(name)
+            if owner is not None and (owner not in shapes or name.endswith(".new")):
                 files.unlink(os.path.join(folder, name))
         _keep_latest(found)
     except BaseException:
@@ -108,9 +108,9 @@ def recover(files: Files, folder: str, *, direct: bool) -> Recovered:
     return found
 
 
-def _read_shape(files: Files, folder: str, name: str) -> Shape | None:
+def _read_shape(files: Files, folder: str, number: int) -> Shape | None:
     data = bytearray(SUPERBLOCK_BYTES)
-    descriptor = files.open(os.path.join(folder, name))
+    descriptor = files.open(os.path.join(folder, table_name(number)))
     try:
         count = files.read(descriptor, memoryview(data), 0)
     finally:
@@ -121,15 +121,21 @@ def _read_shape(files: Files, folder: str, name: str) -> Shape | None:
         raise VersionError(f"{folder!r}: {error}; upgrade kvtier, or give it another folder") from error
     except FormatError:
         return None
-    return shape if shape.number == segment_number(name) else None
+    return shape if shape.number == number else None
 
 
-def _set_aside(files: Files, folder: str, name: str) -> None:
+def _set_aside(files: Files, folder: str, number: int, names: dict[str, int]) -> int:
+    """Move a segment that cannot be read to the quarantine; returns its bytes."""
     aside = os.path.join(folder, QUARANTINE)
     os.makedirs(aside, FOLDER_MODE, exist_ok=True)
     taken = files.list(aside)
-    target = next(n for n in (name, *(f"{name}.{i}" for i in range(1, len(taken) + 2))) if n not in taken)
-    files.rename(os.path.join(folder, name), os.path.join(aside, target))
+    count = 0
+    for name in (table_name(number), slots_name(number)):
+        if name in names:
+            target = next(n for n in (name, *(f"{name}.{i}" for i in range(1, len(taken) + 2))) if n not in taken)
+            files.rename(os.path.join(folder, name), os.path.join(aside, target))
+            count += names[name]
+    return count
 
 
 def _keep_latest(found: Recovered) -> None:

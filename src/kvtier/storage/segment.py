@@ -1,8 +1,9 @@
-"""A segment: one preallocated file of equal slots, and the table of what they hold.
+"""A segment: equal slots in one preallocated file, and the table of what they hold in another.
 
-            0   4096      superblock
-         4096   256 x n   table: the record of each slot (record.py), rounded up to 4 KiB
-    4096 + ...            slots: payload | token ids | whatever was there before, up to the slot's length
+    segment-00000012.kv      slots: payload | token ids | whatever was there before, up to the slot's length
+    segment-00000012.table   superblock of 4096 bytes | the record of each slot, 256 bytes (record.py)
+
+Two files, because a small write through the page cache locks its file against direct writes that are under way.
 
 Superblock, little-endian:
 
@@ -18,8 +19,8 @@ Superblock, little-endian:
 
 A slot is written payload first, record last, so that an object cut off by the end of the process has no record; and its
 record is blanked before another payload goes there. Should the disk have done these in another order when the power
-failed, the payload's checksum, which is in the record, tells. The file exists under its name only with its superblock
-on disk.
+failed, the payload's checksum, which is in the record, tells. A table has its name only when its superblock and all of
+its slots are on disk: slots without a table are what is left of a segment being made, or being deleted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ VERSION = 1
 SUPERBLOCK_BYTES = 4096
 _FIELDS = struct.Struct("<8sHHIQQ4060x")
 _CRC = struct.Struct("<I")
-_NAME = re.compile(r"segment-(\d{8})\.kv")
+_NAME = re.compile(r"segment-(\d{8})\.(?:kv|table)(?:\.new)?")
 
 
 def round_up(nbytes: int, multiple: int = ALIGNMENT) -> int:
@@ -50,13 +51,18 @@ def round_up(nbytes: int, multiple: int = ALIGNMENT) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-def segment_name(number: int) -> str:
-    """The file of a segment."""
+def slots_name(number: int) -> str:
+    """The file of a segment's slots."""
     return f"segment-{number:08}.kv"
 
 
+def table_name(number: int) -> str:
+    """The file of a segment's table."""
+    return f"segment-{number:08}.table"
+
+
 def segment_number(name: str) -> int | None:
-    """The number of a segment's file; None for other files."""
+    """The number of the segment that a file belongs to; None for files that are not ours."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -70,14 +76,19 @@ class Shape:
     num_slots: int
 
     @property
-    def data_at(self) -> int:
-        """Where the slots begin."""
+    def table_bytes(self) -> int:
+        """Bytes of the table's file."""
         return SUPERBLOCK_BYTES + round_up(self.num_slots * RECORD_BYTES)
 
     @property
+    def slots_bytes(self) -> int:
+        """Bytes of the slots' file."""
+        return self.num_slots * self.slot_bytes
+
+    @property
     def file_bytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.data_at + self.num_slots * self.slot_bytes
+        """Bytes of both files."""
+        return self.table_bytes + self.slots_bytes
 
     @classmethod
     def fitting(cls, number: int, slot_bytes: int, segment_bytes: int) -> Shape:
@@ -108,38 +119,57 @@ class Shape:
 
 
 class Segment:
-    """The open file of a segment. Not locked: whoever owns a slot uses it."""
+    """The open files of a segment. Not locked: whoever owns a slot uses it."""
 
     def __init__(self, files: Files, folder: str, shape: Shape, *, direct: bool) -> None:
-        self._files = files
+        self._files, self._folder = files, folder
         self.shape = shape
-        self.path = os.path.join(folder, segment_name(shape.number))
-        self._buffered = files.open(self.path)
-        self._direct: int | None = None
-        if direct:
-            try:
-                self._direct = files.open(self.path, direct=True)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                    self.close()
-                    raise
+        slots = os.path.join(folder, slots_name(shape.number))
+        self._open: list[int] = []
+        try:
+            self._table = self._opened(os.path.join(folder, table_name(shape.number)))
+            self._slots = self._opened(slots)
+            self._direct = self._opened_direct(slots) if direct else None
+        except OSError:
+            self.close()
+            raise
+
+    def _opened(self, path: str, *, direct: bool = False) -> int:
+        descriptor = self._files.open(path, direct=direct)
+        self._open.append(descriptor)
+        return descriptor
+
+    def _opened_direct(self, path: str) -> int | None:
+        try:
+            return self._opened(path, direct=True)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            return None  # this filesystem has no direct I/O
 
     @classmethod
     def create(cls, files: Files, folder: str, shape: Shape, *, direct: bool) -> Segment:
-        """A new segment, whole on disk before it has its name."""
-        path = os.path.join(folder, segment_name(shape.number))
-        temporary = path + ".new"
-        descriptor = files.open(temporary, create=True)
+        """A new segment, on disk before it has its name. What an error leaves behind is deleted here or at opening."""
+        slots, table = (os.path.join(folder, name(shape.number)) for name in (slots_name, table_name))
+        made = []
         try:
-            try:
-                files.allocate(descriptor, shape.file_bytes)
-                files.write(descriptor, [shape.pack()], 0)
-                files.sync(descriptor)
-            finally:
-                files.close(descriptor)
-            files.rename(temporary, path)
+            for path, nbytes, content in (
+                (slots, shape.slots_bytes, b""),
+                (table + ".new", shape.table_bytes, shape.pack().ljust(shape.table_bytes, b"\0")),  # written, so that
+            ):  # later syncs of the table have no extents to record
+                descriptor = files.open(path, create=True)
+                made.append(path)
+                try:
+                    files.allocate(descriptor, nbytes)
+                    files.write(descriptor, [content], 0)
+                    files.sync(descriptor)
+                finally:
+                    files.close(descriptor)
+            files.sync_folder(folder)
+            files.rename(table + ".new", table)
         except OSError:
-            files.unlink(temporary)
+            for path in made:
+                files.unlink(path)
             raise
         files.sync_folder(folder)
         return cls(files, folder, shape, direct=direct)
@@ -151,41 +181,44 @@ class Segment:
 
     def close(self) -> None:
         """Give the descriptors back."""
-        for descriptor in (self._buffered, self._direct):
-            if descriptor is not None:
-                self._files.close(descriptor)
-        self._direct = None
+        while self._open:
+            self._files.close(self._open.pop())
 
     def unlink(self) -> None:
-        """Delete the file; its descriptors, too, are given back."""
-        self._files.unlink(self.path)
+        """Delete the files; their descriptors, too, are given back."""
         self.close()
+        for name in (table_name, slots_name):  # in this order: slots without a table are deleted at the next opening
+            self._files.unlink(os.path.join(self._folder, name(self.shape.number)))
 
-    def sync(self) -> None:
-        """Have everything on disk."""
-        self._files.sync(self._buffered)
+    def sync_slots(self) -> None:
+        """Have the slots on disk."""
+        self._files.sync(self._slots)
 
-    def read_table(self, file_bytes: int) -> tuple[list[Record], int]:
-        """The records of slots that are whole within the file, and how many of the others were not blank.
+    def sync_table(self) -> None:
+        """Have the table on disk."""
+        self._files.sync(self._table)
+
+    def read_table(self, slots_bytes: int) -> tuple[list[Record], int]:
+        """The records of slots that are whole within a file of so many bytes, and how many others were not blank.
 
         A file that was cut is made whole again, so that its slots can be used.
         """
         shape = self.shape
         table = bytearray(shape.num_slots * RECORD_BYTES)
-        self._files.read(self._buffered, memoryview(table), SUPERBLOCK_BYTES)
+        self._files.read(self._table, memoryview(table), SUPERBLOCK_BYTES)
         found, num_bad = [], 0
         for slot in range(shape.num_slots):
             data = bytes(table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
             if data == BLANK:
                 continue
             record = self._checked(data, slot)
-            if record is None or self._offset(slot) + record.total_bytes > file_bytes:
+            if record is None or slot * shape.slot_bytes + record.total_bytes > slots_bytes:
                 num_bad += 1
                 self.write_record(slot, BLANK)
             else:
                 found.append(record)
-        if file_bytes < shape.file_bytes:
-            self._files.allocate(self._buffered, shape.file_bytes)
+        if slots_bytes < shape.slots_bytes:
+            self._files.allocate(self._slots, shape.slots_bytes)
         return found, num_bad
 
     def _checked(self, data: bytes, slot: int) -> Record | None:
@@ -198,32 +231,30 @@ class Segment:
 
     def write_record(self, slot: int, data: bytes) -> None:
         """Put a record, or BLANK, into the table."""
-        self._files.write(self._buffered, [data], SUPERBLOCK_BYTES + slot * RECORD_BYTES)
+        self._files.write(self._table, [data], SUPERBLOCK_BYTES + slot * RECORD_BYTES)
 
     def write_slot(self, slot: int, buffers: Sequence[memoryview]) -> None:
         """Put bytes into a slot. For direct I/O their addresses and lengths must be multiples of ALIGNMENT."""
-        offset = self._offset(slot)
+        offset = slot * self.shape.slot_bytes
         if self._direct is not None:
             try:
                 return self._files.write(self._direct, buffers, offset)
             except OSError as error:
                 self._fall_back(error)
-        self._files.write(self._buffered, buffers, offset)
+        self._files.write(self._slots, buffers, offset)
 
     def read_slot(self, slot: int, buffer: memoryview) -> int:
         """Read a slot's first bytes; fewer than asked for where the file ends. Alignment as for `write_slot`."""
-        offset = self._offset(slot)
+        offset = slot * self.shape.slot_bytes
         if self._direct is not None:
             try:
                 return self._files.read(self._direct, buffer, offset)
             except OSError as error:
                 self._fall_back(error)
-        return self._files.read(self._buffered, buffer, offset)
+        return self._files.read(self._slots, buffer, offset)
 
     def _fall_back(self, error: OSError) -> None:
-        """Some filesystems accept O_DIRECT and refuse the I/O: use the page cache then."""
+        """Some filesystems accept O_DIRECT and refuse the I/O: from then on use the page cache."""
         if error.errno != errno.EINVAL:
             raise error
-
-    def _offset(self, slot: int) -> int:
-        return self.shape.data_at + slot * self.shape.slot_bytes
+        self._direct = None

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from kvtier.errors import StoreError
 from kvtier.storage.catalog import Catalog, Entry, Place
-from kvtier.storage.codec import same_object
 from kvtier.storage.files import Files
 from kvtier.storage.record import BLANK, Flags, Record
 from kvtier.storage.recovery import FolderLock, recover
@@ -42,11 +42,15 @@ class Space:
         self._lock = threading.Lock()
         self._growth = threading.Lock()
         self._catalog = Catalog()
+        self._segments: dict[int, Segment] = {}
         self._folder_lock = FolderLock(folder)
         try:
             self._recover(sync)
+        except OSError as error:
+            self._close_files()
+            raise StoreError(f"cannot open the store in {folder!r}: {error}") from error
         except BaseException:
-            self._folder_lock.release()
+            self._close_files()
             raise
 
     def _recover(self, sync: bool) -> None:
@@ -61,8 +65,8 @@ class Space:
         for record in found.records:
             self._catalog.publish(record)
         if sync:  # what an earlier process left to the page cache counts as durable from now on
-            for segment in self._segments.values():
-                segment.sync()
+            self.sync_slots(self._segments)
+            self.sync_tables(self._segments)
         while self._catalog.file_bytes + self._quarantine_bytes > self._limits.max_bytes and self._segments:
             coldest = self._catalog.coldest_segment()
             assert coldest is not None, "nobody can hold a segment yet"
@@ -88,7 +92,7 @@ class Space:
         """Whether this very object is there already; counts as a use of it."""
         with self._lock:
             entry = self._catalog.find(record.key)
-            if entry is None or not same_object(entry.record, record):
+            if entry is None or not record.is_same_object(entry.record):
                 return False
             self._catalog.hold(entry)
             self._catalog.release(entry)
@@ -141,7 +145,7 @@ class Space:
             for entry in entries:
                 self.segment(entry.place).write_record(entry.record.slot, BLANK)
             if sync:
-                self.sync(entry.record.segment for entry in entries)
+                self.sync_tables({entry.record.segment for entry in entries})
             is_done = True
         finally:
             with self._lock:
@@ -179,15 +183,32 @@ class Space:
         """The open file of a slot that the caller holds."""
         return self._segments[place.segment]
 
-    def sync(self, numbers: Iterable[int] | None = None) -> None:
-        """Have these segments, or all, on disk."""
-        with self._lock:
-            segments = [self._segments[n] for n in (self._segments if numbers is None else sorted({*numbers}))]
-        for segment in segments:
-            segment.sync()
+    def write_records(self, records: Iterable[Record]) -> None:
+        """Put the records of written slots into their tables: from here on they survive the end of the process."""
+        for record in records:
+            self._segments[record.segment].write_record(record.slot, record.pack())
+
+    def sync_slots(self, numbers: Iterable[int]) -> None:
+        """Have payloads of these segments on disk; the caller holds slots of them."""
+        for number in numbers:
+            self._segments[number].sync_slots()
+
+    def sync_tables(self, numbers: Iterable[int]) -> None:
+        """Have records of these segments on disk; the caller holds slots of them."""
+        for number in numbers:
+            self._segments[number].sync_table()
 
     def close(self) -> None:
-        """Close the files and let others have the folder. Nobody may be at it."""
+        """Have everything on disk, close the files, let others have the folder. Nobody may be at it."""
+        try:
+            self.sync_slots(self._segments)
+            self.sync_tables(self._segments)
+        except OSError as error:
+            raise StoreError(f"the store in {self._folder!r} could not be written out when closed: {error}") from error
+        finally:
+            self._close_files()
+
+    def _close_files(self) -> None:
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
@@ -233,8 +254,9 @@ class Space:
                 return place
             if self._grow(slot_bytes):
                 continue
+            could_grow = self._could_grow(slot_bytes)
             with self._lock:
-                victim = self._catalog.evict(slot_bytes)
+                victim = self._catalog.evict(slot_bytes, by_segment=could_grow)
             if victim is None:
                 return self._why_no_room(slot_bytes)
             if isinstance(victim, int):
@@ -242,11 +264,20 @@ class Space:
             else:
                 self.wipe([victim])
 
-    def _grow(self, slot_bytes: int) -> bool:
-        """Add a segment, if there is room for one."""
+    def _could_grow(self, slot_bytes: int) -> bool:
+        """Whether there would be room for a segment if all others went."""
         limits = self._limits
-        shape = Shape.fitting(self._last_number + 1, slot_bytes, limits.segment_bytes)
-        if self.used_bytes + shape.file_bytes > limits.max_bytes:
+        needed = Shape.fitting(0, slot_bytes, limits.segment_bytes).file_bytes
+        free = self._files.free_bytes(self._folder) + self._catalog.file_bytes - needed
+        return needed + self._quarantine_bytes <= limits.max_bytes and free >= limits.min_free_bytes
+
+    def _grow(self, slot_bytes: int) -> bool:
+        """Add a segment, if there is room for one; the last may be smaller, down to an eighth."""
+        limits = self._limits
+        room = limits.max_bytes - self.used_bytes
+        segment_bytes = room if limits.segment_bytes // 8 <= room < limits.segment_bytes else limits.segment_bytes
+        shape = Shape.fitting(self._last_number + 1, slot_bytes, segment_bytes)
+        if shape.file_bytes > room:
             return False
         if self._files.free_bytes(self._folder) - shape.file_bytes < limits.min_free_bytes:
             return False

@@ -1,0 +1,212 @@
+"""Tiers: the disk store beside bare pread and pwrite (and fio, where it is installed) with the same settings.
+
+python -m benchmarks.tiers --folder /mnt/nvme/tmp          a folder on the disk to measure; made and removed
+
+Objects of 1 MiB in batches of 32, as many threads for the bare calls as the store has, on files allocated alike. The
+bare calls and the store take turns, batch by batch, so that a noisy moment hits both; a rate is the bytes of a whole
+round over its seconds, and a share compares the two of one round.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import queue
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_table, report
+from kvtier.storage import DiskStore, Label, Read, Sync, Write
+from kvtier.storage.checksum import checksum, checksum_in_python
+from kvtier.storage.native import native
+
+OBJECT_BYTES = 1 << 20
+BATCH = 32
+LABEL = Label(bytes(32))
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = arguments("Disk tier beside raw I/O.")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--bytes", type=int, default=512 << 20, help="per round")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=8)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-tiers-", dir=options.folder))
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    try:
+        for direct in (True, False):
+            for sync in Sync:
+                more, held = disk(folder, direct, sync, options.bytes, options.rounds, options.threads)
+                rows += more
+                bars += held if direct else []
+        rows += fio(folder, options.bytes, options.threads)
+        print_table(rows)
+        for others, held in (checksums(), opening(folder)):
+            print_table(others)
+            rows += others
+            bars += held
+    finally:
+        shutil.rmtree(folder)
+    report("tiers", rows, bars, options.results)
+
+
+class RawDisk:
+    """A preallocated file, read and written by threads with nothing but preadv and pwritev."""
+
+    def __init__(self, path: Path, nbytes: int, num_threads: int, *, direct: bool) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
+        os.posix_fallocate(self._descriptor, 0, nbytes)
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._run) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            self._done.put(None)
+
+    def batch(self, call: Callable[..., int], views: Sequence[memoryview], first: int, *, sync: bool) -> float:
+        """One call for each piece of memory, each at its place in the file. Returns the seconds it took."""
+        begin = time.perf_counter()
+        for number, view in enumerate(views, first):
+            offset = number * OBJECT_BYTES
+            self._jobs.put(lambda view=view, offset=offset: call(self._descriptor, [view], offset))  # type: ignore[misc]
+        for _ in views:
+            self._done.get()
+        if sync:
+            os.fdatasync(self._descriptor)
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        """End the threads, close the file."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        os.close(self._descriptor)
+
+
+def disk(
+    folder: Path, direct: bool, sync: Sync, nbytes: int, rounds: int, num_threads: int
+) -> tuple[list[Row], list[Bar]]:
+    """Rates of the store and of bare calls, in turn."""
+    batches = range(0, nbytes // OBJECT_BYTES, BATCH)
+    memory = mmap.mmap(-1, BATCH * OBJECT_BYTES)
+    memory[:] = os.urandom(len(memory))
+    views = [memoryview(memory)[i * OBJECT_BYTES : (i + 1) * OBJECT_BYTES] for i in range(BATCH)]
+    rates: dict[str, list[float]] = {name: [] for name in ("write", "raw write", "read", "raw read")}
+    raw = RawDisk(folder / "raw", nbytes, num_threads, direct=direct)
+    store = DiskStore(folder / "store", 2 * nbytes, direct=direct, sync=sync, num_threads=num_threads)
+    try:
+        for number in range(rounds + 2):  # the first two, on fresh slots, are not counted
+            taken = dict.fromkeys(rates, 0.0)
+            for first in batches:
+                keys = [(first + i).to_bytes(32, "little") for i in range(BATCH)]
+                for i, view in enumerate(views):
+                    view[:8] = (number << 32 | (first + i)).to_bytes(8, "little")  # another object than last time
+                writes = [Write(key, LABEL, view) for key, view in zip(keys, views, strict=True)]
+                taken["write"] += store.write(writes).seconds
+                taken["raw write"] += raw.batch(os.pwritev, views, first, sync=sync is Sync.WRITE)
+            for first in batches:
+                reads = [Read((first + i).to_bytes(32, "little"), LABEL, view) for i, view in enumerate(views)]
+                taken["read"] += store.read_into(reads).seconds
+                taken["raw read"] += raw.batch(os.preadv, views, first, sync=False)
+            if number > 1:
+                for name, seconds in taken.items():
+                    rates[name].append(nbytes / seconds / 1e9)
+        assert store.is_direct == direct, "the filesystem refuses O_DIRECT"
+        calls = (rounds + 2) * len(batches) * BATCH
+        assert store.stats.writes.num_done == store.stats.reads.num_done == calls, store.stats
+    finally:
+        store.close()
+        raw.close()
+        shutil.rmtree(folder / "store")
+        (folder / "raw").unlink()
+    return compare(rates, f"{'O_DIRECT' if direct else 'page cache'}, sync at {sync.value}")
+
+
+def compare(rates: dict[str, list[float]], setting: str) -> tuple[list[Row], list[Bar]]:
+    """Medians, and the median share of a round."""
+    rows: list[Row] = []
+    bars = []
+    for what in ("write", "read"):
+        share = statistics.median(ours / bare for ours, bare in zip(rates[what], rates[f"raw {what}"], strict=True))
+        ours, bare = (statistics.median(rates[name]) for name in (what, f"raw {what}"))
+        rows.append({"setting": setting, "call": what, "GB/s": ours, "raw GB/s": bare, "share": share})
+        bars.append(at_least(f"disk {what} over raw, 1 MiB, {setting}", share, 0.8))
+    return rows, bars
+
+
+def fio(folder: Path, nbytes: int, num_threads: int) -> list[Row]:
+    """What fio reaches with O_DIRECT, if it is installed."""
+    if shutil.which("fio") is None:
+        print("fio is not installed: no rows of it\n")
+        return []
+    rows: list[Row] = []
+    for what in ("write", "read"):
+        command = [
+            *("fio", "--name=kvtier", f"--filename={folder / 'fio'}", f"--rw={what}", "--bs=1M", "--direct=1"),
+            *("--ioengine=psync", f"--numjobs={num_threads}", f"--size={nbytes // num_threads}"),
+            *(f"--offset_increment={nbytes // num_threads}", "--group_reporting", "--output-format=json"),
+        ]
+        said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        rate = said["jobs"][0][what]["bw_bytes"] / 1e9
+        rows.append({"setting": "fio, O_DIRECT", "call": what, "GB/s": rate, "raw GB/s": rate, "share": 1.0})
+    return rows
+
+
+def checksums() -> tuple[list[Row], list[Bar]]:
+    """One core, 1 MiB that is in its cache."""
+    data = memoryview(os.urandom(OBJECT_BYTES))
+    tasks = {"in C": checksum, "twin (zlib, numpy)": checksum_in_python}
+    best = {name: min(timed(lambda task=task: task(data)) for _ in range(100)) for name, task in tasks.items()}  # type: ignore[misc]
+    rows: list[Row] = [{"checksum": name, "GB/s": OBJECT_BYTES / seconds / 1e9} for name, seconds in best.items()]
+    print(native().reason)
+    return rows, [at_least("checksum GB/s on one core", OBJECT_BYTES / best["in C"] / 1e9, 5)]
+
+
+def opening(folder: Path) -> tuple[list[Row], list[Bar]]:
+    """Start-up: seconds to recover the index of 50,000 objects, whose payloads are not read."""
+    count = 50_000
+    settings = {"max_bytes": 1 << 30, "direct": False}
+    store = DiskStore(folder / "many", **settings)  # type: ignore[arg-type]
+    payload = bytes(4096)
+    for first in range(0, count, 1000):
+        check(store.write([Write(i.to_bytes(32, "little"), LABEL, payload) for i in range(first, first + 1000)]))
+    store.close()
+    begin = time.perf_counter()
+    store = DiskStore(folder / "many", **settings)  # type: ignore[arg-type]
+    seconds = time.perf_counter() - begin
+    assert store.stats.num_objects == count
+    store.close()
+    return [{"objects": count, "open s": seconds, "us each": seconds / count * 1e6}], [
+        at_most("seconds to open a store of 50,000 objects", seconds, 5)
+    ]
+
+
+def timed(task: Callable[[], object]) -> float:
+    """Seconds it takes."""
+    begin = time.perf_counter()
+    task()
+    return time.perf_counter() - begin
+
+
+def check(results: object) -> None:
+    """Nothing may fail here."""
+    assert results.ok, results  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,561 @@
+"""DiskStore: restarts, limits, damage, deadlines, and who may use a folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvtier.errors import ArgumentError, StoreError, StoreInUseError, VersionError
+from kvtier.storage import Breaker, Compression, DiskStore, Label, Read, Status, Sync
+from kvtier.storage.segment import Shape
+from storage_support import (
+    LABEL,
+    NAMESPACE,
+    Clock,
+    SimulatedDisk,
+    all_keys,
+    get,
+    has,
+    key_of,
+    payload_of,
+    put,
+    resealed,
+    write_of,
+)
+
+ROOM = 1 << 20
+SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 2}
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens stores in one folder, and closes what is left open."""
+    stores = []
+
+    def open_store(max_bytes: int = ROOM, **settings) -> DiskStore:
+        for store in stores:
+            store.close()
+        stores.append(DiskStore(tmp_path / "store", max_bytes, **{**SMALL, **settings}))
+        return stores[-1]
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+def damage(path, offset: int, bit: int = 0) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+# --- restarts
+
+
+@pytest.mark.parametrize("settings", [{}, {"direct": False}, {"compression": Compression.ZLIB}, {"sync": Sync.WRITE}])
+def test_everything_is_there_after_a_restart(opened, settings):
+    store = opened(**settings)
+    put(store, *range(20))
+    put(store, 3, version=1)
+    store.remove([key_of(4)])
+    label = Label.of(NAMESPACE, b"tokens", keep_ids=True)
+    store.write([write_of(50, 77, label=label)])
+    store = opened()
+    assert has(store, *range(20)) == [n != 4 for n in range(20)]
+    assert all(get(store, n)[1] == payload_of(n, version=int(n == 3)) for n in range(20) if n != 4)
+    assert get(store, 50, 77, label)[1] == payload_of(50, 77)
+    assert store.stats.num_objects == 20
+    store.check()
+
+
+def test_a_restart_reads_no_payload(opened):
+    disk = SimulatedDisk()
+    store = opened(files=disk)
+    put(store, *range(10), nbytes=10_000)
+    store.close()
+    read = []
+    plain = disk.read
+    disk.read = lambda descriptor, buffer, offset: (read.append(len(buffer)), plain(descriptor, buffer, offset))[1]
+    store = opened(files=disk)
+    assert len(all_keys(store)) == 10
+    assert sum(read) < 10 * 10_000
+
+
+def test_the_order_of_eviction_survives_a_restart(opened):
+    store = opened(256 << 10)
+    for number in range(10):
+        put(store, number)
+    store = opened(256 << 10)
+    for number in range(100, 140):
+        put(store, number)
+    kept = has(store, *range(10), *range(100, 140))
+    assert kept == sorted(kept)
+    assert kept[-1]
+
+
+def test_a_smaller_limit_at_the_next_start_is_kept(opened):
+    store = opened()
+    put(store, *range(100))
+    store = opened(300 << 10)
+    assert store.stats.used_bytes <= 300 << 10
+    assert 0 < store.stats.num_objects < 100
+    assert has(store, 99) == [True]
+
+
+# --- limits
+
+
+def test_sizes_share_the_space_as_their_use_does(opened):
+    store = opened()
+    put(store, *range(200), nbytes=4096)
+    assert store.stats.num_evicted == 0
+    for number in range(1000, 1100):
+        assert put(store, number, nbytes=40_000).ok
+    assert has(store, 1099, 0) == [True, False]
+    assert store.stats.used_bytes <= ROOM
+    large = sum(has(store, *range(1000, 1100)))
+    for number in range(2000, 2300):
+        assert put(store, number, nbytes=4096).ok
+    assert sum(has(store, *range(1000, 1100))) < large
+    store.check()
+
+
+def test_the_floor_of_free_space_is_kept_and_objects_go_instead(opened):
+    disk = SimulatedDisk(capacity=2 * ROOM)
+    store = opened(4 * ROOM, files=disk, min_free_bytes=ROOM)
+    for number in range(600):
+        assert put(store, number).ok
+    assert disk.free_bytes("") >= ROOM
+    assert store.stats.num_evicted > 0
+    store.check()
+
+
+def test_without_room_for_one_segment_writes_fail_with_the_numbers_and_reads_go_on(opened):
+    store = opened(min_free_bytes=1 << 60)
+    outcome = put(store, 1)[0]
+    assert outcome.status is Status.FAILED
+    assert "floor" in outcome.reason
+    assert not store.contains([key_of(1)])[0].ok
+
+
+def test_a_full_disk_costs_the_write_and_not_the_store(opened):
+    disk = SimulatedDisk(capacity=200 << 10)
+    store = opened(files=disk)
+    for number in range(100):
+        put(store, number, nbytes=4096)
+    outcome = put(store, 500, nbytes=150_000)[0]
+    assert outcome.ok or outcome.status is Status.FAILED
+    assert [n for n in disk.names if n.endswith(".new")] == []
+    assert put(store, 1, nbytes=4096).ok
+    assert get(store, 1, 4096)[0].ok
+    store.check()
+
+
+def test_a_file_size_limit_of_the_process_is_a_full_disk(tmp_path):
+    code = f"""
+import resource, sys
+sys.path[:0] = {sys.path!r}
+resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
+from kvtier.storage import DiskStore
+from storage_support import put, get
+store = DiskStore({str(tmp_path / "store")!r}, 1 << 20, segment_bytes=128 << 10, min_free_bytes=0)
+outcome = put(store, 1)[0]
+assert outcome.status.value == "failed", outcome
+store.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert resource.RLIMIT_FSIZE
+    assert sorted(os.listdir(tmp_path / "store")) == ["LOCK"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_bytes": 0}, {"segment_bytes": 0}, {"num_threads": 0}, {"timeout_s": 0}, {"min_free_bytes": -1}],
+)
+def test_settings_no_store_could_have_are_errors(tmp_path, settings):
+    with pytest.raises(ArgumentError):
+        DiskStore(tmp_path / "store", **{"max_bytes": ROOM, **settings})
+
+
+# --- damage
+
+
+def test_a_flipped_bit_anywhere_in_a_slot_is_a_quarantined_miss(opened, tmp_path):
+    for offset in (0, 2500, 4999):
+        store = opened()
+        put(store, 1, 2)
+        place = store._space.find(key_of(1))
+        damage(tmp_path / "store" / "segment-00000001.kv", place.slot * 8192 + offset)
+        outcome, room = get(store, 1)
+        assert (outcome.status, room) == (Status.CORRUPT, b"\xee" * 5000)
+        assert get(store, 1)[0].status is Status.MISSING
+        assert get(store, 2)[0].ok
+        assert store.stats.num_quarantined == 1
+        store = opened()  # and it does not come back
+        assert has(store, 1, 2) == [False, True]
+        assert put(store, 1).ok
+        assert get(store, 1)[1] == payload_of(1)
+        store.check()
+        store.remove([key_of(1), key_of(2)])
+
+
+def test_a_quarantined_slot_is_the_last_to_be_used_again_and_is_used(opened, tmp_path):
+    store = opened(128 << 10)
+    put(store, 0)
+    bad = store._space.find(key_of(0))
+    damage(tmp_path / "store" / "segment-00000001.kv", bad.slot * 8192)
+    assert get(store, 0)[0].status is Status.CORRUPT
+    num_slots = Shape.fitting(1, 8192, 128 << 10).num_slots
+    put(store, *range(1, num_slots))
+    assert bad.slot not in {store._space.find(key_of(n)).slot for n in range(1, num_slots)}
+    assert store.stats.num_evicted == 0
+    put(store, num_slots)
+    assert store._space.find(key_of(num_slots)).slot == bad.slot
+    store.check()
+
+
+@pytest.mark.parametrize("name", ["segment-00000001.kv", "segment-00000001.table"])
+def test_any_flipped_bit_in_any_file_never_serves_a_wrong_byte(opened, tmp_path, name):
+    rng = random.Random(name)
+    store = opened(128 << 10)
+    put(store, *range(8))
+    store.close()
+    path = tmp_path / "store" / name
+    sound = {each: (tmp_path / "store" / each).read_bytes() for each in sorted(os.listdir(tmp_path / "store"))}
+    used = 8 * 8192 if name.endswith("kv") else 4096 + 8 * 256
+    for _ in range(40):
+        for each, data in sound.items():
+            (tmp_path / "store" / each).write_bytes(data)
+        damage(path, rng.randrange(used), rng.randrange(8))
+        store = opened(128 << 10)
+        outcomes = [get(store, number) for number in range(8)]
+        for number, (outcome, room) in enumerate(outcomes):
+            assert room == (payload_of(number) if outcome.ok else b"\xee" * 5000)
+        assert sum(outcome.ok for outcome, _ in outcomes) >= 7 or name.endswith("table")
+        store.close()
+
+
+@pytest.mark.parametrize("name", ["segment-00000001.kv", "segment-00000001.table"])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 20_000])
+def test_a_file_cut_short_costs_what_is_gone_and_the_rest_is_served(opened, tmp_path, name, nbytes):
+    store = opened()
+    put(store, *range(8))
+    store.close()
+    os.truncate(tmp_path / "store" / name, nbytes)
+    store = opened()
+    for number in range(8):
+        outcome, room = get(store, number)
+        assert room == (payload_of(number) if outcome.ok else b"\xee" * 5000)
+    assert put(store, *range(8, 30)).ok
+    assert all(get(store, number)[1] == payload_of(number) for number in range(8, 30))
+
+
+def test_a_segment_that_cannot_be_read_is_set_aside_whole_and_foreign_files_are_left_alone(opened, tmp_path):
+    store = opened()
+    put(store, *range(40))
+    store.close()
+    folder = tmp_path / "store"
+    (folder / "notes.txt").write_text("mine")
+    (folder / "segment-00000001.table").write_bytes(b"garbage" * 1000)
+    before = (folder / "segment-00000001.kv").read_bytes()
+    store = opened()
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "quarantine" / "segment-00000001.kv").read_bytes() == before
+    assert (folder / "quarantine" / "segment-00000001.table").read_bytes() == b"garbage" * 1000
+    assert 0 < store.stats.num_objects < 40
+    assert store.stats.num_quarantined == 1
+    put(store, *range(200))
+    assert store.stats.used_bytes <= ROOM
+    assert sum(f.stat().st_size for f in folder.rglob("segment*")) == store.stats.used_bytes
+
+
+def test_what_is_left_of_a_segment_being_made_is_deleted(opened, tmp_path):
+    store = opened()
+    put(store, 1)
+    store.close()
+    for name in ("segment-00000007.kv", "segment-00000007.table.new"):
+        (tmp_path / "store" / name).write_bytes(b"half")
+    store = opened()
+    assert not [name for name in os.listdir(tmp_path / "store") if "00000007" in name]
+    assert get(store, 1)[0].ok
+
+
+def test_a_newer_format_is_refused_and_nothing_is_touched(opened, tmp_path):
+    store = opened()
+    put(store, *range(40))
+    store.close()
+    folder = tmp_path / "store"
+    table = folder / "segment-00000002.table"
+    data = table.read_bytes()
+    table.write_bytes(resealed(data[:4096], 8, b"\2\0") + data[4096:])
+    (folder / "segment-00000001.table").write_bytes(b"garbage")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(VersionError, match="upgrade kvtier"):
+        opened()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {**before}
+    table.write_bytes(data)
+    assert opened().stats.num_objects > 0  # and the folder is not left locked
+
+
+# --- who may use a folder
+
+
+def test_files_are_for_their_owner_only(opened, tmp_path):
+    put(opened(), 1)
+    folder = tmp_path / "store"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+def test_a_folder_that_others_can_write_is_refused(tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(StoreError, match="chmod 700"):
+        DiskStore(folder, ROOM)
+
+
+def test_a_place_where_no_folder_can_be_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot open a store"):
+        DiskStore(tmp_path / "file", ROOM)
+
+
+def test_a_second_store_on_the_folder_is_refused_and_the_first_goes_on(opened, tmp_path):
+    store = opened()
+    put(store, 1)
+    with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
+        DiskStore(tmp_path / "store", ROOM)
+    code = f"""
+from kvtier.errors import StoreInUseError
+from kvtier.storage import DiskStore
+try:
+    DiskStore({str(tmp_path / "store")!r}, 1 << 20)
+except StoreInUseError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"process {os.getpid()}" in done.stdout, done.stderr
+    assert get(store, 1)[0].ok
+
+
+# --- direct I/O
+
+
+def test_where_direct_io_is_refused_the_page_cache_is_used(opened):
+    class NoDirect(SimulatedDisk):
+        def open(self, path, *, create=False, direct=False):
+            if direct:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return super().open(path, create=create)
+
+    store = opened(files=NoDirect())
+    put(store, 1)
+    assert get(store, 1)[0].ok
+    assert not store.is_direct
+
+
+def test_where_direct_io_is_accepted_and_then_refused_the_page_cache_is_used(opened):
+    class RefusesLater(SimulatedDisk):
+        def _refuse(self, descriptor):
+            if descriptor in self._direct:
+                raise OSError(errno.EINVAL, "Invalid argument")
+
+        def read(self, descriptor, buffer, offset):
+            self._refuse(descriptor)
+            return super().read(descriptor, buffer, offset)
+
+        def write(self, descriptor, buffers, offset):
+            self._refuse(descriptor)
+            super().write(descriptor, buffers, offset)
+
+    store = opened(files=RefusesLater())
+    assert put(store, 1).ok
+    assert get(store, 1)[1] == payload_of(1)
+    assert not store.is_direct
+
+
+# --- errors, deadlines, breaker
+
+
+@pytest.mark.parametrize("operation", ["write", "allocate", "rename", "sync", "sync_folder"])
+def test_an_error_while_writing_costs_that_write_and_no_space(opened, operation):
+    disk = SimulatedDisk()
+    store = opened(files=disk, sync=Sync.WRITE, breaker=Breaker(max_failures=1000))
+    put(store, 1)
+
+    def fail(name, _):
+        if name == operation:
+            raise OSError(errno.EIO, "Input/output error")
+
+    disk.before = fail
+    assert not put(store, 2, nbytes=20_000).ok
+    disk.before = lambda *_: None
+    assert has(store, 1, 2) == [True, False]
+    assert put(store, 2, nbytes=20_000).ok
+    assert (get(store, 1)[1], get(store, 2, 20_000)[1]) == (payload_of(1), payload_of(2, 20_000))
+    if operation != "write":  # where the record could not be blanked, either, its slot stays unused until a restart
+        store.check()
+    store = opened(files=disk)
+    store.check()
+    assert has(store, 1, 2) == [True, True]
+
+
+@pytest.mark.parametrize("at", range(20, 140, 3))
+def test_one_failing_operation_wherever_it_is_never_leads_to_a_wrong_byte(opened, at):
+    disk = SimulatedDisk()
+    store = opened(128 << 10, files=disk, breaker=Breaker(max_failures=1000))
+
+    def fail(_, number):
+        if number == at:
+            raise OSError(errno.EIO, "Input/output error")
+
+    disk.before = fail
+    for version in range(20):
+        number = version % 8
+        stored = put(store, number, version=version).ok
+        outcome, room = get(store, number)
+        assert not outcome.ok or room in {payload_of(number, version=v) for v in (version, version - 8)}
+        assert not (stored and outcome.ok) or room == payload_of(number, version=version)
+    disk.before = lambda *_: None
+    store = opened(128 << 10, files=disk)
+    for number in range(8):
+        outcome, room = get(store, number)
+        assert not outcome.ok or room in {payload_of(number, version=v) for v in range(number, 20, 8)}
+    store.check()
+
+
+def test_a_hanging_disk_costs_one_deadline_then_misses_and_heals(opened):
+    disk, gate, clock = SimulatedDisk(), threading.Event(), Clock()
+    store = opened(files=disk, breaker=Breaker(retry_s=1, clock=clock))
+    put(store, 1, 2)
+    disk.before = lambda name, _: gate.wait() if name == "read" else None
+    room = bytearray(b"\xee" * 5000)
+    late = store.read_into([Read(key_of(1), LABEL, room)], timeout_s=0)[0]
+    assert (late.status, late.reason) == (Status.FAILED, "not done within 0 s")
+    for call in (lambda: get(store, 2)[0], lambda: put(store, 3)[0], lambda: store.contains([key_of(2)])[0]):
+        before = disk.num_operations
+        outcome = call()
+        assert outcome.status is Status.FAILED
+        assert "breaker open" in outcome.reason
+        assert disk.num_operations == before, "a call reached the disk"
+    assert "breaker open" in store.scan().reason
+    gate.set()
+    while store._breaker._overdue and store._breaker._overdue[0].is_running:
+        pass
+    assert room == b"\xee" * 5000, "a late read touched the caller's memory"
+    clock.now = 1.0
+    assert get(store, 1)[1] == payload_of(1)
+    assert put(store, 3).ok
+    assert store.stats.num_refused == 2
+    store.check()
+
+
+def test_a_late_write_is_not_published_and_its_space_is_free_again(opened):
+    disk, gate, clock = SimulatedDisk(), threading.Event(), Clock()
+    store = opened(files=disk, breaker=Breaker(retry_s=1, clock=clock))
+    put(store, 1)
+    disk.before = lambda name, _: gate.wait() if name == "write" else None
+    assert store.write([write_of(2), write_of(1, version=1)], timeout_s=0)[0].status is Status.FAILED
+    batch = store._breaker._overdue[0]
+    gate.set()
+    while batch.is_running:
+        pass
+    clock.now = 1.0
+    assert has(store, 1, 2) == [True, False]
+    assert get(store, 1)[1] == payload_of(1)
+    store.check()
+    store = opened(files=disk)
+    assert has(store, 1, 2) == [True, False]
+
+
+def test_a_disk_that_fails_while_opening_or_closing_is_an_error_of_ours_and_the_folder_is_free(opened):
+    disk = SimulatedDisk()
+    store = opened(files=disk)
+    put(store, 1)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    disk.before = fail
+    with pytest.raises(StoreError, match="when closed"):
+        store.close()
+    with pytest.raises(StoreError, match="cannot open"):
+        opened(files=disk)
+    disk.before = lambda *_: None
+    assert get(opened(files=disk), 1)[0].ok
+
+
+def test_errors_in_a_row_open_the_breaker(opened):
+    disk, clock = SimulatedDisk(), Clock()
+    store = opened(files=disk, breaker=Breaker(retry_s=1, max_failures=2, clock=clock))
+    put(store, 1)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    disk.before = fail
+    assert ["breaker" in get(store, 1)[0].reason for _ in range(4)] == [False, False, True, True]
+    disk.before = lambda *_: None
+    clock.now = 1.0
+    assert get(store, 1)[0].ok
+
+
+def test_an_object_that_is_being_read_is_not_overwritten_by_its_successor(opened):
+    """Its slot is not reused before the reader has gone, though it is removed, replaced and evicted meanwhile."""
+    disk, reading, go_on = SimulatedDisk(), threading.Event(), threading.Event()
+    store = opened(200 << 10, files=disk, num_threads=4)
+    put(store, 1)
+
+    def hold(name, _):
+        if name == "read" and not reading.is_set():
+            reading.set()
+            go_on.wait()
+
+    disk.before = hold
+    found = []
+    reader = threading.Thread(target=lambda: found.append(get(store, 1)))
+    reader.start()
+    reading.wait()
+    put(store, 1, version=1)
+    store.remove([key_of(1)])
+    for number in range(2, 60):
+        put(store, number)
+    go_on.set()
+    reader.join()
+    outcome, room = found[0]
+    assert outcome.ok
+    assert room == payload_of(1)
+    store.check()
+
+
+def test_close_ends_every_thread(opened):
+    before = set(threading.enumerate())
+    store = opened()
+    put(store, 1)
+    assert len(set(threading.enumerate()) - before) == SMALL["num_threads"]
+    store.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_close_with_a_hanging_disk_keeps_the_folder_locked(tmp_path):
+    disk, gate = SimulatedDisk(), threading.Event()
+    store = DiskStore(tmp_path / "store", ROOM, files=disk, timeout_s=0.001, **SMALL)
+    store.write([write_of(1)], timeout_s=10)
+    disk.before = lambda *_: gate.wait()
+    store.read_into([Read(key_of(1), LABEL, bytearray(5000))], timeout_s=0)
+    store.close()
+    with pytest.raises(StoreInUseError):
+        DiskStore(tmp_path / "store", ROOM)
+    gate.set()

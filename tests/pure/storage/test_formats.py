@@ -1,0 +1,119 @@
+"""Checksum, record and superblock: the bytes the documents promise, and what any other bytes are."""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from kvtier.errors import ChecksumError, FormatError, VersionError
+from kvtier.storage import native as native_module
+from kvtier.storage.checksum import checksum, checksum_in_python
+from kvtier.storage.codec import copy_bytes
+from kvtier.storage.record import BLANK, Flags, Record
+from kvtier.storage.segment import Shape
+from kvtier.storage.space import slot_bytes_for
+from storage_support import LABEL, key_of, payload_of, resealed
+
+RECORD = Record(key_of(1), LABEL.namespace, bytes(16), 5000, 4000, 2**63 + 5, 64, Flags.ZLIB, 77, 3, 9)
+
+
+@given(st.binary(max_size=300), st.binary(max_size=9), st.integers(0, 20))
+def test_the_checksum_is_a_crc_and_a_sum_and_the_twin_agrees(data, then, shift):
+    view = memoryview(bytes(shift) + data)[shift:]
+    whole = data + then
+    words = np.frombuffer(whole + bytes(-len(whole) % 4), "<u4")
+    expected = zlib.crc32(whole) | int(words.sum(dtype=np.uint32)) << 32
+    assert checksum(view, then) == checksum_in_python(data, then) == expected
+
+
+@pytest.mark.parametrize("nbytes", [4096, 100_001, 1 << 20])
+def test_the_checksum_of_two_parts_is_that_of_the_whole(nbytes):
+    data = random.Random(nbytes).randbytes(nbytes)
+    split = nbytes & ~3
+    assert checksum(data) == checksum_in_python(data)
+    assert checksum(memoryview(data)[:split], data[split:]) == checksum(data)
+
+
+def test_without_a_compiler_the_twins_do_the_work(monkeypatch):
+    data = random.Random(0).randbytes(100_000)
+    expected = checksum(data)
+    monkeypatch.setattr("kvtier.storage.checksum.native", lambda: native_module.Native(None, "no compiler"))
+    monkeypatch.setattr("kvtier.storage.codec.native", lambda: native_module.Native(None, "no compiler"))
+    assert checksum(data) == expected
+    room = bytearray(len(data))
+    copy_bytes(memoryview(room), memoryview(data))
+    assert room == data
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(0, 0), (0, 1), (3, 4096), (1, 100_003), (16, 65536)])
+def test_copies_of_any_length_and_alignment(start, nbytes):
+    room, source = bytearray(nbytes + 32), payload_of(1, nbytes)
+    copy_bytes(memoryview(room)[start : start + nbytes], memoryview(source))
+    assert room == bytes(start) + source + bytes(32 - start)
+
+
+def test_a_record_is_what_the_format_says():
+    data = RECORD.pack()
+    assert len(data) == 256
+    assert data[:8] == b"\x89KVOBJ\r\n"
+    assert struct.unpack_from("<HHIQII", data, 8) == (1, 1, 64, 77, 3, 9)
+    assert (data[32:64], data[64:96], data[96:112]) == (key_of(1), LABEL.namespace, bytes(16))
+    assert struct.unpack_from("<QQQ", data, 112) == (5000, 4000, 2**63 + 5)
+    assert (data[136:252], data[252:]) == (bytes(116), struct.pack("<I", zlib.crc32(data[:252])))
+    assert Record.unpack(data) == RECORD
+
+
+def test_any_flipped_bit_of_a_record_or_superblock_is_an_error():
+    for good, unpack in ((RECORD.pack(), Record.unpack), (Shape(3, 8192, 5).pack(), Shape.unpack)):
+        for bit in range(0, len(good) * 8, 1 if len(good) == 256 else 7):
+            bad = bytearray(good)
+            bad[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(FormatError):
+                unpack(bytes(bad))
+
+
+def test_blank_and_short_records_are_errors():
+    for data in (BLANK, b"", RECORD.pack()[:-1]):
+        with pytest.raises(FormatError):
+            Record.unpack(data)
+
+
+def test_newer_versions_are_errors_that_say_so():
+    with pytest.raises(VersionError, match="version 2"):
+        Record.unpack(resealed(RECORD.pack(), 8, b"\2\0"))
+    with pytest.raises(VersionError, match="version 9"):
+        Shape.unpack(resealed(Shape(3, 8192, 5).pack(), 8, b"\x09\0"))
+
+
+def test_a_superblock_that_contradicts_itself_is_an_error():
+    for changed in (resealed(Shape(3, 8192, 5).pack(), 16, b"\1"), resealed(Shape(3, 8192, 5).pack(), 24, b"\0")):
+        with pytest.raises(FormatError):
+            Shape.unpack(changed)
+    with pytest.raises(ChecksumError):
+        Shape.unpack(Shape(3, 8192, 5).pack()[:-1] + b"\xff")
+
+
+@given(st.integers(1, 1 << 40), st.integers(1, 1 << 20))
+def test_segments_fit_into_their_bytes_unless_they_have_one_slot(segment_bytes, pages):
+    shape = Shape.fitting(1, pages * 4096, segment_bytes)
+    assert shape.num_slots == 1 or shape.file_bytes <= segment_bytes
+
+
+@given(st.integers(0, 1 << 32))
+def test_slots_waste_at_most_a_sixteenth_and_a_page(nbytes):
+    slot = slot_bytes_for(nbytes)
+    assert slot % 4096 == 0
+    assert nbytes <= slot <= max(4096, nbytes + nbytes // 16 + 4096)
+
+
+def test_records_of_the_same_object_are_equal_wherever_they_are():
+    assert RECORD.is_same_object(RECORD.at(1, 2, 3))
+    for field, value in (("key", key_of(2)), ("checksum", 1), ("nbytes", 1), ("flags", Flags.NONE)):
+        assert not RECORD.is_same_object(replace(RECORD, **{field: value}))

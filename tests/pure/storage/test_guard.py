@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvtier.errors import ArgumentError
+from kvtier.storage import Batch, Breaker, Outcome, Status
+from storage_support import Clock
+
+FOUND = Outcome(Status.FOUND)
+
+
+def failed_batch(trouble: str = "a bad disk") -> Batch:
+    batch = Batch(1)
+    batch.fail(trouble)
+    batch.wait(0)
+    return batch
+
+
+def good_batch() -> Batch:
+    batch = Batch(1)
+    batch.settle({0: FOUND})
+    batch.wait(0)
+    return batch
+
+
+def hanging_batch() -> Batch:
+    batch = Batch(1)
+    batch.add_jobs(1)
+    batch.wait(0)
+    return batch
+
+
+def test_a_batch_returns_what_was_settled_in_its_order():
+    batch = Batch(3)
+    batch.settle({2: FOUND})
+    batch.settle({0: Outcome(Status.MISSING), 1: FOUND})
+    assert [outcome.status.value for outcome in batch.wait(0)] == ["missing", "found", "found"]
+    assert not batch.trouble
+
+
+def test_what_is_open_at_the_deadline_is_failed_and_said_so():
+    batch = Batch(2)
+    batch.settle({0: FOUND})
+    outcomes = batch.wait(0)
+    assert [outcome.status for outcome in outcomes] == [Status.FOUND, Status.FAILED]
+    assert "not done within 0 s" in outcomes[1].reason
+    assert batch.is_late
+
+
+def test_after_the_deadline_nobody_touches_what_belongs_to_the_caller():
+    batch = Batch(1)
+    batch.wait(0)
+    touched = []
+    assert not batch.settle({0: FOUND}, lambda: touched.append(1))
+    assert touched == []
+
+
+def test_a_call_that_returns_waits_for_those_who_are_copying_into_its_memory():
+    batch = Batch(2)
+    copying, go_on, returned = threading.Event(), threading.Event(), threading.Event()
+    outcomes = []
+
+    def copy():
+        copying.set()
+        go_on.wait()
+        assert not returned.is_set()
+
+    worker = threading.Thread(target=lambda: batch.settle({0: FOUND}, copy))
+    worker.start()
+    copying.wait()
+    caller = threading.Thread(target=lambda: (outcomes.extend(batch.wait(0)), returned.set()))
+    caller.start()
+    while not batch.is_expired:
+        pass
+    go_on.set()
+    worker.join()
+    caller.join()
+    assert [outcome.status for outcome in outcomes] == [Status.FOUND, Status.FAILED]
+
+
+def test_an_error_while_copying_is_no_success():
+    batch = Batch(1)
+    with pytest.raises(ZeroDivisionError):
+        batch.settle({0: FOUND}, lambda: 1 // 0)
+    assert batch.wait(0)[0].status is Status.FAILED
+
+
+def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_closes():
+    clock = Clock()
+    breaker = Breaker(retry_s=1, max_failures=3, clock=clock)
+    for _ in range(2):
+        assert not breaker.refusal()
+        breaker.record(failed_batch())
+    breaker.record(good_batch())  # not in a row
+    for _ in range(3):
+        assert not breaker.refusal()
+        breaker.record(failed_batch())
+    assert "a bad disk" in breaker.refusal()
+    assert breaker.opinion()
+    clock.now = 1.0
+    assert not breaker.opinion()
+    assert not breaker.refusal()
+    assert "tries the store" in breaker.refusal(), "only one may try"
+    breaker.record(good_batch())
+    assert not breaker.refusal()
+    assert breaker.num_refused == 2
+
+
+def test_each_failed_trial_doubles_the_wait_up_to_the_most():
+    clock = Clock()
+    breaker = Breaker(retry_s=1, max_retry_s=4, max_failures=1, clock=clock)
+    breaker.record(failed_batch())
+    for wait in (1, 2, 4, 4):
+        clock.now += wait - 0.5
+        assert breaker.refusal()
+        clock.now += 0.5
+        assert not breaker.refusal()
+        breaker.record(failed_batch())
+
+
+def test_one_missed_deadline_opens_it_for_as_long_as_the_call_hangs():
+    clock = Clock()
+    breaker = Breaker(retry_s=1, clock=clock)
+    hanging = hanging_batch()
+    breaker.record(hanging)
+    clock.now = 1e6
+    assert "still hang" in breaker.refusal()
+    breaker.record(good_batch())  # one that was under way says nothing about the one that hangs
+    assert "still hang" in breaker.refusal()
+    with hanging:
+        pass
+    assert not breaker.refusal()
+
+
+@pytest.mark.parametrize("settings", [{"retry_s": -1}, {"retry_s": 2, "max_retry_s": 1}, {"max_failures": 0}])
+def test_settings_that_make_no_sense_are_errors(settings):
+    with pytest.raises(ArgumentError):
+        Breaker(**settings)

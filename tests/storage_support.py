@@ -1,0 +1,299 @@
+"""What tests of stores need: objects, a store that fails on demand, and a disk that loses what was not synced."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.storage import Label, MemoryStore, Outcome, Page, Read, Results, Status, Store, StoreStats, Write
+
+NAMESPACE = hashlib.sha256(b"a model").digest()
+OTHER_NAMESPACE = hashlib.sha256(b"another model").digest()
+LABEL = Label(NAMESPACE)
+SECTOR = 512
+
+
+def key_of(number: int) -> bytes:
+    return hashlib.sha256(b"key %d" % number).digest()
+
+
+def payload_of(number: int, nbytes: int = 5000, version: int = 0) -> bytes:
+    """Bytes that tell which object they belong to, wherever one looks."""
+    unit = hashlib.sha256(b"payload %d %d" % (number, version)).digest()
+    return (unit * (nbytes // len(unit) + 1))[:nbytes]
+
+
+def write_of(number: int, nbytes: int = 5000, version: int = 0, label: Label = LABEL) -> Write:
+    return Write(key_of(number), label, payload_of(number, nbytes, version))
+
+
+def put(store: Store, *numbers: int, nbytes: int = 5000, version: int = 0) -> Results:
+    return store.write([write_of(number, nbytes, version) for number in numbers])
+
+
+def get(store: Store, number: int, nbytes: int = 5000, label: Label = LABEL) -> tuple[Outcome, bytes]:
+    """The outcome, and what is in memory then; it was all 0xEE before."""
+    room = bytearray(b"\xee" * nbytes)
+    results = store.read_into([Read(key_of(number), label, room)])
+    return results[0], bytes(room)
+
+
+def has(store: Store, *numbers: int) -> list[bool]:
+    return [outcome.ok for outcome in store.contains([key_of(number) for number in numbers])]
+
+
+def all_keys(store: Store, limit: int = 3) -> list[bytes]:
+    found, cursor = [], ""
+    while True:
+        page = store.scan(cursor, limit)
+        found += [each.key for each in page.objects]
+        cursor = page.cursor
+        if not cursor:
+            return found
+
+
+def resealed(data: bytes, at: int, value: bytes) -> bytes:
+    """A record or superblock with other bytes in it and the CRC that belongs to them."""
+    changed = bytearray(data)
+    changed[at : at + len(value)] = value
+    changed[-4:] = struct.pack("<I", zlib.crc32(changed[:-4]))
+    return bytes(changed)
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Fault:
+    """What goes wrong with one call: an error, the whole deadline gone, or stored objects damaged before it."""
+
+    error: str = ""
+    hangs: bool = False
+    flip_bit: int | None = None
+    cut_to: int | None = None
+    only: Callable[[bytes], bool] = lambda _: True
+    """The keys it happens to."""
+
+
+class FaultyStore:
+    """A MemoryStore with a fault for each call, until there are no more. A hang costs its deadline on the clock, which
+    nobody sits out."""
+
+    def __init__(
+        self, inner: MemoryStore, faults: Iterable[Fault] = (), clock: Clock | None = None, timeout_s: float = 10.0
+    ) -> None:
+        self.inner, self.clock = inner, clock or Clock()
+        self._faults = iter(faults)
+        self._timeout_s = timeout_s
+
+    def _call(self, keys: Sequence[bytes], timeout_s: float | None, call: Callable[[list[int]], Results]) -> Results:
+        fault = next(self._faults, Fault())
+        hit = [fault.only(key) for key in keys]
+        for key, is_hit in zip(keys, hit, strict=True):
+            stored = self.inner.objects.get(key)
+            if is_hit and stored is not None and stored.payload:
+                if fault.flip_bit is not None:
+                    stored.payload[fault.flip_bit // 8 % len(stored.payload)] ^= 1 << fault.flip_bit % 8
+                if fault.cut_to is not None:
+                    del stored.payload[fault.cut_to :]
+        seconds = (self._timeout_s if timeout_s is None else timeout_s) if fault.hangs else 0.0
+        self.clock.now += seconds
+        reason = fault.error or ("not done in time" if fault.hangs else "")
+        spared = [i for i, is_hit in enumerate(hit) if not (is_hit and reason)]
+        results = call(spared)
+        answers = dict(zip(spared, results, strict=True))
+        failed = Outcome(Status.FAILED, reason=reason)
+        return Results(tuple(answers.get(i, failed) for i in range(len(keys))), seconds + results.seconds)
+
+    def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
+        return self._call(keys, timeout_s, lambda left: self.inner.contains([keys[i] for i in left]))
+
+    def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
+        keys = [read.key for read in reads]
+        return self._call(keys, timeout_s, lambda left: self.inner.read_into([reads[i] for i in left]))
+
+    def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
+        keys = [write.key for write in writes]
+        return self._call(keys, timeout_s, lambda left: self.inner.write([writes[i] for i in left]))
+
+    def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
+        return self._call(keys, timeout_s, lambda left: self.inner.remove([keys[i] for i in left]))
+
+    def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
+        fault = next(self._faults, Fault())
+        if fault.error or fault.hangs:
+            return Page((), cursor, timeout_s or 0.0, fault.error or "not done in time")
+        return self.inner.scan(cursor, limit)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    @property
+    def stats(self) -> StoreStats:
+        return self.inner.stats
+
+
+@dataclass
+class Node:
+    """A file: what is on the disk for sure, and what was written since and may be there or not."""
+
+    durable: bytearray = field(default_factory=bytearray)
+    current: bytearray = field(default_factory=bytearray)
+    pending: list[tuple[int, bytes | None]] = field(default_factory=list)
+    """(offset, bytes), or (length, None) for an allocation."""
+
+
+def apply(data: bytearray, offset: int, written: bytes | None) -> None:
+    length = offset if written is None else offset + len(written)
+    if len(data) < length:
+        data.extend(bytes(length - len(data)))
+    if written is not None:
+        data[offset : offset + len(written)] = written
+
+
+class SimulatedDisk:
+    """Files in memory that forget, in a crash, any part of what was not synced: the file operations of a DiskStore.
+
+    Names are changed by (operation, name, node or other name); they, too, are lost unless the folder is synced.
+    """
+
+    def __init__(self, names: dict[str, Node] | None = None, capacity: int = 1 << 30) -> None:
+        self.names = dict(names or {})
+        self.durable_names = dict(self.names)
+        self.pending_names: list[tuple[str, str, Node | str | None]] = []
+        self.capacity = capacity
+        self.num_operations = 0
+        self.before: Callable[[str, int], object] = lambda *_: None
+        """Called with each operation and its number; it may raise, or wait."""
+        self._open: dict[int, Node] = {}
+        self._direct: set[int] = set()
+        self._next = 1000
+        self._lock = threading.RLock()
+
+    def _step(self, operation: str) -> None:
+        with self._lock:
+            self.num_operations += 1
+            number = self.num_operations
+        self.before(operation, number)
+
+    def open(self, path: str, *, create: bool = False, direct: bool = False) -> int:
+        self._step("open")
+        with self._lock:
+            name = Path(path).name
+            if create:
+                node = self.names[name] = Node()
+                self.pending_names.append(("create", name, node))
+            self._next += 1
+            self._open[self._next] = self.names[name]
+            if direct:
+                self._direct.add(self._next)
+            return self._next
+
+    def close(self, descriptor: int) -> None:
+        del self._open[descriptor]
+
+    def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        self._step("read")
+        with self._lock:
+            data = self._open[descriptor].current[offset : offset + len(buffer)]
+            buffer[: len(data)] = data
+            return len(data)
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
+        self._step("write")
+        with self._lock:
+            data = b"".join(bytes(each) for each in buffers)
+            if descriptor in self._direct:
+                assert offset % SECTOR == 0
+                assert len(data) % SECTOR == 0
+            node = self._open[descriptor]
+            apply(node.current, offset, data)
+            node.pending.append((offset, data))
+
+    def allocate(self, descriptor: int, nbytes: int) -> None:
+        self._step("allocate")
+        with self._lock:
+            if self.free_bytes("") < nbytes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            node = self._open[descriptor]
+            apply(node.current, nbytes, None)
+            node.pending.append((nbytes, None))
+
+    def sync(self, descriptor: int) -> None:
+        self._step("sync")
+        with self._lock:
+            node = self._open[descriptor]
+            node.durable[:] = node.current
+            node.pending.clear()
+
+    def sync_folder(self, path: str) -> None:  # noqa: ARG002
+        self._step("sync_folder")
+        with self._lock:
+            self.durable_names = dict(self.names)
+            self.pending_names.clear()
+
+    def rename(self, old: str, new: str) -> None:
+        self._step("rename")
+        with self._lock:
+            before, after = Path(old).name, Path(new).name
+            self.names[after] = self.names.pop(before)
+            self.pending_names.append(("rename", before, after))
+
+    def unlink(self, path: str) -> None:
+        self._step("unlink")
+        with self._lock:
+            name = Path(path).name
+            del self.names[name]
+            self.pending_names.append(("unlink", name, None))
+
+    def list(self, folder: str) -> dict[str, int]:  # noqa: ARG002
+        with self._lock:
+            return {name: len(node.current) for name, node in self.names.items()}
+
+    def free_bytes(self, folder: str) -> int:  # noqa: ARG002
+        return self.capacity - sum(len(node.current) for node in self.names.values())
+
+    def after_crash(self, keep: Callable[[], bool]) -> SimulatedDisk:
+        """The disk as the next process may find it: of what was not synced, `keep` decides each name and sector."""
+        with self._lock:
+            names = dict(self.durable_names)
+            for operation, name, what in self.pending_names:
+                if not keep():
+                    continue
+                if operation == "create" and isinstance(what, Node):
+                    names[name] = what
+                elif operation == "rename" and isinstance(what, str) and name in names:
+                    names[what] = names.pop(name)
+                elif operation == "unlink":
+                    names.pop(name, None)
+            return SimulatedDisk({name: _after_crash(node, keep) for name, node in names.items()}, self.capacity)
+
+
+def _after_crash(node: Node, keep: Callable[[], bool]) -> Node:
+    data = bytearray(node.durable)
+    for offset, written in node.pending:
+        if written is None or len(written) <= SECTOR:
+            if keep():
+                apply(data, offset, written)
+            continue
+        whole, torn = keep(), keep()
+        if whole:
+            apply(data, offset, written)
+        elif torn:
+            for at in range(0, len(written), SECTOR):
+                if keep():
+                    apply(data, offset + at, written[at : at + SECTOR])
+    return Node(bytearray(data), data)
