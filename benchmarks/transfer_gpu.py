@@ -6,6 +6,7 @@ blocks; the host's own time is a bar of its own.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -40,8 +41,9 @@ SHAPES = {
 FORMS = ("block-first", "layer-first")
 LARGE, SMALL, MARGIN = 1 << 30, 64 << 20, 32 << 20
 ROUNDS = 5
+MLP = (4096, 4096, 14336)  # 4,096 tokens through the widest matrix of the 8B model: 0.6 ms
 SPIN = 10_000_000  # cycles: about 5 ms, longer than enqueueing takes
-KEYS = {Direction.D2H: "cuda>pinned", Direction.H2D: "pinned>cuda"}
+NO_WAIT = Event()
 
 
 @dataclass
@@ -83,6 +85,7 @@ def measure_gpu() -> tuple[list[Row], list[Bar]]:
     beside: list[Row] = []
     both: list[Row] = []
     layers: list[Row] = []
+    overtaking: list[Row] = []
     for shape in SHAPES:
         host = None
         for form in FORMS:
@@ -94,19 +97,20 @@ def measure_gpu() -> tuple[list[Row], list[Bar]]:
             both.append(measure_both(case, link))
             if shape == "Llama-3-8B, 16 tokens":
                 layers.append(measure_layers(case))
+                overtaking += [measure_overtaking(case)] if form == "block-first" else []
             case.manager.close()
             del case
             torch.cuda.empty_cache()
         host.free()
-    for rows in (alone, beside, both, layers):
-        print_table(rows)
+    for part in (alone, beside, both, layers, overtaking):
+        print_table(part)
     bars = [at_most("calibration, s", seconds, 3.0), *_bars(alone, beside, both, layers)]
-    rows = [{**row, "of": name} for name, part in _named(alone, beside, both, layers) for row in part]
+    rows = [{**row, "of": name} for name, part in _named(alone, beside, both, layers, overtaking) for row in part]
     return [*rows, {"of": "calibration", "seconds": seconds, "links": dict(cost_table(GPU).links)}], bars
 
 
 def _named(*parts: list[Row]) -> list[tuple[str, list[Row]]]:
-    return list(zip(("alone", "beside", "both", "layers"), parts, strict=True))
+    return list(zip(("alone", "beside", "both", "layers", "overtaking"), parts, strict=True))
 
 
 def _bars(alone: list[Row], beside: list[Row], both: list[Row], layers: list[Row]) -> list[Bar]:
@@ -149,7 +153,7 @@ def measure_alone(case: Case, direction: Direction, link: Link) -> list[Row]:
         ancestor = AncestorSwap(case.group, case.cache, device_ids, link.host, direction)
         moved = compiled.nbytes
         taken: dict[str, list[float]] = {}
-        hosts, walls, raws = [], [], []
+        walls, raws = [], []
         for attempt in range(ROUNDS + 1):
             transfer = case.manager.submit(compiled, urgent=True, after=spin())
             found = {"ours": transfer.wait().seconds, "bulk": _bulk(case, direction, device_ids, host_ids)}
@@ -159,8 +163,7 @@ def measure_alone(case: Case, direction: Direction, link: Link) -> list[Row]:
             torch.cuda.synchronize()
             start = time.perf_counter()
             again = case.manager.compile(direction, device_ids, host_ids, urgent=True)
-            transfer = case.manager.submit(again, urgent=True, after=Event())
-            host_s = time.perf_counter() - start
+            transfer = case.manager.submit(again, urgent=True, after=NO_WAIT)
             transfer.wait()
             wall = time.perf_counter() - start
             start = time.perf_counter()
@@ -170,7 +173,6 @@ def measure_alone(case: Case, direction: Direction, link: Link) -> list[Row]:
             if attempt:
                 raws.append(raw_s)
                 walls.append(wall)
-                hosts.append(host_s)
                 for key, value in found.items():
                     taken.setdefault(key, []).append(value)
         s = {key: statistics.median(values) for key, values in taken.items()}
@@ -189,12 +191,43 @@ def measure_alone(case: Case, direction: Direction, link: Link) -> list[Row]:
                 "raw batch": s["limit"] / s["raw batch"],
                 "ancestor": s["limit"] / s["ancestor"],
                 "copies": compiled.num_copies + compiled.num_inside,
-                "host us": statistics.median(hosts) / (compiled.num_copies + compiled.num_inside) * 1e6,
+                "host us": host_us(case, direction, device_ids, host_ids),
                 "raw host us": statistics.median(raws) / raw.num_copies * 1e6,
                 "expected": (compiled.choice.expected_us or 0.0) / s["ours"] / 1e6,
             }
         )
     return rows
+
+
+def host_us(case: Case, direction: Direction, device_ids: np.ndarray, host_ids: np.ndarray) -> float:
+    """Host microseconds per copy of compiling and submitting: the median of a block of calls, the GPU idle."""
+    taken = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        compiled = case.manager.compile(direction, device_ids, host_ids, urgent=True)
+        transfer = case.manager.submit(compiled, urgent=True, after=NO_WAIT)
+        taken.append((time.perf_counter() - start) / (compiled.num_copies + compiled.num_inside) * 1e6)
+        transfer.wait()
+    return statistics.median(taken)
+
+
+def measure_overtaking(case: Case) -> Row:
+    """An urgent load of 64 MiB alone, and while 1 GiB of bulk moves each way; wall milliseconds, median."""
+    ids, bulk = case.ids(SMALL, 5), case.ids(LARGE, 6)
+    taken: dict[str, list[float]] = {"alone ms": [], "beside bulk ms": []}
+    for attempt in range(ROUNDS + 1):
+        for name, values in taken.items():
+            busy = [case.manager.save(*bulk), case.manager.load(*bulk, urgent=False)] if "bulk" in name else []
+            if busy:
+                time.sleep(0.004)  # well under way
+            start = time.perf_counter()
+            case.manager.load(*ids, after=NO_WAIT).wait()
+            if attempt:
+                values.append((time.perf_counter() - start) * 1e3)
+            for each in busy:
+                each.wait()
+    return {"shape": case.shape, **{name: statistics.median(values) for name, values in taken.items()}}
 
 
 def _bulk(case: Case, direction: Direction, device_ids: np.ndarray, host_ids: np.ndarray) -> float:
@@ -285,7 +318,7 @@ def measure_both(case: Case, link: Link) -> Row:
 
     taken: dict[str, list[float]] = {"ours": [], "contiguous": []}
     started: list[float] = []
-    for attempt in range(ROUNDS + 1):
+    for attempt in range(2 * ROUNDS + 1):
         for name, task in (("contiguous", contiguous), ("ours", ours)):
             task()
             if attempt:
@@ -307,10 +340,12 @@ def measure_both(case: Case, link: Link) -> Row:
 class Products:
     """bf16 matrix products: bound by arithmetic."""
 
-    def __init__(self, size: int = 8192, repeats: int = 40, steps: int = 1) -> None:
+    def __init__(self, shape: tuple[int, int, int] = MLP, repeats: int = 90, steps: int = 1) -> None:
         self.stream = Stream(GPU)
-        self.a, self.b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        self.out = torch.empty_like(self.a)
+        rows, depth, columns = shape
+        self.a = torch.randn(rows, depth, dtype=torch.bfloat16, device="cuda")
+        self.b = torch.randn(depth, columns, dtype=torch.bfloat16, device="cuda")
+        self.out = self.a @ self.b
         self.repeats, self.steps = repeats, steps
 
     def step(self) -> None:
@@ -337,7 +372,7 @@ class Vectors(Products):
     """bf16 matrix times vector: bound by device memory."""
 
     def __init__(self) -> None:
-        super().__init__(2, 50, 10)
+        super().__init__((2, 2, 2), 100, 5)
         self.a = torch.randn(16384, 16384, dtype=torch.bfloat16, device="cuda")
         self.b = torch.randn(16384, dtype=torch.bfloat16, device="cuda")
         self.out = torch.empty_like(self.b)
@@ -352,6 +387,7 @@ def measure_beside(case: Case, direction: Direction, link: Link, name: str, comp
 
     Steps inside the transfer are compared with those before and after it in the same run: between runs the clock of a
     GPU at its power limit differs by more than what is measured (16-23 % "lost" to DMA in the first version of this).
+    Inside a run it still falls, so those outside give a line of step time over time, and those inside are held to it.
     """
     device_ids, host_ids = case.ids(LARGE)
     compiled = case.manager.compile(direction, device_ids, host_ids, urgent=True)
@@ -365,14 +401,17 @@ def measure_beside(case: Case, direction: Direction, link: Link, name: str, comp
         begin = marks[0].elapsed(transfer.begin)
         end = begin + seconds * 1e3
         times = [marks[0].elapsed(mark) for mark in marks]
-        spans = list(zip(times, times[1:], strict=False))[2:]  # the first ones find other caches and clocks
-        inside = [b - a for a, b in spans if a >= begin and b <= end]
-        outside = [b - a for a, b in spans if b <= begin or a >= end]
+        spans = list(itertools.pairwise(times))[2:]  # the first ones find other caches and clocks
+        inside = [(a, b - a) for a, b in spans if a >= begin and b <= end]
+        outside = [(a, b - a) for a, b in spans if b <= begin or a >= end]
+        slope, level = np.polyfit(*zip(*outside, strict=True), 1)
+        quiet = statistics.mean(level + slope * a for a, _ in inside)
+        loud = statistics.mean(length for _, length in inside)
         if attempt:
             rates.append(link.seconds(direction, compiled.nbytes) / seconds)
-            losses.append(1 - statistics.mean(outside) / statistics.mean(inside))
-            alone.append(statistics.mean(outside))
-            beside.append(statistics.mean(inside))
+            losses.append(1 - quiet / loud)
+            alone.append(quiet)
+            beside.append(loud)
     return {
         "shape": case.shape,
         "form": case.form,
@@ -393,11 +432,11 @@ def measure_layers(case: Case) -> Row:
     """4,096 tokens, layer by layer, under 32 layers of compute that take as long as the load; wall clock."""
     count, layers = 4096 // 16, case.group.num_layers
     device_ids, host_ids = (each[:count] for each in case.ids(LARGE))
-    compute = Products(2048, 1)
+    compute = Products((2048, 2048, 2048))
     stream = compute.stream
 
     def load() -> Transfer:
-        return case.manager.load(device_ids, host_ids, layer_wise=True, after=Event())
+        return case.manager.load(device_ids, host_ids, layer_wise=True, after=NO_WAIT)
 
     def run(repeats: int, counter: LayerDoneCounter | None = None) -> None:
         with torch.cuda.stream(stream.native):

@@ -34,7 +34,7 @@ _SIZE_STEP = 2  # each size is this power of two times the one before
 _SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 4 MiB
 _POOL_BYTES = 64 << 20  # of each kind of memory, while measuring
 _FEW_PIECES, _MAX_PIECES = 8, 1024  # a line through both ends of the range gives fixed and per piece
-_REPEATS = 5
+_REPEATS, _PAGEABLE_REPEATS = 5, 2  # pageable memory takes ten times as long, and nobody chooses closely there
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def _time_us(path: PathName, job: Job, pieces: Pieces) -> float:
     """Best of a few runs, from the call until the copy is done; the first one warms up."""
     assert job.stream is not None
     best = math.inf
-    for attempt in range(_REPEATS + 1):
+    for attempt in range((_PAGEABLE_REPEATS if CPU in (job.src, job.dst) else _REPEATS) + 1):
         job.stream.synchronize()
         start = time.perf_counter()
         run_path(path, job, pieces)

@@ -19,7 +19,7 @@ from kvtier.memory.copy_plan import DST, NBYTES, SRC
 from kvtier.memory.placement import PINNED, Placement
 from kvtier.memory.stream import Stream
 
-_ROUNDS = 5
+_ROUNDS = 3
 _PIECE_BYTES = 1 << 20  # as large as DMA likes them, and blocks are
 _MATRIX = 4096  # bf16, 0.2 ms on an H200
 _PRODUCTS = 12

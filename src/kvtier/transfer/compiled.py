@@ -190,7 +190,7 @@ def _table(device_side: I64, host_side: I64, nbytes: I64, direction: Direction) 
     near, far = (SRC, DST) if direction is Direction.D2H else (DST, SRC)
     table[near] = device_side.reshape(-1)
     table[far] = host_side.reshape(-1)
-    table[NBYTES] = np.broadcast_to(nbytes, device_side.shape).reshape(-1)
+    table[NBYTES].reshape(device_side.shape)[:] = nbytes
     return table
 
 

@@ -28,11 +28,12 @@ class TransferConfig:
     """Layers of a layer-wise load travel in groups of at least so many bytes per block: DMA at 96 % of the link."""
     min_layer_groups: int = 4
     """The model waits for one such share of the load before it can start."""
-    chunk_bytes: int = 48 << 20
-    """One slot of the staging ring: long enough to hide a gather kernel's wait for a busy GPU."""
+    chunk_bytes: int = 64 << 20
+    """One slot of the staging ring: two of them outlast a gather kernel's wait for a busy GPU, and each costs the host a
+    launch and a batch call (0.1 ms)."""
     num_chunks: int = 3
-    gather_blocks: int = 132
-    """Blocks of threads of the kernel that gathers into staging: one per multiprocessor."""
+    gather_blocks: int = 264
+    """Blocks of threads of the kernel that gathers into staging: two per multiprocessor."""
     checksum_threads: int = 4
 
     def __post_init__(self) -> None:

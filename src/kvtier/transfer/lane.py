@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from dataclasses import dataclass
 
 from kvtier.memory import Event, Placement, Stream, cuda
 from kvtier.memory.copy_paths import Job, Pieces
@@ -21,21 +20,7 @@ from kvtier.transfer.plane import Direction
 from kvtier.transfer.staging import Mover, StagingRing
 from kvtier.transfer.transfer import Transfer
 
-_URGENT_PRIORITY = -1  # lower numbers go first
-
-
-@dataclass(frozen=True, slots=True)
-class _Track:
-    """Streams that take the slices of one kind in order. On the host both are one."""
-
-    copies: Stream
-    kernels: Stream
-
-    @classmethod
-    def make(cls, placement: Placement, priority: int) -> _Track:
-        copies = Stream(placement, priority=priority)
-        # gathers wait behind every kernel of the model unless they go first; they are short
-        return cls(copies, Stream(placement, priority=_URGENT_PRIORITY) if placement.is_device else copies)
+_URGENT = -1  # stream priority: lower numbers go first
 
 
 class Lane:
@@ -47,7 +32,7 @@ class Lane:
         self._config = config
         self._mover = mover
         self._ring = StagingRing(placement, config, mover)
-        self._tracks = {urgent: _Track.make(placement, _URGENT_PRIORITY if urgent else 0) for urgent in (True, False)}
+        self._streams = {urgent: Stream(placement, priority=_URGENT if urgent else 0) for urgent in (True, False)}
         self._changed = threading.Condition()
         self._queue: list[Transfer] = []
         self._in_flight: dict[bool, deque[tuple[int, Event]]] = {True: deque(), False: deque()}
@@ -81,9 +66,8 @@ class Lane:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        for track in self._tracks.values():
-            for stream in (track.copies, track.kernels):
-                stream.close() if not self._placement.is_device else stream.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize() if self._placement.is_device else stream.close()
         self._ring.close()
 
     def drop_staging(self) -> None:
@@ -142,45 +126,40 @@ class Lane:
 
     def _start(self, transfer: Transfer, index: int) -> None:
         """Give one slice to the streams. Whatever goes wrong is the slice's, not the caller's."""
-        track = self._tracks[transfer.urgent]
+        stream = self._streams[transfer.urgent]
         compiled = transfer.compiled
         start = self._start_on_device if self._placement.is_device else self._start_on_host
         try:
-            end, error = start(transfer, index, track)
+            end, error = start(transfer, index, stream)
         except Exception as raised:  # nothing can be recorded any more: the GPU or the stream is lost
             end, error = Event(), raised
-        compiled.host.used_by(track.copies, end)
+        compiled.host.used_by(stream, end)
         self._in_flight[transfer.urgent].append((compiled.slices[index].nbytes, end))
         transfer.submitted(index, end, error)
 
-    def _start_on_device(self, transfer: Transfer, index: int, track: _Track) -> tuple[Event, BaseException | None]:
+    def _start_on_device(self, transfer: Transfer, index: int, stream: Stream) -> tuple[Event, BaseException | None]:
         compiled = transfer.compiled
         part, choice, host = compiled.slices[index], compiled.choice, compiled.host.placement
         with cuda.current_context(self._placement):
             try:
                 if transfer.begin is None:
-                    self._begin(transfer, track)
+                    if transfer.after is not None:
+                        stream.wait(transfer.after)
+                    transfer.begin = stream.record(Event(timing=True))
+                    transfer.layers.begin(transfer.begin)
                 if choice.strategy == "staged":
-                    return self._ring.run(part, self.direction, host, choice.path, track.copies, track.kernels), None
-                self._mover(choice.path, self._job(host, track.copies), Pieces(part.copies))
-                return track.copies.record(Event(timing=True, blocking=True)), None
-            except Exception as error:
-                track.copies.wait(track.kernels.record())  # part of it may be under way
-                return track.copies.record(Event(timing=True, blocking=True)), error
+                    return self._ring.run(part, self.direction, host, choice.path, stream, transfer.after), None
+                self._mover(choice.path, self._job(host, stream), Pieces(part.copies))
+                return stream.record(Event(timing=True, blocking=True)), None
+            except Exception as error:  # part of it may be under way
+                return stream.record(Event(timing=True, blocking=True)), error
 
-    def _begin(self, transfer: Transfer, track: _Track) -> None:
-        if transfer.after is not None:
-            track.copies.wait(transfer.after)
-            track.kernels.wait(transfer.after)
-        transfer.begin = track.copies.record(Event(timing=True))
-        transfer.layers.begin(transfer.begin)
-
-    def _start_on_host(self, transfer: Transfer, index: int, track: _Track) -> tuple[Event, BaseException | None]:
+    def _start_on_host(self, transfer: Transfer, index: int, stream: Stream) -> tuple[Event, BaseException | None]:
         compiled = transfer.compiled
         part, path, job = compiled.slices[index], compiled.choice.path, self._job(compiled.host.placement, None)
         after = transfer.after
         if transfer.begin is None:
-            transfer.begin = track.copies.record(Event(timing=True))
+            transfer.begin = stream.record(Event(timing=True))
             transfer.layers.begin(transfer.begin)
 
         def task() -> None:
@@ -191,8 +170,8 @@ class Lane:
             except Exception as error:
                 transfer.failed(index, error)
 
-        track.copies.enqueue(task)
-        return track.copies.record(Event(timing=True)), None
+        stream.enqueue(task)
+        return stream.record(Event(timing=True)), None
 
     def _job(self, host: Placement, stream: Stream | None) -> Job:
         sides = (self._placement, host) if self.direction is Direction.D2H else (host, self._placement)

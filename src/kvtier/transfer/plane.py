@@ -105,9 +105,8 @@ def check_ids(name: str, ids: Any, num_blocks: int) -> I64:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ArgumentError(f"{name} must be a list of whole numbers, got {array.dtype} of shape {array.shape}")
     array = array.astype(np.int64)
-    wrong = (array < 0) | (array >= num_blocks)
-    if np.count_nonzero(wrong):
-        bad = int(np.argmax(wrong))
+    if len(array) and (np.minimum.reduce(array) < 0 or np.maximum.reduce(array) >= num_blocks):
+        bad = int(np.argmax((array < 0) | (array >= num_blocks)))
         raise RangeError(f"{name}[{bad}] is {int(array[bad])}, outside 0..{num_blocks - 1}")
     return array
 
@@ -122,8 +121,8 @@ def check_moves(
         raise ArgumentError(f"as many device as host blocks are needed, got {len(on_device)} and {len(on_host)}")
     name, targets = ("host_ids", on_host) if direction is Direction.D2H else ("device_ids", on_device)
     in_order = np.sort(targets)
-    again = in_order[1:][in_order[1:] == in_order[:-1]]
-    if len(again):
+    if np.count_nonzero(in_order[1:] == in_order[:-1]):
+        again = in_order[1:][in_order[1:] == in_order[:-1]]
         raise ArgumentError(f"block {int(again[0])} is twice in {name}, the destination: only one copy could stay")
     return on_device, on_host
 

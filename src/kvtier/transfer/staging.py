@@ -1,16 +1,20 @@
 """The staging ring: device memory through which blocks of layer-first caches cross the link.
 
-D2H   gather cache -> slot (kernel stream)   then   copy slot -> host (copy stream)
-H2D   copy host -> slot (copy stream)        then   scatter slot -> cache (kernel stream)
+    D2H   gather cache -> slot (the slot's kernel stream)   then   copy slot -> host (copy stream)
+    H2D   copy host -> slot (copy stream)                   then   scatter slot -> cache (the slot's kernel stream)
 
-slot 0  [gather 0][copy 0      ]         [gather 3]...          a slot is free again when the second of the two is
-slot 1            [gather 1]  [copy 1      ]                    done; streams wait for each other, nobody on the host
-slot 2                        [gather 2]   [copy 2      ]
+    slot 0  [gather 0][copy 0      ]         [gather 3]...         a slot is free again when the second of the two is
+    slot 1            [gather 1]  [copy 1      ]                   done; streams wait for each other, not the host
+    slot 2                        [gather 2]   [copy 2      ]
+
+Every slot has a kernel stream of its own, of high priority. Beside large matrix products a kernel gets its turn only
+when one of them ends; on one stream that would be one gather per product, less than the link takes meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +29,18 @@ Mover = Callable[[PathName, Job, Pieces], PathName]
 """Carries out independent copies: copy_paths.run_path, or what a test puts in its place."""
 
 
+_FIRST = -1  # stream priority: lower numbers go first
+
+
+@dataclass(slots=True)
+class _Slot:
+    pointer: int
+    stream: Stream
+    """For its kernels."""
+    free: Event
+    """Behind it the slot may be written again."""
+
+
 class StagingRing:
     """Device memory for one direction, made on first use. Not thread-safe: its lane locks."""
 
@@ -33,17 +49,22 @@ class StagingRing:
         self._config = config
         self._mover = mover
         self._memory: torch.Tensor | None = None
-        self._free: list[Event] = []
+        self._slots: list[_Slot] = []
         self._turn = 0
+        self._last_end = Event()
 
     def run(
-        self, part: Slice, direction: Direction, host: Placement, path: PathName, copies: Stream, kernels: Stream
+        self, part: Slice, direction: Direction, host: Placement, path: PathName, copies: Stream, after: Event | None
     ) -> Event:
-        """Submit a staged slice. Returns the event at its end."""
-        base, free, end = self._take()
+        """Submit a staged slice, behind `after`. Returns the event at its end; ends come in order."""
+        slot = self._take()
+        kernels, base, free, end = slot.stream, slot.pointer, slot.free, Event(timing=True, blocking=True)
+        slot.free = end
         try:
             if direction is Direction.D2H:
                 kernels.wait(free)
+                if after is not None:
+                    kernels.wait(after)
                 self._inside(part, DST, base, kernels)
                 copies.wait(kernels.record())
                 self._mover(path, Job(self._placement, host, copies), Pieces(_based(part.copies, SRC, base)))
@@ -52,10 +73,12 @@ class StagingRing:
             self._mover(path, Job(host, self._placement, copies), Pieces(_based(part.copies, DST, base)))
             kernels.wait(copies.record())
             self._inside(part, SRC, base, kernels)
+            kernels.wait(self._last_end)  # the kernels may overtake each other, their ends may not
+            self._last_end = end
             return kernels.record(end)
         except BaseException:
-            kernels.wait(copies.record())  # the slot is free when what was submitted of this is done
-            kernels.record(end)
+            copies.wait(kernels.record())  # the slot is free when what was submitted of this is done
+            copies.record(end)
             raise
 
     def _inside(self, part: Slice, row: int, base: int, kernels: Stream) -> None:
@@ -63,23 +86,27 @@ class StagingRing:
         job = Job(self._placement, self._placement, kernels, blocks=self._config.gather_blocks)
         self._mover("gather", job, Pieces(_based(part.inside, row, base)))
 
-    def _take(self) -> tuple[int, Event, Event]:
-        """The next slot, the event behind which it is free, and the one to record at the end of its use."""
-        if self._memory is None:
-            nbytes = self._config.chunk_bytes * self._config.num_chunks
+    def _take(self) -> _Slot:
+        """The next slot; the ring is made on first use."""
+        if not self._slots:
+            config = self._config
+            nbytes = config.chunk_bytes * config.num_chunks
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._placement.torch)
             # the pool may have given memory that work on torch's current stream still uses
-            ready = Event()
-            ready.record(Stream.wrap(torch.cuda.current_stream(self._placement.torch)))
-            self._free = [ready] * self._config.num_chunks
-        slot = self._turn % self._config.num_chunks
+            ready = Stream.wrap(torch.cuda.current_stream(self._placement.torch)).record()
+            first = self._memory.data_ptr()
+            self._slots = [
+                _Slot(first + k * config.chunk_bytes, Stream(self._placement, priority=_FIRST), ready)
+                for k in range(config.num_chunks)
+            ]
         self._turn += 1
-        free, self._free[slot] = self._free[slot], Event(timing=True, blocking=True)
-        return self._memory.data_ptr() + slot * self._config.chunk_bytes, free, self._free[slot]
+        return self._slots[self._turn % len(self._slots)]
 
     def close(self) -> None:
         """Give the memory up; everything that used it must be done."""
-        self._memory, self._free = None, []
+        for slot in self._slots:
+            slot.stream.synchronize()
+        self._memory, self._slots = None, []
 
 
 def _based(table: I64, row: int, base: int) -> I64:

@@ -10,6 +10,7 @@ The cost of each is the time it takes plus the time the model loses meanwhile, b
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,16 +36,27 @@ class Shape:
     """Contiguous parts in host memory: fewer, if a block is one piece there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, and the reason put in words only when asked: made for every transfer
 class Choice:
     """The way to go, and why."""
 
     strategy: Strategy
     path: PathName
     """Which copy path crosses the link."""
-    why: str
+    told: str = ""
+    """Why, but for the estimates."""
     estimates_us: Mapping[Strategy, float] = field(default_factory=dict)
-    """Expected microseconds of each strategy by itself."""
+    """Expected microseconds of each able strategy by itself."""
+    prices_us: Mapping[Strategy, float] = field(default_factory=dict)
+    """The same, and what the model loses meanwhile: the least wins."""
+
+    @property
+    def why(self) -> str:
+        """The reason, with the estimates it rests on."""
+        costs = [
+            f"{name} {us:.0f} us + {self.prices_us[name] - us:.0f} us lost" for name, us in self.estimates_us.items()
+        ]
+        return (self.told + (f"estimated {', '.join(costs)}" if costs else "")).rstrip("; ")
 
     @property
     def expected_us(self) -> float | None:
@@ -52,41 +64,62 @@ class Choice:
         return self.estimates_us.get(self.strategy)
 
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What can be done between two placements."""
+
+    paths: Mapping[Strategy, PathName]
+    """The able strategies, with the path that crosses the link."""
+    refusals: Mapping[Strategy, str]
+    link: Job
+    inside: Job
+
+    @property
+    def told(self) -> str:
+        return "".join(f"no {name}: {refusal}; " for name, refusal in self.refusals.items())
+
+
+@functools.cache  # asked for every transfer, and the answer never changes
+def _options(src: Placement, dst: Placement, in_one_piece: bool) -> _Options:
+    link = Job(src, dst, None)
+    device = dst if dst.is_device else src
+    inside = Job(device, device, None)
+    if not link.on_device:
+        refusal = why_not("host", link)
+        return _Options({"direct": "loop" if refusal else "host"}, {}, link, inside)
+    engine: PathName = "driver" if why_not("driver", link) is None else "loop"
+    paths: dict[Strategy, PathName] = {"direct": engine, "kernel": "gather", "staged": engine}
+    reasons: dict[Strategy, str | None] = {
+        "direct": None,
+        "kernel": why_not("gather", link),
+        "staged": "blocks are one piece on both sides" if in_one_piece else why_not("gather", inside),
+    }
+    able = {name: path for name, path in paths.items() if reasons[name] is None}
+    return _Options(able, {name: reason for name, reason in reasons.items() if reason is not None}, link, inside)
+
+
 def choose(shape: Shape, forced: Strategy | None = None, costs: CostTable | None = None) -> Choice:
     """The cheapest strategy, or the forced one where it can do the job."""
-    job = Job(shape.src, shape.dst, None)
-    if not job.on_device:
-        able = why_not("host", job) is None
-        told = "compiled copier" if able else f"no compiled copier: {why_not('host', job)}"
-        return Choice("direct", "host" if able else "loop", told)
-    device = shape.dst if shape.dst.is_device else shape.src
-    engine: PathName = "driver" if why_not("driver", job) is None else "loop"
-    refusals: dict[Strategy, str | None] = {
-        "direct": None,
-        "kernel": why_not("gather", job),
-        "staged": why_not("gather", Job(device, device, None))
-        or ("blocks are one piece on both sides" if shape.num_parts <= shape.num_spans and forced is None else None),
-    }
-    why = "".join(f"no {name}: {refusal}; " for name, refusal in refusals.items() if refusal is not None)
-    paths: dict[Strategy, PathName] = {"direct": engine, "kernel": "gather", "staged": engine}
-    if forced is not None and refusals[forced] is None:
+    # who forces staging gets it, though there may be nothing to gather
+    options = _options(shape.src, shape.dst, forced is None and shape.num_parts <= shape.num_spans)
+    paths = options.paths
+    if forced is not None and forced in paths:
         return Choice(forced, paths[forced], "forced")
+    told = options.told
     if forced is not None:
-        why = f"{forced} was forced, but {refusals[forced]}; {why}"
-    able_ones = [name for name, refusal in refusals.items() if refusal is None]
-    if len(able_ones) == 1:
-        return Choice(able_ones[0], paths[able_ones[0]], why.rstrip("; "))
-    table = costs or cost_table(device)
-    times, prices = _prices(shape, job, Job(device, device, None), engine, table)
-    best = min(able_ones, key=lambda name: prices[name])
-    told = ", ".join(f"{name} {times[name]:.0f} us + {prices[name] - times[name]:.0f} us lost" for name in able_ones)
-    return Choice(best, paths[best], f"{why}estimated {told}", times)
+        told = f"{forced} was forced, but {options.refusals.get(forced, 'there is no GPU')}; {told}"
+    if len(paths) == 1:
+        only = next(iter(paths))
+        return Choice(only, paths[only], told or "the only way between host memories")
+    table = costs or cost_table(shape.dst if shape.dst.is_device else shape.src)
+    times, prices = _prices(shape, options, table)
+    best = min(prices, key=lambda name: prices[name])
+    return Choice(best, paths[best], told, times, prices)
 
 
-def _prices(
-    shape: Shape, link: Job, inside: Job, engine: PathName, table: CostTable
-) -> tuple[dict[Strategy, float], dict[Strategy, float]]:
-    """Microseconds of each strategy, and the same with what the model loses."""
+def _prices(shape: Shape, options: _Options, table: CostTable) -> tuple[dict[Strategy, float], dict[Strategy, float]]:
+    """Microseconds of each able strategy, and the same with what the model loses."""
+    link, inside, engine = options.link, options.inside, options.paths["direct"]
     parts = table.estimate_us(link, shape.num_parts, shape.nbytes)
     spans = table.estimate_us(link, shape.num_spans, shape.nbytes)
     gather = table.estimate_us(inside, shape.num_parts, shape.nbytes).get("gather", math.inf)
@@ -104,4 +137,4 @@ def _prices(
         "kernel": times["kernel"] * (1 + lost.get("gather", 1.0)),
         "staged": times["staged"] * (1 + engine_share) + gather,
     }
-    return times, prices
+    return {name: times[name] for name in options.paths}, {name: prices[name] for name in options.paths}

@@ -605,8 +605,7 @@ def test_the_current_device_of_the_caller_and_of_threads_is_left_alone(device):
         assert np.array_equal(host_bytes(host), expected)
         assert before is None or torch.cuda.current_device() == before
         for lane in manager._lanes.values():
-            for track in lane._tracks.values():
-                assert track.copies.placement == track.kernels.placement == device
+            assert {stream.placement for stream in lane._streams.values()} == {device}
 
 
 def test_every_direction_is_its_own_lane(device):
