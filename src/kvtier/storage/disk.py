@@ -134,14 +134,17 @@ class DiskStore:
         return self._end(Kind.WRITE, self._run(len(writes), plan, timeout_s), begin)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Forget objects: they are not found from now on, even if the outcome is FAILED."""
+        """Forget objects: they are not found from now on, even if the outcome is FAILED; where writes are synced, not
+        after a power failure, either."""
         begin = self._begin(keys)
 
         def plan(batch: Batch) -> list[Job]:
             entries = [self._space.discard(key) for key in keys]
             gone = {index: entry for index, entry in enumerate(entries) if entry is not None}
-            batch.settle({index: MISSING for index in range(len(keys)) if index not in gone})
-            return [functools.partial(self._wipe, batch, gone)] if gone else []
+            if not gone and self._sync is Sync.CLOSE:
+                batch.settle(dict.fromkeys(range(len(keys)), MISSING))
+                return []
+            return [functools.partial(self._wipe, batch, gone)]
 
         return self._end(Kind.REMOVAL, self._run(len(keys), plan, timeout_s), begin)
 
@@ -290,8 +293,11 @@ class DiskStore:
             batch.settle(staged.outcomes)
 
     def _wipe(self, batch: Batch, gone: dict[int, Entry], _: Scratch) -> None:
-        self._space.wipe([*gone.values()], sync=self._sync is Sync.WRITE)
-        batch.settle(dict.fromkeys(gone, Outcome(Status.REMOVED)))
+        self._space.wipe([*gone.values()])
+        if self._sync is Sync.WRITE:
+            self._space.sync_blanks()
+        removed = Outcome(Status.REMOVED)
+        batch.settle({index: removed if index in gone else MISSING for index in range(batch.num_objects)})
 
 
 class _Staged:

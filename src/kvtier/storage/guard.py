@@ -26,7 +26,7 @@ class Batch:
     def __init__(self, num_objects: int) -> None:
         self._condition = threading.Condition()
         self._outcomes: list[Outcome | None] = [None] * num_objects
-        self._num_open = num_objects
+        self._num_open = self.num_objects = num_objects
         self._num_settling = 0
         self._num_jobs = 0
         self._is_expired = False

@@ -43,6 +43,8 @@ class Space:
         self._growth = threading.Lock()
         self._catalog = Catalog()
         self._segments: dict[int, Segment] = {}
+        self._blanked: set[int] = set()
+        """Segments whose tables have blanks that may not be on disk."""
         self._folder_lock = FolderLock(folder)
         try:
             self._recover(sync)
@@ -138,14 +140,12 @@ class Space:
         with self._lock:
             return self._catalog.discard(key)
 
-    def wipe(self, entries: Sequence[Entry], *, sync: bool = False) -> None:
+    def wipe(self, entries: Sequence[Entry]) -> None:
         """Blank the records of objects that are gone, and their slots are free. OSError: they are not used again."""
         is_done = False
         try:
             for entry in entries:
-                self.segment(entry.place).write_record(entry.record.slot, BLANK)
-            if sync:
-                self.sync_tables({entry.record.segment for entry in entries})
+                self._blank(entry.place)
             is_done = True
         finally:
             with self._lock:
@@ -172,12 +172,26 @@ class Space:
         """Reserved slots that came to nothing. Those whose records cannot be blanked are not used again."""
         for place in places:
             try:
-                self.segment(place).write_record(place.slot, BLANK)
+                self._blank(place)
                 done = self._catalog.give_back
             except OSError:
                 done = self._catalog.retire
             with self._lock:
                 done(place)
+
+    def _blank(self, place: Place) -> None:
+        with self._lock:
+            self._blanked.add(place.segment)
+        self.segment(place).write_record(place.slot, BLANK)
+
+    def sync_blanks(self) -> None:
+        """Have it on disk that what is gone is gone: an older record of an object that was replaced, too, or it would
+        come back if the power failed after its successor was removed."""
+        with self._growth:  # no segment is deleted meanwhile
+            with self._lock:
+                numbers = self._blanked & self._segments.keys()
+                self._blanked.clear()
+            self.sync_tables(numbers)
 
     def segment(self, place: Place) -> Segment:
         """The open file of a slot that the caller holds."""
@@ -300,6 +314,7 @@ class Space:
             self._catalog.remove_segment(number)
             segment = self._segments.pop(number)
         segment.unlink()
+        self._files.sync_folder(self._folder)  # or its objects would come back after a power failure
 
     def _why_no_room(self, slot_bytes: int) -> str:
         aside = f", {self._quarantine_bytes} of them in quarantine" if self._quarantine_bytes else ""
