@@ -34,6 +34,7 @@ _SIZE_STEP = 2  # each size is this power of two times the one before
 _SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 4 MiB
 _POOL_BYTES = 64 << 20  # of each kind of memory, while measuring
 _FEW_PIECES, _MAX_PIECES = 8, 1024  # a line through both ends of the range gives fixed and per piece
+_BRIEF_PIECES, _BRIEF_BYTES = 256, 16 << 20
 _REPEATS, _PAGEABLE_REPEATS = 5, 2  # pageable memory takes ten times as long, and nobody chooses closely there
 
 
@@ -184,8 +185,10 @@ def _measure_all(
 
 
 def _measure(path: PathName, job: Job, src: Buffer, dst: Buffer, size: int) -> Cost:
-    many = min(_MAX_PIECES, _POOL_BYTES // size)
     few = _FEW_PIECES
+    # a loop's time is a line from the start, and pageable memory is slow: fewer pieces tell as much
+    brief = path == "loop" or CPU in (job.src, job.dst)
+    many = max(2 * few, min(_BRIEF_PIECES, _BRIEF_BYTES // size)) if brief else min(_MAX_PIECES, _POOL_BYTES // size)
     random = np.random.default_rng(size)
     slots = _POOL_BYTES // size
     table = np.empty((3, many), np.int64)

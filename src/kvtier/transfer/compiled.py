@@ -27,8 +27,10 @@ from kvtier.transfer.plane import Direction, Plane, check_moves
 from kvtier.transfer.strategy import Choice, Shape, choose
 
 _STAGE_ALIGNMENT = 256  # a gather kernel moves 16 bytes per load from aligned addresses only
-# The link is idle during the first gather and the last scatter, so those chunks are small; those between hide theirs.
-_RAMP_BYTES = (8 << 20, 24 << 20)
+# The link is idle during the first gather (or the last scatter), so that chunk is small, but no smaller than need be:
+# beside a busy GPU each gather waits for its turn, and a chunk must outlast the wait of the next (8 MiB: 88 % of the
+# link).
+_FIRST_BYTES, _FIRST_SHARE = 8 << 20, 16
 
 
 @dataclass(slots=True, eq=False)
@@ -131,8 +133,9 @@ def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool)
     if step < 1:
         raise ArgumentError(f"a block of {span_bytes} bytes does not fit a staging chunk of {chunk_bytes}")
     sizes: list[int] = []
-    for small in _RAMP_BYTES if ramp else ():
-        sizes.append(min(max(1, small // stride), step, count - sum(sizes)))
+    first = max(_FIRST_BYTES // stride, count // _FIRST_SHARE, 1)
+    for small in (first, 3 * first) if ramp else ():
+        sizes.append(min(small, step, count - sum(sizes)))
     left = count - sum(sizes)
     # what is left, in equal chunks: a short one would not hide the kernel of the next
     num_full = -(-left // step)

@@ -18,10 +18,10 @@ class TransferConfig:
     strategy: Strategy | None = None
     """Force one (see strategy.py); None: the cheapest by the machine's calibration."""
     slice_bytes: int = 64 << 20
-    """Bulk transfers are submitted in slices of about this size: 1.2 ms of the link, which is what an urgent transfer
-    can come to wait behind each slice in flight."""
+    """Bulk transfers are submitted in slices of about this size: 1.2 ms of the link."""
     max_in_flight_bytes: int = 192 << 20
-    """Bulk bytes given to the device and not done, per direction: enough for the link never to run dry."""
+    """Bulk bytes given to the device and not done, per direction: enough for the link never to run dry, and what an
+    urgent transfer waits for at most (3.5 ms)."""
     max_urgent_bytes: int = 8 << 30
     """Urgent bytes, likewise. Beyond it they are queued, ahead of bulk."""
     group_piece_bytes: int = 512 << 10
@@ -29,8 +29,8 @@ class TransferConfig:
     min_layer_groups: int = 4
     """The model waits for one such share of the load before it can start."""
     chunk_bytes: int = 64 << 20
-    """One slot of the staging ring: two of them outlast a gather kernel's wait for a busy GPU, and each costs the host a
-    launch and a batch call (0.1 ms)."""
+    """One slot of the staging ring: two of them outlast a gather kernel's wait for a busy GPU, and each costs the host
+    a launch and a batch call (0.1 ms)."""
     num_chunks: int = 3
     gather_blocks: int = 264
     """Blocks of threads of the kernel that gathers into staging: two per multiprocessor."""

@@ -1,14 +1,14 @@
 """The staging ring: device memory through which blocks of layer-first caches cross the link.
 
-    D2H   gather cache -> slot (the slot's kernel stream)   then   copy slot -> host (copy stream)
-    H2D   copy host -> slot (copy stream)                   then   scatter slot -> cache (the slot's kernel stream)
+    D2H   gather cache -> slot (kernel stream)   then   copy slot -> host (copy stream)
+    H2D   copy host -> slot (copy stream)        then   scatter slot -> cache (kernel stream)
 
     slot 0  [gather 0][copy 0      ]         [gather 3]...         a slot is free again when the second of the two is
     slot 1            [gather 1]  [copy 1      ]                   done; streams wait for each other, not the host
     slot 2                        [gather 2]   [copy 2      ]
 
-Every slot has a kernel stream of its own, of high priority. Beside large matrix products a kernel gets its turn only
-when one of them ends; on one stream that would be one gather per product, less than the link takes meanwhile.
+The kernel stream is of high priority: beside large matrix products a kernel gets its turn only when one of them ends,
+and then it must be first. One stream for all slots: a stream for each, all enqueued ahead, was slower (docs/log.md).
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ _FIRST = -1  # stream priority: lower numbers go first
 @dataclass(slots=True)
 class _Slot:
     pointer: int
-    stream: Stream
-    """For its kernels."""
     free: Event
     """Behind it the slot may be written again."""
 
@@ -51,14 +49,15 @@ class StagingRing:
         self._memory: torch.Tensor | None = None
         self._slots: list[_Slot] = []
         self._turn = 0
-        self._last_end = Event()
+        self._kernels: Stream | None = None
 
     def run(
         self, part: Slice, direction: Direction, host: Placement, path: PathName, copies: Stream, after: Event | None
     ) -> Event:
         """Submit a staged slice, behind `after`. Returns the event at its end; ends come in order."""
         slot = self._take()
-        kernels, base, free, end = slot.stream, slot.pointer, slot.free, Event(timing=True, blocking=True)
+        assert self._kernels is not None
+        kernels, base, free, end = self._kernels, slot.pointer, slot.free, Event(timing=True, blocking=True)
         slot.free = end
         try:
             if direction is Direction.D2H:
@@ -73,8 +72,6 @@ class StagingRing:
             self._mover(path, Job(host, self._placement, copies), Pieces(_based(part.copies, DST, base)))
             kernels.wait(copies.record())
             self._inside(part, SRC, base, kernels)
-            kernels.wait(self._last_end)  # the kernels may overtake each other, their ends may not
-            self._last_end = end
             return kernels.record(end)
         except BaseException:
             copies.wait(kernels.record())  # the slot is free when what was submitted of this is done
@@ -95,18 +92,16 @@ class StagingRing:
             # the pool may have given memory that work on torch's current stream still uses
             ready = Stream.wrap(torch.cuda.current_stream(self._placement.torch)).record()
             first = self._memory.data_ptr()
-            self._slots = [
-                _Slot(first + k * config.chunk_bytes, Stream(self._placement, priority=_FIRST), ready)
-                for k in range(config.num_chunks)
-            ]
+            self._kernels = Stream(self._placement, priority=_FIRST)
+            self._slots = [_Slot(first + k * config.chunk_bytes, ready) for k in range(config.num_chunks)]
         self._turn += 1
         return self._slots[self._turn % len(self._slots)]
 
     def close(self) -> None:
         """Give the memory up; everything that used it must be done."""
-        for slot in self._slots:
-            slot.stream.synchronize()
-        self._memory, self._slots = None, []
+        if self._kernels is not None:
+            self._kernels.synchronize()
+        self._memory, self._kernels, self._slots = None, None, []
 
 
 def _based(table: I64, row: int, base: int) -> I64:
