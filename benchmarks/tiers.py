@@ -107,22 +107,23 @@ def disk(
     memory[:] = os.urandom(len(memory))
     views = [memoryview(memory)[i * OBJECT_BYTES : (i + 1) * OBJECT_BYTES] for i in range(BATCH)]
     rates: dict[str, list[float]] = {name: [] for name in ("write", "raw write", "read", "raw read")}
-    raw = RawDisk(folder / "raw", nbytes, num_threads, direct=direct)
+    raw = RawDisk(folder / "raw", 2 * nbytes, num_threads, direct=direct)
     store = DiskStore(folder / "store", 2 * nbytes, direct=direct, sync=sync, num_threads=num_threads)
     try:
         for number in range(rounds + 2):  # the first two, on fresh slots, are not counted
             taken = dict.fromkeys(rates, 0.0)
+            half = number % 2 * len(batches) * BATCH  # a new object has a slot other than the one it replaces: so here
             for first in batches:
                 keys = [(first + i).to_bytes(32, "little") for i in range(BATCH)]
                 for i, view in enumerate(views):
                     view[:8] = (number << 32 | (first + i)).to_bytes(8, "little")  # another object than last time
                 writes = [Write(key, LABEL, view) for key, view in zip(keys, views, strict=True)]
                 taken["write"] += store.write(writes).seconds
-                taken["raw write"] += raw.batch(os.pwritev, views, first, sync=sync is Sync.WRITE)
+                taken["raw write"] += raw.batch(os.pwritev, views, half + first, sync=sync is Sync.WRITE)
             for first in batches:
                 reads = [Read((first + i).to_bytes(32, "little"), LABEL, view) for i, view in enumerate(views)]
                 taken["read"] += store.read_into(reads).seconds
-                taken["raw read"] += raw.batch(os.preadv, views, first, sync=False)
+                taken["raw read"] += raw.batch(os.preadv, views, half + first, sync=False)
             if number > 1:
                 for name, seconds in taken.items():
                     rates[name].append(nbytes / seconds / 1e9)

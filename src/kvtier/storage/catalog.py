@@ -59,6 +59,9 @@ class _Size:
     """All slots of one length."""
 
     free: deque[Place] = field(default_factory=deque)
+    """Used again in the order in which they became free: what is written together stays together."""
+    quarantined: deque[Place] = field(default_factory=deque)
+    """Free, but the last to be used again, so that they can be looked at."""
     entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     """From the least to the most recently used."""
 
@@ -94,7 +97,7 @@ class Catalog:
         size = self._sizes.setdefault(shape.slot_bytes, _Size())
         others = {*occupied, *quarantined}
         size.free.extend(Place(shape.number, slot) for slot in range(shape.num_slots) if slot not in others)
-        size.free.extend(Place(shape.number, slot) for slot in quarantined)
+        size.quarantined.extend(Place(shape.number, slot) for slot in quarantined)
 
     def remove_segment(self, number: int) -> None:
         """Forget a segment that nobody holds, with all that is in it."""
@@ -102,6 +105,7 @@ class Catalog:
         self.file_bytes -= segment.shape.file_bytes
         size = self._sizes[segment.shape.slot_bytes]
         size.free = deque(place for place in size.free if place.segment != number)
+        size.quarantined = deque(place for place in size.quarantined if place.segment != number)
         for entry in segment.slots:
             if entry is not None and not entry.is_gone:
                 self._unlist(entry)
@@ -126,18 +130,16 @@ class Catalog:
             entry.num_holds = -1  # never comes to 0 by a release
         if entry.is_gone and entry.num_holds == 0:
             segment.slots[entry.record.slot] = None
-            free = self._sizes[entry.slot_bytes].free
-            if entry.record.flags & Flags.QUARANTINED:
-                free.append(entry.place)  # the last to be used again, so that it can be looked at
-            else:
-                free.appendleft(entry.place)
+            size = self._sizes[entry.slot_bytes]
+            (size.quarantined if entry.record.flags & Flags.QUARANTINED else size.free).append(entry.place)
 
     def take(self, slot_bytes: int) -> Place | None:
         """A free slot, held for a writer until `publish` or `give_back`."""
         size = self._sizes.get(slot_bytes)
-        if size is None or not size.free:
+        free = size and (size.free or size.quarantined)
+        if not free:
             return None
-        place = size.free.popleft()
+        place = free.popleft()
         self._segments[place.segment].num_holds += 1
         return place
 
@@ -210,8 +212,9 @@ class Catalog:
         """Raise AssertionError unless the books agree with each other; for tests, when nobody holds anything."""
         places: dict[Place, str] = {}
         for size in self._sizes.values():
-            assert len({*size.free}) == len(size.free), "a slot is free twice"
-            places.update(dict.fromkeys(size.free, "free"))
+            free = [*size.free, *size.quarantined]
+            assert len({*free}) == len(free), "a slot is free twice"
+            places.update(dict.fromkeys(free, "free"))
             for key, entry in size.entries.items():
                 assert self._entries[key] is entry, "an entry is listed under another's key"
                 assert not entry.is_gone, "an entry is listed and gone"
