@@ -1,12 +1,14 @@
 """What only a GPU can show of transfers: streams that wait for each other, staging at full size, lifetimes, threads."""
 
 import gc
+import json
 import threading
 
 import numpy as np
 import pytest
 import torch
 
+from kvtier.cli import main
 from kvtier.errors import LayerSwapTimeoutError
 from kvtier.layout import CacheGroup
 from kvtier.memory import PINNED, Event, Placement, Stream, calibrate, cuda
@@ -203,3 +205,13 @@ def test_the_calibration_knows_the_link_and_what_the_model_loses():
     kept = saved_costs(GPU)
     assert kept is not None
     assert kept.links == table.links
+
+
+def test_doctor_tells_the_link_and_the_strategies(capsys):
+    calibrate(GPU)
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "GB/s to host" in found["link cuda:0"]
+    assert "staged" in found["blocks layer-first, Llama-3-8B, 16 tokens"]
+    assert "direct" in found["blocks block-first, Llama-3-8B, 16 tokens"]
+    assert "driver" in found["model loses, to host"]
