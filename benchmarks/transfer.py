@@ -16,7 +16,7 @@ from kvtier.transfer import DeviceCache, HostMemory, TransferManager
 
 CPU_BYTES = 128 << 20
 BLOCK_KIB = [64, 256, 1024, 2048]
-ROUNDS = 40
+ROUNDS, FEW_ROUNDS = 100, 5  # best of many: the machine is shared, and others take its cores for seconds
 
 
 def main() -> None:
@@ -64,12 +64,12 @@ def _cpu_case(name: str, group: CacheGroup, form: str) -> list[Row]:
             {
                 "save": lambda: manager.save(device_ids, host_ids).wait(),
                 "load": lambda: manager.load(device_ids, host_ids).wait(),
-                "save, checksums": lambda: manager.save(device_ids, host_ids, checksum=True).checksums(),
                 "memcpy, torch": lambda: dst.copy_(src),
                 "memcpy, numpy": lambda: np.copyto(b, a),
             },
             ROUNDS,
         )
+        summed = best({"sums": lambda: manager.save(device_ids, host_ids, checksum=True).checksums()}, FEW_ROUNDS)
     memcpy = min(seconds["memcpy, torch"], seconds["memcpy, numpy"])
     moved = count * group.block_bytes
     return [
@@ -80,7 +80,7 @@ def _cpu_case(name: str, group: CacheGroup, form: str) -> list[Row]:
             "GB/s": moved / seconds[way] / 1e9,
             "memcpy GB/s": moved / memcpy / 1e9,
             "of memcpy": memcpy / seconds[way],
-            "with checksums GB/s": moved / seconds["save, checksums"] / 1e9,
+            "with checksums GB/s": moved / summed["sums"] / 1e9,
         }
         for way in ("save", "load")
     ]

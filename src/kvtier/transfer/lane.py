@@ -1,8 +1,8 @@
 """One direction of the link: who goes next, on which stream, and how much at a time.
 
-urgent   submitted whole by the caller itself, on a stream of its own        never behind bulk in a queue
-bulk     submitted by the lane's thread, a slice at a time, on another       at most max_in_flight_bytes at once, and
-         stream                                                              none while something urgent is under way
+urgent   submitted whole by the caller itself, on a stream of its own; never behind bulk in a queue
+bulk     on another stream, at most max_in_flight_bytes at once, and none while something urgent is under way: at once
+         by the caller if it fits and nothing is ahead of it, else by the lane's thread, a slice at a time
 
 queue   [ urgent beyond its bound, oldest first | bulk, oldest first ]
 """
@@ -40,9 +40,9 @@ class Lane:
         self._closed = False
 
     def submit(self, transfer: Transfer) -> None:
-        """Start it now if it is urgent and there is room, else queue it."""
+        """Start it now if nothing is in its way and it is within the bound, else queue it."""
         with self._changed:
-            if transfer.urgent and not any(each.urgent for each in self._queue) and self._has_room(transfer):
+            if self._can_start(transfer):
                 while (index := transfer.claim()) is not None:
                     self._start(transfer, index)
                 return
@@ -123,10 +123,13 @@ class Lane:
         limit = self._config.max_urgent_bytes if urgent else self._config.max_in_flight_bytes
         return line[0][1] if used and used + wanted > limit else None
 
-    def _has_room(self, transfer: Transfer) -> bool:
-        self._retire(True)
-        used = sum(nbytes for nbytes, _ in self._in_flight[True])
-        return not used or used + transfer.compiled.nbytes <= self._config.max_urgent_bytes
+    def _can_start(self, transfer: Transfer) -> bool:
+        """Whether all of it can be submitted right now, ahead of nobody it should be behind."""
+        if any(each.urgent or not transfer.urgent for each in self._queue):
+            return False
+        nbytes = transfer.compiled.nbytes
+        fits = transfer.urgent or nbytes <= self._config.max_in_flight_bytes
+        return fits and self._in_the_way(transfer.urgent, nbytes) is None
 
     def _retire(self, urgent: bool) -> None:
         line = self._in_flight[urgent]
