@@ -3,30 +3,33 @@
  *
  * Weights are widened to float32 in registers, to exactly the numbers the dequantised matrix has (d * q is exact: 11
  * bits times 4 or 8; adding m rounds once, as it does there). Sums are float32, in the order of the columns for each
- * output, however many tokens there are.
+ * output, however many tokens there are (with AMX: up to 4; see native_amx.h for more).
  *
  * A packed matrix is a row of tiles of 16 outputs; within a tile the 16 weights of one column lie together, so that a
  * vector holds 16 outputs and an input is broadcast. Per tile and 32 columns:
  *   Q4_1: float d[16], m[16]; uint8 q[16][16], low nibble column j, high nibble column j + 16
- *   Q8_0: float d[16]; uint16 q[16][16], low byte column j, high byte column j + 16, 128 added to both (gcc 12 widens
- *         bytes just loaded, or signed, one by one)
+ *   Q8_0: float d[16]; int8 q[32][16]
  *   BF16: uint16 w[32][16]
  */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
-enum { LANES = 16, BLOCK = 32, AHEAD = 12 };
+/* GRAIN: numbers below which waking a second thread costs more than it saves (2 cores, 2026-11-15). */
+enum { LANES = 16, BLOCK = 32, GRAIN = 16384, AHEAD = 12 };
+enum { Q4_1, Q8_0, BF16 };
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
 
 #define LOAD(type, from) ({ type v_; memcpy(&v_, (from), sizeof v_); v_; })
 #define STORE(to, v) ({ f32x16 s_ = (v); memcpy((to), &s_, sizeof s_); })
-#define WIDEN(v) __builtin_convertvector(__builtin_convertvector((v), i32x16), f32x16)
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE float sum_of(f32x16 v) {
@@ -84,9 +87,11 @@ void kvtier_threads(void *parallel_, void *thread_number_, void *team_size_) {
     team_size = (int (*)(void))team_size_;
 }
 
-static void run(void (*work)(void *), void *data, int threads) {
-    if (parallel && threads > 1) parallel(work, data, (unsigned)threads, 0);
-    else work(data);
+static int is_alone(int threads, long numbers) { return !parallel || threads < 2 || numbers < GRAIN; }
+
+static void run(void (*work)(void *), void *data, int alone, int threads) {
+    if (alone) work(data);
+    else parallel(work, data, (unsigned)threads, 0);
 }
 
 /* This thread's share [*begin, *end) of `count` pieces of work. */
@@ -99,25 +104,49 @@ static void share(long count, int alone, long *begin, long *end) {
 
 typedef struct {
     const char *weights;
-    const float *x; /* [columns][tokens] */
+    const float *x; /* [columns][tokens], or parts (native_amx.h) */
     float *y;       /* [tokens][rows] */
     long rows, columns, tokens;
     int kind, alone;
 } Product;
 
-/* Two columns, first and second, of one tile: their weights as numbers. */
+/* 16 bytes as integers (gcc 12 by itself widens bytes just loaded one by one). */
+INLINE i32x16 bytes_at(const char *from) {
+#if defined(__AVX512F__)
+    return (i32x16)_mm512_cvtepi8_epi32(LOAD(__m128i, from));
+#elif defined(__AVX2__)
+    const __m256i low = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from));
+    const __m256i high = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(from + 8)));
+    i32x16 all;
+    memcpy(&all, &low, sizeof low), memcpy((char *)&all + sizeof low, &high, sizeof high);
+    return all;
+#else
+    return __builtin_convertvector(LOAD(i8x16, from), i32x16);
+#endif
+}
+
+/* The low four bits of each, as numbers: looked up in a register where the processor can, else converted. */
+INLINE f32x16 nibbles_of(i32x16 q) {
+#ifdef __AVX512F__
+    const f32x16 table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (f32x16)_mm512_permutexvar_ps((__m512i)q, (__m512)table);
+#else
+    return __builtin_convertvector(q & 15, f32x16);
+#endif
+}
+
+/* Columns j and j + 16 of one tile: their weights as numbers. */
 INLINE void q4_1(const char *block, int j, f32x16 *first, f32x16 *second) {
     const f32x16 d = LOAD(f32x16, block), m = LOAD(f32x16, block + 64);
-    const u8x16 q = LOAD(u8x16, block + 128 + 16 * j);
-    *first = WIDEN(q & 15) * d + m;
-    *second = WIDEN(q >> 4) * d + m;
+    const i32x16 q = bytes_at(block + 128 + 16 * j);
+    *first = nibbles_of(q) * d + m;
+    *second = nibbles_of(q >> 4) * d + m;
 }
 
 INLINE void q8_0(const char *block, int j, f32x16 *first, f32x16 *second) {
-    const f32x16 d = LOAD(f32x16, block), m = d * -128; /* q * d + m is exact: nothing rounds */
-    const u16x16 q = LOAD(u16x16, block + 64 + 32 * j);
-    *first = WIDEN(q & 255) * d + m;
-    *second = WIDEN(q >> 8) * d + m;
+    const f32x16 d = LOAD(f32x16, block);
+    *first = __builtin_convertvector(bytes_at(block + 64 + 16 * j), f32x16) * d;
+    *second = __builtin_convertvector(bytes_at(block + 64 + 16 * (j + 16)), f32x16) * d;
 }
 
 INLINE void bf16(const char *block, int j, f32x16 *first, f32x16 *second) {
@@ -126,9 +155,9 @@ INLINE void bf16(const char *block, int j, f32x16 *first, f32x16 *second) {
 }
 
 /* TILES tiles by TOKENS tokens in registers. */
-#define PRODUCT(KIND, BLOCK_BYTES, TILES, TOKENS)                                                                     \
+#define PRODUCT(KIND, BYTES, TILES, TOKENS)                                                                           \
     static void KIND##_##TOKENS(const Product *p, long begin, long end) {                                             \
-        const long blocks = p->columns / BLOCK, tile_bytes = blocks * BLOCK_BYTES;                                    \
+        const long blocks = p->columns / BLOCK, tile_bytes = blocks * BYTES;                                          \
         for (long tile = begin; tile < end; tile += TILES) {                                                          \
             const int tiles = end - tile < TILES ? (int)(end - tile) : TILES;                                         \
             f32x16 sum[TILES][TOKENS];                                                                                \
@@ -136,35 +165,36 @@ INLINE void bf16(const char *block, int j, f32x16 *first, f32x16 *second) {
             if (tiles == TILES)                                                                                       \
                 for (long b = 0; b < blocks; ++b)                                                                     \
                     for (int j = 0; j < BLOCK / 2; ++j)                                                               \
-                        STEP(KIND, BLOCK_BYTES, TILES, TOKENS)                                                        \
+                        STEP(KIND, BYTES, TILES, TOKENS)                                                              \
             else                                                                                                      \
                 for (long b = 0; b < blocks; ++b)                                                                     \
                     for (int j = 0; j < BLOCK / 2; ++j)                                                               \
-                        STEP(KIND, BLOCK_BYTES, tiles, TOKENS)                                                        \
+                        STEP(KIND, BYTES, tiles, TOKENS)                                                              \
             for (int i = 0; i < tiles; ++i)                                                                           \
                 for (int t = 0; t < TOKENS; ++t)                                                                      \
                     memcpy(p->y + t * p->rows + (tile + i) * LANES, &sum[i][t], sizeof(f32x16));                      \
         }                                                                                                             \
     }
-#define STEP(KIND, BLOCK_BYTES, TILES, TOKENS)                                                                        \
+#define STEP(KIND, BYTES, TILES, TOKENS)                                                                              \
     _Pragma("GCC unroll 4") for (int i = 0; i < TILES; ++i) {                                                         \
         f32x16 first, second;                                                                                         \
-        KIND(p->weights + (tile + i) * tile_bytes + b * BLOCK_BYTES, j, &first, &second);                             \
+        KIND(p->weights + (tile + i) * tile_bytes + b * BYTES, j, &first, &second);                                   \
         const float *x = p->x + (b * BLOCK + j) * TOKENS;                                                             \
         _Pragma("GCC unroll 16") for (int t = 0; t < TOKENS; ++t) sum[i][t] += first * x[t];                          \
         _Pragma("GCC unroll 16") for (int t = 0; t < TOKENS; ++t) sum[i][t] += second * x[16 * TOKENS + t];           \
     }
 
 /* Sum registers: 4, 8 or 16 of the 32 there are with AVX-512 (of 64 bytes), of the 16 of AVX2 (two each). */
-#define PRODUCTS(KIND, BLOCK_BYTES)                                                                                   \
-    PRODUCT(KIND, BLOCK_BYTES, 4, 1)                                                                                  \
-    PRODUCT(KIND, BLOCK_BYTES, 4, 2)                                                                                  \
-    PRODUCT(KIND, BLOCK_BYTES, 2, 4)                                                                                  \
-    PRODUCT(KIND, BLOCK_BYTES, 2, 8)                                                                                  \
-    PRODUCT(KIND, BLOCK_BYTES, 1, 16)
-PRODUCTS(q4_1, (2 * 64 + 256))
-PRODUCTS(q8_0, (64 + 512))
-PRODUCTS(bf16, 1024)
+#define PRODUCTS(KIND, BYTES)                                                                                         \
+    PRODUCT(KIND, BYTES, 4, 1)                                                                                        \
+    PRODUCT(KIND, BYTES, 4, 2)                                                                                        \
+    PRODUCT(KIND, BYTES, 2, 4)                                                                                        \
+    PRODUCT(KIND, BYTES, 2, 8)                                                                                        \
+    PRODUCT(KIND, BYTES, 1, 16)
+static const int BLOCK_BYTES[] = {[Q4_1] = 2 * 64 + 256, [Q8_0] = 64 + 512, [BF16] = 1024};
+PRODUCTS(q4_1, BLOCK_BYTES[Q4_1])
+PRODUCTS(q8_0, BLOCK_BYTES[Q8_0])
+PRODUCTS(bf16, BLOCK_BYTES[BF16])
 
 typedef void (*ProductFunction)(const Product *, long, long);
 static const ProductFunction PRODUCT_OF[3][5] = {
@@ -173,6 +203,12 @@ static const ProductFunction PRODUCT_OF[3][5] = {
     {bf16_1, bf16_2, bf16_4, bf16_8, bf16_16},
 };
 
+/* x [count][columns] to [columns][tokens]; tokens beyond count are zeros. */
+static void transpose(const float *x, float *out, long count, long columns, long tokens) {
+    for (long k = 0; k < columns; ++k)
+        for (long t = 0; t < tokens; ++t) out[k * tokens + t] = t < count ? x[t * columns + k] : 0;
+}
+
 static void product_share(void *data) {
     const Product *p = data;
     long begin, end;
@@ -180,11 +216,16 @@ static void product_share(void *data) {
     PRODUCT_OF[p->kind][__builtin_ctzl(p->tokens)](p, begin, end);
 }
 
-/* kind: 0 Q4_1, 1 Q8_0, 2 BF16. rows a multiple of 16, columns of 32, tokens 1, 2, 4, 8 or 16. */
-void kvtier_product(int kind, const void *weights, const float *x, float *y, long rows, long columns, long tokens,
-                    int threads) {
-    Product p = {weights, x, y, rows, columns, tokens, kind, !parallel || threads < 2};
-    run(product_share, &p, threads);
+#include "native_amx.h"
+
+/* x [count][columns]; rows a multiple of 16, columns of 32; tokens, the least power of 2 that is not below count, at
+ * most 16; scratch [2][tokens][columns], y [tokens][rows]. */
+void kvtier_product(int kind, const void *weights, const float *x, float *scratch, float *y, long rows, long columns,
+                    long count, long tokens, int threads) {
+    Product p = {weights, x, y, rows, columns, tokens, kind, is_alone(threads, rows * columns)};
+    if (amx_product(&p, x, scratch, count, threads)) return;
+    if (tokens > 1) transpose(x, scratch, count, columns, tokens), p.x = scratch;
+    run(product_share, &p, p.alone, threads);
 }
 
 /* ---- attention of one query token per sequence over the paged cache of one layer ---- */
@@ -259,9 +300,10 @@ static void attention_share(void *data) {
 /* dim a multiple of 16. */
 void kvtier_attend(const float *q, const float *cache, const int32_t *tables, const int32_t *lengths, float *out,
                    float *scratch, const long *sizes, float scale, int threads) {
+    const int alone = is_alone(threads, GRAIN);
     Attention a = {q,        cache,    tables,   lengths,  out,      scratch,  sizes[0],  sizes[1], sizes[2], sizes[3],
-                   sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], scale,    !parallel || threads < 2};
-    run(attention_share, &a, threads);
+                   sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], scale,    alone};
+    run(attention_share, &a, a.alone, threads);
 }
 
 /* ---- what each token needs between the matrices, in one pass over it ---- */
@@ -298,8 +340,8 @@ static void norm_share(void *data) {
 /* residual += x (unless x is null); out = its RMS norm. dim a multiple of 16. */
 void kvtier_norm(float *x, float *residual, const float *weight, float *out, long tokens, long dim, float eps,
                  int threads) {
-    Norm p = {x, residual, out, weight, tokens, dim, eps, !parallel || threads < 2};
-    run(norm_share, &p, threads);
+    Norm p = {x, residual, out, weight, tokens, dim, eps, is_alone(threads, tokens * dim)};
+    run(norm_share, &p, p.alone, threads);
 }
 
 typedef struct {
@@ -324,8 +366,8 @@ static void gate_share(void *data) {
 
 /* out = silu(gate) * up. dim a multiple of 16. */
 void kvtier_gate(const float *gate_up, float *out, long tokens, long dim, int threads) {
-    Gate p = {gate_up, out, tokens, dim, !parallel || threads < 2};
-    run(gate_share, &p, threads);
+    Gate p = {gate_up, out, tokens, dim, is_alone(threads, tokens * dim)};
+    run(gate_share, &p, p.alone, threads);
 }
 
 typedef struct {
@@ -361,7 +403,8 @@ static void rotation_share(void *data) {
 /* Rotate queries and keys in place; store keys and values. dim a multiple of 32. */
 void kvtier_rotate(float *qkv, const float *cos, const float *sin, float *cache, const int64_t *slots,
                    const long *sizes, int threads) {
+    const int alone = is_alone(threads, sizes[0] * (sizes[1] + 2 * sizes[2]) * sizes[3]);
     Rotation p = {qkv,      cos,      sin,      cache,    slots,    sizes[0], sizes[1],
-                  sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], !parallel || threads < 2};
-    run(rotation_share, &p, threads);
+                  sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], alone};
+    run(rotation_share, &p, p.alone, threads);
 }

@@ -28,6 +28,7 @@ from kvtier.memory.files import cache_dir
 MAX_TOKENS = 16
 """More rows of x than this are worth reading a float32 matrix for."""
 _LANES, _BLOCK = 16, 32
+_SOURCES = ("native.c", "native_amx.h")
 # No -ffast-math: it lets the compiler reorder sums, and so make them depend on how many tokens there are.
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2})
@@ -60,7 +61,7 @@ class NativeCode:
         library = ctypes.CDLL(str(path))
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self._product = library.kvtier_product
-        self._product.argtypes = [ctypes.c_int, pointer, pointer, pointer, number, number, number, ctypes.c_int]
+        self._product.argtypes = [ctypes.c_int, *[pointer] * 4, *[number] * 4, ctypes.c_int]
         self._product.restype = None
         self._attend = library.kvtier_attend
         self._attend.argtypes = [*[pointer] * 7, ctypes.c_float, ctypes.c_int]
@@ -81,27 +82,14 @@ class NativeCode:
 
     def linear(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         """x @ weight.T for at most MAX_TOKENS rows of float32."""
-        count = x.shape[0]
+        count, x = x.shape[0], x.contiguous()
         padded = 1 << (count - 1).bit_length()
-        if padded == 1:
-            columns = x.contiguous()
-        elif padded == count:
-            columns = x.t().contiguous()
-        else:
-            columns = x.new_zeros(weight.columns, padded)
-            columns[:, :count] = x.t()
-        out = x.new_empty(padded, weight.rows)
+        scratch, out = x.new_empty(2 * padded * weight.columns), x.new_empty(padded, weight.rows)
         self._product(
-            _KINDS[weight.kind],
-            weight.data.data_ptr(),
-            columns.data_ptr(),
-            out.data_ptr(),
-            weight.rows,
-            weight.columns,
-            padded,
-            torch.get_num_threads(),
+            *(_KINDS[weight.kind], weight.data.data_ptr(), x.data_ptr(), scratch.data_ptr(), out.data_ptr()),
+            *(weight.rows, weight.columns, count, padded, torch.get_num_threads()),
         )
-        return out[:count]
+        return out if count == padded else out[:count]
 
     def attend(
         self, q: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, longest: int
@@ -195,8 +183,7 @@ def _pack_q8_0(raw: _U8) -> _U8:
     tiles, _, blocks, _ = raw.shape
     out = np.empty((tiles, blocks, 576), np.uint8)
     out[:, :, :64].view(np.float32).reshape(tiles, blocks, 1, _LANES)[:] = _halves(raw[..., :2]).transpose(0, 2, 3, 1)
-    pairs = out[:, :, 64:].reshape(tiles, blocks, 16, _LANES, 2)
-    pairs[:] = raw[..., 2:].reshape(tiles, _LANES, blocks, 2, 16).transpose(0, 2, 4, 1, 3) ^ 0x80
+    out[:, :, 64:].reshape(tiles, blocks, _BLOCK, _LANES)[:] = raw[..., 2:].transpose(0, 2, 3, 1)
     return out
 
 
@@ -207,15 +194,15 @@ def _halves(raw: _U8) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
 @functools.cache  # compiling and loading once per process is the point
 def native() -> Native:
     """The native code of this machine; compiles it if the cache has none."""
-    source = resources.files("kvtier.engine").joinpath("native.c").read_text()
+    sources = {name: resources.files("kvtier.engine").joinpath(name).read_text() for name in _SOURCES}
     compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    key = hashlib.sha256("\0".join((source, *_FLAGS, _processor())).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((*sources.values(), *_FLAGS, _processor())).encode()).hexdigest()
     try:
         path = cache_dir() / f"engine-{key[:16]}.so"
         if not path.exists():
             if compiler is None:
                 return Native(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
-            _compile(compiler, source, path)
+            _compile(compiler, sources, path)
         return Native(NativeCode(path), f"compiled in {path}")
     except UnavailableError as error:
         return Native(None, str(error))
@@ -224,11 +211,12 @@ def native() -> Native:
         return Native(None, f"compiling with {compiler} failed: {detail}")
 
 
-def _compile(compiler: str, source: str, path: Path) -> None:
+def _compile(compiler: str, sources: Mapping[str, str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        code, built = Path(folder) / "native.c", Path(folder) / "native.so"
-        code.write_text(source)
-        command = [*compiler.split(), str(code), *_FLAGS, "-o", str(built)]
+        built = Path(folder) / "native.so"
+        for name, source in sources.items():
+            (Path(folder) / name).write_text(source)
+        command = [*compiler.split(), str(Path(folder) / _SOURCES[0]), *_FLAGS, "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         os.replace(built, path)  # atomic: another process sees all of it or nothing
 

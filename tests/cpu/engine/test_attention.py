@@ -99,15 +99,52 @@ def test_packed_matrices_hold_exactly_the_numbers_of_the_dequantised_ones(kind, 
     packed = pack(kind, raw)
     code = native().code
     # A unit vector picks a column: nothing is summed, so every bit must be there.
-    for first in range(0, shape[1], 16):
-        columns = torch.eye(shape[1])[first : first + 16]
-        assert torch.equal(code.linear(columns, packed), exact[:, first : first + 16].t())
+    for first in range(0, shape[1], 4):
+        columns = torch.eye(shape[1])[first : first + 4]
+        assert torch.equal(code.linear(columns, packed), exact[:, first : first + 4].t())
+    wide = torch.randn(16, shape[1], generator=torch.Generator().manual_seed(2)) * torch.logspace(-6, 6, 16)[:, None]
+    right = wide.double() @ exact.double().t()
     for count in range(1, 17):
-        x = torch.randn(count, shape[1])
-        torch.testing.assert_close(code.linear(x, packed), x @ exact.t(), rtol=1e-4, atol=1e-4)
-    rows = torch.randn(16, shape[1])
-    together = code.linear(rows, packed)
-    assert all(torch.equal(code.linear(row[None], packed)[0], each) for row, each in zip(rows, together, strict=True))
+        unit = wide[:count].double().norm(dim=1, keepdim=True) * exact.double().norm(dim=1)
+        error = (code.linear(wide[:count], packed) - right[:count]).abs() / unit
+        assert error.max() < 2e-6  # some units in the last place of float32
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
+def test_a_product_does_not_depend_on_the_other_tokens(kind):
+    gguf = pytest.importorskip("gguf")
+    weight = torch.randn(48, 96)
+    raw = weight.bfloat16()
+    if kind != "BF16":
+        raw = torch.from_numpy(gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]))
+    packed, code, rows = pack(kind, raw), native().code, torch.randn(16, 96)
+    for counts in (range(1, 5), range(5, 17)):  # one way of computing each, where there is AMX
+        together = code.linear(rows[: counts[-1]], packed)
+        for count in counts:
+            assert torch.equal(code.linear(rows[:count], packed), together[:count])
+            assert torch.equal(code.linear(rows[:count].flip(0), packed), together[:count].flip(0))
+
+
+@needs_compiler
+@pytest.mark.parametrize("without", [("AMX_BF16",), ("AMX_BF16", "AVX512F"), ("AMX_BF16", "AVX512F", "AVX2")])
+def test_lesser_processors_compute_the_same(monkeypatch, tmp_path, without):
+    from kvtier.engine import native as module
+
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setattr(module, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(module, "_FLAGS", (*module._FLAGS, *(f"-U__{name}__" for name in without)))
+    code = module.native.__wrapped__().code
+    weight = torch.randn(48, 96)
+    for kind in ("Q4_1", "Q8_0", "BF16"):
+        raw = weight.bfloat16()
+        if kind != "BF16":
+            raw = torch.from_numpy(gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]))
+        packed, rows = pack(kind, raw), torch.randn(16, 96)
+        together = code.linear(rows, packed)
+        torch.testing.assert_close(together, native().code.linear(rows, packed), rtol=1e-5, atol=1e-5)
+        one_by_one = torch.cat([code.linear(row[None], packed) for row in rows])
+        assert torch.equal(one_by_one, together)  # sums in the order of the columns, however many tokens there are
 
 
 def test_matrices_that_cannot_be_packed_are_left_alone():
