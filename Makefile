@@ -44,6 +44,7 @@ bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.copy --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.state --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.pipeline --results $(RESULTS)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.transfer --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.index --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine_model --results $(RESULTS)
@@ -53,6 +54,7 @@ gpu:  ## GPU tests and GPU benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m pytest -p no:cacheprovider tests/cpu tests/gpu
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.copy --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.state --results $(RESULTS)
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.transfer --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.engine_gpu --results $(RESULTS)
 
 clean:  ## remove what the targets made

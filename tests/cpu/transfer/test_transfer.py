@@ -29,7 +29,6 @@ from kvtier.memory import CPU, Event, Placement
 from kvtier.memory.copy_paths import run_path
 from kvtier.transfer import (
     DeviceCache,
-    Direction,
     HostMemory,
     LayerDoneCounter,
     Status,
@@ -606,9 +605,3 @@ def test_the_current_device_of_the_caller_and_of_threads_is_left_alone(device):
         assert before is None or torch.cuda.current_device() == before
         for lane in manager._lanes.values():
             assert {stream.placement for stream in lane._streams.values()} == {device}
-
-
-def test_every_direction_is_its_own_lane(device):
-    manager, _, _ = managed(SMALL, device)
-    with manager:
-        assert {lane.direction for lane in manager._lanes.values()} == set(Direction)
