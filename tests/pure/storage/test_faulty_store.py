@@ -1,0 +1,50 @@
+"""The store that fails on demand fails as told, and never serves a wrong byte."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from kvtier.storage import MemoryStore, Read, Status
+from storage_support import LABEL, Clock, Fault, FaultyStore, get, has, key_of, payload_of, put
+
+FAULTS = st.builds(
+    Fault,
+    error=st.sampled_from(["", "", "no route"]),
+    hangs=st.booleans(),
+    flip_bit=st.none() | st.integers(0, 10**6),
+    cut_to=st.none() | st.integers(0, 5000),
+    only=st.sampled_from([lambda _: True, lambda key: key[0] % 2 == 0]),
+)
+
+
+def test_errors_and_hangs_are_outcomes_and_a_hang_costs_its_deadline_on_the_clock():
+    clock = Clock()
+    store = FaultyStore(MemoryStore(1 << 20), [Fault(error="no route"), Fault(hangs=True), Fault()], clock, timeout_s=3)
+    assert put(store, 1)[0].reason == "no route"
+    assert store.contains([key_of(1)], timeout_s=2)[0].status is Status.FAILED
+    assert clock.now == 2
+    assert has(store, 1) == [False]
+
+
+def test_damaged_objects_are_corrupt_then_missing_and_the_others_are_served():
+    first = key_of(1)
+    store = FaultyStore(MemoryStore(1 << 20), [Fault(), Fault(flip_bit=77, only=lambda key: key == first)])
+    put(store, 1, 2)
+    rooms = [bytearray(5000), bytearray(5000)]
+    results = store.read_into([Read(key_of(n), LABEL, room) for n, room in zip((1, 2), rooms, strict=True)])
+    assert [outcome.status for outcome in results] == [Status.CORRUPT, Status.FOUND]
+    assert (rooms[0], rooms[1]) == (bytes(5000), payload_of(2))
+    assert has(store, 1, 2) == [False, True]
+    assert store.stats.num_quarantined == 1
+
+
+@given(st.lists(FAULTS, max_size=12))
+def test_whatever_goes_wrong_no_wrong_byte_is_served(faults):
+    store = FaultyStore(MemoryStore(1 << 20), faults)
+    for version in range(2):
+        put(store, 1, 2, version=version)
+        for number in (1, 2):
+            outcome, room = get(store, number)
+            good = [payload_of(number, version=v) for v in range(version + 1)]
+            assert room in good if outcome.ok else room == b"\xee" * 5000
