@@ -87,8 +87,8 @@ class Counter(Module):
     def update(self, env):
         batch = self._enter(BatchOp.UPDATE, env)
         for row, ticket in enumerate(batch.requests):
-            if ticket.error is not None:
-                continue  # a step whose results were lost is not counted
+            if not ticket.is_running:
+                continue  # decided: an earlier step whose results were lost may not have been counted
             ticket.request.count += 1
             assert int(self.kept[batch.phase][row]) == ticket.request.count, (ticket, batch.sequence)
 

@@ -116,11 +116,15 @@ class Generation:
         )
 
     def _rest(self, *, stopped: bool) -> str:
-        """Text held back for a stop text that did not come, and half a character."""
+        """Text held back for a stop text that did not come, and half a character, which is part of no stop text."""
         if stopped or self.stream is None:
             return ""
-        released = self.stop.feed(self.stream.finish())
-        return released.text if released.stopped is not None else released.text + self.stop.finish()
+        rest = self.stream.finish()
+        whole = rest.rstrip("\N{REPLACEMENT CHARACTER}")
+        released = self.stop.feed(whole)
+        if released.stopped is not None:
+            return released.text
+        return released.text + self.stop.finish() + rest[len(whole) :]
 
     def explain(self) -> Explanation:
         """What became of it."""
