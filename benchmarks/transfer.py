@@ -7,6 +7,10 @@ python -m benchmarks.transfer --tune          the staging ring's parameters, on 
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -54,13 +58,13 @@ def _cpu_case(name: str, group: CacheGroup, form: str) -> list[Row]:
     num_blocks = count * 2
     cache = make_cache(group, num_blocks, form, torch.device("cpu"))
     host = HostMemory(group, num_blocks, background=False)
-    random = np.random.default_rng(0)
-    device_ids, host_ids = (random.permutation(num_blocks)[:count] for _ in range(2))
+    choose = np.random.default_rng(0)
+    device_ids, host_ids = (choose.permutation(num_blocks)[:count] for _ in range(2))
     src, dst = (torch.ones(count * group.block_bytes, dtype=torch.uint8) for _ in range(2))
     a, b = src.numpy(), dst.numpy()
     with TransferManager(KVLayout(16, (group,))) as manager:
         manager.register(cache, host)
-        seconds = best(
+        seconds = shuffled_best(
             {
                 "save": lambda: manager.save(device_ids, host_ids).wait(),
                 "load": lambda: manager.load(device_ids, host_ids).wait(),
@@ -84,6 +88,18 @@ def _cpu_case(name: str, group: CacheGroup, form: str) -> list[Row]:
         }
         for way in ("save", "load")
     ]
+
+
+def shuffled_best(tasks: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Best seconds of each task, in another order each round: memcpy leaves a cache of dirty lines to who follows."""
+    order, found = random.Random(0), dict.fromkeys(tasks, float("inf"))
+    for attempt in range(rounds + 1):
+        for name in order.sample(list(tasks), len(tasks)):
+            start = time.perf_counter()
+            tasks[name]()
+            if attempt:
+                found[name] = min(found[name], time.perf_counter() - start)
+    return found
 
 
 def make_cache(group: CacheGroup, num_blocks: int, form: str, device: torch.device) -> DeviceCache:

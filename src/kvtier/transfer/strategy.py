@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtier.memory import CostTable, Placement, cost_table
 from kvtier.memory.copy_paths import Job, PathName, why_not
@@ -34,34 +34,6 @@ class Shape:
     """Contiguous parts in the device cache."""
     num_spans: int
     """Contiguous parts in host memory: fewer, if a block is one piece there."""
-
-
-@dataclass(slots=True)  # not frozen, and the reason put in words only when asked: made for every transfer
-class Choice:
-    """The way to go, and why."""
-
-    strategy: Strategy
-    path: PathName
-    """Which copy path crosses the link."""
-    told: str = ""
-    """Why, but for the estimates."""
-    estimates_us: Mapping[Strategy, float] = field(default_factory=dict)
-    """Expected microseconds of each able strategy by itself."""
-    prices_us: Mapping[Strategy, float] = field(default_factory=dict)
-    """The same, and what the model loses meanwhile: the least wins."""
-
-    @property
-    def why(self) -> str:
-        """The reason, with the estimates it rests on."""
-        costs = [
-            f"{name} {us:.0f} us + {self.prices_us[name] - us:.0f} us lost" for name, us in self.estimates_us.items()
-        ]
-        return (self.told + (f"estimated {', '.join(costs)}" if costs else "")).rstrip("; ")
-
-    @property
-    def expected_us(self) -> float | None:
-        """Expected microseconds of the chosen one, if there are costs to tell by."""
-        return self.estimates_us.get(self.strategy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +70,50 @@ def _options(src: Placement, dst: Placement, in_one_piece: bool) -> _Options:
     return _Options(able, {name: reason for name, reason in reasons.items() if reason is not None}, link, inside)
 
 
+@dataclass(slots=True)
+class _Reckoning:
+    shape: Shape
+    options: _Options
+    table: CostTable
+
+    def reckon(self) -> tuple[dict[Strategy, float], dict[Strategy, float]]:
+        """Microseconds of each able strategy, and the same with what the model loses."""
+        return _prices(self.shape, self.options, self.table)
+
+
+@dataclass(slots=True)  # not frozen, and reckoned only when asked: made for every transfer
+class Choice:
+    """The way to go, and why."""
+
+    strategy: Strategy
+    path: PathName
+    """Which copy path crosses the link."""
+    told: str = ""
+    """Why, but for the estimates."""
+    by: _Reckoning | None = None
+    """What the estimates rest on; None: there was nothing to choose."""
+
+    @property
+    def estimates_us(self) -> Mapping[Strategy, float]:
+        """Expected microseconds of each able strategy by itself."""
+        return self.by.reckon()[0] if self.by is not None else {}
+
+    @property
+    def why(self) -> str:
+        """The reason, with the estimates it rests on: time, and what the model loses meanwhile; the least sum wins."""
+        if self.by is None:
+            return self.told.rstrip("; ")
+        times, prices = self.by.reckon()
+        return f"{self.told}estimated " + ", ".join(
+            f"{name} {us:.0f} us + {prices[name] - us:.0f} us lost" for name, us in times.items()
+        )
+
+    @property
+    def expected_us(self) -> float | None:
+        """Expected microseconds of the chosen one, if there are costs to tell by."""
+        return self.estimates_us.get(self.strategy)
+
+
 def choose(shape: Shape, forced: Strategy | None = None, costs: CostTable | None = None) -> Choice:
     """The cheapest strategy, or the forced one where it can do the job."""
     # who forces staging gets it, though there may be nothing to gather
@@ -112,9 +128,20 @@ def choose(shape: Shape, forced: Strategy | None = None, costs: CostTable | None
         only = next(iter(paths))
         return Choice(only, paths[only], told or "the only way between host memories")
     table = costs or cost_table(shape.dst if shape.dst.is_device else shape.src)
-    times, prices = _prices(shape, options, table)
-    best = min(prices, key=lambda name: prices[name])
-    return Choice(best, paths[best], told, times, prices)
+    magnitudes = (shape.nbytes.bit_length(), shape.num_parts.bit_length(), shape.num_spans.bit_length())
+    best = _cheapest(shape.src, shape.dst, table, *magnitudes)
+    return Choice(best, paths[best], told, _Reckoning(shape, options, table))
+
+
+@functools.lru_cache(maxsize=4096)  # reckoning costs 20 us hot; transfers of one order of magnitude go one way
+def _cheapest(
+    src: Placement, dst: Placement, table: CostTable, bytes_bits: int, parts_bits: int, spans_bits: int
+) -> Strategy:
+    """The strategy of the least price for a transfer of this order of magnitude."""
+    shape = Shape(src, dst, *(3 << bits >> 2 for bits in (bytes_bits, parts_bits, spans_bits)))
+    in_one_piece = parts_bits == spans_bits
+    prices = _prices(shape, _options(src, dst, in_one_piece), table)[1]
+    return min(prices, key=lambda name: prices[name])
 
 
 def _prices(shape: Shape, options: _Options, table: CostTable) -> tuple[dict[Strategy, float], dict[Strategy, float]]:
