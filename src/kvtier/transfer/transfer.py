@@ -79,6 +79,19 @@ class Checksums:
     error: Exception | None = None
 
 
+@dataclass(slots=True)
+class _Progress:
+    """How far the slices of a transfer are."""
+
+    next: int = 0
+    """Those before it are submitted or claimed."""
+    num_claimed: int = 0
+    """Of these, not submitted yet."""
+    ends: list[Event] = field(default_factory=list)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    """By slice."""
+
+
 class Transfer:
     """A transfer given to a TransferManager. `wait()` for its report, or ask the manager's `poll()`."""
 
@@ -102,10 +115,7 @@ class Transfer:
         self._compiled: CompiledTransfer | None = compiled
         self._deadline = deadline
         self._keep = keep
-        self._next = 0  # slices before it are submitted or claimed
-        self._num_claimed = 0  # and not submitted yet
-        self._ends: list[Event] = []
-        self._errors: dict[int, BaseException] = {}  # by slice
+        self._slices = _Progress()
         self._status = Status.QUEUED
         self._report: TransferReport | None = None
         self._checksums: Checksums | None = None
@@ -184,16 +194,16 @@ class Transfer:
         """Bytes of the slice to submit next; None if there is none left."""
         with self._changed:
             self._expire()
-            return None if self._is_over() else self.compiled.slices[self._next].nbytes
+            return None if self._is_over() else self.compiled.slices[self._slices.next].nbytes
 
     def claim(self) -> int | None:
         """The slice to submit next, which cancelling no longer stops; `submitted` must follow."""
         with self._changed:
             if self._is_over():
                 return None
-            self._next += 1
-            self._num_claimed += 1
-            return self._next - 1
+            self._slices.next += 1
+            self._slices.num_claimed += 1
+            return self._slices.next - 1
 
     def submitted(self, index: int, end: Event, error: BaseException | None = None) -> None:
         """Slice `index` was submitted and ends with the event; with an error, only part of it may have been."""
@@ -201,8 +211,8 @@ class Transfer:
             slices = self.compiled.slices
             if self._status is Status.QUEUED:
                 self._status = Status.RUNNING
-            self._ends.append(end)
-            self._num_claimed -= 1
+            self._slices.ends.append(end)
+            self._slices.num_claimed -= 1
             if error is not None:
                 self.failed(index, error)
             group = slices[index].layer_group
@@ -214,7 +224,7 @@ class Transfer:
         """Slice `index` did not arrive. May be told while it runs, before its event."""
         with self._changed:
             if self._compiled is not None:
-                self._errors.setdefault(index, error)
+                self._slices.errors.setdefault(index, error)
                 self.layers.failed(self.compiled.slices[index].layer_group, error)
 
     def attach_checksums(self, checksums: Checksums) -> None:
@@ -225,18 +235,18 @@ class Transfer:
 
     def _is_over(self) -> bool:
         """Nothing is left to submit."""
-        return self._compiled is None or self._next >= len(self._compiled.slices)
+        return self._compiled is None or self._slices.next >= len(self._compiled.slices)
 
     def _all_submitted(self) -> bool:
-        return self._is_over() and not self._num_claimed
+        return self._is_over() and not self._slices.num_claimed
 
     def _ends_reached(self) -> bool:
         try:
-            return all(event.query() for event in self._ends)
+            return all(event.query() for event in self._slices.ends)
         except Exception as error:  # the GPU is lost, and with it whatever was on its way
             for index in range(len(self.compiled.slices)):
                 self.failed(index, error)
-            self._ends = []
+            self._slices.ends = []
             return True
 
     def _expire(self) -> None:
@@ -248,17 +258,17 @@ class Transfer:
         with self._changed:
             if self._is_over():
                 return False
-            for index in range(self._next, len(self.compiled.slices)):
+            for index in range(self._slices.next, len(self.compiled.slices)):
                 self.failed(index, error)
-            self._next, self._status = len(self.compiled.slices), status
+            self._slices.next, self._status = len(self.compiled.slices), status
             self._changed.notify_all()
             return True
 
     def _wait_for_submission(self, step: int, seconds: float) -> Event | None:
         """The end of the `step`-th slice submitted; None if it took too long, or there will be none."""
         with self._changed:
-            if step < len(self._ends):
-                return self._ends[step]
+            if step < len(self._slices.ends):
+                return self._slices.ends[step]
             if not self._all_submitted():
                 until = seconds if self._deadline is None else min(seconds, self._deadline - time.monotonic())
                 self._changed.wait(None if until == float("inf") else max(0.0, until))
@@ -267,7 +277,7 @@ class Transfer:
     def _finish(self) -> None:
         compiled = self.compiled
         bad: dict[int, BaseException] = {}
-        for index, error in sorted(self._errors.items()):
+        for index, error in sorted(self._slices.errors.items()):
             for position in compiled.slices[index].blocks.tolist():
                 bad.setdefault(position, error)
         pairs = list(zip(compiled.device_ids.tolist(), compiled.host_ids.tolist(), strict=True))
@@ -282,7 +292,7 @@ class Transfer:
             tuple(BlockFailure(*pairs[position], error) for position, error in sorted(bad.items())),
             compiled.nbytes // max(1, len(pairs)) * (len(pairs) - len(bad)),
             compiled.num_copies,
-            self.begin.elapsed(self._ends[-1]) / 1e3 if self.begin is not None and self._ends else 0.0,
+            self.begin.elapsed(self._slices.ends[-1]) / 1e3 if self.begin is not None and self._slices.ends else 0.0,
             compiled.choice.strategy,
             compiled.choice.why,
         )

@@ -44,7 +44,6 @@ def test_large_parts_go_directly_and_small_ones_are_staged(parts, best):
 def test_a_kernel_is_best_where_the_model_loses_nothing_to_it():
     harmless = CostTable("a test", TABLE.costs, TABLE.links, {"cuda>pinned": {"driver": 0.0, "gather": 0.0}})
     shape = Shape(GPU, PINNED, 64 * 4096, 64, 64)
-    assert cheapest(shape) != "kernel" or _prices(shape, ALL, TABLE)[1]["kernel"] < 100
     assert cheapest(shape, harmless) == "kernel"
 
 
