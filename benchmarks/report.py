@@ -97,8 +97,13 @@ def report(benchmark: str, rows: Sequence[Row], bars: Sequence[Bar], results: Pa
     }
     results.mkdir(parents=True, exist_ok=True)
     with open(results / f"{benchmark}.jsonl", "a") as file:
-        file.write(json.dumps({"date": datetime.date.today().isoformat(), **record}) + "\n")
-    print(json.dumps(record))
+        file.write(json.dumps({"date": datetime.date.today().isoformat(), **record}, default=_plain) + "\n")
+    print(json.dumps(record, default=_plain))
+
+
+def _plain(value: object) -> object:
+    """A numpy number as Python's."""
+    return value.item()  # type: ignore[attr-defined]
 
 
 def print_table(rows: Sequence[Row]) -> None:
