@@ -186,7 +186,7 @@ class Catalog:
         would help, the number of a segment to remove; None if everything is held."""
         size = self._sizes.get(slot_bytes)
         own = next((entry for entry in size.entries.values() if not entry.num_holds), None) if size else None
-        other = self.coldest_segment(slot_bytes) if by_segment else None
+        other = self.coldest_segment(slot_bytes) if by_segment and self._sizes.keys() - {slot_bytes} else None
         if other is not None and (own is None or self._segments[other].used_at < own.used_at):
             return other
         if own is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from kvtier.errors import ArgumentError, ClosedError
+from kvtier.errors import ArgumentError, ClosedError, StoreError
 from kvtier.storage.catalog import Entry, Place
 from kvtier.storage.codec import Compression, copy_bytes, decode, encode, lay_out, mismatch
 from kvtier.storage.files import Files, OsFiles
@@ -122,20 +122,24 @@ class DiskStore:
         """Store objects, replacing others of their keys, evicting the least recently used as need be."""
         begin = self._begin([write.key for write in writes])
         views = [view_of(write.payload) for write in writes]
+        last = {write.key: index for index, write in enumerate(writes)}  # of several under one key it counts
 
         def plan(batch: Batch) -> list[Job]:
-            last = {write.key: index for index, write in enumerate(writes)}
-            superseded = [i for i, write in enumerate(writes) if last[write.key] != i]
-            batch.settle(dict.fromkeys(superseded, Outcome(Status.STORED, reason="replaced in the same call")))
             staged = _Staged(len(last))
-            numbered = zip(self._space.next_sequences(len(last)), sorted(last.values()), strict=True)
-            return [functools.partial(self._stage, batch, staged, i, n, writes[i], views[i]) for n, i in numbered]
+            numbered = enumerate(zip(self._space.next_sequences(len(last)), last.values(), strict=True))
+            return [
+                functools.partial(self._stage, batch, staged, i, n, writes[at], views[at]) for i, (n, at) in numbered
+            ]
 
-        return self._end(Kind.WRITE, self._run(len(writes), plan, timeout_s), begin)
+        outcomes = dict(zip(last, self._run(len(last), plan, timeout_s), strict=True))
+        told = [
+            outcomes[w.key] if last[w.key] == i else replace(outcomes[w.key], nbytes=0) for i, w in enumerate(writes)
+        ]
+        return self._end(Kind.WRITE, told, begin)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Forget objects: they are not found from now on, even if the outcome is FAILED; where writes are synced, not
-        after a power failure, either."""
+        """Forget objects. Unless the breaker turns the call away they are not found from now on, even if the outcome is
+        FAILED; and where writes are synced, a power failure does not bring them back."""
         begin = self._begin(keys)
 
         def plan(batch: Batch) -> list[Job]:
@@ -163,14 +167,22 @@ class DiskStore:
     def close(self) -> None:
         """Finish what was begun, have everything on disk, end the threads, let others have the folder.
 
-        If a thread hangs in the kernel, the files stay open and the folder locked until the process ends.
+        Each takes at most the deadline. If the disk hangs, the files stay open and the folder locked until the process
+        ends. A StoreError if the disk fails.
         """
         with self._close_lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            if self._workers.close(self._timeout_s):
+            if not self._workers.close(self._timeout_s):
+                return
+            errors: list[OSError] = []
+            last = Workers(1, "kvtier-disk-close")
+            last.submit(lambda _: errors.extend(self._space.sync_all()))
+            if last.close(self._timeout_s):
                 self._space.close()
+        if errors:
+            raise StoreError(f"the store in {self._folder!r} could not be written out when closed: {errors[0]}")
 
     @property
     def stats(self) -> StoreStats:
@@ -225,6 +237,8 @@ class DiskStore:
 
     def _load(self, batch: Batch, index: int, entry: Entry, into: memoryview, scratch: Scratch) -> None:
         try:
+            if batch.is_expired:
+                return  # it waited behind a read that hung
             record = entry.record
             room = scratch.take(round_up(record.total_bytes))
             count = self._space.segment(entry.place).read_slot(record.slot, room)

@@ -49,10 +49,10 @@ class Space:
         try:
             self._recover(sync)
         except OSError as error:
-            self._close_files()
+            self.close()
             raise StoreError(f"cannot open the store in {folder!r}: {error}") from error
         except BaseException:
-            self._close_files()
+            self.close()
             raise
 
     def _recover(self, sync: bool) -> None:
@@ -212,17 +212,19 @@ class Space:
         for number in numbers:
             self._segments[number].sync_table()
 
-    def close(self) -> None:
-        """Have everything on disk, close the files, let others have the folder. Nobody may be at it."""
-        try:
-            self.sync_slots(self._segments)
-            self.sync_tables(self._segments)
-        except OSError as error:
-            raise StoreError(f"the store in {self._folder!r} could not be written out when closed: {error}") from error
-        finally:
-            self._close_files()
+    def sync_all(self) -> list[OSError]:
+        """Have everything on disk, as far as possible. Nobody may be at it."""
+        errors = []
+        for segment in self._segments.values():
+            try:
+                segment.sync_slots()
+                segment.sync_table()
+            except OSError as error:
+                errors.append(error)
+        return errors
 
-    def _close_files(self) -> None:
+    def close(self) -> None:
+        """Close the files, let others have the folder. Nobody may be at it."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()

@@ -472,8 +472,8 @@ def test_a_hanging_disk_costs_one_deadline_then_misses_and_heals(opened):
     put(store, 1, 2)
     disk.before = lambda name, _: gate.wait() if name == "read" else None
     room = bytearray(b"\xee" * 5000)
-    late = store.read_into([Read(key_of(1), LABEL, room)], timeout_s=0)[0]
-    assert (late.status, late.reason) == (Status.FAILED, "not done within 0 s")
+    late = store.read_into([Read(key_of(1), LABEL, room)], timeout_s=0.1)[0]
+    assert (late.status, late.reason) == (Status.FAILED, "not done within 0.1 s")
     for call in (lambda: get(store, 2)[0], lambda: put(store, 3)[0], lambda: store.contains([key_of(2)])[0]):
         before = disk.num_operations
         outcome = call()
@@ -584,12 +584,13 @@ def test_close_ends_every_thread(opened):
     assert set(threading.enumerate()) == before
 
 
-def test_close_with_a_hanging_disk_keeps_the_folder_locked(tmp_path):
+@pytest.mark.parametrize("operation", ["read", "sync"])
+def test_close_with_a_hanging_disk_keeps_the_folder_locked(tmp_path, operation):
     disk, gate = SimulatedDisk(), threading.Event()
     store = DiskStore(tmp_path / "store", ROOM, files=disk, timeout_s=0.001, **SMALL)
     store.write([write_of(1)], timeout_s=10)
-    disk.before = lambda *_: gate.wait()
-    store.read_into([Read(key_of(1), LABEL, bytearray(5000))], timeout_s=0)
+    disk.before = lambda name, _: gate.wait() if name == operation else None
+    store.read_into([Read(key_of(1), LABEL, bytearray(5000))], timeout_s=0.1)
     store.close()
     with pytest.raises(StoreInUseError):
         DiskStore(tmp_path / "store", ROOM)
