@@ -47,13 +47,19 @@ class Sync(Enum):
     """When `write` and `remove` return: what they report done survives a power failure."""
 
 
+def default_threads() -> int:
+    """Two per core: one waits for the disk while the other checks what came."""
+    return min(16, max(4, 2 * len(os.sched_getaffinity(0))))
+
+
 class DiskStore:
     """A store in a local folder, for one process at a time.
 
         with_room_for_200_gib = DiskStore("/mnt/nvme/kv", 200 << 30)
 
     `max_bytes` bounds all files of the folder. `direct` bypasses the page cache where the filesystem allows it: what is
-    hot is in the host tier anyway. I/O is done by `num_threads` threads, at most one object each at a time.
+    hot is in the host tier anyway. I/O is done by `num_threads` threads (None: two per core, from 4 to 16), one object
+    each at a time.
     """
 
     def __init__(
@@ -66,11 +72,12 @@ class DiskStore:
         sync: Sync = Sync.CLOSE,
         direct: bool = True,
         compression: Compression = Compression.NONE,
-        num_threads: int = 8,
+        num_threads: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         breaker: Breaker | None = None,
         files: Files | None = None,
     ) -> None:
+        num_threads = default_threads() if num_threads is None else num_threads
         if min(max_bytes, segment_bytes, num_threads) < 1 or min_free_bytes < 0 or timeout_s <= 0:
             raise ArgumentError(
                 f"a DiskStore needs positive {max_bytes=}, {segment_bytes=}, {num_threads=}, {timeout_s=}, "

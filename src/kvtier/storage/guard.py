@@ -52,7 +52,8 @@ class Batch:
                 for index, outcome in settled.items():
                     self._num_open -= self._outcomes[index] is None
                     self._outcomes[index] = outcome
-                self._condition.notify_all()
+                if not self._num_open or self._is_expired:  # do not wake the caller for every object
+                    self._condition.notify_all()
         return True
 
     def fail(self, trouble: str) -> None:

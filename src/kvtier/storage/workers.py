@@ -12,6 +12,9 @@ ALIGNMENT = 4096
 """What direct I/O needs of addresses, offsets and lengths, on any disk we know."""
 
 
+_HUGE = 2 << 20  # bytes of a huge page
+
+
 class Scratch:
     """Aligned memory of one thread, which grows to the largest piece that was asked for."""
 
@@ -21,7 +24,8 @@ class Scratch:
     def take(self, nbytes: int) -> memoryview:
         """This many bytes, with whatever is in them; the previous ones are taken back."""
         if self._memory is None or len(self._memory) < nbytes:
-            self._memory = mmap.mmap(-1, max(nbytes, 1 << 20))
+            self._memory = mmap.mmap(-1, -(-max(nbytes, 1) // _HUGE) * _HUGE)
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(self._memory)[:nbytes]
 
 
