@@ -1,4 +1,4 @@
-"""Tiers: the disk store beside bare pread and pwrite (and fio, where it is installed) with the same settings.
+"""Tiers: the disk store beside bare pread and pwrite, and fio where it is installed, with the same settings.
 
 python -m benchmarks.tiers --folder /mnt/nvme/tmp          a folder on the disk to measure; made and removed
 
@@ -50,9 +50,6 @@ def main() -> None:
                 more, held = disk(folder, direct, sync, options.bytes, options.rounds, options.threads)
                 rows += more
                 bars += held if direct else []
-        more, held = fio(folder, rows, options.bytes, options.threads)
-        rows += more
-        bars += held
         print_table(rows)
         for others, held in (checksums(), opening(folder)):
             print_table(others)
@@ -110,11 +107,12 @@ def disk(
     memory[:] = os.urandom(len(memory))
     views = [memoryview(memory)[i * OBJECT_BYTES : (i + 1) * OBJECT_BYTES] for i in range(BATCH)]
     rates: dict[str, list[float]] = {name: [] for name in ("write", "raw write", "read", "raw read")}
+    with_fio = direct and sync is Sync.CLOSE and shutil.which("fio") is not None
     raw = RawDisk(folder / "raw", 2 * nbytes, num_threads, direct=direct)
     store = DiskStore(folder / "store", 2 * nbytes, direct=direct, sync=sync, num_threads=num_threads)
     try:
         for number in range(rounds + 2):  # the first two, on fresh slots, are not counted
-            taken = dict.fromkeys(rates, 0.0)
+            taken = dict.fromkeys(("write", "raw write", "read", "raw read"), 0.0)
             half = number % 2 * len(batches) * BATCH  # a new object has a slot other than the one it replaces: so here
             for first in batches:
                 keys = [(first + i).to_bytes(32, "little") for i in range(BATCH)]
@@ -130,6 +128,8 @@ def disk(
             if number > 1:
                 for name, seconds in taken.items():
                     rates[name].append(nbytes / seconds / 1e9)
+            for what in ("write", "read") if with_fio and number > 1 else ():
+                rates.setdefault(f"fio {what}", []).append(fio(folder, what, nbytes, num_threads))
         assert store.is_direct == direct, "the filesystem refuses O_DIRECT"
         calls = (rounds + 2) * len(batches) * BATCH
         assert store.stats.writes.num_done == store.stats.reads.num_done == calls, store.stats
@@ -145,42 +145,27 @@ def compare(rates: dict[str, list[float]], setting: str) -> tuple[list[Row], lis
     """The best rounds, and the medians."""
     rows: list[Row] = []
     bars = []
-    for what in ("write", "read"):
-        ours, bare = (max(rates[name]) for name in (what, f"raw {what}"))
-        middle, bare_middle = (statistics.median(rates[name]) for name in (what, f"raw {what}"))
-        share = ours / bare
-        rows.append(
-            {"setting": setting, "call": what, "GB/s": ours, "raw GB/s": bare, "share": share}
-            | {"median GB/s": middle, "raw median GB/s": bare_middle}
-        )
-        bars.append(at_least(f"disk {what} over raw, 1 MiB, {setting}", share, 0.8))
+    for other in ("raw", "fio"):
+        for what in ("write", "read") if f"{other} read" in rates else ():
+            ours, bare = (max(rates[name]) for name in (what, f"{other} {what}"))
+            middles = [statistics.median(rates[name]) for name in (what, f"{other} {what}")]
+            rows.append(
+                {"setting": setting, "call": what, "GB/s": ours, "beside": other, "its GB/s": bare}
+                | {"share": ours / bare, "median GB/s": middles[0], "its median": middles[1]}
+            )
+            bars.append(at_least(f"disk {what} over {other}, 1 MiB, {setting}", ours / bare, 0.8))
     return rows, bars
 
 
-def fio(folder: Path, ours: Sequence[Row], nbytes: int, num_threads: int) -> tuple[list[Row], list[Bar]]:
-    """What fio reaches with O_DIRECT, if it is installed: the best of seven."""
-    if shutil.which("fio") is None:
-        print("fio is not installed: no rows of it\n")
-        return [], []
-    rows: list[Row] = []
-    bars = []
-    for row in (row for row in ours if row["setting"] == f"O_DIRECT, sync at {Sync.CLOSE.value}"):
-        what, rate = str(row["call"]), float(str(row["GB/s"]))
-        command = [
-            *("fio", "--name=kvtier", f"--filename={folder / 'fio'}", f"--rw={what}", "--bs=1M", "--direct=1"),
-            *("--ioengine=psync", "--thread", f"--numjobs={num_threads}", f"--size={nbytes // num_threads}"),
-            *(f"--offset_increment={nbytes // num_threads}", "--overwrite=1"),
-            *("--group_reporting", "--output-format=json"),
-        ]
-        said = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(7)]
-        bare = max(each["jobs"][0][what]["bw_bytes"] for each in said) / 1e9
-        middle = statistics.median(each["jobs"][0][what]["bw_bytes"] for each in said) / 1e9
-        rows.append(
-            {"setting": "O_DIRECT, fio", "call": what, "GB/s": rate, "raw GB/s": bare, "share": rate / bare}
-            | {"median GB/s": row["median GB/s"], "raw median GB/s": middle}
-        )
-        bars.append(at_least(f"disk {what} over fio, 1 MiB, O_DIRECT, sync at close", rate / bare, 0.8))
-    return rows, bars
+def fio(folder: Path, what: str, nbytes: int, num_threads: int) -> float:
+    """GB/s that fio reaches with O_DIRECT, 1 MiB and as many threads, in a file that is there already."""
+    command = [
+        *("fio", "--name=kvtier", f"--filename={folder / 'fio'}", f"--rw={what}", "--bs=1M", "--direct=1"),
+        *("--ioengine=psync", "--thread", f"--numjobs={num_threads}", f"--size={nbytes // num_threads}"),
+        *(f"--offset_increment={nbytes // num_threads}", "--overwrite=1", "--group_reporting", "--output-format=json"),
+    ]
+    said = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return float(said["jobs"][0][what]["bw_bytes"]) / 1e9
 
 
 def checksums() -> tuple[list[Row], list[Bar]]:
