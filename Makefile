@@ -46,6 +46,7 @@ bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.pipeline --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.transfer --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine --results $(RESULTS)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.tiers --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.index --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine_model --results $(RESULTS)
 
