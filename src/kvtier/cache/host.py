@@ -6,11 +6,13 @@ is kept after a load, so that a second eviction is free, and goes under the host
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+import numpy as np
 
 from kvtier.cache.moves import Moves
 from kvtier.cache.plan import Purpose
@@ -66,7 +68,9 @@ class HostCopies:
         self.host = host
         self._config = config
         self._tree, self._device, self._moves = tree, device, moves
-        self._jobs: deque[_Job] = deque()
+        # Bounded, the oldest forgotten: with write_back nothing is taken out while the device has room, and more jobs
+        # than the device has slots cannot all have blocks there.
+        self._jobs: deque[_Job] = deque(maxlen=max(1024, device.pool.num_slots))
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 
@@ -111,12 +115,11 @@ class HostCopies:
         What does not fit into `room` goes back to the front of the queue.
         """
         lease = self._tree.match(job.chain, now=now, max_blocks=job.stop)
-        on_device, on_host = block_states(lease, self._device), block_states(lease, self.host)
+        on_device, on_host = (_states(lease, tier)[job.first : job.stop] for tier in (self._device, self.host))
         started = 0
-        stop = min(job.stop, lease.num_blocks)
-        wanted = [on_device[i] >= BlockState.READY and on_host[i] == BlockState.ABSENT for i in range(job.first, stop)]
+        wanted = (on_device >= BlockState.READY) & (on_host == BlockState.ABSENT)
         if self._config.write is WritePolicy.SELECTIVE and lease.node.usage.uses < self._config.min_uses:
-            wanted = []
+            wanted = wanted[:0]
         for first, last in _runs(wanted, job.first):
             count = min(last - first, room - started)
             slots = self._tree.reserve(self.host, count, job.chain.salt) if count else None
@@ -139,9 +142,9 @@ class HostCopies:
 
     def load(self, lease: Lease, slots: Slots) -> None:
         """Start loading what of a path is not on the device, into slots reserved there."""
-        states = block_states(lease, self._device)[: lease.num_matched]
+        absent = _states(lease, self._device)[: lease.num_matched] == BlockState.ABSENT
         at = 0
-        for first, last in _runs([state == BlockState.ABSENT for state in states], 0):
+        for first, last in _runs(absent, 0):
             sources = block_slots(lease, self.host)[first:last]
             targets = Slots(slots.tier, slots.ids[at : at + last - first])
             at += last - first
@@ -157,11 +160,11 @@ class HostCopies:
         return self.num_to_load(lease) > 0
 
 
-def _runs(wanted: list[bool], start: int) -> Iterator[tuple[int, int]]:
+def _states(lease: Lease, tier: Tier) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(block_states(lease, tier), np.uint8)
+
+
+def _runs(wanted: np.ndarray[Any, np.dtype[np.bool_]], start: int) -> Iterator[tuple[int, int]]:
     """The stretches [first, last) of what is wanted, numbered from `start`."""
-    place = start
-    for is_wanted, group in itertools.groupby(wanted):
-        length = len(list(group))
-        if is_wanted:
-            yield place, place + length
-        place += length
+    edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)) + start
+    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

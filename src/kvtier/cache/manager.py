@@ -178,7 +178,7 @@ class CacheManager:
         return None
 
     def is_ready(self, hold: Hold) -> bool:
-        """Whether everything the hold found is on the device. A load that failed raises LoadFailed: abort the hold."""
+        """Whether everything the hold found is on the device. A load that failed raises LoadError: abort the hold."""
         self._must_hold(hold)
         if not hold.is_loading or self._host is None:
             return True

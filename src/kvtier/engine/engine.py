@@ -9,7 +9,9 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from kvtier.batch import Pipeline, Timeline
@@ -23,10 +25,12 @@ from kvtier.engine.modules import CacheGroup, Choose, Compute, Inputs
 from kvtier.engine.sampling import RequestSampler, SamplingParams
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.errors import ArgumentError, RangeError
+from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.index import Chain, Namespace
 from kvtier.memory import Placement
 from kvtier.scheduler import Control, Request, RowResult, Scheduler, SchedulerConfig, Step
+
+IdArray = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +78,7 @@ class Engine:
         self.config = replace(config, scheduler=replace(config.scheduler, max_context=limit))
         self.model = model
         self.tokenizer = tokenizer
-        self.namespace = _namespace(model, config.block_tokens)
-        self.manager = CacheManager(self.namespace, config.cache)
+        self.manager = CacheManager(_namespace(model, config.block_tokens), config.cache)
         lookahead = proposer.num_tokens if proposer is not None else 0
         scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead)
         self.scheduler = Scheduler(self.manager, scheduler)
@@ -208,28 +211,29 @@ class Engine:
             for report in self._controller.poll():
                 self.manager.apply(report)
 
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+    def _tokens(self, prompt: str | Sequence[int]) -> IdArray:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ArgumentError("this engine has no tokenizer: give the prompt as token ids")
-            tokens = self.tokenizer.encode(prompt)
-        else:
-            tokens = [int(token) for token in prompt]
-        if not tokens:
+            prompt = self.tokenizer.encode(prompt)
+        if not len(prompt):
             raise ArgumentError("the prompt is empty; a request needs at least one token")
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DTypeError(f"a prompt is a list of whole numbers, got {tokens.dtype} of shape {tokens.shape}")
         vocab = self.model.config.vocab_size
-        if min(tokens) < 0 or max(tokens) >= vocab:
-            raise RangeError(f"token ids must be in [0, {vocab}), got {min(tokens)} .. {max(tokens)}")
-        return tokens
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            raise RangeError(f"token ids must be in [0, {vocab}), got {tokens.min()} .. {tokens.max()}")
+        return tokens.astype(np.int32)
 
     def _generation(
-        self, name: str, index: int, tokens: list[int], params: SamplingParams, priority: int, salt: bytes
+        self, name: str, index: int, tokens: IdArray, params: SamplingParams, priority: int, salt: bytes
     ) -> Generation:
         room = self.scheduler.config.max_context - len(tokens)
         chain = Chain(self.manager.namespace, tokens, salt=salt)
         request = Request(f"{name}#{index}", chain, min(params.max_tokens, room), priority=priority)
         ends = self.model.config.eos_token_ids
-        return Generation.of(name, index, request, RequestSampler(params, tokens, ends, index), self.tokenizer)
+        return Generation.of(name, index, request, RequestSampler(params, tokens.tolist(), ends, index), self.tokenizer)
 
     def _start(self, generation: Generation) -> None:
         self._live[generation.request.id] = (generation, self._pipeline.add(generation))

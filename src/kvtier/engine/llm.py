@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 
 from kvtier.engine.checkpoint import DEFAULT_MODEL, load_model
@@ -107,7 +108,7 @@ class LLM:
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -107,8 +107,3 @@ class Chain:
             parent = bytes(self._keys[-KEY_BYTES:]) or self.namespace.root_key(self.salt, self.adapter)
             self._keys += chain_keys(parent, self.label(known, stop), self.label_bytes, self.extras, known)
         return bytes(self._keys[: stop * KEY_BYTES])
-
-    def adopt_keys(self, keys: bytes) -> None:
-        """Keys of the first blocks that somebody else computed from the same content."""
-        if len(keys) > len(self._keys):
-            self._keys += keys[len(self._keys) :]

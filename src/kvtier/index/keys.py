@@ -12,7 +12,7 @@ docs/keys.md has test vectors.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from kvtier.errors import ArgumentError, RangeError
@@ -106,11 +106,6 @@ def chain_keys(
             key = sha256(key + view[at : at + label_bytes]).digest()
             keys.append(key)
     return b"".join(keys)
-
-
-def split_keys(keys: bytes | bytearray) -> Iterator[bytes]:
-    """One key after the other."""
-    return (bytes(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES))
 
 
 def _framed(parts: Iterable[bytes]) -> bytes:

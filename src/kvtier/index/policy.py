@@ -20,6 +20,8 @@ from kvtier.index.node import Node
 class Policy(Protocol):
     """Who is a candidate, and which is next. Nothing here changes a node."""
 
+    name: str
+
     def offer(self, node: Node) -> None:
         """The node is a candidate from now on; harmless if it is one. Its usage does not change while it is."""
 
@@ -73,52 +75,40 @@ class CandidateHeap:
         return None
 
 
-class LRU:
+class Ranked:
+    """Candidates in the order of a number that does not change while they are candidates."""
+
+    def __init__(self, name: str, rank: Callable[[Node], float]) -> None:
+        self.name = name
+        self._rank = rank
+        self._heap = CandidateHeap()
+
+    def offer(self, node: Node) -> None:
+        """By its rank."""
+        if node not in self._heap:
+            self._heap.push(node, self._rank(node))
+
+    def withdraw(self, node: Node) -> None:
+        """Forget it."""
+        self._heap.discard(node)
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._heap
+
+    def victim(self) -> Node | None:
+        """The least."""
+        found = self._heap.first()
+        return found[1] if found else None
+
+
+def LRU() -> Ranked:
     """Least recently used first."""
-
-    def __init__(self) -> None:
-        self._heap = CandidateHeap()
-
-    def offer(self, node: Node) -> None:
-        """By the time of its last use."""
-        if node not in self._heap:
-            self._heap.push(node, node.usage.used)
-
-    def withdraw(self, node: Node) -> None:
-        """Forget it."""
-        self._heap.discard(node)
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._heap
-
-    def victim(self) -> Node | None:
-        """The one unused for longest."""
-        found = self._heap.first()
-        return found[1] if found else None
+    return Ranked("LRU", lambda node: node.usage.used)
 
 
-class FIFO:
+def FIFO() -> Ranked:
     """Oldest first, used or not."""
-
-    def __init__(self) -> None:
-        self._heap = CandidateHeap()
-
-    def offer(self, node: Node) -> None:
-        """By the time it came."""
-        if node not in self._heap:
-            self._heap.push(node, node.usage.created)
-
-    def withdraw(self, node: Node) -> None:
-        """Forget it."""
-        self._heap.discard(node)
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._heap
-
-    def victim(self) -> Node | None:
-        """The oldest."""
-        found = self._heap.first()
-        return found[1] if found else None
+    return Ranked("FIFO", lambda node: node.usage.created)
 
 
 class CostAware:
@@ -128,6 +118,8 @@ class CostAware:
     1 + p / half_tokens, where at `half_tokens` of context attention costs as much as the rest of the layer. A node's
     rank is its worth above the rank of the last victim, so that what is not used sinks.
     """
+
+    name = "CostAware"
 
     def __init__(self, half_tokens: int = 16_384) -> None:
         self._heap = CandidateHeap()
@@ -166,6 +158,7 @@ class S3FIFO:
                 main <-----------------------------+      main: used -> back to the end, unused -> evicted
     """
 
+    name = "S3FIFO"
     SMALL_SHARE = 0.1
     MAX_USES = 3
 
@@ -173,8 +166,9 @@ class S3FIFO:
         self._small, self._main = CandidateHeap(), CandidateHeap()
         self._num_blocks: dict[Node, int] = {}
         self._num_small = self._num_main = 0
-        # What is in main, also while it is leased: its place there, and how many of its uses are spent.
-        self._in_main: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        # What is in main, also while it is leased: its place there, and how many of its uses are spent. By content and
+        # time of coming, so that what was evicted from main and comes again is new.
+        self._in_main: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         self._ghost: OrderedDict[int, None] = OrderedDict()
         self._time = 0
 
@@ -185,9 +179,9 @@ class S3FIFO:
         mark = fingerprint(node)
         if mark in self._ghost:
             del self._ghost[mark]
-            self._to_main(node, mark, node.usage.uses)
-        elif mark in self._in_main:
-            self._enqueue(node, self._main, self._in_main[mark][0])
+            self._to_main(node, node.usage.uses)
+        elif (mark, node.usage.created) in self._in_main:
+            self._enqueue(node, self._main, self._in_main[mark, node.usage.created][0])
         else:
             self._enqueue(node, self._small, node.usage.created)
 
@@ -213,20 +207,21 @@ class S3FIFO:
             assert found is not None
             node = found[1]
             mark = fingerprint(node)
-            spent = self._in_main[mark][1] if queue is self._main and mark in self._in_main else 0
+            spent = self._in_main.get((mark, node.usage.created), (0, 0))[1] if queue is self._main else 0
             unspent = min(node.usage.uses - spent, self.MAX_USES)
             if unspent <= 0:
                 if queue is self._small:
                     self._remember(mark)
                 return node
             self.withdraw(node)
-            self._to_main(node, mark, node.usage.uses - unspent + (queue is self._main))
+            self._to_main(node, node.usage.uses - unspent + (queue is self._main))
         return None
 
-    def _to_main(self, node: Node, mark: int, spent: int) -> None:
+    def _to_main(self, node: Node, spent: int) -> None:
         self._time += 1
-        self._in_main[mark] = (self._time, spent)
-        self._in_main.move_to_end(mark)
+        which = fingerprint(node), node.usage.created
+        self._in_main[which] = (self._time, spent)
+        self._in_main.move_to_end(which)
         while len(self._in_main) > 1024 + 4 * len(self._num_blocks):
             self._in_main.popitem(last=False)
         self._enqueue(node, self._main, self._time)

@@ -147,9 +147,7 @@ class Removal:
         """Tell the listener, of blocks it was told of: not of those that were still being written."""
         held = node.held[tier.number]
         if self._listener and held is not None:
-            blocks = range(first, node.num_blocks if stop is None else stop)
-            keys = [
-                node.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in blocks if held.states[i] > BlockState.WRITING
-            ]
+            known = np.frombuffer(bytes(held.states[first:stop]), np.uint8) > BlockState.WRITING
+            keys = np.frombuffer(node.keys, f"V{KEY_BYTES}")[first:stop][known].tobytes()
             if keys:
-                self._listener(BlocksRemoved(tier.name, b"".join(keys)))
+                self._listener(BlocksRemoved(tier.name, keys))

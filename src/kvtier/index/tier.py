@@ -67,7 +67,7 @@ class Tier:
         self.number = number
         self.pool = pool
         self.name = pool.tier
-        self.policy_name = type(new_policy()).__name__
+        self.policy_name = new_policy().name
         self.used_by: dict[bytes, int] = {}
         self._new_policy = new_policy
         self._all = Candidates(new_policy)

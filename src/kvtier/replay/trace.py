@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -108,15 +108,3 @@ def write_trace(requests: Iterable[TraceRequest], path: str | Path) -> int:
 
 def _open(path: Path) -> IO[str]:
     return gzip.open(path, "rt") if path.suffix == ".gz" else open(path)
-
-
-def in_batches(requests: Iterable[TraceRequest], size: int) -> Iterator[list[TraceRequest]]:
-    """Lists of up to `size` requests, in order."""
-    batch: list[TraceRequest] = []
-    for request in requests:
-        batch.append(request)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

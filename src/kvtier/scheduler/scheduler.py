@@ -229,6 +229,8 @@ class Scheduler:
 
         So a large request is not overtaken for ever by small ones behind it.
         """
+        if not choice.budget or len(self._running) >= self.config.max_rows:
+            return
         for request in sorted(self._waiting, key=lambda request: self._rank(request, now)):
             if not choice.budget or len(self._running) >= self.config.max_rows:
                 return
@@ -280,8 +282,8 @@ class Scheduler:
 
     def _victim(self, request: Request) -> Request:
         """Whose KV goes when there is too little: the lowest priority, and of those the one that came last."""
-        others = [other for other in self._running if other.priority <= request.priority]
-        return max(others, key=lambda other: (-other.priority, other.arrival, self._running.index(other)))
+        others = [(-other.priority, other.arrival, place) for place, other in enumerate(self._running)]
+        return self._running[max(each for each in others if each[0] >= -request.priority)[2]]
 
     def _preempt(self, request: Request, choice: _Choice, now: float) -> None:
         self._to_waiting(request, now)

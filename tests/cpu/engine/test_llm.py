@@ -60,6 +60,13 @@ def test_one_prompt_may_be_a_text_or_tokens(llm):
     assert llm.generate("Once upon", GREEDY)[0][0].text == llm.generate(tokens, GREEDY)[0][0].text
 
 
+def test_a_prompt_of_anything_but_whole_numbers_is_refused(llm):
+    for wrong in ([1.7, 2.0], [[1, 2], [3, 4]], [-1], [10**6]):
+        with pytest.raises(ArgumentError, match=r"whole numbers|token ids must be"):
+            llm.engine.add(wrong, GREEDY)
+    assert not llm.engine.has_work()
+
+
 def test_progress_is_shown_when_asked_for(llm, capsys):
     llm.generate(["One", "Two"], GREEDY, progress=True)
     assert "2/2 answers" in capsys.readouterr().err

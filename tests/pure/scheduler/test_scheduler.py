@@ -468,6 +468,14 @@ def test_the_host_copy_stays_after_a_load_so_that_the_next_eviction_is_free():
     assert scheduler.manager.moves.counts.num_blocks[Purpose.SAVE] == 2 + 3 + 3
 
 
+def test_what_might_be_saved_is_not_remembered_for_ever():
+    scheduler, device = make(200, host=HostConfig(20, WritePolicy.BACK, low_share=0.0)), Device()
+    for i in range(1100):
+        request(scheduler, str(i), [i] * 5, 1)
+        run(scheduler, device)
+    assert len(scheduler.manager._host._jobs) == 1024
+
+
 def test_a_load_that_fails_is_a_miss():
     scheduler, device = evicted_to_host()
     made = request(scheduler, "again", [1] * 9, 1)
