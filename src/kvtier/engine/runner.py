@@ -53,14 +53,14 @@ class EngineRunner:
     ) -> Iterator[Output]:
         """Outputs of a request, on the caller's thread."""
         outputs: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
-        name = self._submit(prompt, params, options, outputs.put).result()
+        name = self.submit(prompt, params, outputs.put, **options).result()
         try:
             while (output := outputs.get()) is not None:
                 yield output
             if self.error is not None:
                 raise ClosedError("the engine broke down") from self.error
         finally:
-            self._leave(name)
+            self.leave(name)
 
     async def astream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
@@ -69,7 +69,7 @@ class EngineRunner:
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output | None]()
         deliver = outputs.put_nowait
         name = await asyncio.wrap_future(
-            self._submit(prompt, params, options, lambda output: loop.call_soon_threadsafe(deliver, output))
+            self.submit(prompt, params, lambda output: loop.call_soon_threadsafe(deliver, output), **options)
         )
         try:
             while (output := await outputs.get()) is not None:
@@ -77,22 +77,17 @@ class EngineRunner:
             if self.error is not None:
                 raise ClosedError("the engine broke down") from self.error
         finally:
-            self._leave(name)
+            self.leave(name)
 
-    def close(self) -> None:
-        """Cancel what runs, tell whoever waits, end the thread. Closing twice is fine."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._calls.put(None)
-        self._thread.join()
-
-    def _submit(
+    def submit(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None,
-        options: dict[str, Any],
         deliver: Callable[[Output | None], object],
+        **options: Any,
     ) -> Future[str]:
+        """Add a request whose outputs go to `deliver`, on the engine's thread; None follows the last one."""
+
         def add(engine: Engine) -> str:
             name = engine.add(prompt, params, **options)
             self._listeners[name] = (deliver, (params or SamplingParams()).n)
@@ -100,10 +95,17 @@ class EngineRunner:
 
         return self.call(add)
 
-    def _leave(self, name: str) -> None:
-        """Nobody listens any more."""
+    def leave(self, name: str) -> None:
+        """Nobody listens any more: cancel the request if it runs."""
         if not self._closed.is_set():
             self.call(lambda engine: (self._listeners.pop(name, None), engine.abort(name)))
+
+    def close(self) -> None:
+        """Cancel what runs, tell whoever waits, end the thread. Closing twice is fine."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._calls.put(None)
+        self._thread.join()
 
     def _loop(self) -> None:
         try:
