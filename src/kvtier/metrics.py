@@ -1,0 +1,272 @@
+"""Metrics: counters, gauges and histograms, and the text in which Prometheus reads them.
+
+    registry = Registry()
+    hits = registry.counter("kvtier_hit_tokens_total", "Tokens that were found, by tier.", ("tier",))
+    host_hits = hits.of("host")                     # kept by whoever counts often: no look-up then
+    host_hits.add(48)
+    registry.render()                               # kvtier_hit_tokens_total{tier="host"} 48
+
+A registry is a value that is passed to those who count; there is no global one. Whoever counts and whoever reads may be
+different threads: every series has a lock, so no count is lost and no histogram seen with a sum of other values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ArgumentError
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""What an HTTP answer with `Registry.render()` in it calls itself."""
+
+_METRIC_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*(?<!_bucket)(?<!_sum)(?<!_count)")
+_LABEL_NAME = re.compile(r"(?!__|le$)[a-zA-Z_][a-zA-Z0-9_]*")
+
+# 1, 2, 5 in every decade, from a copy of one block to a prompt that waited.
+SECONDS = tuple(float(f"{digit}e{decade}") for decade in range(-5, 3) for digit in (1, 2, 5))
+BYTES = tuple(float(1 << power) for power in range(12, 39, 2))  # 4 KiB to 256 GiB
+
+
+class Counter:
+    """A number that only grows."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._value = 0.0
+
+    def add(self, amount: float = 1) -> None:
+        """Count."""
+        if not amount >= 0:
+            raise ArgumentError(f"a counter cannot change by {amount}: what falls, too, is a gauge")
+        with self._lock:
+            self._value += amount
+
+    def raise_to(self, total: float) -> None:
+        """Take over a total that is counted elsewhere. One smaller than what was seen already changes nothing."""
+        with self._lock:
+            self._value = max(self._value, total)
+
+    @property
+    def value(self) -> float:
+        """The count."""
+        return self._value
+
+
+@dataclass(slots=True)
+class Gauge:
+    """A number that rises and falls."""
+
+    value: float = 0.0
+
+    def set(self, value: float) -> None:
+        """What it is now."""
+        self.value = value
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What a histogram holds at one moment."""
+
+    bounds: tuple[float, ...]
+    """Upper bounds of the buckets, themselves in them; the last bucket has none."""
+    counts: tuple[int, ...]
+    """Values in each bucket, one more than there are bounds."""
+    total: float
+    """The sum of all values."""
+
+    @property
+    def count(self) -> int:
+        """How many values."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Their mean, which is exact; not a number if there are none."""
+        return self.total / self.count if self.count else math.nan
+
+    def quantile(self, q: float) -> float:
+        """An estimate, right to the width of its bucket: values are taken to lie evenly in theirs, and the smallest
+        bucket to begin at zero. Above the last bound there is none: that bound. Not a number if there are no values."""
+        if not 0 <= q <= 1:
+            raise ArgumentError(f"a quantile lies between 0 and 1, got {q}")
+        if not self.count:
+            return math.nan
+        rank, upto = q * self.count, list(accumulate(self.counts))
+        bucket = next(i for i, count in enumerate(upto) if count >= rank and self.counts[i])
+        if bucket == len(self.bounds):
+            return self.bounds[-1]
+        high = self.bounds[bucket]
+        low = self.bounds[bucket - 1] if bucket else min(0.0, high)
+        return low + (high - low) * (1 - (upto[bucket] - rank) / self.counts[bucket])
+
+    def since(self, earlier: Distribution) -> Distribution:
+        """Only the values that came after an earlier look at the same histogram."""
+        counts = tuple(now - then for now, then in zip(self.counts, earlier.counts, strict=True))
+        if self.bounds != earlier.bounds or min(counts) < 0:
+            raise ArgumentError("not an earlier look at the same histogram")
+        return Distribution(self.bounds, counts, self.total - earlier.total)
+
+
+class Histogram:
+    """How many values fell into each of a fixed row of buckets, and their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(map(float, bounds))
+        if not bounds or not all(low < high for low, high in pairwise((-math.inf, *self._bounds, math.inf))):
+            raise ArgumentError(f"a histogram needs finite bounds that rise, got {bounds}")
+        self._array = np.array(self._bounds)
+        self._lock = threading.Lock()
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        """One value."""
+        if math.isnan(value):
+            raise ArgumentError("NaN lies in no bucket of a histogram")
+        with self._lock:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self._total += value
+
+    def observe_many(self, values: npt.ArrayLike) -> None:
+        """Many values at the price of about one."""
+        array = np.asarray(values, np.float64).ravel()
+        if np.isnan(array).any():
+            raise ArgumentError(f"NaN lies in no bucket of a histogram, and is among these {array.size} values")
+        found = np.bincount(np.searchsorted(self._array, array), minlength=len(self._counts)).tolist()
+        with self._lock:
+            self._counts = [old + new for old, new in zip(self._counts, found, strict=True)]
+            self._total += float(array.sum())
+
+    @property
+    def value(self) -> Distribution:
+        """All of it, of one moment."""
+        with self._lock:
+            return Distribution(self._bounds, tuple(self._counts), self._total)
+
+
+Series = TypeVar("Series", bound=Counter | Gauge | Histogram)
+
+
+class Family(Generic[Series]):
+    """The series of one name, one for each combination of label values. Made by a Registry.
+
+    Every combination ever named is kept and shown: labels are for what is few (tiers, causes), never for requests.
+    """
+
+    def __init__(self, kind: str, name: str, text: str, labels: tuple[str, ...], make: Callable[[], Series]) -> None:
+        self.kind, self.name, self.text, self.labels = kind, name, text, labels
+        self._make = make
+        self._lock = threading.Lock()
+        self._series: dict[tuple[str, ...], Series] = {}
+
+    def of(self, *values: str) -> Series:
+        """The series of these label values, in the order of the labels; the same one every time."""
+        if len(values) != len(self.labels):
+            raise ArgumentError(f"{self.name} has the labels {self.labels}, got {values}")
+        with self._lock:
+            if values not in self._series:
+                self._series[values] = self._make()
+            return self._series[values]
+
+    @property
+    def series(self) -> dict[tuple[str, ...], Series]:
+        """All there are now."""
+        with self._lock:
+            return dict(self._series)
+
+
+class Registry:
+    """All metrics of a server, declared once and shown together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._families: dict[str, Any] = {}  # families of any kind
+        self._tasks: list[Callable[[], object]] = []
+
+    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Family[Counter]:
+        """What only grows; its name ends in _total."""
+        return self._declare(Family("counter", name, text, tuple(labels), Counter))
+
+    def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Family[Gauge]:
+        """What rises and falls."""
+        return self._declare(Family("gauge", name, text, tuple(labels), Gauge))
+
+    def histogram(
+        self, name: str, text: str, labels: Sequence[str] = (), bounds: Sequence[float] = SECONDS
+    ) -> Family[Histogram]:
+        """How values are distributed, in buckets with these upper bounds."""
+        Histogram(bounds)  # refuses wrong bounds here, and not when something is to be counted
+        return self._declare(Family("histogram", name, text, tuple(labels), lambda: Histogram(bounds)))
+
+    def _declare(self, family: Family[Series]) -> Family[Series]:
+        name, labels = family.name, family.labels
+        is_named_well = _METRIC_NAME.fullmatch(name) and (family.kind == "counter") == name.endswith("_total")
+        if not is_named_well or len(set(labels)) < len(labels) or not all(map(_LABEL_NAME.fullmatch, labels)):
+            raise ArgumentError(
+                f"{name!r} with the labels {labels} is no name for a {family.kind}: only letters, digits and _; "
+                "_total ends counters and nothing else; _bucket, _sum, _count and le belong to histograms"
+            )
+        with self._lock:
+            if name in self._families:
+                raise ArgumentError(f"{name} is declared already, as {self._families[name].kind}: pass that on instead")
+            self._families[name] = family
+        return family
+
+    def before_render(self, task: Callable[[], object]) -> None:
+        """Have this done before each rendering, by the thread that renders: to take over what is counted elsewhere."""
+        with self._lock:
+            self._tasks.append(task)
+
+    def render(self) -> str:
+        """Everything in Prometheus' text format, version 0.0.4, in the order of declaration."""
+        with self._lock:
+            tasks, families = list(self._tasks), list(self._families.values())
+        for task in tasks:
+            task()
+        return "".join(_render(family) for family in families)
+
+
+def _render(family: Family[Any]) -> str:
+    lines = [f"# HELP {family.name} {_escape(family.text)}", f"# TYPE {family.name} {family.kind}"]
+    for values, series in family.series.items():
+        labels = [f'{key}="{_escape(value, quote=True)}"' for key, value in zip(family.labels, values, strict=True)]
+        lines += _lines(family.name, labels, series.value)
+    return "\n".join(lines) + "\n"
+
+
+def _lines(name: str, labels: list[str], value: float | Distribution) -> list[str]:
+    if not isinstance(value, Distribution):
+        return [f"{name}{_braces(labels)} {_number(value)}"]
+    bounds = [f'le="{_number(bound)}"' for bound in (*value.bounds, math.inf)]
+    counts = accumulate(value.counts)  # a bucket of the exposition contains those before it
+    lines = [f"{name}_bucket{_braces([*labels, le])} {count}" for le, count in zip(bounds, counts, strict=True)]
+    rest = {"_sum": value.total, "_count": value.count}
+    return lines + [f"{name}{part}{_braces(labels)} {_number(number)}" for part, number in rest.items()]
+
+
+def _braces(labels: list[str]) -> str:
+    return f"{{{','.join(labels)}}}" if labels else ""
+
+
+def _escape(text: str, *, quote: bool = False) -> str:
+    text = text.replace("\\", r"\\").replace("\n", r"\n")
+    return text.replace('"', r"\"") if quote else text
+
+
+def _number(value: float) -> str:
+    """A number as Prometheus writes it; whole ones without a point, as long as a float is exact."""
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    if math.isnan(value):
+        return "NaN"
+    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))
