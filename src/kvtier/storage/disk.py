@@ -6,11 +6,12 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
 from kvtier.errors import ArgumentError, ClosedError, StoreError
+from kvtier.storage.calls import Calls
 from kvtier.storage.catalog import Entry, Place
 from kvtier.storage.codec import Compression, copy_bytes, decode, encode, lay_out, mismatch
 from kvtier.storage.files import Files, OsFiles
@@ -90,6 +91,7 @@ class DiskStore:
         self._sync, self._compression, self._timeout_s = sync, compression, timeout_s
         self._breaker = breaker or Breaker()
         self._workers = Workers(num_threads, "kvtier-disk")
+        self._calls = Calls(self._workers, self._breaker, timeout_s)
         self._meter = Meter()
         self._close_lock = threading.Lock()
         self._is_closed = False
@@ -123,7 +125,7 @@ class DiskStore:
                 batch.settle({index: missed})
             return jobs
 
-        return self._end(Kind.READ, self._run(len(reads), plan, timeout_s), begin)
+        return self._end(Kind.READ, self._calls.run(len(reads), plan, timeout_s), begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
         """Store objects, replacing others of their keys, evicting the least recently used as need be."""
@@ -138,7 +140,7 @@ class DiskStore:
                 functools.partial(self._stage, batch, staged, i, n, writes[at], views[at]) for i, (n, at) in numbered
             ]
 
-        outcomes = dict(zip(last, self._run(len(last), plan, timeout_s), strict=True))
+        outcomes = dict(zip(last, self._calls.run(len(last), plan, timeout_s), strict=True))
         told = [
             outcomes[w.key] if last[w.key] == i else replace(outcomes[w.key], nbytes=0) for i, w in enumerate(writes)
         ]
@@ -157,7 +159,7 @@ class DiskStore:
                 return []
             return [functools.partial(self._wipe, batch, gone)]
 
-        return self._end(Kind.REMOVAL, self._run(len(keys), plan, timeout_s), begin)
+        return self._end(Kind.REMOVAL, self._calls.run(len(keys), plan, timeout_s), begin)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:  # noqa: ARG002
         """The inventory by place on disk; answered from memory."""
@@ -225,20 +227,6 @@ class DiskStore:
     def _end(self, kind: Kind, outcomes: Sequence[Outcome], begin: float) -> Results:
         is_durable = self._sync is Sync.WRITE and kind in (Kind.WRITE, Kind.REMOVAL)
         return self._meter.count(kind, Results(tuple(outcomes), time.perf_counter() - begin, is_durable))
-
-    def _run(self, count: int, plan: Callable[[Batch], list[Job]], timeout_s: float | None) -> Sequence[Outcome]:
-        """Have the planned jobs done by the deadline, unless the breaker is open."""
-        refusal = self._breaker.refusal()
-        if refusal:
-            return [Outcome(Status.FAILED, reason=refusal)] * count
-        batch = Batch(count)
-        jobs = plan(batch)
-        batch.add_jobs(len(jobs))
-        for job in jobs:
-            self._workers.submit(functools.partial(_run_job, batch, job))
-        outcomes = batch.wait(self._timeout_s if timeout_s is None else timeout_s)
-        self._breaker.record(batch)
-        return outcomes
 
     # --- jobs, on the workers' threads
 
@@ -335,12 +323,3 @@ class _Staged:
         with self._lock:
             self._num_left -= 1
             return not self._num_left
-
-
-def _run_job(batch: Batch, job: Job, scratch: Scratch) -> None:
-    """A job that fails costs its call, not its thread."""
-    with batch:
-        try:
-            job(scratch)
-        except Exception as error:  # the edge of a thread: whatever it is, somebody waits for this batch
-            batch.fail(f"{type(error).__name__}: {error}")

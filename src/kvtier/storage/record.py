@@ -14,7 +14,8 @@
     112      8  bytes of the object, as its reader wants them
     120      8  bytes of the stored payload: fewer if it is compressed
     128      8  checksum of the stored payload (checksum.py)
-    136    116  zeros
+    136      8  seconds since 1970 from which on it is no longer there; 0: it stays
+    144    108  zeros
     252      4  CRC-32 of the 252 bytes before
 
 256 zeros are the record of a slot that holds nothing. On disk a record lies in its segment's table; a store that keeps
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 
 from kvtier.errors import ChecksumError, FormatError, VersionError
@@ -35,7 +36,7 @@ MAGIC = b"\x89KVOBJ\r\n"  # a byte no text has, and line ends that a text-mode t
 VERSION = 1
 RECORD_BYTES = 256
 BLANK = bytes(RECORD_BYTES)
-_FIELDS = struct.Struct("<8sHHIQII32s32s16sQQQ116x")
+_FIELDS = struct.Struct("<8sHHIQII32s32s16sQQQQ108x")
 _CRC = struct.Struct("<I")
 
 
@@ -62,6 +63,7 @@ class Record:
     sequence: int = 0
     segment: int = 0
     slot: int = 0
+    expires_s: int = 0
 
     @property
     def label(self) -> Label:
@@ -76,17 +78,20 @@ class Record:
     def at(self, segment: int, slot: int, sequence: int) -> Record:
         """The same object in this place."""
         sizes = (self.nbytes, self.stored_bytes, self.checksum, self.token_bytes, self.flags)
-        return Record(self.key, self.namespace, self.token_digest, *sizes, sequence, segment, slot)
+        return Record(self.key, self.namespace, self.token_digest, *sizes, sequence, segment, slot, self.expires_s)
 
     def is_same_object(self, other: Record) -> bool:
-        """Whether both describe the same bytes under the same label, wherever they are."""
-        return self.checksum == other.checksum and self.at(0, 0, 0) == other.at(0, 0, 0)
+        """Whether both describe the same bytes under the same label, wherever they are and however long they stay."""
+        if self.checksum != other.checksum:
+            return False
+        return replace(self.at(0, 0, 0), expires_s=0) == replace(other.at(0, 0, 0), expires_s=0)
 
     def pack(self) -> bytes:
         """Its 256 bytes."""
         fixed = _FIELDS.pack(
             *(MAGIC, VERSION, self.flags, self.token_bytes, self.sequence, self.segment, self.slot),
             *(self.key, self.namespace, self.token_digest, self.nbytes, self.stored_bytes, self.checksum),
+            self.expires_s,
         )
         return fixed + _CRC.pack(zlib.crc32(fixed))
 
@@ -102,6 +107,6 @@ class Record:
             raise ChecksumError("the record is damaged: its CRC differs")
         if version != VERSION:
             raise VersionError(f"the record has format version {version}, this kvtier reads {VERSION}")
-        key, namespace, digest, nbytes, stored_bytes, checksum = rest
-        found = (Flags(flags), sequence, segment, slot)
+        key, namespace, digest, nbytes, stored_bytes, checksum, expires_s = rest
+        found = (Flags(flags), sequence, segment, slot, expires_s)
         return cls(key, namespace, digest, nbytes, stored_bytes, checksum, token_bytes, *found)
