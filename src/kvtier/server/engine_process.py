@@ -1,0 +1,137 @@
+"""The engine process: commands in, events out. It ends when it is told to, or when the front end is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheConfig
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.generation import Explanation, Output
+from kvtier.engine.llm import LLM
+from kvtier.engine.runner import EngineRunner
+from kvtier.engine.speculate import NgramProposer
+from kvtier.scheduler import SchedulerConfig
+from kvtier.server.config import EngineOptions
+from kvtier.server.engine_controls import CONTROLS
+from kvtier.server.messages import Abort, Answer, Broken, Call, Channel, Close, Progress, Refused, Started, Submit
+
+
+def main(options: EngineOptions, connection: socket.socket) -> None:
+    """Entry point of the process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to both; the front end says when to end
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(connection)
+    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
+    try:
+        engine = make_engine(options)
+    except Exception as error:  # whatever it is, the front end is told and ends with it
+        channel.send(Broken(f"{type(error).__name__}: {error}"))
+        return
+    EngineServer(engine, channel).run()
+
+
+def make_engine(options: EngineOptions) -> Engine:
+    """An engine as the options say."""
+    host = HostConfig(options.host_blocks) if options.host_blocks else None
+    config = EngineConfig(
+        options.block_tokens,
+        CacheConfig(options.blocks, host=host),
+        SchedulerConfig(options.max_rows, options.max_step_tokens),
+    )
+    proposer = NgramProposer(options.draft_tokens) if options.draft_tokens else None
+    return LLM(options.model, config, dtype=options.dtype, device=options.device, proposer=proposer).engine
+
+
+class EngineServer:
+    """Hands commands to an EngineRunner, and what a step gave to the front end in one message.
+
+    The main thread sleeps in `recv`; everything else happens on the runner's thread, so no two threads compute.
+    """
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._runner = EngineRunner(engine)
+        self._outputs: list[Output] = []
+        self._ended: list[Explanation] = []
+
+    def run(self) -> None:
+        """Serve until there is nobody to serve."""
+        config = self._engine.config
+        started = Started(
+            config.scheduler.max_context,
+            self._engine.model.config.vocab_size,
+            config.block_tokens,
+            config.cache.num_blocks,
+            config.scheduler.max_rows,
+        )
+        with contextlib.suppress(OSError):  # the front end died: nobody to tell
+            self._channel.send(started)
+            for command in self._channel:
+                if self._runner.error is not None:
+                    self._tell_breakdown()
+                    break
+                match command:
+                    case Submit():
+                        self._submit(command)
+                    case Abort():
+                        self._runner.leave(command.id)
+                    case Call():
+                        self._call(command)
+                    case Close():
+                        break
+        self._runner.close()
+
+    def _tell_breakdown(self) -> None:
+        self._channel.send(Broken(f"{type(self._runner.error).__name__}: {self._runner.error}"))
+
+    def _submit(self, command: Submit) -> None:
+        future = self._runner.submit(
+            command.tokens,
+            command.params,
+            self._take,
+            request_id=command.id,
+            priority=command.priority,
+            salt=command.salt,
+        )
+        future.add_done_callback(partial(self._tell_refusal, command.id))
+
+    def _tell_refusal(self, name: str, future: Future[str]) -> None:
+        error = future.exception()
+        if isinstance(error, Exception):
+            self._channel.send(Refused(name, error))
+
+    def _call(self, command: Call) -> None:
+        future = self._runner.call(partial(CONTROLS[command.name], **command.arguments))
+        future.add_done_callback(partial(self._tell_answer, command.id))
+
+    def _tell_answer(self, number: int, future: Future[object]) -> None:
+        error = future.exception()
+        if error is None:
+            self._channel.send(Answer(number, future.result()))
+        elif isinstance(error, Exception):
+            self._channel.send(Answer(number, None, error))
+
+    def _take(self, output: Output | None) -> None:
+        """On the engine's thread, for each output of a step; what they are collected for runs after the last one."""
+        if output is None:  # the request is over, or the engine is
+            if self._runner.error is not None:
+                self._tell_breakdown()
+            return
+        if not self._outputs:
+            self._runner.call(lambda _: self._flush())
+        self._outputs.append(output)
+        if output.finish_reason is not None:
+            self._ended.append(self._engine.explain(output.request_id))
+
+    def _flush(self) -> None:
+        self._channel.send(Progress(tuple(self._outputs), tuple(self._ended)))
+        self._outputs, self._ended = [], []

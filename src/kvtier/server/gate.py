@@ -1,0 +1,128 @@
+"""Gate: what every HTTP request passes before the app sees it. Plain ASGI, so that disconnects pass through.
+
+size and time of the body · who asks · where from · one line of log and one count afterwards
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvtier.server.activity import Activity
+from kvtier.server.auth import Keys
+from kvtier.server.completions import ClientGone, Receive, Send
+from kvtier.server.config import Limits
+from kvtier.server.failures import ApiError
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_log = logging.getLogger("kvtier.server")
+_OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")
+_ADMIN = ("/control", "/state", "/metrics")
+_POLLED = ("/health", "/state", "/metrics")  # not worth a line each time
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+class Gate:
+    """Wraps the app."""
+
+    def __init__(self, app: App, keys: Keys, limits: Limits, activity: Activity, *, local_only: bool) -> None:
+        """`local_only`: there are no keys, so what a browser was lured into sending must not come in."""
+        self._app = app
+        self._keys = keys
+        self._limits = limits
+        self._activity = activity
+        self._local_only = local_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it in, or answer in the app's place."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def watch(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            headers = _headers(scope)
+            self._admit(scope, headers)
+            body = _Body(receive, self._limits)
+            body.check_announced(headers.get("content-length"))
+            await self._app(scope, body.receive, watch)
+        except ApiError as error:
+            if not status:
+                await error.response()(scope, receive, watch)
+        except ClientGone:
+            status = status or 499
+        finally:
+            route = getattr(scope.get("route"), "path", "unknown")
+            self._activity.http(route, status)
+            level = logging.ERROR if status >= 500 else logging.DEBUG if route in _POLLED else logging.INFO
+            _log.log(level, "http method=%s route=%s status=%d", scope["method"], route, status)
+
+    def _admit(self, scope: Scope, headers: dict[str, str]) -> None:
+        if self._local_only:
+            _refuse_lured(headers)
+        path = scope["path"]
+        scope.setdefault("state", {})["tenant"] = None
+        if path in _OPEN:
+            return
+        key, peer = headers.get("authorization"), (scope.get("client") or (None,))[0]
+        if any(path == each or path.startswith(f"{each}/") for each in _ADMIN):
+            self._keys.admit_admin(key, peer)
+        else:
+            scope["state"]["tenant"] = self._keys.tenant(key)
+
+
+class _Body:
+    """Counts a body's bytes and time as it is read."""
+
+    def __init__(self, receive: Receive, limits: Limits) -> None:
+        self._receive = receive
+        self._limits = limits
+        self._num_bytes = 0
+        self._is_whole = False
+
+    def check_announced(self, length: str | None) -> None:
+        if length is not None and length.isdecimal() and int(length) > self._limits.body_bytes:
+            raise self._too_large(f"{length} bytes")
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        if self._is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                message = await self._receive()
+        except TimeoutError as error:
+            seconds = self._limits.body_seconds
+            raise ApiError(408, f"the body did not arrive within {seconds:g} s", code="body_timeout") from error
+        self._num_bytes += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        if self._num_bytes > self._limits.body_bytes:
+            raise self._too_large(f"more than {self._limits.body_bytes} bytes")
+        return message
+
+    def _too_large(self, what: str) -> ApiError:
+        limit = self._limits.body_bytes
+        return ApiError(413, f"the body has {what}; this server takes {limit}", code="body_too_large")
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _refuse_lured(headers: dict[str, str]) -> None:
+    """Without keys: no request of another site's page, and none that reached us under another name (DNS rebinding)."""
+    try:
+        host = urlsplit(f"//{headers.get('host', '')}").hostname
+    except ValueError:
+        host = None
+    if host not in _LOCAL or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site"):
+        raise ApiError(403, "this server has no API keys and answers programs and pages of this machine only")

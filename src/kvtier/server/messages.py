@@ -1,0 +1,136 @@
+"""What the front end and the engine process tell each other, and how it travels.
+
+    front end --Submit, Abort, Call, Close--> engine process
+    front end <--Started | Broken, Progress, Refused, Answer-- engine process
+
+A frame is a length (four bytes, big-endian) and a pickle. Both ends are ours and joined by a socket pair that nobody
+else can open, so pickles are safe here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.engine.generation import Explanation, Output
+from kvtier.engine.sampling import SamplingParams
+
+LENGTH = struct.Struct(">I")
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request; its outputs come in `Progress`."""
+
+    id: str
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Nobody waits for this request any more."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run a control (engine_controls.CONTROLS) between two steps; an `Answer` with this id follows."""
+
+    id: int
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Cancel what runs, keep what is cached if there is a place for it, and end."""
+
+
+Command = Submit | Abort | Call | Close
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine is ready."""
+
+    max_context: int
+    vocab_size: int
+    block_tokens: int
+    num_blocks: int
+    max_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The engine could not start, or cannot go on."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """All that one step added, in one message."""
+
+    outputs: tuple[Output, ...]
+    ended: tuple[Explanation, ...]
+    """Of the requests that got their last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The engine did not take a request."""
+
+    id: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call gave."""
+
+    id: int
+    value: Any
+    error: Exception | None = None
+
+
+Event = Started | Broken | Progress | Refused | Answer
+
+
+def frame(message: Command | Event) -> bytes:
+    """A message as it travels."""
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(body)) + body
+
+
+class Channel:
+    """The engine process's end: blocking; one thread reads, any may send."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        self._connection = connection
+        self._stream = connection.makefile("rb")
+        self._sending = threading.Lock()
+
+    def send(self, event: Event) -> None:
+        """Raises OSError if the front end is gone."""
+        data = frame(event)
+        with self._sending:
+            self._connection.sendall(data)
+
+    def __iter__(self) -> Iterator[Command]:
+        """Commands as they come, until the other end closes or dies."""
+        while len(head := self._stream.read(LENGTH.size)) == LENGTH.size:
+            (size,) = LENGTH.unpack(head)
+            body = self._stream.read(size)
+            if len(body) < size:
+                return
+            yield pickle.loads(body)

@@ -1,0 +1,226 @@
+"""What clients may send, as OpenAI defined it and with our additions; what is not named here is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from kvtier.engine.sampling import Penalties, SamplingParams
+
+Text = Annotated[str, StringConstraints(max_length=4 << 20)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+_INT64 = 1 << 63
+
+
+class Strict(BaseModel):
+    """No conversions, no unknown fields, no infinities."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class TextPart(Strict):
+    """A piece of a message's content. Only text: this server sees no pictures and hears nothing."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(BaseModel):
+    """One turn. What other servers put into their answers (refusal, annotations ..) is let pass and not looked at."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    name: Annotated[str, StringConstraints(max_length=256)] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message has content, or is an assistant's with tool_calls")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: the content is one text."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        told = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": content, **{key: value for key, value in told.items() if value}}
+
+
+class FunctionDefinition(Strict):
+    """A function the model may ask for."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """Goes to the chat template as it is."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class StreamOptions(Strict):
+    """What else a stream carries."""
+
+    include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    """The schema of response_format."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
+
+    name: Annotated[str, StringConstraints(max_length=64)] = "answer"
+    description: Text | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    """No constraint."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    """JSON after a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class Sampling(Strict):
+    """What both kinds of completion share."""
+
+    model: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1000)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stop: (
+        Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+        | Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=1024)]], Field(max_length=16)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    response_format: ResponseFormat | None = None
+    # Of OpenAI's own: accepted because clients send them, and without effect here.
+    user: Annotated[str, StringConstraints(max_length=512)] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
+
+    def sampling_params(self, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """As the engine wants it. Raises ArgumentError for what does not go together."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        presence, frequency = self.presence_penalty or 0.0, self.frequency_penalty or 0.0
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(0, self.top_k or 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            penalties=Penalties(self.repetition_penalty or 1.0, presence, frequency),
+            seed=None if self.seed is None else self.seed % (1 << 64),
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+            n=self.n or 1,
+        )
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many to report beside the chosen one; None for no report."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_tools(self) -> list[Mapping[str, Any]] | None:
+        """For the chat template, unless the model is not to use any."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: (
+        Text
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, max_length=128)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several, each a text or tokens."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: a text, or a conversation as the model would read it."""
+
+    model: Annotated[str, StringConstraints(max_length=512)] | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _has_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self

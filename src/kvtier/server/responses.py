@@ -1,0 +1,213 @@
+"""Answers in OpenAI's form, whole or as a stream of events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvtier.engine.generation import FinishReason, Output
+from kvtier.engine.sampling import Logprobs
+from kvtier.engine.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a request, over its prompts and answers."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer, so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    def add(self, output: Output) -> None:
+        """What a step added."""
+        self.text.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.reason = output.finish_reason
+
+
+class Form(Protocol):
+    """How one endpoint tells what was generated."""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """The answer that is not streamed."""
+
+    def opening(self, index: int) -> bytes:
+        """The first event of a choice; may be empty."""
+
+    def piece(self, index: int, outputs: Iterable[Output]) -> bytes:
+        """One event with what was added to a choice."""
+
+    def closing(self, usage: Usage) -> bytes:
+        """The event with the usage."""
+
+
+class ChatForm:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(self, id: str, model: str, created: int, tokenizer: Tokenizer, *, logprobs: bool) -> None:
+        self._id, self._model, self._created = id, model, created
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        # what every event begins with is written once; only the delta differs
+        self._head = b"data: " + to_json(self._frame("chat.completion.chunk"))[:-1] + b',"choices":[{"index":'
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """A chat.completion."""
+        told = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                "logprobs": self._report(choice.token_ids, choice.logprobs),
+                "finish_reason": _reason(choice.reason),
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._frame("chat.completion"), "choices": told, "usage": usage.body}
+
+    def opening(self, index: int) -> bytes:
+        """The role, with which OpenAI's streams begin."""
+        return self._event(index, {"role": "assistant", "content": ""}, None, None)
+
+    def piece(self, index: int, outputs: Iterable[Output]) -> bytes:
+        """What was added to a choice; the reason only with its last token."""
+        merged = Choice()
+        for output in outputs:
+            merged.add(output)
+        text = "".join(merged.text)
+        report = self._report(merged.token_ids, merged.logprobs)
+        if not text and merged.reason is None and report is None:
+            return b""  # half a character, or what may become a stop text
+        return self._event(index, {"content": text} if text or report else {}, report, _reason(merged.reason))
+
+    def closing(self, usage: Usage) -> bytes:
+        """No choices, only the usage."""
+        return (
+            b"data: " + to_json({**self._frame("chat.completion.chunk"), "choices": [], "usage": usage.body}) + b"\n\n"
+        )
+
+    def _event(self, index: int, delta: dict[str, str], report: dict[str, Any] | None, reason: str | None) -> bytes:
+        rest = {"delta": delta, "logprobs": report, "finish_reason": reason}
+        return self._head + str(index).encode() + b"," + to_json(rest)[1:] + b"]}\n\n"
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _report(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        content = [
+            {
+                **self._token(token, each.chosen),
+                "top_logprobs": [self._token(other, value) for other, value in each.top],
+            }
+            for token, each in zip(token_ids, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._tokenizer.decode([token], skip_special=False)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+
+class CompletionForm:
+    """text_completion, whole and in pieces."""
+
+    def __init__(self, id: str, model: str, created: int, tokenizer: Tokenizer, *, logprobs: bool) -> None:
+        self._frame = {"id": id, "object": "text_completion", "created": created, "model": model}
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """A text_completion."""
+        told = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        return {**self._frame, "choices": told, "usage": usage.body}
+
+    def opening(self, index: int) -> bytes:  # noqa: ARG002
+        """Nothing comes before the text."""
+        return b""
+
+    def piece(self, index: int, outputs: Iterable[Output]) -> bytes:
+        """What was added to a choice."""
+        merged = Choice()
+        for output in outputs:
+            merged.add(output)
+        told = self._choice(index, merged)
+        if not told["text"] and merged.reason is None and not self._logprobs:
+            return b""
+        return b"data: " + to_json({**self._frame, "choices": [told]}) + b"\n\n"
+
+    def closing(self, usage: Usage) -> bytes:
+        """No choices, only the usage."""
+        return b"data: " + to_json({**self._frame, "choices": [], "usage": usage.body}) + b"\n\n"
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        report = self._report(index, choice) if self._logprobs else None
+        return {
+            "index": index,
+            "text": "".join(choice.text),
+            "logprobs": report,
+            "finish_reason": _reason(choice.reason),
+        }
+
+    def _report(self, index: int, choice: Choice) -> dict[str, Any]:
+        """The old form: four lists, with the place of each token's text in the answer."""
+        tokens = [self._text(token) for token in choice.token_ids]
+        begin = self._offsets.get(index, 0)
+        offsets = [begin + sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        self._offsets[index] = begin + sum(map(len, tokens))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(each.chosen) for each in choice.logprobs],
+            "top_logprobs": [
+                {self._text(token): _finite(value) for token, value in each.top} for each in choice.logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special=False)
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    """An error after the stream has begun."""
+    return b"data: " + to_json(body) + b"\n\n"
+
+
+def to_json(value: Any) -> bytes:
+    """As compact as it gets, in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _reason(reason: FinishReason | None) -> str | None:
+    return None if reason is None else "length" if reason is FinishReason.LENGTH else "stop"
+
+
+def _finite(value: float) -> float:
+    """Minus infinity, the logarithm of zero, has no JSON."""
+    return max(value, -9999.0)
