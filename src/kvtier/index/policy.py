@@ -7,13 +7,13 @@ first. One instance serves one tier and one priority. A call costs O(log n) at m
 
 from __future__ import annotations
 
-import heapq
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
 from kvtier.errors import ArgumentError
+from kvtier.index.arc import ARC
+from kvtier.index.candidates import CandidateHeap, fingerprint
 from kvtier.index.node import Node
 
 
@@ -33,46 +33,6 @@ class Policy(Protocol):
 
     def victim(self) -> Node | None:
         """The candidate whose last blocks go now; it stays a candidate until withdrawn."""
-
-
-class CandidateHeap:
-    """Candidates by rank, least first. Withdrawing only forgets the entry; the heap drops it when it comes up."""
-
-    __slots__ = ("_entries", "_heap", "_next")
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Node]] = []
-        self._entries: dict[Node, int] = {}
-        self._next = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._entries
-
-    def push(self, node: Node, rank: float) -> None:
-        """Add, or change the rank of one that is there; of equals, the first comes first."""
-        self._next += 1
-        self._entries[node] = self._next
-        heapq.heappush(self._heap, (rank, self._next, node))
-        # Half of it may be forgotten entries; more would let a few candidates touched often fill the memory.
-        if len(self._heap) > 64 + 2 * len(self._entries):
-            self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
-
-    def discard(self, node: Node) -> None:
-        """Forget it, if it is there."""
-        self._entries.pop(node, None)
-
-    def first(self) -> tuple[float, Node] | None:
-        """The least rank and its node."""
-        while self._heap:
-            rank, entry, node = self._heap[0]
-            if self._entries.get(node) == entry:
-                return rank, node
-            heapq.heappop(self._heap)
-        return None
 
 
 class Ranked:
@@ -241,7 +201,13 @@ class S3FIFO:
             self._num_main += node.num_blocks
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"lru": LRU, "fifo": FIFO, "s3fifo": S3FIFO, "cost": CostAware}
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "lru": LRU,
+    "fifo": FIFO,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+    "cost": CostAware,
+}
 
 
 def make_policy(name: str) -> Policy:
@@ -249,8 +215,3 @@ def make_policy(name: str) -> Policy:
     if name not in POLICIES:
         raise ArgumentError(f"no eviction policy is called {name!r}; there are {', '.join(sorted(POLICIES))}")
     return POLICIES[name]()
-
-
-def fingerprint(node: Node) -> int:
-    """Tells a node that comes back from others, good enough for statistics and never used to share KV."""
-    return zlib.crc32(node.key, node.start)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from kvtier.index import BlockPool, Chain, GhostCache, Namespace, RadixTree, Shortage, Tier, make_policy
 from kvtier.replay.trace import TraceRequest
+
+Paths = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +36,28 @@ def replay_hits(
     num_slots: int,
     policy: str = "lru",
     ghost: GhostCache | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> HitReport:
     """Each request matches, gets its slots, is computed, published and done before the next one comes."""
-    namespace = Namespace("replay", block_tokens=block_tokens)
+    prompts = (request.tokens() for request in requests)
+    return _replay(prompts, Namespace("replay", block_tokens=block_tokens), num_slots, policy, ghost)
+
+
+def replay_paths(requests: Iterable[Paths], *, num_slots: int, policy: str = "lru") -> HitReport:
+    """The same for requests given as a number for each block: one token stands for a block, so it takes no memory."""
+    return _replay(requests, Namespace("replay", block_tokens=1), num_slots, policy, None)
+
+
+def _replay(
+    prompts: Iterable[np.ndarray[Any, Any]],
+    namespace: Namespace,
+    num_slots: int,
+    policy: str,
+    ghost: GhostCache | None,
+) -> HitReport:
     tree = RadixTree(namespace, [Tier(0, BlockPool("device", num_slots), lambda: make_policy(policy))], ghost=ghost)
     num_requests = num_blocks = num_hits = num_too_large = 0
-    for num_requests, request in enumerate(requests, 1):
-        chain = Chain(namespace, request.tokens())
+    for num_requests, prompt in enumerate(prompts, 1):  # noqa: B007 - the count is reported
+        chain = Chain(namespace, prompt)
         lease = tree.match(chain)
         num_blocks += chain.num_blocks
         num_hits += lease.num_matched
@@ -47,6 +66,4 @@ def replay_hits(
         else:
             tree.publish(lease, chain.num_tokens)
         tree.release(lease)
-        if progress is not None:
-            progress(num_requests)
     return HitReport(num_requests, num_blocks, num_hits, num_too_large)

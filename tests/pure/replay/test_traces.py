@@ -1,11 +1,11 @@
-"""Traces, the generator and hit rates through the index, against a straightforward LRU."""
+"""Traces, logs, the generator, routing, and hit rates through the index against a straightforward LRU."""
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import os
+import tempfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -15,11 +15,29 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, GhostCache, Namespace
-from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace, replay_hits, write_trace
+from kvtier.replay import (
+    Routing,
+    SyntheticTrace,
+    TraceRequest,
+    generate,
+    read_trace,
+    replay_hits,
+    route,
+    scale_time,
+    write_trace,
+)
 
 TRACE = Path(
-    os.environ.get("KVTIER_TRACE", Path(__file__).resolve().parents[3] / "shared/traces/conversation_trace.jsonl")
+    os.environ.get("KVTIER_TRACE", Path(__file__).resolve().parents[4] / "shared/traces/conversation_trace.jsonl")
 )
+LOGGED = {
+    "event": "request",
+    "arrival": 1.5,
+    "block_tokens": 16,
+    "prompt_tokens": 30,
+    "answer_tokens": 20,
+    "keys": ["aa", "bb", "cc"],
+}
 LINE = {"timestamp": 5, "input_length": 1000, "output_length": 7, "hash_ids": [3, 4]}
 
 
@@ -70,20 +88,126 @@ def test_a_malformed_line_is_reported_with_its_number(change, what):
 
 
 def read_lines(*lines: str):
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
         path.write_text("\n".join(lines) + "\n")
         return read_trace(path)
 
 
-def test_several_files_compressed_too_are_merged_by_time(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"arrival": -1}, "arrival must be seconds >= 0, got -1"),
+        ({"arrival": "now"}, "arrival must be seconds"),
+        ({"block_tokens": 0}, "full blocks"),
+        ({"prompt_tokens": None}, "prompt_tokens must be a whole number"),
+        ({"keys": ["a"]}, "30 + 20 tokens have 3 full blocks, got 1 keys"),
+        ({"keys": [1, 2, 3]}, "keys must be a list of strings"),
+        ({"event": "reqest"}, "no event is called 'reqest'; there are request, "),
+    ],
+)
+def test_a_malformed_line_of_our_log_is_reported(change, what):
+    trace = read_lines(json.dumps(LOGGED), json.dumps({**LOGGED, **change}))
+    assert len(trace.requests) == 1
+    assert what in str(trace.problems[0])
+
+
+def test_our_log_is_a_trace_whose_answers_are_known():
+    other = {**LOGGED, "arrival": 2, "keys": ["aa", "bb", "dd"]}
+    first, second = read_lines(json.dumps({"event": "start"}), json.dumps(LOGGED), json.dumps(other)).requests
+    assert (first.timestamp_ms, first.block_tokens, first.hash_ids) == (1500, 16, (0, 1, 2))
+    assert second.hash_ids == (0, 1, 3)
+    assert first.prompt_ids == (0,)
+    ours, theirs = first.sequence(0), second.sequence(1)
+    assert len(ours) == len(theirs) == 50
+    assert [int(a == b) for a, b in zip(ours, theirs, strict=True)] == [1] * 32 + [0] * 18
+    assert first.tokens().tolist() == ours[:30].tolist()
+
+
+def test_what_no_hash_tells_is_a_requests_own():
+    one, two = TraceRequest(0, 600, 700, (5, 6)), TraceRequest(0, 600, 700, (5, 6))
+    assert one.sequence(0)[:600].tolist() == two.sequence(1)[:600].tolist()
+    assert not set(one.sequence(0)[600:].tolist()) & set(two.sequence(1)[600:].tolist())
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_several_files_compressed_too_are_merged_by_time(tmp_path, suffix):
     late, early = TraceRequest(9, 1, 1, (0,)), TraceRequest(2, 1, 1, (1,))
     assert write_trace([late], tmp_path / "a.jsonl") == 1
-    write_trace([early], tmp_path / "b.jsonl")
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
-    assert read_trace(tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz").requests == (early, late)
+    write_trace([early], tmp_path / f"b.jsonl{suffix}")
+    assert read_trace(tmp_path / "a.jsonl", tmp_path / f"b.jsonl{suffix}").requests == (early, late)
+
+
+def test_zstd_files_of_several_frames_are_read_whole(tmp_path):
+    requests = list(generate(SyntheticTrace(sessions=30)))
+    for i, part in enumerate((requests[:10], requests[10:])):
+        write_trace(part, tmp_path / f"{i}.zst")
+    both = tmp_path / "both.jsonl.zst"
+    both.write_bytes((tmp_path / "0.zst").read_bytes() + (tmp_path / "1.zst").read_bytes())
+    assert list(read_trace(both).requests) == requests
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_that_is_cut_off_is_a_problem_with_its_line(tmp_path, suffix):
+    requests = list(generate(SyntheticTrace(sessions=400)))
+    whole = tmp_path / f"t{suffix}"
+    write_trace(requests, whole)
+    whole.write_bytes(whole.read_bytes()[:-20])
+    trace = read_trace(whole)
+    assert len(trace.requests) < len(requests)
+    assert "the compressed file is damaged from here on" in trace.problems[-1].what
+    assert trace.problems[-1].line > len(trace.requests)
+    whole.write_bytes(b"no such thing")
+    assert [problem.line for problem in read_trace(whole).problems] == [1]
+
+
+def test_a_file_that_is_not_there_is_an_error_and_not_an_empty_trace(tmp_path):
+    with pytest.raises(ArgumentError, match="cannot be read: No such file"):
+        read_trace(tmp_path / "none.jsonl")
+
+
+def test_files_of_different_block_sizes_are_not_mixed():
+    with pytest.raises(ArgumentError, match=r"blocks of \[16, 512\] tokens"):
+        read_lines(json.dumps(LINE), json.dumps(LOGGED))
+
+
+def test_large_hash_ids_are_renumbered_so_that_blocks_stay_apart():
+    far = 1 << 22  # times 512 it is as many as there are token ids
+    lines = [{**LINE, "hash_ids": ids} for ids in ([0, far], [far, 0], [far + 1, 0])]
+    requests = read_lines(*map(json.dumps, lines)).requests
+    assert [request.hash_ids for request in requests] == [(0, 1), (1, 0), (2, 0)]
+    assert len({request.tokens().tobytes() for request in requests}) == 3
+
+
+def test_time_is_scaled():
+    (one,) = scale_time([TraceRequest(900, 1, 1, (0,))], 3)
+    assert one.timestamp_ms == 300
+    with pytest.raises(RangeError, match="factor above 0"):
+        scale_time([], 0)
+
+
+@pytest.mark.parametrize("routing", Routing)
+def test_routing_sends_every_request_to_one_replica_and_keeps_the_order(routing):
+    requests = list(generate(SyntheticTrace(sessions=200)))
+    parts = route(requests, 4, routing, seed=1)
+    assert parts == route(requests, 4, routing, seed=1)
+    assert sorted(map(id, itertools.chain(*parts))) == sorted(map(id, requests))
+    assert all(list(part) == sorted(part, key=lambda request: request.timestamp_ms) for part in parts)
+    work = [sum(request.input_tokens for request in part) for part in parts]
+    assert max(work) < 1.6 * sum(work) / 4
+    with pytest.raises(RangeError, match="at least one replica"):
+        route(requests, 0)
+
+
+def test_prefix_routing_finds_more_than_random():
+    requests = list(generate(SyntheticTrace(sessions=400)))
+    found = {
+        routing: sum(
+            replay_hits(part, block_tokens=512, num_slots=300).num_hits for part in route(requests, 4, routing)
+        )
+        for routing in Routing
+    }
+    assert found[Routing.PREFIX] > 1.2 * found[Routing.RANDOM]
 
 
 def test_a_generated_trace_is_reproducible_ordered_and_reads_back(tmp_path):

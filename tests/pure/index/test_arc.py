@@ -1,0 +1,128 @@
+"""ARC: by the book where nodes are single blocks, and what it is for: a scan does not flush what is used again."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+
+from index_cases import matched, run, tree_of
+from kvtier.index.arc import ARC
+from kvtier.index.node import Node, Usage
+
+
+class Blocks:
+    """A cache of single blocks under a policy, as the tree would drive it: a use withdraws and offers again."""
+
+    def __init__(self, policy: ARC, capacity: int) -> None:
+        self.policy, self.capacity, self.time = policy, capacity, 0
+        self.held: dict[int, Node] = {}
+
+    def access(self, name: int) -> bool:
+        self.time += 1
+        node = self.held.get(name)
+        if node is not None:
+            self.policy.withdraw(node)
+            node.usage.used, node.usage.uses = self.time, node.usage.uses + 1
+            self.policy.offer(node)
+            return True
+        if len(self.held) == self.capacity:
+            victim = self.policy.victim()
+            self.policy.withdraw(victim)
+            del self.held[int.from_bytes(victim.key, "little")]
+        key = name.to_bytes(4, "little")
+        self.held[name] = Node(None, (b"", b""), key, 0, 1, memoryview(key), Usage(self.time, self.time), 1)
+        self.policy.offer(self.held[name])
+        return False
+
+
+class PlainARC:
+    """Megiddo and Modha's algorithm over names, with a whole list for each of its four."""
+
+    def __init__(self, capacity: int) -> None:
+        self.c, self.p = capacity, 0.0
+        self.t1, self.t2, self.b1, self.b2 = (OrderedDict() for _ in range(4))
+
+    def replace(self, in_b2: bool) -> None:
+        if self.t1 and (len(self.t1) > self.p or (in_b2 and len(self.t1) == self.p)):
+            self.b1[self.t1.popitem(last=False)[0]] = None
+        else:
+            self.b2[self.t2.popitem(last=False)[0]] = None
+
+    def access(self, x: int) -> bool:
+        if x in self.t1 or x in self.t2:
+            self.t1.pop(x, None)
+            self.t2.pop(x, None)
+            self.t2[x] = None
+            return True
+        if x in self.b1 or x in self.b2:
+            mine, other = (self.b1, self.b2) if x in self.b1 else (self.b2, self.b1)
+            step = max(1.0, len(other) / len(mine))
+            self.p = min(self.c, self.p + step) if x in self.b1 else max(0.0, self.p - step)
+            self.replace(x in self.b2)
+            del mine[x]
+            self.t2[x] = None
+            return False
+        if len(self.t1) + len(self.b1) == self.c:
+            if len(self.t1) < self.c:
+                self.b1.popitem(last=False)
+                self.replace(False)
+            else:
+                self.t1.popitem(last=False)
+        elif len(self.t1) + len(self.t2) + len(self.b1) + len(self.b2) >= self.c:
+            if len(self.t1) + len(self.t2) + len(self.b1) + len(self.b2) == 2 * self.c:
+                self.b2.popitem(last=False)
+            self.replace(False)
+        self.t1[x] = None
+        return False
+
+
+def workload(kind: str, count: int) -> list[int]:
+    chosen = random.Random(7)
+    popular = [int(chosen.paretovariate(0.7)) % 3000 for _ in range(count)]
+    match kind:
+        case "popular":
+            return popular
+        case "scans":  # every third use is of something new that never comes again
+            return [10_000 + i if i % 3 == 0 else name for i, name in enumerate(popular)]
+        case _:  # a working set that changes
+            return [chosen.randrange(250) + i // 5000 * 180 for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["popular", "scans", "drift"])
+@pytest.mark.parametrize("capacity", [50, 200])
+def test_single_blocks_are_hit_as_often_as_by_the_book(kind, capacity):
+    """Not hit for hit: the lists of ghosts are bounded one by one here, and the capacity is not told but learnt."""
+    ours, plain = Blocks(ARC(), capacity), PlainARC(capacity)
+    uses = workload(kind, 20_000)
+    hits = sum(ours.access(x) for x in uses)
+    assert hits == pytest.approx(sum(plain.access(x) for x in uses), rel=0.05)
+
+
+def test_a_scan_does_not_flush_what_is_used_again():
+    cache = Blocks(ARC(), 100)
+    for _ in range(3):
+        for name in range(50):
+            cache.access(name)
+    for name in range(1000, 2000):
+        cache.access(name)
+    assert all(name in cache.held for name in range(50))
+
+
+def test_ghosts_are_bounded_by_what_was_held():
+    policy = ARC()
+    cache = Blocks(policy, 64)
+    for name in range(10_000):
+        cache.access(name)
+    assert policy._recent.num_ghosts <= 64
+    assert len(policy._recent.ghosts) <= 64
+
+
+def test_through_the_tree_a_shared_prefix_stays_and_leaves_go_first():
+    tree = tree_of(12, policy="arc")
+    for turn in range(40):
+        run(tree, 1, 2, 100 + turn, 200 + turn)
+        tree.check([])
+        assert matched(tree, 1, 2, 100 + turn, 200 + turn) == 4
+    assert matched(tree, 1, 2) == 2

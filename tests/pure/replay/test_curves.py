@@ -1,0 +1,141 @@
+"""Hit rates of many capacities and policies in one run: against plain caches, and the figures of the reference."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.index.policy import POLICIES
+from kvtier.replay import OPTIMUM, SyntheticTrace, TraceRequest, generate, read_trace, replay_hits, sweep
+from kvtier.replay.curves import Accesses, count_above, optimum_hits
+from kvtier.replay.processes import spread
+
+SHARED = Path(__file__).resolve().parents[4] / "shared/traces/conversation_trace.jsonl"
+TRACE = Path(os.environ.get("KVTIER_TRACE", SHARED))
+
+REQUESTS = st.lists(
+    st.builds(
+        lambda ids, tail: TraceRequest(0, len(ids) * 512 - tail, 1, tuple(ids)),
+        st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        st.integers(0, 511),
+    ),
+    max_size=25,
+)
+
+
+@given(requests=REQUESTS, capacities=st.lists(st.integers(1, 30), min_size=1, max_size=4))
+@settings(deadline=None)
+def test_lru_from_stack_distances_equals_the_index_at_every_capacity(requests, capacities):
+    for point in sweep(requests, capacities, ["lru"]):
+        truth = replay_hits(requests, block_tokens=512, num_slots=point.capacity)
+        assert (point.num_hits, point.num_blocks) == (truth.num_hits, truth.num_blocks)
+
+
+@given(
+    values=st.lists(st.integers(0, 40), max_size=30),
+    queries=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=10),
+)
+def test_count_above_counts(values, queries):
+    queries = [(min(count, len(values)), limit) for count, limit in queries]
+    counts, limits = (np.array([query[i] for query in queries], np.int64) for i in (0, 1))
+    found = count_above(np.array(values, np.int64), counts, limits)
+    assert found.tolist() == [sum(value > limit for value in values[:count]) for count, limit in queries]
+
+
+def best_of_all(requests: list[tuple[int, ...]], capacity: int) -> int:
+    """Hits of the best there is, by trying everything: after each request, which blocks stay."""
+    states = {frozenset(): 0}
+    for ids in requests:
+        own = [ids[: i + 1] for i in range(len(ids))]
+        new: dict[frozenset, int] = {}
+        for held, hits in states.items():
+            hits += next((i for i, path in enumerate(own) if path not in held), len(own))
+            if len(own) > capacity:
+                left = [held]
+            else:
+                # while it runs, its blocks are there and of the others as many as there is room for
+                others = sorted(held - set(own))
+                room = capacity - len(own)
+                left = [frozenset(some) | set(own) for some in subsets(others, room)]
+            for state in left:
+                for kept in subsets(sorted(state), capacity):
+                    new[frozenset(kept)] = max(new.get(frozenset(kept), -1), hits)
+        states = new
+    return max(states.values())
+
+
+def subsets(items: list, most: int):
+    for bits in range(1 << len(items)):
+        chosen = [item for i, item in enumerate(items) if bits >> i & 1]
+        if len(chosen) <= most:
+            yield chosen
+
+
+@given(
+    ids=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=2).map(tuple), max_size=7),
+    capacity=st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=60)
+def test_nobody_beats_the_optimum_and_it_can_be_reached(ids, capacity):
+    requests = [TraceRequest(0, 512 * len(each), 1, each) for each in ids]
+    assert optimum_hits(Accesses(requests), capacity) == best_of_all(ids, capacity)
+
+
+@given(requests=REQUESTS, capacity=st.integers(1, 30))
+@settings(deadline=None)
+def test_no_policy_beats_the_optimum(requests, capacity):
+    points = {point.policy: point.num_hits for point in sweep(requests, [capacity], [OPTIMUM, *POLICIES])}
+    assert max(points.values()) == points[OPTIMUM]
+
+
+def test_processes_change_nothing_and_progress_is_told():
+    requests, told = list(generate(SyntheticTrace(sessions=150))), []
+    capacities, policies = [100, 300, 900], ["lru", "fifo", "arc", OPTIMUM]
+    alone = sweep(requests, capacities, policies)
+    assert sweep(requests, capacities, policies, jobs=3, progress=told.append) == alone
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    rates = [point.hit_rate for point in alone if point.policy == "lru"]
+    assert rates == sorted(rates)
+
+
+def test_an_empty_trace_hits_nothing():
+    assert [point.hit_rate for point in sweep([], [10], ["lru", "arc", OPTIMUM])] == [0, 0, 0]
+
+
+def test_what_cannot_be_swept_is_refused():
+    with pytest.raises(ArgumentError, match="no policy is called mru; there are optimum, arc, "):
+        sweep([], [1], ["mru"])
+    with pytest.raises(RangeError, match="at least 1"):
+        sweep([], [0])
+    with pytest.raises(RangeError, match="at least 1"):
+        sweep([], [])
+
+
+def test_a_worker_that_fails_or_dies_is_an_error_here():
+    with pytest.raises(ZeroDivisionError):
+        list(spread(lambda n: 1 // n, [1, 0, 1], 2))
+    with pytest.raises(StateError, match="1 of 2 tasks were lost"):
+        list(spread(lambda n: os._exit(1) if n else n, [0, 1], 2))
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="the production trace is not on this machine")
+def test_the_conversation_trace_hits_what_the_reference_says():
+    """index_baseline.md: LRU, FIFO with leaves first, Belady with bypass. To 0.3 points it must; to 0.01 it does."""
+    capacities = [1_000, 5_000, 10_000, 30_000, 50_000, 100_000]
+    wanted = {
+        "lru": [0.0470, 0.1237, 0.2243, 0.3448, 0.3715, 0.3795],
+        "fifo": [0.0470, 0.1209, 0.2189, 0.3426, 0.3704, 0.3794],
+        OPTIMUM: [0.1870, 0.3541, 0.3819, 0.3819, 0.3819, 0.3819],
+    }
+    trace = read_trace(TRACE)
+    assert not trace.problems
+    for point in sweep(trace.requests, capacities, list(wanted), jobs=2):
+        assert point.num_blocks == 276_491
+        assert point.hit_rate == pytest.approx(wanted[point.policy][capacities.index(point.capacity)], abs=1e-4)
