@@ -160,6 +160,8 @@ class Page:
     seconds: float
     reason: str = ""
     """Why the page is empty though there may be objects: the store failed."""
+    num_unreadable: int = 0
+    """Objects of this page that are left out because nobody can tell what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,7 @@ class StoreStats:
     writes: Traffic = field(default_factory=Traffic)
     removals: Traffic = field(default_factory=Traffic)
     num_objects: int = 0
+    """0, as the next two, where a server keeps the objects: `scan` tells what is there."""
     used_bytes: int = 0
     """What the store takes, its own bookkeeping and free slots included."""
     max_bytes: int = 0
@@ -228,7 +231,7 @@ class Store(Protocol):
         ...
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """The inventory, page by page. What changes meanwhile may be in it or not, or twice."""
+        """The inventory, about `limit` objects a page. What changes meanwhile may be in it or not, or twice."""
         ...
 
     def close(self) -> None:

@@ -1,0 +1,94 @@
+"""Bucket: what a RemoteStore asks of a server: named strings of bytes, in batches.
+
+One file per server implements it (redis.py, s3.py, mooncake.py). A bucket knows nothing of blocks, records, checksums
+or deadlines; it may lose, change or mix up what it keeps, and RemoteStore finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from kvtier.storage.workers import Scratch
+
+Parts = Sequence[memoryview]
+"""A value in pieces, so that what lies in different memory need not be joined before it is sent."""
+
+
+class BucketError(Exception):
+    """A server did not do what it was asked to. It never leaves the storage package: stores answer with outcomes."""
+
+    def __init__(self, message: str, *, is_transient: bool = True) -> None:
+        super().__init__(message)
+        self.is_transient = is_transient
+        """Whether asking again may help."""
+
+
+class Put(Enum):
+    """What became of one value that was to be kept."""
+
+    STORED = "stored"
+    EXISTS = "exists"
+    """There is one of this name already, and it was not to be replaced."""
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Some of the names in a bucket, and where the next ones begin; an empty cursor after the last."""
+
+    names: tuple[str, ...]
+    cursor: str
+
+
+class Bucket(Protocol):
+    """Every method may raise a BucketError, from any thread, and works on as many names as `max_names` at once."""
+
+    max_names: int
+    """The most names one request may have."""
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        """Which of them are there."""
+        ...
+
+    def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
+        """Their values, at least the first bytes of one that is longer than its room. None: not there.
+
+        They may lie in the scratch memory, and hold until it is taken again.
+        """
+        ...
+
+    def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:
+        """The first bytes of their values. None: not there."""
+        ...
+
+    def put(self, names: Sequence[str], values: Sequence[Parts], scratch: Scratch, *, replace: bool) -> list[Put]:
+        """Keep these values. Without `replace` a bucket may leave one alone that is there already."""
+        ...
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        """Forget them; which of them were there."""
+        ...
+
+    def list_names(self, cursor: str, limit: int) -> Listing:
+        """About so many of all names."""
+        ...
+
+    def reset(self) -> None:
+        """Drop connections: what they would say next cannot be trusted."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Calls that hang may still do so."""
+        ...
+
+
+def join(parts: Parts, room: memoryview) -> memoryview:
+    """The parts one after another in this room."""
+    at = 0
+    for part in parts:
+        room[at : at + len(part)] = part
+        at += len(part)
+    return room[:at]

@@ -1,0 +1,345 @@
+"""RemoteStore: blocks on a server, which is taken to be lossy, slow and wrong. docs/stores.md has the whole story."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
+
+from kvtier.errors import ArgumentError, ClosedError, FormatError
+from kvtier.storage.bucket import Bucket, BucketError, Listing, Put
+from kvtier.storage.calls import Calls
+from kvtier.storage.codec import copy_bytes
+from kvtier.storage.envelope import Envelope, Packed
+from kvtier.storage.guard import Batch, Breaker
+from kvtier.storage.meter import Kind, Meter
+from kvtier.storage.store import (
+    DEFAULT_TIMEOUT_S,
+    Outcome,
+    Page,
+    Read,
+    Results,
+    Status,
+    StoredObject,
+    StoreStats,
+    Write,
+    check_keys,
+    view_of,
+)
+from kvtier.storage.workers import Job, Scratch, Workers
+
+Asked = ParamSpec("Asked")
+Answer = TypeVar("Answer")
+
+MIN_SHARE_BYTES = 1 << 20
+"""Less than this is not worth another connection."""
+MAX_SHARE_BYTES = 8 << 20
+"""What one request brings at most, so that threads hold little and late ones stop soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often a request is made again, and how long to wait before: anything up to twice the last most, by chance,
+    so that clients that failed together do not come back together."""
+
+    num_retries: int = 2
+    first_wait_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.num_retries < 0 or self.first_wait_s < 0:
+            raise ArgumentError(f"retries cannot be negative, got {self}")
+
+    def wait_s(self, attempt: int) -> float:
+        """Before trying again after this many failures, from 0."""
+        return random.uniform(0, self.first_wait_s * 2**attempt)
+
+
+class RemoteStore:
+    """A store on a server, for any number of processes at a time.
+
+    Requests run on `num_threads` threads, so many of them at a time. `where` names the server in messages.
+    What it holds is not known here: `stats` counts calls only.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        where: str,
+        *,
+        envelope: Envelope | None = None,
+        num_threads: int = 4,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retry: Retry | None = None,
+        breaker: Breaker | None = None,
+    ) -> None:
+        if num_threads < 1 or timeout_s <= 0:
+            raise ArgumentError(f"a RemoteStore needs positive {num_threads=} and {timeout_s=}")
+        self._bucket, self._where, self._timeout_s = bucket, where, timeout_s
+        self._envelope = envelope or Envelope()
+        self._retry = retry or Retry()
+        self._breaker = breaker or Breaker()
+        self._workers = Workers(num_threads, "kvtier-remote")
+        self._num_threads = num_threads
+        self._calls = Calls(self._workers, self._breaker, timeout_s)
+        self._meter = Meter()
+        self._lock = threading.Lock()
+        self._num_quarantined = 0
+        self._is_closed = False
+
+    def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
+        """Which of these objects are there. One that is damaged or expired may be FOUND here and not when read."""
+        begin = self._begin(keys)
+
+        def find(chunk: Sequence[int], batch: Batch, _: Scratch) -> None:
+            found = self._ask(batch, self._bucket.exists, self._names(keys, chunk))
+            told = {True: Outcome(Status.FOUND), False: Outcome(Status.MISSING)}
+            batch.settle({index: told[is_there] for index, is_there in zip(chunk, found, strict=True)})
+
+        return self._end(Kind.LOOKUP, self._run([0] * len(keys), find, timeout_s), begin)
+
+    def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
+        """Fill the given memory with verified bytes; where the outcome is not FOUND it holds what it held."""
+        begin = self._begin([read.key for read in reads])
+        views = [view_of(read.into, writable=True) for read in reads]
+
+        def load(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
+            names = self._names([read.key for read in reads], chunk)
+            rooms = [len(views[index]) + self._envelope.extra_bytes for index in chunk]
+            values = self._ask(batch, self._bucket.fetch, names, rooms, scratch)
+            useless = {}
+            for index, name, value in zip(chunk, names, values, strict=True):
+                verdict = self._envelope.judge(reads[index], len(views[index]), value)
+                copy = (
+                    functools.partial(copy_bytes, views[index], verdict.payload)
+                    if verdict.payload is not None
+                    else None
+                )
+                if verdict.is_useless:
+                    useless[index] = (name, verdict.outcome)  # settled when it is gone
+                else:
+                    batch.settle({index: verdict.outcome}, copy)
+            if useless:
+                self._quarantine(batch, useless)
+
+        return self._end(Kind.READ, self._run([len(view) for view in views], load, timeout_s), begin)
+
+    def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
+        """Store objects, replacing others of their keys. One that is there already is not always sent again."""
+        begin = self._begin([write.key for write in writes])
+        last = {write.key: index for index, write in enumerate(writes)}  # of several under one key it counts
+        chosen = [writes[index] for index in last.values()]
+        views = [view_of(write.payload) for write in writes]
+        chosen_views = [views[index] for index in last.values()]
+
+        def save(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
+            packed = {index: self._envelope.pack(chosen[index], chosen_views[index]) for index in chunk}
+            if not batch.is_expired:  # else the caller may have changed his memory already
+                self._save(batch, packed, scratch)
+
+        outcomes = dict(zip(last, self._run([len(view) for view in chosen_views], save, timeout_s), strict=True))
+        told = [
+            outcomes[w.key] if last[w.key] == i else replace(outcomes[w.key], nbytes=0) for i, w in enumerate(writes)
+        ]
+        return self._end(Kind.WRITE, told, begin)
+
+    def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
+        """Forget objects. One that a failed first attempt removed is MISSING at the next."""
+        begin = self._begin(keys)
+
+        def drop(chunk: Sequence[int], batch: Batch, _: Scratch) -> None:
+            gone = self._ask(batch, self._bucket.delete, self._names(keys, chunk))
+            told = {True: Outcome(Status.REMOVED), False: Outcome(Status.MISSING)}
+            batch.settle({index: told[was_there] for index, was_there in zip(chunk, gone, strict=True)})
+
+        return self._end(Kind.REMOVAL, self._run([0] * len(keys), drop, timeout_s), begin)
+
+    def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
+        """The inventory, in the server's order."""
+        begin = self._begin([])
+        found: list[Listing] = []
+
+        def list_names(_: Sequence[int], batch: Batch, __: Scratch) -> None:
+            listing = self._ask(batch, self._bucket.list_names, cursor, limit)
+            batch.settle({0: Outcome(Status.FOUND)}, lambda: found.append(listing))
+
+        listed = self._run([0], list_names, timeout_s)
+        names = found[0].names if found else ()
+        seen = _Seen()
+
+        def look(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
+            chosen = [names[index] for index in chunk]
+            heads = self._ask(batch, self._bucket.fetch_heads, chosen, self._envelope.head_bytes, scratch)
+            batch.settle(
+                dict.fromkeys(chunk, Outcome(Status.FOUND)), lambda: seen.add(self._envelope, chunk, chosen, heads)
+            )
+
+        left_s = (self._timeout_s if timeout_s is None else timeout_s) - (time.perf_counter() - begin)
+        looked = self._run([0] * len(names), look, max(0.0, left_s))
+        failed = next((each.reason for each in (*listed, *looked) if not each.ok), "")
+        if failed:
+            return Page((), cursor, time.perf_counter() - begin, failed)
+        objects = tuple(seen.objects[index] for index in sorted(seen.objects))
+        return Page(objects, found[0].cursor, time.perf_counter() - begin, num_unreadable=seen.num_unreadable)
+
+    def close(self) -> None:
+        """Finish what was begun, end the threads, disconnect; after the deadline without waiting any longer."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._workers.close(self._timeout_s)
+        self._bucket.close()
+
+    @property
+    def stats(self) -> StoreStats:
+        """What it did. What the server holds is for `scan` to tell."""
+        return replace(self._meter.stats, num_quarantined=self._num_quarantined, num_refused=self._breaker.num_refused)
+
+    # --- every call
+
+    def _begin(self, keys: Sequence[bytes]) -> float:
+        if self._is_closed:
+            raise ClosedError(f"the store on {self._where} is closed")
+        check_keys(keys)
+        return time.perf_counter()
+
+    def _end(self, kind: Kind, outcomes: Sequence[Outcome], begin: float) -> Results:
+        return self._meter.count(kind, Results(tuple(outcomes), time.perf_counter() - begin))
+
+    def _names(self, keys: Sequence[bytes], chunk: Sequence[int]) -> list[str]:
+        return [self._envelope.name(keys[index]) for index in chunk]
+
+    def _run(
+        self,
+        sizes: Sequence[int],
+        work: Callable[[Sequence[int], Batch, Scratch], None],
+        timeout_s: float | None,
+    ) -> Sequence[Outcome]:
+        """Have the work done in chunks of objects, each on some thread."""
+        if not sizes:
+            return ()
+
+        def plan(batch: Batch) -> list[Job]:
+            return [functools.partial(self._do, work, chunk, batch) for chunk in self._chunks(sizes)]
+
+        return self._calls.run(len(sizes), plan, timeout_s)
+
+    def _chunks(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Numbers of objects that go into one request: so many that every thread has its share."""
+        share = min(max(sum(sizes) // self._num_threads, MIN_SHARE_BYTES), MAX_SHARE_BYTES)
+        chunks: list[list[int]] = []
+        nbytes = 0
+        for index, size in enumerate(sizes):
+            if not chunks or len(chunks[-1]) == self._bucket.max_names or (nbytes and nbytes + size > share):
+                chunks.append([])
+                nbytes = 0
+            chunks[-1].append(index)
+            nbytes += size
+        return chunks
+
+    # --- jobs, on the workers' threads
+
+    def _do(
+        self,
+        work: Callable[[Sequence[int], Batch, Scratch], None],
+        chunk: Sequence[int],
+        batch: Batch,
+        scratch: Scratch,
+    ) -> None:
+        if batch.is_expired:
+            return  # it waited behind a request that hung
+        try:
+            work(chunk, batch, scratch)
+        except BucketError as error:
+            batch.trouble = f"{self._where}: {error}"
+            batch.settle(dict.fromkeys(chunk, Outcome(Status.FAILED, reason=batch.trouble)))
+
+    def _ask(
+        self, batch: Batch, request: Callable[Asked, Answer], *args: Asked.args, **options: Asked.kwargs
+    ) -> Answer:
+        """The server's answer; transient errors are retried while somebody waits for it."""
+        attempt = 0
+        while True:
+            try:
+                return request(*args, **options)
+            except BucketError as error:
+                if not error.is_transient or attempt == self._retry.num_retries or batch.is_expired:
+                    raise
+            time.sleep(self._retry.wait_s(attempt))
+            if batch.is_expired:
+                raise BucketError("the deadline came before the next attempt")
+            attempt += 1
+
+    def _save(self, batch: Batch, packed: dict[int, Packed], scratch: Scratch) -> None:
+        """Send objects; those that are there already only if they are others."""
+        exist = self._put(batch, packed, scratch, replace=False)
+        if exist:
+            names = [self._envelope.name(each.record.key) for each in exist.values()]
+            heads = self._ask(batch, self._bucket.fetch_heads, names, self._envelope.head_bytes, scratch)
+            told = zip(exist.items(), names, heads, strict=True)
+            same = {index for (index, each), name, head in told if self._is_there(name, each, head)}
+            batch.settle(dict.fromkeys(same, Outcome(Status.STORED, reason="was there already")))
+            others = {index: each for index, each in exist.items() if index not in same}
+            if others:
+                self._put(batch, others, scratch, replace=True)
+
+    def _put(self, batch: Batch, packed: dict[int, Packed], scratch: Scratch, *, replace: bool) -> dict[int, Packed]:
+        """Send objects; returns those that were left alone because something of their name exists."""
+        names = [self._envelope.name(each.record.key) for each in packed.values()]
+        values = [each.parts for each in packed.values()]
+        done = dict(
+            zip(packed, self._ask(batch, self._bucket.put, names, values, scratch, replace=replace), strict=True)
+        )
+        full = Outcome(Status.FAILED, reason=f"{self._where} has no room for it")
+        batch.settle({index: full for index, put in done.items() if put is Put.FULL})
+        stored = [index for index, put in done.items() if put is Put.STORED]
+        batch.settle({index: Outcome(Status.STORED, packed[index].record.nbytes) for index in stored})
+        return {index: packed[index] for index, put in done.items() if put is Put.EXISTS}
+
+    def _is_there(self, name: str, packed: Packed, head: bytes | None) -> bool:
+        try:
+            found = self._envelope.read_head(name, head) if head is not None else None
+        except FormatError:
+            return False
+        return found is not None and found.is_same_object(packed.record) and self._envelope.is_fresh(found)
+
+    def _quarantine(self, batch: Batch, useless: dict[int, tuple[str, Outcome]]) -> None:
+        """Objects nobody may get again are deleted, before anybody hears of them."""
+        corrupt = sum(outcome.status is Status.CORRUPT for _, outcome in useless.values())
+        with self._lock:
+            self._num_quarantined += corrupt
+        if corrupt:
+            self._bucket.reset()  # perhaps the connection is out of step, and not the object damaged
+        failure = ""
+        try:
+            self._ask(batch, self._bucket.delete, [name for name, _ in useless.values()])
+        except BucketError as error:
+            failure = f"; it could not be deleted: {error}"
+        batch.settle({i: replace(each, reason=each.reason + failure) for i, (_, each) in useless.items()})
+
+
+class _Seen:
+    """What an inventory found, by its place in it."""
+
+    def __init__(self) -> None:
+        self.objects: dict[int, StoredObject] = {}
+        self.num_unreadable = 0
+
+    def add(
+        self, envelope: Envelope, chunk: Sequence[int], names: Sequence[str], heads: Sequence[bytes | None]
+    ) -> None:
+        """Note these; one that is gone meanwhile, or whose time is over, is none."""
+        for index, name, head in zip(chunk, names, heads, strict=True):
+            if head is None:
+                continue
+            try:
+                record = envelope.read_head(name, head)
+            except FormatError:
+                self.num_unreadable += 1
+                continue
+            if not envelope.is_expired(record):
+                self.objects[index] = StoredObject(record.key, record.label, record.nbytes)

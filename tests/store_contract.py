@@ -1,0 +1,213 @@
+"""What every store does, whatever is behind it. Test modules with a `store` fixture import all of it."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from kvtier.errors import ArgumentError, ClosedError
+from kvtier.storage import Label, Read, Status, Write
+from storage_support import (
+    LABEL,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    all_keys,
+    get,
+    has,
+    key_of,
+    payload_of,
+    put,
+    write_of,
+)
+
+
+def test_what_was_written_is_read_back_byte_for_byte(store):
+    written = put(store, 1, 2, 3)
+    assert [outcome.status for outcome in written] == [Status.STORED] * 3
+    assert written.nbytes == 15000
+    assert written.seconds > 0
+    for number in (3, 1, 2):
+        outcome, room = get(store, number)
+        assert (outcome.status, outcome.nbytes, outcome.reason) == (Status.FOUND, 5000, "")
+        assert room == payload_of(number)
+
+
+def test_a_batch_is_answered_object_by_object_in_its_order(store):
+    put(store, 1, 3)
+    rooms = [bytearray(5000) for _ in range(4)]
+    results = store.read_into([Read(key_of(n), LABEL, rooms[n]) for n in range(4)])
+    assert [outcome.status.value for outcome in results] == ["missing", "found", "missing", "found"]
+    assert (len(results), results.ok, results.nbytes) == (4, False, 10000)
+    assert [bytes(room) for room in rooms] == [bytes(5000), payload_of(1), bytes(5000), payload_of(3)]
+
+
+def test_a_miss_is_no_exception_and_leaves_memory_alone(store):
+    outcome, room = get(store, 1)
+    assert outcome.status is Status.MISSING
+    assert room == b"\xee" * 5000
+
+
+def test_an_empty_batch_is_nothing(store):
+    for results in (store.contains([]), store.read_into([]), store.write([]), store.remove([])):
+        assert results.outcomes == ()
+        assert results.ok
+    assert store.scan().objects == ()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 4095, 4096, 4097, 8192, 100_000])
+@pytest.mark.parametrize("ids", [b"", bytes(range(64))])
+def test_objects_of_any_length_with_and_without_token_ids(store, nbytes, ids):
+    label = Label.of(NAMESPACE, ids, keep_ids=True)
+    assert store.write([write_of(7, nbytes, label=label)]).ok
+    outcome, room = get(store, 7, nbytes, label)
+    assert outcome.ok
+    assert room == payload_of(7, nbytes)
+
+
+def test_memory_of_any_kind_and_alignment(store):
+    aligned = memoryview(mmap.mmap(-1, 16384))
+    array = np.arange(2048, dtype=np.float64)
+    sources = [
+        aligned,
+        aligned[4096:12288],
+        aligned[1:8001],
+        array,
+        memoryview(array).toreadonly(),
+        bytearray(77),
+        b"x",
+    ]
+    aligned[:] = payload_of(1, 16384)
+    assert store.write([Write(key_of(i), LABEL, source) for i, source in enumerate(sources)]).ok
+    rooms = [np.zeros(memoryview(source).nbytes, np.uint8) for source in sources]
+    assert store.read_into([Read(key_of(i), LABEL, room) for i, room in enumerate(rooms)]).ok
+    for source, room in zip(sources, rooms, strict=True):
+        assert room.tobytes() == bytes(memoryview(source).cast("B"))
+
+
+def test_arguments_no_store_could_serve_are_errors(store):
+    with pytest.raises(ArgumentError, match="32 bytes, got 3"):
+        store.contains([b"key"])
+    with pytest.raises(ArgumentError, match="writable"):
+        store.read_into([Read(key_of(1), LABEL, b"read-only")])
+    with pytest.raises(ArgumentError, match="contiguous"):
+        store.write([Write(key_of(1), LABEL, memoryview(bytes(10))[::2])])
+    with pytest.raises(ArgumentError, match="namespace of 32 bytes"):
+        Label(b"short")
+    assert put(store, 1).ok  # and none of it did harm
+
+
+@pytest.mark.parametrize(
+    ("label", "nbytes", "reason"),
+    [
+        (Label(OTHER_NAMESPACE), 5000, "another namespace"),
+        (Label.of(NAMESPACE, b"other tokens"), 5000, "other tokens"),
+        (LABEL, 4999, "stored 5000 bytes, asked for 4999"),
+    ],
+)
+def test_an_object_of_another_model_other_tokens_or_another_length_is_a_miss(store, label, nbytes, reason):
+    put(store, 1)
+    outcome, room = get(store, 1, nbytes, label)
+    assert outcome.status is Status.MISSING
+    assert reason in outcome.reason
+    assert room == b"\xee" * nbytes
+    assert get(store, 1)[0].ok
+
+
+def test_a_keyed_digest_differs_by_its_secret():
+    assert Label.of(NAMESPACE, b"tokens", secret=b"a") != Label.of(NAMESPACE, b"tokens", secret=b"b")
+    assert Label.of(NAMESPACE, b"tokens").token_ids == b""
+
+
+def test_writing_again_replaces(store):
+    put(store, 1)
+    assert put(store, 1, version=1).ok
+    assert get(store, 1)[1] == payload_of(1, version=1)
+    assert put(store, 1, nbytes=9000, version=2).ok
+    assert get(store, 1, 9000)[1] == payload_of(1, 9000, version=2)
+    assert all_keys(store) == [key_of(1)]
+
+
+def test_the_last_of_one_key_in_a_batch_counts(store):
+    put(store, 1, version=2)
+    assert store.write([write_of(1, version=v) for v in (0, 1, 2)]).ok
+    assert get(store, 1)[1] == payload_of(1, version=2)
+
+
+def test_what_is_removed_is_missing(store):
+    put(store, 1, 2)
+    results = store.remove([key_of(1), key_of(3)])
+    assert [outcome.status for outcome in results] == [Status.REMOVED, Status.MISSING]
+    assert has(store, 1, 2, 3) == [False, True, False]
+    assert not get(store, 1)[0].ok
+    assert get(store, 2)[0].ok
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 100])
+def test_a_scan_tells_every_object_once(store, limit):
+    label = Label.of(NAMESPACE, b"tokens")
+    store.write([write_of(n, 100 + n, label=label) for n in range(7)])
+    assert sorted(all_keys(store, limit)) == sorted(key_of(n) for n in range(7))
+    told = {each.key: each for each in store.scan(limit=100).objects}
+    assert (told[key_of(3)].nbytes, told[key_of(3)].label) == (103, label)
+
+
+def test_the_counters_add_up(store):
+    put(store, 1, 2)
+    store.contains([key_of(1), key_of(9)])
+    get(store, 1)
+    get(store, 9)
+    store.remove([key_of(2)])
+    stats = store.stats
+    assert (stats.writes.num_done, stats.writes.nbytes, stats.writes.num_calls) == (2, 10000, 1)
+    assert (stats.lookups.num_done, stats.lookups.num_missing) == (1, 1)
+    assert (stats.reads.num_done, stats.reads.num_missing, stats.reads.nbytes) == (1, 1, 5000)
+    assert (stats.removals.num_done, all_keys(store)) == (1, [key_of(1)])
+    assert stats.reads.seconds > 0
+
+
+def test_after_close_every_call_is_an_error_and_close_is_nothing(store):
+    put(store, 1)
+    store.close()
+    store.close()
+    for call in (
+        lambda: has(store, 1),
+        lambda: get(store, 1),
+        lambda: put(store, 1),
+        lambda: store.remove([]),
+        lambda: store.scan(),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_many_threads_never_see_bytes_that_are_not_the_objects(store):
+    """Readers, writers and removers over a store that is too small for all of it."""
+    problems = []
+
+    def work(seed):
+        rng = random.Random(seed)
+        for _ in range(40):
+            numbers = rng.sample(range(40), 4)
+            if rng.random() < 0.4:
+                store.write([write_of(n, 30_000) for n in numbers])
+            elif rng.random() < 0.2:
+                store.remove([key_of(n) for n in numbers])
+            else:
+                rooms = [bytearray(30_000) for _ in numbers]
+                results = store.read_into([Read(key_of(n), LABEL, r) for n, r in zip(numbers, rooms, strict=True)])
+                for number, room, outcome in zip(numbers, rooms, results, strict=True):
+                    if outcome.status not in (Status.FOUND, Status.MISSING) or (
+                        outcome.ok and bytes(room) != payload_of(number, 30_000)
+                    ):
+                        problems.append((number, outcome))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
