@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from kvtier.cli.engine_options import add_engine_options, engine_options
+from kvtier.cli.parser import Commands, Parser, add_command
 
 if TYPE_CHECKING:
+    from kvtier.engine.generation import Output
     from kvtier.engine.llm import LLM
     from kvtier.engine.sampling import SamplingParams
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: Commands) -> None:
     """`generate` and `chat`."""
-    command = commands.add_parser(
-        "generate",
-        help="continue a prompt",
-        description="Continue a prompt, or each line of standard input, with a model on this machine.",
-    )
+    text = "Continue prompts, or each line of standard input, with a model on this machine."
+    examples = """
+    kvtier generate "The capital of France is"
+    kvtier generate --temperature 0.8 --seed 1 --json < prompts.txt
+    """
+    command = add_command(commands, "generate", text, examples, generate)
     command.add_argument("prompt", nargs="*", help="the prompts; without any, the lines of standard input")
-    _options(command)
-    command.set_defaults(run=generate)
-    command = commands.add_parser(
-        "chat",
-        help="talk to a model in the terminal",
-        description="Talk to a model. An empty line or end of input ends it; what was read before is not read again.",
-    )
+    _add_options(command)
+    text = "Talk to a model in the terminal. An empty line ends it; what was read before is not read again."
+    examples = """
+    kvtier chat
+    kvtier chat --once "What is the capital of France?" --json
+    kvtier chat --system "Answer in French." --first "Hello"
+    """
+    command = add_command(commands, "chat", text, examples, chat)
     command.add_argument("--system", help="a system message to begin with")
     command.add_argument("--first", metavar="MESSAGE", help="send this message first, then ask for more")
     command.add_argument("--once", metavar="MESSAGE", help="send one message, print the answer and end")
-    _options(command)
-    command.set_defaults(run=chat)
+    _add_options(command)
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -39,8 +45,11 @@ def generate(options: argparse.Namespace) -> int:
     prompts = options.prompt or [line.rstrip("\n") for line in sys.stdin]
     for prompt, answers in zip(prompts, llm.generate(prompts, params), strict=True):
         for answer in answers:
-            print(f"{prompt}{answer.text}")
-            _note(options, f"{answer.num_prompt_tokens} tokens, {answer.num_cached_tokens} of them cached")
+            if options.json:
+                _print_json({"prompt": prompt, "text": answer.text, **_counts(answer)})
+            else:
+                print(f"{prompt}{answer.text}")
+                _note(options, answer)
     llm.close()
     return 0
 
@@ -50,9 +59,9 @@ def chat(options: argparse.Namespace) -> int:
     params, llm = _params(options), _llm(options)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     first = options.once or options.first
-    if first:
+    if first and not options.json:
         print(f"> {first}")
-    while text := first or _ask():
+    while text := first or _ask(options):
         first = None
         messages.append({"role": "user", "content": text})
         messages.append({"role": "assistant", "content": _answer(llm, messages, params, options)})
@@ -68,37 +77,45 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, op
     while llm.engine.has_work():
         for output in llm.engine.step():
             text += output.text
-            print(output.text, end="", flush=True)
-    print()
-    if output is not None:
-        _note(options, f"{output.num_prompt_tokens} tokens, {output.num_cached_tokens} of them cached")
+            if not options.json:
+                print(output.text, end="", flush=True)
+    assert output is not None
+    if options.json:
+        _print_json({"text": text, **_counts(output)})
+    else:
+        print()
+        _note(options, output)
     return text
 
 
-def _ask() -> str:
+def _ask(options: argparse.Namespace) -> str:
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        return input("> " if sys.stdin.isatty() and not options.json else "")
     except EOFError:
         return ""
 
 
-def _note(options: argparse.Namespace, what: str) -> None:
+def _counts(answer: Any) -> dict[str, Any]:
+    return {
+        "finish_reason": answer.finish_reason.value,
+        "prompt_tokens": answer.num_prompt_tokens,
+        "cached_tokens": answer.num_cached_tokens,
+    }
+
+
+def _print_json(told: dict[str, Any]) -> None:
+    print(json.dumps(told, ensure_ascii=False), flush=True)
+
+
+def _note(options: argparse.Namespace, answer: Output | Any) -> None:
     if options.verbose:
-        print(f"[{what}]", file=sys.stderr)
+        print(f"[{answer.num_prompt_tokens} tokens, {answer.num_cached_tokens} of them cached]", file=sys.stderr)
 
 
 def _llm(options: argparse.Namespace) -> LLM:
-    from kvtier.cache.host import HostConfig
-    from kvtier.cache.manager import CacheConfig
-    from kvtier.engine.checkpoint import DEFAULT_MODEL
-    from kvtier.engine.engine import EngineConfig
-    from kvtier.engine.llm import LLM
-    from kvtier.engine.speculate import NgramProposer
+    from kvtier.server.engine_process import make_llm
 
-    host = HostConfig(options.host_blocks) if options.host_blocks else None
-    config = EngineConfig(options.block_tokens, CacheConfig(options.blocks, host=host))
-    proposer = NgramProposer(options.draft_tokens) if options.draft_tokens else None
-    return LLM(options.model or DEFAULT_MODEL, config, dtype=options.dtype, device=options.device, proposer=proposer)
+    return make_llm(engine_options(options))
 
 
 def _params(options: argparse.Namespace) -> SamplingParams:
@@ -114,20 +131,13 @@ def _params(options: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", help="a Hugging Face folder or a .gguf file; a small packaged model without it")
-    command.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ..")
-    command.add_argument("--dtype", default="f32", help="f32, bf16 or f16")
-    command.add_argument("--max-tokens", type=int, default=256, help="the longest answer")
-    command.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    command.add_argument("--top-p", type=float, default=1.0)
-    command.add_argument("--top-k", type=int, default=0)
-    command.add_argument("--seed", type=int)
-    command.add_argument("--stop", action="append", default=[], help="end the answer before this text; may be repeated")
-    command.add_argument("--blocks", type=int, default=1024, help="blocks of KV in the cache")
-    command.add_argument("--host-blocks", type=int, default=0, help="blocks of KV in host memory, for what is evicted")
-    command.add_argument("--block-tokens", type=int, default=16, help="tokens in a block")
-    command.add_argument(
-        "--draft-tokens", type=int, default=0, help="guess so many tokens from what was written before"
-    )
-    command.add_argument("-v", "--verbose", action="store_true", help="say how much of the prompt was cached")
+def _add_options(command: Parser) -> None:
+    add_engine_options(command)
+    add_option = command.add_argument
+    add_option("--max-tokens", type=int, default=256, help="the longest answer")
+    add_option("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    add_option("--top-p", type=float, default=1.0, help="keep the likeliest tokens that reach this probability")
+    add_option("--top-k", type=int, default=0, help="keep so many of the likeliest tokens; 0 keeps all")
+    add_option("--seed", type=int, help="the same seed gives the same answer")
+    add_option("--stop", action="append", default=[], help="end the answer before this text; may be repeated")
+    add_option("-v", "--verbose", action="store_true", help="say how much of the prompt was cached")

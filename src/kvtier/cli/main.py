@@ -3,38 +3,82 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 import kvtier
-from kvtier.cli import serve
-from kvtier.cli.doctor import doctor
-from kvtier.cli.generate import add_commands
+from kvtier.cli import bench, completion, generate, serve, stores
+from kvtier.cli.parser import Commands, Parser, add_command, check_config, check_environment, read_config, suggest
 from kvtier.errors import KvtierError
+
+_EXIT_CODES = """exit codes:
+  0  done
+  1  could not be done, or `verify` found damage
+  2  not understood
+  130  interrupted
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 if it went well, 1 if it could not be done, 2 if it was not understood."""
-    parser = argparse.ArgumentParser(prog="kvtier", description="A tiered KV-cache runtime for LLM inference.")
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = Parser(prog="kvtier", description="A tiered KV-cache runtime for LLM inference.", epilog=_EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"kvtier {kvtier.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "doctor",
-        help="show what this machine has and which copy paths work on it",
-        description="Show what this machine has, which copy paths work on it, and why the others do not.",
-    )
-    command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+    add_commands(commands)
+    known: dict[str, Parser] = dict(commands.choices)
+    try:
+        _settle(known, arguments, parser)
+        options, rest = parser.parse_known_args(arguments)
+        options.parser.refuse_unknown(rest)
+        return int(options.run(options))
+    except KvtierError as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has enough
+        sys.stderr.close()
+        return 1
+
+
+def add_commands(commands: Commands) -> None:
+    """Every command there is. One more is one more line."""
+    serve.add(commands)
+    generate.add(commands)
+    bench.add(commands)
+    stores.add(commands)
+    _add_doctor(commands)
+    completion.add(commands)
+
+
+def _settle(known: dict[str, Parser], arguments: Sequence[str], parser: Parser) -> None:
+    """Defaults from the TOML file and the environment, for the command that was named."""
+    name = next((argument for argument in arguments if not argument.startswith("-")), "")
+    if name and name not in known:
+        parser.error(f"there is no command {name!r} (commands: {', '.join(known)}){suggest(name, known)}")
+    if not name:
+        return
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    file, origin = read_config(finder.parse_known_args(arguments)[0].config)
+    check_config(file, origin, known)
+    check_environment(os.environ, known)
+    known[name].take_settings(name, os.environ, file, origin)
+    known[name].set_defaults(config_file=file)
+
+
+def _add_doctor(commands: Commands) -> None:
+    def run(options: argparse.Namespace) -> int:
+        from kvtier.cli.doctor import doctor
+
+        return doctor(as_json=options.json, recalibrate=options.calibrate)
+
+    text = "Show what this machine has and which copy paths work on it, and why others do not."
+    command = add_command(commands, "doctor", text, "kvtier doctor\nkvtier doctor --calibrate --json", run)
     command.add_argument(
         "--calibrate",
         action="store_true",
         help="measure the copy paths anew (about a second per GPU) and keep the result",
     )
-    command.set_defaults(run=lambda options: doctor(as_json=options.json, recalibrate=options.calibrate))
-    add_commands(commands)
-    serve.add_command(commands)
-    options = parser.parse_args(arguments)
-    try:
-        return int(options.run(options))
-    except KvtierError as error:
-        print(f"kvtier: {error}", file=sys.stderr)
-        return 1

@@ -31,15 +31,15 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
     channel = Channel(connection)
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
     try:
-        engine = make_engine(options)
+        engine = make_llm(options).engine
     except Exception as error:  # whatever it is, the front end is told and ends with it
         channel.send(Broken(f"{type(error).__name__}: {error}"))
         return
     EngineServer(engine, channel).run()
 
 
-def make_engine(options: EngineOptions) -> Engine:
-    """An engine as the options say."""
+def make_llm(options: EngineOptions) -> LLM:
+    """A model and an engine as the options say."""
     host = HostConfig(options.host_blocks) if options.host_blocks else None
     config = EngineConfig(
         options.block_tokens,
@@ -47,7 +47,7 @@ def make_engine(options: EngineOptions) -> Engine:
         SchedulerConfig(options.max_rows, options.max_step_tokens),
     )
     proposer = NgramProposer(options.draft_tokens) if options.draft_tokens else None
-    return LLM(options.model, config, dtype=options.dtype, device=options.device, proposer=proposer).engine
+    return LLM(options.model, config, dtype=options.dtype, device=options.device, proposer=proposer)
 
 
 class EngineServer:

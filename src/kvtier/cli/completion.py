@@ -1,0 +1,75 @@
+"""`kvtier completion`: scripts that let a shell complete commands and options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+
+from kvtier.cli.parser import Commands, Parser, add_command
+
+_BASH = """\
+# kvtier completion bash > ~/.local/share/bash-completion/completions/kvtier
+_kvtier() {{
+  local words command i
+  for ((i = 1; i < COMP_CWORD; i++)); do
+    [[ ${{COMP_WORDS[i]}} != -* ]] && command=${{COMP_WORDS[i]}} && break
+  done
+  case $command in
+{cases}
+    *) words="{commands} --help --version" ;;
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+  [[ ${{#COMPREPLY[@]}} == 0 ]] && COMPREPLY=($(compgen -f -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -F _kvtier kvtier
+"""
+
+
+def add(commands: Commands) -> None:
+    """`completion`."""
+    text = "Print a script that lets bash, zsh or fish complete commands and options."
+    examples = """
+    source <(kvtier completion bash)
+    kvtier completion zsh > "${fpath[1]}/_kvtier"
+    kvtier completion fish > ~/.config/fish/completions/kvtier.fish
+    """
+
+    def run(options: argparse.Namespace) -> int:
+        parsers: dict[str, Parser] = dict(commands.choices)
+        words = {name: _flags(parser) for name, parser in parsers.items()}
+        if options.json:
+            print(json.dumps(words))
+        else:
+            helps = {name: parser.description or "" for name, parser in parsers.items()}
+            print(_SCRIPTS[options.shell](words, helps), end="")
+        return 0
+
+    command = add_command(commands, "completion", text, examples, run)
+    command.add_argument("shell", choices=sorted(_SCRIPTS))
+
+
+def _flags(parser: Parser) -> list[str]:
+    names = [name for action in parser.options.values() for name in action.option_strings]
+    return ["--help", "--config", *(name for name in names if name.startswith("--"))]
+
+
+def _bash(words: Mapping[str, list[str]], _: Mapping[str, str]) -> str:
+    cases = "\n".join(f'    {name}) words="{" ".join(flags)}" ;;' for name, flags in words.items())
+    return _BASH.format(cases=cases, commands=" ".join(words))
+
+
+def _zsh(words: Mapping[str, list[str]], helps: Mapping[str, str]) -> str:
+    return "#compdef kvtier\nautoload -U +X bashcompinit && bashcompinit\n" + _bash(words, helps)
+
+
+def _fish(words: Mapping[str, list[str]], helps: Mapping[str, str]) -> str:
+    lines = []
+    for name, flags in words.items():
+        text = helps[name].replace("'", "")
+        lines.append(f"complete -c kvtier -n __fish_use_subcommand -a {name} -d '{text}'")
+        lines += [f"complete -c kvtier -n '__fish_seen_subcommand_from {name}' -l {flag[2:]}" for flag in flags]
+    return "\n".join(lines) + "\n"
+
+
+_SCRIPTS = {"bash": _bash, "zsh": _zsh, "fish": _fish}

@@ -1,0 +1,32 @@
+"""Options of the commands that run a model, and the engine made from them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from kvtier.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from kvtier.server.config import EngineOptions
+
+
+def add_engine_options(command: Parser) -> None:
+    """Which model, where, and how large its cache is."""
+    add = command.add_argument
+    add("--model", default="smollm2", help="a Hugging Face folder, a .gguf file, or smollm2, which a package carries")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1 ..")
+    add("--dtype", default="f32", help="f32, bf16 or f16")
+    add("--block-tokens", type=int, default=16, help="tokens in a block")
+    add("--blocks", type=int, default=1024, help="blocks of KV in the cache")
+    add("--host-blocks", type=int, default=0, help="blocks of KV in host memory, for what is evicted")
+    add("--draft-tokens", type=int, default=0, help="guess so many tokens from what was written before")
+    add("--threads", type=int, default=0, help="of torch; 0 leaves the choice to the command")
+
+
+def engine_options(options: argparse.Namespace) -> EngineOptions:
+    """As the engine process takes them."""
+    from kvtier.server.config import EngineOptions
+
+    names = {name for name in EngineOptions.__dataclass_fields__ if hasattr(options, name)}
+    return EngineOptions(**{name: getattr(options, name) for name in names})
