@@ -143,6 +143,6 @@ def _keep_latest(found: Recovered) -> None:
     for record in sorted(found.records, key=lambda record: record.sequence):
         older = latest.pop(record.key, None)
         if older is not None:
-            found.segments[older.segment].write_record(older.slot, BLANK)
+            found.segments[older.segment].write_records(older.slot, BLANK)
         latest[record.key] = record
     found.records = list(latest.values())

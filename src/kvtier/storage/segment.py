@@ -214,7 +214,7 @@ class Segment:
             record = self._checked(data, slot)
             if record is None or slot * shape.slot_bytes + record.total_bytes > slots_bytes:
                 num_bad += 1
-                self.write_record(slot, BLANK)
+                self.write_records(slot, BLANK)
             else:
                 found.append(record)
         if slots_bytes < shape.slots_bytes:
@@ -229,8 +229,11 @@ class Segment:
         here = (record.segment, record.slot) == (self.shape.number, slot)
         return record if here and record.total_bytes <= self.shape.slot_bytes else None
 
-    def write_record(self, slot: int, data: bytes) -> None:
-        """Put a record, or BLANK, into the table."""
+    def write_records(self, slot: int, data: bytes) -> None:
+        """Put records, or BLANKs, into the table: this slot's and those of the slots after it.
+
+        No record crosses a page, so a process that is killed in the middle of it has written each wholly or not.
+        """
         self._files.write(self._table, [data], SUPERBLOCK_BYTES + slot * RECORD_BYTES)
 
     def write_slot(self, slot: int, buffers: Sequence[memoryview]) -> None:

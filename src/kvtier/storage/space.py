@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from kvtier.errors import StoreError
 from kvtier.storage.catalog import Catalog, Entry, Place
@@ -144,8 +145,7 @@ class Space:
         """Blank the records of objects that are gone, and their slots are free. OSError: they are not used again."""
         is_done = False
         try:
-            for entry in entries:
-                self._blank(entry.place)
+            self._blank(entry.place for entry in entries)
             is_done = True
         finally:
             with self._lock:
@@ -162,7 +162,7 @@ class Space:
             entry.record = replace(entry.record, flags=entry.record.flags | Flags.QUARANTINED)
         is_written = False
         try:
-            self.segment(entry.place).write_record(entry.record.slot, entry.record.pack())
+            self.segment(entry.place).write_records(entry.record.slot, entry.record.pack())
             is_written = True
         finally:
             with self._lock:
@@ -172,17 +172,18 @@ class Space:
         """Reserved slots that came to nothing. Those whose records cannot be blanked are not used again."""
         for place in places:
             try:
-                self._blank(place)
+                self._blank([place])
                 done = self._catalog.give_back
             except OSError:
                 done = self._catalog.retire
             with self._lock:
                 done(place)
 
-    def _blank(self, place: Place) -> None:
+    def _blank(self, places: Iterable[Place]) -> None:
+        blanks = dict.fromkeys(places, BLANK)
         with self._lock:
-            self._blanked.add(place.segment)
-        self.segment(place).write_record(place.slot, BLANK)
+            self._blanked.update(place.segment for place in blanks)
+        self.write_records(blanks)
 
     def sync_blanks(self) -> None:
         """Have it on disk that what is gone is gone: an older record of an object that was replaced, too, or it would
@@ -197,10 +198,16 @@ class Space:
         """The open file of a slot that the caller holds."""
         return self._segments[place.segment]
 
-    def write_records(self, records: Iterable[Record]) -> None:
-        """Put the records of written slots into their tables: from here on they survive the end of the process."""
-        for record in records:
-            self._segments[record.segment].write_record(record.slot, record.pack())
+    def write_records(self, records: Mapping[Place, bytes]) -> None:
+        """Put packed records, or blanks, into their tables: from here on they survive the end of the process.
+
+        Those of neighbouring slots go with one write: it is the end of a batch, and nothing else goes to the disk.
+        """
+        places = sorted((place.segment, place.slot, place) for place in records)
+        starts = [i for i, (number, slot, _) in enumerate(places) if not i or places[i - 1][:2] != (number, slot - 1)]
+        for first, last in pairwise((*starts, len(places))):
+            data = b"".join([records[place] for *_, place in places[first:last]])
+            self.segment(places[first][2]).write_records(places[first][1], data)
 
     def sync_slots(self, numbers: Iterable[int]) -> None:
         """Have payloads of these segments on disk; the caller holds slots of them."""

@@ -121,6 +121,20 @@ def test_a_restart_reads_no_payload(opened):
     assert sum(read) < 10 * 10_000
 
 
+def test_the_records_of_a_batch_are_written_together(opened):
+    """And those it replaces are blanked together: what a batch does after its last payload does not grow with it."""
+    disk = SimulatedDisk()
+    store = opened(files=disk)
+    put(store, 100, nbytes=4096)  # makes the segment
+    writes = []
+    disk.before = lambda operation, _: writes.append(operation) if operation == "write" else None
+    assert put(store, *range(12), nbytes=4096).ok
+    assert len(writes) == 12 + 1
+    assert put(store, *range(12), nbytes=4096, version=1).ok
+    assert len(writes) == 12 + 1 + 12 + 2
+    assert [get(store, number, 4096)[1] for number in range(12)] == [payload_of(n, 4096, 1) for n in range(12)]
+
+
 def test_the_order_of_eviction_survives_a_restart(opened):
     store = opened(256 << 10)
     for number in range(10):
