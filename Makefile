@@ -37,7 +37,8 @@ serve: $(STAMP)  ## serve a model over HTTP: PORT, MODEL, ARGS
 soak: $(STAMP)  ## the state machines for longer: KVTIER_SOAK times as many examples
 	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest tests/pure tests/cpu/test_pipeline.py tests/cpu/engine -k "achine or soak or Pipeline or test_engine"
 
-test: $(STAMP)  ## all tests this machine can run
+test: $(STAMP)  ## all tests this machine can run, with the servers it can install
+	.ci/servers
 	$(BIN)/python -m pytest
 
 check: $(STAMP)  ## formatting, lint, types, layers
@@ -53,6 +54,7 @@ bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.transfer --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.tiers --results $(RESULTS)
+	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.stores --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.index --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine_model --results $(RESULTS)
 

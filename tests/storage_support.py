@@ -11,7 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.storage import Label, MemoryStore, Outcome, Page, Read, Results, Status, Store, StoreStats, Write
+from kvtier.storage import (
+    Label,
+    MemoryStore,
+    Outcome,
+    Page,
+    Read,
+    Results,
+    Status,
+    Store,
+    StoredObject,
+    StoreStats,
+    Write,
+)
 
 NAMESPACE = hashlib.sha256(b"a model").digest()
 OTHER_NAMESPACE = hashlib.sha256(b"another model").digest()
@@ -48,14 +60,19 @@ def has(store: Store, *numbers: int) -> list[bool]:
     return [outcome.ok for outcome in store.contains([key_of(number) for number in numbers])]
 
 
-def all_keys(store: Store, limit: int = 3) -> list[bytes]:
+def all_objects(store: Store, limit: int = 3) -> list[StoredObject]:
     found, cursor = [], ""
     while True:
         page = store.scan(cursor, limit)
-        found += [each.key for each in page.objects]
+        assert not page.reason, page.reason
+        found += page.objects
         cursor = page.cursor
         if not cursor:
             return found
+
+
+def all_keys(store: Store, limit: int = 3) -> list[bytes]:
+    return [each.key for each in all_objects(store, limit)]
 
 
 def resealed(data: bytes, at: int, value: bytes) -> bytes:

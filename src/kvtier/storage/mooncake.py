@@ -70,12 +70,9 @@ class MooncakeBucket:
             raise BucketError(f"the client could not be set up, code {code}", is_transient=False)
 
     def register(self, memory: memoryview) -> None:
-        """Let the network device read this memory from now on; until the bucket is closed it must stay."""
-        if self._config.protocol == _TCP:
-            return
+        """Let the network device use this memory from now on; it stays until the bucket is closed."""
         with self._lock:
-            known = self._registered.get(address_of(memory))
-            if known is not None and len(known) >= len(memory):
+            if address_of(memory) in self._registered:
                 return
             code = self._client.register_buffer(address_of(memory), len(memory))
             if code != _OK:
@@ -90,8 +87,7 @@ class MooncakeBucket:
 
     def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
         """Their values, in the scratch memory; of one that does not fit as much as does."""
-        full, room = self._full(names), scratch.take(sum(rooms))
-        self.register(room)
+        full, room = self._full(names), self._take(scratch, sum(rooms))
         ends = [sum(rooms[: number + 1]) for number in range(len(rooms))]
         places = [room[end - nbytes : end] for end, nbytes in zip(ends, rooms, strict=True)]
         addresses = [address_of(place) for place in places]
@@ -107,8 +103,7 @@ class MooncakeBucket:
 
     def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:
         """The first bytes of their values."""
-        full, room = self._full(names), scratch.take(nbytes * len(names))
-        self.register(room)
+        full, room = self._full(names), self._take(scratch, nbytes * len(names))
         offsets = range(0, len(room), nbytes)
         zeros, sizes = [[0] for _ in full], [[nbytes] for _ in full]
         told = self._client.get_into_ranges([address_of(room)], [full], [[[at] for at in offsets]], [zeros], [sizes])
@@ -169,6 +164,12 @@ class MooncakeBucket:
         """Leave the pool."""
         self._client.close()
 
+    def _take(self, scratch: Scratch, nbytes: int) -> memoryview:
+        """Scratch memory the client can use; ranges of objects are read into nothing else, over TCP neither."""
+        room = scratch.take(nbytes)
+        self.register(memoryview(room.obj))  # all of it: the same memory is taken in other lengths
+        return room
+
     def _full(self, names: Sequence[str]) -> list[str]:
         return [self._prefix + name for name in names]
 
@@ -185,8 +186,8 @@ class MooncakeBucket:
         """The parts of values where they are, or, if the network device cannot read them there, in scratch memory."""
         if self._config.protocol == _TCP:
             return [[part for part in parts if len(part)] for parts in values]
-        room = scratch.take(sum(len(part) for parts in values for part in parts if not self._is_registered(part)))
-        self.register(room)
+        others = [part for parts in values for part in parts if not self._is_registered(part)]
+        room = self._take(scratch, sum(map(len, others)))
         pieces: list[list[memoryview]] = []
         for parts in values:
             pieces.append([])

@@ -1,0 +1,294 @@
+"""open_store: a store, or several in order, from URLs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from kvtier.errors import ArgumentError, StoreError, UnavailableError
+from kvtier.storage.bucket import Bucket, BucketError
+from kvtier.storage.cascade import Cascade
+from kvtier.storage.codec import Compression
+from kvtier.storage.crypto import Cipher
+from kvtier.storage.disk import DiskStore, Sync
+from kvtier.storage.envelope import Envelope
+from kvtier.storage.memory import MemoryStore
+from kvtier.storage.remote import RemoteStore, Retry
+from kvtier.storage.store import DEFAULT_TIMEOUT_S, Store
+
+Value = TypeVar("Value")
+
+EXAMPLES = (
+    "disk:/mnt/nvme/kv?bytes=200GiB, memory:?bytes=1GiB, redis://host:6379/0?ttl=7d, rediss://user:password@host, "
+    "redis://host?cluster=yes, s3://bucket/prefix?endpoint=https://s3.example, mooncake://master:50051"
+)
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_S3_THREADS = 16  # requests of single objects wait for the network most of the time
+
+
+def open_store(where: str | Sequence[str], *, secret: bytes | None = None) -> Store:
+    """The store a URL names; of several, one that reads them in order and writes to all, `write=no` excepted.
+
+        store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
+
+    `secret` encrypts what goes to servers (AES-GCM; or per URL `secret=FILE`). docs/stores.md lists the options. A URL
+    that says nothing sensible is an ArgumentError, a missing extra an UnavailableError, a server that does not
+    answer a StoreError.
+    """
+    urls = [where] if isinstance(where, str) else list(where)
+    if not urls:
+        raise ArgumentError(f"open_store needs at least one URL, such as {EXAMPLES}")
+    stores: list[Store] = []
+    writable: list[bool] = []
+    try:
+        for url in urls:
+            options = _Options.of(url)
+            writable.append(options.flag("write", True))
+            stores.append(_open(options, secret))
+    except Exception:
+        for store in stores:
+            store.close()
+        raise
+    return stores[0] if len(stores) == 1 and all(writable) else Cascade(stores, writable)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The options of a URL; each is taken out when it is asked for, and what is left at the end was a mistake."""
+
+    url: SplitResult
+    shown: str
+    """The URL as messages may show it: without user and password."""
+    left: dict[str, str]
+    known: list[str]
+
+    @classmethod
+    def of(cls, url: str) -> _Options:
+        try:
+            parts = urlsplit(url)
+            shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+            pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+            _ = parts.port
+        except ValueError as error:
+            raise ArgumentError(f"not the URL of a store ({error}); examples: {EXAMPLES}") from error
+        if len(dict(pairs)) < len(pairs):
+            raise ArgumentError(f"{shown}: an option is there twice, in {sorted(name for name, _ in pairs)}")
+        return cls(parts, shown, dict(pairs), [])
+
+    def text(self, name: str, default: str = "") -> str:
+        self.known.append(name)
+        return self.left.pop(name, default)
+
+    def number(self, name: str, default: int) -> int:
+        return self._parsed(name, default, "a whole number", lambda text: int(text))
+
+    def nbytes(self, name: str, default: int) -> int:
+        return self._parsed(name, default, "bytes such as 200GiB", lambda text: int(_amount(text, _UNITS)))
+
+    def seconds(self, name: str, default: float) -> float:
+        return self._parsed(name, default, "a time such as 30s, 12h or 7d", lambda text: float(_amount(text, _TIMES)))
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self._parsed(name, default, "yes or no", lambda text: {"yes": True, "no": False}[text])
+
+    def finish(self) -> None:
+        """An ArgumentError if there are options nobody knows."""
+        if self.left:
+            known = ", ".join(sorted(self.known))
+            raise ArgumentError(f"{self.shown}: unknown option {', '.join(sorted(self.left))}; there are {known}")
+
+    def _parsed(self, name: str, default: Value, what: str, parse: Callable[[str], Value]) -> Value:
+        text = self.text(name)
+        try:
+            return parse(text) if text else default
+        except (ValueError, KeyError) as error:
+            raise ArgumentError(f"{self.shown}: {name}={text} is not {what}") from error
+
+
+def _amount(text: str, units: dict[str, float] | dict[str, int]) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", text)
+    if match is None or match[2] not in units:
+        raise ValueError(text)
+    return float(match[1]) * units[match[2]]
+
+
+def _open(options: _Options, secret: bytes | None) -> Store:
+    openers = {
+        "disk": _open_disk,
+        "memory": _open_memory,
+        "redis": _open_redis,
+        "rediss": _open_redis,
+        "s3": _open_s3,
+        "mooncake": _open_mooncake,
+    }
+    opener = openers.get(options.url.scheme)
+    if opener is None:
+        raise ArgumentError(
+            f"{options.shown!r} names no store: the part before the colon must be one of {', '.join(openers)}; "
+            f"examples: {EXAMPLES}"
+        )
+    return opener(options, secret)
+
+
+def _open_disk(options: _Options, _: bytes | None) -> Store:
+    max_bytes = options.nbytes("bytes", 0)
+    settings = {
+        "segment_bytes": options.nbytes("segment", 256 << 20),
+        "min_free_bytes": options.nbytes("free", 1 << 30),
+        "num_threads": options.number("threads", 0) or None,
+        "timeout_s": options.seconds("timeout", DEFAULT_TIMEOUT_S),
+    }
+    sync, compression = _choice(options, "sync", Sync, Sync.CLOSE), _compression(options)
+    direct = options.flag("direct", True)
+    options.finish()
+    path = unquote(options.url.path)
+    if options.url.netloc or not path or max_bytes < 1:
+        raise ArgumentError(
+            f"{options.shown}: a disk store needs a folder and its room: disk:/mnt/nvme/kv?bytes=200GiB"
+        )
+    return DiskStore(path, max_bytes, sync=sync, compression=compression, direct=direct, **settings)  # type: ignore[arg-type]
+
+
+def _open_memory(options: _Options, _: bytes | None) -> Store:
+    max_bytes = options.nbytes("bytes", 1 << 30)
+    options.finish()
+    if options.url.netloc or options.url.path:
+        raise ArgumentError(f"{options.shown}: a store in memory has no place: memory:?bytes=1GiB")
+    return MemoryStore(max_bytes)
+
+
+def _open_redis(options: _Options, secret: bytes | None) -> Store:
+    with_tls, url = options.url.scheme == "rediss", options.url
+    database = url.path.strip("/")
+    if not url.hostname or not (database or "0").isdecimal():
+        raise ArgumentError(f"{options.shown}: needs a host, and a number for the database: redis://host:6379/0")
+    try:
+        from kvtier.storage.redis import RedisBucket, RedisConfig
+    except ImportError as error:
+        raise _missing("redis", options, error) from error
+    remote = _Remote.of(options, secret, num_threads=4)
+    config = RedisConfig(
+        host=url.hostname,
+        port=url.port or 6379,
+        username=unquote(url.username or ""),
+        password=unquote(url.password or ""),
+        database=int(database or 0),
+        is_cluster=options.flag("cluster", False),
+        is_encrypted=with_tls,
+        ca_file=options.text("ca"),
+        cert_file=options.text("cert"),
+        key_file=options.text("cert_key"),
+        prefix=options.text("prefix", "kvtier:"),
+        ttl_s=remote.ttl_s,
+    )
+    options.finish()
+    if config.is_cluster and config.database:
+        raise ArgumentError(f"{options.shown}: a cluster has only database 0")
+    if not with_tls and (config.ca_file or config.cert_file):
+        raise ArgumentError(f"{options.shown}: certificates are for TLS; begin with rediss:// instead of redis://")
+    return remote.open(lambda: RedisBucket(config, remote.num_threads, remote.timeout_s))
+
+
+def _open_s3(options: _Options, secret: bytes | None) -> Store:
+    if not options.url.hostname:
+        raise ArgumentError(f"{options.shown}: needs a bucket: s3://bucket/prefix")
+    try:
+        from kvtier.storage.s3 import S3Bucket, S3Config
+    except ImportError as error:
+        raise _missing("s3", options, error) from error
+    remote = _Remote.of(options, secret, num_threads=_S3_THREADS)
+    config = S3Config(
+        bucket=options.url.hostname,
+        prefix=unquote(options.url.path),
+        endpoint=options.text("endpoint"),
+        region=options.text("region"),
+        access_key_id=unquote(options.url.username or ""),
+        secret_access_key=unquote(options.url.password or ""),
+    )
+    options.finish()
+    return remote.open(lambda: S3Bucket(config, remote.timeout_s))
+
+
+def _open_mooncake(options: _Options, secret: bytes | None) -> Store:
+    if not options.url.hostname:
+        raise ArgumentError(f"{options.shown}: needs the master: mooncake://host:50051")
+    try:
+        from kvtier.storage.mooncake import MooncakeBucket, MooncakeConfig
+    except ImportError as error:
+        raise _missing("mooncake", options, error) from error
+    remote = _Remote.of(options, secret, num_threads=4)
+    config = MooncakeConfig(
+        master=f"{options.url.hostname}:{options.url.port or 50051}",
+        local_host=options.text("local", "127.0.0.1"),
+        metadata=options.text("metadata", "P2PHANDSHAKE"),
+        protocol=options.text("protocol", "tcp"),
+        device=options.text("device"),
+        segment_bytes=options.nbytes("segment", 0),
+        buffer_bytes=options.nbytes("buffer", 64 << 20),
+        admin_port=options.number("admin", 0),
+        prefix=options.text("prefix", "kvtier-"),
+    )
+    options.finish()
+    return remote.open(lambda: MooncakeBucket(config, remote.timeout_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """What all servers have in common."""
+
+    shown: str
+    envelope: Envelope
+    ttl_s: float | None
+    num_threads: int
+    timeout_s: float
+    retry: Retry
+
+    @classmethod
+    def of(cls, options: _Options, secret: bytes | None, *, num_threads: int) -> _Remote:
+        file = options.text("secret")
+        ttl_s = options.seconds("ttl", 0.0) or None
+        cipher = Cipher(_read_secret(options, file) if file else secret or b"") if file or secret is not None else None
+        envelope = Envelope(cipher, _compression(options), ttl_s)
+        timeout_s = options.seconds("timeout", DEFAULT_TIMEOUT_S)
+        retry = Retry(options.number("retries", Retry().num_retries))
+        return cls(options.shown, envelope, ttl_s, options.number("threads", num_threads), timeout_s, retry)
+
+    def open(self, connect: Callable[[], Bucket]) -> Store:
+        """The store; a StoreError if the server does not answer."""
+        try:
+            bucket = connect()
+        except BucketError as error:
+            raise StoreError(
+                f"{self.shown} does not answer: {error}; check that the server is up, that the host, the port and the "
+                f"credentials are right, and that this machine may reach it"
+            ) from error
+        shared = {"num_threads": self.num_threads, "timeout_s": self.timeout_s}
+        return RemoteStore(bucket, self.shown, envelope=self.envelope, retry=self.retry, **shared)  # type: ignore[arg-type]
+
+
+def _read_secret(options: _Options, file: str) -> bytes:
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise ArgumentError(f"{options.shown}: the secret cannot be read: {error}") from error
+
+
+def _compression(options: _Options) -> Compression:
+    return _choice(options, "compression", Compression, Compression.NONE)
+
+
+def _choice(options: _Options, name: str, kind: Callable[[str], Value], default: Value) -> Value:
+    return options._parsed(name, default, "one of its values", kind)
+
+
+def _missing(extra: str, options: _Options, error: ImportError) -> UnavailableError:
+    return UnavailableError(
+        f"{options.shown} needs the extra `{extra}`: pip install 'kvtier[{extra}]' ({error})"
+        + ("; its libraries: apt-get install libibverbs1 librdmacm1 libnuma1" if extra == "mooncake" else "")
+    )

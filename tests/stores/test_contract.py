@@ -1,0 +1,40 @@
+"""Stores on real servers keep the contract of all stores."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from kvtier.storage.open import open_store
+from store_servers import S3_KEY, S3_SECRET
+
+pytest.register_assert_rewrite("store_contract")
+from store_contract import *  # noqa: E402, F403
+
+SECRET = bytes(range(32))
+STORES = {
+    "redis": ("redis_port", "redis://127.0.0.1:{0}/0?prefix={id}:", None),
+    "redis, sealed": ("redis_port", "redis://127.0.0.1:{0}/0?prefix={id}:&ttl=1h", SECRET),
+    "redis, compressed": ("redis_port", "redis://127.0.0.1:{0}/0?prefix={id}:&compression=zlib", None),
+    "redis cluster": ("cluster_ports", "redis://127.0.0.1:{0[0]}?cluster=yes&prefix={id}:", None),
+    "s3": ("s3_port", f"s3://{S3_KEY}:{S3_SECRET}@test/{{id}}?endpoint=http://127.0.0.1:{{0}}&region=us-east-1", None),
+    "s3, sealed": (
+        "s3_port",
+        f"s3://{S3_KEY}:{S3_SECRET}@test/{{id}}?endpoint=http://127.0.0.1:{{0}}&region=us-east-1",
+        SECRET,
+    ),
+    "mooncake": ("mooncake_client", "", None),
+    "memory, then redis": ("redis_port", ["memory:?bytes=64MiB&write=no", "redis://127.0.0.1:{0}?prefix={id}:"], None),
+}
+
+
+@pytest.fixture(params=STORES)
+def store(request):
+    server, urls, secret = STORES[request.param]
+    place, unique = request.getfixturevalue(server), uuid.uuid4().hex
+    urls = [urls] if isinstance(urls, str) else urls
+    filled = [url.format(place, id=unique) for url in urls]
+    made = open_store(filled, secret=secret) if filled[0] else place(f"{unique}-")
+    yield made
+    made.close()
