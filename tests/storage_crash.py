@@ -1,35 +1,58 @@
-"""A process that writes to a DiskStore until it is killed; run by test_disk_crash.py, which kills it.
+"""A writer of a DiskStore that is killed with -9, and what may be there afterwards.
 
-python storage_crash.py FOLDER
+python storage_crash.py FOLDER WORKLOAD            the process that is killed; started by Victim, below
 
-Reads "go SEED SYNC" lines. For each it forks a writer, so that a round costs no start of Python, and says "pid N" and,
-when that writer is dead, "dead". The writer says "trying NUMBER VERSION .." before and "stored NUMBER VERSION .." after
-each call that reported all of it stored.
+It reads "go SEED SYNC" lines. For each it forks a writer, so that a round costs no start of Python, and says "pid N"
+and, when that writer is dead, "dead". The writer says "trying NUMBER VERSION .." before and "stored NUMBER VERSION .."
+after each call that reported all of it stored.
 """
+
+from __future__ import annotations
 
 import os
 import random
+import signal
+import subprocess
 import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
-from kvtier.storage import DiskStore, Sync
-from storage_support import key_of, write_of
+from kvtier.storage import DiskStore, Read, Status, Sync
+from storage_support import LABEL, key_of, payload_of, write_of
 
 NUMBERS = 48
-SETTINGS = {"max_bytes": 4 << 20, "segment_bytes": 512 << 10, "min_free_bytes": 0, "num_threads": 3}
-SIZES = (5000, 20_000)
 
 
-def size_of(number: int) -> int:
-    return SIZES[number % len(SIZES)]
+@dataclass(frozen=True)
+class Workload:
+    """What is written, and the store it is written to: with room for all of it, so that nothing is evicted."""
+
+    sizes: tuple[int, ...]
+    max_bytes: int
+    segment_bytes: int
+
+    def size_of(self, number: int) -> int:
+        return self.sizes[number % len(self.sizes)]
+
+    def open(self, folder: str | Path, sync: Sync = Sync.CLOSE) -> DiskStore:
+        limits = {"segment_bytes": self.segment_bytes, "min_free_bytes": 0, "num_threads": 3}
+        return DiskStore(folder, self.max_bytes, sync=sync, **limits)
+
+
+WORKLOADS = {
+    "small": Workload((5000, 20_000), 4 << 20, 512 << 10),
+    "large": Workload((5000, 20_000, 700_000), 64 << 20, 4 << 20),
+}
 
 
 def say(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-def write_for_ever(folder: str, seed: int, sync: Sync) -> None:
+def write_for_ever(folder: str, workload: Workload, seed: int, sync: Sync) -> None:
     rng, version = random.Random(seed), seed * 1_000_000
-    store = DiskStore(folder, sync=sync, **SETTINGS)
+    store = workload.open(folder, sync)
     while True:
         numbers = rng.sample(range(NUMBERS), rng.randint(1, 6))
         version += 1
@@ -39,8 +62,92 @@ def write_for_ever(folder: str, seed: int, sync: Sync) -> None:
             store.remove([key_of(number) for number in numbers])
             continue
         say("trying", *told)
-        if store.write([write_of(number, size_of(number), version) for number in numbers]).ok:
+        if store.write([write_of(number, workload.size_of(number), version) for number in numbers]).ok:
             say("stored", *told)
+
+
+class Victim:
+    """The process, and what it has said: number -> the versions that may be there after its death."""
+
+    def __init__(self, folder: Path, workload: str = "small") -> None:
+        self.folder, self.workload = folder, WORKLOADS[workload]
+        command = [sys.executable, __file__, str(folder), workload]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.possible: dict[int, set[int | None]] = {number: {None} for number in range(NUMBERS)}
+        self.num_stored = 0
+
+    def kill_after(self, num_lines: int, spin_ns: int, seed: int, sync: Sync) -> None:
+        """Let it write, kill it a moment after it has said so many lines, take in what it said."""
+        print("go", seed, sync.value, file=self._process.stdin, flush=True)
+        word, pid = self._process.stdout.readline().split()
+        while word != "pid":  # the child may speak before its parent
+            self._take(word, pid)
+            word, pid = self._process.stdout.readline().split()
+        for _ in range(num_lines):
+            self._take(*self._process.stdout.readline().split())
+        until = time.perf_counter_ns() + spin_ns
+        while time.perf_counter_ns() < until:
+            pass
+        os.kill(int(pid), signal.SIGKILL)
+        while (line := self._process.stdout.readline().split()) != ["dead"]:
+            self._take(*line)
+
+    def inspect(self) -> Damage:
+        """Open what it left, read everything, take what is there for what must be there from now on."""
+        store = self.workload.open(self.folder)
+        lost = corrupt = found = 0
+        for number, possible in self.possible.items():
+            room = bytearray(self.workload.size_of(number))
+            outcome = store.read_into([Read(key_of(number), LABEL, room)])[0]
+            there = {v for v in possible if v is not None and payload_of(number, len(room), v) == room}
+            found += outcome.ok
+            corrupt += not ((outcome.ok and there) or outcome.status is Status.MISSING)
+            lost += not outcome.ok and None not in possible
+            self.possible[number] = there if outcome.ok else {None}
+        store.check()  # every slot is an object's or free
+        damage = Damage(
+            found, lost, corrupt + store.stats.num_quarantined, store.stats.num_evicted, self._leaked(store)
+        )
+        store.close()
+        return damage
+
+    def _leaked(self, store: DiskStore) -> int:
+        """Bytes in the folder that are none of the store's."""
+        files = [path for path in self.folder.rglob("*") if path.is_file() and path.name != "LOCK"]
+        return sum(path.stat().st_size for path in files) - store.stats.used_bytes
+
+    def _take(self, word: str, *rest: str) -> None:
+        for number, version in zip(map(int, rest[::2]), map(int, rest[1::2]), strict=True):
+            if word == "stored":
+                self.possible[number] = {version}
+                self.num_stored += 1
+            else:
+                self.possible[number].add(version if word == "trying" else None)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What a killed writer left behind: all but the first must be 0."""
+
+    found: int
+    lost: int
+    """Reported stored, and not there."""
+    corrupt: int
+    """Bytes that nobody wrote, or objects that are visible and damaged."""
+    evicted: int
+    leaked_bytes: int
+
+    @property
+    def is_none(self) -> bool:
+        return not (self.lost or self.corrupt or self.evicted or self.leaked_bytes)
 
 
 def main() -> None:
@@ -48,7 +155,7 @@ def main() -> None:
         _, seed, sync = line.split()
         pid = os.fork()
         if not pid:
-            write_for_ever(sys.argv[1], int(seed), Sync(sync))
+            write_for_ever(sys.argv[1], WORKLOADS[sys.argv[2]], int(seed), Sync(sync))
         say("pid", pid)
         os.waitpid(pid, 0)
         say("dead")

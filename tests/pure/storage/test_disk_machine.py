@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,39 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvtier.storage import Compression, DiskStore, Read, Status, Sync
-from storage_support import LABEL, SimulatedDisk, all_keys, get, key_of, payload_of, write_of
+from kvtier.storage import Compression, DiskStore, Sync
+from storage_power import PowerFailure, Versions, same_bytes
+from storage_support import all_keys, key_of, write_of
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=4)
 SIZES = st.sampled_from([0, 100, 4096, 5000, 12_000])
 COMMON = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 2}
-
-
-class Versions:
-    """What was ever written under each number, and the last of it."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, list[int]] = {number: [] for number in range(12)}
-
-    def next_write(self, number: int, nbytes: int):
-        self.sizes[number].append(nbytes)
-        return write_of(number, nbytes, len(self.sizes[number]) - 1)
-
-    def check_read(self, store: DiskStore, number: int) -> int | None:
-        """The version that is there, after checking that every byte is that version's; None if it is not there."""
-        for version, nbytes in reversed([*enumerate(self.sizes[number])]):
-            outcome, room = get(store, number, nbytes)
-            if not outcome.ok:
-                assert room == b"\xee" * nbytes, "a miss changed the caller's memory"
-                if "asked for" not in outcome.reason:
-                    return None
-                continue
-            matching = [v for v, n in enumerate(self.sizes[number]) if n == nbytes]
-            found = [v for v in matching if payload_of(number, nbytes, v) == room]
-            assert found, f"bytes that nobody wrote under {number}, version at most {version}"
-            return found[-1]
-        return None
 
 
 class DiskMachine(RuleBasedStateMachine):
@@ -143,47 +117,6 @@ CALLS = st.lists(
 )
 
 
-class PowerFailure:
-    """Runs calls on a simulated disk until, before its n-th operation, the power fails: `left` is what the next process
-    finds. `durable` is what had been reported durable then: number -> version, None for what was reported removed."""
-
-    def __init__(self, folder: str, room: int, sync: Sync, at: int, seed: int) -> None:
-        self.disk, self.versions, self.left = SimulatedDisk(), Versions(), None
-        self.durable: dict[int, int | None] = {}
-        self._at, self._random = at, random.Random(seed)
-        self._settings = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 1}
-        self.folder, self.room = folder, room
-        self.disk.before = self._count
-        self.store = DiskStore(folder, room, files=self.disk, sync=sync, **self._settings)
-
-    def _count(self, _, number: int) -> None:
-        if number == self._at:
-            self.fail()
-
-    def fail(self) -> None:
-        self.left = self.disk.after_crash(lambda: self._random.random() < 0.5)
-
-    def run(self, call: str, numbers: list[int], nbytes: int) -> None:
-        if call == "read":
-            self.store.read_into([Read(key_of(n), LABEL, bytearray(nbytes)) for n in numbers])
-            return
-        if call == "write":
-            results = self.store.write([self.versions.next_write(n, nbytes) for n in numbers])
-            told = {n: len(self.versions.sizes[n]) - 1 for n, o in zip(numbers, results, strict=True) if o.ok}
-        else:
-            results = self.store.remove([key_of(n) for n in numbers])
-            told = dict.fromkeys(numbers)
-        for number in numbers:  # in doubt while the call ran, and after it unless it says better
-            self.durable.pop(number, None)
-        if self.left is None and results.is_durable:
-            self.durable |= told
-        kept = {n: v for n, v in self.durable.items() if v is None or self.store.contains([key_of(n)])[0].ok}
-        self.durable = kept  # evicted: neither here nor there
-
-    def reopen(self) -> DiskStore:
-        return DiskStore(self.folder, self.room, files=self.left, **self._settings)
-
-
 @pytest.mark.parametrize("room", [64 << 10, 1 << 20], ids=["evicting", "roomy"])
 @given(calls=CALLS, sync=st.sampled_from(Sync), at=st.integers(1, 150), seed=st.integers(0, 2**32))
 @settings(max_examples=300 * SOAK, deadline=None)
@@ -191,33 +124,10 @@ def test_whatever_a_power_failure_leaves_of_unsynced_writes_no_wrong_byte_is_ser
     """What was not synced is there, or not, or in part, sector by sector, file by file, name by name."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, room, sync, at, seed)
-        for call in calls:
-            if run.left is None:
-                run.run(*call)
-        if run.left is None:
-            run.fail()
-        run.disk.before = lambda *_: None
-        run.store.close()
-        store = run.reopen()
-        for number in range(12):
-            version = run.versions.check_read(store, number)  # no wrong byte
-            if number in run.durable:
-                assert same_bytes(run.versions, number, version, run.durable[number]), (
-                    "what was reported durable is not"
-                )
-        store.check()  # no space is lost
-        assert store.stats.used_bytes <= room
-        for number in range(12):
-            assert store.write([run.versions.next_write(number, 5000)])[0].status is Status.STORED
-            assert run.versions.check_read(store, number) == len(run.versions.sizes[number]) - 1
-        store.close()
-
-
-def same_bytes(versions: Versions, number: int, found: int | None, expected: int | None) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    first, second = (payload_of(number, versions.sizes[number][v], v) for v in (found, expected))
-    return first == second
+        run.run_until_it_fails(calls)
+        checked = run.inspect()
+        assert checked.lost == 0, "what was reported durable is not"
+        assert checked.refilled == 12, "the space is not there any more"
 
 
 @pytest.mark.parametrize("gone_by", ["replacement", "eviction", "whole segments"])
