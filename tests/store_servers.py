@@ -87,13 +87,10 @@ def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterat
     port = port or free_ports(1)[0]
     place = ["--bind", "127.0.0.1", "--dir", str(folder)]
     command = [program("redis-server", "apt-get install redis-server"), "--port", str(port), *place]
-    with running([*command, "--save", "", "--appendonly", "no", *options], folder, f"{port}.log", lambda: True):
-        wait_for(lambda: listens(port) or listens(_tls_port(options)), "redis-server to listen")
+    listening = [port, int(options[options.index("--tls-port") + 1])] if "--tls-port" in options else [port]
+    arguments = [*command, "--save", "", "--appendonly", "no", *options]
+    with running(arguments, folder, f"{port}.log", lambda: all(map(listens, listening))):
         yield port
-
-
-def _tls_port(options: Sequence[str]) -> int:
-    return int(options[options.index("--tls-port") + 1]) if "--tls-port" in options else 1
 
 
 @contextlib.contextmanager
@@ -168,10 +165,11 @@ def raw_s3(port: int, bucket: str = "test"):
 
 @dataclass(frozen=True)
 class Mooncake:
-    """The ports of a master."""
+    """The ports of a master, and its process."""
 
     port: int
     admin_port: int
+    pid: int
 
 
 _SEGMENT = """
@@ -199,9 +197,9 @@ def mooncake_master(folder: Path, segment_bytes: int = 256 << 20) -> Iterator[Mo
     segment = [sys.executable, "-c", _SEGMENT, str(port), str(segment_bytes)]
     up = folder / "segment.up"
     with (
-        running(command, folder, "master.log", lambda: listens(port) and listens(admin)),
+        running(command, folder, "master.log", lambda: listens(port) and listens(admin)) as master,
         running(segment, folder, "segment.log", lambda: up.exists() and up.read_text() != ""),
     ):
         if up.read_text() != "0":
             raise RuntimeError(f"the memory could not be lent: {(folder / 'segment.log').read_text()[-2000:]}")
-        yield Mooncake(port, admin)
+        yield Mooncake(port, admin, master.pid)

@@ -265,7 +265,7 @@ class _Remote:
             bucket = connect()
         except BucketError as error:
             raise StoreError(
-                f"{self.shown} does not answer: {error}; check that the server is up, that the host, the port and the "
+                f"{self.shown} cannot be opened: {error}; check that the server is up, that the host, the port and the "
                 f"credentials are right, and that this machine may reach it"
             ) from error
         shared = {"num_threads": self.num_threads, "timeout_s": self.timeout_s}

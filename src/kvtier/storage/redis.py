@@ -18,6 +18,7 @@ from redis.exceptions import (
     AuthorizationError,
     ClusterDownError,
     ConnectionError,
+    MovedError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisClusterException,
@@ -179,6 +180,8 @@ def _translate(call: Callable[[], Answer]) -> Answer:
         raise BucketError(f"refused us: {error}", is_transient=False) from error
     except (*_TRANSIENT, OSError) as error:
         raise BucketError(f"{type(error).__name__}: {error}") from error
+    except MovedError as error:  # a RedisCluster follows them
+        raise BucketError("it is a node of a cluster: add cluster=yes", is_transient=False) from error
     except ResponseError as error:
         raise BucketError(str(error), is_transient=False) from error
     except (RedisError, ValueError, TypeError, IndexError) as error:

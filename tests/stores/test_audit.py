@@ -1,0 +1,73 @@
+"""Inventories and verification, over any store."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+
+import pytest
+
+from kvtier.storage import DiskStore, Label, MemoryStore, Status
+from kvtier.storage.audit import take_inventory, verify
+from kvtier.storage.open import open_store
+from storage_support import NAMESPACE, OTHER_NAMESPACE, Fault, FaultyStore, key_of, put, write_of
+
+
+@pytest.fixture(params=["memory", "disk", "redis"])
+def store(request, tmp_path):
+    if request.param == "memory":
+        made = MemoryStore(8 << 20)
+    elif request.param == "disk":
+        made = DiskStore(tmp_path, 8 << 20, segment_bytes=1 << 20, min_free_bytes=0)
+    else:
+        made = open_store(f"redis://127.0.0.1:{request.getfixturevalue('redis_port')}?prefix={uuid.uuid4().hex}")
+    yield made
+    made.close()
+
+
+def test_an_inventory_counts_by_namespace(store):
+    assert take_inventory(store).usages == ()
+    put(store, *range(5), nbytes=1000)
+    store.write([write_of(n, 3000, label=Label(OTHER_NAMESPACE)) for n in range(10, 14)])
+    found = take_inventory(store)
+    assert [(usage.namespace, usage.num_objects, usage.nbytes) for usage in found.usages] == [
+        (OTHER_NAMESPACE, 4, 12000),
+        (NAMESPACE, 5, 5000),
+    ]
+    assert (found.num_objects, found.nbytes, found.num_unreadable, found.reason) == (9, 17000, 0, "")
+
+
+def test_verifying_a_sound_store_reads_everything(store):
+    put(store, *range(1200), nbytes=900)
+    found = verify(store)
+    assert (found.ok, found.num_sound, found.nbytes, found.defects) == (True, 1200, 1200 * 900, ())
+
+
+def test_damage_is_named_and_quarantined():
+    store = MemoryStore(1 << 20)
+    put(store, 1, 2, 3)
+    store.objects[key_of(2)].payload[0] ^= 1
+    found = verify(store)
+    assert not found.ok
+    assert [(defect.key, defect.status) for defect in found.defects] == [(key_of(2), Status.CORRUPT)]
+    assert found.num_sound == 2
+    assert verify(store).ok
+
+
+def test_a_store_that_fails_is_told_and_not_taken_for_empty():
+    store = FaultyStore(MemoryStore(1 << 20), [Fault(error="no route")] * 2)
+    assert take_inventory(store).reason == "no route"
+    found = verify(store)
+    assert (found.ok, found.reason) == (False, "no route")
+
+
+def test_what_nobody_can_read_is_counted(redis_port):
+    import redis
+
+    prefix = uuid.uuid4().hex
+    with contextlib.closing(open_store(f"redis://127.0.0.1:{redis_port}?prefix={prefix}")) as store:
+        put(store, 1)
+        redis.Redis(port=redis_port).set(prefix + "0" * 64, b"garbage")
+        assert (take_inventory(store).num_objects, take_inventory(store).num_unreadable) == (1, 1)
+        found = verify(store)
+        assert (found.ok, found.num_sound, found.num_unreadable) == (False, 1, 1)

@@ -1,0 +1,118 @@
+"""Several stores as one."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvtier.errors import ArgumentError
+from kvtier.storage import DiskStore, MemoryStore, Read, Status, Sync
+from kvtier.storage.cascade import Cascade
+from storage_support import LABEL, Clock, Fault, FaultyStore, all_keys, get, has, key_of, payload_of, put
+
+ROOM = 1 << 20
+
+
+def test_reads_ask_in_order_and_only_for_what_is_missing():
+    near, far = MemoryStore(ROOM), MemoryStore(ROOM)
+    put(near, 1)
+    put(far, 1, 2, version=1)
+    store = Cascade([near, far])
+    rooms = [bytearray(5000) for _ in range(3)]
+    results = store.read_into([Read(key_of(n), LABEL, room) for n, room in zip((1, 2, 3), rooms, strict=True)])
+    assert [outcome.status.value for outcome in results] == ["found", "found", "missing"]
+    assert (rooms[0], rooms[1]) == (payload_of(1), payload_of(2, version=1))
+    assert (near.stats.reads.num_missing, far.stats.reads.num_done) == (2, 1)
+    assert has(store, 1, 2, 3) == [True, True, False]
+    assert (store.stats.reads.num_done, store.stats.num_objects) == (2, 3)
+
+
+def test_writes_go_to_all_and_succeed_if_one_takes_them():
+    near, far = MemoryStore(ROOM), MemoryStore(ROOM)
+    store = Cascade([FaultyStore(near, [Fault(error="no route")]), far])
+    outcome = put(store, 1)[0]
+    assert (outcome.status, outcome.nbytes, outcome.reason) == (Status.STORED, 5000, "no route")
+    assert (has(near, 1), has(far, 1)) == ([False], [True])
+    put(store, 2)
+    assert (has(near, 2), has(far, 2)) == ([True], [True])
+
+
+def test_a_store_that_is_only_read_is_neither_written_nor_emptied():
+    ours, theirs = MemoryStore(ROOM), MemoryStore(ROOM)
+    put(theirs, 1)
+    store = Cascade([ours, theirs], [True, False])
+    put(store, 2)
+    assert [outcome.status.value for outcome in store.remove([key_of(1), key_of(2)])] == ["missing", "removed"]
+    assert (has(theirs, 1, 2), has(ours, 2)) == ([True, False], [False])
+
+
+def test_where_one_could_not_say_nobody_knows_that_it_is_missing():
+    store = Cascade([FaultyStore(MemoryStore(ROOM), [Fault(error="no route")] * 4), MemoryStore(ROOM)])
+    assert store.contains([key_of(1)])[0].status is Status.FAILED
+    assert get(store, 1)[0].reason == "no route"
+    assert store.remove([key_of(1)])[0].status is Status.FAILED
+    assert store.scan().reason == "no route"
+
+
+def test_one_deadline_is_for_all_and_one_that_hangs_leaves_the_others_their_turn():
+    clock, far = Clock(), MemoryStore(ROOM)
+    put(far, 1)
+    store = Cascade([FaultyStore(MemoryStore(ROOM), [Fault(hangs=True)], clock), far])
+    outcome = store.read_into([Read(key_of(1), LABEL, bytearray(5000))], timeout_s=6)[0]
+    assert outcome.ok
+    assert 2.9 < clock.now <= 3
+
+
+def test_a_damaged_object_is_read_from_the_next():
+    near, far = MemoryStore(ROOM), MemoryStore(ROOM)
+    store = Cascade([near, far])
+    put(store, 1)
+    near.objects[key_of(1)].payload[7] ^= 1
+    assert get(store, 1) == (get(far, 1)[0], payload_of(1))
+
+
+def test_inventories_follow_each_other():
+    near, far = MemoryStore(ROOM), MemoryStore(ROOM)
+    put(near, 1, 2, 3)
+    put(far, 3, 4)
+    store = Cascade([near, far])
+    assert sorted(all_keys(store, 2)) == sorted(key_of(n) for n in (1, 2, 3, 3, 4))
+    with pytest.raises(ArgumentError, match="no cursor"):
+        store.scan("7|")
+
+
+def test_durable_if_one_of_them_is(tmp_path):
+    disk = DiskStore(tmp_path, ROOM, sync=Sync.WRITE, segment_bytes=128 << 10, min_free_bytes=0)
+    store = Cascade([MemoryStore(ROOM), disk])
+    assert put(store, 1).is_durable
+    assert not store.remove([key_of(1)]).is_durable, "memory does not promise that"
+    store.close()
+    assert not put(Cascade([MemoryStore(ROOM)]), 1).is_durable
+
+
+def test_no_stores_is_an_error():
+    with pytest.raises(ArgumentError):
+        Cascade([])
+    with pytest.raises(ArgumentError):
+        Cascade([MemoryStore(1)], [True, False])
+
+
+FAULTS = st.builds(
+    Fault,
+    error=st.sampled_from(["", "", "no route"]),
+    hangs=st.booleans(),
+    flip_bit=st.none() | st.integers(0, 10**6),
+    cut_to=st.none() | st.integers(0, 5000),
+)
+
+
+@given(st.lists(FAULTS, max_size=8), st.lists(FAULTS, max_size=8))
+def test_whatever_goes_wrong_in_either_no_wrong_byte_is_served(first, second):
+    store = Cascade([FaultyStore(MemoryStore(ROOM), first), FaultyStore(MemoryStore(ROOM), second)])
+    for version in range(2):
+        put(store, 1, 2, version=version)
+        for number in (1, 2):
+            outcome, room = get(store, number)
+            good = [payload_of(number, version=v) for v in range(version + 1)]
+            assert room in good if outcome.ok else room == b"\xee" * 5000

@@ -1,0 +1,382 @@
+"""Whatever a server or the network does: no wrong byte, no call longer than its deadline, and none while it is sick."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import uuid
+
+import pytest
+
+from kvtier.storage import Breaker, Label, Outcome, Page, Read, Status
+from kvtier.storage.crypto import Cipher
+from kvtier.storage.envelope import Envelope
+from kvtier.storage.record import RECORD_BYTES, VERSION
+from kvtier.storage.remote import RemoteStore, Retry
+from storage_support import (
+    LABEL,
+    OTHER_NAMESPACE,
+    Clock,
+    all_keys,
+    get,
+    has,
+    key_of,
+    payload_of,
+    put,
+    resealed,
+    write_of,
+)
+from store_proxy import Mood, Proxy
+from store_servers import S3_KEY, S3_SECRET, NotInstalled, raw_s3, redis_server, wait_for
+
+TIMEOUT_S = 0.4
+FAST = Retry(num_retries=1, first_wait_s=0.01)
+
+
+class RawRedis:
+    """The server's objects by their names, without us."""
+
+    def __init__(self, port: int, prefix: str) -> None:
+        import redis
+
+        self._client, self._prefix = redis.Redis(port=port), prefix
+
+    def get(self, name: str) -> bytes | None:
+        return self._client.get(self._prefix + name)
+
+    def set(self, name: str, value: bytes) -> None:
+        self._client.set(self._prefix + name, value)
+
+    def wipe(self) -> None:
+        for name in self._client.scan_iter(self._prefix + "*"):
+            self._client.delete(name)
+
+
+class RawS3:
+    def __init__(self, port: int, prefix: str) -> None:
+        self._store, self._prefix = raw_s3(port), prefix
+
+    def get(self, name: str) -> bytes | None:
+        import obstore
+
+        with contextlib.suppress(FileNotFoundError):
+            return bytes(obstore.get(self._store, f"{self._prefix}/{name}").bytes())
+        return None
+
+    def set(self, name: str, value: bytes) -> None:
+        import obstore
+
+        obstore.put(self._store, f"{self._prefix}/{name}", value)
+
+    def wipe(self) -> None:
+        import obstore
+
+        for page in obstore.list(self._store, self._prefix):
+            obstore.delete(self._store, [each["path"] for each in page])
+
+
+class Setup:
+    """A store that reaches its server through a proxy, and the server's objects."""
+
+    def __init__(self, kind: str, port: int) -> None:
+        self.kind, self.port, self.prefix = kind, port, uuid.uuid4().hex
+        self.proxy = Proxy(port)
+        self.raw = (RawRedis if kind == "redis" else RawS3)(port, self.prefix)
+        self._stores: list[RemoteStore] = []
+
+    def store(self, *, breaker: Breaker | None = None, envelope: Envelope | None = None, retry: Retry = FAST):
+        if self.kind == "redis":
+            from kvtier.storage.redis import RedisBucket, RedisConfig
+
+            config = RedisConfig(port=self.proxy.port, prefix=self.prefix)
+            bucket = RedisBucket(config, num_connections=4, timeout_s=TIMEOUT_S)
+        else:
+            from kvtier.storage.s3 import S3Bucket, S3Config
+
+            endpoint = f"http://127.0.0.1:{self.proxy.port}"
+            bucket = S3Bucket(S3Config("test", self.prefix, endpoint, "us-east-1", S3_KEY, S3_SECRET), TIMEOUT_S)
+        options = {"timeout_s": TIMEOUT_S, "retry": retry, "breaker": breaker or Breaker(retry_s=0), "num_threads": 4}
+        made = RemoteStore(bucket, self.kind, envelope=envelope, **options)
+        self._stores.append(made)
+        return made
+
+    def close(self) -> None:
+        self.proxy.close()
+        for store in self._stores:
+            store.close()
+
+
+@pytest.fixture(params=["redis", "s3"])
+def setup(request):
+    made = Setup(request.param, request.getfixturevalue(f"{request.param}_port"))
+    yield made
+    made.close()
+
+
+def check_read(store, number, nbytes=5000) -> Outcome:
+    """An outcome; and the bytes are the object's, or nobody touched them."""
+    outcome, room = get(store, number, nbytes)
+    assert room == (payload_of(number, nbytes) if outcome.ok else b"\xee" * nbytes)
+    return outcome
+
+
+def healthy(store) -> None:
+    """Until it answers again: what hung must come back first."""
+    wait_for(lambda: store.contains([key_of(0)])[0].status is not Status.FAILED, "the store to be well", 20)
+
+
+def random_mood(rng: random.Random) -> Mood:
+    answer_bytes = 6 * 30_000
+    return rng.choice(
+        [
+            Mood(),
+            Mood(refuses=rng.randrange(1, 5)),
+            Mood(flips=tuple(rng.randrange(answer_bytes * 8) for _ in range(rng.choice((1, 1, 3, 200))))),
+            Mood(flips=tuple(rng.randrange(300 * 8) for _ in range(3))),  # where the protocol's words are
+            Mood(cut_at=rng.randrange(answer_bytes)),
+            Mood(cut_at=rng.randrange(400)),
+            Mood(delay_s=0.01),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVTIER_SOAK", "1"))))
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_whatever_goes_wrong_no_wrong_byte_is_served(setup, is_sealed, seed):
+    rng = random.Random(seed)
+    store = setup.store(envelope=Envelope(Cipher(bytes(32)) if is_sealed else None))
+    seen = set()
+    for _ in range(60):
+        setup.proxy.set(Mood())
+        put(store, *range(6), nbytes=30_000)
+        setup.proxy.set(random_mood(rng))
+        rooms = [bytearray(b"\xee" * 30_000) for _ in range(6)]
+        for number, room, outcome in zip(
+            range(6), rooms, store.read_into([Read(key_of(n), LABEL, r) for n, r in enumerate(rooms)]), strict=True
+        ):
+            assert room == (payload_of(number, 30_000) if outcome.ok else b"\xee" * 30_000), outcome
+            seen.add(outcome.status)
+    assert {Status.FOUND, Status.FAILED} <= seen
+    setup.proxy.set(Mood())
+    healthy(store)
+    assert put(store, *range(6), nbytes=30_000).ok
+    assert [check_read(store, number, 30_000).ok for number in range(6)] == [True] * 6
+
+
+def test_writes_through_a_sick_network_never_leave_what_is_served_as_something_else(setup):
+    rng = random.Random(7)
+    writer, reader = setup.store(), setup.store()
+    for version in range(25):
+        setup.proxy.set(random_mood(rng))
+        put(writer, 1, version=version)
+        writer.remove([key_of(2)])
+        setup.proxy.set(Mood())
+        healthy(reader)
+        outcome, room = get(reader, 1)
+        assert room in {payload_of(1, version=v) for v in range(version + 1)} if outcome.ok else room == b"\xee" * 5000
+
+
+def test_a_hang_costs_one_deadline_and_then_nothing_reaches_the_store(setup):
+    clock = Clock()
+    store = setup.store(breaker=Breaker(clock=clock))
+    put(store, 1)
+    setup.proxy.set(Mood(hangs=True))
+    outcome = check_read(store, 1)  # returns, though the server never answers
+    assert outcome.status is Status.FAILED
+    assert "not done within 0.4 s" in outcome.reason
+    asked = setup.proxy.num_asked, setup.proxy.num_connections
+    for _ in range(20):
+        assert "breaker open" in check_read(store, 1).reason
+        assert "breaker open" in store.contains([key_of(1)])[0].reason
+        assert "breaker open" in put(store, 2)[0].reason
+        assert "breaker open" in store.remove([key_of(1)])[0].reason
+        page = store.scan()
+        assert isinstance(page, Page)
+        assert "breaker open" in page.reason
+    assert (setup.proxy.num_asked, setup.proxy.num_connections) == asked
+    assert store.stats.num_refused == 100
+    setup.proxy.set(Mood())
+    clock.now = 1000.0
+    healthy(store)
+    assert check_read(store, 1).ok
+
+
+def test_errors_are_retried_then_told_and_three_calls_in_a_row_open_the_breaker(setup):
+    clock = Clock()
+    store = setup.store(breaker=Breaker(clock=clock))
+    put(store, 1)
+    setup.proxy.set(Mood(refuses=1000))
+    setup.proxy.drop()
+    for _ in range(3):
+        before = setup.proxy.num_connections
+        assert check_read(store, 1).status is Status.FAILED
+        assert setup.proxy.num_connections - before >= 2, "not tried again"
+    before = setup.proxy.num_connections
+    assert "breaker open" in check_read(store, 1).reason
+    assert setup.proxy.num_connections == before
+    setup.proxy.set(Mood())
+    clock.now = 1000.0
+    assert check_read(store, 1).ok
+
+
+def test_one_broken_connection_costs_nothing_but_a_retry(setup):
+    store = setup.store()
+    put(store, 1)
+    setup.proxy.set(Mood(refuses=1))
+    setup.proxy.drop()
+    assert check_read(store, 1).ok
+
+
+def test_answers_that_take_time_are_waited_for(setup):
+    store = setup.store()
+    put(store, 1)
+    setup.proxy.set(Mood(delay_s=0.02))
+    assert check_read(store, 1).ok
+
+
+def test_a_store_wiped_under_us_is_empty(setup):
+    store = setup.store()
+    put(store, 1, 2)
+    setup.raw.wipe()
+    assert [check_read(store, n).status for n in (1, 2)] == [Status.MISSING] * 2
+    assert (has(store, 1, 2), all_keys(store)) == ([False, False], [])
+    assert put(store, 1).ok
+    assert check_read(store, 1).ok
+
+
+def flip(value: bytes, bit: int) -> bytes:
+    changed = bytearray(value)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_damage_anywhere_in_a_stored_object_is_found_and_the_object_goes(setup, is_sealed):
+    envelope = Envelope(Cipher(bytes(32)) if is_sealed else None)
+    store, rng, name = setup.store(envelope=envelope), random.Random(3), envelope.name(key_of(1))
+    put(store, 1)
+    good = setup.raw.get(name)
+    assert good is not None
+    changes = [flip(good, rng.randrange(RECORD_BYTES * 8)) for _ in range(8)]
+    changes += [flip(good, rng.randrange(RECORD_BYTES * 8, len(good) * 8)) for _ in range(8)]
+    changes += [good[:n] for n in (1, 100, 255, 256, 284, 3000, len(good) - 1)]
+    changes += [os.urandom(len(good)), b"something of somebody else"]
+    for changed in changes:
+        setup.raw.set(name, changed)
+        outcome = check_read(store, 1)
+        assert outcome.status is Status.CORRUPT, outcome
+        assert outcome.reason
+        assert setup.raw.get(name) is None
+        assert check_read(store, 1).status is Status.MISSING
+    assert store.stats.num_quarantined == len(changes)
+    assert put(store, 1).ok
+    assert check_read(store, 1).ok
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_an_object_under_anothers_name_is_not_served(setup, is_sealed):
+    envelope = Envelope(Cipher(bytes(32)) if is_sealed else None)
+    store = setup.store(envelope=envelope)
+    put(store, 1, 2)
+    setup.raw.set(envelope.name(key_of(1)), setup.raw.get(envelope.name(key_of(2))))
+    assert check_read(store, 1).status is Status.CORRUPT
+    assert check_read(store, 2).ok
+
+
+def test_halves_of_two_sealed_versions_are_no_object(setup):
+    envelope = Envelope(Cipher(bytes(32)))
+    store, name = setup.store(envelope=envelope), envelope.name(key_of(1))
+    put(store, 1)
+    first = setup.raw.get(name)
+    store.remove([key_of(1)])
+    put(store, 1)
+    second = setup.raw.get(name)
+    assert first != second
+    setup.raw.set(name, first[: envelope.head_bytes] + second[envelope.head_bytes :])
+    assert check_read(store, 1).status is Status.CORRUPT
+
+
+def test_objects_of_another_model_are_misses_and_stay(setup):
+    store = setup.store()
+    theirs = Label(OTHER_NAMESPACE)
+    store.write([write_of(1, label=theirs)])
+    outcome = check_read(store, 1)
+    assert (outcome.status, "another namespace" in outcome.reason) == (Status.MISSING, True)
+    assert get(store, 1, label=theirs)[0].ok
+
+
+def test_objects_of_a_newer_format_are_misses_and_stay(setup):
+    store, name = setup.store(), key_of(1).hex()
+    put(store, 1)
+    value = setup.raw.get(name)
+    newer = resealed(value[:RECORD_BYTES], 8, (VERSION + 1).to_bytes(2, "little")) + value[RECORD_BYTES:]
+    setup.raw.set(name, newer)
+    outcome = check_read(store, 1)
+    assert (outcome.status, "format version" in outcome.reason) == (Status.MISSING, True)
+    assert setup.raw.get(name) == newer
+
+
+def test_another_secret_sees_nothing(setup):
+    ours, theirs = (setup.store(envelope=Envelope(Cipher(bytes([n]) * 32))) for n in (1, 2))
+    put(ours, 1)
+    assert check_read(theirs, 1).status is Status.MISSING
+    page = theirs.scan()
+    assert (page.objects, page.num_unreadable) == ((), 1)
+    assert check_read(ours, 1).ok
+
+
+def test_nothing_a_sealed_store_keeps_tells_the_block_or_its_bytes(setup):
+    envelope = Envelope(Cipher(bytes(32)))
+    store = setup.store(envelope=envelope)
+    label = Label.of(LABEL.namespace, b"some tokens", keep_ids=True)
+    store.write([write_of(1, label=label)])
+    value = setup.raw.get(envelope.name(key_of(1)))
+    for secret in (key_of(1), label.namespace, label.token_digest, b"some tokens", payload_of(1)[:32]):
+        assert secret not in value
+    assert setup.raw.get(key_of(1).hex()) is None
+
+
+def test_token_ids_never_leave(setup):
+    store = setup.store()
+    label = Label.of(LABEL.namespace, b"some tokens", keep_ids=True)
+    store.write([write_of(1, label=label)])
+    assert b"some tokens" not in setup.raw.get(key_of(1).hex())
+    assert get(store, 1, label=label)[0].ok
+
+
+def test_expired_objects_are_not_served_and_go(setup):
+    clock = Clock()
+    clock.now = 1e9
+    store = setup.store(envelope=Envelope(ttl_s=100, clock=clock))
+    put(store, 1, 2)
+    clock.now += 99
+    assert check_read(store, 1).ok
+    clock.now += 2
+    assert check_read(store, 1).reason == "its time was over"
+    assert setup.raw.get(key_of(1).hex()) is None
+    assert all_keys(store) == []
+    assert put(store, 2).ok  # the same again: its life begins anew
+    assert check_read(store, 2).ok
+
+
+def test_a_redis_killed_in_the_middle_and_started_again(tmp_path):
+    from kvtier.storage.redis import RedisBucket, RedisConfig
+
+    with contextlib.ExitStack() as stack:
+        try:
+            port = stack.enter_context(redis_server(tmp_path))
+        except NotInstalled as missing:
+            pytest.skip(str(missing))
+        store = RemoteStore(
+            RedisBucket(RedisConfig(port=port), 4, 5.0), "redis", breaker=Breaker(retry_s=0), retry=FAST
+        )
+        put(store, *range(8), nbytes=200_000)
+    outcome = check_read(store, 1, 200_000)
+    assert (outcome.status, "redis" in outcome.reason) == (Status.FAILED, True)
+    with redis_server(tmp_path, port=port):
+        healthy(store)
+        assert check_read(store, 1, 200_000).status is Status.MISSING
+        assert put(store, 1).ok
+        assert check_read(store, 1).ok
+    store.close()

@@ -1,0 +1,164 @@
+"""URLs: what they open, and what is said of those that open nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+from kvtier.errors import ArgumentError, StoreError, UnavailableError
+from kvtier.storage import DiskStore, MemoryStore, Status
+from kvtier.storage.cascade import Cascade
+from kvtier.storage.open import open_store
+from storage_support import get, payload_of, put
+from store_proxy import Mood, Proxy
+from store_servers import free_ports
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("", "names no store"),
+        ("/mnt/kv", "must be one of disk, memory, redis, rediss, s3, mooncake"),
+        ("ftp://host", "names no store"),
+        ("disk:/kv", "needs a folder and its room: disk:/mnt/nvme/kv?bytes=200GiB"),
+        ("disk:?bytes=1GiB", "needs a folder"),
+        ("disk://kv?bytes=1GiB", "needs a folder"),
+        ("disk:/kv?bytes=lots", "bytes=lots is not bytes such as 200GiB"),
+        ("disk:/kv?bytes=1GiB&syncc=write", "unknown option syncc; there are bytes, compression, direct, free"),
+        ("disk:/kv?bytes=1GiB&sync=often", "sync=often is not"),
+        ("disk:/kv?bytes=1GiB&direct=1", "direct=1 is not yes or no"),
+        ("disk:/kv?bytes=1GiB&bytes=2GiB", "twice"),
+        ("memory:/kv", "has no place"),
+        ("memory:?bytes=-1", "bytes=-1"),
+        ("redis:///0", "needs a host"),
+        ("redis://host/zero", "number for the database"),
+        ("redis://host:port", "not the URL of a store"),
+        ("redis://host/1?cluster=yes", "only database 0"),
+        ("redis://host?ca=/ca.crt", "begin with rediss://"),
+        ("redis://host?ttl=soon", "a time such as 30s, 12h or 7d"),
+        ("redis://host?ttl=0.5s", "at least a second"),
+        ("redis://host?secret=/nonexistent/file", "the secret cannot be read"),
+        ("redis://user:hunter2@host?color=red", "unknown option color"),
+        ("s3:///prefix", "needs a bucket: s3://bucket/prefix"),
+        ("mooncake://", "needs the master"),
+        ("memory:?bytes", "not the URL"),
+    ],
+)
+def test_a_url_that_says_nothing_sensible_is_told_what_is_wrong(url, said):
+    with pytest.raises(ArgumentError) as refused:
+        open_store(url)
+    assert said in str(refused.value)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_no_url_is_an_error_and_a_secret_of_another_length():
+    with pytest.raises(ArgumentError, match="at least one URL"):
+        open_store([])
+    with pytest.raises(ArgumentError, match="secret of 32 bytes, got 5"):
+        open_store("redis://host", secret=b"short")
+
+
+def test_disk_and_memory_with_their_options(tmp_path):
+    folder = tmp_path / "a folder"
+    url = f"disk:{str(folder).replace(' ', '%20')}?bytes=1MiB&segment=128KiB&free=0&sync=write&direct=no&threads=2"
+    with contextlib.closing(open_store(url)) as store:
+        assert isinstance(store, DiskStore)
+        assert put(store, 1).is_durable
+        assert (store.stats.max_bytes, store.is_direct) == (1 << 20, False)
+    with contextlib.closing(open_store("memory:?bytes=1.5kB")) as store:
+        assert isinstance(store, MemoryStore)
+        assert store.stats.max_bytes == 1500
+
+
+def test_several_in_order_and_one_that_is_only_read(tmp_path):
+    first, second = (f"disk:{tmp_path / name}?bytes=1MiB&free=0" for name in ("first", "second"))
+    with contextlib.closing(open_store([first, second])) as store:
+        assert isinstance(store, Cascade)
+        put(store, 1)
+    with contextlib.closing(open_store(["memory:", second + "&write=no"])) as store:
+        assert get(store, 1)[1] == payload_of(1)
+        put(store, 2)
+        assert get(store, 2)[0].ok
+    with contextlib.closing(open_store(second)) as store:
+        assert [get(store, n)[0].ok for n in (1, 2)] == [True, False]
+    with contextlib.closing(open_store(second + "&write=no")) as store:
+        assert put(store, 3)[0].reason == "no store takes writes"
+
+
+def test_what_was_opened_is_closed_when_a_later_one_cannot_be(tmp_path):
+    url = f"disk:{tmp_path}?bytes=1MiB&free=0"
+    with pytest.raises(ArgumentError):
+        open_store([url, "ftp://host"])
+    open_store(url).close()
+
+
+@pytest.mark.parametrize("scheme", ["redis", "s3"])
+def test_a_server_that_is_not_there_says_what_to_do(scheme):
+    pytest.importorskip("redis" if scheme == "redis" else "obstore")
+    (port,) = free_ports(1)
+    place = f"redis://user:hunter2@127.0.0.1:{port}?"
+    if scheme == "s3":
+        place = f"s3://key:hunter2@bucket?endpoint=http://127.0.0.1:{port}&region=r&"
+    with pytest.raises(StoreError) as refused:
+        open_store(f"{place}timeout=2s")
+    message = str(refused.value)
+    assert "cannot be opened" in message
+    assert "check that the server is up" in message
+    assert "hunter2" not in message
+
+
+@pytest.mark.parametrize("scheme", ["redis", "s3"])
+def test_a_server_that_hangs_is_told_after_the_deadline(scheme, request):
+    upstream = Proxy(request.getfixturevalue(f"{scheme}_port"))
+    upstream.set(Mood(hangs=True))
+    place = f"redis://127.0.0.1:{upstream.port}?"
+    if scheme == "s3":
+        place = f"s3://key:secret@bucket?endpoint=http://127.0.0.1:{upstream.port}&region=r&"
+    with contextlib.closing(upstream), pytest.raises(StoreError, match="cannot be opened"):
+        open_store(f"{place}timeout=500ms")
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "extra"),
+    [("redis://host", "redis", "redis"), ("s3://b", "obstore", "s3"), ("mooncake://m", "mooncake", "mooncake")],
+)
+def test_a_missing_extra_is_named(url, module, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    for name in (f"{module}.store", f"{module}.backoff", f"kvtier.storage.{extra}"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(UnavailableError, match=rf"pip install 'kvtier\[{extra}\]'"):
+        open_store(url)
+
+
+def test_encryption_without_its_extra_is_named(monkeypatch):
+    pytest.importorskip("redis")
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    with pytest.raises(UnavailableError, match=r"pip install 'kvtier\[crypto\]'"):
+        open_store("redis://host", secret=bytes(32))
+
+
+def test_importing_the_stores_imports_no_extra():
+    code = (
+        "import sys, kvtier.storage, kvtier.storage.open\n"
+        "clients = {'redis', 'obstore', 'mooncake', 'cryptography', 'zmq', 'msgspec', 'torch'}\n"
+        "assert not clients & set(sys.modules), clients & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_secret_in_a_file_is_the_same_as_one_given(redis_port, tmp_path):
+    file = tmp_path / "secret"
+    file.write_bytes(bytes(range(32)))
+    url = f"redis://127.0.0.1:{redis_port}?prefix={tmp_path.name}"
+    with (
+        contextlib.closing(open_store(f"{url}&secret={file}")) as one,
+        contextlib.closing(open_store(url, secret=bytes(range(32)))) as other,
+        contextlib.closing(open_store(url)) as plain,
+    ):
+        put(one, 1)
+        assert get(other, 1)[1] == payload_of(1)
+        assert get(plain, 1)[0].status is Status.MISSING

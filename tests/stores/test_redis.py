@@ -1,0 +1,157 @@
+"""What only Redis has: users, TLS, expiry, a memory limit, clusters."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import uuid
+
+import pytest
+
+from kvtier.errors import StoreError
+from kvtier.storage import Status
+from kvtier.storage.open import open_store
+from storage_support import all_keys, get, key_of, payload_of, put
+from store_servers import NotInstalled, free_ports, redis_server
+
+
+@contextlib.contextmanager
+def server(folder, *options):
+    with contextlib.ExitStack() as stack:
+        try:
+            port = stack.enter_context(redis_server(folder, *options))
+        except NotInstalled as missing:
+            pytest.skip(str(missing))
+        yield port
+
+
+def works(store) -> bool:
+    assert put(store, 1).ok
+    return get(store, 1)[1] == payload_of(1)
+
+
+def test_users_and_passwords(tmp_path):
+    options = ["--requirepass", "a-secret", "--user", "kv", "on", ">p@ss:word", "~kvtier:*", "+@all"]
+    with server(tmp_path, *options) as port:
+        for user in (":a-secret", "default:a-secret", "kv:p%40ss%3Aword"):
+            with contextlib.closing(open_store(f"redis://{user}@127.0.0.1:{port}")) as store:
+                assert works(store)
+        with pytest.raises(StoreError, match="cannot be opened: refused us"):
+            open_store(f"redis://127.0.0.1:{port}")
+        with pytest.raises(StoreError, match="refused us") as refused:
+            open_store(f"redis://kv:wrong-password@127.0.0.1:{port}")
+        assert "wrong-password" not in str(refused.value)
+        with contextlib.closing(open_store(f"redis://kv:p%40ss%3Aword@127.0.0.1:{port}?prefix=other:")) as store:
+            outcome = put(store, 1)[0]
+            assert outcome.status is Status.FAILED
+            assert "permission" in outcome.reason.lower()
+
+
+def make_certificates(folder):
+    """A CA and a certificate of 127.0.0.1."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    now = datetime.datetime.now(datetime.UTC)
+
+    def write(name, key, certificate):
+        secret = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        (folder / f"{name}.key").write_bytes(secret)
+        (folder / f"{name}.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+    def build(subject, issuer, key, signer, extension):
+        name = lambda text: x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])  # noqa: E731
+        made = x509.CertificateBuilder(name(issuer), name(subject), key.public_key(), x509.random_serial_number())
+        made = made.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
+        return made.add_extension(extension, critical=True).sign(signer, hashes.SHA256())
+
+    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    write("ca", ca_key, build("ca", "ca", ca_key, ca_key, x509.BasicConstraints(ca=True, path_length=None)))
+    local = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    write("server", key, build("server", "ca", key, ca_key, local))
+
+
+def test_tls_with_certificates_on_both_sides(tmp_path):
+    make_certificates(tmp_path)
+    files = [f"{name}.{kind}" for name, kind in (("server", "crt"), ("server", "key"), ("ca", "crt"))]
+    names = ("--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file")
+    (port,) = free_ports(1)
+    options = ["--tls-port", str(port), *(x for pair in zip(names, files, strict=True) for x in pair)]
+    with server(tmp_path, *options) as plain_port:
+        ca, cert, key = (tmp_path / name for name in ("ca.crt", "server.crt", "server.key"))
+        with contextlib.closing(
+            open_store(f"rediss://127.0.0.1:{port}?ca={ca}&cert={cert}&cert_key={key}&timeout=20s")
+        ) as store:
+            assert works(store)
+        with pytest.raises(StoreError, match="cannot be opened"):  # it does not know our CA
+            open_store(f"rediss://127.0.0.1:{port}?cert={cert}&cert_key={key}")
+        with pytest.raises(StoreError, match="cannot be opened"):  # it wants to know us
+            open_store(f"rediss://127.0.0.1:{port}?ca={ca}")
+        with pytest.raises(StoreError, match="cannot be opened"):  # no TLS there
+            open_store(f"rediss://127.0.0.1:{plain_port}?ca={ca}&timeout=2s")
+
+
+def test_a_time_to_live_is_the_servers_too(redis_port):
+    import redis
+
+    prefix, raw = uuid.uuid4().hex, redis.Redis(port=redis_port)
+    with contextlib.closing(open_store(f"redis://127.0.0.1:{redis_port}?prefix={prefix}&ttl=2h")) as store:
+        put(store, 1)
+        assert 7_100_000 < raw.pttl(prefix + key_of(1).hex()) <= 7_200_000
+    with contextlib.closing(open_store(f"redis://127.0.0.1:{redis_port}?prefix={prefix}")) as store:
+        put(store, 2)
+        assert raw.pttl(prefix + key_of(2).hex()) == -1
+
+
+def test_a_full_server_is_an_outcome_and_no_sickness(tmp_path):
+    with (
+        server(tmp_path, "--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as port,
+        contextlib.closing(open_store(f"redis://127.0.0.1:{port}")) as store,
+    ):
+        results = store.write([])
+        for number in range(60):
+            results = put(store, number, nbytes=200_000)
+        assert results[0].status is Status.FAILED
+        assert "no room" in results[0].reason
+        assert get(store, 0, 200_000)[1] == payload_of(0, 200_000)
+        store.remove([key_of(n) for n in range(60)])
+        assert put(store, 61).ok
+        assert store.stats.num_refused == 0
+
+
+def test_a_server_that_evicts_loses_objects_and_nothing_else(tmp_path):
+    with (
+        server(tmp_path, "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru") as port,
+        contextlib.closing(open_store(f"redis://127.0.0.1:{port}")) as store,
+    ):
+        for number in range(60):
+            assert put(store, number, nbytes=200_000).ok
+        outcomes = [get(store, number, 200_000) for number in range(60)]
+        for number, (outcome, room) in enumerate(outcomes):
+            assert room == (payload_of(number, 200_000) if outcome.ok else b"\xee" * 200_000)
+            assert outcome.status in (Status.FOUND, Status.MISSING)
+        assert 0 < sum(outcome.ok for outcome, _ in outcomes) < 60
+
+
+def test_a_cluster_spreads_objects_over_its_nodes(cluster_ports):
+    import redis
+
+    prefix = uuid.uuid4().hex
+    url = f"redis://127.0.0.1:{cluster_ports[0]}?cluster=yes&prefix={prefix}"
+    with contextlib.closing(open_store(url)) as store:
+        assert put(store, *range(60), nbytes=1000).ok
+        on_nodes = [len(list(redis.Redis(port=port).scan_iter(prefix + "*"))) for port in cluster_ports]
+        assert sum(on_nodes) == 60
+        assert min(on_nodes) > 0
+        assert sorted(all_keys(store, 7)) == sorted(key_of(n) for n in range(60))
+        assert all(get(store, n, 1000)[1] == payload_of(n, 1000) for n in range(60))
+
+
+def test_a_node_of_a_cluster_opened_as_if_it_were_alone_says_so(cluster_ports):
+    with contextlib.closing(open_store(f"redis://127.0.0.1:{cluster_ports[0]}")) as store:
+        reasons = {outcome.reason for outcome in put(store, *range(20), nbytes=100) if not outcome.ok}
+        assert any("cluster=yes" in reason for reason in reasons), reasons

@@ -1,0 +1,61 @@
+"""What only S3 has: conditional puts, signatures."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+
+import pytest
+
+from kvtier.errors import StoreError
+from kvtier.storage import Status
+from kvtier.storage.open import open_store
+from storage_support import get, key_of, payload_of, put
+from store_servers import S3_KEY, S3_SECRET, raw_s3
+
+
+def url_of(port, prefix, key=S3_KEY, secret=S3_SECRET, options="") -> str:
+    return f"s3://{key}:{secret}@test/{prefix}?endpoint=http://127.0.0.1:{port}&region=us-east-1{options}"
+
+
+def test_equal_blocks_are_stored_once(s3_port):
+    import obstore
+
+    prefix = uuid.uuid4().hex
+    path = f"{prefix}/{key_of(1).hex()}"
+    with contextlib.closing(open_store(url_of(s3_port, prefix))) as one:
+        assert put(one, 1)[0].reason == ""
+        first = obstore.head(raw_s3(s3_port), path)
+        with contextlib.closing(open_store(url_of(s3_port, prefix))) as other:
+            assert put(other, 1)[0].reason == "was there already"
+            assert obstore.head(raw_s3(s3_port), path) == first
+            assert put(other, 1, version=1)[0].reason == ""
+        assert get(one, 1)[1] == payload_of(1, version=1)
+
+
+def test_what_has_lived_half_its_life_is_stored_anew(s3_port):
+    prefix = uuid.uuid4().hex
+    with contextlib.closing(open_store(url_of(s3_port, prefix, options="&ttl=1h"))) as short:
+        put(short, 1)
+    with contextlib.closing(open_store(url_of(s3_port, prefix, options="&ttl=2h"))) as long:
+        assert put(long, 1)[0].reason == ""
+        assert put(long, 1)[0].reason == "was there already"
+
+
+def test_wrong_credentials_say_so_and_are_not_shown(s3_port):
+    with pytest.raises(StoreError, match="cannot be opened") as refused:
+        open_store(url_of(s3_port, "p", secret="another-secret"))
+    assert "another-secret" not in str(refused.value)
+    assert "credentials" in str(refused.value)
+
+
+def test_objects_of_others_under_the_prefix_are_left_out(s3_port):
+    import obstore
+
+    prefix = uuid.uuid4().hex
+    for name in ("readme.txt", "folder/" + "0" * 64):
+        obstore.put(raw_s3(s3_port), f"{prefix}/{name}", b"not ours")
+    with contextlib.closing(open_store(url_of(s3_port, prefix))) as store:
+        put(store, 1)
+        assert [each.key for each in store.scan().objects] == [key_of(1)]
+        assert store.contains([key_of(2)])[0].status is Status.MISSING
