@@ -2,6 +2,10 @@
 
 import gc
 import json
+import os
+import re
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -209,9 +213,38 @@ def test_the_calibration_knows_the_link_and_what_the_model_loses():
 
 def test_doctor_tells_the_link_and_the_strategies(capsys):
     calibrate(GPU)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    measured = found.pop("measured")
+    assert dict(re.split(r" {2,}", line, maxsplit=1) for line in shown.splitlines()) == found
     assert "GB/s to host" in found["link cuda:0"]
-    assert "staged" in found["blocks layer-first, Llama-3-8B, 16 tokens"]
-    assert "direct" in found["blocks block-first, Llama-3-8B, 16 tokens"]
-    assert "driver" in found["model loses, to host"]
+    assert "driver" in found["model loses, to host, cuda:0"]
+    figures = measured["cuda:0"]
+    assert figures["memory_bytes"] == torch.cuda.get_device_properties(0).total_memory
+    assert set(figures["link_gbs"]) == set(figures["model_loses"]) == {"to host", "to device"}
+    strategies = {(each["form"], each["strategy"]) for each in figures["blocks"]}
+    assert strategies == {("block-first", "direct"), ("layer-first", "staged")}
+    slowest = min(figures["link_gbs"].values())
+    assert all(0.5 * slowest < each["expected_gbs"] < 1.2 * slowest for each in figures["blocks"])
+
+
+def test_the_doctor_measures_what_has_not_been_measured_as_the_first_thing_of_a_process(tmp_path):
+    environment = {**os.environ, "KVTIER_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "kvtier", "doctor", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "measuring" in done.stderr
+    assert json.loads(done.stdout)["measured"]["cuda:0"]["calibration_seconds"] > 0
+
+
+def test_waiting_for_an_event_that_is_near_and_for_one_that_is_far():
+    stream = Stream(GPU)
+    for cycles in (200_000, 100_000_000):  # 0.1 ms; 50 ms, beyond which a waiting thread sleeps in the driver
+        event = Event(blocking=True)
+        with torch.cuda.stream(stream.native):
+            torch.cuda._sleep(cycles)
+        stream.record(event)
+        assert event.synchronize() is True
+        assert event.query()

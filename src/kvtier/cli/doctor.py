@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+from typing import Any
 
 import torch
 
@@ -30,11 +31,10 @@ _OPTIONAL = {"cuda.bindings": "cuda", "ml_dtypes": "numpy"}  # module: the extra
 
 
 def doctor(*, as_json: bool = False, recalibrate: bool = False) -> int:
-    """Print the findings. 0 also for a machine without a GPU: that is no error."""
+    """Print the findings; what has not been measured yet is measured now. 0 also for a machine without a GPU: that is
+    no error."""
     gpus = [Placement("cuda", index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    if recalibrate:
-        for gpu in gpus:
-            calibrate(gpu, progress=lambda text: print(f"measuring {text}", file=sys.stderr))
+    costs = {gpu: (None if recalibrate else saved_costs(gpu)) or calibrate(gpu, progress=_tell) for gpu in gpus}
     found = {
         "kvtier": kvtier.__version__,
         "python": platform.python_version(),
@@ -43,22 +43,25 @@ def doctor(*, as_json: bool = False, recalibrate: bool = False) -> int:
         **{module: _installed(module, extra) for module, extra in _OPTIONAL.items()},
         "best host memory": str(best_host()),
         "cache directory": _cache_directory(),
-        **{str(gpu): _describe_gpu(gpu) for gpu in gpus},
+        **{str(gpu): _describe_gpu(gpu, costs[gpu]) for gpu in gpus},
         **{f"copy {job}": _paths(job) for job in _jobs(gpus)},
     }
-    for gpu in gpus:
-        costs = saved_costs(gpu)
-        if costs is not None:
-            found |= _links(gpu, costs)
+    measured = {str(gpu): _measured(gpu, costs[gpu]) for gpu in gpus}
+    for name, figures in measured.items():
+        found |= _lines(name, figures)
     if not gpus:
         found["GPU"] = "none: everything runs on the CPU"
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps({**found, **({"measured": measured} if measured else {})}))
     else:
         width = max(len(name) for name in found)
         for name, value in found.items():
             print(f"{name:<{width}}  {value}")
     return 0
+
+
+def _tell(text: str) -> None:
+    print(f"measuring {text}", file=sys.stderr)
 
 
 def _installed(module: str, extra: str) -> str:
@@ -86,11 +89,9 @@ def _memory_gib() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
 
 
-def _describe_gpu(gpu: Placement) -> str:
+def _describe_gpu(gpu: Placement, costs: CostTable) -> str:
     properties = torch.cuda.get_device_properties(gpu.torch)
-    costs = saved_costs(gpu)
-    known = "costs measured" if costs else "costs not measured yet (kvtier doctor --calibrate)"
-    return f"{properties.name}, {properties.total_memory / (1 << 30):.0f} GiB, {known}"
+    return f"{properties.name}, {properties.total_memory / (1 << 30):.0f} GiB, costs measured in {costs.seconds:.1f} s"
 
 
 def _jobs(gpus: list[Placement]) -> list[Job]:
@@ -106,28 +107,60 @@ def _paths(job: Job) -> str:
     return ", ".join(path if refusal is None else f"no {path} ({refusal})" for path, refusal in verdicts.items())
 
 
-def _links(gpu: Placement, costs: CostTable) -> dict[str, str]:
-    """The link's limits, what the model loses beside each path, and how blocks would be moved."""
+Figures = dict[str, Any]
+
+
+def _measured(gpu: Placement, costs: CostTable) -> Figures:
+    """What the calibration says of a GPU, in plain numbers, for programs (`--json`).
+
+    Directions are "to host" and "to device". `expected_gbs` are those of scattered blocks, by the chosen strategy.
+    """
     ways = {"to host": (gpu, PINNED), "to device": (PINNED, gpu)}
-    keys = {name: f"{src.kind}>{dst.kind}" for name, (src, dst) in ways.items()}
+    keys = {way: f"{src.kind}>{dst.kind}" for way, (src, dst) in ways.items()}
     node, source = numa.node_of_gpu(numa.pci_address(gpu))
+    properties = torch.cuda.get_device_properties(gpu.torch)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "origin": costs.origin,
+        "calibration_seconds": costs.seconds,
+        "numa_node": node,
+        "numa_source": source,
+        "link_gbs": {way: costs.links[key] for way, key in keys.items() if key in costs.links},
+        "model_loses": {way: dict(costs.lost.get(key, {})) for way, key in keys.items()},
+        "blocks": [
+            {"blocks": blocks, "form": form, "way": way, **_expected(src, dst, group, parts, costs)}
+            for blocks, group in _BLOCKS.items()
+            for form, parts in (("block-first", 1), ("layer-first", len(list(group.tensors()))))
+            for way, (src, dst) in ways.items()
+        ],
+    }
+
+
+def _expected(src: Placement, dst: Placement, group: CacheGroup, parts: int, costs: CostTable) -> Figures:
+    nbytes = group.block_bytes * _NUM_BLOCKS
+    choice = choose(Shape(src, dst, nbytes, parts * _NUM_BLOCKS, _NUM_BLOCKS), costs=costs)
+    microseconds = choice.expected_us
+    return {
+        "strategy": choice.strategy,
+        "path": choice.path,
+        "expected_gbs": nbytes / microseconds / 1e3 if microseconds else None,
+        "why": choice.why,
+    }
+
+
+def _lines(gpu: str, figures: Figures) -> dict[str, str]:
+    """The same for people: the link's limits, what the model loses beside each path, and how blocks would be moved."""
+    node, source = figures["numa_node"], figures["numa_source"]
     found = {
-        f"link {gpu}": ", ".join(
-            f"{costs.links[key]:.1f} GB/s {name}" for name, key in keys.items() if key in costs.links
-        )
-        + f"; measured in {costs.seconds:.1f} s"
+        f"link {gpu}": ", ".join(f"{rate:.1f} GB/s {way}" for way, rate in figures["link_gbs"].items())
         + (f"; NUMA node {node} ({source})" if node is not None else f"; no NUMA node ({source})"),
     }
-    for name, key in keys.items():
-        shares = ", ".join(f"{path} {share:.0%}" for path, share in costs.lost.get(key, {}).items())
-        found[f"model loses, {name}"] = f"{shares or 'not measured'} of its time while a path is at work"
-    for blocks, group in _BLOCKS.items():
-        for form, parts in (("block-first", 1), ("layer-first", len(list(group.tensors())))):
-            told = []
-            for name, (src, dst) in ways.items():
-                nbytes = group.block_bytes * _NUM_BLOCKS
-                choice = choose(Shape(src, dst, nbytes, parts * _NUM_BLOCKS, _NUM_BLOCKS), costs=costs)
-                rate = f" {nbytes / choice.expected_us / 1e3:.1f} GB/s" if choice.expected_us else ""
-                told.append(f"{name} {choice.strategy}{rate}")
-            found[f"blocks {form}, {blocks}"] = f"{', '.join(told)} expected"
-    return found
+    for way, lost in figures["model_loses"].items():
+        shares = ", ".join(f"{path} {share:.0%}" for path, share in lost.items())
+        found[f"model loses, {way}, {gpu}"] = f"{shares or 'not measured'} of its time while a path is at work"
+    told: dict[str, list[str]] = {}
+    for each in figures["blocks"]:
+        rate = f" {each['expected_gbs']:.1f} GB/s expected" if each["expected_gbs"] else ""
+        told.setdefault(f"{each['form']} {each['blocks']}, {gpu}", []).append(f"{each['way']} {each['strategy']}{rate}")
+    return found | {f"blocks {name}": ", ".join(ways) for name, ways in told.items()}

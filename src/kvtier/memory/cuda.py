@@ -77,6 +77,7 @@ def driver_version() -> int:
 @functools.cache
 def _primary_context(index: int) -> int:
     """The context torch uses on this GPU, kept for the life of the process."""
+    unwrap(driver().cuInit(0))  # nobody may have used the GPU in this process yet; more than once is fine
     device = unwrap(driver().cuDeviceGet(index))
     return int(unwrap(driver().cuDevicePrimaryCtxRetain(device)))
 

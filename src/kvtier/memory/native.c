@@ -213,6 +213,60 @@ int64_t kvtier_fill_pieces(size_t n, const int64_t *src, const int64_t *dst, con
     return widest;
 }
 
+/* kvtier_sort_moves: ids of blocks to move, one of each side, checked and in the order of their destination (twin: sort_moves in
+ * transfer/moves.py). `order` says which move came where, and has room for 4 * n: behind the order come the ids of the device, those
+ * of the host, and scratch. Returns 0 if an id is out of range or a destination comes twice: the twin says which. */
+enum { DIGIT = 11 };
+
+int kvtier_sort_moves(size_t n, const int64_t *device, const int64_t *host, int64_t num_device, int64_t num_host, int to_host,
+                      int64_t *order) {
+    const int64_t *key = to_host ? host : device;
+    int64_t last = (to_host ? num_host : num_device) - 1, before = -1, *scratch = order + 3 * n, *from = order, *to = scratch;
+    int ascending = 1;
+    for (size_t k = 0; k < n; ++k) {
+        if ((uint64_t)device[k] >= (uint64_t)num_device || (uint64_t)host[k] >= (uint64_t)num_host) return 0;
+        ascending &= key[k] > before;
+        before = key[k], order[k] = (int64_t)k;
+    }
+    for (int shift = 0; !ascending && last >> shift; shift += DIGIT) { /* a radix sort, a digit of the ids at a time */
+        size_t at[1 << DIGIT] = {0}, sum = 0;
+        for (size_t k = 0; k < n; ++k) ++at[key[k] >> shift & ((1 << DIGIT) - 1)];
+        for (size_t digit = 0; digit < 1 << DIGIT; ++digit) {
+            size_t count = at[digit];
+            at[digit] = sum, sum += count;
+        }
+        for (size_t k = 0; k < n; ++k) to[at[key[from[k]] >> shift & ((1 << DIGIT) - 1)]++] = from[k];
+        int64_t *swapped = from;
+        from = to, to = swapped;
+    }
+    if (from != order) memcpy(order, from, n * sizeof *order);
+    for (size_t k = 0; k < n; ++k) {
+        if (k > 0 && key[order[k]] == key[order[k - 1]]) return 0;
+        order[n + k] = device[order[k]], order[2 * n + k] = host[order[k]];
+    }
+    return 1;
+}
+
+/* kvtier_block_copies: the copies of blocks of `nbytes` that are one piece on both sides (twin: block_copies in transfer/moves.py).
+ * Blocks that follow each other on both sides are one copy, but not across a multiple of `run_blocks` on the host, if there is one.
+ * Writes sources, destinations and sizes one behind the other and returns how many of each; `out` has room for 3 * n. */
+size_t kvtier_block_copies(size_t n, const int64_t *device, const int64_t *host, int64_t device_at, int64_t device_stride, int64_t host_at,
+                           int64_t host_stride, int64_t nbytes, int64_t run_blocks, int to_host, int64_t *out) {
+    int64_t *near = out + (to_host ? 0 : n), *far = out + (to_host ? n : 0), *size = out + 2 * n;
+    int64_t near_end = 0, far_end = 0, run = -1;
+    size_t count = 0;
+    for (size_t k = 0; k < n; ++k) {
+        int64_t on_device = device_at + device[k] * device_stride, on_host = host_at + host[k] * host_stride;
+        int64_t this_run = run_blocks ? host[k] / run_blocks : 0;
+        if (on_device == near_end && on_host == far_end && this_run == run) size[count - 1] += nbytes;
+        else near[count] = on_device, far[count] = on_host, size[count] = nbytes, ++count;
+        near_end = on_device + nbytes, far_end = on_host + nbytes, run = this_run;
+    }
+    memmove(out + count, out + n, count * sizeof *out);
+    memmove(out + 2 * count, size, count * sizeof *out);
+    return count;
+}
+
 /* kvtier_crc32: the CRC-32 of each of `count` blocks (twin: zlib.crc32). Folded 64 bytes at a time with carry-less multiplication
  * where the processor has it (Intel's method, reflected polynomial 0xEDB88320): 1.6 GB/s by zlib, 7.4 by this (Xeon, 2026-11-15).
  * The threads share the blocks out between them. */

@@ -56,6 +56,11 @@ class NativeCode:
         self._fill_pieces = library.kvtier_fill_pieces
         self._fill_pieces.argtypes = [size, pointer, pointer, pointer, pointer]
         self._fill_pieces.restype = number
+        self._sort_moves = library.kvtier_sort_moves
+        self._sort_moves.argtypes = [size, pointer, pointer, number, number, ctypes.c_int, pointer]
+        self._block_copies = library.kvtier_block_copies
+        self._block_copies.argtypes = [size, pointer, pointer, *[number] * 6, ctypes.c_int, pointer]
+        self._block_copies.restype = size
         self._crc32 = library.kvtier_crc32
         self._crc32.argtypes = [size, pointer, pointer, pointer, ctypes.c_int]
         self._crc32.restype = None
@@ -100,6 +105,34 @@ class NativeCode:
     def fill_pieces(self, table: I64, block: int) -> int:
         """What gather.fill_pieces does, into the memory at address `block`."""
         return int(self._fill_pieces(table.shape[1], *row_addresses(table), block))
+
+    def sort_moves(
+        self, device_ids: I64, host_ids: I64, num_device: int, num_host: int, *, to_host: bool
+    ) -> I64 | None:
+        """What kvtier.transfer.moves.sort_moves does, as rows order, device ids, host ids. None: an id is wrong."""
+        n = len(device_ids)
+        flat = np.empty(4 * n, np.int64)
+        ids = address_of(device_ids), address_of(host_ids)
+        good = self._sort_moves(n, *ids, num_device, num_host, to_host, address_of(flat))
+        return flat[: 3 * n].reshape(3, n) if good else None
+
+    def block_copies(
+        self,
+        device_ids: I64,
+        host_ids: I64,
+        device: tuple[int, int],
+        host: tuple[int, int],
+        nbytes: int,
+        run_blocks: int,
+        *,
+        to_host: bool,
+    ) -> I64:
+        """What kvtier.transfer.moves.block_copies does, in one pass."""
+        n = len(device_ids)
+        flat = np.empty(3 * n, np.int64)
+        ids = address_of(device_ids), address_of(host_ids)
+        count = self._block_copies(n, *ids, *device, *host, nbytes, run_blocks, to_host, address_of(flat))
+        return flat[: 3 * count].reshape(3, count)
 
     def crc32(self, pointers: I64, nbytes: I64, threads: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
         """zlib.crc32 of the bytes at each address, by at most so many threads."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.errors import ArgumentError
-from kvtier.layout import CacheGroup
+from kvtier.layout import CacheGroup, Span
 from kvtier.memory import CostTable
-from kvtier.memory.copy_plan import DST, I64, NBYTES, SRC, Entries, scan
-from kvtier.memory.native import native
+from kvtier.memory.copy_plan import I64
 from kvtier.transfer.config import Strategy, TransferConfig
 from kvtier.transfer.device_cache import DeviceCache, Segments
 from kvtier.transfer.host_memory import HostMemory
-from kvtier.transfer.plane import Direction, Plane, check_moves
+from kvtier.transfer.moves import Ids, Moves, block_copies, copy_table, sort_moves
+from kvtier.transfer.plane import Direction, Plane
 from kvtier.transfer.strategy import Choice, Shape, choose
 
 _STAGE_ALIGNMENT = 256  # a gather kernel moves 16 bytes per load from aligned addresses only
@@ -55,6 +55,7 @@ class CompiledTransfer:
     group: CacheGroup
     direction: Direction
     device_ids: I64
+    """As they were asked for."""
     host_ids: I64
     layer_groups: list[range]
     slices: list[Slice]
@@ -79,8 +80,8 @@ def compile_transfer(
     cache: DeviceCache,
     host: HostMemory,
     direction: Direction,
-    device_ids: Sequence[int] | I64,
-    host_ids: Sequence[int] | I64,
+    device_ids: Ids,
+    host_ids: Ids,
     layer_groups: list[range],
     config: TransferConfig,
     *,
@@ -92,33 +93,31 @@ def compile_transfer(
     group, plane = cache.group, host.plane()
     if host.group != group:
         raise ArgumentError(f"the host memory is for other blocks than those of cache group {group.name!r}")
-    on_device, on_host = check_moves(device_ids, host_ids, direction, cache.num_blocks, plane.num_blocks)
-    order = np.argsort(on_host if direction is Direction.D2H else on_device, kind="stable")
-    parts = sum(len(cache.segments(layers)) for layers in layer_groups)
+    moves = sort_moves(device_ids, host_ids, direction, cache.num_blocks, plane.num_blocks)
+    count = len(moves)
+    spans = [group.span(layers) for layers in layer_groups]
+    segments = [cache.segments(layers) for layers in layer_groups]
     sides = (cache.placement, plane.placement)
     shape = Shape(
         *(sides if direction is Direction.D2H else sides[::-1]),
-        nbytes=sum(group.span(layers).nbytes for layers in layer_groups) * len(order),
-        num_parts=parts * len(order),
-        num_spans=len(layer_groups) * len(order),
+        nbytes=sum(span.nbytes for span in spans) * count,
+        num_parts=sum(map(len, segments)) * count,
+        num_spans=len(layer_groups) * count,
     )
-    choice = choose(shape, strategy or config.strategy, costs) if len(order) else Choice("direct", "loop", "no blocks")
-    make = _staged_slice if choice.strategy == "staged" else _direct_slice
+    choice = choose(shape, strategy or config.strategy, costs) if count else Choice("direct", "loop", "no blocks")
     slices = []
-    for index, layers in enumerate(layer_groups):
-        span, segments = group.span(layers), cache.segments(layers)
+    for index, (span, parts) in enumerate(zip(spans, segments, strict=True)):
         if choice.strategy == "staged":
             at_end = index == (0 if direction is Direction.D2H else len(layer_groups) - 1)
-            sizes = _staged_chunks(len(order), span.nbytes, config.chunk_bytes, ramp=at_end)
-            limits = _limits(sizes if direction is Direction.D2H else sizes[::-1])
+            sizes = _staged_chunks(count, span.nbytes, config.chunk_bytes, ramp=at_end)
+            make, limits = _staged_slice, _limits(sizes if direction is Direction.D2H else sizes[::-1])
         else:
             step = max(1, slice_bytes // span.nbytes)
-            limits = _limits([min(step, len(order) - start) for start in range(0, len(order), step)])
-        for start, stop in limits:
-            blocks = order[start:stop]
-            ids = (on_device[blocks], on_host[blocks])
-            slices.append(make(blocks, index, segments, plane, ids, direction, span.offset, span.nbytes))
-    return CompiledTransfer(group, direction, on_device, on_host, layer_groups, slices, choice, cache, host)
+            make, limits = _direct_slice, _limits([min(step, count - start) for start in range(0, count, step)])
+        slices += [make(moves, slice(*limit), index, parts, span, plane, direction) for limit in limits]
+    return CompiledTransfer(
+        group, direction, moves.device_ids, moves.host_ids, layer_groups, slices, choice, cache, host
+    )
 
 
 def _limits(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -127,83 +126,46 @@ def _limits(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool) -> list[int]:
-    """Blocks of each chunk, none larger than a slot of the ring. With `ramp`, the first ones are small."""
+    """Blocks of each chunk, none larger than a slot of the ring. With `ramp`, the first one is small."""
     stride = _stage_stride(span_bytes)
     step = chunk_bytes // stride
     if step < 1:
         raise ArgumentError(f"a block of {span_bytes} bytes does not fit a staging chunk of {chunk_bytes}")
-    sizes: list[int] = []
-    first = max(_FIRST_BYTES // stride, count // _FIRST_SHARE, 1)
-    for small in (first, 3 * first) if ramp else ():
-        sizes.append(min(small, step, count - sum(sizes)))
-    left = count - sum(sizes)
+    first = min(count, step, max(_FIRST_BYTES // stride, count // _FIRST_SHARE, 1)) if ramp else 0
     # what is left, in equal chunks: a short one would not hide the kernel of the next
+    left = count - first
     num_full = -(-left // step)
-    sizes += [left * (k + 1) // num_full - left * k // num_full for k in range(num_full)]
+    sizes = [first, *(left * (k + 1) // num_full - left * k // num_full for k in range(num_full))]
     return [size for size in sizes if size]
 
 
 def _direct_slice(
-    blocks: I64,
-    layer_group: int,
-    segments: Segments,
-    host: Plane,
-    ids: tuple[I64, I64],
-    direction: Direction,
-    _offset: int,
-    span_bytes: int,
+    moves: Moves, chosen: slice, layer_group: int, segments: Segments, span: Span, host: Plane, direction: Direction
 ) -> Slice:
-    on_device = segments.pointer + ids[0][:, None] * segments.stride  # [block, segment]
-    on_host = host.addresses(ids[1])[:, None] + segments.offset
-    table = _table(on_device, on_host, segments.nbytes, direction)
+    blocks, on_device, on_host = moves.order[chosen], moves.sorted_device[chosen], moves.sorted_host[chosen]
     if len(segments) == 1:
-        table = _merge(table, ids[1] // host.run_blocks)
-    return Slice(blocks, layer_group, len(blocks) * span_bytes, table)
+        device = (int(segments.pointer[0]), int(segments.stride[0]))
+        near = (host.pointer + int(segments.offset[0]), host.stride)
+        copies = block_copies(on_device, on_host, device, near, span.nbytes, host.run_blocks, direction)
+    else:
+        device_side = segments.pointer + on_device[:, None] * segments.stride  # [block, segment]
+        host_side = host.addresses(on_host)[:, None] + segments.offset
+        copies = copy_table(device_side, host_side, segments.nbytes, direction)
+    return Slice(blocks, layer_group, len(blocks) * span.nbytes, copies)
 
 
 def _staged_slice(
-    blocks: I64,
-    layer_group: int,
-    segments: Segments,
-    host: Plane,
-    ids: tuple[I64, I64],
-    direction: Direction,
-    offset: int,
-    span_bytes: int,
+    moves: Moves, chosen: slice, layer_group: int, segments: Segments, span: Span, host: Plane, direction: Direction
 ) -> Slice:
-    stride = _stage_stride(span_bytes)
-    in_stage = np.arange(len(blocks)) * stride
-    on_device = segments.pointer + ids[0][:, None] * segments.stride
-    inside = _table(on_device, in_stage[:, None] + (segments.offset - offset), segments.nbytes, direction)
-    copies = _table(
-        in_stage[:, None], host.addresses(ids[1])[:, None] + offset, np.array([span_bytes], np.int64), direction
-    )
-    copies = _merge(copies, ids[1] // host.run_blocks)
-    return Slice(blocks, layer_group, len(blocks) * span_bytes, copies, inside, stride * len(blocks))
+    blocks, on_device, on_host = moves.order[chosen], moves.sorted_device[chosen], moves.sorted_host[chosen]
+    stride, places = _stage_stride(span.nbytes), np.arange(len(blocks))
+    device_side = segments.pointer + on_device[:, None] * segments.stride
+    stage_side = (places * stride)[:, None] + (segments.offset - span.offset)
+    inside = copy_table(device_side, stage_side, segments.nbytes, direction)
+    near = (host.pointer + span.offset, host.stride)
+    copies = block_copies(places, on_host, (0, stride), near, span.nbytes, host.run_blocks, direction)
+    return Slice(blocks, layer_group, len(blocks) * span.nbytes, copies, inside, stride * len(blocks))
 
 
 def _stage_stride(span_bytes: int) -> int:
     return -(-span_bytes // _STAGE_ALIGNMENT) * _STAGE_ALIGNMENT
-
-
-def _table(device_side: I64, host_side: I64, nbytes: I64, direction: Direction) -> I64:
-    """Copies from [block, part] addresses of both sides. "Host side" is the one nearer to the host."""
-    count = device_side.size
-    table = np.empty((3, count), np.int64)
-    near, far = (SRC, DST) if direction is Direction.D2H else (DST, SRC)
-    table[near] = device_side.reshape(-1)
-    table[far] = host_side.reshape(-1)
-    table[NBYTES].reshape(device_side.shape)[:] = nbytes
-    return table
-
-
-def _merge(table: I64, piece: I64) -> I64:
-    """Blocks that follow each other on both sides as one copy, but not from one registered piece into the next."""
-    code = native().code
-    entries = Entries(table, np.ascontiguousarray(piece))
-    starts = (scan(entries) if code is None else code.scan(entries)).starts
-    if starts is None:
-        return table
-    merged = table.take(starts, axis=1)
-    merged[NBYTES] = np.add.reduceat(table[NBYTES], starts)
-    return merged

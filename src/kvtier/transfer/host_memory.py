@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from enum import Enum, auto
 
+import torch
+
 from kvtier.errors import (
     ArgumentError,
     ClosedError,
@@ -135,6 +137,11 @@ class HostMemory:
             raise RangeError(f"slot {slot} is outside 0..{self._num_ready - 1}, those of {self.num_slots} ready so far")
         pointer = holding.pointer + slot * self.slot_bytes
         return Buffer.from_pointer(pointer, self.group.block_bytes, "u8", self.placement, owner=holding)
+
+    def slots(self) -> torch.Tensor:
+        """The usable slots as bytes, [slot, byte]; it must not outlive this memory."""
+        self._open()
+        return self._memory.tensor[: self._num_ready * self.slot_bytes].view(self._num_ready, self.slot_bytes)
 
     @property
     def extent(self) -> tuple[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -13,18 +12,17 @@ from kvtier.errors import ArgumentError, ClosedError, StateError
 from kvtier.layout import KVLayout
 from kvtier.memory import CPU, CostTable, Event, Placement, Stream, current_stream
 from kvtier.memory.copy_paths import run_path
-from kvtier.memory.copy_plan import I64
 from kvtier.transfer.checksums import block_checksums
 from kvtier.transfer.compiled import CompiledTransfer, compile_transfer
 from kvtier.transfer.config import Strategy, TransferConfig
 from kvtier.transfer.device_cache import DeviceCache
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import Lane
+from kvtier.transfer.moves import Ids
 from kvtier.transfer.plane import Direction, as_direction
 from kvtier.transfer.staging import Mover
 from kvtier.transfer.transfer import Checksums, Transfer, TransferReport
 
-Ids = Sequence[int] | I64
 _UNSLICED = 1 << 62
 
 

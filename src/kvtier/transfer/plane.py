@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
-import numpy as np
 import torch
 
-from kvtier.errors import ArgumentError, PlacementError, RangeError
+from kvtier.errors import ArgumentError, PlacementError
 from kvtier.memory import CPU, PINNED, Buffer, Placement
 from kvtier.memory.copy_plan import I64
 from kvtier.memory.placement import gpu, has_gpu
@@ -97,34 +94,6 @@ def _placement(tensor: torch.Tensor) -> Placement:
     if not tensor.is_cpu:
         raise PlacementError(f"kvtier has no placement for torch device {tensor.device}")
     return PINNED if has_gpu() and tensor.numel() and tensor.is_pinned() else CPU
-
-
-def check_ids(name: str, ids: Any, num_blocks: int) -> I64:
-    """Block ids as an array; an error names the first that is out of range."""
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ArgumentError(f"{name} must be a list of whole numbers, got {array.dtype} of shape {array.shape}")
-    array = array.astype(np.int64)
-    if len(array) and (np.minimum.reduce(array) < 0 or np.maximum.reduce(array) >= num_blocks):
-        bad = int(np.argmax((array < 0) | (array >= num_blocks)))
-        raise RangeError(f"{name}[{bad}] is {int(array[bad])}, outside 0..{num_blocks - 1}")
-    return array
-
-
-def check_moves(
-    device_ids: Sequence[int] | I64, host_ids: Sequence[int] | I64, direction: Direction, device: int, host: int
-) -> tuple[I64, I64]:
-    """The ids of both sides as arrays: in range of so many blocks, equally many, no destination twice."""
-    on_device = check_ids("device_ids", device_ids, device)
-    on_host = check_ids("host_ids", host_ids, host)
-    if len(on_device) != len(on_host):
-        raise ArgumentError(f"as many device as host blocks are needed, got {len(on_device)} and {len(on_host)}")
-    name, targets = ("host_ids", on_host) if direction is Direction.D2H else ("device_ids", on_device)
-    in_order = np.sort(targets)
-    if np.count_nonzero(in_order[1:] == in_order[:-1]):
-        again = in_order[1:][in_order[1:] == in_order[:-1]]
-        raise ArgumentError(f"block {int(again[0])} is twice in {name}, the destination: only one copy could stay")
-    return on_device, on_host
 
 
 def as_direction(direction: Direction | str) -> Direction:

@@ -13,12 +13,11 @@ import torch
 from kvtier.errors import ArgumentError
 from kvtier.memory import BatchCopy, Buffer, CopyResult, Stream, context
 from kvtier.memory.copy_paths import PathName
-from kvtier.memory.copy_plan import I64
 from kvtier.memory.launch import choose_stream
-from kvtier.transfer.plane import Direction, Plane, as_direction, check_moves
+from kvtier.transfer.moves import Ids, check_moves
+from kvtier.transfer.plane import Direction, Plane, as_direction
 
 Blocks = torch.Tensor | Buffer | Plane
-Ids = Sequence[int] | I64
 
 
 def swap_cache_per_layer(

@@ -1,0 +1,121 @@
+"""Ids of blocks to move: sorted and made into copies by the compiled code as by its twins in numpy."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import ArgumentError, RangeError
+from kvtier.memory.native import Native
+from kvtier.transfer import Direction, moves
+from kvtier.transfer.moves import block_copies, sort_moves
+
+ids_of_both = st.integers(1, 5000).flatmap(
+    lambda most: st.tuples(st.just(most), st.lists(st.tuples(st.integers(0, most - 1), st.integers(0, most - 1))))
+)
+
+
+def in_numpy(function, *arguments):
+    """What the twin gives: the same as on a machine without a compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moves, "native", lambda: Native(None, "a test"))
+        return function(*arguments)
+
+
+@given(ids_of_both, st.sampled_from(Direction))
+def test_moves_are_sorted_by_destination_or_refused(ids, direction):
+    most, pairs = ids
+    device, host = [a for a, _ in pairs], [b for _, b in pairs]
+    targets = host if direction is Direction.D2H else device
+    if len({*targets}) < len(targets):
+        for act in (sort_moves, lambda *them: in_numpy(sort_moves, *them)):
+            with pytest.raises(ArgumentError, match="twice"):
+                act(device, host, direction, most, most)
+        return
+    found, twin = (
+        act(device, host, direction, most, most) for act in (sort_moves, lambda *t: in_numpy(sort_moves, *t))
+    )
+    assert found.device_ids.tolist() == device
+    assert found.host_ids.tolist() == host
+    assert sorted(found.order.tolist()) == list(range(len(pairs)))
+    assert (found.sorted_host if direction is Direction.D2H else found.sorted_device).tolist() == sorted(targets)
+    for name in ("order", "sorted_device", "sorted_host"):
+        assert getattr(found, name).tolist() == getattr(twin, name).tolist()
+
+
+def test_moves_of_millions_of_blocks_are_sorted_digit_by_digit():
+    random = np.random.default_rng(0)
+    most = 1 << 33
+    host = random.choice(1 << 30, 3000, replace=False) * 8 + random.integers(0, 8, 3000)
+    found = sort_moves(np.arange(3000), host, Direction.D2H, 3000, most)
+    assert found.sorted_host.tolist() == sorted(host.tolist())
+    assert found.sorted_device.tolist() == np.argsort(host).tolist()
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    ("device", "host", "error", "match"),
+    [
+        ([0, 4], [0, 1], RangeError, r"device_ids\[1\] is 4, outside 0..3"),
+        ([0, 1], [-1, 1], RangeError, r"host_ids\[0\] is -1, outside 0..8"),
+        ([0], [0, 1], ArgumentError, "as many device as host blocks"),
+        ([0.5], [0], ArgumentError, "whole numbers"),
+        ([[0]], [[0]], ArgumentError, "list of whole numbers"),
+    ],
+)
+def test_wrong_ids_are_told(device, host, error, match, direction):
+    with pytest.raises(error, match=match):
+        sort_moves(device, host, direction, 4, 9)
+
+
+def test_ids_of_other_types_and_views_are_taken():
+    for ids in (range(3), np.array([0, 1, 2], np.int32), np.arange(6)[::-2] // 2, (0, 1, 2), np.arange(3)[::-1]):
+        frozen = np.array(ids)
+        frozen.flags.writeable = False
+        for given_ids in (ids, frozen):
+            found = sort_moves(given_ids, [5, 3, 4], Direction.D2H, 3, 9)
+            assert found.sorted_host.tolist() == [3, 4, 5]
+            assert found.sorted_device.tolist() == np.array(ids)[[1, 2, 0]].tolist()
+
+
+def test_who_changes_the_ids_later_changes_nothing():
+    ids = np.array([2, 0, 1])
+    found = sort_moves(ids, ids, Direction.H2D, 3, 3)
+    ids[:] = 7
+    assert found.device_ids.tolist() == found.host_ids.tolist() == [2, 0, 1]
+
+
+@given(
+    st.lists(st.integers(0, 30), unique=True, min_size=1),
+    st.randoms(use_true_random=False),
+    st.integers(0, 6),
+    st.integers(0, 1),
+    st.integers(0, 1),
+    st.sampled_from(Direction),
+)
+def test_copies_of_blocks_are_those_of_the_twin_and_move_the_same_bytes(
+    host, random, run, near_gap, far_gap, direction
+):
+    device = (
+        sorted(random.sample(range(40), len(host))) if random.random() < 0.5 else random.sample(range(40), len(host))
+    )
+    host = sorted(host)
+    arguments = (
+        np.array(device),
+        np.array(host),
+        (1 << 40, 64 + near_gap),
+        (1 << 20, 64 + far_gap),
+        64,
+        run,
+        direction,
+    )
+    found, twin = block_copies(*arguments), in_numpy(block_copies, *arguments)
+    assert found.tolist() == twin.tolist()
+    near, far = (0, 1) if direction is Direction.D2H else (1, 0)
+    moved = {(int(copy[near]) + k, int(copy[far]) + k) for copy in found.T for k in range(0, int(copy[2]), 64)}
+    places = zip(device, host, strict=True)
+    assert moved == {((1 << 40) + a * (64 + near_gap), (1 << 20) + b * (64 + far_gap)) for a, b in places}
+    if run:
+        for copy in found.T:
+            first = (int(copy[far]) - (1 << 20)) // (64 + far_gap)
+            assert first // run == (first + int(copy[2]) // 64 - 1) // run  # no copy spans two runs
