@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -39,6 +39,16 @@ class Penalties:
         _within("frequency penalty", self.frequency, -2.0, 2.0)
 
 
+class Constraint(Protocol):
+    """What one answer may go on with: a grammar and how far it got."""
+
+    def forbid(self, logits: torch.Tensor) -> None:
+        """Make tokens impossible, in a row of logits."""
+
+    def accept(self, token_id: int) -> None:
+        """This token was taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a request's tokens are chosen and when it ends."""
@@ -65,6 +75,8 @@ class SamplingParams:
     """Report the log-probability of each chosen token and of this many of the most likely ones."""
     n: int = 1
     """Samples per prompt; they share its blocks."""
+    constraint: Callable[[], Constraint] | None = None
+    """Makes what limits the tokens of one answer (grammar.Grammars)."""
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0, 100.0)
@@ -82,6 +94,8 @@ class SamplingParams:
             raise ArgumentError(f"stop must be a tuple of texts that are not empty, got {self.stop!r}")
         if self.n > 1 and self.is_greedy:
             raise ArgumentError(f"n = {self.n} samples at temperature 0 would all be the same; raise the temperature")
+        if self.constraint is not None and (self.min_tokens or self.ignore_eos):
+            raise ArgumentError("a constraint says where an answer ends: neither min_tokens nor ignore_eos go with it")
 
     @property
     def is_greedy(self) -> bool:
@@ -93,7 +107,7 @@ class SamplingParams:
         """From keywords as users write them (repetition_penalty, stop as one text...); an unknown one is an error."""
         given = dict(options)
         names = {f"{each.name}_penalty": each.name for each in dataclasses.fields(Penalties)}
-        known = {each.name for each in dataclasses.fields(cls)} - {"penalties"} | set(names)
+        known = {each.name for each in dataclasses.fields(cls)} - {"penalties", "constraint"} | set(names)
         unknown = sorted(set(given) - known)
         if unknown:
             raise ArgumentError(f"unknown sampling options {', '.join(unknown)}; known: {', '.join(sorted(known))}")
@@ -134,11 +148,14 @@ class RequestSampler:
         self._counts: dict[int, int] = {}
         self._num_chosen = 0
         self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
+        self._constraint = params.constraint() if params.constraint is not None else None
 
     def accept(self, token_id: int) -> None:
         """Count a token of the output (the sampler does not do it itself: drafted tokens may be refused)."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
         self._num_chosen += 1
+        if self._constraint is not None:
+            self._constraint.accept(token_id)
 
     def is_end(self, token_id: int) -> bool:
         """Whether this token ends the request."""
@@ -147,11 +164,13 @@ class RequestSampler:
     @property
     def changes_logits(self) -> bool:
         """Whether `adjust` would do anything now."""
-        return self.params.penalties != Penalties() or (bool(self._ends) and self._num_chosen < self.params.min_tokens)
+        is_early = bool(self._ends) and self._num_chosen < self.params.min_tokens
+        return self._constraint is not None or is_early or self.params.penalties != Penalties()
 
     @torch.inference_mode()
     def adjust(self, logits: torch.Tensor) -> None:
-        """Apply penalties to a row of logits in place, and forbid an end that would come too early."""
+        """Apply penalties to a row of logits in place, and forbid an end that would come too early, and what does not
+        fit the constraint."""
         penalties = self.params.penalties
         output = torch.tensor(list(self._counts), dtype=torch.int64, device=logits.device)
         if penalties.repetition != 1.0:
@@ -163,6 +182,8 @@ class RequestSampler:
             logits[output] -= penalties.presence + penalties.frequency * times
         if self._num_chosen < self.params.min_tokens and self._ends:
             logits[list(self._ends)] = -torch.inf
+        if self._constraint is not None:
+            self._constraint.forbid(logits)
 
     def uniform(self) -> float:
         """The request's next random number, in [0, 1)."""

@@ -89,6 +89,10 @@ class Tokenizer:
         """Tokens of a conversation (options as of chat_text). The template has written the special tokens already."""
         return self.encode(self.chat_text(messages, **options), add_special=False)
 
+    def to_json(self) -> str:
+        """As a tokenizer.json has it."""
+        return str(self._backend.to_str())
+
     def stream(self, *, skip_special: bool = True) -> TokenStream:
         """Decode token by token."""
         return TokenStream(self, skip_special=skip_special)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
+from kvtier.engine import grammar
 from kvtier.engine.generation import FinishReason, Output
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, KvtierError, StateError
@@ -83,7 +84,7 @@ class Completions:
 
     async def chat(self, body: ChatRequest, tenant: Tenant | None) -> Job:
         """The job of a chat request. Raises 4xx for what cannot be run."""
-        self._check(body, body.n or 1)
+        await self._check(body, body.n or 1)
         tokens = await self.chat_tokens(body.messages, body.template_tools, body.chat_template_kwargs or {})
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise ApiError(400, "max_tokens is the old name of max_completion_tokens: give one", "max_tokens")
@@ -94,7 +95,7 @@ class Completions:
     async def completion(self, body: CompletionRequest, tenant: Tenant | None) -> Job:
         """The job of a completion request."""
         prompts = body.prompts
-        self._check(body, (body.n or 1) * len(prompts))
+        await self._check(body, (body.n or 1) * len(prompts))
         tokens = [await self.encode(each, "prompt") if isinstance(each, str) else each for each in prompts]
         wanted = body.max_tokens or 16
         return self._job(
@@ -137,7 +138,7 @@ class Completions:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _check(self, body: Sampling, num_answers: int) -> None:
+    async def _check(self, body: Sampling, num_answers: int) -> None:
         if body.model != self.model:
             raise ApiError(404, f"there is no model {body.model!r} here; this server has {self.model!r}", "model")
         if num_answers > self._limits.answers:
@@ -146,8 +147,8 @@ class Completions:
             )
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options is for streams: set stream: true", "stream_options")
-        if body.response_format is not None and body.response_format.type != "text":
-            raise ApiError(400, "response_format other than text needs llguidance on the server", "response_format")
+        if (schema := body.schema_text) is not None:
+            await _check_schema(body, schema)
 
     def _job(
         self,
@@ -162,6 +163,10 @@ class Completions:
         form: type[ChatForm] | type[CompletionForm],
     ) -> Job:
         longest = max(map(len, prompts))
+        highest = max(max(prompt, default=0) for prompt in prompts)
+        if highest >= self._started.vocab_size:
+            vocab = self._started.vocab_size
+            raise ApiError(400, f"{prompt_name}: token {highest} is not in [0, {vocab})", prompt_name)
         self._check_length(min(map(len, prompts)), longest, prompt_name, wanted, wanted_name)
         room = self._room - longest
         try:
@@ -174,7 +179,7 @@ class Completions:
         salt = salt_of(tenant, body.cache_salt)
         names = [id] if len(prompts) == 1 else [f"{id}-{number}" for number in range(len(prompts))]
         submits = tuple(
-            Submit(name, tuple(prompt), params, body.priority or 0, salt)
+            Submit(name, tuple(prompt), params, body.priority or 0, salt, body.schema_text)
             for name, prompt in zip(names, prompts, strict=True)
         )
         made = form(id, self.model, int(time.time()), self.tokenizer, logprobs=logprobs is not None)
@@ -349,6 +354,21 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _check_schema(body: Sampling, schema: str) -> None:
+    """Before the engine sees it: what cannot be followed is the client's to know."""
+    name = "response_format"
+    if not grammar.is_available():
+        raise ApiError(
+            400, f"{name}: this server has no llguidance, so only text can be asked for", name, "unavailable"
+        )
+    for other in ("min_tokens", "ignore_eos"):
+        if getattr(body, other):
+            raise ApiError(400, f"{other} does not go with {name}, which says where an answer ends", other)
+    wrong = await asyncio.to_thread(grammar.check_schema, schema)
+    if wrong:
+        raise ApiError(400, f"{name}: this schema cannot be followed: {wrong}", f"{name}.json_schema.schema")
 
 
 def _place(job: Job, output: Output) -> int:

@@ -8,11 +8,13 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
+from kvtier.errors import ArgumentError
 from kvtier.metrics import CONTENT_TYPE
 from kvtier.server.activity import Activity
 from kvtier.server.admission import Admission
 from kvtier.server.completions import Completions
 from kvtier.server.engine_client import EngineClient
+from kvtier.server.failures import ApiError
 
 
 def make_router(engine: EngineClient, completions: Completions, activity: Activity, admission: Admission) -> APIRouter:
@@ -42,7 +44,10 @@ def make_router(engine: EngineClient, completions: Completions, activity: Activi
     @router.get("/control/explain/{request_id}")
     async def explain(request_id: str) -> dict[str, Any]:
         """What became of a request and why its prompt was found or not."""
-        found: dict[str, Any] = await engine.call("explain", request_id=request_id)
+        try:
+            found: dict[str, Any] = await engine.call("explain", request_id=request_id)
+        except ArgumentError as error:
+            raise ApiError(404, str(error), "request_id") from error
         return found
 
     return router

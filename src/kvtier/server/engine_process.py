@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,9 +16,12 @@ from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheConfig
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.generation import Explanation, Output
+from kvtier.engine.grammar import Grammars
 from kvtier.engine.llm import LLM
 from kvtier.engine.runner import EngineRunner
+from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.speculate import NgramProposer
+from kvtier.errors import KvtierError
 from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
 from kvtier.server.engine_controls import CONTROLS
@@ -62,6 +66,7 @@ class EngineServer:
         self._runner = EngineRunner(engine)
         self._outputs: list[Output] = []
         self._ended: list[Explanation] = []
+        self._grammars: Grammars | None = None
 
     def run(self) -> None:
         """Serve until there is nobody to serve."""
@@ -94,15 +99,30 @@ class EngineServer:
         self._channel.send(Broken(f"{type(self._runner.error).__name__}: {self._runner.error}"))
 
     def _submit(self, command: Submit) -> None:
+        try:
+            params = self._constrained(command)
+        except KvtierError as error:
+            self._channel.send(Refused(command.id, error))
+            return
         future = self._runner.submit(
             command.tokens,
-            command.params,
+            params,
             self._take,
             request_id=command.id,
             priority=command.priority,
             salt=command.salt,
         )
         future.add_done_callback(partial(self._tell_refusal, command.id))
+
+    def _constrained(self, command: Submit) -> SamplingParams:
+        """With a constraint if there is a schema: compiled here, beside the engine's thread."""
+        if command.schema is None:
+            return command.params
+        if self._grammars is None:
+            assert self._engine.tokenizer is not None
+            config = self._engine.model.config
+            self._grammars = Grammars(self._engine.tokenizer, config.vocab_size, config.eos_token_ids)
+        return replace(command.params, constraint=self._grammars.json(command.schema))
 
     def _tell_refusal(self, name: str, future: Future[str]) -> None:
         error = future.exception()

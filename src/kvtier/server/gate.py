@@ -44,19 +44,24 @@ class Gate:
             await self._app(scope, receive, send)
             return
         status = 0
+        body = _Body(receive, self._limits)
 
         async def watch(message: MutableMapping[str, Any]) -> None:
             nonlocal status
+            if body.refusal is not None and not status:
+                return  # the app's opinion of half a body is not asked for
             status = message.get("status", status)
             await send(message)
 
         try:
             headers = _headers(scope)
             self._admit(scope, headers)
-            body = _Body(receive, self._limits)
             body.check_announced(headers.get("content-length"))
             await self._app(scope, body.receive, watch)
+            if body.refusal is not None and not status:
+                raise body.refusal
         except ApiError as error:
+            body.refusal = None
             if not status:
                 await error.response()(scope, receive, watch)
         except ClientGone:
@@ -89,6 +94,8 @@ class _Body:
         self._limits = limits
         self._num_bytes = 0
         self._is_whole = False
+        self.refusal: ApiError | None = None
+        """Why the rest is not read."""
 
     def check_announced(self, length: str | None) -> None:
         if length is not None and length.isdecimal() and int(length) > self._limits.body_bytes:
@@ -102,11 +109,13 @@ class _Body:
                 message = await self._receive()
         except TimeoutError as error:
             seconds = self._limits.body_seconds
-            raise ApiError(408, f"the body did not arrive within {seconds:g} s", code="body_timeout") from error
+            self.refusal = ApiError(408, f"the body did not arrive within {seconds:g} s", code="body_timeout")
+            raise self.refusal from error
         self._num_bytes += len(message.get("body", b""))
         self._is_whole = not message.get("more_body", False)
         if self._num_bytes > self._limits.body_bytes:
-            raise self._too_large(f"more than {self._limits.body_bytes} bytes")
+            self.refusal = self._too_large(f"more than {self._limits.body_bytes} bytes")
+            raise self.refusal
         return message
 
     def _too_large(self, what: str) -> ApiError:

@@ -32,6 +32,8 @@ class Submit:
     params: SamplingParams
     priority: int = 0
     salt: bytes = b""
+    schema: str | None = None
+    """A JSON schema the answers follow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -138,6 +139,16 @@ class Sampling(Strict):
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
+
+    @property
+    def schema_text(self) -> str | None:
+        """The JSON schema that the answer follows, if it is to follow one."""
+        match self.response_format:
+            case JsonObjectFormat():
+                return '{"type": "object"}'
+            case JsonSchemaFormat():
+                return json.dumps(self.response_format.json_schema.schema_)
+        return None
 
     def sampling_params(self, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """As the engine wants it. Raises ArgumentError for what does not go together."""

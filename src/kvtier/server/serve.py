@@ -52,6 +52,8 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
         raise
     admission = Admission(started.max_rows, config.limits.waiting)
     app = make_app(config, engine, started, tokenizer, admission, Activity())
+    host, port = listener.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     server = _Uvicorn(
         uvicorn.Config(
             app,
@@ -62,7 +64,8 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=round(config.limits.drain_seconds),
-        )
+        ),
+        lambda: ready(address),
     )
 
     def stop() -> None:
@@ -73,10 +76,7 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     watch = asyncio.create_task(_stop_without_engine(engine, stop))
-    host, port = listener.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     _log.info("serving model=%s at %s", config.model_name, address)
-    ready(address)
     await server.serve(sockets=[listener])
     failed = engine.ended.is_set()
     watch.cancel()
@@ -88,7 +88,16 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves the signals to us: its own way to end raises them again, and then nothing could be saved."""
+    """Tells when it listens. Leaves the signals to us: it would raise them again, and then nothing could be saved."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self._ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

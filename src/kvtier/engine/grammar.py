@@ -1,0 +1,79 @@
+"""Answers that follow a JSON schema: llguidance says which tokens may come next. Extra `structured`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvtier.engine.tokenizer import Tokenizer
+from kvtier.errors import ArgumentError, UnavailableError
+
+if TYPE_CHECKING:
+    import llguidance
+
+# As people write JSON, and nothing else: with any white space allowed, a model may write nothing but that.
+_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def is_available() -> bool:
+    """Whether llguidance is installed."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def check_schema(schema: str) -> str:
+    """Why a JSON schema cannot be followed; empty if it can."""
+    llguidance = _llguidance()
+    try:
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_FORM)
+    except ValueError as error:
+        return str(error)
+    return str(llguidance.LLMatcher.validate_grammar(grammar))
+
+
+class Grammars:
+    """Makes constraints for one model's tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        if not eos_token_ids:
+            raise ArgumentError("the model has no end-of-text token, with which an answer after a schema ends")
+        self._llguidance = _llguidance()
+        self._tokenizer = self._llguidance.LLTokenizer(tokenizer.to_json(), vocab_size, list(eos_token_ids))
+
+    def json(self, schema: str) -> Callable[[], JsonConstraint]:
+        """Constraints, each for one answer, to JSON that this schema describes. Up to a second, without the GIL."""
+        grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_FORM)
+        matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise ArgumentError(f"the schema cannot be followed: {matcher.get_error()}")
+        return lambda: JsonConstraint(matcher.deep_copy())
+
+
+class JsonConstraint:
+    """What one answer may go on with."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def forbid(self, logits: torch.Tensor) -> None:
+        """Make tokens impossible that do not fit what was written."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise ArgumentError(f"the schema cannot be followed any further: {self._matcher.get_error()}")
+        allowed = np.unpackbits(bits, bitorder="little", count=len(logits))
+        logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
+
+    def accept(self, token_id: int) -> None:
+        """This one was taken."""
+        self._matcher.consume_token(token_id)
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise UnavailableError("answers after a schema need llguidance: pip install 'kvtier[structured]'") from error
+    return llguidance

@@ -1,0 +1,191 @@
+"""Whatever is sent, the answer is a 4xx that names the field, and the next request is served."""
+
+from __future__ import annotations
+
+import json
+import socket
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from server_support import CONTEXT
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def refused(answer: httpx.Response, status: int = 400) -> dict:
+    """The error of an answer, which must have OpenAI's form."""
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert {*body} == {"error"}
+    assert {*body["error"]} == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+CASES = {
+    "temperature": [-1, 101, "hot", [1], True],
+    "top_p": [0, -0.1, 1.5, "all"],
+    "top_k": [-2, 1.5, 2**40],
+    "min_p": [-1, 2],
+    "presence_penalty": [3, "x"],
+    "frequency_penalty": [-3],
+    "repetition_penalty": [0, -1, 10**9],
+    "n": [0, -1, 1.5, 129, "1"],
+    "seed": [2**63, "x", 1.5],
+    "max_tokens": [0, -1, "ten", 2**31],
+    "min_tokens": [-1],
+    "stop": [[""], "", 5, [["a"]], ["x"] * 17],
+    "stop_token_ids": [[-1], "x", ["a"]],
+    "stream": ["yes", 1],
+    "cache_salt": ["", 5, "x" * 257],
+    "priority": [1001, "high", 1.5],
+    "ignore_eos": ["no"],
+    "user": [5],
+    "model": [5, "", None],
+    "messages": [[], "Hello", None, 5],
+    "top_logprobs": [21, -1],
+    "logprobs": [5],
+    "tools": [{}, "x", [{"type": "function"}]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
+    "response_format": [{"type": "xml"}, "json", {}],
+    "stream_options": [{"include_usage": "yes"}, {"other": True}],
+    "temperatur": [1],
+    "logit_bias": [{"5": 1}],
+}
+
+
+@pytest.mark.parametrize("field", CASES)
+def test_a_wrong_value_is_refused_and_its_field_is_named(server, field):
+    for value in CASES[field]:
+        body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1, field: value}
+        error = refused(server.post(CHAT, body))
+        assert error["param"].split(".")[0] == field, (value, error)
+        assert field in error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ({"role": "wizard", "content": "x"}, "messages.0.role"),
+        ({"content": "x"}, "messages.0.role"),
+        ({"role": "user", "content": 5}, "messages.0.content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}, "messages.0.content"),
+        ({"role": "user"}, "messages.0"),
+        ("Hello", "messages.0"),
+    ],
+)
+def test_a_wrong_message_is_named_by_its_place(server, message, where):
+    error = refused(server.post(CHAT, {"model": server.model, "messages": [message], "max_tokens": 1}))
+    assert error["param"].startswith(where)
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [""], "", [1.5], [[1], "x"], {"a": 1}, [-1], [2**31], None, [10**6]])
+def test_a_wrong_prompt_is_refused(server, prompt):
+    error = refused(server.post(TEXT, {"model": server.model, "prompt": prompt, "max_tokens": 1}))
+    assert "prompt" in error["message"]
+    assert error["param"].split(".")[0] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe{}",
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "a\\ud800"}]}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+        b'{"a":' * 100_000,
+        b"[" * 100_000,
+        b"\0" * 100,
+    ],
+    ids=["empty", "cut", "list", "null", "text", "bom", "utf8", "surrogate", "nan", "inf", "deep", "deeper", "nul"],
+)
+def test_what_is_not_json_of_an_object_is_refused(server, data):
+    refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
+
+
+def test_surrogates_anywhere_are_refused_and_not_met_in_the_template(server):
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": "\ud800"}}}
+    for more in ({"tools": [tool]}, {"cache_salt": "\ud800"}, {"user": "\udfff"}):
+        data = json.dumps({**body, **more})
+        refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
+
+
+def test_a_body_of_another_type_is_refused(server):
+    data = json.dumps({"model": server.model, "messages": MESSAGES, "max_tokens": 1})
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        refused(server.post(CHAT, content=data, headers={"content-type": kind}))
+
+
+def test_an_unknown_model_and_an_unknown_path_are_404(server):
+    error = refused(server.post(CHAT, {"model": "gpt-5", "messages": MESSAGES}), 404)
+    assert error["param"] == "model"
+    assert "tiny" in error["message"]
+    refused(server.get("/v1/models/gpt-5"), 404)
+    refused(server.get("/v2/everything"), 404)
+    refused(server.get(CHAT), 405)
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(server):
+    error = refused(server.post(TEXT, {"model": server.model, "prompt": "x" * CONTEXT, "max_tokens": 1}))
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert str(CONTEXT) in error["message"]
+    error = refused(server.post(TEXT, {"model": server.model, "prompt": "x" * 2000, "max_tokens": 100}))
+    assert error["param"] == "max_tokens"
+    assert "48" in error["message"]
+
+
+def test_what_does_not_go_together_is_refused(server):
+    def error(path=CHAT, **more):
+        base = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+        return refused(server.post(path, {"model": server.model, **base, **more}))
+
+    assert error(top_logprobs=2)["message"].startswith("the body: top_logprobs needs logprobs")
+    assert error(stream_options={"include_usage": True})["param"] == "stream_options"
+    assert error(max_tokens=5, max_completion_tokens=5)["param"] == "max_tokens"
+    assert error(max_tokens=5, min_tokens=6)["param"] == "min_tokens"
+    assert error(n=2, temperature=0)["param"] == "n"
+    assert error(n=17)["param"] == "n"
+    assert error(TEXT, prompt=["x"] * 9, n=2, max_tokens=1)["param"] == "n"
+    assert error(TEXT, echo=True)["param"] == "echo"
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(server):
+    size = (4 << 20) + 1
+    error = refused(server.post(CHAT, content=b"x" * size, headers={"content-type": "application/json"}), 413)
+    assert str(size) in error["message"]
+
+    def chunks():
+        for _ in range(80):
+            yield b"x" * 65536
+
+    answer = server.post(CHAT, content=chunks(), headers={"content-type": "application/json"})
+    assert refused(answer, 413)["code"] == "body_too_large"
+
+
+def test_rubbish_instead_of_http_ends_the_connection_and_nothing_else(server):
+    place = urlsplit(server.url)
+    for rubbish in (b"\0\1\2\3\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"x" * 100_000, b"\r\n\r\n"):
+        with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+            connection.sendall(rubbish)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):
+                pass
+    assert server.get("/health").status_code == 200
+
+
+def test_a_page_of_another_site_gets_nothing_from_a_server_without_keys(server):
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
+    assert server.post(CHAT, json=body, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert server.post(CHAT, json=body, headers={"host": "evil.example:8000"}).status_code == 403
+    assert server.post(CHAT, json=body, headers={"sec-fetch-site": "same-origin"}).status_code == 200

@@ -1,0 +1,337 @@
+"""Keys, tenants, quotas, overload; what disconnects, signals and dead processes leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from server_support import ServerProcess
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+LONG = {"prompt": "tell me everything", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+
+
+def stream(server, body=None, key=""):
+    """An open stream, of which the first event has come."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    client = httpx.Client(timeout=60, headers=headers)
+    answer = client.send(
+        client.build_request("POST", server.url + TEXT, json={"model": server.model, **(body or LONG)}), stream=True
+    )
+    lines = answer.iter_lines()
+    if answer.status_code == 200:
+        next(lines)
+    return client, answer, lines
+
+
+def drained(state):
+    return (state["running"], state["waiting"], state["holds"], state["in_flight"]) == (0, 0, 0, 0)
+
+
+# ---- going away ----
+
+
+def test_a_client_that_goes_frees_its_blocks_at_once(server):
+    server.wait_for(drained)
+    client, answer, _ = stream(server)
+    state = server.wait_for(lambda state: state["running"] == 1)
+    assert state["tiers"][0]["num_pinned"] > 0
+    answer.close()
+    client.close()
+    state = server.wait_for(drained)
+    assert state["tiers"][0]["num_pinned"] == 0
+    assert state["recent"][0]["finish"] == "disconnected"
+    assert state["recent"][0]["new_tokens"] < 1900
+
+
+def test_a_client_that_goes_before_the_first_token_or_without_a_stream_is_noticed_too(server):
+    for body in (LONG, {**LONG, "stream": False}):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + TEXT, json={"model": server.model, **body}, timeout=httpx.Timeout(30, read=0.001))
+        server.wait_for(drained)
+
+
+def test_many_that_come_and_go_leave_nothing(server):
+    before = server.state()
+
+    async def one(client, number):
+        created = await client.completions.create(
+            model=server.model, prompt=f"{number} hello", max_tokens=200, stream=True
+        )
+        count = 0
+        async for _ in created:
+            count += 1
+            if count > number % 20:
+                await created.close()
+                return
+
+    async def all_of_them():
+        async with server.async_client() as client:
+            await asyncio.gather(*(one(client, number) for number in range(64)))
+
+    asyncio.run(all_of_them())
+    state = server.wait_for(drained)
+    assert state["tiers"][0]["num_pinned"] == before["tiers"][0]["num_pinned"] == 0
+
+
+# ---- too much ----
+
+
+@pytest.fixture(scope="module")
+def strict(tiny_model, tmp_path_factory):
+    """A server that takes little."""
+    limits = ("--max-rows", "1", "--max-waiting", "1", "--request-seconds", "3", "--body-seconds", "0.5")
+    log = tmp_path_factory.mktemp("strict") / "log"
+    made = ServerProcess(log, "--model", str(tiny_model), "--threads", "1", *limits)
+    yield made
+    assert made.stop() == 0
+
+
+def test_a_full_queue_is_429_with_the_time_to_come_again(strict):
+    client, answer, _ = stream(strict)
+    try:
+        thread = threading.Thread(target=lambda: strict.post(TEXT, {"model": strict.model, **LONG, "max_tokens": 1}))
+        thread.start()  # waits behind the first
+        strict.wait_for(lambda state: state["in_flight"] == 2)
+        with pytest.raises(openai.RateLimitError) as caught:
+            strict.client().completions.create(model=strict.model, prompt="me too", max_tokens=1)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert caught.value.code == "overloaded"
+        assert strict.post(CHAT, {"model": strict.model, "messages": MESSAGES, "n": 3}).status_code == 429
+    finally:
+        answer.close()
+        client.close()
+    thread.join()
+    assert strict.post(TEXT, {"model": strict.model, "prompt": "me too", "max_tokens": 1}).status_code == 200
+
+
+def test_an_answer_that_takes_too_long_is_ended(strict):
+    answers = []
+    body = {"model": strict.model, **LONG, "stream": False}
+    thread = threading.Thread(target=lambda: answers.append(strict.post(TEXT, body)))
+    client, _, lines = stream(strict)
+    thread.start()  # waits for its turn until its time is over
+    told = [line for line in lines if line]
+    client.close()
+    thread.join()
+    assert told[-1] == "data: [DONE]"
+    assert '"timeout"' in told[-2]
+    assert answers[0].status_code == 504
+    assert answers[0].json()["error"]["code"] == "timeout"
+    strict.wait_for(drained)
+
+
+def test_a_body_that_does_not_come_is_given_up(strict):
+    place = urlsplit(strict.url)
+    with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"Content-Length: 100\r\n\r\n{")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+# ---- who ----
+
+CONFIG = """
+[serve]
+max-waiting = 8
+
+[[tenants]]
+name = "acme"
+key = "acme-secret-key"
+max_requests = 1
+
+[[tenants]]
+name = "bits"
+key = "bits-secret-key"
+tokens_per_minute = 30
+
+[[tenants]]
+name = "root"
+key = "root-secret-key"
+admin = true
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "kvtier.toml").write_text(CONFIG)
+    arguments = ("--model", str(tiny_model), "--threads", "1", "--config", str(folder / "kvtier.toml"))
+    made = ServerProcess(folder / "log", *arguments, "--log-level", "debug")
+    yield made
+    assert made.stop() == 0
+
+
+def test_without_the_right_key_nothing_is_answered(guarded):
+    body = {"model": guarded.model, "messages": MESSAGES, "max_tokens": 1}
+    for key in ("", "wrong", "acme-secret-ke", "acme-secret-key2"):
+        for answer in (guarded.post(CHAT, body, key), guarded.get("/v1/models", key), guarded.get("/state", key)):
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["type"] == "authentication_error"
+    with pytest.raises(openai.AuthenticationError):
+        guarded.client("wrong").models.list()
+    assert guarded.get("/health").status_code == 200
+    assert guarded.post(CHAT, body, "acme-secret-key").status_code == 200
+
+
+def test_only_an_admin_controls(guarded):
+    for path in ("/state", "/metrics", "/control/explain/x"):
+        assert guarded.get(path, "acme-secret-key").status_code == 403
+        assert guarded.get(path, "root-secret-key").status_code in (200, 404)
+
+
+def test_tenants_do_not_see_each_others_cache(guarded):
+    def cached(key, **extra):
+        body = {"model": guarded.model, "prompt": "shared secret " * 20, "max_tokens": 1, **extra}
+        return guarded.post(TEXT, body, key).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("acme-secret-key") == 0
+    assert cached("acme-secret-key") > 200
+    assert cached("root-secret-key") == 0
+    assert cached("root-secret-key", cache_salt="acme") == 0
+    assert cached("root-secret-key", cache_salt="acme\0") == 0
+    assert cached("acme-secret-key") > 200
+
+
+def test_a_tenant_has_its_share_of_requests(guarded):
+    client, answer, _ = stream(guarded, key="acme-secret-key")
+    try:
+        body = {"model": guarded.model, "prompt": "x", "max_tokens": 1}
+        refused = guarded.post(TEXT, body, "acme-secret-key")
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "tenant_requests"
+        assert guarded.post(TEXT, body, "root-secret-key").status_code == 200
+    finally:
+        answer.close()
+        client.close()
+    guarded.wait_for(drained, key="root-secret-key")
+    assert guarded.post(TEXT, body, "acme-secret-key").status_code == 200
+
+
+def test_a_tenant_has_its_share_of_tokens(guarded):
+    body = {"model": guarded.model, "prompt": "0123456789", "max_tokens": 25, "ignore_eos": True}
+    assert guarded.post(TEXT, body, "bits-secret-key").status_code == 200
+    refused = guarded.post(TEXT, body, "bits-secret-key")
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "tenant_tokens"
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+
+
+def test_no_prompt_no_answer_and_no_key_is_in_the_log_or_the_state(guarded):
+    marker = "xylophone-7431"
+    answers = [
+        guarded.post(
+            TEXT, {"model": guarded.model, "prompt": marker, "max_tokens": 1, "user": marker}, "root-secret-key"
+        ),
+        guarded.post(
+            CHAT, {"model": guarded.model, "messages": [{"role": "user", "content": [marker]}]}, "root-secret-key"
+        ),
+        guarded.post(CHAT, {"model": guarded.model, "messages": MESSAGES, marker: 1}, "root-secret-key"),
+        guarded.get(f"/v1/models/{marker}?q={marker}", "root-secret-key"),
+        guarded.post(TEXT, content=marker.encode(), key="root-secret-key"),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 400, 400, 404, 400]
+    assert guarded.log.count("http method=") > 5
+    for secret in (marker, "secret-key", "Hello"):
+        assert secret not in guarded.log
+        assert secret not in guarded.get("/state", "root-secret-key").text
+        assert secret not in guarded.get("/metrics", "root-secret-key").text
+
+
+# ---- ending ----
+
+
+def test_sigterm_lets_answers_finish_and_takes_no_new_ones(start):
+    server = start()
+    client, _, lines = stream(server, {**LONG, "max_tokens": 400})
+    server.process.send_signal(signal.SIGTERM)
+    told = [line for line in lines if line]
+    assert told[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in told[-2]
+    assert "error" not in "".join(told)
+    client.close()
+    assert server.stop() == 0
+    with pytest.raises(httpx.ConnectError):
+        server.get("/health")
+    assert "Traceback" not in server.log
+
+
+def test_sigterm_does_not_wait_longer_than_it_is_told_to(start):
+    server = start("--drain-seconds", "1", "--request-seconds", "300")
+    client, answer, _ = stream(server)
+    began = time.monotonic()
+    assert server.stop(30) == 0
+    assert time.monotonic() - began < 20
+    answer.close()
+    client.close()
+
+
+def test_when_the_engine_dies_clients_are_told_and_the_server_ends(start):
+    server = start()
+    engine = server.engine_pid
+    client, _, lines = stream(server)
+    os.kill(engine, signal.SIGKILL)
+    told = [line for line in lines if line]
+    assert '"engine_ended"' in told[-2]
+    assert told[-1] == "data: [DONE]"
+    client.close()
+    assert server.process.wait(30) == 1
+    assert "Traceback" not in server.log
+
+
+def test_a_killed_front_end_takes_the_engine_with_it_and_the_server_starts_again(start):
+    server = start()
+    engine = psutil.Process(server.engine_pid)
+    client, answer, _ = stream(server)
+    server.process.kill()
+    server.process.wait(30)
+    engine.wait(30)
+    answer.close()
+    client.close()
+    again = start("--port", server.url.rsplit(":", 1)[1])
+    assert again.url == server.url
+    assert again.post(TEXT, {"model": again.model, "prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_a_second_server_on_the_same_port_says_so(server, tiny_model):
+    command = [
+        sys.executable,
+        "-m",
+        "kvtier",
+        "serve",
+        "--model",
+        str(tiny_model),
+        "--port",
+        server.url.rsplit(":", 1)[1],
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "cannot listen at 127.0.0.1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_is_not_there_is_told_in_one_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier", "serve", "--model", "/no/such", "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "there is no model at /no/such" in done.stderr
+    assert "Traceback" not in done.stderr
