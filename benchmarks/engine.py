@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.engine_model import BATCH, CASES, CONTEXT, PREFILLS, their_tasks, transformers_model
 from benchmarks.report import Bar, arguments, at_least, at_most, best, print_table, report
-from kvtier.cache.manager import CacheConfig
+from kvtier.cache.config import CacheConfig
 from kvtier.engine import (
     Engine,
     EngineConfig,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtier.cache.manager import CacheConfig, CacheManager
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.manager import CacheManager
 from kvtier.index import Chain, Namespace
 from kvtier.scheduler import Request, Row, RowResult, Scheduler, SchedulerConfig, Step
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.cache.manager import CacheConfig
+from kvtier.cache.config import CacheConfig
 from kvtier.engine import ForwardBatch, Model, SamplingParams
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.generation import FinishReason, Output

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from kvtier.cache.manager import CacheConfig
+from kvtier.cache.config import CacheConfig
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig

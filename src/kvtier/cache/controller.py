@@ -1,66 +1,226 @@
 """CacheController: carries out plans. It moves bytes and decides nothing.
 
-For now it copies at once, on the current stream, and its report is there when `submit` returns; on CUDA it waits for
-its copies. A transfer that fails is reported as failed, for exactly the blocks it had.
+    Plan ──submit──> device <─TransferManager─> host <─StoreWorker─> stores ──poll──> Report
+
+Nothing here waits for a copy but `wait` and `close`. Blocks of every cache group travel together: a block has arrived
+when it has in all of them. A transfer that fails is reported as failed for exactly the blocks it lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from kvtier.cache.plan import I32, Outcome, Plan, Report, Transfer
-from kvtier.errors import ArgumentError, RangeError
+from kvtier.cache.layer_waits import LayerWaits
+from kvtier.cache.plan import Outcome, Plan, Presence, Purpose, Report, TierSize, Transfer
+from kvtier.cache.store_worker import StoreWorker
+from kvtier.errors import ArgumentError, KvtierError, TransferTimeoutError
+from kvtier.layout import CacheGroup, KVLayout
+from kvtier.memory import Placement
+from kvtier.memory.copy_paths import run_path
+from kvtier.storage import Store
+from kvtier.transfer import DeviceCache, HostMemory, TransferConfig, TransferManager, TransferReport
+from kvtier.transfer import Transfer as Copy
+from kvtier.transfer.staging import Mover
+
+
+@dataclass(slots=True)
+class _Under:
+    """A plan's transfer under way: one copy for each cache group."""
+
+    transfer: Transfer
+    began: float
+    copies: list[Copy]
+    reports: list[TransferReport] = field(default_factory=list)
 
 
 class CacheController:
-    """The engine's device caches, block-first, one per cache group, and as many blocks of each in host memory."""
+    """The engine's device caches, block-first, one per group of `layout`; as many blocks of each in host memory.
 
-    def __init__(self, caches: Sequence[torch.Tensor], num_host_blocks: int, *, rank: int = 0) -> None:
-        if not caches or num_host_blocks < 1:
-            raise ArgumentError(f"a controller needs caches and host blocks, got {len(caches)} and {num_host_blocks}")
+    It owns the host memory and the stores, and closes them. For one thread, but for `wait`.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        caches: Sequence[torch.Tensor],
+        num_host_blocks: int,
+        *,
+        stores: Mapping[str, Store] | None = None,
+        namespace: bytes = bytes(32),
+        rank: int = 0,
+        config: TransferConfig | None = None,
+        mover: Mover = run_path,
+    ) -> None:
+        """`namespace` is the fingerprint that stored blocks carry. `mover` carries out copies; tests pass one that
+        fails."""
+        if len(caches) != len(layout.groups) or num_host_blocks < 1:
+            raise ArgumentError(
+                f"{len(layout.groups)} groups need as many caches and host blocks, got {len(caches)} and "
+                f"{num_host_blocks}"
+            )
         self.rank = rank
-        pinned = caches[0].device.type == "cuda"
-        hosts = [
-            torch.empty((num_host_blocks, *each.shape[1:]), dtype=each.dtype, pin_memory=pinned) for each in caches
-        ]
-        self._tiers: dict[str, list[torch.Tensor]] = {"device": list(caches), "host": hosts}
-        self._reports: list[Report] = []
+        self.layout = layout
+        self._device = Placement.parse(str(caches[0].device))
+        self._transfers = TransferManager(layout, self._device, config, mover=mover)
+        self._hosts = self._new_hosts(num_host_blocks)
+        for host in self._hosts:
+            host.wait_ready(min(host.num_slots, host.piece_slots))
+        self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace)
+        self._under: dict[int, _Under] = {}
+        self._by_copy: dict[int, int] = {}
+        self._done: list[Outcome] = []
+        self._epoch = 0
+        self._told_ready = 0
+        self.register(caches)
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    def register(self, caches: Sequence[torch.Tensor]) -> None:
+        """Use these tensors; those before must have been released."""
+        for group, cache, host in zip(self.layout.groups, caches, self._hosts, strict=True):
+            self._transfers.register(DeviceCache.block_first(group, cache), host)
+
+    def release(self) -> None:
+        """Wait for every copy, then forget the device tensors, so that they can be freed: for sleep and resize."""
+        self._transfers.release()
+
+    def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
+        """Other host memory, with the blocks that are in both. Nothing may be under way; slots beyond are lost."""
+        self._transfers.release()
+        old = self._hosts
+        self._hosts = self._new_hosts(num_blocks)
+        for before, after in zip(old, self._hosts, strict=True):
+            after.wait_ready()
+            count = min(before.num_ready, after.num_ready)
+            after.slots()[:count].copy_(before.slots()[:count])
+            before.free()
+        self._stores.hosts = self._hosts
+        self._told_ready = 0
+        self.register(caches)
+
+    @property
+    def num_host_ready(self) -> int:
+        """Host slots that can be used by now; at least one piece of each group's memory."""
+        return min(host.num_ready for host in self._hosts)
+
+    def _new_hosts(self, num_blocks: int) -> list[HostMemory]:
+        return [HostMemory(group, num_blocks, self._device) for group in self.layout.groups]
+
+    # ---- plans -----------------------------------------------------------------------------------------------------
 
     def submit(self, plan: Plan) -> None:
-        """Carry out a plan, in its order."""
-        outcomes = tuple(self._move(transfer) for transfer in plan.transfers)
-        if outcomes:
-            self._reports.append(Report(plan.epoch, self.rank, outcomes))
+        """Begin what a plan says. Copies come behind what the current stream has been given."""
+        self._epoch = plan.epoch
+        for drop in plan.drops:
+            self._stores.drop(drop)
+        for probe in plan.probes:
+            self._stores.probe(probe)
+        for transfer in plan.transfers:
+            if transfer.purpose in (Purpose.FETCH, Purpose.STORE):
+                self._stores.move(transfer)
+            else:
+                self._copy(transfer)
 
     def poll(self) -> list[Report]:
-        """What has been done since the last call."""
-        reports, self._reports = self._reports, []
-        return reports
+        """What has been done since the last call; never waits."""
+        for report in self._transfers.poll():
+            self._take(report)
+        outcomes, self._done = [*self._done, *self._stores.take_outcomes()], []
+        presences: list[Presence] = self._stores.take_presences()
+        ready = self.num_host_ready
+        sizes = (TierSize("host", ready),) if ready > self._told_ready else ()
+        self._told_ready = ready
+        if not (outcomes or presences or sizes):
+            return []
+        return [Report(self._epoch, self.rank, tuple(outcomes), tuple(presences), sizes)]
 
-    def _move(self, transfer: Transfer) -> Outcome:
-        start = time.perf_counter()
+    @property
+    def is_busy(self) -> bool:
+        """Whether reports are still to come."""
+        return bool(self._under or self._done or self._stores.is_busy)
+
+    def wait(self, timeout: float) -> None:
+        """Wait until something may have been done, at most so long. For when there is nothing else to do."""
+        under_way = sorted(self._under.values(), key=lambda each: each.transfer.purpose is not Purpose.LOAD)
+        if under_way and not self._stores.is_busy:
+            with contextlib.suppress(TransferTimeoutError):
+                under_way[0].copies[0].settle(timeout)
+        else:  # copies beside a store's work are looked at again soon
+            self._stores.has_news(min(timeout, 0.001) if under_way else timeout)
+
+    def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
+        """For a step that starts before these loads are done."""
+        copies = [self._under[number].copies for number in transfer_ids if number in self._under]
+        return LayerWaits(copies, self._device)
+
+    def close(self) -> None:
+        """Finish what is under way, close the stores, free the host memory. Twice is fine."""
+        self._stores.close()
+        self._transfers.close()
+        for host in self._hosts:
+            host.free()
+
+    def _copy(self, transfer: Transfer) -> None:
+        """One copy for each group, on the device's copy streams."""
+        under = _Under(transfer, time.perf_counter(), [])
+        is_load = transfer.purpose is Purpose.LOAD
+        device, host = (transfer.targets, transfer.sources) if is_load else (transfer.sources, transfer.targets)
+        device_ids, host_ids = device.astype(np.int64), host.astype(np.int64)
         try:
-            num_bytes = self._copy(transfer)
-        except (RuntimeError, RangeError) as error:  # torch's errors, out of memory included
-            return Outcome(transfer.id, False, 0, time.perf_counter() - start, f"{type(error).__name__}: {error}")
-        return Outcome(transfer.id, True, num_bytes, time.perf_counter() - start)
+            for group in self.layout.groups:
+                if is_load:
+                    copy = self._transfers.load(device_ids, host_ids, group=group.name, layer_wise=True)
+                else:
+                    copy = self._transfers.save(device_ids, host_ids, group=group.name)
+                under.copies.append(copy)
+        except KvtierError as error:
+            for copy in under.copies:  # what was started must be over before the slots are anybody else's
+                copy.wait()
+            reason = f"{type(error).__name__}: {error}"
+            self._done.append(Outcome(transfer.id, False, 0, time.perf_counter() - under.began, reason))
+            return
+        self._under[transfer.id] = under
+        self._by_copy.update((copy.id, transfer.id) for copy in under.copies)
 
-    def _copy(self, transfer: Transfer) -> int:
-        num_bytes = 0
-        for source, target in zip(self._tiers[transfer.source], self._tiers[transfer.target], strict=True):
-            _must_be_in(transfer.sources, source, transfer.source)
-            _must_be_in(transfer.targets, target, transfer.target)
-            blocks = source[torch.from_numpy(transfer.sources.copy()).to(source.device, torch.int64)]
-            target[torch.from_numpy(transfer.targets.copy()).to(target.device, torch.int64)] = blocks.to(target.device)
-            num_bytes += blocks.nbytes
-        if self._tiers["device"][0].device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return num_bytes
+    def _take(self, report: TransferReport) -> None:
+        """A copy of one group is over."""
+        number = self._by_copy.pop(report.id, None)
+        if number is None:
+            return  # it was waited for when its transfer failed to start
+        under = self._under[number]
+        under.reports.append(report)
+        if len(under.reports) < len(under.copies):
+            return
+        del self._under[number]
+        lost = {failure.host_id for each in under.reports for failure in each.failures}
+        transfer = under.transfer
+        slots = transfer.sources if transfer.purpose is Purpose.LOAD else transfer.targets
+        arrived = ~np.isin(slots, list(lost)) if lost else np.empty(0, np.bool_)
+        reasons = {str(failure.error) for each in under.reports for failure in each.failures}
+        self._done.append(
+            Outcome(
+                number,
+                not lost,
+                sum(each.nbytes for each in under.reports),
+                time.perf_counter() - under.began,
+                "; ".join(sorted(reasons)),
+                arrived.astype(np.uint8).tobytes(),
+            )
+        )
 
 
-def _must_be_in(slots: I32, blocks: torch.Tensor, tier: str) -> None:
-    if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= len(blocks)):
-        raise RangeError(f"slots {slots.min()} .. {slots.max()} of {tier}, which has {len(blocks)}")
+def layout_of(caches: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:
+    """The layout of block-first caches [block, layer, K/V, token, head, head size], the first one's group "main"."""
+    groups = []
+    for number, cache in enumerate(caches):
+        _, num_layers, _, _, num_heads, head_dim = cache.shape
+        name = "main" if not number else f"draft-{number}"
+        element = str(cache.dtype).removeprefix("torch.")
+        groups.append(CacheGroup.attention(name, num_layers, num_heads, head_dim, element, block_tokens))
+    return KVLayout(block_tokens, tuple(groups))

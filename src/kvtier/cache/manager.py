@@ -2,22 +2,28 @@
 
 No torch, no I/O, no threads, no clock: `now` comes with the call. One request's life:
 
-    match -> Hold --allocate, is_ready, publish, extend ..--> finish | abort | preempt
+    prefetch -> Fetch ─┐
+               match -> Hold --allocate, is_ready, publish, extend ..--> finish | abort | preempt
 
-With a host tier, `plan` says what to move and `apply` takes what became of it: nothing is readable before its copy is
+With lower tiers, `plan` says what to move and `apply` takes what became of it: nothing is readable before its copy is
 reported done, nothing is reused before its reader is, and a copy that failed is a miss.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import numpy as np
 
-from kvtier.cache.host import HostConfig, HostCopies
-from kvtier.cache.moves import Moves
-from kvtier.cache.plan import Plan, Report
-from kvtier.errors import ArgumentError, LoadError, RangeError, StateError
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.fetch import Fetch, Fetches
+from kvtier.cache.hold import BlockCopy, CacheStats, Hold, TierStats
+from kvtier.cache.host import HostCopies
+from kvtier.cache.moves import Mask, Move, Moves
+from kvtier.cache.plan import Plan, Purpose, Report
+from kvtier.cache.speeds import Speeds
+from kvtier.cache.store import StoreCopies
+from kvtier.errors import ArgumentError, LoadError, StateError
 from kvtier.index import (
     BlockPool,
     Chain,
@@ -41,77 +47,6 @@ from kvtier.index.transfers import block_slots
 _KEEP = Retention()
 
 
-@dataclass(frozen=True, slots=True)
-class CacheConfig:
-    """What the manager is made from; it is never changed."""
-
-    num_blocks: int
-    """Of the device tier."""
-    prefix_caching: bool = True
-    policy: str = "lru"
-    host: HostConfig | None = None
-    """A second tier in host memory."""
-    partial_scan: int = 8
-    """How many cached blocks are looked at for one that begins as the first block that was not found does."""
-
-    def __post_init__(self) -> None:
-        if self.num_blocks < 1:
-            raise RangeError(f"a cache needs at least one block, got num_blocks={self.num_blocks}")
-        if self.partial_scan < 0:
-            raise RangeError(f"partial_scan counts blocks, got {self.partial_scan}")
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy a block on the device before the step computes: its first `num_tokens` tokens are wanted in the target."""
-
-    source: int
-    target: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """The manager in numbers, since it was made."""
-
-    num_blocks: int
-    num_free: int
-    num_evictable: int
-    num_holds: int
-    queried_tokens: int
-    hit_tokens: int
-
-
-class Hold:
-    """A request's cached KV: a lease on what was found, and slots of its own. The manager changes it; callers read.
-
-    `num_cached_tokens` tokens need not be computed, once `copy` (if there is one) is made.
-    """
-
-    __slots__ = ("copy", "is_loading", "lease", "num_cached_tokens", "num_loaded_tokens", "source")
-
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
-        self.is_loading = False
-        """Whether blocks of it are on their way to the device; see CacheManager.is_ready."""
-        self.num_loaded_tokens = 0
-        """Of the cached ones, those that come from a lower tier."""
-        self.num_cached_tokens = lease.num_matched_tokens
-        self.source: Lease | None = None
-        """Holds the block that the beginning of the next one is copied from, until that is computed."""
-        self.copy: BlockCopy | None = None
-
-    @property
-    def chain(self) -> Chain:
-        """The request's tokens."""
-        return self.lease.chain
-
-    @property
-    def table(self) -> I32:
-        """The device slot of each block, in order."""
-        return self.lease.table
-
-
 class CacheManager:
     """Finds, allocates, publishes and lets go of the device's blocks. For one thread."""
 
@@ -121,41 +56,80 @@ class CacheManager:
         config: CacheConfig,
         *,
         num_ranks: int = 1,
+        num_host_ready: int | None = None,
         listener: Listener | None = None,
         ghost: GhostCache | None = None,
     ) -> None:
+        """`num_host_ready` host slots can be used at once, the others when reports say so; None: all."""
         self.namespace = namespace
         self.config = config
         self._device = Tier(0, BlockPool("device", config.num_blocks), lambda: make_policy(config.policy))
-        tiers = [self._device]
-        host = config.host if config.prefix_caching else None
+        tiers, host = [self._device], config.host if config.prefix_caching else None
         if host is not None:
-            tiers.append(Tier(1, BlockPool("host", host.num_blocks), lambda: make_policy(host.policy)))
-        self.tree = RadixTree(namespace, tiers, enabled=config.prefix_caching, listener=listener, ghost=ghost)
-        self.moves = Moves(self.tree, num_ranks)
-        self._host = HostCopies(self.tree, self._device, tiers[1], host, self.moves) if host is not None else None
+            num_ready = host.num_blocks if num_host_ready is None else num_host_ready
+            tiers.append(Tier(1, BlockPool("host", num_ready), lambda: make_policy(host.policy)))
+        keyed = host is not None and bool(config.stores)
+        self.tree = RadixTree(
+            namespace, tiers, enabled=config.prefix_caching, with_keys=keyed, listener=listener, ghost=ghost
+        )
+        self.moves = Moves(self.tree, num_ranks, self._ended)
+        self.speeds = Speeds()
+        self.host: HostCopies | None = None
+        self.stores: dict[str, StoreCopies] = {}
+        if host is not None:
+            self.host = HostCopies(self.tree, self._device, tiers[1], host, self.moves)
+            self.stores = {each.name: StoreCopies(self.tree, tiers[1], each, self.moves) for each in config.stores}
+        stores = list(self.stores.values())
+        self._fetches = Fetches(self.tree, tiers[-1], stores, self.moves, self.speeds) if stores else None
         self._holds: set[Hold] = set()
         self._pins: set[Lease] = set()
-        self._queried_tokens = self._hit_tokens = 0
+        self._queried_tokens = 0
+        self._hit_tokens = dict.fromkeys((*(tier.name for tier in tiers), *self.stores), 0)
 
-    def match(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP, may_load: bool = True) -> Hold:
+    # ---- a request's life ------------------------------------------------------------------------------------------
+
+    def prefetch(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP) -> Fetch | None:
+        """Begin to bring what stores have of a prompt to the host; None if there is no store.
+
+        A request waits until `is_fetched`, then gives the fetch to `match`; or it goes, and `end_fetch` is called.
+        """
+        if self._fetches is None or not chain.num_tokens:
+            return None
+        return self._fetches.start(chain, self._most_blocks(chain), retention, now)
+
+    def is_fetched(self, fetch: Fetch, *, now: float = 0.0) -> bool:
+        """Whether its request need not wait for it any more: it has arrived, or patience is over."""
+        assert self._fetches is not None
+        return self._fetches.is_over(fetch, now)
+
+    def end_fetch(self, fetch: Fetch) -> None:
+        """Nobody waits for it any more."""
+        assert self._fetches is not None
+        self._fetches.end(fetch)
+
+    def match(
+        self,
+        chain: Chain,
+        *,
+        now: float = 0.0,
+        retention: Retention = _KEEP,
+        may_load: bool = True,
+        fetch: Fetch | None = None,
+    ) -> Hold:
         """Hold the longest cached prefix, at least one token short of all: the last must be computed for its logits.
 
-        Without `may_load` only what is on the device counts.
+        Without `may_load` only what is on the device counts. `fetch` is what was brought for it, which stays open.
         """
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
-        bare = (chain.num_tokens - 1) // self.namespace.block_tokens
-        hold = Hold(self.tree.match(chain, now=now, max_blocks=bare, retention=retention))
-        if self._host is not None and (missing := self._host.num_to_load(hold.lease)):
-            hold.num_loaded_tokens = missing * self.namespace.block_tokens
-            if not may_load:
-                self.tree.release(hold.lease, used=False)
-                on_device = _leading(hold.lease.table)
-                hold = Hold(self.tree.match(chain, now=now, max_blocks=on_device, retention=retention))
+        hold = Hold(self.tree.match(chain, now=now, max_blocks=self._most_blocks(chain), retention=retention))
+        if self.host is not None and (missing := self.host.num_to_load(hold.lease)):
+            hold = self._match_below(hold, missing, may_load, fetch, now)
         self._holds.add(hold)
         if self.config.prefix_caching:
             self._match_partly(hold, now)
+            num_below = sum(hold.tokens_from.values())
+            hold.tokens_from["device"] = hold.num_cached_tokens - num_below
         return hold
 
     def allocate(self, hold: Hold, num_tokens: int) -> Shortage | None:
@@ -180,41 +154,39 @@ class CacheManager:
     def is_ready(self, hold: Hold) -> bool:
         """Whether everything the hold found is on the device. A load that failed raises LoadError: abort the hold."""
         self._must_hold(hold)
-        if not hold.is_loading or self._host is None:
+        if not hold.is_loading or self.host is None:
             return True
-        if not self._host.is_loaded(hold.lease):
-            if self._host.has_failed(hold.lease):
+        if not self.host.is_loaded(hold.lease):
+            if self.host.has_failed(hold.lease):
                 raise LoadError("blocks that were to be loaded are not there: compute them instead")
             return False
-        hold.is_loading = False
-        lease = hold.lease
-        found = block_slots(lease, self._device)[: lease.num_matched]
-        lease.table = np.concatenate((found, lease.table[lease.num_matched :]))
+        hold.is_loading, hold.loads = False, ()
+        self._fill_table(hold.lease)
         return True
 
-    def plan(self, *, now: float = 0.0) -> Plan:
-        """What the workers are to move now: the loads that were asked for, and some saves."""
-        if self._host is not None:
-            self._host.plan_saves(now)
-        return self.moves.plan()
+    def overlap(self, hold: Hold) -> tuple[int, ...]:
+        """The loads that a step of this hold must wait for layer by layer, if it may start before they are done.
 
-    @property
-    def wants_to_save(self) -> bool:
-        """Whether another plan would save something."""
-        return self._host is not None and self._host.wants_to_save
-
-    def apply(self, report: Report) -> None:
-        """What became of it, from one rank."""
-        self.moves.apply(report)
+        None where others bring some of the blocks, or where nothing is on its way. The step's results count only if
+        `is_ready` says so afterwards.
+        """
+        self._must_hold(hold)
+        if self.host is None or not hold.loads or self.host.num_loading(hold.lease) == 0:
+            return ()
+        self._fill_table(hold.lease)
+        return hold.loads
 
     def scheduled(self, hold: Hold, *, now: float = 0.0) -> None:
         """The request is in a step: what it was given counts as used, once."""
         self._must_hold(hold)
         if not hold.lease.committed:
             self._queried_tokens += hold.chain.num_tokens
-            self._hit_tokens += hold.num_cached_tokens
-            if self._host is not None:
-                self._host.used_again(hold.lease)
+            for tier, num_tokens in hold.tokens_from.items():
+                self._hit_tokens[tier] += num_tokens
+            if self.host is not None:
+                self.host.queue.used_again(hold.lease)
+                for store in self.stores.values():
+                    store.queue.used_again(hold.lease)
         self.tree.commit(hold.lease, now=now)
 
     def publish(self, hold: Hold, computed_tokens: int, *, now: float = 0.0) -> None:
@@ -222,8 +194,8 @@ class CacheManager:
         self._must_hold(hold)
         first = hold.lease.num_blocks
         self.tree.publish(hold.lease, computed_tokens, now=now)
-        if self._host is not None:
-            self._host.published(hold.chain, first, hold.lease.num_blocks)
+        if self.host is not None:
+            self.host.queue.came(hold.chain, first, hold.lease.num_blocks)
         if hold.source is not None and computed_tokens > hold.num_cached_tokens:
             self._let_source_go(hold)
 
@@ -244,6 +216,10 @@ class CacheManager:
         """It was cancelled, or could not be scheduled: as if it had not been, unless a step ran."""
         self._end(hold, used=hold.lease.committed, now=now)
 
+    def explain(self, hold: Hold) -> Miss:
+        """Why the match ended where it did."""
+        return self.tree.explain(hold.lease)
+
     def pin(self, chain: Chain, *, now: float = 0.0) -> Lease:
         """Keep what is cached of a prompt until it is unpinned."""
         pin = self.tree.pin(chain, now=now)
@@ -255,17 +231,59 @@ class CacheManager:
         self._pins.remove(pin)
         self.tree.unpin(pin)
 
-    def explain(self, hold: Hold) -> Miss:
-        """Why the match ended where it did."""
-        return self.tree.explain(hold.lease)
-
     def reset(self, namespace: Namespace | None = None) -> None:
-        """Forget everything that is cached. Running requests keep what they hold."""
+        """Forget everything that is in memory. Running requests keep what they hold; stores keep what they have."""
         self.tree.reset(namespace)
         self.namespace = self.tree.namespace
         self.moves.reset()
-        if self._host is not None:
-            self._host.forget()
+        if self._fetches is not None:
+            self._fetches.reset()
+        for copies in (self.host, *self.stores.values()):
+            if copies is not None:
+                copies.queue.clear()
+
+    # ---- plans and reports -----------------------------------------------------------------------------------------
+
+    def plan(self, *, now: float = 0.0) -> Plan:
+        """What the workers are to do now: what was asked for, and some saves. Evicts ahead where that is wanted."""
+        if self.host is not None:
+            if self._fetches is not None:
+                self._fetches.advance(now)
+            self.host.plan_saves(now)
+            for store in self.stores.values():
+                store.plan_saves(now)
+            self._evict_ahead(self.host.host, self.config.host.free_share if self.config.host is not None else 0.0)
+        self._evict_ahead(self._device, self.config.free_share)
+        return self.moves.plan()
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether a plan now would have something to do, or reports are still to come."""
+        wants_to_save = self.host is not None and self.host.wants_to_save
+        wants_to_save = wants_to_save or any(store.wants_to_save for store in self.stores.values())
+        return wants_to_save or self.moves.in_flight or self.moves.has_plan
+
+    def apply(self, report: Report) -> None:
+        """What became of it, from one rank."""
+        for presence in report.presences:
+            self.stores[presence.store].learn(presence)
+            if self._fetches is not None:
+                self._fetches.answered(presence)
+        for size in report.sizes:
+            if self.host is not None and size.tier == "host" and size.num_slots > self.host.host.pool.num_slots:
+                self.host.host.pool.resize(size.num_slots)
+        self.moves.apply(report)
+
+    def computed(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
+        """A step of so many tokens took so long: what computing costs, for loading or recomputing."""
+        self.speeds.computed(num_tokens, attended_tokens, seconds)
+
+    # ---- looking ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the device: at first those of the configuration."""
+        return self._device.pool.num_slots
 
     @property
     def num_available(self) -> int:
@@ -275,20 +293,74 @@ class CacheManager:
     @property
     def stats(self) -> CacheStats:
         """The numbers of now."""
-        pool = self._device.pool
+        pool, hits = self._device.pool, self._hit_tokens
+        tiers = [
+            TierStats(tier.name, tier.pool.num_slots, tier.pool.num_used, tier.num_evictable, hits[tier.name])
+            for tier in self.tree.tiers
+        ]
+        tiers += [TierStats(name, 0, store.num_known, 0, hits[name]) for name, store in self.stores.items()]
         return CacheStats(
             pool.num_slots,
             pool.num_free,
             self._device.num_evictable,
             len(self._holds),
             self._queried_tokens,
-            self._hit_tokens,
+            sum(hits.values()),
+            tuple(tiers),
         )
 
     def check(self) -> None:
         """Raise unless every invariant of the index holds for exactly these holds."""
         sources = [hold.source for hold in self._holds if hold.source is not None]
-        self.tree.check([*(hold.lease for hold in self._holds), *sources, *self._pins, *self.moves.leases])
+        fetched = self._fetches.leases if self._fetches is not None else []
+        self.tree.check([*(hold.lease for hold in self._holds), *sources, *self._pins, *self.moves.leases, *fetched])
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _most_blocks(self, chain: Chain) -> int:
+        """Full blocks that may be cached of a prompt: its last token is computed in any case."""
+        return (chain.num_tokens - 1) // self.namespace.block_tokens
+
+    def _match_below(self, hold: Hold, missing: int, may_load: bool, fetch: Fetch | None, now: float) -> Hold:
+        """Some of what was found is not on the device: load it, or go without it."""
+        assert self.host is not None
+        block_tokens, on_device = self.namespace.block_tokens, _leading(hold.lease.table)
+        decision = None
+        if may_load and self.config.recompute:
+            under_way = missing + self.moves.num_blocks(Purpose.LOAD)
+            num_tokens = (hold.lease.num_matched - on_device) * block_tokens
+            decision = self.speeds.decide({Purpose.LOAD: under_way}, on_device * block_tokens, num_tokens)
+        if may_load and (decision is None or decision.load):
+            hold.tokens_from = _origins(fetch, missing, block_tokens)
+        else:
+            self.tree.release(hold.lease, used=False)
+            lease = self.tree.match(hold.chain, now=now, max_blocks=on_device, retention=hold.lease.retention)
+            hold = Hold(lease)
+        hold.decision = decision or (fetch.decision if fetch is not None else None)
+        return hold
+
+    def _fill_table(self, lease: Lease) -> None:
+        """The device slots of what was found, there or on its way."""
+        found = block_slots(lease, self._device)[: lease.num_matched]
+        lease.table = np.concatenate((found, lease.table[lease.num_matched :]))
+
+    def _evict_ahead(self, tier: Tier, free_share: float) -> None:
+        wanted = math.ceil(free_share * tier.pool.num_slots) - tier.pool.num_free
+        if wanted > 0:
+            self.tree.evict(tier, min(wanted, tier.num_evictable))
+
+    def _ended(self, move: Move, there: Mask) -> None:
+        """A move is over: learn its speed, and go on with its blocks."""
+        purpose, transfer = move.transfer.purpose, move.transfer
+        if there.all():
+            self.speeds.moved(purpose, move.count, move.seconds)
+        if purpose is Purpose.SAVE and there.any():
+            for store in self.stores.values():
+                store.queue.came(move.lease.chain, move.first, move.first + move.count)
+        elif purpose is Purpose.STORE:
+            self.stores[transfer.target].ended(move, there)
+        elif purpose is Purpose.FETCH and self._fetches is not None:
+            self._fetches.ended(move, there)
 
     def _match_partly(self, hold: Hold, now: float) -> None:
         """Find a cached block that begins as the first one that was not found does: as much of it is copied.
@@ -308,15 +380,18 @@ class CacheManager:
         """Slots for tokens that have none, and for blocks that come from the host, which then are on their way."""
         lease = hold.lease
         num_new = lease.num_missing(num_tokens)
-        num_to_load = self._host.num_to_load(lease) if self._host is not None and not lease.committed else 0
+        first_time = self.host is not None and not hold.is_loading and not lease.committed
+        num_to_load = self.host.num_to_load(lease) if self.host is not None and first_time else 0
         if not num_new + num_to_load:
             return None
         slots = self.tree.reserve(self._device, num_new + num_to_load, lease.chain.salt)
         if isinstance(slots, Shortage):
             return slots
-        if num_to_load and self._host is not None:
-            self._host.load(lease, Slots(slots.tier, slots.ids[:num_to_load]))
-        hold.is_loading = hold.is_loading or (self._host is not None and not self._host.is_loaded(lease))
+        if self.host is not None and first_time and not self.host.is_loaded(lease):
+            hold.is_loading = True
+            alone = self.host.num_loading(lease) == 0
+            ids = self.host.load(lease, Slots(slots.tier, slots.ids[:num_to_load])) if num_to_load else []
+            hold.loads = tuple(ids) if alone else ()
         lease.table = np.concatenate((lease.table, slots.ids[num_to_load:]))
         return None
 
@@ -329,8 +404,10 @@ class CacheManager:
         self._must_hold(hold)
         self._holds.remove(hold)
         self._let_source_go(hold)
-        if used and self._host is not None:
-            self._host.finished(hold.lease)
+        if used and self.host is not None:
+            self.host.queue.finished(hold.lease)
+            for store in self.stores.values():
+                store.queue.finished(hold.lease)
         self.tree.release(hold.lease, used=used, now=now)
 
     def _must_hold(self, hold: Hold) -> None:
@@ -342,3 +419,12 @@ def _leading(table: I32) -> int:
     """How many slots there are before the first that is missing."""
     missing = np.flatnonzero(table == NO_SLOT)
     return int(missing[0]) if len(missing) else len(table)
+
+
+def _origins(fetch: Fetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
+    """Where blocks below the device come from, in tokens: those fetched for this request from their stores."""
+    origins: dict[str, int] = {}
+    for store, count in fetch.num_fetched.items() if fetch is not None else ():
+        origins[store] = min(count, num_blocks) * block_tokens
+        num_blocks -= min(count, num_blocks)
+    return {**origins, "host": num_blocks * block_tokens}

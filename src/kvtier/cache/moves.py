@@ -1,6 +1,6 @@
 """Moves: the transfers a manager has planned and not heard of yet, and what they hold until then.
 
-    planned: begin_write(target), begin_read(source), a lease  ──every rank's outcome──>  end_write, end_read, release
+    planned: WRITING in the target, READING in the source, a lease  ──every rank's outcome──>  READY or gone, released
 
 A move holds a lease of its own, so neither side of it can be evicted or reused while it runs, whoever finishes, aborts
 or resets meanwhile. After a reset its blocks are out of the tree; its slots are freed when it is over, and nothing of
@@ -10,13 +10,38 @@ it becomes readable.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvtier.cache.plan import Outcome, Plan, Purpose, Report, Transfer, slot_bytes
+import numpy as np
+
+from kvtier.cache.plan import Drop, Outcome, Plan, Probe, Purpose, Report, Transfer, slot_bytes
 from kvtier.errors import ArgumentError, StateError
-from kvtier.index import Lease, RadixTree, Slots, Tier
+from kvtier.index import Lease, RadixTree, Tier
 from kvtier.index.pool import I32
-from kvtier.index.transfers import begin_read, begin_write, end_read, end_write
+from kvtier.index.transfers import begin_read, end_read, end_write
+
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end of a move: slots of a tier, or a store, which has none."""
+
+    name: str
+    tier: Tier | None = None
+    slots: I32 | None = None
+
+    @classmethod
+    def of(cls, tier: Tier, slots: I32) -> End:
+        """Slots of a tier."""
+        return cls(tier.name, tier, slots)
+
+    @property
+    def slot_bytes(self) -> bytes:
+        """As messages carry them."""
+        return b"" if self.slots is None else slot_bytes(self.slots)
 
 
 @dataclass(slots=True)
@@ -25,14 +50,21 @@ class Move:
 
     transfer: Transfer
     lease: Lease
-    source: Tier
-    target: Tier
     first: int
-    count: int
+    source: Tier | None
+    target: Tier | None
     epoch: int
     waiting_for: set[int]
     """Ranks that have not reported it."""
-    ok: bool = True
+    arrived: Mask
+    """Blocks no rank has reported lost."""
+    seconds: float = 0.0
+    """Of the slowest rank."""
+
+    @property
+    def count(self) -> int:
+        """Its blocks."""
+        return len(self.arrived)
 
 
 @dataclass(slots=True)
@@ -42,52 +74,91 @@ class MoveCounts:
     num_blocks: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
     num_bytes: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
     num_failed: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
+    """Blocks that did not arrive."""
+    seconds: dict[Purpose, float] = field(default_factory=lambda: dict.fromkeys(Purpose, 0.0))
 
 
 class Moves:
     """Plans transfers and takes their reports, for `num_ranks` ranks that each do every transfer."""
 
-    def __init__(self, tree: RadixTree, num_ranks: int = 1) -> None:
+    def __init__(self, tree: RadixTree, num_ranks: int, on_end: Callable[[Move, Mask], None]) -> None:
+        """`on_end` is told of each move that is over, and which of its blocks are where they should be."""
         self.counts = MoveCounts()
         self.epoch = 0
         self._tree = tree
         self._num_ranks = num_ranks
+        self._on_end = on_end
         self._ids = itertools.count(1)
         self._plan_ids = itertools.count(1)
         self._planned: list[Transfer] = []
+        self._probes: list[Probe] = []
+        self._drops: list[Drop] = []
         self._in_flight: dict[int, Move] = {}
+        self._num_blocks = dict.fromkeys(Purpose, 0)
 
     @property
     def leases(self) -> list[Lease]:
         """What moves hold, for checking."""
         return [move.lease for move in self._in_flight.values()]
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether some report is still to come."""
+        return bool(self._in_flight)
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether something was planned that no plan has told yet."""
+        return bool(self._planned or self._probes or self._drops)
+
     def num_blocks(self, purpose: Purpose) -> int:
         """Blocks under way."""
-        return sum(move.count for move in self._in_flight.values() if move.transfer.purpose is purpose)
+        return self._num_blocks[purpose]
 
     def start(
-        self, purpose: Purpose, lease: Lease, source: Tier, sources: I32, target: Tier, targets: Slots, first: int
+        self,
+        purpose: Purpose,
+        lease: Lease,
+        first: int,
+        source: End,
+        target: End,
+        keys: bytes = b"",
+        digests: bytes = b"",
     ) -> int:
-        """Plan to move blocks of a path; the move owns the lease from now on. Returns its id."""
-        begin_write(lease, target, first, targets)
-        begin_read(lease, source, first, len(targets))
-        number = next(self._ids)
-        slots = slot_bytes(sources), slot_bytes(targets.ids)
-        transfer = Transfer(number, purpose, source.name, target.name, *slots)
-        self._planned.append(transfer)
-        self._in_flight[number] = Move(
-            transfer, lease, source, target, first, len(targets), self.epoch, set(range(self._num_ranks))
+        """Plan to move blocks [first, ..) of a path. The move owns the lease from now on. Returns its id.
+
+        What is written in a tier is WRITING already (`begin_write`, or a graft).
+        """
+        transfer = Transfer(
+            next(self._ids), purpose, source.name, target.name, source.slot_bytes, target.slot_bytes, keys, digests
         )
-        return number
+        if source.tier is not None:
+            begin_read(lease, source.tier, first, transfer.num_blocks)
+        self._planned.append(transfer)
+        self._num_blocks[purpose] += transfer.num_blocks
+        waiting, arrived = set(range(self._num_ranks)), np.ones(transfer.num_blocks, np.bool_)
+        self._in_flight[transfer.id] = Move(
+            transfer, lease, first, source.tier, target.tier, self.epoch, waiting, arrived
+        )
+        return transfer.id
+
+    def probe(self, store: str, keys: bytes = b"") -> int:
+        """Ask a store which of these it has, or for all that it has. Returns the probe's id."""
+        self._probes.append(Probe(next(self._ids), store, keys))
+        return self._probes[-1].id
+
+    def drop(self, drop: Drop) -> None:
+        """Tell a store to forget."""
+        self._drops.append(drop)
 
     def plan(self) -> Plan:
         """What was planned since the last plan."""
-        planned, self._planned = tuple(self._planned), []
-        return Plan(next(self._plan_ids), self.epoch, planned)
+        planned, probes, drops = tuple(self._planned), tuple(self._probes), tuple(self._drops)
+        self._planned, self._probes, self._drops = [], [], []
+        return Plan(next(self._plan_ids), self.epoch, planned, probes, drops)
 
     def apply(self, report: Report) -> None:
-        """Take a rank's outcomes. A move is over when every rank has reported it, and good if all of them say so."""
+        """Take a rank's outcomes. A move is over when every rank has reported it; a block arrived if all say so."""
         if not 0 <= report.rank < self._num_ranks:
             raise ArgumentError(f"a report of rank {report.rank}, there are {self._num_ranks}")
         for outcome in report.outcomes:
@@ -101,17 +172,39 @@ class Moves:
         move = self._in_flight.get(outcome.transfer_id)
         if move is None or rank not in move.waiting_for:
             raise StateError(f"transfer {outcome.transfer_id} was reported by rank {rank}, which had none to report")
+        if outcome.arrived and len(outcome.arrived) != move.count:
+            raise ArgumentError(
+                f"transfer {outcome.transfer_id} has {move.count} blocks, its outcome tells of {len(outcome.arrived)}"
+            )
         move.waiting_for.discard(rank)
-        move.ok = move.ok and outcome.ok
+        if outcome.arrived:
+            move.arrived &= np.frombuffer(outcome.arrived, np.bool_)
+        elif not outcome.ok:
+            move.arrived[:] = False
+        move.seconds = max(move.seconds, outcome.seconds)
         self.counts.num_bytes[move.transfer.purpose] += outcome.num_bytes
         if not move.waiting_for:
             self._finish(move)
 
     def _finish(self, move: Move) -> None:
-        purpose, is_current = move.transfer.purpose, move.epoch == self.epoch
+        purpose, num_arrived = move.transfer.purpose, int(move.arrived.sum())
         del self._in_flight[move.transfer.id]
-        self.counts.num_failed[purpose] += not move.ok
-        self.counts.num_blocks[purpose] += move.count if move.ok else 0
-        end_write(self._tree, move.lease, move.target, move.first, move.count, ok=move.ok and is_current)
-        end_read(move.lease, move.source, move.first, move.count)
+        self._num_blocks[purpose] -= move.count
+        self.counts.num_blocks[purpose] += num_arrived
+        self.counts.num_failed[purpose] += move.count - num_arrived
+        self.counts.seconds[purpose] += move.seconds
+        there = move.arrived if move.epoch == self.epoch else np.zeros(move.count, np.bool_)
+        if move.target is not None:
+            for ok in (True, False):
+                for first, stop in runs(there == ok, move.first):
+                    end_write(self._tree, move.lease, move.target, first, stop - first, ok=ok)
+        if move.source is not None:
+            end_read(move.lease, move.source, move.first, move.count)
+        self._on_end(move, there)
         self._tree.release(move.lease, used=False)
+
+
+def runs(wanted: Mask, start: int) -> Iterator[tuple[int, int]]:
+    """The stretches [first, stop) of what is wanted, numbered from `start`."""
+    edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)) + start
+    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

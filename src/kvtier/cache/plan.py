@@ -1,9 +1,11 @@
 """What the deciding side and the moving side tell each other: plans one way, reports the other. Values, nothing else.
 
-    CacheManager --Plan--> CacheController (every rank)          what to move, in this order where `after` says so
-    CacheManager <--Report-- CacheController                     what became of it
+    CacheManager --Plan--> CacheController (every rank)          what to forget, to look up and to move, in this order
+    CacheManager <--Report-- CacheController                     what became of it, and what is there
 
-Slots and keys travel as bytes (little-endian int32, 32 bytes each), so that a message costs by its blocks.
+The transfers of a plan do not depend on each other, nor on those of earlier plans that are still under way: what needs
+another to be done is planned when that was reported. Slots and keys travel as bytes (little-endian int32, 32 bytes
+each), so that a message costs by its blocks.
 """
 
 from __future__ import annotations
@@ -17,41 +19,54 @@ import numpy as np
 from kvtier.errors import ArgumentError
 
 I32 = np.ndarray[Any, np.dtype[np.int32]]
+KEY_BYTES = 32
 
 
 class Purpose(Enum):
-    """Why blocks are moved; a load is waited for, a save is not."""
+    """Why blocks are moved. A load and a fetch are waited for, the others are not."""
 
     LOAD = "load"
+    """Host to device."""
     SAVE = "save"
+    """Device to host."""
+    FETCH = "fetch"
+    """A store to the host."""
+    STORE = "store"
+    """Host to a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Blocks from one tier to another, the i-th source slot to the i-th target slot."""
+    """Blocks from one tier to another, the i-th source to the i-th target. A store's side has keys instead of slots."""
 
     id: int
     purpose: Purpose
     source: str
     target: str
-    source_slots: bytes
-    target_slots: bytes
+    source_slots: bytes = b""
+    target_slots: bytes = b""
     keys: bytes = b""
     """Of the blocks, where a store is on one side."""
-    after: tuple[int, ...] = ()
-    """Transfers of this or earlier plans that must be done before this one begins: they read what it overwrites."""
+    digests: bytes = b""
+    """Of their tokens, for the labels in the store."""
 
     def __post_init__(self) -> None:
-        if len(self.source_slots) != len(self.target_slots) or len(self.source_slots) % 4:
+        counts = {len(part) // width for part, width in self._parts() if part}
+        has_both = self.source_slots and self.target_slots
+        ragged = any(len(part) % width for part, width in self._parts())
+        if len(counts) != 1 or ragged or not (has_both or self.keys):
             raise ArgumentError(
-                f"transfer {self.id} has {len(self.source_slots)} bytes of source slots "
-                f"and {len(self.target_slots)} of target slots"
+                f"transfer {self.id} has {len(self.source_slots)} bytes of source slots, {len(self.target_slots)} of "
+                f"target slots, {len(self.keys)} of keys and {len(self.digests)} of digests"
             )
+
+    def _parts(self) -> tuple[tuple[bytes, int], ...]:
+        return (self.source_slots, 4), (self.target_slots, 4), (self.keys, KEY_BYTES), (self.digests, 16)
 
     @property
     def num_blocks(self) -> int:
         """How many blocks it moves."""
-        return len(self.source_slots) // 4
+        return max(len(self.source_slots), len(self.target_slots)) // 4
 
     @property
     def sources(self) -> I32:
@@ -65,26 +80,67 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Which of these keys does a store have? Without keys: all that it has."""
+
+    id: int
+    store: str
+    keys: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A store is to forget these keys; without keys, all of this cache."""
+
+    store: str
+    keys: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do for one step. Ids rise; the epoch changes with every reset."""
+    """What to do for one step: drops, then probes, then transfers. Ids rise; the epoch changes with every reset."""
 
     id: int
     epoch: int
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[Transfer, ...] = ()
+    probes: tuple[Probe, ...] = ()
+    drops: tuple[Drop, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.transfers)
+        return bool(self.transfers or self.probes or self.drops)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one transfer. A failed one failed for all its blocks."""
+    """What became of one transfer."""
 
     transfer_id: int
     ok: bool
+    """Whether every block arrived."""
     num_bytes: int
     seconds: float
     reason: str = ""
+    arrived: bytes = b""
+    """Where only some blocks did: one byte for each, 1 for those. Empty: all or none, as `ok` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """These keys are in a store, those are not: the answer to a probe, or what a read that found nothing has shown."""
+
+    store: str
+    present: bytes = b""
+    absent: bytes = b""
+    probe_id: int = 0
+    """Every probe is answered once, with or without success; 0: nobody asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """So many slots of a tier can be used: host memory comes piece by piece."""
+
+    tier: str
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +149,16 @@ class Report:
 
     epoch: int
     rank: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[Outcome, ...] = ()
+    presences: tuple[Presence, ...] = ()
+    sizes: tuple[TierSize, ...] = ()
 
 
 def slot_bytes(slots: I32) -> bytes:
     """Slots as messages carry them."""
     return slots.astype("<i4").tobytes()
+
+
+def split_keys(keys: bytes) -> list[bytes]:
+    """The single keys of a message."""
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]

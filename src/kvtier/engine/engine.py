@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,18 +17,20 @@ import torch
 from kvtier.batch import Pipeline, Timeline
 from kvtier.batch.executor import InlineExecutor
 from kvtier.batch.ticket import Status, Ticket
-from kvtier.cache.controller import CacheController
-from kvtier.cache.manager import CacheConfig, CacheManager
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.manager import CacheManager
 from kvtier.engine.generation import Explanation, FinishReason, Generation, Output
 from kvtier.engine.model import Model
 from kvtier.engine.modules import CacheGroup, Choose, Compute, Inputs
 from kvtier.engine.sampling import RequestSampler, SamplingParams
 from kvtier.engine.speculate import Proposer
+from kvtier.engine.tiers import Tiers, new_controller
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.index import Chain, Namespace
 from kvtier.memory import Placement
 from kvtier.scheduler import Control, Request, RowResult, Scheduler, SchedulerConfig, Step
+from kvtier.storage import Store
 
 IdArray = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -63,9 +65,11 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         proposer: Proposer | None = None,
+        stores: Mapping[str, Store] | None = None,
         clock: Callable[[], float] = time.monotonic,
         timeline: Timeline | None = None,
     ) -> None:
+        """`stores` by the names that config.cache.stores gives them; the engine closes them."""
         config = config or EngineConfig()
         models = [model, *(proposer.models if proposer is not None else ())]
         for each in models[1:]:
@@ -78,10 +82,7 @@ class Engine:
         self.config = replace(config, scheduler=replace(config.scheduler, max_context=limit))
         self.model = model
         self.tokenizer = tokenizer
-        self.manager = CacheManager(_namespace(model, config.block_tokens), config.cache)
         lookahead = proposer.num_tokens if proposer is not None else 0
-        scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead)
-        self.scheduler = Scheduler(self.manager, scheduler)
         self.proposer = proposer
         self.groups = [
             CacheGroup(
@@ -93,14 +94,20 @@ class Engine:
             )
             for each in models
         ]
+        namespace = _namespace(models, config.block_tokens)
+        stores = _checked(stores or {}, config.cache)
         host = config.cache.host if config.cache.prefix_caching else None
-        caches = [group.cache for group in self.groups]
-        self._controller = CacheController(caches, host.num_blocks) if host is not None else None
+        controller = new_controller(host.num_blocks, self.groups, stores, namespace.fingerprint) if host else None
+        num_ready = controller.num_host_ready if controller is not None else None
+        self.manager = CacheManager(namespace, config.cache, num_host_ready=num_ready)
+        scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
+        self.scheduler = Scheduler(self.manager, scheduler)
+        self.tiers = Tiers(self.manager, self.groups, controller, stores, self.scheduler, clock)
         self._clock = clock
         self._inputs = Inputs(self.groups)
         self._choose = Choose(self._inputs)
         self._pipeline = Pipeline(
-            [self._inputs, Compute(self.groups), self._choose],
+            [self._inputs, Compute(self.groups, self._inputs), self._choose],
             phases=1,
             placement=Placement.parse(str(model.weights.device)),
             executor=InlineExecutor,
@@ -138,8 +145,9 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step; returns what it added to each answer. Does nothing if there is nothing to do."""
         now = self._clock()
+        self.tiers.apply()
         step = self.scheduler.schedule(now)
-        self._move(step)
+        self.tiers.submit(step.plan)
         if step.controls:
             self.scheduler.update(step, [], now)
             self._run(step.controls)
@@ -147,10 +155,12 @@ class Engine:
         outputs = [output for request in step.refused for output in self._refused(request)]
         if not step.rows:
             self.scheduler.update(step, [], now)
+            if not outputs:
+                self.tiers.wait()
             return outputs
         for row in step.rows:
             self._explain(row.request)
-        self._inputs.plan(step)
+        self._inputs.plan(step, self.tiers.layer_waits(step.loads))
         tickets = {row.request.id: self._live[row.request.id][1] for row in step.rows}
         generating = [tickets[row.request.id] for row in step.rows if row.wants_token and row.num_tokens <= 1]
         try:
@@ -164,6 +174,7 @@ class Engine:
             if not isinstance(error, Exception):  # an exit or an interrupt goes on its way
                 raise
             return outputs
+        self.tiers.apply()
         return outputs + self._finish(step)
 
     def abort(self, request_id: str) -> bool:
@@ -179,7 +190,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work() or self.manager.wants_to_save
+        return self.scheduler.has_work() or self.manager.has_plans
 
     def control(self, name: str, run: Callable[[], None]) -> None:
         """Do something between two steps, once."""
@@ -197,19 +208,17 @@ class Engine:
         return self._over[request_id]
 
     def close(self) -> None:
-        """Cancel what runs and end the threads."""
+        """Cancel what runs, end the threads, close the stores, free host memory."""
         for name in {generation.id for generation, _ in self._live.values()}:
             self.abort(name)
         self._pipeline.close()
+        self.tiers.close()
+
+    def chain(self, prompt: str | Sequence[int], *, salt: bytes = b"") -> Chain:
+        """A prompt as the tiers know it."""
+        return Chain(self.manager.namespace, self._tokens(prompt), salt=salt)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
-
-    def _move(self, step: Step) -> None:
-        """Blocks between tiers, before the step computes: nobody reads or writes them in it."""
-        if self._controller is not None:
-            self._controller.submit(step.plan)
-            for report in self._controller.poll():
-                self.manager.apply(report)
 
     def _tokens(self, prompt: str | Sequence[int]) -> IdArray:
         if isinstance(prompt, str):
@@ -246,17 +255,18 @@ class Engine:
 
     def _finish(self, step: Step) -> list[Output]:
         """Give every answer its tokens, tell the scheduler, and let go of those that are done."""
-        outputs, results = [], []
+        outputs, results, now = [], [], self._clock()
         for row in step.rows:
             generation = self._live[row.request.id][0]
             samples = self._choose.samples[row.request.id]
             taken = 0
             if samples:
                 output, taken = generation.take(samples)
+                if generation.first_token_at is None:
+                    generation.first_token_at = now
                 outputs.append(output)
             tokens = tuple(one.token_id for one in samples[:taken])
             results.append(RowResult(tokens, generation.finish_reason is not None))
-        now = self._clock()
         self.scheduler.update(step, results, now)
         for row in step.rows:
             self._settle(row.request)
@@ -324,20 +334,33 @@ class Engine:
             del self._over[next(iter(self._over))]
 
 
-def _namespace(model: Model, block_tokens: int) -> Namespace:
-    """Whose KV this is: the architecture, and a digest over a thousand numbers of every matrix.
+def _checked(stores: Mapping[str, Store], config: CacheConfig) -> dict[str, Store]:
+    wanted = {each.name for each in config.stores}
+    if wanted != {*stores}:
+        raise ArgumentError(f"the cache is to have stores {sorted(wanted)}, given were {sorted(stores)}")
+    return {each.name: stores[each.name] for each in config.stores} if config.prefix_caching else {}
+
+
+def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:
+    """Whose KV this is: the architectures, and a digest over a thousand numbers of every matrix.
 
     Training or merging an adapter changes nearly every number of the matrices it touches.
     """
-    config, weights = model.config, model.weights
-    digest = hashlib.sha256()
-    matrices = [
-        each.weight for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)
-    ]
-    norms = [layer.input_norm for layer in weights.layers] + [layer.post_norm for layer in weights.layers]
-    for tensor in (weights.embedding, weights.norm, *norms, *matrices):
-        flat = tensor.detach().flatten()
-        some = flat[:: max(1, len(flat) // 1000)].cpu().contiguous()
-        digest.update(some.view(torch.uint8).numpy().tobytes())
-    layout = f"block-first {config.num_layers} x 2 x {block_tokens} x {config.num_kv_heads} x {config.head_dim}"
-    return Namespace(repr(config), digest.hexdigest(), str(weights.dtype), layout, block_tokens)
+    digest, layouts = hashlib.sha256(), []
+    for model in models:
+        config, weights = model.config, model.weights
+        matrices = [
+            each.weight for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        ]
+        norms = [layer.input_norm for layer in weights.layers] + [layer.post_norm for layer in weights.layers]
+        for tensor in (weights.embedding, weights.norm, *norms, *matrices):
+            flat = tensor.detach().flatten()
+            some = flat[:: max(1, len(flat) // 1000)].cpu().contiguous()
+            digest.update(some.view(torch.uint8).numpy().tobytes())
+        layouts.append(
+            f"block-first {config.num_layers} x 2 x {block_tokens} x {config.num_kv_heads} x {config.head_dim}"
+        )
+    dtype = str(models[0].weights.dtype)
+    return Namespace(
+        repr([model.config for model in models]), digest.hexdigest(), dtype, "; ".join(layouts), block_tokens
+    )

@@ -53,6 +53,14 @@ class Explanation:
     num_preempted: int
     miss: str
     """Why the match ended where it did."""
+    tokens_from: dict[str, int]
+    """The cached tokens by the tier they were found in."""
+    why_loaded: str
+    """Whether blocks of lower tiers were loaded or computed again, with the numbers; empty if there were none."""
+    waited_seconds: float | None
+    """From its arrival until it had a place and its blocks were on their way."""
+    ttft_seconds: float | None
+    """From its arrival to its first token."""
 
 
 @dataclass(slots=True)
@@ -67,6 +75,7 @@ class Generation:
     stop: StopChecker
     miss: str = ""
     finish_reason: FinishReason | None = None
+    first_token_at: float | None = None
     siblings: list[Generation] = field(default_factory=list)
     """The other answers to the same prompt; they start when its blocks are there to be shared."""
 
@@ -138,4 +147,8 @@ class Generation:
             request.num_new_tokens,
             request.num_preempted,
             self.miss,
+            dict(request.tokens_from),
+            request.why_loaded,
+            None if request.scheduled_at is None else request.scheduled_at - request.arrival,
+            None if self.first_token_at is None else self.first_token_at - request.arrival,
         )

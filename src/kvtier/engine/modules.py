@@ -8,13 +8,15 @@ UPDATE    Choose     samples -> the engine
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from kvtier.batch import BATCH, BatchData, Environment, Key, Module
+from kvtier.cache.layer_waits import LayerWaits
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.generation import Generation
 from kvtier.engine.graph import DecodeGraphs
@@ -35,17 +37,33 @@ class CacheGroup:
         """On CUDA, decode steps of up to the largest of `graph_sizes` rows are captured and replayed."""
         self.model = model
         self.block_tokens = block_tokens
-        self.cache = model.new_cache(num_blocks, block_tokens)
+        self._graph_sizes = graph_sizes if model.weights.device.type == "cuda" else ()
+        self._max_context = max_context
         self._graphs: DecodeGraphs | None = None
-        if graph_sizes and model.weights.device.type == "cuda":
-            max_blocks = min(num_blocks, -(-max_context // block_tokens))
-            self._graphs = DecodeGraphs(model, self.cache, max_blocks, graph_sizes)
+        self.renew(num_blocks)
 
-    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+    def renew(self, num_blocks: int) -> None:
+        """A cache of so many blocks, all zero, instead of the one before."""
+        self.cache = self.model.new_cache(num_blocks, self.block_tokens)
+        if self._graph_sizes:
+            max_blocks = min(num_blocks, -(-self._max_context // self.block_tokens))
+            self._graphs = DecodeGraphs(self.model, self.cache, max_blocks, self._graph_sizes)
+
+    def free(self) -> None:
+        """Give the cache's memory back; `renew` before the next step."""
+        self._graphs = None
+        self.cache = self.model.new_cache(0, self.block_tokens)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block."""
+        return self.cache[0:0].element_size() * int(np.prod(self.cache.shape[1:]))
+
+    def logits(self, batch: ForwardBatch, before_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Compute a batch: fills the cache, returns the logits that are wanted; they hold until the next step."""
-        if self._graphs is not None and self._graphs.takes(batch):
+        if self._graphs is not None and before_layer is None and self._graphs.takes(batch):
             return self._graphs.logits(batch)
-        return self.model.logits(self.model.forward(batch, self.cache))
+        return self.model.logits(self.model.forward(batch, self.cache, before_layer))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Whole blocks, on the current stream."""
@@ -62,11 +80,14 @@ class Inputs(Module):
         self._rows: Mapping[str, Row] = {}
         self._step: Step | None = None
         self._ready: dict[int, ForwardBatch] = {}
+        self.waits: LayerWaits | None = None
+        """For a step that starts before its blocks are loaded."""
 
-    def plan(self, step: Step) -> None:
+    def plan(self, step: Step, waits: LayerWaits | None = None) -> None:
         """The step that the next batch runs."""
         self._step = step
         self._rows = {row.request.id: row for row in step.rows}
+        self.waits = waits
 
     def setup(self, env: Environment) -> None:
         """Build the batch on the host and send it."""
@@ -94,15 +115,18 @@ class Compute(Module):
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], inputs: Inputs) -> None:
         self._groups = groups
+        self._inputs = inputs
 
     def forward(self, env: Environment) -> None:
-        """Fill the caches; logits of the rows that want a token."""
-        batch = env.at(FORWARD_BATCH)
-        for group in self._groups[1:]:
-            group.model.forward(batch, group.cache)
-        env.produce(LOGITS, self._groups[0].logits(batch))
+        """Fill the caches; logits of the rows that want a token. Layers wait for blocks that are being loaded."""
+        batch, waits = env.at(FORWARD_BATCH), self._inputs.waits
+        before = [partial(waits.before_layer, group=i) if waits else None for i in range(len(self._groups))]
+        logits = self._groups[0].logits(batch, before[0])
+        for group, each in zip(self._groups[1:], before[1:], strict=True):
+            group.model.forward(batch, group.cache, each)
+        env.produce(LOGITS, logits)
 
 
 class Choose(Module):
@@ -125,6 +149,8 @@ class Choose(Module):
         rows = self._inputs.rows(batch)
         generations: list[Generation] = [ticket.request for ticket in batch.requests]
         self.samples = {generation.request.id: [] for generation in generations}
+        if self._inputs.waits is not None and not self._inputs.waits.arrived():
+            return  # computed from blocks that are not there: the scheduler will run it again
         counts = np.array([row.num_draft + 1 if row.wants_token else 0 for row in rows], np.int64)
         firsts = np.cumsum(counts) - counts
         alive = [i for i, count in enumerate(counts) if count]

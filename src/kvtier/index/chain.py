@@ -8,6 +8,7 @@ import numpy as np
 
 from kvtier.errors import RangeError
 from kvtier.index.keys import KEY_BYTES, MediaItem, Namespace, chain_keys, media_extras
+from kvtier.index.node import Node, upwards
 from kvtier.index.tokens import TOKEN_BYTES, TokenIds, as_ids, token_bytes
 
 
@@ -38,6 +39,15 @@ class Chain:
         self._labels = token_bytes(tokens)
         self._tail = bytearray()
         self._keys = bytearray()
+
+    @classmethod
+    def of_node(cls, namespace: Namespace, node: Node) -> Chain:
+        """The chain from the root to the end of a node."""
+        nodes = list(upwards(node))[::-1]
+        salt, adapter = node.domain
+        chain = cls(namespace, as_ids(b"".join(bytes(each.labels) for each in nodes)), salt=salt, adapter=adapter)
+        chain.extras = {block: extra for each in nodes for block, extra in (each.extras or {}).items()}
+        return chain
 
     def append(self, tokens: TokenIds) -> None:
         """More tokens at the end. A token costs nothing until it fills a block."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvtier.index.chain import Chain
 from kvtier.index.events import BlocksStored, Listener
 from kvtier.index.keys import KEY_BYTES, Namespace, chain_keys
 from kvtier.index.lease import Lease
@@ -57,25 +58,43 @@ class Growth:
 
     def grow(self, lease: Lease, node: Node, block: int, stop: int, usage: Usage) -> Node:
         """Blocks [block, stop) of the chain are new: at the end of the leaf the lease grew before, or in a new node."""
-        chain, device = lease.chain, self._tiers[0]
-        labels, slots, keys = chain.label_view(block, stop), lease.table[block:stop].copy(), b""
-        if self._with_keys:
-            keys = chain_keys(self._key_above(node), labels, chain.label_bytes, chain.extras, block)
-        extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None
+        device, slots = self._tiers[0], lease.table[block:stop].copy()
         if node is lease.grown and can_grow(node, usage):
-            lengthen(node, labels, slots, keys, extras)
+            lengthen(node, *self._content(lease.chain, node, block, stop), slots)
             node.usage.expires = usage.expires
             self.stored(device, node, block - node.start)
             return node
+        new = self._add(lease.chain, node, block, stop, usage)
+        device.put(new, 0, Slots(device.name, slots), BlockState.READY)
+        lease.grown = new
+        self.stored(device, new, 0)
+        return new
+
+    def graft(self, lease: Lease, node: Node, tier: Tier, slots: Slots, usage: Usage) -> Node:
+        """The next blocks of the lease's chain, which nobody has, are being written to a tier from outside the tree."""
+        new = self._add(lease.chain, node, node.stop, node.stop + len(slots), usage)
+        tier.put(new, 0, slots, BlockState.WRITING)
+        return new
+
+    def _content(
+        self, chain: Chain, node: Node, block: int, stop: int
+    ) -> tuple[memoryview, bytes, dict[int, bytes] | None]:
+        """Labels, keys and extras of blocks below a node."""
+        labels, keys = chain.label_view(block, stop), b""
+        if self._with_keys:
+            keys = chain_keys(self._key_above(node), labels, chain.label_bytes, chain.extras, block)
+        extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None
+        return labels, keys, extras
+
+    def _add(self, chain: Chain, node: Node, block: int, stop: int, usage: Usage) -> Node:
+        """A new node of blocks [block, stop) below another, held by the one lease that brings it."""
+        labels, keys, extras = self._content(chain, node, block, stop)
         key = chain.key_at(block)
         new = Node(node, node.domain, key, block, stop - block, labels, usage, len(self._tiers), extras, keys)
         new.leases = 1
         node.children[key] = new
         if node.parent is None:
             self._misses.head_came(new)
-        device.put(new, 0, Slots(device.name, slots), BlockState.READY)
-        lease.grown = new
-        self.stored(device, new, 0)
         return new
 
     def _key_above(self, node: Node) -> bytes:

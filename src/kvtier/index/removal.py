@@ -9,7 +9,7 @@ import numpy as np
 from kvtier.index.events import BlocksRemoved, Listener
 from kvtier.index.keys import KEY_BYTES
 from kvtier.index.misses import MissList, MissReason
-from kvtier.index.node import NO_SLOT, BlockState, Node
+from kvtier.index.node import NO_SLOT, BlockState, Held, Node, upwards
 from kvtier.index.pool import I32, Slots
 from kvtier.index.shape import truncate
 from kvtier.index.tier import Tier
@@ -40,6 +40,7 @@ class Removal:
         The slots are the caller's: the pool still counts them as used.
         """
         freed: list[I32] = []
+        tier.num_evicted += n
         while n > 0:
             node = tier.victim(salt)
             held = node.held[tier.number]
@@ -48,15 +49,48 @@ class Removal:
             n -= count
             if self._is_only_in(tier, node):
                 freed.append(self.cut(node, node.num_blocks - count, tier, time))
-                continue
-            first = int(np.flatnonzero(np.frombuffer(held.states, np.uint8))[-count])
-            self._removed(tier, node, first)
-            freed.append(tier.take(node, first).ids)
-            tier.use(node.domain[0], -count)
-            kept = node.num_kept()
-            if kept < node.num_blocks:
-                self.cut(node, kept, tier, time)
+            else:
+                freed.append(self._take_last(tier, node, held, count, time))
         return freed
+
+    def _take_last(self, tier: Tier, node: Node, held: Held, count: int, time: int) -> I32:
+        """The last blocks that a tier holds of a node, which others may hold too; what none holds then is cut off."""
+        first = int(np.flatnonzero(np.frombuffer(held.states, np.uint8))[-count])
+        self._removed(tier, node, first)
+        taken = tier.take(node, first).ids
+        tier.use(node.domain[0], -count)
+        kept = node.num_kept()
+        if kept < node.num_blocks:
+            self.cut(node, kept, tier, time)
+        return taken
+
+    def demote(self, tier: Tier, node: Node, time: int) -> list[I32]:
+        """Take from a tier what another can be read for, from a node upwards, as far as nobody holds or follows it."""
+        freed: list[I32] = []
+        for each in upwards(node):
+            held = each.held[tier.number]
+            if each.leases or each.below[tier.number]:
+                break
+            if held is None:
+                continue
+            others = [other for other in each.held if other is not None and other is not held]
+            if not any(min(other.states) >= BlockState.READY for other in others):
+                break
+            freed.append(self._take_last(tier, each, held, held.num_held, time))
+        return freed
+
+    def vacate(self, tier: Tier, nodes: Sequence[Node], first_slot: int, time: int) -> None:
+        """Take every block out of slots [first_slot, ..) of a tier, leased or not: nobody may be using it."""
+        for node in nodes:
+            held = node.held[tier.number]
+            if not node.attached or held is None:
+                continue
+            wanted = held.slots >= first_slot
+            edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
+            for first, stop in zip(edges[::2], edges[1::2], strict=True):
+                self.lost(tier, node, first, stop)
+            if not node.leases:
+                self.forget(node, time)
 
     def _is_only_in(self, tier: Tier, node: Node) -> bool:
         return len(self._tiers) == 1 or all(other is tier or node.held[other.number] is None for other in self._tiers)

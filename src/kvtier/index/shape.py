@@ -129,7 +129,7 @@ def can_grow(node: Node, usage: Usage) -> bool:
     )
 
 
-def lengthen(node: Node, labels: memoryview, slots: I32, keys: bytes, extras: dict[int, bytes] | None) -> None:
+def lengthen(node: Node, labels: memoryview, keys: bytes, extras: dict[int, bytes] | None, slots: I32) -> None:
     """More blocks at the end of a leaf that only the device holds."""
     held = node.held[0]
     assert held is not None

@@ -153,6 +153,27 @@ class RadixTree:
         lease.node, lease.num_blocks = node, stop
         return Published(stop - first - num_duplicate, num_duplicate)
 
+    def graft(self, lease: Lease, tier: Tier, slots: Slots, *, now: float = 0.0) -> bool:
+        """The blocks after a lease's path come from outside the tree into slots reserved in a tier: WRITING, and held.
+
+        The lease then ends with them; `end_write` tells how it went. False, and nothing changes, where somebody else
+        has brought or computed the first of them already. For a lease without slots of its own.
+        """
+        lease.must_be_open()
+        first, stop = lease.num_blocks, lease.num_blocks + len(slots)
+        if len(lease.table) != first or stop > lease.chain.num_blocks:
+            raise StateError(
+                f"cannot graft blocks [{first}, {stop}): the chain has {lease.chain.num_blocks} full blocks, "
+                f"the lease {len(lease.table) - first} slots of its own"
+            )
+        if not self.enabled or not lease.node.attached or lease.chain.key_at(first) in lease.node.children:
+            return False
+        usage = Usage(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
+        lease.node = self._growth.graft(lease, lease.node, tier, slots, usage)
+        lease.num_blocks = stop
+        lease.table = np.concatenate((lease.table, np.full(len(slots), NO_SLOT, np.int32)))
+        return True
+
     def pin(self, chain: Chain, *, now: float = 0.0) -> Lease:
         """Keep what is cached of a chain, in whatever tier, until it is unpinned."""
         return self.match(chain, now=now)
@@ -235,6 +256,24 @@ class RadixTree:
             over = n
         freed = self._removal.evict(tier, over, salt, self.clock) if over else []
         return freed + self._removal.evict(tier, short - over, None, self.clock) if short > over else freed
+
+    def demote(self, tier: Tier, chain: Chain) -> int:
+        """Free the slots of a tier that hold blocks of a chain which another tier holds too; returns how many.
+
+        From the end of the chain upwards, as far as no lease and no block below needs them there.
+        """
+        lease = self.match(chain)
+        node = lease.node
+        self.release(lease, used=False)
+        freed = self._removal.demote(tier, node, self.clock)
+        if freed:
+            tier.pool.release(Slots(tier.name, np.concatenate(freed)))
+        return sum(map(len, freed))
+
+    def vacate(self, tier: Tier, first_slot: int = 0) -> None:
+        """Nothing stays in slots [first_slot, ..) of a tier: for memory that goes away. No lease's table may be in use,
+        no transfer under way."""
+        self._removal.vacate(tier, list(self.nodes()), first_slot, self.clock)
 
     def expire(self, now: float) -> int:
         """Drop what no lease covers and whose time to live is over; returns the blocks dropped. Walks the tree."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtier.cache.manager import Hold
+from kvtier.cache.fetch import Fetch
+from kvtier.cache.hold import Hold
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, Retention
 
@@ -42,6 +43,7 @@ class Request:
         "arrival",
         "chain",
         "draft",
+        "fetch",
         "hold",
         "id",
         "max_new_tokens",
@@ -53,7 +55,10 @@ class Request:
         "priority",
         "reason",
         "retention",
+        "scheduled_at",
         "state",
+        "tokens_from",
+        "why_loaded",
     )
 
     def __init__(
@@ -78,10 +83,18 @@ class Request:
         self.state = RequestState.WAITING
         self.reason = ""
         self.arrival = 0.0
+        self.scheduled_at: float | None = None
+        """When it was first given KV."""
+        self.fetch: Fetch | None = None
+        """Its blocks on their way from stores to the host, while it waits."""
         self.hold: Hold | None = None
         self.num_computed = 0
         self.num_cached_tokens = 0
         """Of the prompt, found when it was first scheduled."""
+        self.tokens_from: dict[str, int] = {}
+        """The same by the tier they were found in."""
+        self.why_loaded = ""
+        """Whether cached blocks of lower tiers were loaded or computed again, and why; empty if there were none."""
         self.num_preempted = 0
         self.may_load = True
         """Whether cached blocks of lower tiers may be waited for; not any more once a load failed."""

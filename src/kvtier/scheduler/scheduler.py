@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.cache.manager import BlockCopy, CacheManager, Hold
+from kvtier.cache.hold import BlockCopy, Hold
+from kvtier.cache.manager import CacheManager
 from kvtier.cache.plan import Plan
 from kvtier.errors import ArgumentError, LoadError, RangeError, StateError
 from kvtier.scheduler.request import Control, Request, RequestState
@@ -28,6 +29,8 @@ class SchedulerConfig:
     """Tokens of a request, prompt and answer."""
     lookahead_tokens: int = 0
     """Slots a generating request has beyond its step where there is room, for somebody who guesses ahead."""
+    starts_early: bool = False
+    """Whether the worker can wait for a load layer by layer, so that a step may start before it is done."""
     age_seconds: float = 30.0
     """Waiting this long is worth one step of priority, so that nobody waits for ever."""
 
@@ -55,13 +58,16 @@ class Row:
     num_draft: int
     wants_token: bool
     """Whether it ends where the known tokens end, so that the next one is sampled."""
+    loads: tuple[int, ...] = ()
+    """Transfers that still bring its cached blocks: each layer waits for its part. Their reports are given to the
+    manager before `update`; if one failed, the row's result counts for nothing."""
 
     @classmethod
-    def of(cls, request: Request, num_tokens: int) -> Row:
+    def of(cls, request: Request, num_tokens: int, loads: tuple[int, ...] = ()) -> Row:
         """The next tokens of a request, guesses behind the known ones."""
         first, known = request.num_computed, request.chain.num_tokens
         num_draft = max(0, first + num_tokens - known)
-        return cls(request, first, num_tokens, num_draft, first + num_tokens - num_draft == known)
+        return cls(request, first, num_tokens, num_draft, first + num_tokens - num_draft == known, loads)
 
     @property
     def stop(self) -> int:
@@ -86,6 +92,16 @@ class Step:
         """Over all rows."""
         return sum(row.num_tokens for row in self.rows)
 
+    @property
+    def attended_tokens(self) -> float:
+        """Over all tokens, how many each looks back on."""
+        return sum(row.num_tokens * (row.first + row.num_tokens / 2) for row in self.rows)
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Transfers its rows wait for, layer by layer."""
+        return tuple(load for row in self.rows for load in row.loads)
+
     def __bool__(self) -> bool:
         return bool(self.controls or self.rows or self.refused or self.plan)
 
@@ -108,6 +124,9 @@ class Scheduler:
         self._running: list[Request] = []
         self._controls: deque[Control] = deque()
         self._step: Step | None = None
+        self._began = 0.0
+        self.is_paused = False
+        """Whether requests are kept waiting; controls and transfers go on."""
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -121,7 +140,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would have anything to do."""
-        return bool(self._waiting or self._running or self._controls)
+        return bool(self._controls or (not self.is_paused and (self._waiting or self._running)))
 
     def add(self, request: Request, now: float) -> None:
         """A request has arrived."""
@@ -148,13 +167,10 @@ class Scheduler:
             self._step = Step(tuple(self._controls), (), (), (), (), self.manager.plan(now=now))
             self._controls.clear()
             return self._step
+        self._began = now
         choice = _Choice(self.config.max_step_tokens)
-        # Those that generate come first: a step of theirs is one token, and somebody is reading along.
-        for request in sorted(self._running, key=lambda request: not request.is_generating):
-            if request.state is RequestState.RUNNING:
-                self._continue(request, choice, now)
-        if not choice.preempted:
-            self._admit(choice, now)
+        if not self.is_paused:
+            self._choose(choice, now)
         rows = tuple(row for row in choice.rows if row.request.state is RequestState.RUNNING)
         for row in rows:
             self.manager.scheduled(_held(row.request), now=now)
@@ -163,6 +179,35 @@ class Scheduler:
         self._step = Step((), rows, copies, tuple(choice.preempted), tuple(choice.refused), plan)
         return self._step
 
+    def _choose(self, choice: _Choice, now: float) -> None:
+        for request in self._waiting:
+            if request.fetch is None and request.may_load:
+                request.fetch = self.manager.prefetch(request.chain, now=now, retention=request.retention)
+        # Those that generate come first: a step of theirs is one token, and somebody is reading along.
+        for request in sorted(self._running, key=lambda request: not request.is_generating):
+            if request.state is RequestState.RUNNING:
+                self._continue(request, choice, now)
+        if not choice.preempted:
+            self._admit(choice, now)
+        if not choice.rows and self.config.starts_early:
+            self._start_early(choice)
+
+    def pause(self, now: float) -> None:
+        """Keep all requests waiting until `resume`; those that run let go of their KV and start again from the cache.
+
+        For controls: no step may be under way.
+        """
+        if self._step is not None:
+            raise StateError("a step is under way: pause between update() and schedule()")
+        self.is_paused = True
+        for request in list(self._running):
+            self._to_waiting(request, now)
+            request.num_preempted += 1
+
+    def resume(self) -> None:
+        """Go on."""
+        self.is_paused = False
+
     def update(self, step: Step, results: Sequence[RowResult], now: float) -> None:
         """The step was run: one result per row. What is computed becomes matchable, tokens are appended."""
         if step is not self._step:
@@ -170,8 +215,10 @@ class Scheduler:
         if len(results) != len(step.rows):
             raise ArgumentError(f"{len(step.rows)} rows were run, {len(results)} results given")
         self._step = None
+        if step.rows and not step.loads:
+            self.manager.computed(step.num_tokens, step.attended_tokens, now - self._began)
         for row, result in zip(step.rows, results, strict=True):
-            if row.request.state is RequestState.RUNNING:
+            if row.request.state is RequestState.RUNNING and self._has_loaded(row, now):
                 self._take_result(row, result, now)
 
     def fail(self, step: Step, now: float) -> tuple[Request, ...]:
@@ -234,23 +281,75 @@ class Scheduler:
         for request in sorted(self._waiting, key=lambda request: self._rank(request, now)):
             if not choice.budget or len(self._running) >= self.config.max_rows:
                 return
-            hold = self.manager.match(request.chain, now=now, retention=request.retention, may_load=request.may_load)
-            stop = min(request.chain.num_tokens, hold.num_cached_tokens + choice.budget)
-            if self._never_fits(request, choice) or self.manager.allocate(hold, stop):
-                self.manager.abort(hold, now=now)
-                if request.state is RequestState.REFUSED:
-                    continue
+            if request.fetch is not None and not self.manager.is_fetched(request.fetch, now=now):
+                continue  # its blocks are on their way; others go first
+            if self._never_fits(request, choice):
+                continue
+            hold = self._take_in(request, choice.budget, now)
+            if hold is None and not self._running and self._let_fetches_go():
+                hold = self._take_in(request, choice.budget, now)
+            if hold is None:
                 return
+            stop = min(request.chain.num_tokens, hold.num_cached_tokens + choice.budget)
             if stop == request.chain.num_tokens:
                 self.manager.allocate(hold, stop + self.config.lookahead_tokens)  # a wish
             self._waiting.remove(request)
             self._running.append(request)
-            request.state, request.hold = RequestState.RUNNING, hold
-            request.num_computed = hold.num_cached_tokens
-            if not request.num_preempted:
-                request.num_cached_tokens = hold.num_cached_tokens
+            self._admitted(request, hold, now)
             if self._is_ready(request, now):
                 choice.take(Row.of(request, min(stop - hold.num_cached_tokens, choice.budget)))
+
+    def _take_in(self, request: Request, budget: int, now: float) -> Hold | None:
+        """KV for the first step of a request, if there is room."""
+        hold = self.manager.match(
+            request.chain, now=now, retention=request.retention, may_load=request.may_load, fetch=request.fetch
+        )
+        if self.manager.allocate(hold, min(request.chain.num_tokens, hold.num_cached_tokens + budget)) is None:
+            return hold
+        self.manager.abort(hold, now=now)
+        return None
+
+    def _let_fetches_go(self) -> bool:
+        """Those that wait hold what was fetched for them, on the device too: if that is in everybody's way, let go."""
+        holding = [request for request in self._waiting if request.fetch is not None]
+        for request in holding:
+            self._end_fetch(request)
+        return bool(holding)
+
+    def _admitted(self, request: Request, hold: Hold, now: float) -> None:
+        request.state, request.hold = RequestState.RUNNING, hold
+        request.num_computed = hold.num_cached_tokens
+        self._end_fetch(request)
+        request.scheduled_at = now if request.scheduled_at is None else request.scheduled_at
+        if not request.num_preempted:
+            request.num_cached_tokens, request.tokens_from = hold.num_cached_tokens, hold.tokens_from
+            request.why_loaded = str(hold.decision or "")
+
+    def _start_early(self, choice: _Choice) -> None:
+        """Nobody else has work: the first whose blocks are on their way starts, and waits for them layer by layer.
+
+        Beside others it would hold them up, so then it waits for its blocks first.
+        """
+        for request in self._running:
+            hold = _held(request)
+            loads = self.manager.overlap(hold)
+            count = min(request.chain.num_tokens - request.num_computed, choice.budget)
+            if loads and count and self.manager.allocate(hold, request.num_computed + count) is None:
+                choice.take(Row.of(request, count, loads))
+                return
+
+    def _has_loaded(self, row: Row, now: float) -> bool:
+        """After a step: whether the blocks it waited for layer by layer have all arrived. If not, it starts again."""
+        if not row.loads or self._is_ready(row.request, now):
+            return True
+        if row.request.state is RequestState.RUNNING:
+            raise StateError(f"{row.request!r}: its loads were not reported before update()")
+        return False
+
+    def _end_fetch(self, request: Request) -> None:
+        if request.fetch is not None:
+            self.manager.end_fetch(request.fetch)
+            request.fetch = None
 
     def _is_ready(self, request: Request, now: float) -> bool:
         """Whether its cached blocks are on the device. What cannot be brought there is computed: it waits again."""
@@ -264,13 +363,14 @@ class Scheduler:
     def _never_fits(self, request: Request, choice: _Choice) -> bool:
         """Refuse a request that could not run even alone."""
         tokens = request.chain.num_tokens
-        capacity = self.manager.config.num_blocks * self.manager.namespace.block_tokens
+        capacity = self.manager.num_blocks * self.manager.namespace.block_tokens
         if tokens >= min(capacity, self.config.max_context):
             request.reason = (
                 f"{tokens} tokens and one to generate do not fit: the cache has room for {capacity} tokens, "
                 f"a request may have {self.config.max_context}"
             )
             self._waiting.remove(request)
+            self._end_fetch(request)
             request.state = RequestState.REFUSED
             choice.refused.append(request)
             return True
@@ -328,6 +428,7 @@ class Scheduler:
             self._running.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
+            self._end_fetch(request)
         else:
             raise StateError(f"{request!r} is not in this scheduler")
         request.state = state

@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
+from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
-from kvtier.cache.manager import CacheConfig
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.generation import Explanation, Output
 from kvtier.engine.grammar import Grammars

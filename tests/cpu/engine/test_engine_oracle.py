@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_helpers import finish, greedy, is_greedy, make_engine, needs_smollm2, prompts, serve, transformers_twin
-from kvtier.cache.manager import CacheConfig
+from kvtier.cache.config import CacheConfig
 from kvtier.engine import SamplingParams, load_model, load_tokenizer, resolve
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.generation import FinishReason

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("gguf")
 
-from kvtier.cache.manager import CacheConfig
+from kvtier.cache.config import CacheConfig
 from kvtier.cli.main import main
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.generation import FinishReason

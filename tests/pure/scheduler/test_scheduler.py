@@ -12,9 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.cache.host import HostConfig, WritePolicy
-from kvtier.cache.manager import CacheConfig, CacheManager
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
 from kvtier.cache.plan import Outcome, Plan, Purpose, Report, Transfer
+from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, MissReason, Namespace
 from kvtier.scheduler import Control, Request, RequestState, RowResult, Scheduler, SchedulerConfig, Step
@@ -91,7 +93,9 @@ def alone(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 def make(num_blocks: int = 8, *, prefix_caching: bool = True, host: HostConfig | None = None, **limits) -> Scheduler:
     namespace = Namespace("model", block_tokens=BLOCK)
-    manager = CacheManager(namespace, CacheConfig(num_blocks, prefix_caching=prefix_caching, host=host))
+    manager = CacheManager(
+        namespace, CacheConfig(num_blocks, prefix_caching=prefix_caching, host=host, recompute=False)
+    )
     return Scheduler(manager, SchedulerConfig(**{"max_rows": 4, "max_step_tokens": 8, **limits}))
 
 
@@ -126,9 +130,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         | st.builds(
             HostConfig,
             st.sampled_from([1, 4, 40]),
-            st.sampled_from(WritePolicy),
-            max_saving_blocks=st.sampled_from([1, 3, 100]),
-            low_share=st.sampled_from([0.3, 1.0]),
+            saving=st.builds(
+                Saving,
+                st.sampled_from(WritePolicy),
+                max_blocks=st.sampled_from([1, 3, 100]),
+                low_share=st.sampled_from([0.3, 1.0]),
+            ),
         ),
     )
     def begin(self, num_blocks, caching, rows, budget, host):
@@ -417,7 +424,7 @@ def test_the_configuration_is_not_changed():
 
 def evicted_to_host(write: WritePolicy = WritePolicy.THROUGH, **more) -> tuple[Scheduler, Device]:
     """A scheduler whose host holds [1] * 8, which the device has evicted for [0] * 12."""
-    scheduler, device = make(4, host=HostConfig(20, write, low_share=1.0, **more)), Device()
+    scheduler, device = make(4, host=HostConfig(20, saving=Saving(write, low_share=1.0, **more))), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
     request(scheduler, "b", [0] * 13, 1)
@@ -441,13 +448,13 @@ def test_what_was_evicted_is_loaded_from_the_host(write):
     assert [(row.first, row.num_tokens) for row in step.rows] == [(8, 1)]
     scheduler.update(step, device.run(step), 9.0)
     assert made.num_cached_tokens == 8
-    assert made.hold.num_loaded_tokens == 8
+    assert made.tokens_from == {"device": 0, "host": 8}
     run(scheduler, device)
     assert made.state is RequestState.FINISHED
 
 
 def test_selectively_only_what_was_used_again_is_saved():
-    scheduler, device = make(8, host=HostConfig(20, WritePolicy.SELECTIVE)), Device()
+    scheduler, device = make(8, host=HostConfig(20, saving=Saving(WritePolicy.SELECTIVE))), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
     assert scheduler.manager.moves.counts.num_blocks[Purpose.SAVE] == 0
@@ -469,11 +476,11 @@ def test_the_host_copy_stays_after_a_load_so_that_the_next_eviction_is_free():
 
 
 def test_what_might_be_saved_is_not_remembered_for_ever():
-    scheduler, device = make(200, host=HostConfig(20, WritePolicy.BACK, low_share=0.0)), Device()
+    scheduler, device = make(200, host=HostConfig(20, saving=Saving(WritePolicy.BACK, low_share=0.0))), Device()
     for i in range(1100):
         request(scheduler, str(i), [i] * 5, 1)
         run(scheduler, device)
-    assert len(scheduler.manager._host._jobs) == 1024
+    assert len(scheduler.manager.host.queue._jobs) == 1024
 
 
 def test_a_load_that_fails_is_a_miss():
@@ -486,7 +493,7 @@ def test_a_load_that_fails_is_a_miss():
     run(scheduler, device)
     assert made.state is RequestState.FINISHED
     assert made.num_cached_tokens == 0
-    assert scheduler.manager.moves.counts.num_failed[Purpose.LOAD] == 1
+    assert scheduler.manager.moves.counts.num_failed[Purpose.LOAD] == 2
 
 
 def test_two_requests_share_one_load():
@@ -554,6 +561,9 @@ def test_plans_and_reports_are_small_values():
     assert not Plan(2, 0, ())
     with pytest.raises(ArgumentError, match="bytes of source slots"):
         Transfer(1, Purpose.SAVE, "device", "host", b"\1\0\0\0", b"")
-    for wrong in ({"num_blocks": 0}, {"low_share": 2.0}, {"min_uses": 0}):
+    for wrong in ({"low_share": 2.0}, {"min_uses": 0}, {"max_blocks": 0}, {"blocks_per_second": 0.0}):
         with pytest.raises(RangeError):
-            HostConfig(**{"num_blocks": 1, **wrong})
+            Saving(**wrong)
+    for wrong in ({"num_blocks": 0}, {"num_blocks": 1, "free_share": 1.0}):
+        with pytest.raises(RangeError):
+            HostConfig(**wrong)

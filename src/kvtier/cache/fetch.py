@@ -1,0 +1,193 @@
+"""Fetches: blocks on their way from stores to the host, for requests that wait.
+
+    start ──> asking ──(what shared stores have is known)──> moving ──(reports)──> over
+                └── nothing to fetch, no room, or computing it is faster ──────────^
+
+A fetch holds a lease on the path it brings, until whoever asked for it has matched it or gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.cache.moves import End, Mask, Move, Moves
+from kvtier.cache.plan import KEY_BYTES, Presence, Purpose, split_keys
+from kvtier.cache.speeds import Decision, Speeds
+from kvtier.cache.store import Patience, StoreCopies
+from kvtier.errors import StateError
+from kvtier.index import Chain, Lease, MissReason, RadixTree, Retention, Slots, Tier
+
+
+class Fetch:
+    """One request's blocks from stores. Made by CacheManager.prefetch; callers read."""
+
+    __slots__ = (
+        "chain",
+        "decision",
+        "is_over",
+        "lease",
+        "num_blocks",
+        "num_fetched",
+        "started",
+        "waiting_for",
+        "wanted",
+    )
+
+    def __init__(self, chain: Chain, lease: Lease, wanted: int, started: float) -> None:
+        self.chain = chain
+        self.lease = lease
+        """On the path that is in memory, or on its way there."""
+        self.wanted = wanted
+        """Blocks the request could use."""
+        self.started = started
+        self.waiting_for: set[int] = set()
+        """Probes that were not answered, and moves that are not over."""
+        self.is_over = False
+        self.num_blocks = 0
+        """That were to be fetched."""
+        self.num_fetched: dict[str, int] = {}
+        """That have arrived, by store."""
+        self.decision: Decision | None = None
+
+
+class Fetches:
+    """Brings blocks from stores to the host, the first store that has a block first."""
+
+    def __init__(
+        self, tree: RadixTree, host: Tier, stores: Sequence[StoreCopies], moves: Moves, speeds: Speeds
+    ) -> None:
+        self._tree, self._host, self._moves, self._speeds = tree, host, moves, speeds
+        self._stores = stores
+        self._open: dict[Fetch, None] = {}
+        self._by_move: dict[int, Fetch] = {}
+
+    @property
+    def leases(self) -> list[Lease]:
+        """What fetches hold, for checking."""
+        return [fetch.lease for fetch in self._open]
+
+    def start(self, chain: Chain, max_blocks: int, retention: Retention, now: float) -> Fetch:
+        """Begin to fetch what of a chain is in no memory."""
+        lease = self._tree.match(chain, now=now, max_blocks=max_blocks, retention=retention)
+        fetch = Fetch(chain, lease, max_blocks, now)
+        self._open[fetch] = None
+        fetch.waiting_for = {store.inventory_probe for store in self._stores if store.inventory_probe}
+        shared = [store for store in self._stores if store.config.is_shared]
+        keys = chain.keys(max_blocks)[lease.num_blocks * KEY_BYTES :] if shared else b""
+        for store in shared if keys else ():
+            fetch.waiting_for.add(self._moves.probe(store.config.name, keys))
+        self._go_on(fetch, now)
+        return fetch
+
+    def is_over(self, fetch: Fetch, now: float) -> bool:
+        """Whether its request need not wait any more."""
+        if fetch.is_over:
+            return True
+        waited = now - fetch.started
+        return all(
+            store.config.patience is Patience.BEST_EFFORT
+            or (store.config.patience is Patience.DEADLINE and waited >= store.config.wait_seconds)
+            for store in self._stores
+        )
+
+    def end(self, fetch: Fetch) -> None:
+        """Whoever asked for it has what it wants, or wants it no longer. What is on its way still arrives."""
+        if fetch not in self._open:
+            raise StateError("this fetch has ended already")
+        del self._open[fetch]
+        self._tree.release(fetch.lease, used=False)
+
+    def advance(self, now: float) -> None:
+        """Go on with those that waited for an answer, for room, or for somebody else's blocks."""
+        for fetch in self._open:
+            if not fetch.is_over and not fetch.waiting_for:
+                self._go_on(fetch, now)
+
+    def answered(self, presence: Presence) -> None:
+        """A probe was answered."""
+        for fetch in self._open:
+            fetch.waiting_for.discard(presence.probe_id)
+
+    def reset(self) -> None:
+        """What was on its way counts for nothing."""
+        for fetch in self._open:
+            fetch.is_over = True
+
+    def ended(self, move: Move, there: Mask) -> None:
+        """A fetch's move is over."""
+        fetch = self._by_move.pop(move.transfer.id)
+        fetch.waiting_for.discard(move.transfer.id)
+        store = move.transfer.source
+        fetch.num_fetched[store] = fetch.num_fetched.get(store, 0) + int(there.sum())
+        fetch.is_over = not fetch.waiting_for
+
+    def _go_on(self, fetch: Fetch, now: float) -> None:
+        """Start the moves, if it is known where the blocks are and there is room."""
+        if fetch.waiting_for:
+            return
+        self._look_again(fetch, now)
+        first = fetch.lease.num_blocks
+        keys = split_keys(fetch.chain.keys(fetch.wanted)[first * KEY_BYTES :])
+        parts = self._find(keys)
+        count = sum(count for _, count in parts)
+        if not count:
+            # blocks that somebody else is bringing are waited for
+            fetch.is_over = fetch.lease.stopped is not MissReason.NOT_READY or not fetch.lease.node.attached
+            return
+        under_way = self._moves.num_blocks(Purpose.FETCH)
+        if under_way and under_way + count > max(store.config.max_fetching_blocks for store in self._stores):
+            return  # its turn comes
+        fetch.decision = self._decide(first, count, under_way)
+        pool = self._host.pool
+        count = min(count, pool.num_free + self._host.num_evictable) if fetch.decision.load else 0
+        slots = self._tree.reserve(self._host, count, fetch.chain.salt) if count else None
+        if not isinstance(slots, Slots):
+            fetch.is_over = True
+            return
+        if not self._tree.graft(fetch.lease, self._host, slots, now=now):
+            self._tree.give_back(self._host, slots, fetch.chain.salt)
+            fetch.is_over = fetch.lease.stopped is not MissReason.NOT_READY
+            return
+        fetch.num_blocks = count
+        self._move(fetch, first, slots, keys, parts)
+
+    def _look_again(self, fetch: Fetch, now: float) -> None:
+        """What is in memory may be more than it was."""
+        lease = fetch.lease
+        fetch.lease = self._tree.match(fetch.chain, now=now, max_blocks=fetch.wanted, retention=lease.retention)
+        self._tree.release(lease, used=False)
+
+    def _find(self, keys: list[bytes]) -> list[tuple[StoreCopies, int]]:
+        """Which store has how many of these, one after the other from the first on."""
+        parts: list[tuple[StoreCopies, int]] = []
+        at = 0
+        while at < len(keys):
+            counts = [store.num_leading(keys[at:]) for store in self._stores]
+            best = next((i for i, count in enumerate(counts) if count), None)
+            if best is None:
+                break
+            parts.append((self._stores[best], counts[best]))
+            at += counts[best]
+        return parts
+
+    def _decide(self, first: int, count: int, under_way: int) -> Decision:
+        block_tokens = self._tree.namespace.block_tokens
+        ways = {Purpose.FETCH: count + under_way, Purpose.LOAD: count + self._moves.num_blocks(Purpose.LOAD)}
+        return self._speeds.decide(ways, first * block_tokens, count * block_tokens)
+
+    def _move(
+        self, fetch: Fetch, first: int, slots: Slots, keys: list[bytes], parts: list[tuple[StoreCopies, int]]
+    ) -> None:
+        at = 0
+        for store, count in parts:
+            count = min(count, len(slots) - at)
+            if not count:
+                return
+            target = End.of(self._host, slots.ids[at : at + count])
+            digests = store.digests(fetch.chain, first + at, first + at + count)
+            shared, source = self._tree.share(fetch.lease), End(store.config.name)
+            mine = b"".join(keys[at : at + count])
+            number = self._moves.start(Purpose.FETCH, shared, first + at, source, target, mine, digests)
+            self._by_move[number] = fetch
+            fetch.waiting_for.add(number)
+            at += count

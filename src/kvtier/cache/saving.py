@@ -1,0 +1,116 @@
+"""When blocks get a copy in a lower tier: the policies, and the queue of what to look at."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier.errors import RangeError
+from kvtier.index import Chain, Lease
+
+
+class WritePolicy(Enum):
+    """When a block is copied to a lower tier."""
+
+    THROUGH = "write_through"
+    """As soon as it is in the tier above."""
+    SELECTIVE = "write_through_selective"
+    """Once it was used again `min_uses` times."""
+    BACK = "write_back"
+    """When the tier above runs low, the ones finished longest ago first; and all of them when the cache is flushed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """How blocks come to a lower tier."""
+
+    write: WritePolicy = WritePolicy.THROUGH
+    min_uses: int = 1
+    max_blocks: int = 256
+    """On their way at a time: saves must not crowd out loads."""
+    low_share: float = 0.25
+    """For write_back: save when less than this share of the tier above is free."""
+    blocks_per_second: float = math.inf
+    """The bandwidth that saves may take, over a second."""
+
+    def __post_init__(self) -> None:
+        if self.max_blocks < 1 or self.min_uses < 1 or self.blocks_per_second <= 0:
+            raise RangeError(
+                f"saving needs max_blocks and min_uses of 1 or more and blocks_per_second above 0, got "
+                f"{self.max_blocks}, {self.min_uses} and {self.blocks_per_second}"
+            )
+        if not 0 <= self.low_share <= 1:
+            raise RangeError(f"low_share is in [0, 1], got {self.low_share}")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Blocks [first, stop) of a chain might want a copy."""
+
+    chain: Chain
+    first: int
+    stop: int
+
+
+class SaveQueue:
+    """Jobs in the order they came, by policy, and how many blocks of them may go now."""
+
+    def __init__(self, saving: Saving, max_jobs: int) -> None:
+        """Beyond `max_jobs` the oldest are forgotten: more than a tier has slots cannot all have blocks there."""
+        self.saving = saving
+        self._jobs: deque[SaveJob] = deque(maxlen=max_jobs)
+        self._allowance = saving.blocks_per_second  # a second's worth may go at once
+        self._counted_at = -math.inf
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def came(self, chain: Chain, first: int, stop: int) -> None:
+        """Blocks are in the tier above since now."""
+        if self.saving.write is WritePolicy.THROUGH and stop > first:
+            self._jobs.append(SaveJob(chain, first, stop))
+
+    def used_again(self, lease: Lease) -> None:
+        """A request was given cached blocks."""
+        if self.saving.write is WritePolicy.SELECTIVE and lease.num_matched:
+            self._jobs.append(SaveJob(lease.chain, 0, lease.num_matched))
+
+    def finished(self, lease: Lease) -> None:
+        """A request is over; its blocks are the next to get cold."""
+        if self.saving.write is WritePolicy.BACK and lease.num_blocks:
+            self._jobs.append(SaveJob(lease.chain, 0, lease.num_blocks))
+
+    def put(self, job: SaveJob) -> None:
+        """Whatever the policy."""
+        self._jobs.append(job)
+
+    def put_back(self, job: SaveJob) -> None:
+        """It is next again."""
+        self._jobs.appendleft(job)
+
+    def pop(self) -> SaveJob:
+        """The next job."""
+        return self._jobs.popleft()
+
+    def clear(self) -> None:
+        """Nothing of it is there any more."""
+        self._jobs.clear()
+
+    def is_worth(self, lease: Lease) -> bool:
+        """Whether blocks of this path were used often enough."""
+        return self.saving.write is not WritePolicy.SELECTIVE or lease.node.usage.uses >= self.saving.min_uses
+
+    def room(self, num_moving: int, now: float) -> int:
+        """Blocks that may start now, with so many under way."""
+        if self.saving.blocks_per_second < math.inf:
+            limit = max(1.0, self.saving.blocks_per_second)
+            gained = (now - self._counted_at) * self.saving.blocks_per_second
+            self._allowance = min(limit, self._allowance + max(0.0, gained))
+            self._counted_at = now
+        return max(0, min(self.saving.max_blocks - num_moving, int(min(self._allowance, 1 << 30))))
+
+    def spend(self, num_blocks: int) -> None:
+        """So many were started."""
+        self._allowance -= num_blocks

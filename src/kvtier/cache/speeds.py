@@ -1,0 +1,115 @@
+"""Speeds: how long loading and computing will take, learned from before: what decides between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvtier.cache.plan import Purpose
+
+# What was seen 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
+_DECAY = 1 - 1 / 40
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether cached blocks below the device are loaded, and the numbers it was decided by."""
+
+    load: bool
+    num_tokens: int
+    load_seconds: float | None
+    """None where nothing was measured yet."""
+    compute_seconds: float | None
+
+    def __str__(self) -> str:
+        if self.load_seconds is None or self.compute_seconds is None:
+            return f"load {self.num_tokens} tokens: nothing measured yet"
+        verb, than = ("load", "under") if self.load else ("recompute", "over")
+        return (
+            f"{verb} {self.num_tokens} tokens: loading takes {self.load_seconds * 1e3:.2f} ms, {than} the "
+            f"{self.compute_seconds * 1e3:.2f} ms of computing"
+        )
+
+
+class Fit:
+    """Seconds as a sum of costs times amounts, by least squares over what was seen, old samples fading.
+
+    Costs are not negative. The first amount is what everything is in proportion to while too little was seen.
+    """
+
+    def __init__(self, num_amounts: int) -> None:
+        self._squares = np.zeros((num_amounts + 1, num_amounts + 1))
+        self._products = np.zeros(num_amounts + 1)
+        self._num_seen = 0
+        self._costs: np.ndarray[Any, np.dtype[np.float64]] | None = None
+
+    def observe(self, amounts: Sequence[float], seconds: float) -> None:
+        """It took so long."""
+        x = np.array([1.0, *amounts])
+        self._squares = self._squares * _DECAY + np.outer(x, x)
+        self._products = self._products * _DECAY + x * seconds
+        self._num_seen += 1
+        self._costs = None
+
+    def predict(self, amounts: Sequence[float]) -> float | None:
+        """How long it would take; None before anything was seen."""
+        if not self._num_seen:
+            return None
+        if self._costs is None:
+            self._costs = self._solve()
+        return float(self._costs @ np.array([1.0, *amounts]))
+
+    def _solve(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Drop the most negative cost and solve again until none is negative: exact for so few."""
+        size = len(self._products)
+        scale = np.sqrt(np.maximum(np.diag(self._squares), 1e-300))
+        squares, products = self._squares / np.outer(scale, scale), self._products / scale
+        used = list(range(size))
+        while used:
+            part = squares[np.ix_(used, used)]
+            if np.linalg.cond(part) < 1e8:
+                found = np.linalg.solve(part, products[used])
+                if found.min() >= 0:
+                    costs = np.zeros(size)
+                    costs[used] = found
+                    return costs / scale
+                used.pop(int(found.argmin()))
+            else:  # amounts that never varied cannot be told apart: the fixed cost goes first, then the last amount
+                used.pop(0 if used[0] == 0 and len(used) > 1 else -1)
+        costs = np.zeros(size)
+        costs[1] = self._products[0] / max(self._squares[0, 1], 1e-300)
+        return costs
+
+
+class Speeds:
+    """What moving blocks and computing tokens costs on this machine, as measured."""
+
+    def __init__(self) -> None:
+        self._moves = {purpose: Fit(1) for purpose in Purpose}
+        self._compute = Fit(2)
+
+    def moved(self, purpose: Purpose, num_blocks: int, seconds: float) -> None:
+        """A move of so many blocks took so long."""
+        self._moves[purpose].observe((num_blocks,), seconds)
+
+    def computed(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
+        """A step of so many tokens took so long; `attended_tokens` sums the context each of them looked back on."""
+        self._compute.observe((num_tokens, attended_tokens), seconds)
+
+    def move_seconds(self, purpose: Purpose, num_blocks: int) -> float | None:
+        """How long it would take to move so many."""
+        return self._moves[purpose].predict((num_blocks,))
+
+    def compute_seconds(self, first: int, num_tokens: int) -> float | None:
+        """How long it would take to compute tokens [first, first + num_tokens) of a request."""
+        return self._compute.predict((num_tokens, num_tokens * (first + num_tokens / 2)))
+
+    def decide(self, num_blocks: dict[Purpose, int], first: int, num_tokens: int) -> Decision:
+        """Load, or recompute? `num_blocks` are to be moved for it, those queued before them included."""
+        times = [self.move_seconds(purpose, count) for purpose, count in num_blocks.items() if count]
+        load = sum(time for time in times if time is not None) if None not in times else None
+        compute = self.compute_seconds(first, num_tokens)
+        return Decision(load is None or compute is None or load <= compute, num_tokens, load, compute)

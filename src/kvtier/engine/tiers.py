@@ -1,0 +1,245 @@
+"""Tiers: an engine's cache memory, and what an operator may do with it.
+
+Ties the two sides together: the manager's plans go to the controller, its reports to the manager. Operations that
+change memory wait until no transfer is under way; they are for the engine's thread, between two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.cache.control import CacheControl
+from kvtier.cache.controller import CacheController, layout_of
+from kvtier.cache.layer_waits import LayerWaits
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Plan
+from kvtier.engine.modules import CacheGroup
+from kvtier.errors import ArgumentError, StateError
+from kvtier.index import Chain, Lease
+from kvtier.scheduler import Scheduler
+from kvtier.storage import Store, StoreStats
+
+_POLL_SECONDS = 0.005
+"""How long an engine with nothing to compute waits for its transfers at a time: a new request is seen as soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """One tier as an operator sees it."""
+
+    name: str
+    num_blocks: int
+    """0 where it is not counted in blocks."""
+    num_used: int
+    num_pinned: int
+    block_bytes: int
+    used_bytes: int
+    max_bytes: int
+    hit_tokens: int
+
+
+class Tiers:
+    """The tiers of one engine: `move` and `wait` for its step, the rest for operators."""
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        groups: Sequence[CacheGroup],
+        controller: CacheController | None,
+        stores: Mapping[str, Store],
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+    ) -> None:
+        self._manager = manager
+        self._control = CacheControl(manager)
+        self._groups = groups
+        self._controller = controller
+        self._stores = stores
+        self._scheduler = scheduler
+        self._clock = clock
+        self._pins: dict[str, Lease] = {}
+        self.is_asleep = False
+
+    # ---- for the step ----------------------------------------------------------------------------------------------
+
+    def submit(self, plan: Plan) -> None:
+        """Begin what the manager has decided."""
+        if self._controller is not None and plan:
+            self._controller.submit(plan)
+
+    def apply(self) -> None:
+        """Tell the manager what is done."""
+        for report in self._controller.poll() if self._controller is not None else ():
+            self._manager.apply(report)
+
+    def wait(self) -> None:
+        """There is nothing to compute: wait a moment for transfers."""
+        if self._controller is not None:
+            self._controller.wait(_POLL_SECONDS)
+
+    def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits | None:
+        """For a step that starts before these loads are done."""
+        return self._controller.layer_waits(transfer_ids) if self._controller is not None and transfer_ids else None
+
+    # ---- looking ---------------------------------------------------------------------------------------------------
+
+    def states(self) -> list[TierState]:
+        """All tiers, the fastest first."""
+        block_bytes = sum(group.block_bytes for group in self._groups)
+        pinned = sum(pin.num_blocks for pin in self._pins.values())
+        states = []
+        for tier in self._manager.stats.tiers:
+            store = self._stores[tier.name].stats if tier.name in self._stores else StoreStats()
+            in_memory = tier.num_blocks > 0
+            states.append(
+                TierState(
+                    tier.name,
+                    tier.num_blocks,
+                    tier.num_used,
+                    pinned if tier.name == "device" else 0,
+                    block_bytes,
+                    tier.num_used * block_bytes if in_memory else store.used_bytes,
+                    tier.num_blocks * block_bytes if in_memory else store.max_bytes,
+                    tier.hit_tokens,
+                )
+            )
+        return states
+
+    # ---- prompts ---------------------------------------------------------------------------------------------------
+
+    def pin(self, name: str, chain: Chain) -> int:
+        """Keep what is cached of a prompt, under a name, until it is unpinned; returns the tokens kept."""
+        if name in self._pins:
+            raise ArgumentError(f"something is pinned as {name!r} already; unpin it first")
+        self._pins[name] = pin = self._manager.pin(chain, now=self._clock())
+        return pin.num_matched_tokens
+
+    def unpin(self, name: str) -> None:
+        """It may be evicted again."""
+        if name not in self._pins:
+            raise ArgumentError(f"nothing is pinned as {name!r}; pinned are {', '.join(self._pins) or 'none'}")
+        self._manager.unpin(self._pins.pop(name))
+
+    def prefetch(self, chain: Chain) -> int:
+        """Bring what stores have of a prompt to the host; returns the blocks that have arrived."""
+        fetch = self._manager.prefetch(chain, now=self._clock())
+        if fetch is None:
+            return 0
+        self._drain(lambda: fetch.is_over)
+        self._manager.end_fetch(fetch)
+        return sum(fetch.num_fetched.values())
+
+    def demote(self, chain: Chain) -> int:
+        """Copy what is cached of a prompt to the tiers below, then free the device of it; returns the blocks freed."""
+        self._control.save(chain)
+        self._drain_saves()
+        return self._control.demote(chain)
+
+    def drop(self, chain: Chain) -> int:
+        """Forget a prompt, in every tier; returns the blocks that were in memory."""
+        num_dropped = self._control.drop(chain)
+        self._drain()
+        return num_dropped
+
+    # ---- tiers -----------------------------------------------------------------------------------------------------
+
+    def reset(self, *, clear_stores: bool = False) -> None:
+        """Forget everything in memory, and with `clear_stores` in the stores too."""
+        self._drain()
+        for name in list(self._pins):
+            self.unpin(name)
+        self._manager.reset()
+        if clear_stores:
+            self._control.clear_stores()
+            self._drain()
+
+    def save_all(self) -> None:
+        """Copy all that is in memory to the lowest tier; so that a restart finds it."""
+        self._control.save_all()
+        self._drain_saves()
+        self._control.save_all()  # what has come to the host by now goes on to the stores
+        self._drain_saves()
+
+    def set_quota(self, tier: str, salt: bytes, num_blocks: int | None) -> None:
+        """At most so many blocks of a memory tier for one tenant; None: no limit."""
+        self._control.set_quota(tier, salt, num_blocks)
+
+    def sleep(self) -> None:
+        """Free the device's memory. Requests wait; what the host holds stays. Sleeping twice is fine."""
+        if self.is_asleep:
+            return
+        self._scheduler.pause(self._clock())
+        self._control.save_all()
+        self._drain_saves()
+        self._control.vacate("device")
+        if self._controller is not None:
+            self._controller.release()
+        for group in self._groups:
+            group.free()
+        self.is_asleep = True
+
+    def wake(self, num_blocks: int | None = None) -> None:
+        """Have device memory again, with as many blocks as before or another number; requests go on."""
+        if not self.is_asleep:
+            return
+        if num_blocks is not None:
+            self._control.resize("device", num_blocks)
+        for group in self._groups:
+            group.renew(self._manager.tree.tiers[0].pool.num_slots)
+        if self._controller is not None:
+            self._controller.register([group.cache for group in self._groups])
+        self.is_asleep = False
+        self._scheduler.resume()
+
+    def resize(self, tier: str, num_blocks: int) -> None:
+        """Another number of blocks for a memory tier. What is cached stays as far as the host or a store has it."""
+        self._control.tier(tier)
+        was_asleep = self.is_asleep
+        if tier == "device":
+            self.sleep()
+            self.wake(num_blocks)
+            if was_asleep:
+                self.sleep()
+            return
+        assert self._controller is not None
+        if was_asleep:
+            raise StateError("the cache is asleep: wake it to resize the host tier")
+        self._scheduler.pause(self._clock())
+        self._control.save_all()
+        self._drain_saves()
+        self._control.resize(tier, num_blocks)
+        self._controller.resize_host(num_blocks, [group.cache for group in self._groups])
+        self._scheduler.resume()
+
+    def close(self) -> None:
+        """Finish what is under way, close the stores, free host memory."""
+        if self._controller is not None:
+            self._controller.close()
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _drain(self, is_done: Callable[[], bool] | None = None) -> None:
+        """Carry out what is planned until nothing is under way, or something is done."""
+        while self._controller is not None:
+            self.submit(self._manager.plan(now=self._clock()))
+            self.apply()
+            if is_done() if is_done is not None else not (self._controller.is_busy or self._manager.moves.in_flight):
+                return
+            self._controller.wait(_POLL_SECONDS)
+
+    def _drain_saves(self) -> None:
+        while self._control.plan_saves(self._clock()):
+            self._drain()
+            time.sleep(0)  # a bandwidth budget refills
+        self._drain()
+
+
+def new_controller(
+    manager_host_blocks: int, groups: Sequence[CacheGroup], stores: Mapping[str, Store], namespace: bytes
+) -> CacheController:
+    """A controller for an engine's groups."""
+    caches = [group.cache for group in groups]
+    layout = layout_of(caches, groups[0].block_tokens)
+    return CacheController(layout, caches, manager_host_blocks, stores=stores, namespace=namespace)
