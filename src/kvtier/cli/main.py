@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import kvtier
-from kvtier.cli import bench, completion, generate, serve, stores
+from kvtier.cli import bench, completion, generate, replay, serve, stores
 from kvtier.cli.parser import Commands, Parser, add_command, check_config, check_environment, read_config, suggest
 from kvtier.errors import KvtierError
 
@@ -49,6 +49,7 @@ def add_commands(commands: Commands) -> None:
     generate.add(commands)
     bench.add(commands)
     stores.add(commands)
+    replay.add(commands)
     _add_doctor(commands)
     completion.add(commands)
 

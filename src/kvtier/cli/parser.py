@@ -78,6 +78,8 @@ class Parser(argparse.ArgumentParser):
         convert: Callable[[str], Any] = action.type if callable(action.type) else str
         try:
             found = convert(str(value))
+        except argparse.ArgumentTypeError as error:
+            self.error(f"{where}: {error}")
         except ValueError:
             self.error(f"{where} must be {convert.__name__}, got {value!r}")
         if action.choices is not None and found not in action.choices:

@@ -68,6 +68,8 @@ class Tier:
         self.pool = pool
         self.name = pool.tier
         self.policy_name = new_policy().name
+        self.num_evicted = 0
+        """Blocks that had to make room."""
         self.used_by: dict[bytes, int] = {}
         self._new_policy = new_policy
         self._all = Candidates(new_policy)

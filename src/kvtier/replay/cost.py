@@ -1,0 +1,104 @@
+"""How long a step takes: from a model's shape and a GPU's peaks, or from steps that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvtier.errors import ArgumentError
+from kvtier.replay.hardware import GpuSpec, ModelSpec
+from kvtier.scheduler import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step in numbers."""
+
+    num_rows: float
+    num_tokens: float
+    attended_tokens: float
+    """Over all tokens, how many each looks back on."""
+    read_tokens: int
+    """Over all rows, how many tokens' KV is read."""
+
+    @classmethod
+    def of(cls, step: Step) -> Work:
+        """What a step does."""
+        return cls(
+            len(step.rows), step.num_tokens, step.attended_tokens, sum(row.first + row.num_tokens for row in step.rows)
+        )
+
+    def part(self, count: int) -> Work:
+        """One of `count` equal steps that do this together: each reads every row's KV."""
+        return Work(self.num_rows, self.num_tokens / count, self.attended_tokens / count, self.read_tokens)
+
+
+class StepCost(Protocol):
+    """Seconds of a step's computation."""
+
+    def seconds(self, work: Work) -> float:
+        """Without waiting for any transfer."""
+
+
+class Roofline:
+    """Products and attention one after the other, each as slow as its arithmetic or its memory traffic.
+
+    products    max( 2 * params * tokens / FLOP/s ,      bytes of the weights / bandwidth )
+    attention   max( 4 * layers * heads * head_dim * attended / FLOP/s ,   bytes of the KV read / bandwidth )
+    """
+
+    def __init__(self, model: ModelSpec, gpu: GpuSpec) -> None:
+        self._model = model
+        self._fixed = gpu.step_seconds
+        self._bandwidth = gpu.memory_bandwidth * gpu.memory_share
+        self._token = 2 * model.used_params / (gpu.flops * gpu.compute_share)
+        self._attended = 4 * model.layers * model.heads * model.head_dim / (gpu.flops * gpu.attention_share)
+        self._read = model.token_bytes / self._bandwidth
+
+    def seconds(self, work: Work) -> float:
+        """Weights that some token uses are read once; of experts, each token brings its own."""
+        model = self._model
+        weights = min(model.params, model.used_params * max(1, work.num_tokens)) * model.weight_bytes
+        products = max(self._token * work.num_tokens, weights / self._bandwidth)
+        return self._fixed + products + max(self._attended * work.attended_tokens, self._read * work.read_tokens)
+
+
+class Measured:
+    """A sum of costs per step, row, token, attended token and read token, fitted to steps that were measured.
+
+    Errors count by their share, so that short steps are met as well as long ones.
+    """
+
+    def __init__(self, samples: Sequence[tuple[Work, float]]) -> None:
+        if len(samples) < 5:
+            raise ArgumentError(f"five costs need at least five measured steps, got {len(samples)}")
+        seconds = np.array([taken for _, taken in samples])
+        amounts = np.array([_amounts(work) for work, _ in samples]) / seconds[:, None]
+        self.costs = _not_negative(amounts, np.ones(len(samples)))
+
+    def seconds(self, work: Work) -> float:
+        """What the fit says."""
+        return float(self.costs @ np.array(_amounts(work)))
+
+
+def _amounts(work: Work) -> tuple[float, ...]:
+    return 1.0, work.num_rows, work.num_tokens, work.attended_tokens, work.read_tokens
+
+
+def _not_negative(
+    amounts: np.ndarray[tuple[int, int], np.dtype[np.float64]], wanted: np.ndarray[tuple[int], np.dtype[np.float64]]
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Least squares without negative costs: the most negative goes, until none is."""
+    used = list(range(amounts.shape[1]))
+    scale = np.maximum(np.abs(amounts).max(axis=0), 1e-300)
+    while True:
+        found = np.linalg.lstsq(amounts[:, used] / scale[used], wanted, rcond=None)[0]
+        if found.min() >= 0 or len(used) == 1:
+            break
+        used.pop(int(found.argmin()))
+    costs = np.zeros(amounts.shape[1])
+    costs[used] = np.maximum(found, 0) / scale[used]
+    return costs

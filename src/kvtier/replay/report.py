@@ -1,0 +1,170 @@
+"""The HTML report: one page with everything in it, drawn from the JSON object that it carries."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ArgumentError
+from kvtier.replay.results import Json, size_text
+
+GIB = 1 << 30
+TIERS = ("device", "host", "disk")
+
+
+def write_report(result: Json, path: str | Path) -> None:
+    """Write the page."""
+    try:
+        Path(path).write_text(page(result), encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"the report {path} cannot be written: {error.strerror}") from error
+
+
+def page(result: Json) -> str:
+    """The page as text. It asks the network for nothing."""
+    template = (resources.files("kvtier.replay") / "report.html").read_text(encoding="utf-8")
+    drawn = {"intro": intro(result), "charts": charts(result), "tables": tables(result)}
+    title = html.escape(
+        f"kvtier {result['command']}: {', '.join(Path(name).name for name in result['trace']['files'])}"
+    )
+    # inside a script element only "</" and "<!--" could end the data
+    data = json.dumps({"result": result, **drawn}).replace("<", "\\u003c")
+    return template.replace("@TITLE@", title).replace("@DATA@", data)
+
+
+def intro(result: Json) -> list[str]:
+    """What was replayed on what."""
+    trace, setup = result["trace"], result["setup"]
+    all_bytes = trace["num_distinct_blocks"] * trace["block_tokens"] * setup["token_bytes"]
+    text = [
+        f"{trace['num_requests']:,} requests in {trace['seconds'] / 60:,.0f} minutes, "
+        f"{trace['prompt_tokens'] / max(1, trace['num_requests']):,.0f} prompt tokens and "
+        f"{trace['answer_tokens'] / max(1, trace['num_requests']):,.0f} answer tokens on average; "
+        f"{trace['num_blocks']:,} full blocks of {trace['block_tokens']} tokens, {trace['num_distinct_blocks']:,} "
+        f"of them different ({size_text(all_bytes)}).",
+        f"{setup['replicas']} x {setup['model']} on {setup['gpu']} with {size_text(setup['device_bytes'])} for KV"
+        + (f", routing by {setup['routing']}" if setup["replicas"] > 1 else "")
+        + ".",
+    ]
+    if trace["num_problems"]:
+        text.append(f"{trace['num_problems']:,} lines were no requests and were left out: {trace['problems'][0]}")
+    return [*text, *result.get("advice", {}).get("text", ())]
+
+
+def charts(result: Json) -> list[Json]:
+    """What is drawn: lines over numbers, or bars over names."""
+    drawn = [_curve(result)] if result["curve"] else []
+    return drawn + (_plan_charts(result) if result["command"] == "plan" else _replay_charts(result))
+
+
+def tables(result: Json) -> list[Json]:
+    """Every run in numbers."""
+    is_plan = result["command"] == "plan"
+    first = ["host", "disk", "price $"] if is_plan else ["policy"]
+    columns = [
+        *first, "hit rate", *TIERS, "TTFT p50 s", "p90 s", "p99 s", "queue p99 s", "answer tokens/s", "GPU busy",
+        *(f"{link['name']} GB/s" for link in _widest(result)), *(f"evicted from {tier}" for tier in TIERS),
+        "dead on arrival",
+    ]  # fmt: skip
+    rows = [_row(run, is_plan, result) for run in result["results"]]
+    return [{"caption": "Every setup" if is_plan else "Every policy", "columns": columns, "rows": rows}]
+
+
+def _widest(result: Json) -> list[Json]:
+    """The links of the run that has most."""
+    links: list[Json] = max((run["links"] for run in result["results"]), key=len, default=[])
+    return links
+
+
+def _row(run: Json, is_plan: bool, result: Json) -> list[Any]:
+    first = [size_text(run["host_bytes"]), size_text(run["disk_bytes"]), run["price"]] if is_plan else [run["policy"]]
+    return [
+        *first,
+        run["hit_rate"],
+        *(run["hit_rates"].get(tier, 0.0) for tier in TIERS),
+        *(run["ttft"][share] for share in ("p50", "p90", "p99")),
+        run["queue"]["p99"],
+        run["answer_tokens_per_second"],
+        run["utilisation"],
+        *(_rate(run, link["name"]) for link in _widest(result)),
+        *(run["evictions"].get(tier, 0) for tier in TIERS),
+        run["dead_on_arrival"],
+    ]
+
+
+def _line(id: str, title: str, x: str, y: str, series: dict[str, list[list[float]]], **options: Any) -> Json:
+    named = [{"name": name, "points": points} for name, points in series.items()]
+    return {"id": id, "kind": "line", "title": title, "x": x, "y": y, "series": named, **options}
+
+
+def _curve(result: Json) -> Json:
+    series: dict[str, list[list[float]]] = {}
+    for point in result["curve"]:
+        series.setdefault(point["policy"], []).append([point["capacity_bytes"] / GIB, point["hit_rate"]])
+    title = "Hit rate of one cache that all replicas share, over its size"
+    return _line("curve", title, "capacity, GiB", "hit rate of full blocks", series, log=True, percent=True)
+
+
+def _replay_charts(result: Json) -> list[Json]:
+    runs = result["results"]
+    names = [run["policy"] for run in runs]
+    tiers = [tier for tier in TIERS if any(tier in run["hit_rates"] for run in runs)]
+    links = [link["name"] for link in _widest(result)]
+    return [
+        {
+            "id": "tiers", "kind": "bars", "title": "Prompt tokens found, by tier", "y": "share of prompt tokens",
+            "names": names, "percent": True, "stacked": True,
+            "series": [{"name": tier, "values": [run["hit_rates"].get(tier, 0.0) for run in runs]} for tier in tiers],
+        },
+        {
+            "id": "ttft", "kind": "bars", "title": "Time to first token", "y": "seconds", "names": names,
+            "series": [
+                {"name": share, "values": [run["ttft"][share] for run in runs]} for share in ("p50", "p90", "p99")
+            ],
+        },
+        {
+            "id": "links", "kind": "bars", "title": "What the links carry", "y": "GB/s, all replicas", "names": names,
+            "series": [
+                {"name": name, "values": [_rate(run, name) for run in runs]} for name in links
+            ],
+        },
+    ]  # fmt: skip
+
+
+def _rate(run: Json, name: str) -> float:
+    rates: dict[str, float] = {link["name"]: link["bytes_per_second"] / 1e9 for link in run["links"]}
+    return rates.get(name, 0.0)
+
+
+def _plan_charts(result: Json) -> list[Json]:
+    runs = result["results"]
+    bare = [run for run in runs if not run["disk_bytes"]]
+    ttft = {share: [[run["host_bytes"] / GIB, run["ttft"][share]] for run in bare] for share in ("p50", "p90", "p99")}
+    hits: dict[str, list[list[float]]] = {"host only": [[run["host_bytes"] / GIB, run["hit_rate"]] for run in bare]}
+    late: dict[str, list[list[float]]] = {}
+    early: dict[str, list[list[float]]] = {}
+    for host in sorted({run["host_bytes"] for run in runs if run["disk_bytes"]}):
+        name = f"{size_text(host)} host"
+        mine = [run for run in runs if run["host_bytes"] == host]
+        early[name] = [[run["disk_bytes"] / GIB, run["hit_rate"]] for run in mine]
+        late[name] = [[run["disk_bytes"] / GIB, run["ttft"]["p99"]] for run in mine]
+    drawn = [
+        _line(
+            "host-hits",
+            "Hit rate over host memory",
+            "host memory a replica, GiB",
+            "of prompt tokens",
+            hits,
+            percent=True,
+        ),
+        _line("host-ttft", "Time to first token over host memory", "host memory a replica, GiB", "seconds", ttft),
+    ]
+    if early:
+        drawn += [
+            _line("disk-hits", "Hit rate over disk", "disk a replica, GiB", "of prompt tokens", early, percent=True),
+            _line("disk-ttft", "TTFT p99 over disk", "disk a replica, GiB", "seconds", late),
+        ]
+    return drawn
