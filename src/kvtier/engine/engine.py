@@ -27,7 +27,7 @@ from kvtier.engine.speculate import Proposer
 from kvtier.engine.tiers import Tiers, new_controller
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, DTypeError, RangeError
-from kvtier.index import Chain, Namespace
+from kvtier.index import Chain, GhostCache, Namespace
 from kvtier.memory import Placement
 from kvtier.scheduler import Control, Request, RowResult, Scheduler, SchedulerConfig, Step
 from kvtier.storage import Store
@@ -44,6 +44,8 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Rows of the decode steps that are captured as CUDA graphs; none to capture nothing."""
+    ghost_scales: tuple[float, ...] = ()
+    """Sizes for which hit rates are estimated all the time, as multiples of the cache's own; none: no estimates."""
     keep_explanations: int = 1000
     """How many requests that are over can still be explained."""
 
@@ -99,7 +101,7 @@ class Engine:
         host = config.cache.host if config.cache.prefix_caching else None
         controller = new_controller(host.num_blocks, self.groups, stores, namespace.fingerprint) if host else None
         num_ready = controller.num_host_ready if controller is not None else None
-        self.manager = CacheManager(namespace, config.cache, num_host_ready=num_ready)
+        self.manager = CacheManager(namespace, config.cache, num_host_ready=num_ready, ghost=_ghost(config))
         scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
         self.scheduler = Scheduler(self.manager, scheduler)
         self.tiers = Tiers(self.manager, self.groups, controller, stores, self.scheduler, clock)
@@ -332,6 +334,15 @@ class Engine:
         self._over[generation.id] = generation.explain()
         while len(self._over) > self.config.keep_explanations:
             del self._over[next(iter(self._over))]
+
+
+def _ghost(config: EngineConfig) -> GhostCache | None:
+    """Of what memory holds: the host has a copy of what the device has, so it is the larger of the two."""
+    if not config.ghost_scales or not config.cache.prefix_caching:
+        return None
+    own = max(config.cache.num_blocks, config.cache.host.num_blocks if config.cache.host is not None else 0)
+    sizes = [max(1, round(own * scale)) for scale in config.ghost_scales]
+    return GhostCache(config.block_tokens, own, config.cache.policy, capacities=sizes, rate=1.0)
 
 
 def _checked(stores: Mapping[str, Store], config: CacheConfig) -> dict[str, Store]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +20,7 @@ from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError
 from kvtier.memory.torch_types import AnyDType
+from kvtier.storage import Store
 
 Prompt = str | Sequence[int]
 
@@ -55,10 +56,11 @@ class LLM:
         device: str | torch.device = "cpu",
         invariant: bool = False,
         proposer: Proposer | None = None,
+        stores: Mapping[str, Store] | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(model)
         loaded = load_model(model, dtype, device, InvariantOps() if invariant else None)
-        self.engine = Engine(loaded, self.tokenizer, config, proposer=proposer)
+        self.engine = Engine(loaded, self.tokenizer, config, proposer=proposer, stores=stores)
 
     def generate(
         self,

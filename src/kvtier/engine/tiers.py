@@ -16,6 +16,7 @@ from kvtier.cache.layer_waits import LayerWaits
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.plan import Plan
 from kvtier.engine.modules import CacheGroup
+from kvtier.engine.traffic import Traffic, TransferMeter
 from kvtier.errors import ArgumentError, StateError
 from kvtier.index import Chain, Lease
 from kvtier.scheduler import Scheduler
@@ -61,17 +62,20 @@ class Tiers:
         self._clock = clock
         self._pins: dict[str, Lease] = {}
         self.is_asleep = False
+        self._meter = TransferMeter(clock)
 
     # ---- for the step ----------------------------------------------------------------------------------------------
 
     def submit(self, plan: Plan) -> None:
         """Begin what the manager has decided."""
         if self._controller is not None and plan:
+            self._meter.began(plan)
             self._controller.submit(plan)
 
     def apply(self) -> None:
         """Tell the manager what is done."""
         for report in self._controller.poll() if self._controller is not None else ():
+            self._meter.done(report)
             self._manager.apply(report)
 
     def wait(self) -> None:
@@ -106,6 +110,10 @@ class Tiers:
                 )
             )
         return states
+
+    def traffic(self) -> list[Traffic]:
+        """What went between tiers, direction by direction."""
+        return self._meter.traffic()
 
     # ---- prompts ---------------------------------------------------------------------------------------------------
 
