@@ -99,12 +99,13 @@ class PowerFailure:
                 lost += not same_bytes(self.versions, number, version, self.durable[number])
         store.check()  # no space is lost
         assert store.stats.used_bytes <= self.room
+        leaked = sum(self.left.list(f"{self.folder}/quarantine").values())
         for number in range(12):
             stored = store.write([self.versions.next_write(number, 5000)])[0]
             last = len(self.versions.sizes[number]) - 1
             refilled += stored.ok and self.versions.check_read(store, number) == last
         store.close()
-        return Checked(found, len(self.durable), lost, refilled)
+        return Checked(found, len(self.durable), lost, refilled, leaked)
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class Checked:
     """Of those, the ones that are not so."""
     refilled: int
     """Of 12 objects that were written anew, the ones that are there."""
+    leaked_bytes: int
+    """Set aside for good, though nothing was damaged."""
 
 
 def same_bytes(versions: Versions, number: int, found: int | None, expected: int | None) -> bool:

@@ -209,7 +209,7 @@ class SimulatedDisk:
     def open(self, path: str, *, create: bool = False, direct: bool = False) -> int:
         self._step("open")
         with self._lock:
-            name = Path(path).name
+            name = _name(path)
             if create:
                 node = self.names[name] = Node()
                 self.pending_names.append(("create", name, node))
@@ -265,20 +265,23 @@ class SimulatedDisk:
     def rename(self, old: str, new: str) -> None:
         self._step("rename")
         with self._lock:
-            before, after = Path(old).name, Path(new).name
+            before, after = _name(old), _name(new)
             self.names[after] = self.names.pop(before)
             self.pending_names.append(("rename", before, after))
 
     def unlink(self, path: str) -> None:
         self._step("unlink")
         with self._lock:
-            name = Path(path).name
+            name = _name(path)
             del self.names[name]
             self.pending_names.append(("unlink", name, None))
 
-    def list(self, folder: str) -> dict[str, int]:  # noqa: ARG002
+    def list(self, folder: str) -> dict[str, int]:
         with self._lock:
-            return {name: len(node.current) for name, node in self.names.items()}
+            sizes = {name: len(node.current) for name, node in self.names.items()}
+        return {
+            Path(name).name: nbytes for name, nbytes in sizes.items() if _name(f"{folder}/{Path(name).name}") == name
+        }
 
     def free_bytes(self, folder: str) -> int:  # noqa: ARG002
         return self.capacity - sum(len(node.current) for node in self.names.values())
@@ -297,6 +300,12 @@ class SimulatedDisk:
                 elif operation == "unlink":
                     names.pop(name, None)
             return SimulatedDisk({name: _after_crash(node, keep) for name, node in names.items()}, self.capacity)
+
+
+def _name(path: str) -> str:
+    """A file of the store's folder, or of the quarantine in it."""
+    place = Path(path)
+    return f"quarantine/{place.name}" if place.parent.name == "quarantine" else place.name
 
 
 def _after_crash(node: Node, keep: Callable[[], bool]) -> Node:

@@ -87,9 +87,12 @@ def recover(files: Files, folder: str, *, direct: bool) -> Recovered:
     shapes = {n: _read_shape(files, folder, n) for n in sorted(numbers) if table_name(n) in names}
     try:
         for number, shape in shapes.items():
-            if shape is None or slots_name(number) not in names:
+            if shape is None:
                 found.quarantine_bytes += _set_aside(files, folder, number, names)
                 found.num_bad += 1
+                continue
+            if slots_name(number) not in names:  # being deleted, and the disk forgot the slots first
+                files.unlink(os.path.join(folder, table_name(number)))
                 continue
             segment = found.segments[number] = Segment(files, folder, shape, direct=direct)
             records, num_bad = segment.read_table(names[slots_name(number)])

@@ -20,7 +20,8 @@ Superblock, little-endian:
 A slot is written payload first, record last, so that an object cut off by the end of the process has no record; and its
 record is blanked before another payload goes there. Should the disk have done these in another order when the power
 failed, the payload's checksum, which is in the record, tells. A table has its name only when its superblock and all of
-its slots are on disk: slots without a table are what is left of a segment being made, or being deleted.
+its slots are on disk: slots without a table, or a table without slots, are what is left of a segment being made, or
+being deleted.
 """
 
 from __future__ import annotations

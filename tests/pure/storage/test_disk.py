@@ -335,6 +335,20 @@ def test_what_is_left_of_a_segment_being_made_is_deleted(opened, tmp_path):
     assert get(store, 1)[0].ok
 
 
+def test_what_is_left_of_a_segment_being_deleted_is_deleted(opened, tmp_path):
+    """Its table and its slots go together; a disk may have forgotten either first when the power failed."""
+    store = opened()
+    put(store, *range(40))
+    store.close()
+    (tmp_path / "store" / "segment-00000001.kv").unlink()
+    (tmp_path / "store" / "segment-00000002.table").unlink()
+    store = opened()
+    assert not [name for name in os.listdir(tmp_path / "store") if "00000001" in name or "00000002" in name]
+    assert not (tmp_path / "store" / "quarantine").exists()
+    assert store.stats.num_quarantined == 0
+    assert put(store, *range(40)).ok
+
+
 def test_a_newer_format_is_refused_and_nothing_is_touched(opened, tmp_path):
     store = opened()
     put(store, *range(40))
