@@ -259,12 +259,12 @@ def _bulk(case: Case, direction: Direction, device_ids: np.ndarray, host_ids: np
     return move(device_ids, host_ids, urgent=False, after=gate).wait().seconds
 
 
-def spin(stream: Stream | None = None) -> Event:
+def spin(stream: Stream | None = None, *, timing: bool = False) -> Event:
     """An event behind a kernel that spins for a while."""
     stream = stream or Stream.wrap(torch.cuda.current_stream())
     with torch.cuda.stream(stream.native):
         torch.cuda._sleep(SPIN)
-    return stream.record()
+    return stream.record(Event(timing=timing))
 
 
 class Link:
@@ -309,7 +309,7 @@ class Link:
 
 
 def measure_both(case: Case, link: Link) -> Row:
-    """A save and a load of 1 GiB each, of different blocks, against two contiguous copies; wall clock."""
+    """A save and a load of 1 GiB each, of different blocks, against two contiguous copies: until the later is done."""
     (out, into), (back, away) = case.ids(LARGE, 1), case.ids(LARGE, 2)
     free_blocks = np.setdiff1d(np.arange(case.cache.num_blocks), out)[: len(back)]
     free_slots = np.setdiff1d(np.arange(case.host.num_ready), into)[: len(away)]
@@ -320,40 +320,35 @@ def measure_both(case: Case, link: Link) -> Row:
         "h2d", random.permutation(free_blocks)[:count], random.permutation(free_slots)[:count], urgent=True
     )
 
-    def ours() -> None:
-        gate = spin()
+    def ours(gate: Event) -> float:
         pair = [case.manager.submit(each, urgent=True, after=gate) for each in (save, load)]
-        gate.synchronize()
-        started.append(time.perf_counter())
-        for each in pair:
-            each.wait()
+        seconds = [each.wait().seconds for each in pair]
+        begins = [gate.elapsed(each.begin) for each in pair if each.begin is not None]
+        return max(begin / 1e3 + length for begin, length in zip(begins, seconds, strict=True))
 
-    def contiguous() -> None:
-        gate = spin()
-        link.stream.wait(gate)
-        link.other.wait(gate)
-        link.copy(Direction.D2H, save.nbytes, link.stream)
-        link.copy(Direction.H2D, load.nbytes, link.other, second=True)
-        gate.synchronize()
-        started.append(time.perf_counter())
-        link.stream.synchronize()
-        link.other.synchronize()
+    def contiguous(gate: Event) -> float:
+        ends = []
+        for direction, stream in ((Direction.D2H, link.stream), (Direction.H2D, link.other)):
+            stream.wait(gate)
+            link.copy(direction, save.nbytes, stream, second=direction is Direction.H2D)
+            ends.append(stream.record(Event(timing=True)))
+        return max(gate.elapsed(end) for end in ends) / 1e3
 
     taken: dict[str, list[float]] = {"ours": [], "contiguous": []}
-    started: list[float] = []
     for attempt in range(2 * ROUNDS + 1):
         for name, task in (("contiguous", contiguous), ("ours", ours)):
-            task()
+            seconds = task(spin(timing=True))
+            torch.cuda.synchronize()
             if attempt:
-                taken[name].append(time.perf_counter() - started[-1])
-    seconds = {name: statistics.median(values) for name, values in taken.items()}
+                taken[name].append(seconds)
+    s = {name: statistics.median(values) for name, values in taken.items()}
     total = save.nbytes + load.nbytes
     return {
         "shape": case.shape,
         "form": case.form,
-        "GB/s": total / seconds["ours"] / 1e9,
-        "two copies": total / seconds["contiguous"] / 1e9,
-        "of two copies": seconds["contiguous"] / seconds["ours"],
+        "GB/s": total / s["ours"] / 1e9,
+        "two copies": total / s["contiguous"] / 1e9,
+        "of two copies": s["contiguous"] / s["ours"],
     }
 
 

@@ -200,6 +200,23 @@ def test_fresh_threads_use_the_right_device_and_leave_the_current_one():
         assert torch.equal(both[[1, 2]], both[[3, 4]])
 
 
+def test_a_ring_whose_copies_are_slow_goes_on_with_another_kernel_stream():
+    manager, tensors, _ = made("layer-first", config=TransferConfig(strategy="staged"))
+    before, slots = picture(tensors), np.random.default_rng(0).permutation(NUM)
+    with manager:
+        used = set()
+        for _ in range(4):
+            assert manager.save(np.arange(NUM), slots, urgent=True).wait(60).status is Status.DONE
+            for tensor in (each for pair in tensors for each in pair):
+                tensor.zero_()
+            assert manager.load(np.arange(NUM), slots).wait(60).status is Status.DONE
+            assert torch.equal(picture(tensors), before)
+            for lane in manager._lanes.values():
+                used.add((lane.direction, lane._ring._kernels.handle))
+                lane._ring._best_gbs = 1e6  # so that any copy was slow
+        assert len(used) >= 6  # two to begin with
+
+
 def test_the_calibration_knows_the_link_and_what_the_model_loses():
     table = calibrate(GPU)
     assert table.seconds < 10  # the benchmark holds it to 3

@@ -13,8 +13,6 @@ import contextlib
 import threading
 from collections import deque
 
-import torch
-
 from kvtier.memory import Event, Placement, Stream, cuda
 from kvtier.memory.copy_paths import Job, Pieces
 from kvtier.transfer.config import TransferConfig
@@ -23,7 +21,6 @@ from kvtier.transfer.staging import Mover, StagingRing
 from kvtier.transfer.transfer import Transfer
 
 _URGENT = -1  # stream priority: lower numbers go first
-_FIRST_BYTES = 4096
 
 
 class Lane:
@@ -34,8 +31,8 @@ class Lane:
         self._placement = placement
         self._config = config
         self._mover = mover
-        self._ring = StagingRing(placement, config, mover)
-        self._streams = {urgent: _copy_stream(placement, direction, urgent) for urgent in (True, False)}
+        self._ring = StagingRing(direction, placement, config, mover)
+        self._streams = {urgent: Stream(placement, priority=_URGENT if urgent else 0) for urgent in (True, False)}
         self._changed = threading.Condition()
         self._queue: list[Transfer] = []
         self._in_flight: dict[bool, deque[tuple[int, Event]]] = {True: deque(), False: deque()}
@@ -163,7 +160,7 @@ class Lane:
                     transfer.begin = stream.record(Event(timing=True))
                     transfer.layers.begin(transfer.begin)
                 if choice.strategy == "staged":
-                    return self._ring.run(part, self.direction, host, choice.path, stream, transfer.after), None
+                    return self._ring.run(part, host, choice.path, stream, transfer.after), None
                 self._mover(choice.path, self._job(host, stream), Pieces(part.copies))
                 return stream.record(Event(timing=True, blocking=True)), None
             except Exception as error:  # part of it may be under way
@@ -191,26 +188,6 @@ class Lane:
     def _job(self, host: Placement, stream: Stream | None) -> Job:
         sides = (self._placement, host) if self.direction is Direction.D2H else (host, self._placement)
         return Job(*sides, stream)
-
-
-def _copy_stream(placement: Placement, direction: Direction, urgent: bool) -> Stream:
-    """A stream for copies one way, which has carried one already.
-
-    A stream whose first copy came later than the first kernel of the staging ring, or whose first work was none of
-    its own kind, moved blocks at 0.93 of the link while kernels were waiting for a busy GPU, until the ring got another
-    kernel stream (H200, driver 580.159, 2026-11-15, in 30 of 30 cases; docs/log.md). How the driver spreads streams
-    over the hardware is its secret.
-    """
-    stream = Stream(placement, priority=_URGENT if urgent else 0)
-    if placement.is_device:
-        device = torch.empty(_FIRST_BYTES, dtype=torch.uint8, device=placement.torch)
-        host = torch.empty(_FIRST_BYTES, dtype=torch.uint8, pin_memory=True)
-        stream.wait(Stream.wrap(torch.cuda.current_stream(placement.torch)).record())  # the pool's memory may be in use
-        with torch.cuda.stream(stream.native):
-            src, dst = (device, host) if direction is Direction.D2H else (host, device)
-            dst.copy_(src, non_blocking=True)
-        stream.synchronize()
-    return stream
 
 
 def _is_reached(event: Event) -> bool:

@@ -9,6 +9,11 @@
 
 The kernel stream is of high priority: beside large matrix products a kernel gets its turn only when one of them ends,
 and then it must be first. One stream for all slots: a stream for each, all enqueued ahead, was slower (docs/log.md).
+
+Some pairs of a copy stream and a kernel stream get in each other's way in the driver or the GPU: while the kernel
+stream has anything pending beside a busy model, copies run at 0.93 of the link, whatever their size. The pair stays
+so; another kernel stream ends it (H200, driver 580.159, 2026-11-15; docs/log.md). Nothing tells which pairs, so one
+copy of those under way is timed, and if it was slow, the ring goes on with another kernel stream.
 """
 
 from __future__ import annotations
@@ -18,9 +23,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtier.memory import Event, Placement, Stream
+from kvtier.memory import PINNED, Event, Placement, Stream
 from kvtier.memory.copy_paths import Job, PathName, Pieces
 from kvtier.memory.copy_plan import DST, I64, SRC
+from kvtier.memory.costs import cost_key, saved_costs
 from kvtier.transfer.compiled import Slice
 from kvtier.transfer.config import TransferConfig
 from kvtier.transfer.plane import Direction
@@ -29,7 +35,11 @@ Mover = Callable[[PathName, Job, Pieces], PathName]
 """Carries out independent copies: copy_paths.run_path, or what a test puts in its place."""
 
 
-_FIRST = -1  # stream priority: lower numbers go first
+# Stream priority: lower numbers go first. Not that of a lane's streams: torch keeps a pool for each, and hands the same
+# stream out twice; kernels on a stream that copies would wait for them.
+_FIRST = -2
+_SLOW = 0.96  # of the best rate known; pairs in each other's way have 0.93, others 0.98 and more
+_TIMED_BYTES = 32 << 20  # copies at least so large tell the rate
 
 
 @dataclass(slots=True)
@@ -39,10 +49,20 @@ class _Slot:
     """Behind it the slot may be written again."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A copy under way whose rate will be looked at."""
+
+    begin: Event
+    end: Event
+    nbytes: int
+
+
 class StagingRing:
     """Device memory for one direction, made on first use. Not thread-safe: its lane locks."""
 
-    def __init__(self, placement: Placement, config: TransferConfig, mover: Mover) -> None:
+    def __init__(self, direction: Direction, placement: Placement, config: TransferConfig, mover: Mover) -> None:
+        self._direction = direction
         self._placement = placement
         self._config = config
         self._mover = mover
@@ -50,27 +70,29 @@ class StagingRing:
         self._slots: list[_Slot] = []
         self._turn = 0
         self._kernels: Stream | None = None
+        self._timed: _Timed | None = None
+        self._best_gbs = 0.0
 
-    def run(
-        self, part: Slice, direction: Direction, host: Placement, path: PathName, copies: Stream, after: Event | None
-    ) -> Event:
+    def run(self, part: Slice, host: Placement, path: PathName, copies: Stream, after: Event | None) -> Event:
         """Submit a staged slice, behind `after`. Returns the event at its end; ends come in order."""
         slot = self._take()
+        self._look_at_the_rate()
         assert self._kernels is not None
         kernels, base, free, end = self._kernels, slot.pointer, slot.free, Event(timing=True, blocking=True)
         slot.free = end
         try:
-            if direction is Direction.D2H:
+            if self._direction is Direction.D2H:
                 kernels.wait(free)
                 if after is not None:
                     kernels.wait(after)
                 self._inside(part, DST, base, kernels)
                 copies.wait(kernels.record())
-                self._mover(path, Job(self._placement, host, copies), Pieces(_based(part.copies, SRC, base)))
-                return copies.record(end)
+                self._copy(part, path, Job(self._placement, host, copies), SRC, base, end)
+                return end
             copies.wait(free)
-            self._mover(path, Job(host, self._placement, copies), Pieces(_based(part.copies, DST, base)))
-            kernels.wait(copies.record())
+            arrived = Event(timing=True)
+            self._copy(part, path, Job(host, self._placement, copies), DST, base, arrived)
+            kernels.wait(arrived)
             self._inside(part, SRC, base, kernels)
             return kernels.record(end)
         except BaseException:
@@ -78,10 +100,34 @@ class StagingRing:
             copies.record(end)
             raise
 
+    def _copy(self, part: Slice, path: PathName, job: Job, row: int, base: int, end: Event) -> None:
+        """Over the link; `end` is recorded behind it."""
+        assert job.stream is not None
+        begin = Event(timing=True) if self._timed is None and part.nbytes >= _TIMED_BYTES else None
+        if begin is not None:
+            job.stream.record(begin)
+        self._mover(path, job, Pieces(_based(part.copies, row, base)))
+        job.stream.record(end)
+        if begin is not None:
+            self._timed = _Timed(begin, end, part.nbytes)
+
     def _inside(self, part: Slice, row: int, base: int, kernels: Stream) -> None:
         assert part.inside is not None
         job = Job(self._placement, self._placement, kernels, blocks=self._config.gather_blocks)
         self._mover("gather", job, Pieces(_based(part.inside, row, base)))
+
+    def _look_at_the_rate(self) -> None:
+        """Take another kernel stream if the copy that was timed is done, and was slow."""
+        timed = self._timed
+        if timed is None or not timed.end.query():
+            return
+        self._timed = None
+        rate = timed.nbytes / timed.begin.elapsed(timed.end) / 1e6
+        self._best_gbs = max(self._best_gbs, rate)
+        if rate < _SLOW * self._best_gbs:
+            assert self._kernels is not None
+            before, self._kernels = self._kernels, Stream(self._placement, priority=_FIRST)
+            self._kernels.wait(before.record())  # ends come in order
 
     def _take(self) -> _Slot:
         """The next slot; the ring is made on first use."""
@@ -94,6 +140,10 @@ class StagingRing:
             first = self._memory.data_ptr()
             self._kernels = Stream(self._placement, priority=_FIRST)
             self._slots = [_Slot(first + k * config.chunk_bytes, ready) for k in range(config.num_chunks)]
+            costs, sides = saved_costs(self._placement), (self._placement, PINNED)
+            if costs is not None:
+                link = Job(*(sides if self._direction is Direction.D2H else sides[::-1]), None)
+                self._best_gbs = max(self._best_gbs, costs.links.get(cost_key(link), 0.0))
         self._turn += 1
         return self._slots[self._turn % len(self._slots)]
 
@@ -101,7 +151,7 @@ class StagingRing:
         """Give the memory up; everything that used it must be done."""
         if self._kernels is not None:
             self._kernels.synchronize()
-        self._memory, self._kernels, self._slots = None, None, []
+        self._memory, self._kernels, self._timed, self._slots = None, None, None, []
 
 
 def _based(table: I64, row: int, base: int) -> I64:
