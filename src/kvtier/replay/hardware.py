@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -140,21 +139,18 @@ def from_doctor(path: str | Path, gpu: GpuSpec) -> GpuSpec:
 
     Peaks are taken from the preset: the doctor measures links, not FLOPs.
     """
-    found = _read(Path(path))
-    described, link = found.get("cuda:0"), found.get("link cuda:0")
-    if not isinstance(described, str):
+    measured = _read(Path(path)).get("measured", {})
+    if not isinstance(measured, dict) or "cuda:0" not in measured:
         raise ArgumentError(f"{path} tells of no GPU (cuda:0); is it from kvtier doctor --json on a machine with one?")
-    memory = re.search(r"([\d.]+) GiB", described)
-    rates = [float(rate) for rate in re.findall(r"([\d.]+) GB/s", link)] if isinstance(link, str) else []
-    if memory is None or not rates:
+    found = measured["cuda:0"]
+    try:
+        memory, rates, name = float(found["memory_bytes"]), list(found["link_gbs"].values()), str(found["name"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArgumentError(f"{path} lacks what kvtier doctor --json says of cuda:0: {error!r}") from error
+    if not rates:
         raise ArgumentError(f"{path}: the link was not measured; run kvtier doctor --calibrate there, then --json")
-    return replace(
-        gpu,
-        memory_bytes=float(memory[1]) * (1 << 30),
-        link_bandwidth=min(rates) * 1e9,
-        name=described.split(",")[0],
-        source=f"{gpu.source}; memory and link from {path}",
-    )
+    source = f"{gpu.source}; memory and link from {path}"
+    return replace(gpu, memory_bytes=memory, link_bandwidth=min(rates) * 1e9, name=name, source=source)
 
 
 def _read(path: Path) -> dict[str, Any]:

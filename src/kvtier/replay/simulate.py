@@ -106,6 +106,8 @@ class Simulator:
         self._worker, self._num_layers = worker, num_layers
         self._grain = Grain(self.scheduler, cost, quantum)
         self._next_arrival = math.inf
+        self._has_news = False
+        """Whether something was reported since the scheduler was last asked."""
         self._now = self._compute_seconds = 0.0
         self._num_steps = 0
         self._live: dict[str, _Live] = {}
@@ -116,15 +118,15 @@ class Simulator:
         """Serve every request of a trace, in order of time."""
         start = trace[0].timestamp_ms if trace else 0.0
         arrivals = [(request.timestamp_ms - start) / 1000 for request in trace]
-        at = 0
+        at = num_idle = 0
         while at < len(trace) or self.scheduler.has_work() or self.manager.has_plans:
             while at < len(trace) and arrivals[at] <= self._now:
                 self._arrive(at, trace[at], arrivals[at])
                 at += 1
             self._next_arrival = arrivals[at] if at < len(trace) else math.inf
-            before = self._now
             step = self._step()
-            if not step.rows and self._now == before:
+            num_idle = 0 if step.rows or self._has_news else num_idle + 1
+            if num_idle > 1:  # asked twice: what it plans may be over as soon as it is planned
                 following = min(self._next_arrival, self._worker.next_end)
                 if not self._can_go_on(step, following):
                     break
@@ -159,7 +161,7 @@ class Simulator:
         began = self._now
         step = self.scheduler.schedule(began)
         self._worker.submit(step.plan, began)
-        self._take_reports()
+        self._has_news = self._take_reports()
         if step.rows:
             self._now = self._end_of(step)
             self._num_steps += self._grain.count
@@ -182,9 +184,12 @@ class Simulator:
             end = max(end, self._worker.end_of(step.loads) + work / self._num_layers)
         return end
 
-    def _take_reports(self) -> None:
-        for report in self._worker.poll(self._now):
+    def _take_reports(self) -> bool:
+        """Tell the manager what is over; whether there was something."""
+        reports = self._worker.poll(self._now)
+        for report in reports:
             self.manager.apply(report)
+        return bool(reports)
 
     def _result_of(self, row: Row) -> RowResult:
         """The next tokens of the answer, as the trace has it."""

@@ -1,0 +1,292 @@
+"""The simulation: times by hand, hits against a plain LRU, and that everything adds up."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.store import StoreConfig
+from kvtier.errors import ArgumentError, RangeError
+from kvtier.replay import SyntheticTrace, TraceRequest, generate
+from kvtier.replay.cost import Measured, Roofline, Work
+from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
+from kvtier.replay.setup import GIB, Setup, simulate
+from kvtier.replay.simulate import Simulator
+from kvtier.replay.worker import SimulatedStore, SimulatedWorker
+from kvtier.scheduler import SchedulerConfig
+
+DISK = DiskSpec(100.0, 100.0, 0.0)
+
+
+class PerToken:
+    """A second a token, nothing else."""
+
+    def seconds(self, work: Work) -> float:
+        return work.num_tokens
+
+
+def simulator(device: int, host: int = 0, disk: int = 0, *, link: float = 1e9, early: bool = False, **options):
+    stores = {"disk": SimulatedStore(disk)} if disk else {}
+    cache = CacheConfig(
+        device,
+        host=HostConfig(host) if host else None,
+        stores=(StoreConfig("disk"),) if disk else (),
+        recompute=options.pop("recompute", False),
+    )
+    worker = SimulatedWorker(1, link, disk=DISK, stores=stores, latency_seconds=0.0)
+    limits = SchedulerConfig(options.pop("rows", 8), options.pop("tokens", 10_000), starts_early=early)
+    return Simulator(cache, limits, options.pop("cost", PerToken()), worker, block_tokens=512, **options)
+
+
+def request(time: float, *ids: int, tail: int = 100, answer: int = 1) -> TraceRequest:
+    return TraceRequest(time * 1000, len(ids) * 512 + tail, answer, (*ids, 1000 + int(time)))
+
+
+def test_a_request_alone_takes_its_prompt_and_then_a_token_a_step():
+    (one,) = simulator(100).run([request(5, 1, 2, answer=4)]).requests
+    assert (one.arrival, one.scheduled_at) == (0.0, 0.0)
+    assert one.ttft == 1124
+    assert one.finished_at == 1124 + 3
+    assert one.answer_tokens == 4
+    assert one.tokens_from == {"device": 0}
+
+
+def test_prompts_are_computed_in_chunks_and_the_next_waits_for_its_turn():
+    found = simulator(100, tokens=512, rows=1).run([request(0, 1, 2), request(1, 3)])
+    first, second = found.requests
+    assert first.ttft == 1124
+    assert second.queue_seconds == 1124 - 1
+    assert second.ttft == 1124 - 1 + 612
+    assert found.num_steps == 3 + 2
+    assert found.compute_seconds == 1124 + 612
+
+
+def test_what_is_reported_at_once_is_acted_on_at_once():
+    """The first step asks the disk what it has; a request must not wait for the next arrival to hear the answer."""
+    first, _ = simulator(100, 100, 100).run([request(0, 1, 2), request(10_000, 3)]).requests
+    assert first.ttft == 1124
+
+
+def test_blocks_are_found_where_they_were_left():
+    far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(4)]
+    again = replace(far[0], timestamp_ms=50_000_000, hash_ids=(0, 1, 2, 3, 999))
+    for sizes, tier in (((100,), "device"), ((6, 100), "host"), ((6, 5, 100), "disk")):
+        run = simulator(*sizes).run([*far, again])
+        assert run.requests[-1].tokens_from.get(tier) == 4 * 512, tier
+        assert run.requests[-1].ttft < 612
+        assert run.blocks.num_computed == 16
+        assert run.blocks.num_reused == 4
+    assert simulator(6).run([*far, again]).requests[-1].tokens_from == {"device": 0}
+
+
+def test_a_load_takes_the_links_time_and_counts_on_it():
+    far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
+    again = replace(far[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
+    run = simulator(6, 100, link=0.5).run([*far, again])
+    assert run.requests[-1].ttft == pytest.approx(4 / 0.5 + 100)
+    to_device = next(use for use in run.links if use.name == "to device")
+    assert (to_device.num_bytes, to_device.busy_seconds) == (4, 8.0)
+
+
+def test_layers_wait_only_for_their_part_of_a_load():
+    """A load of 8 s beside 100 s of compute costs nothing; one of 200 s leaves the last of 10 layers to do."""
+    far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
+    again = replace(far[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
+    for link, ttft in ((0.5, 100), (0.02, 200 + 10)):
+        run = simulator(6, 100, link=link, early=True, num_layers=10).run([*far, again])
+        assert run.requests[-1].ttft == pytest.approx(ttft)
+
+
+def test_computing_again_is_chosen_where_the_link_is_slower():
+    far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(8)]
+    again = [
+        replace(far[i], timestamp_ms=(100 + 10 * i) * 1e6, hash_ids=(*far[i].hash_ids[:4], 999 + i)) for i in (0, 1)
+    ]
+    slow = simulator(6, 100, link=0.0001, recompute=True).run([*far, *again])
+    fast = simulator(6, 100, link=1.0, recompute=True).run([*far, *again])
+    assert slow.requests[-1].tokens_from.get("host", 0) == 0
+    assert fast.requests[-1].tokens_from["host"] == 4 * 512
+
+
+def test_a_request_that_can_never_fit_is_refused_and_counted():
+    run = simulator(4).run([request(0, *range(10)), request(1, 50)])
+    assert [each.is_refused for each in run.requests] == [True, False]
+    assert run.requests[0].ttft is None
+    assert run.requests[1].ttft == 612
+
+
+def test_an_empty_trace_ends_at_once():
+    assert simulator(4).run([]).requests == ()
+
+
+def lru_tokens(requests: list[TraceRequest], num_slots: int) -> list[int]:
+    """What a plain LRU finds, a request at a time: the last token is computed in any case."""
+    held: OrderedDict[tuple[int, ...], None] = OrderedDict()
+    found = []
+    for each in requests:
+        full = each.input_tokens // 512
+        paths = [each.hash_ids[: i + 1] for i in range(full)]
+        hits = next((i for i, path in enumerate(paths) if path not in held), full)
+        found.append(min(hits, (each.input_tokens - 1) // 512) * 512)
+        for path in reversed(paths):
+            held.pop(path, None)
+            held[path] = None
+        while len(held) > num_slots - 1:  # the block that is not full has a slot while it runs
+            held.popitem(last=False)
+    return found
+
+
+@given(
+    ids=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), min_size=1, max_size=14),
+    num_slots=st.integers(8, 20),
+)
+@settings(deadline=None, max_examples=60)
+def test_requests_that_do_not_meet_hit_what_a_plain_lru_holds(ids, num_slots):
+    requests = [TraceRequest(1e7 * i, 512 * len(each) + 10, 1, (*each, 5000 + i)) for i, each in enumerate(ids)]
+    run = simulator(num_slots).run(requests)
+    assert [each.tokens_from["device"] for each in run.requests] == lru_tokens(requests, num_slots)
+
+
+SMALL = ModelSpec(4, 8, 2, 64, 1e9)
+BOX = GpuSpec(100e12, 8e9, 1e12, 10e9)
+TRACE = tuple(generate(SyntheticTrace(sessions=40, session_rate=2.0, think_seconds=5.0)))
+
+
+def setup(**options) -> Setup:
+    return Setup(SMALL, BOX, **{"device_bytes": GIB // 8, "disk": preset(DiskSpec, "nvme-gen4"), **options})
+
+
+@pytest.mark.parametrize("sizes", [{}, {"host_bytes": GIB}, {"host_bytes": GIB // 2, "disk_bytes": 4 * GIB}])
+def test_everything_adds_up_and_nothing_is_left_behind(sizes):
+    run = setup(**sizes).simulator(512)
+    found = run.run(TRACE)
+    assert len(found.requests) == len(TRACE)
+    for each, traced in zip(found.requests, TRACE, strict=True):
+        assert each.prompt_tokens == traced.input_tokens
+        assert each.answer_tokens == max(1, traced.output_tokens)
+        assert each.arrival <= each.scheduled_at < each.first_token_at <= each.finished_at
+        assert sum(each.tokens_from.values()) < each.prompt_tokens
+    run.scheduler.check()
+    assert not run.scheduler.has_work()
+    assert run.manager.stats.num_holds == 0
+    total = sum(sum(each.tokens_from.values()) for each in found.requests)
+    preempted = sum(each.num_preempted for each in found.requests)  # what they find when they resume is no hit of ours
+    assert total <= run.manager.stats.hit_tokens if preempted else total == run.manager.stats.hit_tokens
+    assert found.compute_seconds <= found.seconds * (1 + 1e-9)
+    assert all(use.busy_seconds <= found.seconds * (1 + 1e-9) for use in found.links)
+
+
+def test_the_same_seed_gives_the_same_figures_in_any_number_of_processes():
+    setups = [setup(host_bytes=GIB, replicas=2, policy=policy) for policy in ("lru", "arc")]
+    told: list[float] = []
+    alone = simulate(TRACE, setups, progress=told.append)
+    assert simulate(TRACE, setups, jobs=3) == alone
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+def test_more_memory_hits_more_and_a_disk_below_it_more_again():
+    sizes = [{}, {"host_bytes": GIB // 4}, {"host_bytes": GIB // 4, "disk_bytes": 64 * GIB}]
+    rates = [summary.hit_rate for summary in simulate(TRACE, [setup(**each) for each in sizes])]
+    assert rates == sorted(rates)
+    assert rates[0] < rates[1] < rates[2]
+
+
+def test_steps_simulated_together_come_to_what_they_come_to_one_by_one():
+    exact, coarse = simulate(TRACE, [setup(host_bytes=GIB, quantum=q) for q in (0.0, 0.02)])
+    assert coarse.hit_rate == pytest.approx(exact.hit_rate, abs=0.01)
+    assert coarse.seconds == pytest.approx(exact.seconds, rel=0.02)
+    for share in ("p50", "p90"):  # p99 of so few requests is a single one
+        assert coarse.ttft[share] == pytest.approx(exact.ttft[share], abs=0.02, rel=0.1)
+
+
+def test_one_replica_of_middling_load_may_stand_for_all():
+    (one,) = simulate(TRACE, [setup(replicas=4)], num_simulated=1)
+    (every,) = simulate(TRACE, [setup(replicas=4)])
+    assert 0 < one.num_requests < every.num_requests == len(TRACE)
+
+
+def test_a_slower_disk_makes_waiting_longer():
+    slow = DiskSpec(1e7, 1e7, 0.001)
+    sizes = {"host_bytes": GIB // 4, "disk_bytes": 64 * GIB}
+    fast, late = simulate(TRACE, [setup(**sizes), setup(**sizes, disk=slow)])
+    assert late.ttft["p90"] > fast.ttft["p90"]
+    assert next(link for link in late.links if link.name == "disk").busy > 0.5
+
+
+# ---- cost ----
+
+
+def test_a_roofline_is_bound_by_memory_for_one_token_and_by_arithmetic_for_many():
+    cost = Roofline(SMALL, replace(BOX, compute_share=1.0, memory_share=1.0, attention_share=1.0, step_seconds=0.0))
+    weights = 1e9 * 2 / 1e12
+    assert cost.seconds(Work(1, 1, 0, 0)) == pytest.approx(weights)
+    assert cost.seconds(Work(1, 10_000, 0, 0)) == pytest.approx(2 * 1e9 * 10_000 / 100e12)
+    assert cost.seconds(Work(1, 1, 0, 1_000_000)) == pytest.approx(weights + 1_000_000 * SMALL.token_bytes / 1e12)
+    attended = 4 * 4 * 8 * 64 * 1e9 / 100e12
+    assert cost.seconds(Work(1, 1, 1e9, 0)) == pytest.approx(weights + attended)
+
+
+def test_experts_are_read_as_far_as_tokens_use_them():
+    model = replace(SMALL, active_params=1e8)
+    cost = Roofline(model, replace(BOX, flops=1e18, step_seconds=0.0, memory_share=1.0))
+    assert cost.seconds(Work(1, 1, 0, 0)) == pytest.approx(2e8 / 1e12)
+    assert cost.seconds(Work(100, 100, 0, 0)) == pytest.approx(2e9 / 1e12)
+
+
+@given(
+    costs=st.tuples(*[st.floats(0, 1e-3)] * 5).filter(lambda costs: max(costs) > 1e-6),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=50)
+def test_a_fit_finds_costs_that_explain_what_was_measured(costs, seed):
+    import random
+
+    chosen = random.Random(seed)
+    works = [
+        Work(rows, tokens, tokens * read / 2, read)
+        for rows, tokens, read in (
+            (chosen.randint(1, 16), chosen.randint(1, 2000), chosen.randint(1, 30_000)) for _ in range(60)
+        )
+    ]
+    truth = [
+        costs[0]
+        + costs[1] * w.num_rows
+        + costs[2] * w.num_tokens
+        + costs[3] * w.attended_tokens
+        + costs[4] * w.read_tokens
+        for w in works
+    ]
+    fit = Measured(list(zip(works, truth, strict=True)))
+    for work, seconds in zip(works, truth, strict=True):
+        assert fit.seconds(work) == pytest.approx(seconds, rel=1e-3)
+    with pytest.raises(ArgumentError, match="at least five"):
+        Measured([])
+
+
+# ---- setups ----
+
+
+def test_setups_that_cannot_be_are_refused():
+    with pytest.raises(ArgumentError, match="through host memory"):
+        setup(disk_bytes=GIB)
+    with pytest.raises(RangeError, match="leave no room"):
+        Setup(preset(ModelSpec, "llama-3-70b"), preset(GpuSpec, "4090"))
+    with pytest.raises(RangeError, match="hold no block"):
+        setup(device_bytes=1000).simulator(512)
+    with pytest.raises(RangeError, match="0 or more"):
+        setup(host_bytes=-1)
+    with pytest.raises(RangeError, match="quantum"):
+        setup(quantum=-1.0).simulator(512)
+
+
+def test_what_the_weights_leave_is_for_kv():
+    eight = Setup(preset(ModelSpec, "llama-3-8b"), preset(GpuSpec, "h100"))
+    assert eight.kv_bytes == pytest.approx(0.9 * 80e9 - 2 * 8.03e9)
+    assert eight.model.token_bytes == 131_072

@@ -1,0 +1,161 @@
+"""Links and stores of the simulation, against a simulation tick by tick and a plain LRU."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.cache.plan import Drop, Plan, Probe, Purpose, Transfer, slot_bytes
+from kvtier.errors import ArgumentError, RangeError
+from kvtier.replay.hardware import DiskSpec
+from kvtier.replay.worker import TO_DEVICE, TO_HOST, SimulatedStore, SimulatedWorker
+
+ENDS = {
+    Purpose.LOAD: ("host", "device"),
+    Purpose.SAVE: ("device", "host"),
+    Purpose.FETCH: ("disk", "host"),
+    Purpose.STORE: ("host", "disk"),
+}
+DISK = DiskSpec(read_bandwidth=1.0, write_bandwidth=0.5, latency_seconds=0.0)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def transfer(id: int, purpose: Purpose, count: int, first_key: int = 0) -> Transfer:
+    slots = slot_bytes(np.arange(count, dtype=np.int32))
+    keys = b"".join(key(first_key + i) for i in range(count))
+    match purpose:
+        case Purpose.FETCH:
+            return Transfer(id, purpose, *ENDS[purpose], b"", slots, keys)
+        case Purpose.STORE:
+            return Transfer(id, purpose, *ENDS[purpose], slots, b"", keys)
+        case _:
+            return Transfer(id, purpose, *ENDS[purpose], slots, slots)
+
+
+def worker(num_blocks: int = 1000, **options) -> SimulatedWorker:
+    stores = {"disk": SimulatedStore(num_blocks)}
+    return SimulatedWorker(1, 1.0, disk=DISK, stores=stores, **{"latency_seconds": 0.0, **options})
+
+
+def by_ticks(jobs: list[tuple[int, Purpose, int]]) -> dict[int, int]:
+    """When each of (time, purpose, seconds) on one link ends, second by second: the urgent first, then by order."""
+    left = {i: seconds for i, (_, _, seconds) in enumerate(jobs)}
+    ends: dict[int, int] = {}
+    for now in range(1000):
+        ready = [i for i in left if jobs[i][0] <= now]
+        ready.sort(key=lambda i: (jobs[i][1] in (Purpose.SAVE, Purpose.STORE), i))
+        if ready:
+            left[ready[0]] -= 1
+            if not left[ready[0]]:
+                ends[ready[0]] = now + 1
+                del left[ready[0]]
+    return ends
+
+
+@given(
+    jobs=st.lists(
+        st.tuples(st.integers(0, 40), st.sampled_from([Purpose.FETCH, Purpose.STORE]), st.integers(1, 6)), max_size=12
+    ),
+    looks=st.lists(st.floats(0, 200), max_size=8),
+)
+@settings(deadline=None)
+def test_the_disk_is_shared_the_urgent_go_first_and_looking_changes_nothing(jobs, looks):
+    jobs = sorted(jobs, key=lambda job: job[0])
+    ours = worker()
+    ours.stores["disk"].write([key(i) for i in range(6)])
+    found: dict[int, float] = {}
+    events = [(time, 0, i) for i, (time, _, _) in enumerate(jobs)] + [(time, 1, 0) for time in looks] + [(900, 1, 0)]
+    for now, is_look, i in sorted(events):
+        for report in ours.poll(now):
+            found.update((outcome.transfer_id, outcome.seconds) for outcome in report.outcomes)
+        if not is_look:
+            ours.submit(Plan(i, 0, (transfer(i, jobs[i][1], jobs[i][2]),)), now)
+    seconds = [(time, purpose, count * (1 if purpose is Purpose.FETCH else 2)) for time, purpose, count in jobs]
+    wanted = {i: end - jobs[i][0] for i, end in by_ticks(seconds).items()}
+    assert found == pytest.approx(wanted)
+    busy = sum(second for _, _, second in seconds)
+    assert ours.links["disk"].busy_seconds == pytest.approx(busy)
+    assert ours.links["disk"].num_bytes == sum(count for _, _, count in jobs)
+    assert ours.next_end == math.inf
+
+
+def test_the_two_ways_of_the_link_do_not_disturb_each_other():
+    ours = worker(latency_seconds=0.5)
+    ours.submit(Plan(1, 0, (transfer(1, Purpose.SAVE, 10), transfer(2, Purpose.LOAD, 10))), 0.0)
+    assert ours.next_end == 10.5
+    assert ours.end_of((2,)) == 10.5
+    assert ours.end_of((7,)) == 0.0
+    (report,) = ours.poll(10.5)
+    assert {outcome.transfer_id for outcome in report.outcomes} == {1, 2}
+    assert {use.name: use.num_bytes for use in ours.uses()} == {TO_HOST: 10, TO_DEVICE: 10, "disk": 0}
+
+
+def test_a_later_load_waits_for_the_one_before_and_a_save_for_both():
+    ours = worker()
+    ours.submit(Plan(1, 0, (transfer(1, Purpose.LOAD, 4),)), 0.0)
+    ours.submit(Plan(2, 0, (transfer(2, Purpose.LOAD, 3),)), 1.0)
+    assert ours.end_of((1, 2)) == 7.0
+
+
+def test_what_the_store_has_lost_arrives_not_and_is_known_then():
+    ours = worker(num_blocks=2)
+    ours.submit(Plan(1, 3, (transfer(1, Purpose.STORE, 3),)), 0.0)
+    ours.poll(10.0)
+    assert len(ours.stores["disk"]) == 2
+    assert ours.stores["disk"].num_evicted == 1
+    ours.submit(Plan(2, 3, (transfer(2, Purpose.FETCH, 3),), (Probe(9, "disk", key(0) + key(2)),)), 10.0)
+    (first,) = ours.poll(10.0)
+    assert [(p.probe_id, p.present, p.absent) for p in first.presences] == [(9, key(2), key(0))]
+    (report,) = ours.poll(20.0)
+    (outcome,) = report.outcomes
+    assert (report.epoch, outcome.ok, outcome.arrived, outcome.num_bytes) == (3, False, b"\0\1\1", 2)
+    assert report.presences[0].absent == key(0)
+
+
+def test_drops_and_inventories():
+    ours = worker()
+    ours.stores["disk"].write([key(1), key(2)])
+    ours.submit(Plan(1, 0, (), (Probe(1, "disk"),), (Drop("disk", key(1)),)), 0.0)
+    assert ours.poll(0.0)[0].presences[0].present == key(2)
+    ours.submit(Plan(2, 0, (), (Probe(2, "disk"),), (Drop("disk"),)), 0.0)
+    assert ours.poll(0.0)[0].presences[0].present == b""
+    assert ours.poll(0.0) == []
+
+
+@given(
+    calls=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))),
+    size=st.integers(1, 6),
+)
+def test_the_store_is_a_plain_lru(calls, size):
+    store, plain = SimulatedStore(size), OrderedDict()
+    for is_write, names in calls:
+        if is_write:
+            store.write([key(name) for name in names])
+            for name in names:
+                plain.pop(name, None)
+                plain[name] = None
+            while len(plain) > size:
+                plain.popitem(last=False)
+        else:
+            assert list(store.read([key(name) for name in names])) == [name in plain for name in names]
+            for name in names:
+                if name in plain:
+                    plain.move_to_end(name)
+        assert store.has([])[0] == [key(name) for name in plain]
+
+
+def test_tiers_nobody_knows_and_stores_without_a_disk_are_refused():
+    with pytest.raises(ArgumentError, match="no tier is called 'tape'"):
+        worker().submit(Plan(1, 0, (), (Probe(1, "tape"),)), 0.0)
+    with pytest.raises(ArgumentError, match="needs a disk"):
+        SimulatedWorker(1, 1.0, stores={"disk": SimulatedStore(1)})
+    with pytest.raises(RangeError, match="room for a block"):
+        SimulatedStore(0)
