@@ -1,81 +1,42 @@
-"""The GPU half of benchmarks/transfer.py. Times are device times (CUDA events) unless a column says wall; medians.
+"""The GPU half of benchmarks/transfer.py: everything of issue 6, with its bars. Medians of device times.
 
-A case is held behind a kernel that spins until everything is enqueued, as a save is behind the step that computes its
-blocks; the host's own time is a bar of its own.
+"host us" is per copy handed to the driver in a batch call or to the gather kernel in its parameters: compiling and
+submitting a transfer, divided by these. The column beside is of a transfer that follows 20 ms of waiting; the raw
+one of the driver's batch call alone. "wall" is the limit's device time over our time by the clock, from the ids to
+the report, of a transfer that starts at once.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from benchmarks.report import Bar, Row, at_least, at_most, print_table
-from benchmarks.transfer import make_cache
-from benchmarks.transfer_peers import AncestorSwap
-from kvtier.layout import CacheGroup, KVLayout
-from kvtier.memory import Buffer, Event, Placement, Stream, calibrate, cost_table, cuda
-from kvtier.transfer import (
-    CompiledTransfer,
-    DeviceCache,
-    HostMemory,
-    LayerDoneCounter,
-    Transfer,
-    TransferConfig,
-    TransferManager,
+from benchmarks.transfer_beside import Products, Vectors, measure_beside, measure_layers
+from benchmarks.transfer_cases import (
+    FORMS,
+    GPU,
+    LARGE,
+    NO_WAIT,
+    ROUNDS,
+    SHAPES,
+    SMALL,
+    Case,
+    Link,
+    make_case,
+    spin,
 )
+from benchmarks.transfer_peers import AncestorSwap
+from kvtier.memory import Event, calibrate, cost_table
+from kvtier.transfer import Transfer
 from kvtier.transfer.plane import Direction
 
-GPU = Placement("cuda", 0)
-SHAPES = {
-    "Llama-3-8B, 16 tokens": CacheGroup.attention("main", 32, 8, 128, "bf16", 16),
-    "Llama-3-8B, 64 tokens": CacheGroup.attention("main", 32, 8, 128, "bf16", 64),
-    "DeepSeek-MLA, 16 tokens": CacheGroup.mla("main", 61, 576, "bf16", 16),
-    "Qwen3-0.6B, 16 tokens": CacheGroup.attention("main", 28, 8, 128, "bf16", 16),
-}
-FORMS = ("block-first", "layer-first")
-LARGE, SMALL, MARGIN = 1 << 30, 64 << 20, 32 << 20
-ROUNDS = 5
 BURST = 4  # transfers submitted in a row
 MANY = 500  # copies, from which on the fixed cost of a transfer does not count: those of fewer are 8 MiB each
-MLP = (4096, 4096, 14336)  # 4,096 tokens through the widest matrix of the 8B model: 0.6 ms
-SPIN = 10_000_000  # cycles: about 5 ms, longer than enqueueing takes
-NO_WAIT = Event()
-
-
-@dataclass
-class Case:
-    """One shape of blocks in one form of cache, with scattered ids for 1 GiB and for 64 MiB."""
-
-    shape: str
-    form: str
-    group: CacheGroup
-    manager: TransferManager
-    cache: DeviceCache
-    host: HostMemory
-
-    def ids(self, nbytes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Scattered device and host ids of so many bytes."""
-        count = -(-nbytes // self.group.block_bytes)
-        random = np.random.default_rng(seed)
-        return random.permutation(self.cache.num_blocks)[:count], random.permutation(self.host.num_ready)[:count]
-
-
-def make_case(shape: str, form: str, config: TransferConfig | None = None, host: HostMemory | None = None) -> Case:
-    """Twice the blocks that move, on both sides."""
-    group = SHAPES[shape]
-    count = 2 * LARGE // group.block_bytes + 4
-    cache = make_cache(group, count, form, GPU.torch)
-    host = host or HostMemory(group, count, GPU)
-    host.wait_ready()
-    manager = TransferManager(KVLayout(16, (group,)), GPU, config)
-    manager.register(cache, host)
-    return Case(shape, form, group, manager, cache, host)
 
 
 def measure_gpu() -> tuple[list[Row], list[Bar]]:
@@ -259,52 +220,6 @@ def _bulk(case: Case, direction: Direction, device_ids: np.ndarray, host_ids: np
     return move(device_ids, host_ids, urgent=False, after=gate).wait().seconds
 
 
-def spin(stream: Stream | None = None, *, timing: bool = False) -> Event:
-    """An event behind a kernel that spins for a while."""
-    stream = stream or Stream.wrap(torch.cuda.current_stream())
-    with torch.cuda.stream(stream.native):
-        torch.cuda._sleep(SPIN)
-    return stream.record(Event(timing=timing))
-
-
-class Link:
-    """Contiguous copies, and copies of peers, on a stream of their own."""
-
-    def __init__(self) -> None:
-        self.stream, self.other = Stream(GPU), Stream(GPU)
-        self.device, self.host = Buffer(LARGE + MARGIN, "u8", GPU), Buffer(LARGE + MARGIN, "u8", "pinned")
-        self.device2, self.host2 = Buffer(LARGE + MARGIN, "u8", GPU), Buffer(LARGE + MARGIN, "u8", "pinned")
-        for buffer in (self.host, self.host2):
-            buffer.fill(1)
-        self.call = cuda.batch_call(GPU)
-        torch.cuda.synchronize()
-
-    def copy(self, direction: Direction, nbytes: int, stream: Stream, *, second: bool = False) -> None:
-        """Enqueue one contiguous copy."""
-        device, host = (self.device2, self.host2) if second else (self.device, self.host)
-        src, dst = (device, host) if direction is Direction.D2H else (host, device)
-        cuda.memcpy_async(dst.data(), src.data(), nbytes, stream)
-
-    def seconds(self, direction: Direction, nbytes: int) -> float:
-        """Of one contiguous copy."""
-        return self.timed(lambda: self.copy(direction, nbytes, self.stream))
-
-    def raw_batch(self, compiled: CompiledTransfer) -> None:
-        """The driver's batch call on the pieces as they lie."""
-        for part in compiled.slices:
-            assert self.call.submit(part.copies, self.stream) is None
-
-    def timed(self, task: Callable[[], object]) -> float:
-        """Device seconds of what `task` enqueues, behind a spinning kernel."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.stream.wait(spin())
-        begin.record(self.stream.native)
-        task()
-        end.record(self.stream.native)
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-
 # ---- both ways ----
 
 
@@ -350,173 +265,3 @@ def measure_both(case: Case, link: Link) -> Row:
         "two copies": total / s["contiguous"] / 1e9,
         "of two copies": s["contiguous"] / s["ours"],
     }
-
-
-# ---- beside compute ----
-
-
-class Products:
-    """bf16 matrix products: bound by arithmetic."""
-
-    def __init__(self, shape: tuple[int, int, int] = MLP, repeats: int = 90, steps: int = 1) -> None:
-        self.stream = Stream(GPU)
-        rows, depth, columns = shape
-        self.a = torch.randn(rows, depth, dtype=torch.bfloat16, device="cuda")
-        self.b = torch.randn(depth, columns, dtype=torch.bfloat16, device="cuda")
-        self.out = self.a @ self.b
-        self.repeats, self.steps = repeats, steps
-
-    def step(self) -> None:
-        """Enqueue one."""
-        torch.mm(self.a, self.b, out=self.out)
-
-    def start(self) -> tuple[Event, list[Event]]:
-        """Enqueue behind a spinning kernel. Returns the event after the first third, and those around each step."""
-        spin(self.stream)
-        marks = [Event(timing=True) for _ in range(self.repeats + 1)]
-        gate = Event()
-        with torch.cuda.stream(self.stream.native):
-            self.stream.record(marks[0])
-            for k in range(self.repeats):
-                if k == self.repeats // 3:
-                    self.stream.record(gate)
-                for _ in range(self.steps):
-                    self.step()
-                self.stream.record(marks[k + 1])
-        return gate, marks
-
-
-class Vectors(Products):
-    """bf16 matrix times vector: bound by device memory."""
-
-    def __init__(self) -> None:
-        super().__init__((2, 2, 2), 100, 5)
-        self.a = torch.randn(16384, 16384, dtype=torch.bfloat16, device="cuda")
-        self.b = torch.randn(16384, dtype=torch.bfloat16, device="cuda")
-        self.out = torch.empty_like(self.b)
-
-    def step(self) -> None:
-        """Enqueue one."""
-        torch.mv(self.a, self.b, out=self.out)
-
-
-def measure_beside(case: Case, direction: Direction, link: Link, name: str, compute: Products) -> Row:
-    """1 GiB while compute runs: the rate, and the share of the overlapped time that compute loses.
-
-    Steps inside the transfer are compared with those before and after it in the same run: between runs the clock of a
-    GPU at its power limit differs by more than what is measured (16-23 % "lost" to DMA in the first version of this).
-    Inside a run it still falls, so those outside give a line of step time over time, and those inside are held to it.
-    """
-    device_ids, host_ids = case.ids(LARGE)
-    compiled = case.manager.compile(direction, device_ids, host_ids, urgent=True)
-    rates, losses, alone, beside = [], [], [], []
-    for attempt in range(ROUNDS + 1):
-        gate, marks = compute.start()
-        transfer = case.manager.submit(compiled, urgent=True, after=gate)
-        seconds = transfer.wait().seconds
-        torch.cuda.synchronize()
-        assert transfer.begin is not None
-        begin = marks[0].elapsed(transfer.begin)
-        end = begin + seconds * 1e3
-        times = [marks[0].elapsed(mark) for mark in marks]
-        spans = list(itertools.pairwise(times))[2:]  # the first ones find other caches and clocks
-        inside = [(a, b - a) for a, b in spans if a >= begin and b <= end]
-        outside = [(a, b - a) for a, b in spans if b <= begin or a >= end]
-        slope, level = np.polyfit(*zip(*outside, strict=True), 1)
-        quiet = statistics.mean(level + slope * a for a, _ in inside)
-        loud = statistics.mean(length for _, length in inside)
-        if attempt:
-            rates.append(link.seconds(direction, compiled.nbytes) / seconds)
-            losses.append(1 - quiet / loud)
-            alone.append(quiet)
-            beside.append(loud)
-    return {
-        "shape": case.shape,
-        "form": case.form,
-        "way": str(direction),
-        "compute": name,
-        "of limit": statistics.median(rates),
-        "lost": max(0.0, statistics.median(losses)),
-        "step alone ms": statistics.median(alone),
-        "step beside ms": statistics.median(beside),
-        "overlapped": bool(end < times[-1]),
-    }
-
-
-# ---- layer-wise ----
-
-
-def measure_layers(case: Case) -> Row:
-    """4,096 tokens, layer by layer, under 32 layers of compute that take as long as the load; wall clock."""
-    count, layers = 4096 // 16, case.group.num_layers
-    device_ids, host_ids = (each[:count] for each in case.ids(LARGE))
-    compute = Products((2048, 2048, 2048))
-    stream = compute.stream
-
-    def load() -> Transfer:
-        return case.manager.load(device_ids, host_ids, layer_wise=True, after=NO_WAIT)
-
-    def run(repeats: int, counter: LayerDoneCounter | None = None) -> None:
-        with torch.cuda.stream(stream.native):
-            for layer in range(layers):
-                if counter is not None:
-                    counter.wait(layer, stream)
-                for _ in range(repeats):
-                    compute.step()
-
-    def clock(task: Callable[[], object]) -> float:
-        taken = []
-        for attempt in range(2 * ROUNDS + 1):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            task()
-            torch.cuda.synchronize()
-            if attempt:
-                taken.append(time.perf_counter() - start)
-        return statistics.median(taken)
-
-    loading = clock(lambda: load().wait())
-    repeats = max(1, round(loading / clock(lambda: run(20)) * 20))
-    computing = clock(lambda: run(repeats))
-    total = clock(lambda: run(repeats, load().layers))
-    last = load()
-    last.wait()
-    first = last.layers.arrival_ms(0) / 1e3
-    groups = last.layers.groups
-    case.manager.wait_all()
-    case.manager.poll()
-    return {
-        "form": case.form,
-        "load ms": loading * 1e3,
-        "compute ms": computing * 1e3,
-        "total ms": total * 1e3,
-        "first group ms": first * 1e3,
-        "groups": len(groups),
-        "first share": len(groups[0]) / layers,
-        "over": total / (1.05 * max(loading, computing) + min(first, max(loading, computing) / 4)),
-    }
-
-
-# ---- tuning ----
-
-
-RINGS = [(64, 3, 264), (48, 4, 264), (64, 4, 264), (64, 3, 132), (32, 6, 264)]
-
-
-def tune() -> list[Row]:
-    """The staging ring beside compute: chunk size, number of chunks, blocks of threads of the gather kernel."""
-    cost_table(GPU)
-    link, compute, rows, host = Link(), {"GEMM": Products(), "GEMV": Vectors()}, [], None
-    for chunk, slots, blocks in RINGS:
-        config = TransferConfig(chunk_bytes=chunk << 20, num_chunks=slots, gather_blocks=blocks)
-        case = make_case("Llama-3-8B, 16 tokens", "layer-first", config, host)
-        host = case.host
-        for direction in Direction:
-            for name, each in compute.items():
-                row = measure_beside(case, direction, link, name, each)
-                rows.append({"chunk MiB": chunk, "slots": slots, "blocks": blocks, **row})
-        case.manager.close()
-        del case
-        torch.cuda.empty_cache()
-    print_table(rows)
-    return rows

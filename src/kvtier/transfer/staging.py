@@ -12,12 +12,14 @@ and then it must be first. One stream for all slots: a stream for each, all enqu
 
 Some pairs of a copy stream and a kernel stream get in each other's way in the driver or the GPU: while the kernel
 stream has anything pending beside a busy model, copies run at 0.93 of the link, whatever their size. The pair stays
-so; another kernel stream ends it (H200, driver 580.159, 2026-11-15; docs/log.md). Nothing tells which pairs, so one
-copy of those under way is timed, and if it was slow, the ring goes on with another kernel stream.
+so; another kernel stream ends it (H200, driver 580.159, 2026-11-15; docs/log.md). Nothing tells which pairs, so copies
+are timed, and when they were slow, the ring goes on with another kernel stream.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,6 +42,7 @@ Mover = Callable[[PathName, Job, Pieces], PathName]
 _FIRST = -2
 _SLOW = 0.96  # of the best rate known; pairs in each other's way have 0.93, others 0.98 and more
 _TIMED_BYTES = 32 << 20  # copies at least so large tell the rate
+_JUDGED = 4  # of them together: one may have met other traffic
 
 
 @dataclass(slots=True)
@@ -51,7 +54,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A copy under way whose rate will be looked at."""
+    """A copy whose rate will be looked at when it is done."""
 
     begin: Event
     end: Event
@@ -70,7 +73,9 @@ class StagingRing:
         self._slots: list[_Slot] = []
         self._turn = 0
         self._kernels: Stream | None = None
-        self._timed: _Timed | None = None
+        self._timed: deque[_Timed] = deque()
+        self._rates: list[float] = []
+        """GB/s of those that are done."""
         self._best_gbs = 0.0
 
     def run(self, part: Slice, host: Placement, path: PathName, copies: Stream, after: Event | None) -> Event:
@@ -103,13 +108,11 @@ class StagingRing:
     def _copy(self, part: Slice, path: PathName, job: Job, row: int, base: int, end: Event) -> None:
         """Over the link; `end` is recorded behind it."""
         assert job.stream is not None
-        begin = Event(timing=True) if self._timed is None and part.nbytes >= _TIMED_BYTES else None
-        if begin is not None:
-            job.stream.record(begin)
+        begin = job.stream.record(Event(timing=True))
         self._mover(path, job, Pieces(_based(part.copies, row, base)))
         job.stream.record(end)
-        if begin is not None:
-            self._timed = _Timed(begin, end, part.nbytes)
+        if part.nbytes >= _TIMED_BYTES:
+            self._timed.append(_Timed(begin, end, part.nbytes))
 
     def _inside(self, part: Slice, row: int, base: int, kernels: Stream) -> None:
         assert part.inside is not None
@@ -117,14 +120,16 @@ class StagingRing:
         self._mover("gather", job, Pieces(_based(part.inside, row, base)))
 
     def _look_at_the_rate(self) -> None:
-        """Take another kernel stream if the copy that was timed is done, and was slow."""
-        timed = self._timed
-        if timed is None or not timed.end.query():
+        """Take another kernel stream if most of the copies that are done since the last judgement were slow."""
+        while self._timed and self._timed[0].end.query():
+            timed = self._timed.popleft()
+            self._rates.append(timed.nbytes / timed.begin.elapsed(timed.end) / 1e6)
+        if len(self._rates) < _JUDGED:
             return
-        self._timed = None
-        rate = timed.nbytes / timed.begin.elapsed(timed.end) / 1e6
-        self._best_gbs = max(self._best_gbs, rate)
-        if rate < _SLOW * self._best_gbs:
+        self._best_gbs = max(self._best_gbs, *self._rates)
+        slow = statistics.median(self._rates) < _SLOW * self._best_gbs
+        self._rates.clear()
+        if slow:
             assert self._kernels is not None
             before, self._kernels = self._kernels, Stream(self._placement, priority=_FIRST)
             self._kernels.wait(before.record())  # ends come in order
@@ -151,7 +156,8 @@ class StagingRing:
         """Give the memory up; everything that used it must be done."""
         if self._kernels is not None:
             self._kernels.synchronize()
-        self._memory, self._kernels, self._timed, self._slots = None, None, None, []
+        self._memory, self._kernels, self._slots = None, None, []
+        self._timed.clear()
 
 
 def _based(table: I64, row: int, base: int) -> I64:
