@@ -139,6 +139,12 @@ class Tiers:
         self._manager.end_fetch(fetch)
         return sum(fetch.num_fetched.values())
 
+    def save(self, chain: Chain) -> None:
+        """Copy what is cached of a prompt to every tier below, whatever the write policies say."""
+        for _ in range(2):  # what has come to the host goes on to the stores
+            self._control.save(chain)
+            self._drain_saves()
+
     def demote(self, chain: Chain) -> int:
         """Copy what is cached of a prompt to the tiers below, then free the device of it; returns the blocks freed."""
         self._control.save(chain)

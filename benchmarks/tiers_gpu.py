@@ -1,0 +1,199 @@
+"""Time to the first token of a long prompt by where its prefix is: nowhere, on the device, the host or the disk.
+
+python -m benchmarks.tiers_gpu            random weights of Llama-3-8B's shape: nothing to download
+
+The link is measured in the same run by one contiguous copy, the compute that is left by the hit on the device. A load
+travels in groups of layers, and the model starts when the first is there; so a hit on the host should take the longer
+of the two and the first group. Then: what decoding loses while blocks are loaded and saved beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from benchmarks.engine_gpu import LLAMA3_8B
+from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.saving import Saving, WritePolicy
+from kvtier.cache.store import Patience, StoreConfig
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.model import Model
+from kvtier.engine.random_weights import random_weights
+from kvtier.engine.sampling import SamplingParams
+from kvtier.index import Slots
+from kvtier.scheduler import SchedulerConfig
+from kvtier.storage import DiskStore
+
+BLOCK_TOKENS, PREFIX, SUFFIX = 16, 32768, 256
+BATCH, CONTEXT = 64, 1024
+MOVED_BLOCKS = 128  # 256 MiB at a time, each way
+ROUNDS = 5
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    options = arguments("Tiers below the GPU of this machine.").parse_args()
+    model_config = dataclasses.replace(LLAMA3_8B, max_positions=65536)
+    model = Model(model_config, random_weights(model_config, torch.bfloat16, torch.device("cuda")))
+    num_prefix = PREFIX // BLOCK_TOKENS
+    cache = CacheConfig(
+        2 * num_prefix + BATCH * CONTEXT // BLOCK_TOKENS + 4096,
+        host=HostConfig(3 * num_prefix),
+        stores=(StoreConfig("disk", Saving(WritePolicy.BACK, low_share=0.0), Patience.WAIT),),
+        recompute=False,
+    )
+    config = EngineConfig(BLOCK_TOKENS, cache, SchedulerConfig(max_rows=BATCH, max_step_tokens=8192), (1, BATCH))
+    with tempfile.TemporaryDirectory() as folder:
+        store = DiskStore(folder, 16 << 30)
+        engine = Engine(model, config=config, stores={"disk": store})
+        while engine.manager.stats.tiers[1].num_blocks < 3 * num_prefix:  # pinning goes on in the background
+            engine.step()
+        rows, bars = first_tokens(engine)
+        more_rows, more_bars = decoding(engine)
+        engine.close()
+    report("tiers_gpu", rows + more_rows, bars + more_bars, options.results)
+
+
+def first_tokens(engine: Engine) -> tuple[list[Row], list[Bar]]:
+    """Median time to first token of a prefix of 32k tokens and 256 new ones."""
+    random = np.random.default_rng(0)
+    prefix = random.integers(1, 100_000, PREFIX)
+    chain = engine.chain(prefix.tolist())
+
+    def prompt() -> list[int]:
+        return [*prefix.tolist(), *random.integers(1, 100_000, SUFFIX).tolist()]
+
+    def demote() -> None:
+        engine.tiers.demote(chain)
+
+    def forget() -> None:
+        engine.tiers.save(chain)
+        engine.tiers.reset()
+
+    def elsewhere() -> list[int]:
+        return random.integers(1, 100_000, PREFIX + SUFFIX).tolist()
+
+    ttft(engine, prompt())  # compiles kernels, fills the cache
+    cases: dict[str, tuple[Callable[[], object], Callable[[], list[int]], int]] = {
+        "recompute": (lambda: None, elsewhere, 2),
+        "device hit": (lambda: None, prompt, ROUNDS),
+        "host hit": (demote, prompt, ROUNDS),
+        "disk hit": (forget, prompt, 2),
+    }
+    seconds, rows = {}, []
+    link = link_bytes_per_second()
+    load = PREFIX // BLOCK_TOKENS * sum(group.block_bytes for group in engine.groups) / link
+    for name, (before, make, rounds) in cases.items():
+        taken, found = [], {}
+        for _ in range(rounds + 1):
+            before()
+            one, found = ttft(engine, make())
+            taken.append(one)
+        seconds[name] = statistics.median(taken[1:])
+        rows.append(
+            {"case": name, "TTFT ms": seconds[name] * 1e3, "best ms": min(taken) * 1e3, "tokens from": str(found)}
+        )
+    groups = 4
+    allowed = 1.1 * max(load, seconds["device hit"]) + load / groups
+    print_table(rows)
+    print(
+        f"link {link / 1e9:.1f} GB/s: the prefix takes {load * 1e3:.1f} ms; allowed for a host hit {allowed * 1e3:.1f}"
+    )
+    bars = [
+        at_most("host hit over 1.1 x max(link, compute left) + first group", seconds["host hit"] / allowed, 1.0),
+        at_most("host hit over recompute", seconds["host hit"] / seconds["recompute"], 1.0),
+    ]
+    return rows, bars
+
+
+def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
+    """Decode steps of 64 sequences, alone and while blocks go both ways; in turn, so that a slow moment hits both."""
+    engine.tiers.reset()
+    random = np.random.default_rng(1)
+    for _ in range(BATCH):
+        engine.add(
+            random.integers(1, 100_000, CONTEXT).tolist(),
+            SamplingParams(temperature=0, max_tokens=900, ignore_eos=True),
+        )
+    while any(not request.num_new_tokens for request in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    drain(engine)
+    tree, transfers = engine.manager.tree, engine.tiers._controller._transfers  # type: ignore[union-attr]
+    slots = {}
+    for tier in tree.tiers:
+        taken = tree.reserve(tier, 2 * MOVED_BLOCKS)
+        assert isinstance(taken, Slots), str(taken)
+        slots[tier.name] = np.random.default_rng(2).permutation(taken.ids).astype(np.int64)
+    steps: dict[str, list[float]] = {"alone": [], "loads and saves": []}
+    moved = 0
+    for turn in range(16):
+        name = "loads and saves" if turn % 2 else "alone"
+        under_way: dict[str, object] = {}
+        for _ in range(22):
+            if turn % 2:
+                for part, way in enumerate((transfers.load, transfers.save)):
+                    last = under_way.get(way.__name__)
+                    if last is None or last.report is not None:  # type: ignore[attr-defined]
+                        mine = slice(part * MOVED_BLOCKS, (part + 1) * MOVED_BLOCKS)
+                        under_way[way.__name__] = way(slots["device"][mine], slots["host"][mine])
+                        moved += MOVED_BLOCKS
+            start = time.perf_counter()
+            engine.step()
+            steps[name].append(time.perf_counter() - start)
+        transfers.wait_all()
+    block_bytes = sum(group.block_bytes for group in engine.groups)
+    busy = sum(steps["loads and saves"])
+    medians = {name: statistics.median(taken) for name, taken in steps.items()}
+    rows: list[Row] = [{"case": f"decode 64, {name}", "step ms": value * 1e3} for name, value in medians.items()]
+    print_table(rows)
+    lost = 1 - medians["alone"] / medians["loads and saves"]
+    print(f"moved beside it {moved * block_bytes / busy / 1e9:.1f} GB/s, both ways together")
+    return rows, [at_most("share of decode lost to loads and saves", lost, 0.05)]
+
+
+def ttft(engine: Engine, prompt: list[int]) -> tuple[float, dict[str, int]]:
+    """Seconds to the first token of one request, with nothing else to do; and where its tokens were found."""
+    drain(engine)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    name = engine.add(prompt, SamplingParams(temperature=0, max_tokens=1))
+    while not any(output.token_ids for output in engine.step()):
+        pass
+    taken = time.perf_counter() - start
+    drain(engine)
+    return taken, engine.explain(name).tokens_from
+
+
+def drain(engine: Engine) -> None:
+    """Until all saves are done."""
+    while engine.manager.has_plans:
+        engine.step()
+
+
+def link_bytes_per_second() -> float:
+    """One contiguous copy of pinned memory to the device."""
+    host, device = (
+        torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True),
+        torch.empty(1 << 30, dtype=torch.uint8, device="cuda"),
+    )
+    taken = []
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        device.copy_(host, non_blocking=True)
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3)
+    return (1 << 30) / statistics.median(taken)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Manager and controller, real copies, real stores that fail: whatever happens, no wrong byte is handed out.
+
+The KV of a token is a pure function of the tokens up to it, the layer and the place, so every block that a request is
+given can be checked against what it should hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections import Counter
+from typing import ClassVar
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.saving import Saving, WritePolicy
+from kvtier.cache.store import Patience, StoreConfig
+from kvtier.engine.model import Model
+from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.modules import CacheGroup
+from kvtier.engine.random_weights import random_weights
+from kvtier.engine.tiers import Tiers, new_controller
+from kvtier.index import Chain, Namespace
+from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
+from kvtier.storage import MemoryStore
+from storage_support import Fault, FaultyStore
+
+BLOCK = 4
+SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
+STEPS = 60
+TINY = ModelConfig("llama", 3, 8, 8, 1, 1, 4, 16, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
+SYSTEMS = [[1] * 9, [2] * 8, [1] * 5 + [3] * 12]
+PROMPT = {"which": st.integers(0, 2), "longer": st.integers(0, 6)}
+LAYERS, DIM = TINY.num_layers, TINY.head_dim
+
+
+def kv_of(tokens: np.ndarray, salt: bytes) -> torch.Tensor:
+    """The KV that a model would compute for the last of these tokens: [layer, K/V, head, dim], exact in float32."""
+    digest = hashlib.shake_128(salt + tokens.astype("<i4").tobytes()).digest(LAYERS * 2 * DIM * 2)
+    return torch.from_numpy(np.frombuffer(digest, "<u2").astype(np.float32)).view(LAYERS, 2, 1, DIM)
+
+
+class Faults:
+    """Which store calls and copies fail: decided by a seed, so that a failing example fails again."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        self._random, self._share = random.Random(seed), share
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> Fault:
+        if self._random.random() >= self._share:
+            return Fault()
+        bit = self._random.randrange(1 << 12)
+        lucky = bytes(self._random.sample(range(256), 128))
+        some = lambda key: key[0] in lucky  # noqa: E731
+        kinds = [Fault("an error"), Fault("an error", only=some), Fault(hangs=True, only=some)]
+        kinds += [Fault(flip_bit=bit, only=some), Fault(cut_to=bit % 100, only=some)]
+        return self._random.choice(kinds)
+
+
+class TiersMachine(RuleBasedStateMachine):
+    """Random requests, aborts, preemptions, resets, sleeps, resizes, operators and faults over three tiers."""
+
+    device: ClassVar[str] = "cpu"
+    steps: ClassVar[Counter[str]] = Counter()
+    hits: ClassVar[Counter[str]] = Counter()
+
+    @initialize(
+        num_blocks=st.sampled_from([9, 12, 20]),
+        num_host=st.sampled_from([3, 10, 60]),
+        saving=st.builds(
+            Saving,
+            st.sampled_from(WritePolicy),
+            max_blocks=st.sampled_from([1, 4, 100]),
+            low_share=st.sampled_from([0.3, 1.0]),
+        ),
+        patience=st.sampled_from(Patience),
+        is_shared=st.booleans(),
+        recompute=st.sampled_from([False, False, True]),
+        free_share=st.sampled_from([0.0, 0.2]),
+        store_bytes=st.sampled_from([8000, 1 << 20]),
+        seed=st.integers(0, 1 << 20),
+        share=st.sampled_from([0.0, 0.15, 0.6]),
+    )
+    def begin(self, num_blocks, num_host, saving, patience, is_shared, recompute, free_share, store_bytes, seed, share):
+        namespace = Namespace("model", block_tokens=BLOCK)
+        model = Model(TINY, random_weights(TINY, torch.float32, torch.device(self.device), seed=1))
+        self.groups = [CacheGroup(model, num_blocks, BLOCK)]
+        self.share = share
+        self.memory = MemoryStore(store_bytes)
+        stores = {"disk": FaultyStore(self.memory, Faults(seed, share))}
+        store = StoreConfig("disk", saving, patience, 3.0, is_shared=is_shared, max_fetching_blocks=6)
+        host = HostConfig(num_host, saving=saving, free_share=free_share)
+        config = CacheConfig(num_blocks, host=host, stores=(store,), recompute=recompute, free_share=free_share)
+        self.controller = new_controller(num_host, self.groups, stores, namespace.fingerprint)
+        self.break_copies(random.Random(seed + 1), share / 2)
+        self.manager = CacheManager(namespace, config, num_host_ready=self.controller.num_host_ready)
+        limits = SchedulerConfig(max_rows=3, max_step_tokens=12, starts_early=True)
+        self.scheduler = Scheduler(self.manager, limits)
+        self.now = 0.0
+        self.tiers = Tiers(self.manager, self.groups, self.controller, stores, self.scheduler, lambda: self.now)
+        self.requests: list[Request] = []
+        self.num_requests = 0
+        self.pins: list[str] = []
+        self.samples = random.Random(seed + 2)
+
+    def break_copies(self, faults: random.Random, share: float) -> None:
+        for lane in self.controller._transfers._lanes.values():
+            mover = lane._mover
+
+            def sometimes(*arguments, mover=mover):
+                if faults.random() < share:
+                    raise RuntimeError("the link is down")
+                return mover(*arguments)
+
+            lane._mover = sometimes
+
+    # ---- what happens ----------------------------------------------------------------------------------------------
+
+    @rule(system=st.sampled_from(SYSTEMS), tail=st.lists(st.integers(4, 5), max_size=14), new=st.integers(1, 6))
+    @precondition(lambda self: len(self.requests) < 6)
+    def ask(self, system, tail, new):
+        self.add([*system, *tail], new, b"")
+
+    @rule(new=st.integers(1, 4), salt=st.sampled_from([b"", b"other"]), which=st.integers(0, 10))
+    @precondition(lambda self: len(self.requests) < 6)
+    def ask_again(self, new, salt, which):
+        self.add([*SYSTEMS[which % 3], *([which] * which)], new, salt)
+
+    def add(self, tokens, new, salt):
+        self.num_requests += 1
+        chain = Chain(self.manager.namespace, tokens, salt=salt)
+        request = Request(f"r{self.num_requests}", chain, new, priority=self.num_requests % 2)
+        self.requests.append(request)
+        self.scheduler.add(request, self.now)
+
+    @rule(count=st.integers(1, 12))
+    def run_and_hear(self, count):
+        """Steps, each of which hears what was moved before it."""
+        for _ in range(count):
+            self.hear()
+            self.step()
+
+    @rule(count=st.integers(1, 4))
+    def run(self, count):
+        """Steps; what was moved is heard of later."""
+        for _ in range(count):
+            self.step()
+
+    def hear(self) -> None:
+        """Wait for all transfers, so that what the manager hears does not depend on time."""
+        while self.controller._under or self.controller._stores._num_open:
+            self.controller.wait(0.01)
+            for report in self.controller._transfers.poll():
+                self.controller._take(report)
+        self.tiers.apply()
+
+    def step(self) -> None:
+        self.now += 0.25
+        step = self.scheduler.schedule(self.now)
+        self.tiers.submit(step.plan)
+        waits = self.tiers.layer_waits(step.loads)
+        arrived = waits is None or waits.arrived()
+        results = [self.compute(row) if arrived else RowResult() for row in self.prepared(step)]
+        if waits is not None:
+            self.hear()
+        self.scheduler.update(step, results, self.now)
+        self.requests = [request for request in self.requests if not request.state.is_over]
+
+    def prepared(self, step: Step):
+        cache = self.groups[0].cache
+        for copy in step.copies:
+            cache[copy.target] = cache[copy.source]
+        return step.rows
+
+    def compute(self, row) -> RowResult:
+        """Check every token the row looks back on, then write its own."""
+        request, cache = row.request, self.groups[0].cache
+        table, tokens, salt = request.hold.table, request.chain.tokens, request.chain.salt
+        for position in range(row.stop):
+            block = cache[int(table[position // BLOCK])]
+            wanted = kv_of(tokens[: position + 1], salt).to(cache.device)
+            if position >= row.first:
+                block[:, :, position % BLOCK] = wanted
+            elif not torch.equal(block[:, :, position % BLOCK], wanted):
+                raise AssertionError(f"{request!r}: token {position} of {row.first} has wrong KV")
+        for tier, count in request.tokens_from.items():
+            self.hits[tier] += count
+        return RowResult((self.samples.randrange(4, 8),) if row.wants_token else (), False)
+
+    @rule(which=st.integers(0, 5))
+    @precondition(lambda self: self.requests)
+    def cancel(self, which):
+        self.scheduler.cancel(self.requests.pop(which % len(self.requests)), self.now)
+
+    # ---- what operators do -----------------------------------------------------------------------------------------
+
+    @rule(
+        what=st.sampled_from(
+            ["demote", "drop", "prefetch", "save_all", "reset", "forget", "forget", "forget", "sleep"]
+        ),
+        **PROMPT,
+    )
+    def operate(self, what, which, longer):
+        prompt = self.prompt(which, longer)
+        if what in ("demote", "drop", "prefetch"):
+            getattr(self.tiers, what)(prompt)
+        elif what == "save_all":
+            self.tiers.save_all()
+        elif what == "sleep":
+            self.tiers.sleep()
+            assert self.groups[0].cache.shape[0] == 0
+            self.step()
+            self.tiers.wake(None if longer < 3 else 6 + longer)
+        else:
+            self.pins = []
+            self.tiers.reset(clear_stores=what == "reset" and longer < 2)
+
+    @rule(what=st.sampled_from(["device", "host", "pin"]), **PROMPT)
+    def change(self, what, which, longer):
+        if what != "pin":
+            self.tiers.resize(what, 8 + 3 * longer)
+        elif self.pins:
+            self.tiers.unpin(self.pins.pop())
+        else:
+            self.num_requests += 1
+            self.pins.append(f"pin{self.num_requests}")
+            self.tiers.pin(self.pins[-1], Chain(self.manager.namespace, SYSTEMS[which][:8]))
+
+    def prompt(self, which: int, longer: int) -> Chain:
+        return Chain(self.manager.namespace, [*SYSTEMS[which], *([longer] * longer)])
+
+    # ---- what holds ------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def everything_agrees(self):
+        self.steps["steps"] += 1
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+
+    def teardown(self):
+        """Every request comes to an end, and then nothing is held."""
+        if not hasattr(self, "scheduler"):
+            return
+        for pin in self.pins:
+            self.tiers.unpin(pin)
+        for _ in range(400):
+            if not self.scheduler.has_work():
+                break
+            self.hear()
+            self.step()
+        assert not self.scheduler.has_work()
+        self.hear()
+        self.scheduler.check()
+        assert not self.manager.moves.in_flight
+        assert self.manager.tree.num_leases == 0
+        self.tiers.close()
+
+
+def run(machine: type[TiersMachine], examples: int) -> None:
+    """So many examples of a machine, and what must have happened in them."""
+    before = machine.steps["steps"]
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples * SOAK,
+            stateful_step_count=STEPS,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert machine.steps["steps"] - before >= 40 * examples * SOAK
+    assert min(machine.hits[tier] for tier in ("device", "host", "disk")) > 0
