@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-NEEDED = ("fastapi", "uvicorn", "uvloop", "httptools", "httpx", "openai", "psutil", "transformers", "tokenizers")
+NEEDED = ("fastapi", "uvicorn", "uvloop", "httptools", "httpx", "openai", "psutil", "schemathesis", "transformers")
 collect_ignore_glob = [] if all(importlib.util.find_spec(name) for name in NEEDED) else ["test_*.py"]
 
 

@@ -20,6 +20,10 @@ def add_engine_options(command: Parser) -> None:
     add("--block-tokens", type=int, default=16, help="tokens in a block")
     add("--blocks", type=int, default=1024, help="blocks of KV in the cache")
     add("--host-blocks", type=int, default=0, help="blocks of KV in host memory, for what is evicted")
+    add("--disk", default="", metavar="FOLDER", help="keep blocks in this folder, too, also over restarts")
+    add("--disk-bytes", default="8GiB", help="of all files in it")
+    add("--shared", action="append", default=[], metavar="URL", help="a store that others use, too; may be repeated")
+    add("--always-load", action="store_true", help="load cached blocks also where computing them is faster")
     add("--draft-tokens", type=int, default=0, help="guess so many tokens from what was written before")
     add("--threads", type=int, default=0, help="of torch; 0 leaves the choice to the command")
 
@@ -29,4 +33,5 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
     from kvtier.server.config import EngineOptions
 
     names = {name for name in EngineOptions.__dataclass_fields__ if hasattr(options, name)}
-    return EngineOptions(**{name: getattr(options, name) for name in names})
+    found = {name: getattr(options, name) for name in names}
+    return EngineOptions(**{**found, "shared": tuple(options.shared)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,8 +33,10 @@ class RequestRecord:
     new_tokens: int
     ttft_seconds: float | None
     seconds: float
+    tokens_from: dict[str, int]
+    """Of the cached tokens, where they were found."""
     explanation: str
-    """Why the match with the cache ended where it did."""
+    """Why the match with the cache ended where it did, and whether blocks were loaded or computed again."""
 
 
 class Activity:
@@ -48,12 +50,25 @@ class Activity:
         self._tokens = new.counter("kvtier_tokens_total", "Tokens of requests that are over.", ("kind",))
         self._ttft = new.histogram("kvtier_ttft_seconds", "From a request to its first token.").of()
         self._seconds = new.histogram("kvtier_request_seconds", "From a request to its end.").of()
+        self._delivery = new.histogram(
+            "kvtier_delivery_seconds", "From the engine's step to the event for a client, in the front end."
+        ).of()
+        self._blocks = new.gauge("kvtier_tier_blocks", "Blocks of a tier.", ("tier", "state"))
+        self._bytes = new.gauge("kvtier_tier_used_bytes", "Bytes in use in a tier.", ("tier",))
+        self._hits = new.counter("kvtier_hit_tokens_total", "Prompt tokens found, by tier.", ("tier",))
+        self._queried = new.counter("kvtier_queried_tokens_total", "Prompt tokens asked for.").of()
+        self._moved = new.counter("kvtier_transfer_bytes_total", "Bytes between tiers.", ("source", "target"))
+        self._rows = new.gauge("kvtier_answers", "Answers in the engine, by state.", ("state",))
         self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=_WINDOW_MOST)
 
     def http(self, route: str, status: int) -> None:
         """An HTTP answer was given."""
         self._answers.of(route, str(status)).add()
+
+    def delivered(self, seconds: float) -> None:
+        """What a step gave is on its way to a client."""
+        self._delivery.observe(seconds)
 
     def ended(self, record: RequestRecord) -> None:
         """A request is over."""
@@ -66,6 +81,20 @@ class Activity:
         if record.ttft_seconds is not None:
             self._ttft.observe(record.ttft_seconds)
             self._ttfts.append((time.monotonic(), record.ttft_seconds))
+
+    def take(self, snapshot: Mapping[str, Any]) -> None:
+        """Take over what the engine counts (engine_controls.snapshot)."""
+        for tier in snapshot["tiers"]:
+            for state in ("num_blocks", "num_used", "num_pinned"):
+                self._blocks.of(tier["name"], state.removeprefix("num_")).set(tier[state])
+            self._bytes.of(tier["name"]).set(tier["used_bytes"])
+        for name, tokens in snapshot["hits"]["by_tier"].items():
+            self._hits.of(name).raise_to(tokens)
+        self._queried.raise_to(snapshot["hits"]["queried_tokens"])
+        for each in snapshot["transfers"]:
+            self._moved.of(each["source"], each["target"]).raise_to(each["bytes"])
+        for state in ("running", "waiting"):
+            self._rows.of(state).set(snapshot[state])
 
     @property
     def recent(self) -> list[dict[str, Any]]:

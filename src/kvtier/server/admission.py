@@ -27,8 +27,8 @@ class Admission:
         self._mean_seconds = 1.0
         self._requests: dict[str, int] = {}
         self._debts: dict[str, tuple[float, float]] = {}
-        self.is_open = True
-        """Whether new requests are taken at all."""
+        self.closed = ""
+        """Why no new requests are taken; empty while they are."""
 
     @property
     def num_answers(self) -> int:
@@ -38,8 +38,8 @@ class Admission:
     @contextmanager
     def admit(self, num_answers: int, tenant: Tenant | None) -> Iterator[None]:
         """Hold places for as long as the block runs; or raise 429, or 503 when closed."""
-        if not self.is_open:
-            raise ApiError(503, "the server takes no new requests now", code="not_ready", retry_after=5)
+        if self.closed:
+            raise ApiError(503, f"the server takes no new requests: {self.closed}", code="not_ready", retry_after=5)
         if self._num_answers + num_answers > self._max_answers:
             waiting = self._num_answers - self._max_running
             seconds = max(1, math.ceil(waiting / self._max_running * self._mean_seconds))

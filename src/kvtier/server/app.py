@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 
 import kvtier
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.server import control, failures
+from kvtier.server import failures
 from kvtier.server.activity import Activity
 from kvtier.server.admission import Admission
 from kvtier.server.auth import Keys
 from kvtier.server.completions import Completions
 from kvtier.server.config import ServerConfig
+from kvtier.server.control import Control, add_control, add_state
 from kvtier.server.engine_client import EngineClient
 from kvtier.server.failures import ApiError
 from kvtier.server.gate import App, Gate
@@ -29,8 +30,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         400: "what was sent cannot be run; `error.param` names the field",
         401: "no such API key",
         403: "not allowed with this key, or from there",
-        404: "no such model",
+        404: "no such model, or request",
         408: "the body came too slowly",
+        409: "not possible in this state",
         413: "the body is too large",
         429: "too much at once; see Retry-After",
         503: "the server starts, sleeps or ends; see Retry-After",
@@ -58,7 +60,10 @@ def make_app(
     completions = Completions(engine, started, tokenizer, config.model_name, config.limits, admission, activity)
     _add_completions(app, completions)
     _add_plain(app, completions, started, engine, admission)
-    app.include_router(control.make_router(engine, completions, activity, admission))
+    router = APIRouter()
+    add_state(router, engine, completions.model, activity, admission)
+    add_control(router, Control(engine, completions, admission, {each.name: each for each in config.tenants}))
+    app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return Gate(app, Keys(config.tenants), config.limits, activity, local_only=not config.tenants)
 
@@ -110,8 +115,9 @@ def _add_plain(
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Whether requests are taken: 200, or 503."""
-        if engine.ended.is_set() or not admission.is_open:
-            raise ApiError(503, "the server takes no requests now", code="not_ready", retry_after=5)
+        if engine.ended.is_set() or admission.closed:
+            why = admission.closed or "the engine has ended"
+            raise ApiError(503, f"the server takes no requests: {why}", code="not_ready", retry_after=5)
         return {"status": "ok"}
 
     @app.get("/", include_in_schema=False)

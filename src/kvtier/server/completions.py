@@ -15,7 +15,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from kvtier.engine import grammar
-from kvtier.engine.generation import FinishReason, Output
+from kvtier.engine.generation import Explanation, FinishReason, Output
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, KvtierError, StateError
 from kvtier.server.activity import Activity, RequestRecord
@@ -81,6 +81,8 @@ class Completions:
         self._limits = limits
         self._admission = admission
         self._activity = activity
+        self.num_blocks = started.num_blocks
+        """Of the device tier, now."""
 
     async def chat(self, body: ChatRequest, tenant: Tenant | None) -> Job:
         """The job of a chat request. Raises 4xx for what cannot be run."""
@@ -136,6 +138,12 @@ class Completions:
             raise ApiError(400, f"messages: {error}", "messages") from error
         return await self.encode(text, "messages", add_special=False)
 
+    def check_tokens(self, prompts: Sequence[Sequence[int]], param: str) -> None:
+        """Raise 400 for tokens that the model does not have."""
+        highest, vocab = max(max(prompt, default=0) for prompt in prompts), self._started.vocab_size
+        if highest >= vocab:
+            raise ApiError(400, f"{param}: token {highest} is not in [0, {vocab})", param)
+
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     async def _check(self, body: Sampling, num_answers: int) -> None:
@@ -163,10 +171,7 @@ class Completions:
         form: type[ChatForm] | type[CompletionForm],
     ) -> Job:
         longest = max(map(len, prompts))
-        highest = max(max(prompt, default=0) for prompt in prompts)
-        if highest >= self._started.vocab_size:
-            vocab = self._started.vocab_size
-            raise ApiError(400, f"{prompt_name}: token {highest} is not in [0, {vocab})", prompt_name)
+        self.check_tokens(prompts, prompt_name)
         self._check_length(min(map(len, prompts)), longest, prompt_name, wanted, wanted_name)
         room = self._room - longest
         try:
@@ -189,7 +194,7 @@ class Completions:
     @property
     def _room(self) -> int:
         """Tokens that one request can ever have."""
-        return min(self._started.max_context, self._started.num_blocks * self._started.block_tokens)
+        return min(self._started.max_context, self.num_blocks * self._started.block_tokens)
 
     def _check_length(self, shortest: int, longest: int, name: str, wanted: int | None, wanted_name: str) -> None:
         if not shortest:
@@ -264,8 +269,10 @@ class Completions:
             self._book(job)
 
     def _count(self, job: Job, outputs: Sequence[Output]) -> None:
+        now = time.monotonic()
+        self._activity.delivered(now - job.mailbox.sent)
         if job.ttft is None:
-            job.ttft = time.monotonic() - job.began
+            job.ttft = now - job.began
         usage = job.usage
         for output in outputs:
             if output.finish_reason is FinishReason.ERROR:
@@ -293,7 +300,8 @@ class Completions:
             usage.completion_tokens,
             job.ttft,
             time.monotonic() - job.began,
-            explanations[0].miss if explanations else "",
+            explanations[0].tokens_from if explanations else {},
+            _sentence(explanations[0]) if explanations else "",
         )
         self._activity.ended(record)
         self._admission.spend(job.tenant, usage.prompt_tokens - usage.cached_tokens + usage.completion_tokens)
@@ -304,6 +312,11 @@ class Completions:
             "-" if record.ttft_seconds is None else round(record.ttft_seconds * 1e3),
             record.seconds,
         )
+
+
+def _sentence(explanation: Explanation) -> str:
+    """For people who ask why."""
+    return "; ".join(part for part in (explanation.miss, explanation.why_loaded) if part)
 
 
 class ClientGone(Exception):

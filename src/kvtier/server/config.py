@@ -20,6 +20,14 @@ class EngineOptions:
     """Of the device tier."""
     host_blocks: int = 0
     """Of the host tier; 0 for none."""
+    disk: str = ""
+    """The folder of the disk tier; empty for none."""
+    disk_bytes: str = "8GiB"
+    """Of all its files together."""
+    shared: tuple[str, ...] = ()
+    """URLs of stores that others use, too (redis://, s3://, mooncake://)."""
+    always_load: bool = False
+    """Load cached blocks also where computing them again is expected to be faster."""
     max_rows: int = 64
     """Requests in a step."""
     max_step_tokens: int = 512

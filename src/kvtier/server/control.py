@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,25 +13,92 @@ from kvtier.errors import ArgumentError
 from kvtier.metrics import CONTENT_TYPE
 from kvtier.server.activity import Activity
 from kvtier.server.admission import Admission
+from kvtier.server.auth import salt_of
 from kvtier.server.completions import Completions
+from kvtier.server.config import Tenant
 from kvtier.server.engine_client import EngineClient
 from kvtier.server.failures import ApiError
+from kvtier.server.protocol import NameBody, PinBody, PromptBody, ResetBody, ResizeBody
+
+ASLEEP = "it is asleep (POST /control/wake)"
 
 
-def make_router(engine: EngineClient, completions: Completions, activity: Activity, admission: Admission) -> APIRouter:
-    """All of them."""
-    router = APIRouter()
+class Control:
+    """Carries out what an operator asks for, in the engine process."""
+
+    def __init__(
+        self, engine: EngineClient, completions: Completions, admission: Admission, tenants: Mapping[str, Tenant]
+    ) -> None:
+        self._engine = engine
+        self._completions = completions
+        self._admission = admission
+        self._tenants = tenants
+
+    async def on_prompt(self, name: str, body: PromptBody, /, **more: Any) -> dict[str, Any]:
+        """A control that takes a prompt."""
+        if body.tenant is not None and body.tenant not in self._tenants:
+            known = ", ".join(self._tenants) or "none"
+            raise ApiError(400, f"there is no tenant {body.tenant!r}; there are {known}", "tenant")
+        tenant = self._tenants[body.tenant] if body.tenant is not None else None
+        if body.messages is not None:
+            tokens = await self._completions.chat_tokens(body.messages)
+        elif isinstance(body.prompt, str):
+            tokens = await self._completions.encode(body.prompt, "prompt")
+        else:
+            tokens = body.prompt or []
+        if not tokens:
+            raise ApiError(400, "prompt: at least one token is needed", "prompt")
+        self._completions.check_tokens([tokens], "prompt")
+        return await self.call(name, tokens=tuple(tokens), salt=salt_of(tenant, body.cache_salt), **more)
+
+    async def call(self, name: str, /, **arguments: Any) -> dict[str, Any]:
+        """A control by its name."""
+        found: dict[str, Any] = await self._engine.call(name, **arguments)
+        return found
+
+    async def explain(self, request_id: str) -> dict[str, Any]:
+        """Of one request."""
+        try:
+            return await self.call("explain", request_id=request_id)
+        except ArgumentError as error:
+            raise ApiError(404, str(error), "request_id") from error
+
+    async def sleep(self) -> dict[str, Any]:
+        """No new requests from now on."""
+        if not self._admission.closed:
+            self._admission.closed = ASLEEP
+        return await self.call("sleep")
+
+    async def wake(self) -> dict[str, Any]:
+        """And again."""
+        told = await self.call("wake")
+        if self._admission.closed == ASLEEP:
+            self._admission.closed = ""
+        return told
+
+    async def resize(self, body: ResizeBody) -> dict[str, Any]:
+        """A tier; of the device's size depends how long a request may be."""
+        told = await self.call("resize", tier=body.tier, num_blocks=body.num_blocks)
+        if body.tier == "device":
+            self._completions.num_blocks = body.num_blocks
+        return told
+
+
+def add_state(router: APIRouter, engine: EngineClient, model: str, activity: Activity, admission: Admission) -> None:
+    """GET /state and GET /metrics."""
     began = time.time()
 
     @router.get("/state")
     async def state() -> dict[str, Any]:
         """Everything the dashboard shows; docs/api.md describes it."""
+        told = await engine.call("snapshot")
+        status = "sleeping" if told.pop("asleep") else "draining" if admission.closed else "ok"
         return {
             "time": time.time(),
             "started": began,
-            "model": completions.model,
-            "status": "ok" if admission.is_open else "draining",
-            **await engine.call("snapshot"),
+            "model": model,
+            "status": status,
+            **told,
             "ttft": activity.ttft(),
             "in_flight": admission.num_answers,
             "recent": activity.recent,
@@ -39,15 +107,64 @@ def make_router(engine: EngineClient, completions: Completions, activity: Activi
     @router.get("/metrics")
     async def metrics() -> Response:
         """In Prometheus' text format."""
+        activity.take(await engine.call("snapshot"))
         return PlainTextResponse(activity.registry.render(), media_type=CONTENT_TYPE)
+
+
+def add_control(router: APIRouter, control: Control) -> None:
+    """Everything below /control."""
 
     @router.get("/control/explain/{request_id}")
     async def explain(request_id: str) -> dict[str, Any]:
         """What became of a request and why its prompt was found or not."""
-        try:
-            found: dict[str, Any] = await engine.call("explain", request_id=request_id)
-        except ArgumentError as error:
-            raise ApiError(404, str(error), "request_id") from error
-        return found
+        return await control.explain(request_id)
 
-    return router
+    @router.get("/control/tiers")
+    async def tiers() -> dict[str, Any]:
+        """The tiers and what is in them."""
+        return {"tiers": (await control.call("snapshot"))["tiers"]}
+
+    @router.post("/control/pin")
+    async def pin(body: PinBody) -> dict[str, Any]:
+        """Keep what is cached of a prompt until it is unpinned."""
+        return await control.on_prompt("pin", body, name=body.name)
+
+    @router.post("/control/unpin")
+    async def unpin(body: NameBody) -> dict[str, Any]:
+        """Let a pinned prompt be evicted again."""
+        return await control.call("unpin", name=body.name)
+
+    @router.post("/control/prefetch")
+    async def prefetch(body: PromptBody) -> dict[str, Any]:
+        """Bring a prompt's blocks from stores to host memory."""
+        return await control.on_prompt("prefetch", body)
+
+    @router.post("/control/demote")
+    async def demote(body: PromptBody) -> dict[str, Any]:
+        """Keep a prompt's blocks below the device only."""
+        return await control.on_prompt("demote", body)
+
+    @router.post("/control/drop")
+    async def drop(body: PromptBody) -> dict[str, Any]:
+        """Forget a prompt in every tier."""
+        return await control.on_prompt("drop", body)
+
+    @router.post("/control/reset")
+    async def reset(body: ResetBody) -> dict[str, Any]:
+        """Forget everything in memory, and in the stores if asked to."""
+        return await control.call("reset", clear_stores=body.clear_stores)
+
+    @router.post("/control/sleep")
+    async def sleep() -> dict[str, Any]:
+        """Free the device's memory; requests get 503 until the server is woken."""
+        return await control.sleep()
+
+    @router.post("/control/wake")
+    async def wake() -> dict[str, Any]:
+        """Have device memory again, and take requests."""
+        return await control.wake()
+
+    @router.post("/control/resize")
+    async def resize(body: ResizeBody) -> dict[str, Any]:
+        """Give a memory tier another number of blocks."""
+        return await control.resize(body)

@@ -35,7 +35,7 @@ from kvtier.server.messages import (
 class Mailbox:
     """Outputs of one or several requests that nobody has taken yet."""
 
-    __slots__ = ("_arrived", "_error", "_outputs", "explanations")
+    __slots__ = ("_arrived", "_error", "_outputs", "explanations", "sent")
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
@@ -43,10 +43,13 @@ class Mailbox:
         self._error: Exception | None = None
         self.explanations: dict[str, Explanation] = {}
         """Of the requests that are over."""
+        self.sent = 0.0
+        """When the engine process sent what was put in last."""
 
-    def put(self, output: Output) -> None:
+    def put(self, output: Output, sent: float) -> None:
         """One more."""
         self._outputs.append(output)
+        self.sent = sent
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
@@ -134,7 +137,7 @@ class EngineClient:
                 for name in num_left:
                     self._send(Abort(name))
 
-    async def call(self, name: str, **arguments: Any) -> Any:
+    async def call(self, name: str, /, **arguments: Any) -> Any:
         """Run a control in the engine process, between two steps."""
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -205,4 +208,4 @@ class EngineClient:
                 box.explanations[explanation.request_id] = explanation
         for output in progress.outputs:
             if (box := self._boxes.get(output.request_id)) is not None:
-                box.put(output)
+                box.put(output, progress.sent)

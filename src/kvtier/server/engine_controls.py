@@ -2,40 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
 from kvtier.engine.engine import Engine
+from kvtier.engine.traffic import WINDOW_SECONDS
+from kvtier.memory import PINNED, Placement
+from kvtier.memory.costs import saved_costs
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
     """The engine's part of GET /state."""
-    stats, group = engine.manager.stats, engine.groups[0]
-    block_bytes = group.cache[0].numel() * group.cache.element_size()
-    running = len(engine.scheduler.running)
+    stats = engine.manager.stats
+    states = engine.tiers.states()
+    in_use = {tier.name: tier.num_used - tier.num_evictable for tier in stats.tiers if tier.num_blocks}
     return {
+        "asleep": engine.tiers.is_asleep,
         "tiers": [
             {
-                "name": "device",
-                "num_blocks": stats.num_blocks,
-                "num_used": stats.num_blocks - stats.num_free,
-                "num_pinned": stats.num_blocks - stats.num_free - stats.num_evictable,
-                "block_bytes": block_bytes,
-                "bytes": stats.num_blocks * block_bytes,
+                "name": state.name,
+                "num_blocks": state.num_blocks or (state.max_bytes // state.block_bytes if state.block_bytes else 0),
+                "num_used": state.num_used,
+                "num_pinned": in_use.get(state.name, 0),
+                "block_bytes": state.block_bytes,
+                "bytes": state.max_bytes,
+                "used_bytes": state.used_bytes,
             }
+            for state in states
         ],
         "hits": {
             "queried_tokens": stats.queried_tokens,
-            "by_tier": {"device": stats.hit_tokens},
+            "by_tier": {state.name: state.hit_tokens for state in states},
             "missed_tokens": stats.queried_tokens - stats.hit_tokens,
         },
-        "transfers": [],
-        "running": running,
+        "transfers": _transfers(engine),
+        "running": len(engine.scheduler.running),
         "waiting": len(engine.scheduler.waiting),
         "holds": stats.num_holds,
-        "ghost": None,
+        "ghost": _ghost(engine),
+    }
+
+
+def _transfers(engine: Engine) -> list[dict[str, Any]]:
+    limits = _link_limits(engine)
+    return [
+        {
+            "source": each.source,
+            "target": each.target,
+            "bytes": each.num_bytes,
+            "gb_per_s": each.bytes_per_second / 1e9,
+            "window_seconds": WINDOW_SECONDS,
+            "limit_gb_per_s": limits.get((each.source, each.target)),
+        }
+        for each in engine.tiers.traffic()
+    ]
+
+
+def _link_limits(engine: Engine) -> dict[tuple[str, str], float]:
+    """What `kvtier doctor --calibrate` has measured of this GPU's link; nothing is known of a CPU's own copies."""
+    device = Placement.parse(str(engine.model.weights.device))
+    costs = saved_costs(device) if device.kind == "cuda" else None
+    if costs is None:
+        return {}
+    ways = {("device", "host"): f"{device.kind}>{PINNED.kind}", ("host", "device"): f"{PINNED.kind}>{device.kind}"}
+    return {ends: costs.links[key] for ends, key in ways.items() if key in costs.links}
+
+
+def _ghost(engine: Engine) -> dict[str, Any] | None:
+    ghost = engine.manager.tree.ghost
+    if ghost is None:
+        return None
+    curve = ghost.curve()
+    points = sorted(curve, key=lambda estimate: estimate.capacity)
+    return {
+        "policy": curve[0].policy,
+        "num_blocks": curve[0].capacity,
+        "points": [{"num_blocks": each.capacity, "hit_rate": each.hit_rate, "error": each.error} for each in points],
     }
 
 
@@ -44,4 +88,59 @@ def explain(engine: Engine, request_id: str) -> dict[str, Any]:
     return asdict(engine.explain(request_id))
 
 
-CONTROLS: Mapping[str, Callable[..., Any]] = MappingProxyType({"snapshot": snapshot, "explain": explain})
+def pin(engine: Engine, name: str, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
+    """Keep what is cached of a prompt."""
+    return {"pinned_tokens": engine.tiers.pin(name, engine.chain(tokens, salt=salt))}
+
+
+def unpin(engine: Engine, name: str) -> dict[str, bool]:
+    """Let it go."""
+    engine.tiers.unpin(name)
+    return {"ok": True}
+
+
+def prefetch(engine: Engine, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
+    """Bring it from stores to the host."""
+    return {"blocks": engine.tiers.prefetch(engine.chain(tokens, salt=salt))}
+
+
+def demote(engine: Engine, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
+    """Keep it below the device only."""
+    return {"blocks": engine.tiers.demote(engine.chain(tokens, salt=salt))}
+
+
+def drop(engine: Engine, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
+    """Forget it."""
+    return {"blocks": engine.tiers.drop(engine.chain(tokens, salt=salt))}
+
+
+def reset(engine: Engine, *, clear_stores: bool) -> dict[str, bool]:
+    """Forget everything."""
+    engine.tiers.reset(clear_stores=clear_stores)
+    return {"ok": True}
+
+
+def sleep(engine: Engine) -> dict[str, bool]:
+    """Free the device."""
+    engine.tiers.sleep()
+    return {"ok": True}
+
+
+def wake(engine: Engine) -> dict[str, bool]:
+    """Have it again."""
+    engine.tiers.wake()
+    return {"ok": True}
+
+
+def resize(engine: Engine, tier: str, num_blocks: int) -> dict[str, bool]:
+    """Give a tier another size."""
+    engine.tiers.resize(tier, num_blocks)
+    return {"ok": True}
+
+
+CONTROLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        each.__name__: each
+        for each in (snapshot, explain, pin, unpin, prefetch, demote, drop, reset, sleep, wake, resize)
+    }
+)

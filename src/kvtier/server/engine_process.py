@@ -6,14 +6,17 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from urllib.parse import quote
 
 import torch
 
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
+from kvtier.cache.store import StoreConfig
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.generation import Explanation, Output
 from kvtier.engine.grammar import Grammars
@@ -26,6 +29,10 @@ from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
 from kvtier.server.engine_controls import CONTROLS
 from kvtier.server.messages import Abort, Answer, Broken, Call, Channel, Close, Progress, Refused, Started, Submit
+from kvtier.storage import Store
+from kvtier.storage.open import open_store
+
+_GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
 
 def main(options: EngineOptions, connection: socket.socket) -> None:
@@ -44,14 +51,33 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
 
 def make_llm(options: EngineOptions) -> LLM:
     """A model and an engine as the options say."""
-    host = HostConfig(options.host_blocks) if options.host_blocks else None
+    tiers: list[tuple[StoreConfig, str | tuple[str, ...]]] = []
+    if options.disk:
+        tiers.append((StoreConfig("disk"), f"disk:{quote(options.disk)}?bytes={options.disk_bytes}"))
+    if options.shared:
+        tiers.append((StoreConfig("shared", is_shared=True), options.shared))
+    host_blocks = options.host_blocks or (options.blocks if tiers else 0)  # what comes from a store comes through it
     config = EngineConfig(
         options.block_tokens,
-        CacheConfig(options.blocks, host=host),
+        CacheConfig(
+            options.blocks,
+            host=HostConfig(host_blocks) if host_blocks else None,
+            stores=tuple(store for store, _ in tiers),
+            recompute=not options.always_load,
+        ),
         SchedulerConfig(options.max_rows, options.max_step_tokens),
+        ghost_scales=_GHOST_SCALES,
     )
     proposer = NgramProposer(options.draft_tokens) if options.draft_tokens else None
-    return LLM(options.model, config, dtype=options.dtype, device=options.device, proposer=proposer)
+    stores: dict[str, Store] = {}
+    try:
+        for store, urls in tiers:
+            stores[store.name] = open_store(urls)
+        return LLM(options.model, config, dtype=options.dtype, device=options.device, proposer=proposer, stores=stores)
+    except BaseException:
+        for opened in stores.values():
+            opened.close()
+        raise
 
 
 class EngineServer:
@@ -93,7 +119,13 @@ class EngineServer:
                         self._call(command)
                     case Close():
                         break
+        self._save()
         self._runner.close()
+
+    def _save(self) -> None:
+        """Everything that is cached, to the lowest tier, so that the next start is warm."""
+        if self._runner.error is None and self._engine.config.cache.stores:
+            self._runner.call(lambda engine: engine.tiers.save_all()).result()
 
     def _tell_breakdown(self) -> None:
         self._channel.send(Broken(f"{type(self._runner.error).__name__}: {self._runner.error}"))
@@ -153,5 +185,5 @@ class EngineServer:
             self._ended.append(self._engine.explain(output.request_id))
 
     def _flush(self) -> None:
-        self._channel.send(Progress(tuple(self._outputs), tuple(self._ended)))
+        self._channel.send(Progress(tuple(self._outputs), tuple(self._ended), time.monotonic()))
         self._outputs, self._ended = [], []

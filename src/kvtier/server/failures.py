@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from kvtier.errors import ArgumentError, ClosedError, KvtierError
+from kvtier.errors import ArgumentError, ClosedError, KvtierError, StateError
 from kvtier.server.protocol import ChatRequest, CompletionRequest
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -49,6 +49,8 @@ def of_engine(error: KvtierError) -> ApiError:
         return ApiError(503, "the engine has ended; the server is going down", code="engine_ended", retry_after=5)
     if isinstance(error, ArgumentError):
         return ApiError(400, str(error))
+    if isinstance(error, StateError):
+        return ApiError(409, str(error), code="wrong_state")
     return ApiError(500, str(error), code="engine_error")
 
 

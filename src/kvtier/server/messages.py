@@ -85,6 +85,8 @@ class Progress:
     outputs: tuple[Output, ...]
     ended: tuple[Explanation, ...]
     """Of the requests that got their last token."""
+    sent: float
+    """time.monotonic of the engine process; the same clock as the front end's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,3 +235,46 @@ class TokenizeRequest(Strict):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
+
+
+class PromptBody(Strict):
+    """A prompt of the control API, in one of three forms, and whose cache is meant."""
+
+    prompt: Text | Annotated[list[TokenId], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    tenant: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> PromptBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class PinBody(PromptBody):
+    """POST /control/pin."""
+
+    name: Name
+
+
+class NameBody(Strict):
+    """POST /control/unpin."""
+
+    name: Name
+
+
+class ResetBody(Strict):
+    """POST /control/reset."""
+
+    clear_stores: bool = False
+
+
+class ResizeBody(Strict):
+    """POST /control/resize."""
+
+    tier: Literal["device", "host"]
+    num_blocks: Annotated[int, Field(ge=1, lt=1 << 31)]

@@ -70,7 +70,7 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
 
     def stop() -> None:
         server.force_exit = server.should_exit  # asked twice: do not wait
-        admission.is_open = False
+        admission.closed = "it is going down"
         server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,0 +1,201 @@
+"""Many clients on a real server: does it hold, does it leak, and what does it cost beside the model?
+
+python -m benchmarks.load                        64 clients for 10 minutes, SmolLM2-135M, as `make serve` runs it
+python -m benchmarks.load --seconds 120          a shorter run: RSS is compared with that after a fifth of the time
+python -m benchmarks.load --tiny                 random weights, 2 layers: hundreds of times more requests
+
+Every client streams one answer after another; a tenth of them are left in the middle. The server is `kvtier serve` in
+processes of its own, the clients share this one. Every five seconds the server's processes are looked at. Overhead per
+streamed token is the front end's CPU time over the events it sent; the floor is what uvicorn takes for the same events
+to the same clients with nothing behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
+from kvtier.server.load import LoadOptions, LoadReport, run_load
+
+LOOK_SECONDS = 5.0
+FLOOR_SECONDS = 10.0
+FLOOR = """
+import asyncio, socket, uvicorn, uvloop
+EVENT = b'data: ' + b'x' * 190 + b'\\n\\n'
+async def app(scope, receive, send):
+    while (await receive()).get('more_body'):
+        pass
+    await send({'type': 'http.response.start', 'status': 200, 'headers': [(b'content-type', b'text/event-stream')]})
+    for _ in range(64):
+        await send({'type': 'http.response.body', 'body': EVENT, 'more_body': True})
+        await asyncio.sleep(0.05)
+    await send({'type': 'http.response.body', 'body': b'data: [DONE]\\n\\n', 'more_body': False})
+listener = socket.socket()
+listener.bind(('127.0.0.1', 0))
+print(listener.getsockname()[1], flush=True)
+config = uvicorn.Config(app, http='httptools', ws='none', lifespan='off', log_level='error', access_log=False)
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner.run(uvicorn.Server(config).serve(sockets=[listener]))
+"""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The server's processes at one moment."""
+
+    at: float
+    front_rss: int
+    engine_rss: int
+    num_threads: int
+    num_files: int
+
+    @property
+    def rss(self) -> int:
+        """Of both."""
+        return self.front_rss + self.engine_rss
+
+
+class Server:
+    """`kvtier serve`, and its engine process."""
+
+    def __init__(self, log: Path, *options: str) -> None:
+        self.log = log
+        with log.open("wb") as file:
+            command = [sys.executable, "-m", "kvtier", "serve", "--port", "0", "--json", *options]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file)
+        assert self.process.stdout is not None
+        told = json.loads(self.process.stdout.readline())
+        self.url, self.model = told["address"], told["model"]
+        self.front = psutil.Process(self.process.pid)
+        self.engine = next(child for child in self.front.children() if "spawn_main" in " ".join(child.cmdline()))
+
+    def look(self) -> Look:
+        """At both processes."""
+        both = (self.front, self.engine)
+        rss = [each.memory_info().rss for each in both]
+        threads, files = (sum(found) for found in zip(*((e.num_threads(), e.num_fds()) for e in both), strict=True))
+        return Look(time.monotonic(), rss[0], rss[1], threads, files)
+
+    def state(self) -> dict[str, Any]:
+        """GET /state."""
+        with urllib.request.urlopen(f"{self.url}/state", timeout=30) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def wait_until_idle(self) -> dict[str, Any]:
+        """The state once everything is over."""
+        deadline = time.monotonic() + 60
+        while (state := self.state())["in_flight"] or state["running"] or state["waiting"]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return state
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(120)
+
+
+def main() -> None:
+    """Run it."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--tiny", action="store_true", help="a model of 2 layers with random weights")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        chosen = ["--model", str(_tiny(Path(folder) / "tiny")), "--blocks", "4096"] if options.tiny else []
+        server = Server(log, *chosen)
+        load = LoadOptions(server.url, server.model, options.clients, disconnect_share=0.1)
+        try:
+            asyncio.run(run_load(replace(load, requests=options.clients)))  # warm: threads and files as they will be
+            server.wait_until_idle()
+            before, cpu = server.look(), server.front.cpu_times()
+            done, looks = asyncio.run(_run(server, replace(load, seconds=options.seconds, seed=1)))
+            after_cpu = server.front.cpu_times()
+            state = server.wait_until_idle()
+            after = server.look()
+        finally:
+            code = server.stop()
+        front_us = (after_cpu.user + after_cpu.system - cpu.user - cpu.system) / max(1, done.num_tokens) * 1e6
+        floor_us = _floor(options.clients)
+        text = log.read_text()
+    early = min(looks, key=lambda look: abs(look.at - looks[0].at - options.seconds / 5))
+    row: Row = {
+        "model": "tiny" if options.tiny else server.model,
+        "clients": options.clients,
+        **{name: str(value) if isinstance(value, dict) else value for name, value in done.summary().items()},
+        "front end us/token": round(front_us, 1),
+        "floor us/token": round(floor_us, 1),
+        "rss early MB": early.rss / 1e6,
+        "rss end MB": looks[-1].rss / 1e6,
+    }
+    print_table([{"what": name, "value": value} for name, value in row.items()])
+    num_leaked = state["holds"] + state["tiers"][0]["num_pinned"] + state["in_flight"]
+    bars: list[Bar] = [
+        at_most("5xx", done.num_5xx, 0),
+        at_most("requests without an answer, or cut off", done.statuses[0] + done.num_incomplete, 0),
+        at_most("leaked blocks, leases and places", num_leaked, 0),
+        at_most("more threads than before", after.num_threads - before.num_threads, 0),
+        at_most("more open files than before", after.num_files - before.num_files, 0),
+        at_most("rss at the end over that after a fifth", looks[-1].rss / early.rss, 1.02),
+        at_most("unhandled exceptions in the log", text.count("Traceback"), 0),
+        at_most("exit code", code, 0),
+    ]
+    report("load", [row], bars, options.results)
+
+
+async def _run(server: Server, load: LoadOptions) -> tuple[LoadReport, list[Look]]:
+    looks = [server.look()]
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            looks.append(server.look())
+
+    watching = asyncio.create_task(watch())
+    done = await run_load(load)
+    watching.cancel()
+    return done, looks
+
+
+def _floor(clients: int) -> float:
+    """CPU us per event of uvicorn alone."""
+    process = subprocess.Popen([sys.executable, "-c", FLOOR], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+    try:
+        time.sleep(1)  # it listens in a moment
+        watched = psutil.Process(process.pid)
+        before = watched.cpu_times()
+        done = asyncio.run(run_load(LoadOptions(url, "none", clients, seconds=FLOOR_SECONDS)))
+        after = watched.cpu_times()
+    finally:
+        process.kill()
+        process.wait()
+    return (after.user + after.system - before.user - before.system) / max(1, done.num_tokens) * 1e6
+
+
+def _tiny(folder: Path) -> Path:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from server_support import make_tiny_model
+
+    return Path(make_tiny_model(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""What an operator can do with the cache of a running server, and what a restart finds on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+
+import pytest
+
+from server_support import ServerProcess
+
+TEXT = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def tiered(tiny_model, tmp_path_factory):
+    """A server with three tiers."""
+    folder = tmp_path_factory.mktemp("tiered")
+    options = (
+        "--blocks",
+        "64",
+        "--host-blocks",
+        "256",
+        "--disk",
+        str(folder / "kv"),
+        "--disk-bytes",
+        "64MiB",
+        "--always-load",
+    )
+    made = ServerProcess(folder / "log", "--model", str(tiny_model), "--threads", "1", *options)
+    yield made
+    assert made.stop() == 0
+    assert "Traceback" not in made.log, made.log
+
+
+def ask(server, prompt, **more):
+    """One token after a prompt; what was cached of it."""
+    answer = server.post(TEXT, {"model": server.model, "prompt": prompt, "max_tokens": 1, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def control(server, name, body=None, status=200):
+    answer = server.post(f"/control/{name}", {} if body is None else body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def fresh(num_tokens=160):
+    return (uuid.uuid4().hex * 64)[:num_tokens]
+
+
+def explained(server):
+    return server.state()["recent"][0]
+
+
+def test_tiers_are_told_with_what_is_in_them(tiered):
+    ask(tiered, fresh())
+    tiers = {tier["name"]: tier for tier in tiered.get("/control/tiers").json()["tiers"]}
+    assert [*tiers] == ["device", "host", "disk"]
+    assert (tiers["device"]["num_blocks"], tiers["host"]["num_blocks"]) == (64, 256)
+    for tier in tiers.values():
+        assert 0 <= tier["num_pinned"] <= tier["num_used"] <= tier["num_blocks"]
+        assert tier["bytes"] >= tier["used_bytes"]
+    assert tiers["device"]["num_used"] >= 10
+    assert tiers["device"]["bytes"] == 64 * tiers["device"]["block_bytes"]
+    assert tiers["disk"]["bytes"] == 64 << 20
+
+
+def test_the_state_tells_hits_by_tier_and_bytes_by_direction(tiered):
+    prompt = fresh()
+    before = tiered.state()["hits"]["by_tier"]["device"]
+    ask(tiered, prompt)
+    assert ask(tiered, prompt) == 159  # the last one is computed for its logits
+    state = tiered.wait_for(lambda state: any(each["target"] == "disk" for each in state["transfers"]))
+    assert state["hits"]["by_tier"]["device"] - before >= 144
+    assert state["recent"][0]["tokens_from"]["device"] >= 144
+    ways = {(each["source"], each["target"]): each for each in state["transfers"]}
+    assert ways["device", "host"]["bytes"] >= 10 * state["tiers"][0]["block_bytes"]
+    assert ways["host", "disk"]["gb_per_s"] >= 0
+    ghost = state["ghost"]
+    assert ghost["num_blocks"] == 256
+    sizes = [point["num_blocks"] for point in ghost["points"]]
+    assert sizes == sorted(sizes)
+    assert 256 in sizes
+    assert all(0 <= point["hit_rate"] <= 1 for point in ghost["points"])
+
+
+def test_a_pinned_prompt_stays_when_others_fill_the_device(tiered):
+    prompt = fresh()
+    ask(tiered, prompt)
+    assert control(tiered, "pin", {"name": "mine", "prompt": prompt})["pinned_tokens"] == 160
+    assert control(tiered, "pin", {"name": "mine", "prompt": prompt}, 400)["error"]["message"]
+    for _ in range(8):
+        ask(tiered, fresh())
+    assert ask(tiered, prompt) == 159
+    assert explained(tiered)["tokens_from"] == {"device": 159}
+    control(tiered, "unpin", {"name": "mine"})
+    assert control(tiered, "unpin", {"name": "mine"}, 400)["error"]["message"]
+
+
+def test_a_demoted_prompt_comes_back_from_the_host(tiered):
+    prompt = fresh()
+    ask(tiered, prompt)
+    assert control(tiered, "demote", {"prompt": prompt})["blocks"] == 10
+    assert ask(tiered, prompt) >= 144
+    assert explained(tiered)["tokens_from"].get("host", 0) >= 128
+
+
+def test_a_dropped_prompt_is_gone_from_every_tier(tiered):
+    prompt = fresh()
+    ask(tiered, prompt)
+    assert control(tiered, "drop", {"prompt": prompt})["blocks"] >= 10
+    assert ask(tiered, prompt) == 0
+
+
+def test_prompts_are_texts_tokens_or_conversations_under_their_salt(tiered):
+    messages = [{"role": "user", "content": fresh()}]
+    body = {"model": tiered.model, "messages": messages, "max_tokens": 1, "cache_salt": "mine"}
+    assert tiered.post("/v1/chat/completions", body).status_code == 200
+    assert control(tiered, "drop", {"messages": messages})["blocks"] == 0
+    assert control(tiered, "drop", {"messages": messages, "cache_salt": "mine"})["blocks"] > 0
+    tokens = [7] * 64
+    ask(tiered, tokens)
+    assert control(tiered, "drop", {"prompt": tokens})["blocks"] == 4
+
+
+def test_a_reset_forgets_memory_and_the_disk_only_if_asked_to(tiered):
+    prompt = fresh()
+    ask(tiered, prompt)
+    control(tiered, "demote", {"prompt": prompt})  # it is on disk afterwards
+    control(tiered, "reset")
+    assert tiered.state()["tiers"][0]["num_used"] == 0
+    assert control(tiered, "prefetch", {"prompt": prompt})["blocks"] == 9  # the last token is computed in any case
+    assert ask(tiered, prompt) >= 144
+    control(tiered, "reset", {"clear_stores": True})
+    assert ask(tiered, prompt) == 0
+
+
+def test_asleep_it_takes_no_requests_and_awake_it_finds_what_it_had(tiered):
+    prompt = fresh()
+    ask(tiered, prompt)
+    control(tiered, "sleep")
+    assert tiered.state()["status"] == "sleeping"
+    assert tiered.get("/health").status_code == 503
+    refused = tiered.post(TEXT, {"model": tiered.model, "prompt": prompt, "max_tokens": 1})
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    control(tiered, "wake")
+    assert tiered.get("/health").status_code == 200
+    assert ask(tiered, prompt) >= 144
+
+
+def test_a_tier_gets_another_size_and_prompts_as_long_as_it_allows(tiered):
+    prompt = fresh(2000)
+    too_long = tiered.post(TEXT, {"model": tiered.model, "prompt": prompt, "max_tokens": 1})
+    assert too_long.status_code == 400  # 64 blocks are 1024 tokens
+    try:
+        control(tiered, "resize", {"tier": "device", "num_blocks": 128})
+        assert tiered.state()["tiers"][0]["num_blocks"] == 128
+        assert ask(tiered, prompt) == 0
+        control(tiered, "resize", {"tier": "host", "num_blocks": 300})
+        assert tiered.state()["tiers"][1]["num_blocks"] == 300
+    finally:
+        control(tiered, "resize", {"tier": "device", "num_blocks": 64})
+        control(tiered, "resize", {"tier": "host", "num_blocks": 256})
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "param"),
+    [
+        ("pin", {"prompt": "x"}, "name"),
+        ("drop", {}, None),
+        ("drop", {"prompt": []}, "prompt"),
+        ("drop", {"prompt": [10**6]}, "prompt"),
+        ("drop", {"prompt": "x", "tenant": "nobody"}, "tenant"),
+        ("resize", {"tier": "disk", "num_blocks": 5}, "tier"),
+        ("resize", {"tier": "device", "num_blocks": 0}, "num_blocks"),
+        ("reset", {"all": True}, "all"),
+    ],
+)
+def test_wrong_controls_are_refused(tiered, name, body, param):
+    error = control(tiered, name, body, 400)["error"]
+    assert (error["param"] or "").split(".")[0] == (param or "")
+
+
+# ---- restarts ----
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
+def test_a_second_start_is_warm(start, tmp_path, end):
+    disk = ("--disk", str(tmp_path / "kv"), "--disk-bytes", "64MiB", "--host-blocks", "128", "--always-load")
+    prompt, truth = fresh(1000), None
+    server = start(*disk)
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    truth = server.post(TEXT, body).json()["choices"][0]["text"]
+    if end == "SIGTERM":
+        assert server.stop() == 0
+    else:  # what was written through is there, however the processes end
+        server.wait_for(lambda state: state["tiers"][2]["num_used"] >= 62)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        server.process.kill()
+        server.process.wait(30)
+    again = start(*disk)
+    answer = again.post(TEXT, body).json()
+    assert answer["choices"][0]["text"] == truth
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 960
+    assert explained(again)["tokens_from"].get("disk", 0) >= 960
