@@ -66,7 +66,7 @@ def replay_result(trace: Json, setup: Json, curve: Sequence[HitPoint], runs: Map
         "trace": trace,
         "setup": setup,
         "curve": [_hit_point(point, trace, setup) for point in curve],
-        "results": [{"policy": policy, **asdict(summary)} for policy, summary in runs.items()],
+        "results": [{"policy": policy, **_summary(summary)} for policy, summary in runs.items()],
     }
 
 
@@ -97,8 +97,12 @@ def _plan_point(point: PlanPoint) -> Json:
         "host_bytes": point.host_bytes,
         "disk_bytes": point.disk_bytes,
         "price": point.price,
-        **asdict(point.summary),
+        **_summary(point.summary),
     }
+
+
+def _summary(summary: Summary) -> Json:
+    return {**asdict(summary), "links": [asdict(link) for link in summary.links]}
 
 
 def _advice(advice: Advice) -> Json:

@@ -155,7 +155,7 @@ def test_requests_that_do_not_meet_hit_what_a_plain_lru_holds(ids, num_slots):
 
 SMALL = ModelSpec(4, 8, 2, 64, 1e9)
 BOX = GpuSpec(100e12, 8e9, 1e12, 10e9)
-TRACE = tuple(generate(SyntheticTrace(sessions=40, session_rate=2.0, think_seconds=5.0)))
+TRACE = tuple(generate(SyntheticTrace(sessions=40, session_rate=0.5, think_seconds=10.0)))
 
 
 def setup(**options) -> Setup:

@@ -1,0 +1,154 @@
+"""`kvtier replay` and `kvtier plan` as commands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.cli.replay import seconds, size
+from kvtier.replay import SyntheticTrace, generate, read_trace, write_trace
+from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
+from kvtier.replay.setup import GIB, Setup, simulate
+
+MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, "kv_bytes": 64.0}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A trace and a model of which it fills some GiB."""
+    write_trace(generate(SyntheticTrace(sessions=25, seed=3)), tmp_path / "t.jsonl.gz")
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    return [str(tmp_path / "t.jsonl.gz"), "--model", str(tmp_path / "model.json"), "--device", "4GiB", "--jobs", "1"]
+
+
+def told(capsys, *arguments: str) -> dict:
+    assert main([*arguments, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("\n") == 1
+    return json.loads(shown.out)
+
+
+def test_replay_tells_what_the_simulation_says(files, capsys):
+    sizes = ["--host", "4GiB", "--disk", "64GiB", "--policy", "lru,arc,s3fifo", "--capacities", "5"]
+    result = told(capsys, "replay", *files, *sizes)
+    setups = [
+        Setup(
+            preset(ModelSpec, files[2]),
+            preset(GpuSpec, "h200"),
+            device_bytes=4 * GIB,
+            host_bytes=4 * GIB,
+            disk_bytes=64 * GIB,
+            disk=preset(DiskSpec, "nvme-gen4"),
+            policy=policy,
+        )
+        for policy in ("lru", "arc", "s3fifo")
+    ]
+    wanted = simulate(read_trace(files[0]).requests, setups)
+    assert [run["policy"] for run in result["results"]] == ["lru", "arc", "s3fifo"]
+    for run, summary in zip(result["results"], wanted, strict=True):
+        assert run["ttft"] == summary.ttft
+        assert run["hit_rates"] == summary.hit_rates
+        assert run["evictions"] == summary.evictions
+    assert {point["policy"] for point in result["curve"]} == {"lru", "arc", "s3fifo", "optimum"}
+    assert result == told(capsys, "replay", *files, *sizes), "deterministic"
+
+
+def test_the_table_has_what_the_issue_asks_for(files, capsys):
+    assert main(["replay", *files, "--host", "4GiB", "--disk", "64GiB", "--capacities", "0"]) == 0
+    shown = capsys.readouterr().out
+    for wanted in (
+        "device",
+        "host",
+        "disk",
+        "TTFT p50",
+        "p90",
+        "p99",
+        "to device GB/s",
+        "disk GB/s",
+        "evicted from host",
+    ):
+        assert wanted in shown
+    assert "dead on arrival" in shown
+
+
+def test_plan_says_what_to_buy_and_what_more_brings(files, capsys, tmp_path):
+    result = told(capsys, "plan", *files, "--ttft-p99", "500ms", "--limit", "40", "--html", str(tmp_path / "p.html"))
+    assert result["advice"]["target_ttft_p99"] == 0.5
+    assert any("100 GiB more host memory would bring" in line for line in result["advice"]["text"])
+    assert "<svg" not in (tmp_path / "p.html").read_text(), "drawn by the page itself"
+    assert main(["plan", *files, "--ttft-p99", "500ms", "--limit", "40"]) == 0
+    assert result["advice"]["text"][0] in capsys.readouterr().out
+
+
+def test_replicas_speed_and_a_synthetic_trace(capsys):
+    options = ["--capacities", "0", "--jobs", "1", "--device", "20GiB"]
+    one = told(capsys, "replay", "synthetic:sessions=20,turns=3,seed=9", *options)
+    assert one["trace"]["num_requests"] == len(list(generate(SyntheticTrace(sessions=20, turns=3.0, seed=9))))
+    fast = told(capsys, "replay", "synthetic:sessions=20,turns=3,seed=9", *options, "--speed", "4", "--replicas", "2")
+    assert fast["trace"]["seconds"] == pytest.approx(one["trace"]["seconds"] / 4)
+    assert fast["results"][0]["num_requests"] == one["results"][0]["num_requests"]
+
+
+def test_lines_that_are_no_requests_are_told_and_counted(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    write_trace(generate(SyntheticTrace(sessions=3)), path)
+    path.write_text(path.read_text() + "{]\n" + '{"timestamp": 1}\n' * 9)
+    arguments = ["replay", str(path), "--device", "8GiB", "--capacities", "0"]
+    assert main([*arguments, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["trace"]["num_problems"] == 10
+    number = path.read_text().splitlines().index("{]") + 1
+    assert f"{path}:{number}: no JSON" in shown.err
+    assert "10 lines are no requests and were left out, 5 more than shown" in shown.err
+    assert main([*arguments, "--strict"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["none.jsonl"], "none.jsonl cannot be read"),
+        (["synthetic:turn=3"], "no knob 'turn'; there are sessions"),
+        (["synthetic:turns=x"], "turns is a number, got 'x'"),
+        (["synthetic:", "synthetic:"], "by itself"),
+        (["synthetic:sessions=2", "--gpu", "h300"], "no gpu is called 'h300'"),
+        (["synthetic:sessions=2", "--policy", "mru"], "no eviction policy is called 'mru'"),
+        (["synthetic:sessions=2", "--disk", "1TiB"], "through host memory"),
+        (["synthetic:sessions=2", "--limit", "0"], "--limit"),
+        (
+            ["synthetic:sessions=2", "--device", "1GiB", "--capacities", "0", "--html", "/nowhere/r.html"],
+            "cannot be written",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(arguments, what, capsys):
+    assert main(["replay", *arguments]) == 1
+    shown = capsys.readouterr().err
+    assert what in shown
+    assert "Traceback" not in shown
+
+
+def test_sizes_and_times_are_read_with_their_units():
+    assert [size(text) for text in ("40GiB", "1.5TB", "100 mib", "0", "7B")] == [
+        40 << 30,
+        1_500_000_000_000,
+        100 << 20,
+        0,
+        7,
+    ]
+    assert [seconds(text) for text in ("2s", "500ms", "1.5", "2min")] == [2.0, 0.5, 1.5, 120.0]
+    for wrong in ("40", "GiB", "4 parsecs", "-1GiB", "1.2.3GB"):
+        with pytest.raises(argparse.ArgumentTypeError, match="a size is a number and one of"):
+            size(wrong)
+    for wrong in ("0s", "fast", "-2s", "2h"):
+        with pytest.raises(argparse.ArgumentTypeError, match="a time is a number above 0"):
+            seconds(wrong)
+
+
+def test_a_size_that_is_none_is_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["replay", "t.jsonl", "--host", "lots"])
+    assert left.value.code == 2
+    assert "a size is a number and one of" in capsys.readouterr().err

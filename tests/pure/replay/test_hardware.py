@@ -1,0 +1,108 @@
+"""Presets are data with sources; files and what the doctor found can replace them; what is wrong in them is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtier.errors import ArgumentError, RangeError
+from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, from_doctor, preset, presets
+
+# bytes of KV a token and parameters, as the model cards give them
+KNOWN = {
+    "llama-3-8b": (131_072, 8.03e9),
+    "llama-3-70b": (327_680, 70.6e9),
+    "qwen3-8b": (147_456, 8.2e9),
+    "smollm2-135m": (23_040, 134.5e6),
+    "deepseek-v3": (70_272, 671e9),
+}
+DOCTOR = {
+    "kvtier": "0",
+    "measured": {"cuda:0": {"name": "NVIDIA X", "memory_bytes": 5e10, "link_gbs": {"to host": 20, "to device": 24}}},
+}
+
+
+@pytest.mark.parametrize("kind", [ModelSpec, GpuSpec, DiskSpec])
+def test_every_preset_can_be_read_and_says_where_it_comes_from(kind):
+    found = presets(kind)
+    assert len(found) >= 6
+    assert all(spec.source for spec in found.values())
+    assert all(preset(kind, name) == spec for name, spec in found.items())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_models_have_the_shape_of_their_cards(name):
+    model = preset(ModelSpec, name)
+    assert (model.token_bytes, model.params) == KNOWN[name]
+    if not model.kv_elements:  # the products of attention alone are a part of the parameters
+        assert model.layers * model.head_dim * (model.heads + model.kv_heads) < model.params
+
+
+def test_gpus_asked_for_are_there():
+    assert {"h200", "h100", "a100", "l40s", "4090", "cpu"} <= set(presets(GpuSpec))
+
+
+def test_a_file_of_ones_own_will_do(tmp_path):
+    (tmp_path / "d.toml").write_text("read_bandwidth = 3e9\nwrite_bandwidth = 1e9\n")
+    assert preset(DiskSpec, str(tmp_path / "d.toml")) == DiskSpec(3e9, 1e9)
+    (tmp_path / "d.json").write_text('{"read_bandwidth": 3e9, "write_bandwidth": 1e9}')
+    assert preset(DiskSpec, str(tmp_path / "d.json")) == DiskSpec(3e9, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("read = 1", "no DiskSpec has read; there are latency_seconds, name, read_bandwidth"),
+        ("read_bandwidth = 1e9", "missing 1 required positional argument: 'write_bandwidth'"),
+        ("read_bandwidth = 0\nwrite_bandwidth = 1", "read_bandwidth must be above 0, got 0"),
+        ('read_bandwidth = "x"\nwrite_bandwidth = 1', "must be above 0, got 'x'"),
+        ("read_bandwidth =", "is no TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path, text, what):
+    (tmp_path / "d.toml").write_text(text)
+    with pytest.raises(ArgumentError, match=what):
+        preset(DiskSpec, str(tmp_path / "d.toml"))
+
+
+def test_a_preset_nobody_knows_is_refused_with_those_there_are(tmp_path):
+    with pytest.raises(ArgumentError, match="no gpu is called 'h300'; there are 4090, a100, "):
+        preset(GpuSpec, "h300")
+    with pytest.raises(ArgumentError, match=r"none.toml cannot be read: No such file"):
+        preset(GpuSpec, str(tmp_path / "none.toml"))
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ArgumentError, match="must hold one table, got list"):
+        preset(GpuSpec, str(tmp_path / "list.json"))
+
+
+def test_the_doctor_replaces_memory_and_link(tmp_path):
+    (tmp_path / "doctor.json").write_text(json.dumps(DOCTOR))
+    found = from_doctor(tmp_path / "doctor.json", preset(GpuSpec, "h100"))
+    assert (found.name, found.memory_bytes, found.link_bandwidth) == ("NVIDIA X", 5e10, 20e9)
+    assert found.flops == preset(GpuSpec, "h100").flops
+    assert "doctor.json" in found.source
+
+
+@pytest.mark.parametrize(
+    ("told", "what"),
+    [
+        ({"kvtier": "0"}, "tells of no GPU"),
+        ({"measured": {"cuda:0": {"name": "X"}}}, "lacks what kvtier doctor --json says of cuda:0: KeyError"),
+        ({"measured": {"cuda:0": {"name": "X", "memory_bytes": 1, "link_gbs": {}}}}, "the link was not measured"),
+    ],
+)
+def test_a_doctor_that_did_not_measure_is_no_help(tmp_path, told, what):
+    (tmp_path / "doctor.json").write_text(json.dumps(told))
+    with pytest.raises(ArgumentError, match=what):
+        from_doctor(tmp_path / "doctor.json", preset(GpuSpec, "h100"))
+
+
+def test_several_gpus_are_one_with_several_links():
+    one = preset(GpuSpec, "h100")
+    four = one.times(4)
+    assert (four.flops, four.memory_bytes, four.link_bandwidth) == (4 * one.flops, 4 * one.memory_bytes, 4 * 55e9)
+    with pytest.raises(RangeError, match="at least one GPU"):
+        one.times(0)
+    with pytest.raises(RangeError, match="step_seconds"):
+        GpuSpec(1, 1, 1, 1, step_seconds=-1)

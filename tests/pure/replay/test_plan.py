@@ -1,0 +1,96 @@
+"""The planner's advice, and what is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvtier.replay import OPTIMUM, SyntheticTrace, generate, sweep
+from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
+from kvtier.replay.plan import STEP, PlanResult, capacities, plan, setups
+from kvtier.replay.results import advice_text, plan_result, size_text
+from kvtier.replay.setup import GIB, Setup, simulate
+
+TRACE = tuple(generate(SyntheticTrace(sessions=25, session_rate=0.5)))
+SETUP = Setup(
+    ModelSpec(4, 8, 2, 64, 1e9, kv_bytes=64.0),  # large KV, so that sizes in GiB matter for a small trace
+    preset(GpuSpec, "h100"),
+    device_bytes=4 * GIB,
+    disk=preset(DiskSpec, "nvme-gen4"),
+)
+
+
+@pytest.fixture(scope="module")
+def found() -> PlanResult:
+    return plan(TRACE, SETUP, 1e9, jobs=2)
+
+
+def test_sizes_go_from_nothing_to_more_than_the_trace_has():
+    sizes = setups(SETUP, 200 * GIB)
+    hosts = [host for host, disk in sizes if not disk]
+    assert hosts == [0, 32 * GIB, 64 * GIB, 128 * GIB, 256 * GIB]
+    assert {disk for _, disk in sizes} == {0, 512 * GIB}
+    assert all(host for host, disk in sizes if disk), "a disk needs host memory"
+    assert all(not disk for _, disk in setups(replace(SETUP, disk=None), 200 * GIB))
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 7, 500, 170_899])
+def test_capacities_rise_from_little_to_everything(num_blocks):
+    found = capacities(num_blocks)
+    assert found == sorted(set(found))
+    assert found[0] >= 1
+    assert found[-1] == max(1, num_blocks)
+    assert num_blocks < 1000 or len(found) == 20
+
+
+def test_points_are_what_the_simulation_says(found):
+    point = next(point for point in found.points if point.host_bytes and not point.disk_bytes)
+    (again,) = simulate(TRACE, [replace(SETUP, host_bytes=point.host_bytes)])
+    assert point.summary == again
+    assert point.price == pytest.approx(point.host_bytes / GIB * 6)
+    sizes = [each.capacity for each in found.curve if each.policy == "lru"]
+    assert list(found.curve) == sweep(TRACE, sizes, ("lru", OPTIMUM))
+
+
+def test_the_cheapest_that_holds_the_target_is_chosen(found):
+    late = sorted(point.summary.ttft["p99"] for point in found.points)
+    target = (late[0] + late[-1]) / 2
+    advice = plan(TRACE, SETUP, target, jobs=2).advice
+    fitting = [point for point in found.points if point.summary.ttft["p99"] <= target]
+    assert advice.chosen.price == min(point.price for point in fitting)
+    assert advice.more_host.host_bytes == advice.chosen.host_bytes + STEP
+    assert advice_text(advice)[0].startswith(f"Buy {size_text(advice.chosen.host_bytes)} of host memory")
+    assert "points of hits" in advice_text(advice)[1]
+
+
+def test_a_target_out_of_reach_is_said_to_be(found):
+    advice = plan(TRACE, SETUP, 1e-6, jobs=2).advice
+    assert advice.chosen is None
+    assert advice.nearest.summary.ttft["p99"] == min(point.summary.ttft["p99"] for point in found.points)
+    assert "No size that was looked at holds TTFT p99 at 1e-06 s" in advice_text(advice)[0]
+
+
+def test_whatever_is_enough_costs_nothing(found):
+    assert found.advice.chosen.price == 0
+    assert found.advice.more_disk is None
+    assert advice_text(found.advice)[0].startswith("Buy no host memory")
+
+
+def test_the_result_is_plain_json(found):
+    import json
+
+    trace = {"block_tokens": 512}
+    told = plan_result(trace, {"token_bytes": SETUP.model.token_bytes}, found)
+    assert json.loads(json.dumps(told)) == told
+    assert len(told["results"]) == len(found.points)
+
+
+def test_sizes_are_told_shortly():
+    assert [size_text(n) for n in (5, 3 << 20, 1536 << 20, 200 << 30, 2 << 40)] == [
+        "5 bytes",
+        "3 MiB",
+        "1.5 GiB",
+        "200 GiB",
+        "2 TiB",
+    ]
