@@ -18,4 +18,4 @@ class CudaTiersMachine(TiersMachine):
 
 
 def test_no_wrong_byte_is_ever_handed_out_on_cuda():
-    run(CudaTiersMachine, 12)
+    run(CudaTiersMachine, 25, ("device", "host"))  # a disk hit in so few is luck

@@ -25,18 +25,19 @@ class CacheControl:
         raise ArgumentError(f"no tier {name!r} in memory; there are {known}")
 
     def save(self, chain: Chain) -> None:
-        """Have what is cached of a prompt copied to the tiers below, whatever their write policy."""
+        """Have what is cached of a prompt, and of what follows it, copied to the tiers below, whatever their policy."""
         manager = self._manager
-        for copies in (manager.host, *manager.stores.values()):
-            if copies is not None:
-                copies.queue.put(SaveJob(chain, 0, chain.num_blocks))
+        leaves = [node for node in _below(self._node(chain)) if not node.children]
+        for each in (chain, *(Chain.of_node(manager.namespace, node) for node in leaves)):
+            for copies in (manager.host, *manager.stores.values()):
+                if copies is not None:
+                    copies.queue.put(SaveJob(each, 0, each.num_blocks))
 
     def save_all(self) -> None:
         """The same for everything that is in memory, for before the process ends."""
         tree = self._manager.tree
-        for node in list(tree.nodes()):
-            if not node.children:
-                self.save(Chain.of_node(tree.namespace, node))
+        for node in [node for node in tree.nodes() if not node.children]:
+            self.save(Chain.of_node(tree.namespace, node))
 
     def plan_saves(self, now: float) -> bool:
         """Plan what is to be saved, also where the policy would wait; whether there is more to plan."""
@@ -64,7 +65,7 @@ class CacheControl:
         """
         manager = self._manager
         node = self._node(chain)
-        below = _keys_below(node)
+        below = [each.keys[: each.num_blocks * KEY_BYTES] for each in _below(node)]
         while node.parent is not None and node.parent.parent is not None and len(node.parent.children) == 1:
             node = node.parent
         first = node.start
@@ -106,11 +107,9 @@ class CacheControl:
         return lease.node
 
 
-def _keys_below(node: Node) -> list[bytes]:
-    """Of all blocks under a node."""
-    keys, waiting = [], list(node.children.values())
-    while waiting:
-        node = waiting.pop()
-        keys.append(node.keys[: node.num_blocks * KEY_BYTES])
-        waiting.extend(node.children.values())
-    return keys
+def _below(node: Node) -> list[Node]:
+    """All nodes under a node, parents first."""
+    nodes = list(node.children.values())
+    for each in nodes:
+        nodes.extend(each.children.values())
+    return nodes

@@ -65,18 +65,21 @@ class Removal:
         return taken
 
     def demote(self, tier: Tier, node: Node, time: int) -> list[I32]:
-        """Take from a tier what another can be read for, from a node upwards, as far as nobody holds or follows it."""
+        """Take from a tier what another can be read for: of all below a node, then from it upwards.
+
+        As far as nobody holds it, nor a block below it that stays.
+        """
+        below = [node]
+        for each in below:  # parents before children; it grows as it goes
+            below.extend(each.children.values())
         freed: list[I32] = []
-        for each in upwards(node):
+        for each in (*reversed(below[1:]), *upwards(node)):
             held = each.held[tier.number]
-            if each.leases or each.below[tier.number]:
-                break
-            if held is None:
+            if held is None or each.leases or each.below[tier.number]:
                 continue
             others = [other for other in each.held if other is not None and other is not held]
-            if not any(min(other.states) >= BlockState.READY for other in others):
-                break
-            freed.append(self._take_last(tier, each, held, held.num_held, time))
+            if any(min(other.states) >= BlockState.READY for other in others):
+                freed.append(self._take_last(tier, each, held, held.num_held, time))
         return freed
 
     def vacate(self, tier: Tier, nodes: Sequence[Node], first_slot: int, time: int) -> None:

@@ -258,10 +258,8 @@ class RadixTree:
         return freed + self._removal.evict(tier, short - over, None, self.clock) if short > over else freed
 
     def demote(self, tier: Tier, chain: Chain) -> int:
-        """Free the slots of a tier that hold blocks of a chain which another tier holds too; returns how many.
-
-        From the end of the chain upwards, as far as no lease and no block below needs them there.
-        """
+        """Free the slots of a tier that hold blocks of a chain, or of what follows it, which another tier holds too;
+        returns how many. What a lease covers stays, and so does what is above it."""
         lease = self.match(chain)
         node = lease.node
         self.release(lease, used=False)
