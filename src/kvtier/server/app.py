@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import Response
 
 import kvtier
 from kvtier.engine.tokenizer import Tokenizer
@@ -17,13 +16,13 @@ from kvtier.server.auth import Keys
 from kvtier.server.completions import Completions
 from kvtier.server.config import ServerConfig
 from kvtier.server.control import Control, add_control, add_state
+from kvtier.server.dashboard import load_page
 from kvtier.server.engine_client import EngineClient
 from kvtier.server.failures import ApiError
 from kvtier.server.gate import App, Gate
 from kvtier.server.messages import Started
 from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 
-_DASHBOARD = Path(__file__).parent / "dashboard.html"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
     for status, text in {
@@ -120,11 +119,11 @@ def _add_plain(
             raise ApiError(503, f"the server takes no requests: {why}", code="not_ready", retry_after=5)
         return {"status": "ok"}
 
+    page = load_page()
+
     @app.get("/", include_in_schema=False)
     async def dashboard() -> Response:
-        if not _DASHBOARD.exists():
-            return PlainTextResponse("kvtier serves; there is no dashboard in this build. See /v1/models.\n")
-        return FileResponse(_DASHBOARD, media_type="text/html")
+        return page
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
