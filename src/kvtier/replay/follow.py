@@ -1,0 +1,184 @@
+"""Follow a log step by step: the same calls with the same times to a fresh scheduler and manager.
+
+Whatever they decide must be what they decided then, so hits by tier come out exactly. Reuse inside a block depends on
+tokens that are not in the log: the run must have been recorded with `partial_scan=0`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Outcome, Presence, Report, TierSize, split_keys
+from kvtier.errors import FormatError, StateError
+from kvtier.index import Chain, Namespace
+from kvtier.replay.cost import Work
+from kvtier.replay.record import LOG_VERSION, describe
+from kvtier.replay.trace import TraceRequest, parse_line
+from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    """A request's line."""
+
+    traced: TraceRequest
+    tokens_from: dict[str, int]
+    ttft: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A log with steps."""
+
+    block_tokens: int
+    events: tuple[dict[str, Any], ...]
+    requests: dict[str, LoggedRequest]
+    numbers: dict[str, int]
+    """Of the names of blocks, as the requests' hash ids have them."""
+
+    @property
+    def trace(self) -> tuple[TraceRequest, ...]:
+        """The requests as a trace."""
+        requests = (logged.traced for logged in self.requests.values())
+        return tuple(sorted(requests, key=lambda request: request.timestamp_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What the replay found: tokens by tier for each request, as many steps as the log has, and what they took then."""
+
+    tokens_from: dict[str, dict[str, int]]
+    num_steps: int
+    steps: tuple[tuple[Work, float], ...]
+    """Steps that computed and waited for no load: what to fit a cost to."""
+    outcomes: tuple[tuple[str, int, float], ...]
+    """Purpose, bytes and seconds of every transfer that succeeded."""
+
+
+def read_log(path: str | Path) -> Log:
+    """Read a log that was recorded with `steps`."""
+    events, requests, numbers = [], {}, dict[str, int]()
+    block_tokens = 0
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        found = parse_line(line, numbers)
+        if isinstance(found, str):
+            raise FormatError(f"{path}:{number}: {found}")
+        record = json.loads(line)
+        if record["event"] == "start":
+            if record["version"] > LOG_VERSION:
+                raise FormatError(f"{path} is of version {record['version']}, this reads up to {LOG_VERSION}")
+            block_tokens = record["block_tokens"]
+        elif found is not None:
+            requests[record["id"]] = LoggedRequest(found, record["tokens_from"], record["ttft"])
+        else:
+            events.append(record)
+    if not block_tokens or not events:
+        raise FormatError(f"{path} has no steps to follow; record it with steps=True")
+    return Log(block_tokens, tuple(events), requests, numbers)
+
+
+def follow(log: Log, cache: CacheConfig, scheduler: SchedulerConfig, *, num_host_ready: int | None = None) -> Followed:
+    """Do what the log says; raises where a decision is another than it was. The configuration must be the run's."""
+    return _Follower(log, cache, scheduler, num_host_ready).run()
+
+
+class _Follower:
+    def __init__(self, log: Log, cache: CacheConfig, scheduler: SchedulerConfig, num_host_ready: int | None) -> None:
+        namespace = Namespace("replay", block_tokens=log.block_tokens)
+        self._manager = CacheManager(namespace, cache, num_host_ready=num_host_ready)
+        self._scheduler = Scheduler(self._manager, scheduler)
+        self._log = log
+        self._requests: dict[str, Request] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self._keys = self._keys_of_names(namespace)
+        self._step: Step | None = None
+        self._began = 0.0
+        self._purposes: dict[int, str] = {}
+        self._steps: list[tuple[Work, float]] = []
+        self._outcomes: list[tuple[str, int, float]] = []
+        self._num_steps = 0
+
+    def run(self) -> Followed:
+        do: dict[str, Callable[[dict[str, Any]], None]] = {
+            "add": self._add,
+            "step": self._schedule,
+            "report": self._report,
+            "update": self._update,
+            "cancel": lambda event: self._cancel(event["id"], event["t"]),
+        }
+        for event in self._log.events:
+            do[event["event"]](event)
+        found = {name: dict(request.tokens_from) for name, request in self._requests.items()}
+        return Followed(found, self._num_steps, tuple(self._steps), tuple(self._outcomes))
+
+    def _keys_of_names(self, namespace: Namespace) -> dict[int, bytes]:
+        """The key here of every block that some request has, by its number in the log."""
+        keys: dict[int, bytes] = {}
+        for number, (name, logged) in enumerate(self._log.requests.items()):
+            tokens = logged.traced.sequence(number)
+            self._tokens[name] = tokens.tolist()
+            mine = split_keys(Chain(namespace, tokens).keys())
+            keys.update(zip(logged.traced.hash_ids, mine, strict=True))
+        return keys
+
+    def _add(self, event: dict[str, Any]) -> None:
+        name, count = event["id"], event["prompt_tokens"]
+        if name not in self._tokens:
+            raise StateError(f"request {name} is not over in the log: close the recorder after the last one")
+        chain = Chain(self._manager.namespace, self._tokens[name][:count])
+        self._requests[name] = Request(name, chain, event["max_new_tokens"], priority=event["priority"])
+        self._scheduler.add(self._requests[name], event["t"])
+
+    def _schedule(self, event: dict[str, Any]) -> None:
+        for name, _, _, num_draft in event["rows"]:
+            self._requests[name].draft = (0,) * num_draft
+        self._began = event["t"]
+        self._step = self._scheduler.schedule(self._began)
+        self._num_steps += 1
+        told = describe(self._step)
+        for what in ("rows", "transfers", "probes"):
+            if told[what] != event[what]:
+                raise StateError(
+                    f"step {self._num_steps} had {what} {event[what]} in the run and has {told[what]} now: "
+                    f"another configuration, or one with partial_scan"
+                )
+        self._purposes.update((number, purpose) for number, purpose, _ in told["transfers"])
+
+    def _report(self, event: dict[str, Any]) -> None:
+        outcomes = []
+        for number, ok, num_bytes, seconds, arrived in event["outcomes"]:
+            outcomes.append(Outcome(number, ok, num_bytes, seconds, "", bytes.fromhex(arrived)))
+            if ok:
+                self._outcomes.append((self._purposes[number], num_bytes, seconds))
+        presences = [
+            Presence(store, self._known(present), self._known(absent), probe)
+            for store, present, absent, probe in event["presences"]
+        ]
+        sizes = tuple(TierSize(tier, count) for tier, count in event["sizes"])
+        self._manager.apply(Report(event["epoch"], 0, tuple(outcomes), tuple(presences), sizes))
+
+    def _known(self, names: list[str]) -> bytes:
+        """Keys of blocks; those that no request of the log has matter to none."""
+        numbers = (self._log.numbers.get(name, -1) for name in names)
+        return b"".join(self._keys.get(number, b"") for number in numbers)
+
+    def _update(self, event: dict[str, Any]) -> None:
+        step = self._step
+        if step is None:
+            raise StateError("an update without a step in the log")
+        results = []
+        for row, (count, finished) in zip(step.rows, event["results"], strict=True):
+            place = row.request.chain.num_tokens
+            results.append(RowResult(tuple(self._tokens[row.request.id][place : place + count]), finished))
+        if step.rows and not step.loads:
+            self._steps.append((Work.of(step), event["t"] - self._began))
+        self._scheduler.update(step, results, event["t"])
+
+    def _cancel(self, name: str, now: float) -> None:
+        self._scheduler.cancel(self._requests[name], now)

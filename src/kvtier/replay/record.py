@@ -1,0 +1,168 @@
+"""Recorder: writes what a server did as kvtier's own log, which is a trace: keys, lengths and times, never text.
+
+One JSON object a line. A request's line is written when it is over, and is all that `read_trace` needs:
+
+    {"event": "request", "id": "request-3#0", "arrival": 12.5, "block_tokens": 16, "prompt_tokens": 130,
+     "answer_tokens": 40, "keys": ["9f86d081884c7d65", ..], "tokens_from": {"device": 64, "host": 32}, "ttft": 0.21}
+
+`keys` names every full block of prompt and answer, with all before it: equal names mean equal prefixes. A name is a
+digest of the block's key under a secret of the log's own, so that nobody who reads it can try out prompts. Logs that
+are to be replayed together must be given the same secret.
+
+With `steps`, everything that is asked of the scheduler and told to the cache is logged, too, so that `follow` can do
+the same again, step by step: add, step, report, update, cancel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from kvtier.cache.plan import Report, split_keys
+from kvtier.errors import StateError
+from kvtier.index.keys import KEY_BYTES
+from kvtier.scheduler import Request, RowResult, Scheduler, Step
+
+LOG_VERSION = 1
+NAME_BYTES = 8
+
+
+class Recorder:
+    """A tap on one scheduler and its cache manager: calls go through it, and neither of them knows.
+
+    For the scheduler's thread. What is not over when the log is closed is not in it as a request.
+    """
+
+    def __init__(self, path: str | Path, *, steps: bool = False, secret: bytes | None = None) -> None:
+        self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 - `close` ends it
+        self._steps = steps
+        self._secret = secrets.token_bytes(32) if secret is None else secret
+        self._first_tokens: dict[str, float] = {}
+        self._begin = 0.0
+        self._restore: list[Callable[[], None]] = []
+
+    def attach(self, scheduler: Scheduler, *, now: float) -> None:
+        """Record from now on; times in the log count from here."""
+        if self._restore:
+            raise StateError("this recorder is attached already; one log is for one scheduler")
+        self._begin = now
+        self._write(event="start", version=LOG_VERSION, block_tokens=scheduler.manager.namespace.block_tokens)
+        self._tap(scheduler, "add", self._add)
+        self._tap(scheduler, "schedule", self._schedule)
+        self._tap(scheduler, "update", self._update)
+        self._tap(scheduler, "cancel", self._cancel)
+        self._tap(scheduler.manager, "apply", self._apply)
+
+    def close(self) -> None:
+        """Let go of the scheduler and end the file. Twice is fine."""
+        for restore in self._restore:
+            restore()
+        self._restore = []
+        self._file.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- what goes through -----------------------------------------------------------------------------------------
+
+    def _tap(self, target: object, name: str, through: Callable[..., Any]) -> None:
+        inner = getattr(target, name)
+        setattr(target, name, lambda *args, **options: through(inner, *args, **options))
+        self._restore.append(lambda: delattr(target, name))
+
+    def _add(self, inner: Callable[..., None], request: Request, now: float) -> None:
+        inner(request, now)
+        if self._steps:
+            self._write(
+                event="add",
+                t=self._time(now),
+                id=request.id,
+                prompt_tokens=request.num_prompt_tokens,
+                max_new_tokens=request.max_new_tokens,
+                priority=request.priority,
+            )
+
+    def _schedule(self, inner: Callable[..., Step], now: float) -> Step:
+        step = inner(now)
+        if self._steps:
+            self._write(event="step", t=self._time(now), **describe(step))
+        for request in step.refused:
+            self._end(request)
+        return step
+
+    def _update(self, inner: Callable[..., None], step: Step, results: Sequence[RowResult], now: float) -> None:
+        if self._steps:
+            told = [[len(result.tokens), result.finished] for result in results]
+            self._write(event="update", t=self._time(now), results=told)
+        inner(step, results, now)
+        for row in step.rows:
+            if row.request.num_new_tokens:
+                self._first_tokens.setdefault(row.request.id, now)
+            if row.request.state.is_over:
+                self._end(row.request)
+
+    def _cancel(self, inner: Callable[..., bool], request: Request, now: float) -> bool:
+        was_live = inner(request, now)
+        if was_live:
+            if self._steps:
+                self._write(event="cancel", t=self._time(now), id=request.id)
+            self._end(request)
+        return was_live
+
+    def _apply(self, inner: Callable[..., None], report: Report) -> None:
+        if self._steps:
+            self._write(
+                event="report",
+                epoch=report.epoch,
+                outcomes=[[o.transfer_id, o.ok, o.num_bytes, o.seconds, o.arrived.hex()] for o in report.outcomes],
+                presences=[
+                    [p.store, self._names(p.present), self._names(p.absent), p.probe_id] for p in report.presences
+                ],
+                sizes=[[size.tier, size.num_slots] for size in report.sizes],
+            )
+        inner(report)
+
+    # ---- writing ---------------------------------------------------------------------------------------------------
+
+    def _end(self, request: Request) -> None:
+        chain, first = request.chain, self._first_tokens.pop(request.id, None)
+        self._write(
+            event="request",
+            id=request.id,
+            arrival=self._time(request.arrival),
+            block_tokens=chain.namespace.block_tokens,
+            prompt_tokens=request.num_prompt_tokens,
+            answer_tokens=request.num_new_tokens,
+            keys=self._names(chain.keys()),
+            tokens_from=request.tokens_from,
+            ttft=None if first is None else first - request.arrival,
+            state=request.state.value,
+        )
+
+    def _names(self, keys: bytes) -> list[str]:
+        return [hashlib.blake2b(key, digest_size=NAME_BYTES, key=self._secret).hexdigest() for key in split_keys(keys)]
+
+    def _time(self, now: float) -> float:
+        return now - self._begin
+
+    def _write(self, **record: Any) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+
+def describe(step: Step) -> dict[str, Any]:
+    """A step as the log has it."""
+    return {
+        "rows": [[row.request.id, row.first, row.num_tokens, row.num_draft] for row in step.rows],
+        "transfers": [[t.id, t.purpose.value, t.num_blocks] for t in step.plan.transfers],
+        "probes": [[p.id, p.store, len(p.keys) // KEY_BYTES] for p in step.plan.probes],
+    }

@@ -1,0 +1,213 @@
+"""A recorded run is a trace; followed step by step it comes to the same hits; it tells nothing of the text."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.store import StoreConfig
+from kvtier.errors import FormatError, StateError
+from kvtier.index import Chain, Namespace
+from kvtier.replay import read_trace
+from kvtier.replay.follow import follow, read_log
+from kvtier.replay.hardware import DiskSpec
+from kvtier.replay.record import Recorder
+from kvtier.replay.worker import SimulatedStore, SimulatedWorker
+from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
+
+BLOCK = 4
+LIMITS = SchedulerConfig(max_rows=4, max_step_tokens=24, starts_early=True)
+
+
+@dataclass
+class Server:
+    """An engine without a model: answers are random, transfers take random times, reports come when they come."""
+
+    cache: CacheConfig
+    chosen: random.Random
+
+    def __post_init__(self) -> None:
+        self.manager = CacheManager(Namespace("served", block_tokens=BLOCK), self.cache)
+        self.scheduler = Scheduler(self.manager, LIMITS)
+        stores = {store.name: SimulatedStore(30) for store in self.cache.stores}
+        self.worker = SimulatedWorker(1, 20.0, disk=DiskSpec(8.0, 5.0, 0.1), stores=stores)
+        self.now = 100.0
+        self.requests: list[Request] = []
+
+    def serve(self, prompts: list[list[int]]) -> None:
+        waiting = list(enumerate(prompts))
+        for _ in range(10_000):
+            if waiting and (self.chosen.random() < 0.3 or not self.scheduler.has_work()):
+                number, prompt = waiting.pop(0)
+                chain = Chain(self.manager.namespace, prompt)
+                self.requests.append(Request(f"r{number}", chain, self.chosen.randint(1, 9)))
+                self.scheduler.add(self.requests[-1], self.now)
+            if not waiting and not self.scheduler.has_work():
+                return
+            self.step()
+        raise AssertionError("it does not end")
+
+    def step(self) -> None:
+        self.apply()
+        step = self.scheduler.schedule(self.now)
+        self.worker.submit(step.plan, self.now)
+        self.now += self.chosen.random() + (0.5 if step.rows else 0.0)
+        if step.loads:
+            self.now = max(self.now, self.worker.end_of(step.loads))
+        self.apply()
+        results = [
+            RowResult((self.chosen.randrange(1000),) if row.wants_token else (), self.chosen.random() < 0.1)
+            for row in step.rows
+        ]
+        self.scheduler.update(step, results, self.now)
+        if self.scheduler.running and self.chosen.random() < 0.03:
+            self.scheduler.cancel(self.scheduler.running[0], self.now)
+
+    def apply(self) -> None:
+        for report in self.worker.poll(self.now):
+            self.manager.apply(report)
+
+
+def prompts(chosen: random.Random, count: int) -> list[list[int]]:
+    """Turns of conversations over few beginnings, so that much is shared."""
+    begins = [[chosen.randrange(1000) for _ in range(13)] for _ in range(3)]
+    grown = [list(chosen.choice(begins)) for _ in range(5)]
+    made = []
+    for _ in range(count):
+        mine = chosen.choice(grown)
+        mine += [chosen.randrange(1000) for _ in range(chosen.randint(1, 9))]
+        made.append(list(mine) if len(mine) < 70 else list(chosen.choice(begins)))
+    return made
+
+
+CONFIGS = {
+    "device": CacheConfig(24, partial_scan=0),
+    "host": CacheConfig(22, host=HostConfig(40), partial_scan=0),
+    "disk": CacheConfig(22, host=HostConfig(10), stores=(StoreConfig(),), partial_scan=0),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@given(seed=st.integers(0, 10_000))
+@settings(deadline=None, max_examples=12)
+def test_following_a_log_finds_what_the_run_found_tier_by_tier(config, seed, tmp_path_factory):
+    path = tmp_path_factory.mktemp("log") / "log.jsonl"
+    chosen = random.Random(seed)
+    server = Server(CONFIGS[config], chosen)
+    with Recorder(path, steps=True) as recorder:
+        recorder.attach(server.scheduler, now=server.now)
+        server.serve(prompts(chosen, 25))
+    log = read_log(path)
+    found = follow(log, CONFIGS[config], LIMITS)
+    assert found.tokens_from == {request.id: request.tokens_from for request in server.requests}
+    assert found.tokens_from == {name: logged.tokens_from for name, logged in log.requests.items()}
+    assert found.steps
+    for name, logged in log.requests.items():
+        assert logged.ttft is None or logged.ttft > 0, name
+
+
+def recorded(tmp_path, config: str = "host", **options) -> tuple[Server, Path]:
+    server = Server(CONFIGS[config], random.Random(5))
+    path = tmp_path / "log.jsonl"
+    with Recorder(path, **options) as recorder:
+        recorder.attach(server.scheduler, now=server.now)
+        server.serve(prompts(random.Random(5), 20))
+    return server, path
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def test_a_log_is_a_trace_of_what_was_served(tmp_path):
+    server, path = recorded(tmp_path)
+    trace = read_trace(path)
+    assert trace.problems == ()
+    assert len(trace.requests) == len(server.requests)
+    served = {request.arrival - 100.0: request for request in server.requests}
+    for traced in trace.requests:
+        request = min(served.items(), key=lambda item: abs(item[0] * 1000 - traced.timestamp_ms))[1]
+        assert traced.input_tokens == request.num_prompt_tokens
+        assert traced.output_tokens == request.num_new_tokens
+        assert len(traced.hash_ids) == request.chain.num_tokens // BLOCK
+    shared = {}
+    for request in server.requests:
+        for block in range(request.chain.num_blocks):
+            shared.setdefault(request.chain.labels[: (block + 1) * BLOCK * 4], 0)
+    names = {name for line in lines(path) for name in json.loads(line).get("keys", ())}
+    assert len(names) == len(shared), "as many names as there are different beginnings"
+
+
+def test_a_log_tells_no_token_and_no_key(tmp_path):
+    server, path = recorded(tmp_path, steps=True)
+    text = path.read_text()
+    for request in server.requests:
+        assert request.chain.keys()[:32].hex()[:16] not in text
+    for line in text.splitlines():
+        assert set(json.loads(line)) <= {
+            "event", "version", "block_tokens", "t", "id", "prompt_tokens", "max_new_tokens", "priority", "rows",
+            "transfers", "probes", "results", "epoch", "outcomes", "presences", "sizes", "arrival", "answer_tokens",
+            "keys", "tokens_from", "ttft", "state",
+        }  # fmt: skip
+
+
+def test_names_agree_between_logs_of_one_secret_and_not_otherwise(tmp_path):
+    names = []
+    for secret in (b"a", b"a", b"b", None):
+        _, path = recorded(tmp_path, secret=secret)
+        names.append([json.loads(line).get("keys") for line in lines(path)])
+    assert names[0] == names[1]
+    assert names[0] != names[2] != names[3]
+
+
+def test_afterwards_the_scheduler_is_as_it_was(tmp_path):
+    server, _ = recorded(tmp_path)
+    assert not {"add", "schedule", "update", "cancel"} & set(vars(server.scheduler))
+    assert "apply" not in vars(server.manager)
+    server.serve([[1, 2, 3]])
+    assert server.requests[-1].state is not RequestState.WAITING
+
+
+def test_one_recorder_is_for_one_scheduler(tmp_path):
+    server = Server(CONFIGS["device"], random.Random(1))
+    with Recorder(tmp_path / "log.jsonl") as recorder:
+        recorder.attach(server.scheduler, now=0.0)
+        with pytest.raises(StateError, match="attached already"):
+            recorder.attach(server.scheduler, now=0.0)
+        recorder.close()
+
+
+def test_following_with_another_configuration_is_noticed(tmp_path):
+    _, path = recorded(tmp_path, steps=True)
+    with pytest.raises(StateError, match="in the run and has"):
+        follow(read_log(path), CacheConfig(100, host=HostConfig(40), partial_scan=0), LIMITS)
+
+
+def test_what_cannot_be_followed_is_said(tmp_path):
+    _, path = recorded(tmp_path)
+    with pytest.raises(FormatError, match="no steps to follow"):
+        read_log(path)
+    (tmp_path / "bad").write_text('{"event": "start", "version": 9, "block_tokens": 4}\n')
+    with pytest.raises(FormatError, match="of version 9, this reads up to 1"):
+        read_log(tmp_path / "bad")
+    (tmp_path / "bad").write_text("{\n")
+    with pytest.raises(FormatError, match="bad:1: no JSON"):
+        read_log(tmp_path / "bad")
+    _, path = recorded(tmp_path, steps=True)
+    left = [
+        f"{line}\n"
+        for line in lines(path)
+        if json.loads(line).get("id") != "r0" or json.loads(line)["event"] != "request"
+    ]
+    (tmp_path / "cut").write_text("".join(left))
+    with pytest.raises(StateError, match="r0 is not over in the log"):
+        follow(read_log(tmp_path / "cut"), CONFIGS["host"], LIMITS)
