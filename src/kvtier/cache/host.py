@@ -15,7 +15,7 @@ from kvtier.cache.moves import End, Moves, runs
 from kvtier.cache.plan import Purpose
 from kvtier.cache.saving import SaveJob, SaveQueue, Saving, WritePolicy
 from kvtier.errors import RangeError
-from kvtier.index import BlockState, Lease, RadixTree, Slots, Tier
+from kvtier.index import BlockState, Lease, RadixTree, Shortage, Slots, Tier
 from kvtier.index.transfers import begin_write, block_slots, block_states
 
 
@@ -39,9 +39,11 @@ class HostConfig:
 class HostCopies:
     """Decides saves and loads between the two memories of a tree, and plans them as moves."""
 
-    def __init__(self, tree: RadixTree, device: Tier, host: Tier, config: HostConfig, moves: Moves) -> None:
+    def __init__(
+        self, tree: RadixTree, device: Tier, host: Tier, config: HostConfig, moves: Moves, max_jobs: int
+    ) -> None:
         self.host = host
-        self.queue = SaveQueue(config.saving, max(1024, device.pool.num_slots))
+        self.queue = SaveQueue(config.saving, max_jobs)
         self._tree, self._device, self._moves = tree, device, moves
 
     # ---- saving ----------------------------------------------------------------------------------------------------
@@ -77,18 +79,19 @@ class HostCopies:
         if not self.queue.is_worth(lease):
             wanted = wanted[:0]
         for first, last in runs(wanted, job.first):
-            count = min(last - first, room - started)
-            slots = self._tree.reserve(self.host, count, job.chain.salt) if count else None
-            if not isinstance(slots, Slots):  # the host is full of leased blocks, or enough is under way
-                if slots is None:
-                    self.queue.put_back(SaveJob(job.chain, first, job.stop))
+            slots = reserve_up_to(self._tree, self.host, min(last - first, room - started), job.chain.salt)
+            count = len(slots)
+            if count:
+                sources = block_slots(lease, self._device)[first : first + count]
+                shared = self._tree.share(lease)
+                begin_write(shared, self.host, first, slots)
+                device, host = End.of(self._device, sources), End.of(self.host, slots.ids)
+                self._moves.start(Purpose.SAVE, shared, first, device, host)
+                started += count
+            if first + count < last:
+                if started == room:  # else the host is full of leased blocks
+                    self.queue.put_back(SaveJob(job.chain, first + count, job.stop))
                 break
-            sources = block_slots(lease, self._device)[first : first + count]
-            shared = self._tree.share(lease)
-            begin_write(shared, self.host, first, slots)
-            device, host = End.of(self._device, sources), End.of(self.host, slots.ids)
-            self._moves.start(Purpose.SAVE, shared, first, device, host)
-            started += count
         self._tree.release(lease, used=False)
         return started
 
@@ -124,6 +127,14 @@ class HostCopies:
     def has_failed(self, lease: Lease) -> bool:
         """Whether some of it is neither there nor on its way."""
         return self.num_to_load(lease) > 0
+
+
+def reserve_up_to(tree: RadixTree, tier: Tier, num_blocks: int, salt: bytes) -> Slots:
+    """As many slots of a tier as a tenant can have, at most so many."""
+    slots = tree.reserve(tier, num_blocks, salt)
+    if isinstance(slots, Shortage):
+        slots = tree.reserve(tier, min(num_blocks, slots.free + slots.evictable), salt)
+    return slots if isinstance(slots, Slots) else Slots(tier.name, np.empty(0, np.int32))
 
 
 def states_of(lease: Lease, tier: Tier) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -21,6 +21,7 @@ from kvtier.cache.hold import BlockCopy, CacheStats, Hold, TierStats
 from kvtier.cache.host import HostCopies
 from kvtier.cache.moves import Mask, Move, Moves
 from kvtier.cache.plan import Plan, Purpose, Report
+from kvtier.cache.saving import SaveJob
 from kvtier.cache.speeds import Speeds
 from kvtier.cache.store import StoreCopies
 from kvtier.errors import ArgumentError, LoadError, StateError
@@ -77,8 +78,11 @@ class CacheManager:
         self.host: HostCopies | None = None
         self.stores: dict[str, StoreCopies] = {}
         if host is not None:
-            self.host = HostCopies(self.tree, self._device, tiers[1], host, self.moves)
-            self.stores = {each.name: StoreCopies(self.tree, tiers[1], each, self.moves) for each in config.stores}
+            most = max(1024, config.num_blocks + host.num_blocks)  # jobs: prompts that can be in memory
+            self.host = HostCopies(self.tree, self._device, tiers[1], host, self.moves, most)
+            self.stores = {
+                each.name: StoreCopies(self.tree, tiers[1], each, self.moves, most) for each in config.stores
+            }
         stores = list(self.stores.values())
         self._fetches = Fetches(self.tree, tiers[-1], stores, self.moves, self.speeds) if stores else None
         self._holds: set[Hold] = set()
@@ -355,8 +359,8 @@ class CacheManager:
         if there.all():
             self.speeds.moved(purpose, move.count, move.seconds)
         if purpose is Purpose.SAVE and there.any():
-            for store in self.stores.values():
-                store.queue.came(move.lease.chain, move.first, move.first + move.count)
+            for store in self.stores.values():  # whether it gets them is its policy's to say
+                store.queue.put(SaveJob(move.lease.chain, move.first, move.first + move.count))
         elif purpose is Purpose.STORE:
             self.stores[transfer.target].ended(move, there)
         elif purpose is Purpose.FETCH and self._fetches is not None:

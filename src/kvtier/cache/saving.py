@@ -74,12 +74,12 @@ class SaveQueue:
 
     def used_again(self, lease: Lease) -> None:
         """A request was given cached blocks."""
-        if self.saving.write is WritePolicy.SELECTIVE and lease.num_matched:
+        if self.saving.write is WritePolicy.SELECTIVE and lease.num_matched and lease.node.attached:
             self._jobs.append(SaveJob(lease.chain, 0, lease.num_matched))
 
     def finished(self, lease: Lease) -> None:
         """A request is over; its blocks are the next to get cold."""
-        if self.saving.write is WritePolicy.BACK and lease.num_blocks:
+        if self.saving.write is WritePolicy.BACK and lease.num_blocks and lease.node.attached:
             self._jobs.append(SaveJob(lease.chain, 0, lease.num_blocks))
 
     def put(self, job: SaveJob) -> None:

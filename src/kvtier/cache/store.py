@@ -63,9 +63,9 @@ class StoreConfig:
 class StoreCopies:
     """What is known of one store, and what is written to it."""
 
-    def __init__(self, tree: RadixTree, host: Tier, config: StoreConfig, moves: Moves) -> None:
+    def __init__(self, tree: RadixTree, host: Tier, config: StoreConfig, moves: Moves, max_jobs: int) -> None:
         self.config = config
-        self.queue = SaveQueue(config.saving, max(1024, host.pool.num_slots))
+        self.queue = SaveQueue(config.saving, max_jobs)
         self._tree, self._host, self._moves = tree, host, moves
         self._known: set[bytes] = set()
         self._storing: set[bytes] = set()
@@ -133,8 +133,9 @@ class StoreCopies:
             wanted = new & (states_of(lease, self._host)[job.first : stop] >= BlockState.READY)
             for first, last in runs(wanted, job.first):
                 count = min(last - first, room - started)
+                if count < last - first:
+                    self.queue.put_back(SaveJob(job.chain, first + count, job.stop))
                 if not count:
-                    self.queue.put_back(SaveJob(job.chain, first, job.stop))
                     break
                 mine = keys[first - job.first : first - job.first + count]
                 self._storing.update(mine)

@@ -1,0 +1,164 @@
+"""How blocks come to lower tiers: policies, budgets, room, and what is not forgotten on the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_support import BLOCK, Lab, chain_of, disk, prompt
+from kvtier.cache.host import HostConfig
+from kvtier.cache.plan import Purpose
+from kvtier.cache.saving import Saving, WritePolicy
+from kvtier.errors import RangeError
+from kvtier.index import Namespace
+
+
+def test_what_does_not_fit_under_way_is_saved_later():
+    lab = Lab(20, host=HostConfig(20, saving=Saving(max_blocks=3)), stores=[disk(saving=Saving(max_blocks=2))])
+    long = prompt(1, 10)
+    lab.serve(long)
+    assert lab.num_in("host", long) == 10
+    assert lab.num_in("disk", long) == 10
+    sizes = [transfer.num_blocks for transfer in lab.worker.done]
+    assert max(sizes) <= 3
+    assert sum(sizes) == 20
+
+
+def test_a_host_with_less_room_than_a_prompt_gets_its_beginning():
+    lab = Lab(20, host=HostConfig(4), stores=[disk()])
+    long = prompt(1, 10)
+    lab.serve(long)
+    assert lab.num_in("host", long) == 4
+    lab.evict("device")
+    hold = lab.start(long)
+    assert hold.tokens_from == {"host": 4 * BLOCK, "device": 0}
+
+
+def test_a_quota_on_the_host_gets_the_beginning_too():
+    lab = Lab(20)
+    lab.control.set_quota("host", b"tenant", 3)
+    lab.serve(prompt(1, 8, salt=b"tenant"))
+    lab.serve(prompt(2, 5))
+    assert lab.num_in("host", prompt(1, 8, salt=b"tenant")) == 3
+    assert lab.num_in("host", prompt(2, 5)) == 5
+    assert lab.control.tier("host").used_by == {b"tenant": 3, b"": 5}
+
+
+@pytest.mark.parametrize("above", WritePolicy)
+@pytest.mark.parametrize("below", WritePolicy)
+def test_any_two_policies_bring_what_is_used_again_to_the_store(above, below):
+    """low_share=1: the tier above is always low, so that write_back writes as soon as a request is over."""
+    host = HostConfig(20, saving=Saving(above, low_share=1.0))
+    lab = Lab(20, host=host, stores=[disk(saving=Saving(below, low_share=1.0))])
+    lab.serve(prompt(2, 1))
+    lab.serve(prompt(1, 4))
+    if WritePolicy.SELECTIVE in (above, below):
+        lab.serve(prompt(1, 4))
+    assert lab.num_in("host", prompt(1, 4)) == 4
+    assert lab.num_in("disk", prompt(1, 4)) == 4
+
+
+def test_selective_counts_uses_before_it_writes():
+    lab = Lab(20, host=HostConfig(20, saving=Saving(WritePolicy.SELECTIVE, min_uses=2)))
+    saved = []
+    for _ in range(4):
+        lab.serve(prompt(1, 4))
+        saved.append(lab.num_in("host", prompt(1, 4)))
+    assert saved == [0, 0, 4, 4]  # it was used again in the second and the third
+    assert sum(transfer.num_blocks for transfer in lab.worker.done) == 4
+
+
+def test_back_writes_when_the_tier_above_runs_low_and_the_longest_finished_first():
+    lab = Lab(10, host=HostConfig(20, saving=Saving(WritePolicy.BACK, low_share=0.5)))
+    lab.serve(prompt(1, 2))
+    lab.serve(prompt(2, 2))
+    assert not lab.worker.done  # 6 of 10 are free
+    lab.serve(prompt(3, 2))
+    assert [transfer.num_blocks for transfer in lab.worker.done] == [2, 2, 2]
+    assert lab.worker.host[0][-1] == (1,) * BLOCK
+
+
+def test_through_writes_at_once_and_only_once():
+    lab = Lab(20, stores=[disk()])
+    for _ in range(3):
+        lab.serve(prompt(1, 4))
+    assert [transfer.purpose for transfer in lab.worker.done] == [Purpose.SAVE, Purpose.STORE]
+
+
+def test_a_budget_is_blocks_per_second():
+    lab = Lab(40, host=HostConfig(40, saving=Saving(blocks_per_second=4.0)))
+    hold = lab.start(prompt(1, 20))
+    lab.compute(hold)
+    started = []
+    for seconds in (0.0, 0.5, 0.5, 1.0, 3.0, 0.0):
+        started.append(sum(transfer.num_blocks for transfer in lab.plan(seconds).transfers))
+    assert started == [4, 2, 2, 4, 4, 0]  # never more than a second's worth at once
+
+
+def test_a_budget_below_one_block_a_second_still_saves():
+    lab = Lab(40, host=HostConfig(40, saving=Saving(blocks_per_second=0.5)))
+    lab.compute(lab.start(prompt(1, 4)))
+    started = [sum(transfer.num_blocks for transfer in lab.plan(1.0).transfers) for _ in range(6)]
+    assert sum(started) == 3
+    assert max(started) == 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_tiers_are_kept_partly_free_ahead_of_demand(share):
+    lab = Lab(20, host=HostConfig(16, free_share=share), free_share=share)
+    for number in range(6):
+        lab.serve(prompt(number, 4))
+    for name in ("device", "host"):
+        pool = lab.control.tier(name).pool
+        assert pool.num_free >= share * pool.num_slots
+    assert lab.num_in("host", prompt(5, 4)) == 4
+
+
+def test_all_that_is_in_memory_can_be_saved_however_many_prompts_it_is():
+    """Thousands of prompts, most of them on the host already: none of those on the device is forgotten."""
+    never = Saving(WritePolicy.BACK, low_share=0.0)
+    lab = Lab(600, host=HostConfig(2000, saving=never), stores=[disk(saving=never)])
+    for number in range(2000):
+        hold = lab.start(chain_of(number, number, number, number, 1))
+        lab.compute(hold)
+        lab.manager.finish(hold)
+        if number % 500 == 499 and number < 1500:
+            save_all(lab)
+    assert not lab.manager.plan(now=0.0).transfers
+    save_all(lab)
+    assert lab.control.tier("host").pool.num_used == 2000
+    save_all(lab)
+    assert len(lab.worker.stores["disk"]) == 2000
+
+
+def save_all(lab: Lab) -> None:
+    lab.control.save_all()
+    while lab.control.plan_saves(0.0) or lab.manager.moves.in_flight:
+        lab.plan()
+        lab.hear()
+
+
+def test_a_finished_request_of_weights_that_are_gone_leaves_nothing_to_save():
+    lab = Lab(20, host=HostConfig(20, saving=Saving(WritePolicy.BACK, low_share=1.0)))
+    hold, other = lab.start(prompt(1, 4)), lab.start(prompt(2, 4))
+    lab.compute(hold)
+    lab.manager.reset(Namespace("other weights", block_tokens=BLOCK))
+    lab.manager.finish(hold)
+    assert not lab.plan()
+    lab.manager.abort(other)
+    assert lab.control.tier("device").pool.num_used == 0
+
+
+def test_a_request_scheduled_after_a_reset_leaves_nothing_to_save():
+    lab = Lab(20, host=HostConfig(20, saving=Saving(WritePolicy.SELECTIVE)))
+    lab.serve(prompt(1, 4))
+    hold = lab.start(prompt(1, 4))
+    lab.manager.reset(Namespace("other weights", block_tokens=BLOCK))
+    lab.compute(hold)
+    assert not lab.plan()
+    lab.manager.finish(hold)
+
+
+def test_bad_limits_are_refused():
+    for bad in ({"max_blocks": 0}, {"min_uses": 0}, {"blocks_per_second": 0.0}, {"low_share": 1.5}):
+        with pytest.raises(RangeError, match=r"\d"):
+            Saving(**bad)
