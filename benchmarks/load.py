@@ -88,6 +88,13 @@ class Server:
         threads, files = (sum(found) for found in zip(*((e.num_threads(), e.num_fds()) for e in both), strict=True))
         return Look(time.monotonic(), rss[0], rss[1], threads, files)
 
+    def look_until(self, before: Look) -> Look:
+        """Once the last connections are closed, which takes a moment; at the latest after ten seconds."""
+        deadline = time.monotonic() + 10
+        while (now := self.look()).num_files > before.num_files and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return now
+
     def state(self) -> dict[str, Any]:
         """GET /state."""
         with urllib.request.urlopen(f"{self.url}/state", timeout=30) as answer:
@@ -128,7 +135,7 @@ def main() -> None:
             done, looks = asyncio.run(_run(server, replace(load, seconds=options.seconds, seed=1)))
             after_cpu = server.front.cpu_times()
             state = server.wait_until_idle()
-            after = server.look()
+            after = server.look_until(before)
         finally:
             code = server.stop()
         front_us = (after_cpu.user + after_cpu.system - cpu.user - cpu.system) / max(1, done.num_tokens) * 1e6

@@ -222,26 +222,16 @@ class Completions:
         yield to_json(job.form.whole(choices, job.usage))
 
     async def _events(self, job: Job) -> AsyncGenerator[bytes]:
-        open_choices: set[int] = set()
-        began = False
+        opened: set[int] = set()
         try:
             async with aclosing(self._outputs(job)) as batches:
                 async for outputs in batches:
-                    event = b""
-                    by_choice: dict[int, list[Output]] = {}
-                    for output in outputs:
-                        by_choice.setdefault(_place(job, output), []).append(output)
-                    for index, mine in by_choice.items():
-                        if index not in open_choices:
-                            open_choices.add(index)
-                            event += job.form.opening(index)
-                        event += job.form.piece(index, mine)
+                    event = _event(job, outputs, opened)
                     if event:
-                        began = True
                         yield event
             yield (job.form.closing(job.usage) if job.include_usage else b"") + DONE
         except ApiError as error:
-            if not began:
+            if not opened:
                 raise
             yield error_event(error.body) + DONE
 
@@ -382,6 +372,20 @@ async def _check_schema(body: Sampling, schema: str) -> None:
     wrong = await asyncio.to_thread(grammar.check_schema, schema)
     if wrong:
         raise ApiError(400, f"{name}: this schema cannot be followed: {wrong}", f"{name}.json_schema.schema")
+
+
+def _event(job: Job, outputs: Sequence[Output], opened: set[int]) -> bytes:
+    """What the outputs of a step, or of several, add to each choice; those not `opened` yet are opened."""
+    by_choice: dict[int, list[Output]] = {}
+    for output in outputs:
+        by_choice.setdefault(_place(job, output), []).append(output)
+    event = b""
+    for index, mine in by_choice.items():
+        if index not in opened:
+            opened.add(index)
+            event += job.form.opening(index)
+        event += job.form.piece(index, mine)
+    return event
 
 
 def _place(job: Job, output: Output) -> int:

@@ -33,13 +33,17 @@ from kvtier.server.messages import (
 
 
 class Mailbox:
-    """Outputs of one or several requests that nobody has taken yet."""
+    """Outputs of one or several requests that nobody has taken yet. One taker at a time.
 
-    __slots__ = ("_arrived", "_error", "_outputs", "explanations", "sent")
+    A bare future and one timer per request: an asyncio.Event and an asyncio.timeout for every step took 25 us of CPU
+    (x86-64, 2026-11-15).
+    """
+
+    __slots__ = ("_error", "_outputs", "_waiter", "explanations", "sent")
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self.explanations: dict[str, Explanation] = {}
         """Of the requests that are over."""
@@ -50,25 +54,29 @@ class Mailbox:
         """One more."""
         self._outputs.append(output)
         self.sent = sent
-        self._arrived.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """Nothing more comes."""
         self._error = error
-        self._arrived.set()
+        self._wake()
 
-    async def take(self, deadline: float) -> list[Output]:
-        """All there are, at least one: who is slow gets several at once. Raises TimeoutError (time.monotonic)."""
-        if not self._arrived.is_set():
-            async with asyncio.timeout(deadline - time.monotonic()):
-                await self._arrived.wait()
-        self._arrived.clear()
+    async def take(self) -> list[Output]:
+        """All there are, at least one: who is slow gets several at once. Raises what it failed with after the last."""
+        if not self._outputs and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         if not self._outputs and self._error is not None:
             raise self._error
         taken, self._outputs = self._outputs, []
-        if self._error is not None:
-            self._arrived.set()
         return taken
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class EngineClient:
@@ -116,14 +124,18 @@ class EngineClient:
     async def stream(
         self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float
     ) -> AsyncGenerator[list[Output]]:
-        """Outputs of requests that belong together. Closing the iterator before the end cancels them at once."""
+        """Outputs of requests that belong together. Closing the iterator before the end cancels them at once.
+
+        Raises TimeoutError after `deadline` (time.monotonic).
+        """
         num_left = {submit.id: submit.params.n for submit in submits}
+        timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), mailbox.fail, TimeoutError())
         try:
             for submit in submits:
                 self._boxes[submit.id] = mailbox
                 self._send(submit)
             while num_left:
-                outputs = await mailbox.take(deadline)
+                outputs = await mailbox.take()
                 for output in outputs:
                     if output.finish_reason is not None:
                         num_left[output.request_id] -= 1
@@ -131,6 +143,7 @@ class EngineClient:
                             del num_left[output.request_id]
                 yield outputs
         finally:
+            timer.cancel()
             for submit in submits:
                 self._boxes.pop(submit.id, None)
             if not self.ended.is_set():

@@ -12,6 +12,12 @@ from kvtier.engine.sampling import Logprobs
 from kvtier.engine.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+# How an event of nothing but text ends.
+_TAILS = {
+    reason: b',"logprobs":null,"finish_reason":%b}]}\n\n' % _ENCODER.encode(reason).encode()
+    for reason in (None, "stop", "length")
+}
 
 
 @dataclass(slots=True)
@@ -73,8 +79,7 @@ class ChatForm:
         self._id, self._model, self._created = id, model, created
         self._tokenizer = tokenizer
         self._logprobs = logprobs
-        # what every event begins with is written once; only the delta differs
-        self._head = b"data: " + to_json(self._frame("chat.completion.chunk"))[:-1] + b',"choices":[{"index":'
+        self._head = _head(self._frame("chat.completion.chunk"))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """A chat.completion."""
@@ -102,6 +107,8 @@ class ChatForm:
         report = self._report(merged.token_ids, merged.logprobs)
         if not text and merged.reason is None and report is None:
             return b""  # half a character, or what may become a stop text
+        if report is None and text:
+            return self._head + b'%d,"delta":{"content":%b}%b' % (index, _quoted(text), _TAILS[_reason(merged.reason)])
         return self._event(index, {"content": text} if text or report else {}, report, _reason(merged.reason))
 
     def closing(self, usage: Usage) -> bytes:
@@ -139,6 +146,7 @@ class CompletionForm:
 
     def __init__(self, id: str, model: str, created: int, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         self._frame = {"id": id, "object": "text_completion", "created": created, "model": model}
+        self._head = _head(self._frame)
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._offsets: dict[int, int] = {}
@@ -157,10 +165,12 @@ class CompletionForm:
         merged = Choice()
         for output in outputs:
             merged.add(output)
-        told = self._choice(index, merged)
-        if not told["text"] and merged.reason is None and not self._logprobs:
+        if self._logprobs:
+            return b"data: " + to_json({**self._frame, "choices": [self._choice(index, merged)]}) + b"\n\n"
+        text = "".join(merged.text)
+        if not text and merged.reason is None:
             return b""
-        return b"data: " + to_json({**self._frame, "choices": [told]}) + b"\n\n"
+        return self._head + b'%d,"text":%b%b' % (index, _quoted(text), _TAILS[_reason(merged.reason)])
 
     def closing(self, usage: Usage) -> bytes:
         """No choices, only the usage."""
@@ -201,7 +211,16 @@ def error_event(body: dict[str, Any]) -> bytes:
 
 def to_json(value: Any) -> bytes:
     """As compact as it gets, in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
+
+
+def _head(frame: dict[str, Any]) -> bytes:
+    """What every event of a stream begins with, up to the index of its choice: written once."""
+    return b"data: " + to_json(frame)[:-1] + b',"choices":[{"index":'
+
+
+def _quoted(text: str) -> bytes:
+    return _ENCODER.encode(text).encode()
 
 
 def _reason(reason: FinishReason | None) -> str | None:

@@ -31,20 +31,18 @@ class Plot {
 
   columns(ticks) {
     for (const [share, text] of ticks) {
-      const anchor = share < 0.05 ? "start" : share > 0.95 ? "end" : "middle";
+      const anchor = share < 0.03 ? "start" : share > 0.97 ? "end" : "middle";
       this.add("text", { x: this.x(share), y: this.height - 4, "text-anchor": anchor }, text);
     }
   }
 
   /** Time from left to right, now at the right end. */
   times(from, to) {
-    const total = to - from;
-    const labels = this.width > 380 ? 4 : 2;
-    const ticks = Array.from({ length: labels }, (_, place) => {
-      const share = place / labels;
-      return [share, `−${span(Math.round(total * (1 - share)))}`];
-    });
-    this.columns([...ticks, [1, "now"]]);
+    const most = this.width > 380 ? 5 : 3;
+    const step = [5, 10, 15, 30, 60, 120, 300, 600, 1200].find((each) => (to - from) / each <= most);
+    const ticks = [[1, "now"]];
+    for (let ago = step; ago <= to - from; ago += step) ticks.push([1 - ago / (to - from), `−${span(ago)}`]);
+    this.columns(ticks);
   }
 
   /** A line through [share, share] points, broken at null. */

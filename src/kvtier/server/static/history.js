@@ -49,9 +49,8 @@ class History {
 
 const wayOf = (transfer) => `${transfer.source} → ${transfer.target}`;
 
-/** How full a tier is: by bytes where they are bounded, as records have heads; else by blocks. */
+/** How full a tier is; null where that has no limit. By blocks: a store may take its space long before it uses it. */
 function fillOf(tier) {
-  if (tier.bytes && tier.used_bytes != null) return Math.min(1, tier.used_bytes / tier.bytes);
   return tier.num_blocks ? Math.min(1, tier.num_used / tier.num_blocks) : null;
 }
 

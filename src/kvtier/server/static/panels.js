@@ -46,7 +46,8 @@ function showSummary(state, history, shown) {
   const ttft = state.ttft;
   for (const { name } of PERCENTILES) writeMeasure(byId(name), duration(ttft[`${name}_seconds`]));
   write(byId("ttft-note"), ttft.count
-    ? `${count(ttft.count)} ${ttft.count === 1 ? "request" : "requests"} in the last ${span(ttft.window_seconds)}` : "no request yet");
+    ? `${count(ttft.count)} ${ttft.count === 1 ? "request" : "requests"} in the last ${span(ttft.window_seconds)}`
+    : `no request in the last ${span(ttft.window_seconds)}`);
 }
 
 function buildTier(name) {
@@ -76,7 +77,7 @@ function showTiers(state, history, shown) {
     write(row.blocks, tier.num_blocks ? `${count(tier.num_used)} of ${count(tier.num_blocks)} blocks` : `${count(tier.num_used)} blocks`);
     const used = tier.used_bytes ?? tier.num_used * tier.block_bytes;
     write(row.size, [
-      tier.bytes ? `${bytes(used)} of ${bytes(tier.bytes)}` : used ? bytes(used) : "",
+      tier.bytes ? `${bytes(used)} of ${bytes(tier.bytes)} taken` : used ? `${bytes(used)} taken` : "",
       tier.num_pinned ? `${count(tier.num_pinned)} blocks in use` : "",
       tier.block_bytes ? `${bytes(tier.block_bytes)} a block` : "",
     ].filter(Boolean).join(" · ") || "empty");
@@ -198,7 +199,7 @@ function showTtft(state, history, shown, pointer) {
   const near = pointer.share === null || !samples.length ? state.ttft : nearest(samples, from + pointer.share * (to - from));
   if (values.length) {
     const axis = logTicks(Math.min(...values), Math.max(...values));
-    plot.rows(axis.ticks.map(([share, tick]) => [share, duration(tick).replace(/\.?0+ /, " ")]));
+    plot.rows(axis.ticks.map(([share, tick]) => [share, duration(tick).replace(/\.0+ /, " ")]));
     for (const each of dots)
       plot.add("circle", { cx: plot.x((each.ended - from) / (to - from)), cy: plot.y(axis.place(each.ttft_seconds)), r: 2.2, fill: "var(--soft)", "fill-opacity": 0.65 });
     PERCENTILES.forEach(({ width, dash }, place) => plot.line(
@@ -224,9 +225,9 @@ const nearest = (samples, time) => samples.reduce((best, each) => (Math.abs(each
 function showGhost(state) {
   const ghost = state.ghost;
   const points = ghost?.points ?? [];
-  const isKnown = points.length > 1 && state.hits.queried_tokens > 0;
+  const isKnown = points.some((point) => point.error > 0 && point.error < 1);
   byId("ghost-empty").hidden = isKnown;
-  write(byId("ghost-empty"), ghost ? "Estimates follow the first prompts." : "This server makes no estimates.");
+  write(byId("ghost-empty"), ghost ? "No estimate yet: too few long prompts have run." : "This server makes no estimates.");
   const plot = new Plot(byId("ghost"), { top: 20 });
   plot.rows([0, 0.25, 0.5, 0.75, 1].map((share) => [share, percent(share)]));
   if (!isKnown) {
