@@ -37,6 +37,8 @@ class Log:
     """A log with steps."""
 
     block_tokens: int
+    slots: dict[str, int]
+    """Of each memory when it began: host memory may still have been coming."""
     events: tuple[dict[str, Any], ...]
     requests: dict[str, LoggedRequest]
     numbers: dict[str, int]
@@ -64,7 +66,7 @@ class Followed:
 def read_log(path: str | Path) -> Log:
     """Read a log that was recorded with `steps`."""
     events, requests, numbers = [], {}, dict[str, int]()
-    block_tokens = 0
+    block_tokens, slots = 0, dict[str, int]()
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         found = parse_line(line, numbers)
         if isinstance(found, str):
@@ -73,25 +75,25 @@ def read_log(path: str | Path) -> Log:
         if record["event"] == "start":
             if record["version"] > LOG_VERSION:
                 raise FormatError(f"{path} is of version {record['version']}, this reads up to {LOG_VERSION}")
-            block_tokens = record["block_tokens"]
+            block_tokens, slots = record["block_tokens"], record["slots"]
         elif found is not None:
             requests[record["id"]] = LoggedRequest(found, record["tokens_from"], record["ttft"])
         else:
             events.append(record)
     if not block_tokens or not events:
         raise FormatError(f"{path} has no steps to follow; record it with steps=True")
-    return Log(block_tokens, tuple(events), requests, numbers)
+    return Log(block_tokens, slots, tuple(events), requests, numbers)
 
 
-def follow(log: Log, cache: CacheConfig, scheduler: SchedulerConfig, *, num_host_ready: int | None = None) -> Followed:
+def follow(log: Log, cache: CacheConfig, scheduler: SchedulerConfig) -> Followed:
     """Do what the log says; raises where a decision is another than it was. The configuration must be the run's."""
-    return _Follower(log, cache, scheduler, num_host_ready).run()
+    return _Follower(log, cache, scheduler).run()
 
 
 class _Follower:
-    def __init__(self, log: Log, cache: CacheConfig, scheduler: SchedulerConfig, num_host_ready: int | None) -> None:
+    def __init__(self, log: Log, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
         namespace = Namespace("replay", block_tokens=log.block_tokens)
-        self._manager = CacheManager(namespace, cache, num_host_ready=num_host_ready)
+        self._manager = CacheManager(namespace, cache, num_host_ready=log.slots.get("host"))
         self._scheduler = Scheduler(self._manager, scheduler)
         self._log = log
         self._requests: dict[str, Request] = {}

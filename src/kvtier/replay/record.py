@@ -47,11 +47,13 @@ class Recorder:
         self._restore: list[Callable[[], None]] = []
 
     def attach(self, scheduler: Scheduler, *, now: float) -> None:
-        """Record from now on; times in the log count from here."""
+        """Record from now on; times in the log count from here. To be followed, a log must begin with an empty cache."""
         if self._restore:
             raise StateError("this recorder is attached already; one log is for one scheduler")
         self._begin = now
-        self._write(event="start", version=LOG_VERSION, block_tokens=scheduler.manager.namespace.block_tokens)
+        slots = {tier.name: tier.pool.num_slots for tier in scheduler.manager.tree.tiers}
+        block_tokens = scheduler.manager.namespace.block_tokens
+        self._write(event="start", version=LOG_VERSION, block_tokens=block_tokens, slots=slots)
         self._tap(scheduler, "add", self._add)
         self._tap(scheduler, "schedule", self._schedule)
         self._tap(scheduler, "update", self._update)

@@ -154,7 +154,7 @@ def test_a_log_tells_no_token_and_no_key(tmp_path):
         assert request.chain.keys()[:32].hex()[:16] not in text
     for line in text.splitlines():
         assert set(json.loads(line)) <= {
-            "event", "version", "block_tokens", "t", "id", "prompt_tokens", "max_new_tokens", "priority", "rows",
+            "event", "version", "block_tokens", "slots", "t", "id", "prompt_tokens", "max_new_tokens", "priority", "rows",
             "transfers", "probes", "results", "epoch", "outcomes", "presences", "sizes", "arrival", "answer_tokens",
             "keys", "tokens_from", "ttft", "state",
         }  # fmt: skip
@@ -196,7 +196,7 @@ def test_what_cannot_be_followed_is_said(tmp_path):
     _, path = recorded(tmp_path)
     with pytest.raises(FormatError, match="no steps to follow"):
         read_log(path)
-    (tmp_path / "bad").write_text('{"event": "start", "version": 9, "block_tokens": 4}\n')
+    (tmp_path / "bad").write_text('{"event": "start", "version": 9, "block_tokens": 4, "slots": {}}\n')
     with pytest.raises(FormatError, match="of version 9, this reads up to 1"):
         read_log(tmp_path / "bad")
     (tmp_path / "bad").write_text("{\n")

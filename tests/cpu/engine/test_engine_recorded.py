@@ -1,0 +1,59 @@
+"""A recorded run of the real engine, with device, host and disk, followed by the replay: hits by tier are the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from engine_helpers import greedy
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.store import StoreConfig
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.model import Model
+from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.random_weights import random_weights
+from kvtier.replay import read_trace
+from kvtier.replay.follow import follow, read_log
+from kvtier.replay.record import Recorder
+from kvtier.scheduler import SchedulerConfig
+from kvtier.storage import DiskStore
+
+TINY = ModelConfig("llama", 2, 32, 48, 2, 1, 16, 61, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_replay_of_a_recorded_run_finds_the_same_blocks_in_the_same_tiers(tmp_path, recompute):
+    model = Model(TINY, random_weights(TINY, torch.float32, torch.device("cpu"), seed=3))
+    cache = CacheConfig(26, host=HostConfig(30), stores=(StoreConfig("disk"),), partial_scan=0, recompute=recompute)
+    store = DiskStore(tmp_path / "disk", 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
+    engine = Engine(
+        model, config=EngineConfig(4, cache, SchedulerConfig(max_rows=4, max_step_tokens=16)), stores={"disk": store}
+    )
+    chosen = random.Random(1)
+    with Recorder(tmp_path / "log.jsonl", steps=True) as recorder:
+        recorder.attach(engine.scheduler, now=engine._clock())
+        said: list[list[int]] = [[chosen.randrange(61) for _ in range(9)] for _ in range(8)]
+        for _ in range(4):
+            said = [prompt + [chosen.randrange(61) for _ in range(3)] for prompt in said]
+            names = {engine.add(prompt, greedy(5)): i for i, prompt in enumerate(said)}
+            found: dict[int, list[int]] = {}
+            while engine.has_work():
+                for output in engine.step():
+                    assert not output.error
+                    found.setdefault(names[output.request_id], []).extend(output.token_ids)
+            said = [prompt + found[i] for i, prompt in enumerate(said)]
+        wanted = {f"{name}#0": engine.explain(name) for name in [f"request-{i}" for i in range(32)]}
+    scheduler = engine.scheduler.config
+    engine.close()
+    log = read_log(tmp_path / "log.jsonl")
+    found_again = follow(log, cache, scheduler)
+    assert found_again.tokens_from == {name: each.tokens_from for name, each in log.requests.items()}
+    assert {name: sum(tiers.values()) for name, tiers in found_again.tokens_from.items()} == {
+        name: each.num_cached_tokens for name, each in wanted.items()
+    }
+    tiers = {tier for each in found_again.tokens_from.values() for tier, count in each.items() if count}
+    assert tiers == {"device", "host", "disk"}
+    assert len(read_trace(tmp_path / "log.jsonl").requests) == 32
