@@ -95,13 +95,15 @@ def test_what_was_opened_is_closed_when_a_later_one_cannot_be(tmp_path):
     open_store(url).close()
 
 
-@pytest.mark.parametrize("scheme", ["redis", "s3"])
+@pytest.mark.parametrize("scheme", ["redis", "s3", "mooncake"])
 def test_a_server_that_is_not_there_says_what_to_do(scheme):
-    pytest.importorskip("redis" if scheme == "redis" else "obstore")
+    pytest.importorskip({"redis": "redis", "s3": "obstore", "mooncake": "mooncake.store"}[scheme], exc_type=ImportError)
     (port,) = free_ports(1)
     place = f"redis://user:hunter2@127.0.0.1:{port}?"
     if scheme == "s3":
         place = f"s3://key:hunter2@bucket?endpoint=http://127.0.0.1:{port}&region=r&"
+    if scheme == "mooncake":
+        place = f"mooncake://127.0.0.1:{port}?"
     with pytest.raises(StoreError) as refused:
         open_store(f"{place}timeout=2s")
     message = str(refused.value)

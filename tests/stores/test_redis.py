@@ -155,3 +155,22 @@ def test_a_node_of_a_cluster_opened_as_if_it_were_alone_says_so(cluster_ports):
     with contextlib.closing(open_store(f"redis://127.0.0.1:{cluster_ports[0]}")) as store:
         reasons = {outcome.reason for outcome in put(store, *range(20), nbytes=100) if not outcome.ok}
         assert any("cluster=yes" in reason for reason in reasons), reasons
+
+
+def test_slots_that_moved_are_found(cluster_ports):
+    import redis
+
+    prefix = uuid.uuid4().hex
+    nodes = {port: redis.Redis(port=port) for port in cluster_ports}
+    ids = {port: node.cluster("MYID").decode() for port, node in nodes.items()}
+    before = redis.RedisCluster(host="127.0.0.1", port=cluster_ports[0])
+    with contextlib.closing(open_store(f"redis://127.0.0.1:{cluster_ports[0]}?cluster=yes&prefix={prefix}")) as store:
+        assert put(store, *range(20)).ok  # the client has seen who has what
+        store.remove([key_of(n) for n in range(20)])
+        for number in range(20):
+            name = prefix + key_of(number).hex()
+            other = next(port for port in cluster_ports if port != before.get_node_from_key(name).port)
+            for node in nodes.values():
+                node.cluster("SETSLOT", before.keyslot(name), "NODE", ids[other])
+        assert put(store, *range(20)).ok
+        assert all(get(store, n)[1] == payload_of(n) for n in range(20))

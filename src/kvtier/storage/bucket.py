@@ -36,6 +36,17 @@ class Put(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestSize:
+    """How a batch is best cut into requests, which run on threads at the same time."""
+
+    max_names: int
+    min_bytes: int = 1 << 20
+    """Less than this is not worth another request, be there ever so many threads."""
+    max_bytes: int = 8 << 20
+    """What one request moves at most, so that threads hold little and late ones stop soon."""
+
+
+@dataclass(frozen=True, slots=True)
 class Listing:
     """Some of the names in a bucket, and where the next ones begin; an empty cursor after the last."""
 
@@ -44,10 +55,9 @@ class Listing:
 
 
 class Bucket(Protocol):
-    """Every method may raise a BucketError, from any thread, and works on as many names as `max_names` at once."""
+    """Every method may raise a BucketError, and be called from any thread."""
 
-    max_names: int
-    """The most names one request may have."""
+    request_size: RequestSize
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Which of them are there."""

@@ -8,6 +8,7 @@ that is to be replaced is removed first. The client cannot list names; the maste
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from mooncake.store import MooncakeDistributedStore
 
-from kvtier.storage.bucket import BucketError, Listing, Parts, Put, join
+from kvtier.storage.bucket import BucketError, Listing, Parts, Put, RequestSize, join
 from kvtier.storage.native import address_of
 from kvtier.storage.workers import Scratch
 
@@ -55,12 +56,15 @@ class MooncakeConfig:
 class MooncakeBucket:
     """Named objects in a Mooncake Store. A master that cannot be reached is a BucketError when this is made."""
 
-    max_names = 1024
+    # One request moves its objects in parallel by itself: 32 of 1 MiB at 1,117 MiB/s, in two halves at once at 799, in
+    # four quarters at 769 (2026-11-15, TCP, loopback, 2 cores).
+    request_size = RequestSize(max_names=1024, min_bytes=64 << 20, max_bytes=64 << 20)
 
     def __init__(self, config: MooncakeConfig, timeout_s: float) -> None:
         self._config, self._prefix, self._timeout_s = config, config.prefix, timeout_s
         self._registered: dict[int, memoryview] = {}  # the views keep the memory from being given back
         self._lock = threading.Lock()
+        _knock(config.master, timeout_s)
         self._client = MooncakeDistributedStore()
         code = self._client.setup(
             *(config.local_host, config.metadata, config.segment_bytes, config.buffer_bytes),
@@ -208,3 +212,12 @@ class MooncakeBucket:
         wrong = [code for code in codes if code not in expected]
         if wrong:
             raise BucketError(f"{len(wrong)} of {len(codes)} objects failed with code {wrong[0]}")
+
+
+def _knock(master: str, timeout_s: float) -> None:
+    """A BucketError unless somebody listens there: the client would try for a minute and a half."""
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError as error:
+        raise BucketError(f"no master at {master}: {error}") from error

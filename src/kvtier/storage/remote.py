@@ -35,11 +35,6 @@ from kvtier.storage.workers import Job, Scratch, Workers
 Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")
 
-MIN_SHARE_BYTES = 1 << 20
-"""Less than this is not worth another connection."""
-MAX_SHARE_BYTES = 8 << 20
-"""What one request brings at most, so that threads hold little and late ones stop soon."""
-
 
 @dataclass(frozen=True, slots=True)
 class Retry:
@@ -230,11 +225,12 @@ class RemoteStore:
 
     def _chunks(self, sizes: Sequence[int]) -> list[list[int]]:
         """Numbers of objects that go into one request: so many that every thread has its share."""
-        share = min(max(sum(sizes) // self._num_threads, MIN_SHARE_BYTES), MAX_SHARE_BYTES)
+        limits = self._bucket.request_size
+        share = min(max(sum(sizes) // self._num_threads, limits.min_bytes), limits.max_bytes)
         chunks: list[list[int]] = []
         nbytes = 0
         for index, size in enumerate(sizes):
-            if not chunks or len(chunks[-1]) == self._bucket.max_names or (nbytes and nbytes + size > share):
+            if not chunks or len(chunks[-1]) == limits.max_names or (nbytes and nbytes + size > share):
                 chunks.append([])
                 nbytes = 0
             chunks[-1].append(index)

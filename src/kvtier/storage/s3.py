@@ -23,7 +23,7 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
-from kvtier.storage.bucket import BucketError, Listing, Parts, Put, join
+from kvtier.storage.bucket import BucketError, Listing, Parts, Put, RequestSize, join
 from kvtier.storage.workers import Scratch
 
 Answer = TypeVar("Answer")
@@ -48,7 +48,7 @@ class S3Config:
 class S3Bucket:
     """Named objects in S3. A bucket that cannot be read is a BucketError when this is made."""
 
-    max_names = 1
+    request_size = RequestSize(max_names=1)
 
     def __init__(self, config: S3Config, timeout_s: float) -> None:
         self._prefix = config.prefix.strip("/") + "/" if config.prefix.strip("/") else ""
