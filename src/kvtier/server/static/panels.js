@@ -68,6 +68,8 @@ function showTiers(state, history, shown) {
   const names = state.tiers.map((tier) => tier.name);
   const rows = tierRows.get(names);
   byId("tiers-empty").hidden = names.length > 0;
+  const blockBytes = state.tiers[0]?.block_bytes;
+  write(byId("block-bytes"), blockBytes ? `blocks of ${bytes(blockBytes)}` : "");
   for (const tier of state.tiers) {
     const row = rows.get(tier.name);
     const fill = fillOf(tier);
@@ -79,7 +81,6 @@ function showTiers(state, history, shown) {
     write(row.size, [
       tier.bytes ? `${bytes(used)} of ${bytes(tier.bytes)} taken` : used ? `${bytes(used)} taken` : "",
       tier.num_pinned ? `${count(tier.num_pinned)} blocks in use` : "",
-      tier.block_bytes ? `${bytes(tier.block_bytes)} a block` : "",
     ].filter(Boolean).join(" · ") || "empty");
     row.bar.firstChild.style.width = `${inUse * 100}%`;
     row.bar.lastChild.style.width = `${Math.max(0, (fill ?? 0) - inUse) * 100}%`;
@@ -285,7 +286,8 @@ class Recent {
 
 function requestRow(each, names) {
   const cell = (kind, name, ...children) => make("td", { role: "cell", class: kind, "data-name": name }, ...children);
-  const parts = Object.entries(each.tokens_from ?? {}).filter(([, tokens]) => tokens > 0);
+  const parts = Object.entries(each.tokens_from ?? {}).filter(([, tokens]) => tokens > 0)
+    .sort(([one], [other]) => names.indexOf(one) - names.indexOf(other));
   const computed = Math.max(0, each.prompt_tokens - each.cached_tokens);
   const bar = make("div", { class: "bar", "aria-hidden": "true" });
   const labels = [];
