@@ -14,6 +14,8 @@ class BlocksStored:
     parent: bytes
     keys: bytes
     token_bytes: bytes
+    is_first: bool = False
+    """Whether `parent` is a root, which is no block."""
 
 
 @dataclass(frozen=True, slots=True)

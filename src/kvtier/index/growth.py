@@ -109,4 +109,5 @@ class Growth:
             stop = node.num_blocks if stop is None else stop
             labels = bytes(node.labels[first * node.label_bytes : stop * node.label_bytes])
             keys = node.keys[first * KEY_BYTES : stop * KEY_BYTES]
-            self._listener(BlocksStored(tier.name, parent, keys, labels))
+            is_first = not first and not node.parent.keys
+            self._listener(BlocksStored(tier.name, parent, keys, labels, is_first))

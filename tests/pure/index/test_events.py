@@ -71,7 +71,7 @@ def test_stored_tells_the_key_above_the_keys_and_the_tokens():
     tree, router = heard()
     run(tree, 1, 2)
     one, two = keys_of(1, 2)
-    assert router.take() == [BlocksStored("device", ROOT, one + two, token_bytes(1, 2))]
+    assert router.take() == [BlocksStored("device", ROOT, one + two, token_bytes(1, 2), is_first=True)]
     run(tree, 1, 2, 3)
     assert router.take() == [BlocksStored("device", two, keys_of(1, 2, 3)[2], token_bytes(3))]
     run(tree, 1, 9)
@@ -136,7 +136,7 @@ def test_each_tier_tells_for_itself():
     one, two = keys_of(1, 2)
     router.take()
     copy_down(tree, lease, 1)
-    assert router.take() == [BlocksStored("host", ROOT, one + two, token_bytes(1, 2))]
+    assert router.take() == [BlocksStored("host", ROOT, one + two, token_bytes(1, 2), is_first=True)]
     transfers.begin_drop(lease, tree.tiers[0], 1, 1)
     transfers.end_drop(tree, lease, tree.tiers[0], 1, 1)
     assert router.take() == [BlocksRemoved("device", two)]
@@ -175,7 +175,7 @@ def test_what_the_host_had_and_the_device_got_again_is_told_for_the_device():
     third = tree.match(chain_of(1), max_blocks=0)
     tree.allocate(third, 1)
     tree.publish(third, BLOCK)
-    assert router.take() == [BlocksStored("device", ROOT, keys_of(1)[0], token_bytes(1))]
+    assert router.take() == [BlocksStored("device", ROOT, keys_of(1)[0], token_bytes(1), is_first=True)]
 
 
 def test_a_reset_ends_with_cleared():

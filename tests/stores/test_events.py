@@ -1,0 +1,244 @@
+"""A real subscriber hears what the index holds, in vLLM's words."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import numpy as np
+import pytest
+
+from kvtier.errors import ArgumentError, ClosedError, StateError, UnavailableError
+from kvtier.events import EventConfig, publish_events
+from kvtier.index import KEY_BYTES, BlocksRemoved, BlocksStored, IndexCleared
+
+zmq = pytest.importorskip("zmq", reason="pip install 'kvtier[events]'")
+msgspec = pytest.importorskip("msgspec", reason="pip install 'kvtier[events]'")
+
+LOCAL = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
+KEYS = [bytes([n]) * KEY_BYTES for n in range(8)]
+
+
+class Stored(msgspec.Struct, tag="BlockStored"):
+    """The fields vLLM's subscribers decode; those without a default must be in the message."""
+
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple | None] | None = None
+    group_idx: int | None = None
+
+
+class Removed(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class Message(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Stored | Removed | Cleared]
+    data_parallel_rank: int | None = None
+
+
+class Subscriber:
+    """Follows a publisher and asks for what it missed."""
+
+    def __init__(self, publisher, topic: bytes = b"") -> None:
+        self.context = zmq.Context()
+        self.publisher, self.topic = publisher, topic
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.connect(publisher.endpoint)
+        self.socket.subscribe(topic)
+        self.numbers: list[int] = []
+        self._join()
+
+    def _join(self) -> None:
+        """Until the first message comes: those before the subscription are not sent to us."""
+        while not self.socket.poll(20):
+            self.publisher(IndexCleared())
+        while self.socket.poll(100):
+            self.receive()
+
+    def receive(self) -> list[object]:
+        assert self.socket.poll(10_000), "nothing was published"
+        topic, number, payload = self.socket.recv_multipart()
+        assert topic == self.topic
+        self.numbers.append(int.from_bytes(number, "big"))
+        return msgspec.msgpack.decode(payload, type=Message).events
+
+    def take(self, count: int) -> list[object]:
+        events: list[object] = []
+        while len(events) < count:
+            events += self.receive()
+        return events
+
+    def replay(self, first: int) -> list[tuple[int, list[object]]]:
+        socket = self.context.socket(zmq.DEALER)
+        socket.connect(self.publisher.replay_endpoint)
+        socket.send_multipart([b"", first.to_bytes(8, "big")])
+        found = []
+        while True:
+            assert socket.poll(10_000), "no answer"
+            _, topic, number, payload = socket.recv_multipart()
+            if not payload:
+                assert int.from_bytes(number, "big", signed=True) == -1
+                socket.close()
+                return found
+            assert topic == self.topic
+            found.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(payload, type=Message).events))
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def heard(topic: str = "", **options):
+    with (
+        contextlib.closing(publish_events(EventConfig(**LOCAL, topic=topic, **options))) as publisher,
+        contextlib.closing(Subscriber(publisher, topic.encode())) as subscriber,
+    ):
+        yield publisher, subscriber
+
+
+def tokens(*numbers: int) -> bytes:
+    return np.array(numbers, "<i4").tobytes()
+
+
+def test_events_arrive_in_order_in_vllms_words():
+    with heard() as (publisher, subscriber):
+        publisher(BlocksStored("device", KEYS[0], KEYS[1] + KEYS[2], tokens(5, 6, 7, 8), is_first=True))
+        publisher(BlocksStored("host", KEYS[2], KEYS[3], tokens(9, 10)))
+        publisher(BlocksRemoved("disk", KEYS[1] + KEYS[2]))
+        publisher(IndexCleared())
+        assert subscriber.take(4) == [
+            Stored([0x0101010101010101, 0x0202020202020202], None, [5, 6, 7, 8], 2, None, "GPU", None),
+            Stored([0x0303030303030303], 0x0202020202020202, [9, 10], 2, None, "CPU", None),
+            Removed([0x0101010101010101, 0x0202020202020202], "STORAGE"),
+            Cleared(),
+        ]
+
+
+def test_whole_keys_and_no_tokens_if_asked_for():
+    with heard(int_hashes=False, token_ids=False) as (publisher, subscriber):
+        publisher(BlocksStored("device", KEYS[0], KEYS[1], tokens(5, 6, 7)))
+        assert subscriber.take(1) == [Stored([KEYS[1]], KEYS[0], [], 3, None, "GPU", None)]
+
+
+def test_numbers_rise_by_one_and_a_topic_selects():
+    with heard("kv-events") as (publisher, subscriber):
+        for _ in range(50):
+            publisher(IndexCleared())
+        subscriber.take(50)
+        assert subscriber.numbers == list(range(subscriber.numbers[0], subscriber.numbers[0] + len(subscriber.numbers)))
+
+
+def test_who_missed_something_gets_it_again():
+    with heard() as (publisher, subscriber):
+        subscriber.socket.unsubscribe(b"")
+        for number in range(1, 7):
+            publisher(BlocksRemoved("device", KEYS[number]))
+        wanted = [Removed([int.from_bytes(KEYS[n][-8:], "big")], "GPU") for n in range(1, 7)]
+        known = subscriber.numbers[-1] + 1
+        replayed: list[tuple[int, list[object]]] = []
+        while sum(len(events) for _, events in replayed) < 6:  # the thread may still be at it
+            replayed = subscriber.replay(known)
+        assert [event for _, events in replayed for event in events] == wanted
+        assert [number for number, _ in replayed] == list(range(known, known + len(replayed)))
+        assert subscriber.replay(known + 1000) == []
+
+
+def test_what_is_not_kept_any_more_is_not_replayed():
+    with heard(num_kept=2) as (publisher, subscriber):
+        for number in range(1, 6):
+            publisher(BlocksRemoved("device", KEYS[number]))
+            subscriber.take(1)
+        assert [number for number, _ in subscriber.replay(0)] == subscriber.numbers[-2:]
+
+
+def test_too_many_events_are_dropped_and_the_gap_shows_it():
+    with heard(max_queued=1) as (publisher, subscriber):
+        before = subscriber.numbers[-1]
+        while not publisher.num_dropped:
+            publisher(IndexCleared())
+        publisher(IndexCleared())
+        while subscriber.socket.poll(200):
+            subscriber.receive()
+        publisher(IndexCleared())
+        subscriber.take(1)
+        numbers = [number for number in subscriber.numbers if number > before]
+        assert len(numbers) < numbers[-1] - before, "nobody could know"
+
+
+def test_a_request_that_is_none_harms_nobody():
+    with heard() as (publisher, subscriber):
+        socket = subscriber.context.socket(zmq.DEALER)
+        socket.connect(publisher.replay_endpoint)
+        for frames in ([b"x"], [b"", b"short"], [b"", b"12345678", b"more"]):
+            socket.send_multipart(frames)
+        assert subscriber.replay(10**6) == []
+
+
+def test_closing_sends_what_waits_and_ends_everything():
+    publisher = publish_events(EventConfig(**LOCAL))
+    with contextlib.closing(Subscriber(publisher)) as subscriber:
+        for number in range(1, 8):
+            publisher(BlocksRemoved("host", KEYS[number]))
+        publisher.close()
+        publisher.close()
+        assert len(subscriber.take(7)) == 7
+    with pytest.raises(ClosedError):
+        publisher(IndexCleared())
+
+
+def test_the_subscriber_of_an_index_knows_it():
+    """The whole way: a tree under pressure, a subscriber that follows, and they agree block by block."""
+    from index_cases import chain_of, matched, run, tree_of
+    from kvtier.index.keys import KEY_BYTES as WIDTH
+
+    with heard(int_hashes=False) as (publisher, subscriber):
+        tree = tree_of(8, listener=publisher)
+        known: dict[bytes, bytes | None] = {}
+        rng = np.random.default_rng(0)
+        for _ in range(60):
+            run(tree, *rng.integers(1, 4, rng.integers(1, 5)).tolist())
+        publisher(IndexCleared())
+        events: list[object] = []
+        while not (events and isinstance(events[-1], Cleared)):
+            events += subscriber.receive()
+        for event in events[:-1]:
+            if isinstance(event, Stored):
+                above = event.parent_block_hash
+                for key in event.block_hashes:
+                    assert above is None or above in known, "a block below one that is not there"
+                    known[key], above = above, key
+            else:
+                for key in event.block_hashes:
+                    del known[key]
+        for first in range(1, 4):
+            for second in range(1, 4):
+                keys = chain_of(first, second).keys()
+                told = [keys[at : at + WIDTH] in known for at in range(0, len(keys), WIDTH)]
+                assert (told.index(False) if False in told else len(told)) == matched(tree, first, second)
+
+
+def test_what_cannot_be_published_says_so(monkeypatch):
+    with contextlib.closing(publish_events(EventConfig(**LOCAL))) as publisher:
+        with pytest.raises(StateError, match="nobody else listens"):
+            publish_events(EventConfig(publisher.endpoint))
+        with pytest.raises(StateError, match="cannot be published"):
+            publish_events(EventConfig("nonsense"))
+    with pytest.raises(ArgumentError):
+        EventConfig(num_kept=0)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.delitem(sys.modules, "kvtier.events.publisher")
+    with pytest.raises(UnavailableError, match=r"pip install 'kvtier\[events\]'"):
+        publish_events(EventConfig())
