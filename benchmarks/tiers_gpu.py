@@ -138,6 +138,7 @@ def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
         name = "loads and saves" if turn % 2 else "alone"
         under_way: dict[str, object] = {}
         for _ in range(22):
+            start = time.perf_counter()
             if turn % 2:
                 for part, way in enumerate((transfers.load, transfers.save)):
                     last = under_way.get(way.__name__)
@@ -145,7 +146,6 @@ def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
                         mine = slice(part * MOVED_BLOCKS, (part + 1) * MOVED_BLOCKS)
                         under_way[way.__name__] = way(slots["device"][mine], slots["host"][mine])
                         moved += MOVED_BLOCKS
-            start = time.perf_counter()
             engine.step()
             steps[name].append(time.perf_counter() - start)
         transfers.wait_all()

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from kvtier.index import Chain, GhostCache, Namespace
 from kvtier.memory import Placement
 from kvtier.scheduler import Control, Request, RowResult, Scheduler, SchedulerConfig, Step
 from kvtier.storage import Store
+
+if TYPE_CHECKING:
+    from kvtier.engine.mapped_triton import MappedCopies
 
 IdArray = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -106,8 +109,9 @@ class Engine:
         self.scheduler = Scheduler(self.manager, scheduler)
         self.tiers = Tiers(self.manager, self.groups, controller, stores, self.scheduler, clock)
         self._clock = clock
-        self._inputs = Inputs(self.groups)
-        self._choose = Choose(self._inputs)
+        copies = _small_copies(model.weights.device)
+        self._inputs = Inputs(self.groups, copies)
+        self._choose = Choose(self._inputs, copies)
         self._pipeline = Pipeline(
             [self._inputs, Compute(self.groups, self._inputs), self._choose],
             phases=1,
@@ -334,6 +338,15 @@ class Engine:
         self._over[generation.id] = generation.explain()
         while len(self._over) > self.config.keep_explanations:
             del self._over[next(iter(self._over))]
+
+
+def _small_copies(device: torch.device) -> MappedCopies | None:
+    """For CUDA: how a step's inputs and tokens travel beside blocks."""
+    if device.type != "cuda":
+        return None
+    from kvtier.engine.mapped_triton import MappedCopies
+
+    return MappedCopies()
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:

@@ -8,7 +8,7 @@ It is prepared on the host, with numpy, and holds the sizes the host must know, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from kvtier.errors import ArgumentError, RangeError
+
+Send = Callable[[np.ndarray[Any, np.dtype[np.uint8]], torch.device], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,10 @@ class ForwardBatch:
         return len(self.query_lens) == len(self.input_ids)
 
     @classmethod
-    def build(cls, sequences: Sequence[SequenceInput], block_tokens: int, device: torch.device) -> ForwardBatch:
-        """Lay out a batch. Checks every sequence against its block table."""
+    def build(
+        cls, sequences: Sequence[SequenceInput], block_tokens: int, device: torch.device, send: Send | None = None
+    ) -> ForwardBatch:
+        """Lay out a batch. Checks every sequence against its block table. `send` brings bytes to the device."""
         if not sequences:
             raise ArgumentError("a forward pass needs at least one sequence")
         for index, sequence in enumerate(sequences):
@@ -86,7 +90,7 @@ class ForwardBatch:
             "block_tables": tables,
             "logit_rows": np.concatenate(wanted),
         }
-        tensors = dict(zip(arrays, _to(list(arrays.values()), device), strict=True))
+        tensors = dict(zip(arrays, _to(list(arrays.values()), device, send), strict=True))
         return cls(**tensors, query_lens=tuple(query_lens.tolist()), contexts=tuple(contexts.tolist()))
 
 
@@ -105,18 +109,20 @@ def _check(index: int, sequence: SequenceInput, block_tokens: int) -> None:
         raise RangeError(f"sequence {index} wants logits of {sequence.num_logits} of its {new} new tokens")
 
 
-def _to(arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device) -> list[torch.Tensor]:
-    """The same on the device, by one copy: beside a load each copy waits for the link (H200, 2026-11-15: 7 copies cost
-    a decode step 6 % while blocks were loaded and saved)."""
+def _to(
+    arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device, send: Send | None
+) -> list[torch.Tensor]:
+    """The same on the device, by one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
-    firsts = np.cumsum([0, *sizes]).tolist()
-    packed = torch.empty(firsts[-1], dtype=torch.uint8, pin_memory=True)
-    host = packed.numpy()
+    firsts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)]).tolist()
+    packed = np.zeros(firsts[-1], np.uint8)
     for first, array in zip(firsts, arrays, strict=False):
-        host[first : first + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-    there = packed.to(device, non_blocking=True)
+        packed[first : first + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    if send is not None:
+        there = send(packed, device)
+    else:
+        there = torch.from_numpy(packed).pin_memory().to(device, non_blocking=True)
     return [
         there[first : first + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
         for first, array in zip(firsts, arrays, strict=False)

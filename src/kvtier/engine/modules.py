@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
 from kvtier.engine.sampling import Sample, sample
 from kvtier.scheduler import Row, Step
+
+if TYPE_CHECKING:
+    from kvtier.engine.mapped_triton import MappedCopies
 
 LOGITS = Key("logits", torch.Tensor)
 FORWARD_BATCH = Key("forward batch", ForwardBatch)
@@ -75,8 +78,9 @@ class Inputs(Module):
 
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
 
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], copies: MappedCopies | None = None) -> None:
         self._groups = groups
+        self._copies = copies
         self._rows: Mapping[str, Row] = {}
         self._step: Step | None = None
         self._ready: dict[int, ForwardBatch] = {}
@@ -94,7 +98,9 @@ class Inputs(Module):
         batch = env.at(BATCH)
         inputs = [_input(row) for row in self.rows(batch)]
         group = self._groups[0]
-        self._ready[batch.phase] = ForwardBatch.build(inputs, group.block_tokens, group.model.weights.device)
+        send = self._copies.to_device if self._copies is not None else None
+        device = group.model.weights.device
+        self._ready[batch.phase] = ForwardBatch.build(inputs, group.block_tokens, device, send)
 
     def prepare(self, env: Environment) -> None:
         """Make the copies, and hand the batch on."""
@@ -138,8 +144,9 @@ class Choose(Module):
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, copies: MappedCopies | None = None) -> None:
         self._inputs = inputs
+        self._to_list = copies.to_list if copies is not None else None
         self.samples: dict[str, list[Sample]] = {}
 
     @torch.inference_mode()
@@ -158,7 +165,7 @@ class Choose(Module):
             places = (firsts[alive] + depth).tolist()
             # every row is looked at once, so those of all need no copy
             mine = logits if len(places) == len(logits) else logits[places]
-            chosen = sample(mine, [generations[i].sampler for i in alive])
+            chosen = sample(mine, [generations[i].sampler for i in alive], self._to_list)
             for i, one in zip(alive, chosen, strict=True):
                 self.samples[generations[i].request.id].append(one)
                 generations[i].sampler.accept(one.token_id)

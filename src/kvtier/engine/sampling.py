@@ -191,8 +191,15 @@ class RequestSampler:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> list[Sample]:
-    """Choose a token for each row of logits ([rows, vocab], float32); changes them. Accept nothing by itself."""
+def sample(
+    logits: torch.Tensor,
+    requests: Sequence[RequestSampler],
+    to_list: Callable[[torch.Tensor], list[int]] | None = None,
+) -> list[Sample]:
+    """Choose a token for each row of logits ([rows, vocab], float32); changes them. Accept nothing by itself.
+
+    `to_list` brings the tokens to the host; None: Tensor.tolist.
+    """
     if logits.shape[0] != len(requests):
         raise ArgumentError(f"{logits.shape[0]} rows of logits for {len(requests)} requests: one each")
     reports = _report_later(logits, requests)
@@ -203,7 +210,7 @@ def sample(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> list[Sam
     random = [row for row, request in enumerate(requests) if not request.params.is_greedy]
     if random:
         chosen[random] = _draw(logits[random] if len(random) < len(requests) else logits, [requests[i] for i in random])
-    tokens = chosen.tolist()
+    tokens = chosen.tolist() if to_list is None else to_list(chosen)
     return [Sample(token, _logprobs(reports.get(row), token)) for row, token in enumerate(tokens)]
 
 

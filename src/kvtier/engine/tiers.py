@@ -199,6 +199,7 @@ class Tiers:
         if not self.is_asleep:
             return
         if num_blocks is not None:
+            self._drain()  # the host may have been writing to stores meanwhile
             self._control.resize("device", num_blocks)
         for group in self._groups:
             group.renew(self._manager.tree.tiers[0].pool.num_slots)
