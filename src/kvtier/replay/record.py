@@ -47,7 +47,7 @@ class Recorder:
         self._restore: list[Callable[[], None]] = []
 
     def attach(self, scheduler: Scheduler, *, now: float) -> None:
-        """Record from now on; times in the log count from here. To be followed, a log must begin with an empty cache."""
+        """Record from now on, which is time 0 in the log. To be followed, it must begin with an empty cache."""
         if self._restore:
             raise StateError("this recorder is attached already; one log is for one scheduler")
         self._begin = now

@@ -154,9 +154,9 @@ def test_a_log_tells_no_token_and_no_key(tmp_path):
         assert request.chain.keys()[:32].hex()[:16] not in text
     for line in text.splitlines():
         assert set(json.loads(line)) <= {
-            "event", "version", "block_tokens", "slots", "t", "id", "prompt_tokens", "max_new_tokens", "priority", "rows",
-            "transfers", "probes", "results", "epoch", "outcomes", "presences", "sizes", "arrival", "answer_tokens",
-            "keys", "tokens_from", "ttft", "state",
+            "event", "version", "block_tokens", "slots", "t", "id", "prompt_tokens", "max_new_tokens", "priority",
+            "rows", "transfers", "probes", "results", "epoch", "outcomes", "presences", "sizes", "arrival",
+            "answer_tokens", "keys", "tokens_from", "ttft", "state",
         }  # fmt: skip
 
 
