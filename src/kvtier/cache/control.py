@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.plan import KEY_BYTES
 from kvtier.cache.saving import SaveJob
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Tier
 from kvtier.index.node import Node
+from kvtier.index.shape import common_blocks
 
 
 class CacheControl:
@@ -27,11 +30,12 @@ class CacheControl:
     def save(self, chain: Chain) -> None:
         """Have what is cached of a prompt, and of what follows it, copied to the tiers below, whatever their policy."""
         manager = self._manager
-        leaves = [node for node in _below(self._node(chain)) if not node.children]
+        end = self._end(chain)
+        leaves = [node for node in _below(end.node) if not node.children] if end is not None and end.is_whole else []
         for each in (chain, *(Chain.of_node(manager.namespace, node) for node in leaves)):
             for copies in (manager.host, *manager.stores.values()):
                 if copies is not None:
-                    copies.queue.put(SaveJob(each, 0, each.num_blocks))
+                    copies.queue.put(SaveJob(each, 0, each.num_blocks, always=True))
 
     def save_all(self) -> None:
         """The same for everything that is in memory, for before the process ends."""
@@ -60,23 +64,21 @@ class CacheControl:
             system ─┬─ [ this prompt ]── answers ..      gone
                     └─ other prompts                     stays, and so does what they share
 
-        In every tier. Of a store only what memory knows to follow can be named; what else is there is right, and found
-        only when the prompt has been computed again.
+        In every tier. Of a store only what memory knows to follow, or to share, can be named; what else is there is
+        right, and found only when the prompt has been computed again.
         """
         manager = self._manager
-        node = self._node(chain)
-        below = [each.keys[: each.num_blocks * KEY_BYTES] for each in _below(node)]
-        while node.parent is not None and node.parent.parent is not None and len(node.parent.children) == 1:
-            node = node.parent
-        first = node.start
+        end = self._end(chain)
+        first = _first_unshared(end) if end is not None else 0
+        below = _keys_after(end) if end is not None and end.is_whole else b""
         for store in manager.stores.values():
-            store.drop(chain.keys()[first * KEY_BYTES :] + b"".join(below))
-        return manager.tree.drop(chain, first=first)
+            store.drop(chain.keys()[first * KEY_BYTES :] + below)
+        return manager.tree.drop(chain, first=first) if end is not None else 0
 
     def clear_stores(self) -> None:
         """Have every store forget all of this cache."""
         for store in self._manager.stores.values():
-            store.drop()
+            store.clear()
 
     def set_quota(self, tier: str, salt: bytes, num_blocks: int | None) -> None:
         """At most so many slots of a tier for one tenant's salt; None: no limit."""
@@ -101,10 +103,48 @@ class CacheControl:
                 f"{manager.stats.num_holds} requests hold blocks or transfers are under way: pause and wait first"
             )
 
-    def _node(self, chain: Chain) -> Node:
-        lease = self._manager.tree.match(chain)
-        self._manager.tree.release(lease, used=False)
-        return lease.node
+    def _end(self, chain: Chain) -> _End | None:
+        """How far memory has a chain, be it readable or not."""
+        tree = self._manager.tree
+        node, block, stop = tree.roots.get((chain.salt, chain.adapter)), 0, chain.num_blocks
+        if node is None or not stop or chain.namespace != tree.namespace:
+            return None
+        while block < stop and (child := node.children.get(chain.key_at(block))) is not None:
+            node = child
+            block += common_blocks(child, chain, block, stop)
+            if block < child.stop:
+                break
+        is_alone = block == node.stop and node.parent is not None and not node.children
+        return _End(node, block, is_whole=block == stop, is_alone=is_alone)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Where a chain ends in memory, or leaves it."""
+
+    node: Node
+    """Its last block there is of this node."""
+    num_blocks: int
+    is_whole: bool
+    """Whether all of the chain is there: what is below follows it."""
+    is_alone: bool
+    """Whether nothing else goes on from there."""
+
+
+def _first_unshared(end: _End) -> int:
+    """The first block of a chain that no other chain in memory goes through."""
+    node = end.node
+    if not (end.is_whole or end.is_alone):
+        return end.num_blocks
+    while node.parent is not None and node.parent.parent is not None and len(node.parent.children) == 1:
+        node = node.parent
+    return node.start
+
+
+def _keys_after(end: _End) -> bytes:
+    """Of all blocks that follow a chain."""
+    rest = end.node.keys[(end.num_blocks - end.node.start) * KEY_BYTES :]
+    return rest + b"".join(each.keys for each in _below(end.node))
 
 
 def _below(node: Node) -> list[Node]:

@@ -1,7 +1,7 @@
 """Fetches: blocks on their way from stores to the host, for requests that wait.
 
-    start ──> asking ──(what shared stores have is known)──> moving ──(reports)──> over
-                └── nothing to fetch, no room, or computing it is faster ──────────^
+    start ──> asking ──(what stores have is known)──> waiting ──(nobody else brings it)──> moving ──(reports)──> over
+                └────────── nothing to fetch, no room, or computing it is faster ──────────────────────────────^
 
 A fetch holds a lease on the path it brings, until whoever asked for it has matched it or gone.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.cache.host import reserve_up_to
 from kvtier.cache.moves import End, Mask, Move, Moves
 from kvtier.cache.plan import KEY_BYTES, Presence, Purpose, split_keys
 from kvtier.cache.speeds import Decision, Speeds
 from kvtier.cache.store import Patience, StoreCopies
 from kvtier.errors import StateError
-from kvtier.index import Chain, Lease, MissReason, RadixTree, Retention, Slots, Tier
+from kvtier.index import BlockState, Chain, Lease, RadixTree, Retention, Slots, Tier
 
 
 class Fetch:
@@ -54,8 +55,9 @@ class Fetches:
     """Brings blocks from stores to the host, the first store that has a block first."""
 
     def __init__(
-        self, tree: RadixTree, host: Tier, stores: Sequence[StoreCopies], moves: Moves, speeds: Speeds
+        self, tree: RadixTree, host: Tier, stores: Sequence[StoreCopies], moves: Moves, speeds: Speeds | None
     ) -> None:
+        """With `speeds`, what is expected to be computed faster is not fetched."""
         self._tree, self._host, self._moves, self._speeds = tree, host, moves, speeds
         self._stores = stores
         self._open: dict[Fetch, None] = {}
@@ -104,7 +106,9 @@ class Fetches:
                 self._go_on(fetch, now)
 
     def answered(self, presence: Presence) -> None:
-        """A probe was answered."""
+        """A probe was answered, by every rank."""
+        for store in self._stores:
+            store.answered(presence.probe_id)
         for fetch in self._open:
             fetch.waiting_for.discard(presence.probe_id)
 
@@ -119,7 +123,7 @@ class Fetches:
         fetch.waiting_for.discard(move.transfer.id)
         store = move.transfer.source
         fetch.num_fetched[store] = fetch.num_fetched.get(store, 0) + int(there.sum())
-        fetch.is_over = not fetch.waiting_for
+        fetch.is_over = fetch.is_over or not fetch.waiting_for
 
     def _go_on(self, fetch: Fetch, now: float) -> None:
         """Start the moves, if it is known where the blocks are and there is room."""
@@ -128,28 +132,28 @@ class Fetches:
         self._look_again(fetch, now)
         first = fetch.lease.num_blocks
         keys = split_keys(fetch.chain.keys(fetch.wanted)[first * KEY_BYTES :])
+        if keys and (node := fetch.lease.node.children.get(fetch.chain.key_at(first))) is not None:
+            # Somebody else brings the next block, which is worth waiting for; or it is nowhere, and somebody's lease
+            # keeps its place: computing it puts it there.
+            fetch.is_over = not any(held is not None and held.states[0] == BlockState.WRITING for held in node.held)
+            return
         parts = self._find(keys)
-        count = sum(count for _, count in parts)
-        if not count:
-            # blocks that somebody else is bringing are waited for
-            fetch.is_over = fetch.lease.stopped is not MissReason.NOT_READY or not fetch.lease.node.attached
-            return
-        under_way = self._moves.num_blocks(Purpose.FETCH)
-        if under_way and under_way + count > max(store.config.max_fetching_blocks for store in self._stores):
+        if any(self._is_busy(store, count) for store, count in parts):
             return  # its turn comes
-        fetch.decision = self._decide(first, count, under_way)
-        pool = self._host.pool
-        count = min(count, pool.num_free + self._host.num_evictable) if fetch.decision.load else 0
-        slots = self._tree.reserve(self._host, count, fetch.chain.salt) if count else None
-        if not isinstance(slots, Slots):
-            fetch.is_over = True
-            return
-        if not self._tree.graft(fetch.lease, self._host, slots, now=now):
-            self._tree.give_back(self._host, slots, fetch.chain.salt)
-            fetch.is_over = fetch.lease.stopped is not MissReason.NOT_READY
-            return
-        fetch.num_blocks = count
-        self._move(fetch, first, slots, keys, parts)
+        fetch.decision = self._decide(first, parts)
+        wanted = sum(count for _, count in parts) if fetch.decision is None or fetch.decision.load else 0
+        slots = reserve_up_to(self._tree, self._host, wanted, fetch.chain.salt)
+        fetch.is_over = not len(slots)
+        if len(slots):
+            grafted = self._tree.graft(fetch.lease, self._host, slots, now=now)
+            assert grafted, "there was no next block a moment ago"
+            fetch.num_blocks = len(slots)
+            self._move(fetch, first, slots, keys, parts)
+
+    def _is_busy(self, store: StoreCopies, count: int) -> bool:
+        """Whether so many more from a store are too many at a time. Any number may go alone."""
+        under_way = self._moves.num_blocks(Purpose.FETCH, store.config.name)
+        return under_way > 0 and under_way + count > store.config.max_fetching_blocks
 
     def _look_again(self, fetch: Fetch, now: float) -> None:
         """What is in memory may be more than it was."""
@@ -170,10 +174,17 @@ class Fetches:
             at += counts[best]
         return parts
 
-    def _decide(self, first: int, count: int, under_way: int) -> Decision:
+    def _decide(self, first: int, parts: list[tuple[StoreCopies, int]]) -> Decision | None:
+        """Fetch and load, or compute?"""
+        if self._speeds is None or not parts:
+            return None
+        total = sum(count for _, count in parts)
+        ways = {(Purpose.LOAD, ""): total + self._moves.num_blocks(Purpose.LOAD)}
+        for store, count in parts:
+            way = (Purpose.FETCH, store.config.name)
+            ways[way] = ways.get(way, self._moves.num_blocks(*way)) + count
         block_tokens = self._tree.namespace.block_tokens
-        ways = {Purpose.FETCH: count + under_way, Purpose.LOAD: count + self._moves.num_blocks(Purpose.LOAD)}
-        return self._speeds.decide(ways, first * block_tokens, count * block_tokens)
+        return self._speeds.decide(ways, first * block_tokens, total * block_tokens)
 
     def _move(
         self, fetch: Fetch, first: int, slots: Slots, keys: list[bytes], parts: list[tuple[StoreCopies, int]]

@@ -45,6 +45,13 @@ class HostCopies:
         self.host = host
         self.queue = SaveQueue(config.saving, max_jobs)
         self._tree, self._device, self._moves = tree, device, moves
+        self._sizes = [0] * moves.num_ranks
+
+    def grew(self, rank: int, num_slots: int) -> None:
+        """A rank has so many slots by now: what all of them have can be used."""
+        self._sizes[rank] = num_slots
+        if min(self._sizes) > self.host.pool.num_slots:
+            self.host.pool.resize(min(self._sizes))
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 
@@ -76,7 +83,7 @@ class HostCopies:
         on_device, on_host = (states_of(lease, tier)[job.first : job.stop] for tier in (self._device, self.host))
         started = 0
         wanted = (on_device >= BlockState.READY) & (on_host == BlockState.ABSENT)
-        if not self.queue.is_worth(lease):
+        if not self.queue.is_worth(job, lease):
             wanted = wanted[:0]
         for first, last in runs(wanted, job.first):
             slots = reserve_up_to(self._tree, self.host, min(last - first, room - started), job.chain.salt)
@@ -90,7 +97,7 @@ class HostCopies:
                 started += count
             if first + count < last:
                 if started == room:  # else the host is full of leased blocks
-                    self.queue.put_back(SaveJob(job.chain, first + count, job.stop))
+                    self.queue.put_back(job.after(first + count))
                 break
         self._tree.release(lease, used=False)
         return started

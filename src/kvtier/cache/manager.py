@@ -84,7 +84,8 @@ class CacheManager:
                 each.name: StoreCopies(self.tree, tiers[1], each, self.moves, most) for each in config.stores
             }
         stores = list(self.stores.values())
-        self._fetches = Fetches(self.tree, tiers[-1], stores, self.moves, self.speeds) if stores else None
+        speeds = self.speeds if config.recompute else None
+        self._fetches = Fetches(self.tree, tiers[-1], stores, self.moves, speeds) if stores else None
         self._holds: set[Hold] = set()
         self._pins: set[Lease] = set()
         self._queried_tokens = 0
@@ -269,14 +270,14 @@ class CacheManager:
 
     def apply(self, report: Report) -> None:
         """What became of it, from one rank."""
+        self.moves.apply(report)
         for presence in report.presences:
-            self.stores[presence.store].learn(presence)
-            if self._fetches is not None:
+            self.stores[presence.store].learn(report.rank, presence)
+            if self.moves.answered(report.rank, presence.probe_id) and self._fetches is not None:
                 self._fetches.answered(presence)
         for size in report.sizes:
-            if self.host is not None and size.tier == "host" and size.num_slots > self.host.host.pool.num_slots:
-                self.host.host.pool.resize(size.num_slots)
-        self.moves.apply(report)
+            if self.host is not None and size.tier == "host":
+                self.host.grew(report.rank, size.num_slots)
 
     def computed(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
         """A step of so many tokens took so long: what computing costs, for loading or recomputing."""
@@ -333,7 +334,7 @@ class CacheManager:
         if may_load and self.config.recompute:
             under_way = missing + self.moves.num_blocks(Purpose.LOAD)
             num_tokens = (hold.lease.num_matched - on_device) * block_tokens
-            decision = self.speeds.decide({Purpose.LOAD: under_way}, on_device * block_tokens, num_tokens)
+            decision = self.speeds.decide({(Purpose.LOAD, ""): under_way}, on_device * block_tokens, num_tokens)
         if may_load and (decision is None or decision.load):
             hold.tokens_from = _origins(fetch, missing, block_tokens)
         else:
@@ -357,7 +358,7 @@ class CacheManager:
         """A move is over: learn its speed, and go on with its blocks."""
         purpose, transfer = move.transfer.purpose, move.transfer
         if there.all():
-            self.speeds.moved(purpose, move.count, move.seconds)
+            self.speeds.moved((purpose, transfer.store), move.count, move.seconds)
         if purpose is Purpose.SAVE and there.any():
             for store in self.stores.values():  # whether it gets them is its policy's to say
                 store.queue.put(SaveJob(move.lease.chain, move.first, move.first + move.count))

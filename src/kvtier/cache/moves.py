@@ -10,6 +10,7 @@ it becomes readable.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,16 +86,17 @@ class Moves:
         """`on_end` is told of each move that is over, and which of its blocks are where they should be."""
         self.counts = MoveCounts()
         self.epoch = 0
+        self.num_ranks = num_ranks
         self._tree = tree
-        self._num_ranks = num_ranks
         self._on_end = on_end
         self._ids = itertools.count(1)
         self._plan_ids = itertools.count(1)
         self._planned: list[Transfer] = []
         self._probes: list[Probe] = []
         self._drops: list[Drop] = []
+        self._asked: dict[int, set[int]] = {}
         self._in_flight: dict[int, Move] = {}
-        self._num_blocks = dict.fromkeys(Purpose, 0)
+        self._num_blocks: Counter[tuple[Purpose, str]] = Counter()
 
     @property
     def leases(self) -> list[Lease]:
@@ -111,9 +113,9 @@ class Moves:
         """Whether something was planned that no plan has told yet."""
         return bool(self._planned or self._probes or self._drops)
 
-    def num_blocks(self, purpose: Purpose) -> int:
-        """Blocks under way."""
-        return self._num_blocks[purpose]
+    def num_blocks(self, purpose: Purpose, store: str = "") -> int:
+        """Blocks under way; of fetches and stores, from and to one store."""
+        return self._num_blocks[purpose, store]
 
     def start(
         self,
@@ -135,8 +137,8 @@ class Moves:
         if source.tier is not None:
             begin_read(lease, source.tier, first, transfer.num_blocks)
         self._planned.append(transfer)
-        self._num_blocks[purpose] += transfer.num_blocks
-        waiting, arrived = set(range(self._num_ranks)), np.ones(transfer.num_blocks, np.bool_)
+        self._num_blocks[purpose, transfer.store] += transfer.num_blocks
+        waiting, arrived = set(range(self.num_ranks)), np.ones(transfer.num_blocks, np.bool_)
         self._in_flight[transfer.id] = Move(
             transfer, lease, first, source.tier, target.tier, self.epoch, waiting, arrived
         )
@@ -145,7 +147,14 @@ class Moves:
     def probe(self, store: str, keys: bytes = b"") -> int:
         """Ask a store which of these it has, or for all that it has. Returns the probe's id."""
         self._probes.append(Probe(next(self._ids), store, keys))
+        self._asked[self._probes[-1].id] = set(range(self.num_ranks))
         return self._probes[-1].id
+
+    def answered(self, rank: int, probe_id: int) -> bool:
+        """A rank has answered a probe; whether that was the last."""
+        waiting_for = self._asked.get(probe_id, set())
+        waiting_for.discard(rank)
+        return not waiting_for and self._asked.pop(probe_id, None) is not None
 
     def drop(self, drop: Drop) -> None:
         """Tell a store to forget."""
@@ -159,8 +168,8 @@ class Moves:
 
     def apply(self, report: Report) -> None:
         """Take a rank's outcomes. A move is over when every rank has reported it; a block arrived if all say so."""
-        if not 0 <= report.rank < self._num_ranks:
-            raise ArgumentError(f"a report of rank {report.rank}, there are {self._num_ranks}")
+        if not 0 <= report.rank < self.num_ranks:
+            raise ArgumentError(f"a report of rank {report.rank}, there are {self.num_ranks}")
         for outcome in report.outcomes:
             self._take(report.rank, outcome)
 
@@ -189,7 +198,7 @@ class Moves:
     def _finish(self, move: Move) -> None:
         purpose, num_arrived = move.transfer.purpose, int(move.arrived.sum())
         del self._in_flight[move.transfer.id]
-        self._num_blocks[purpose] -= move.count
+        self._num_blocks[purpose, move.transfer.store] -= move.count
         self.counts.num_blocks[purpose] += num_arrived
         self.counts.num_failed[purpose] += move.count - num_arrived
         self.counts.seconds[purpose] += move.seconds

@@ -64,6 +64,11 @@ class Transfer:
         return (self.source_slots, 4), (self.target_slots, 4), (self.keys, KEY_BYTES), (self.digests, 16)
 
     @property
+    def store(self) -> str:
+        """The store on one side, if there is one."""
+        return {Purpose.FETCH: self.source, Purpose.STORE: self.target}.get(self.purpose, "")
+
+    @property
     def num_blocks(self) -> int:
         """How many blocks it moves."""
         return max(len(self.source_slots), len(self.target_slots)) // 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvtier.errors import RangeError
@@ -52,6 +52,12 @@ class SaveJob:
     chain: Chain
     first: int
     stop: int
+    always: bool = False
+    """Whatever the policy says: somebody asked for it."""
+
+    def after(self, block: int) -> SaveJob:
+        """What is left of it from a block on."""
+        return replace(self, first=block)
 
 
 class SaveQueue:
@@ -83,7 +89,7 @@ class SaveQueue:
             self._jobs.append(SaveJob(lease.chain, 0, lease.num_blocks))
 
     def put(self, job: SaveJob) -> None:
-        """Whatever the policy."""
+        """Another job."""
         self._jobs.append(job)
 
     def put_back(self, job: SaveJob) -> None:
@@ -98,9 +104,10 @@ class SaveQueue:
         """Nothing of it is there any more."""
         self._jobs.clear()
 
-    def is_worth(self, lease: Lease) -> bool:
-        """Whether blocks of this path were used often enough."""
-        return self.saving.write is not WritePolicy.SELECTIVE or lease.node.usage.uses >= self.saving.min_uses
+    def is_worth(self, job: SaveJob, lease: Lease) -> bool:
+        """Whether blocks of this path were used often enough, or somebody wants them saved."""
+        is_selective = self.saving.write is WritePolicy.SELECTIVE and not job.always
+        return not is_selective or lease.node.usage.uses >= self.saving.min_uses
 
     def room(self, num_moving: int, now: float) -> int:
         """Blocks that may start now, with so many under way."""

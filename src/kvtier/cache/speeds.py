@@ -12,6 +12,8 @@ from kvtier.cache.plan import Purpose
 
 # What was seen 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
 _DECAY = 1 - 1 / 40
+Way = tuple[Purpose, str]
+"""How blocks are moved, and from or to which store: each has a speed of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +90,28 @@ class Speeds:
     """What moving blocks and computing tokens costs on this machine, as measured."""
 
     def __init__(self) -> None:
-        self._moves = {purpose: Fit(1) for purpose in Purpose}
+        self._moves: dict[Way, Fit] = {}
         self._compute = Fit(2)
 
-    def moved(self, purpose: Purpose, num_blocks: int, seconds: float) -> None:
+    def moved(self, way: Way, num_blocks: int, seconds: float) -> None:
         """A move of so many blocks took so long."""
-        self._moves[purpose].observe((num_blocks,), seconds)
+        self._moves.setdefault(way, Fit(1)).observe((num_blocks,), seconds)
 
     def computed(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
         """A step of so many tokens took so long; `attended_tokens` sums the context each of them looked back on."""
         self._compute.observe((num_tokens, attended_tokens), seconds)
 
-    def move_seconds(self, purpose: Purpose, num_blocks: int) -> float | None:
-        """How long it would take to move so many."""
-        return self._moves[purpose].predict((num_blocks,))
+    def move_seconds(self, way: Way, num_blocks: int) -> float | None:
+        """How long it would take to move so many; None before anything was seen."""
+        return self._moves[way].predict((num_blocks,)) if way in self._moves else None
 
     def compute_seconds(self, first: int, num_tokens: int) -> float | None:
         """How long it would take to compute tokens [first, first + num_tokens) of a request."""
         return self._compute.predict((num_tokens, num_tokens * (first + num_tokens / 2)))
 
-    def decide(self, num_blocks: dict[Purpose, int], first: int, num_tokens: int) -> Decision:
+    def decide(self, num_blocks: dict[Way, int], first: int, num_tokens: int) -> Decision:
         """Load, or recompute? `num_blocks` are to be moved for it, those queued before them included."""
-        times = [self.move_seconds(purpose, count) for purpose, count in num_blocks.items() if count]
+        times = [self.move_seconds(way, count) for way, count in num_blocks.items() if count]
         load = sum(time for time in times if time is not None) if None not in times else None
         compute = self.compute_seconds(first, num_tokens)
         return Decision(load is None or compute is None or load <= compute, num_tokens, load, compute)

@@ -47,16 +47,18 @@ class StoreConfig:
     once, and what is stored is remembered."""
     max_fetching_blocks: int = 1024
     """On their way from it at a time."""
+    max_known: int = 1 << 22
+    """Keys that are remembered of it, at about 150 bytes each: it evicts by itself, and tells nobody."""
     secret: bytes = field(default=b"", repr=False)
     """Keys the token digests in the store, so that nobody who reads it can guess prompts."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name in ("device", "host"):
             raise RangeError(f"a store needs a name that is not a memory's, got {self.name!r}")
-        if self.wait_seconds < 0 or self.max_fetching_blocks < 1:
+        if self.wait_seconds < 0 or self.max_fetching_blocks < 1 or self.max_known < 1:
             raise RangeError(
-                f"wait_seconds must be 0 or more and max_fetching_blocks 1 or more, got {self.wait_seconds} and "
-                f"{self.max_fetching_blocks}"
+                f"wait_seconds must be 0 or more, max_fetching_blocks and max_known 1 or more, got "
+                f"{self.wait_seconds}, {self.max_fetching_blocks} and {self.max_known}"
             )
 
 
@@ -67,7 +69,8 @@ class StoreCopies:
         self.config = config
         self.queue = SaveQueue(config.saving, max_jobs)
         self._tree, self._host, self._moves = tree, host, moves
-        self._known: set[bytes] = set()
+        self._known: dict[bytes, int] = {}  # key -> bits of the ranks that have it; those learned of last at the end
+        self._all_ranks = (1 << moves.num_ranks) - 1
         self._storing: set[bytes] = set()
         self.inventory_probe = 0 if config.is_shared else moves.probe(config.name)
         """The probe for all that it has, until it is answered; then 0."""
@@ -76,24 +79,50 @@ class StoreCopies:
 
     @property
     def num_known(self) -> int:
-        """Blocks it is known to have."""
+        """Blocks it is known to have, for some rank."""
         return len(self._known)
+
+    def has(self, key: bytes) -> bool:
+        """Whether it is known to have a block, for every rank."""
+        return self._known.get(key) == self._all_ranks
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
         """How many of these, from the first on, it is known to have."""
-        return sum(1 for _ in takewhile(self._known.__contains__, keys))
+        return sum(1 for _ in takewhile(self.has, keys))
 
-    def learn(self, presence: Presence) -> None:
+    def learn(self, rank: int, presence: Presence) -> None:
         """It was found to have some, and not to have others."""
-        if presence.probe_id == self.inventory_probe:
-            self.inventory_probe = 0
-        self._known.update(split_keys(presence.present))
-        self._known.difference_update(split_keys(presence.absent))
+        for key in split_keys(presence.present):
+            self._know(key, 1 << rank)
+        for key in split_keys(presence.absent):
+            left = self._known.pop(key, 0) & ~(1 << rank)
+            if left:
+                self._known[key] = left
 
-    def drop(self, keys: bytes = b"") -> None:
-        """Have it forget these blocks, or all of this cache."""
-        self._known = self._known.difference(split_keys(keys)) if keys else set()
-        self._moves.drop(Drop(self.config.name, keys))
+    def answered(self, probe_id: int) -> None:
+        """A probe was answered by every rank."""
+        if probe_id == self.inventory_probe:
+            self.inventory_probe = 0
+
+    def drop(self, keys: bytes) -> None:
+        """Have it forget these blocks."""
+        gone = split_keys(keys)
+        for key in gone:
+            self._known.pop(key, None)
+        self._storing.difference_update(gone)  # what is on its way there is forgotten behind it
+        if keys:
+            self._moves.drop(Drop(self.config.name, keys))
+
+    def clear(self) -> None:
+        """Have it forget all of this cache."""
+        self._known.clear()
+        self._storing.clear()
+        self._moves.drop(Drop(self.config.name))
+
+    def _know(self, key: bytes, ranks: int) -> None:
+        self._known[key] = self._known.pop(key, 0) | ranks
+        if len(self._known) > self.config.max_known:
+            del self._known[next(iter(self._known))]
 
     # ---- what it gets ----------------------------------------------------------------------------------------------
 
@@ -110,7 +139,7 @@ class StoreCopies:
         """Start as many writes as may be under way."""
         if not self.wants_to_save and not (all_of_them and self.queue):
             return
-        room = self.queue.room(self._moves.num_blocks(Purpose.STORE), now)
+        room = self.queue.room(self._moves.num_blocks(Purpose.STORE, self.config.name), now)
         while self.queue and room > 0:
             started = self._save(self.queue.pop(), room, now)
             self.queue.spend(started)
@@ -119,22 +148,24 @@ class StoreCopies:
     def ended(self, move: Move, there: Mask) -> None:
         """A write to this store is over."""
         keys = split_keys(move.transfer.keys)
+        for key, ok in zip(keys, there.tolist(), strict=True):
+            if ok and key in self._storing:
+                self._know(key, self._all_ranks)
         self._storing.difference_update(keys)
-        self._known.update(key for key, ok in zip(keys, there.tolist(), strict=True) if ok)
 
     def _save(self, job: SaveJob, room: int, now: float) -> int:
         """Start storing what of a job is on the host and not in the store; returns the blocks started."""
         lease = self._tree.match(job.chain, now=now, max_blocks=job.stop)
         stop = min(job.stop, lease.num_blocks)
         started = 0
-        if stop > job.first and self.queue.is_worth(lease):
+        if stop > job.first and self.queue.is_worth(job, lease):
             keys = split_keys(job.chain.keys(stop)[job.first * KEY_BYTES :])
-            new = np.array([key not in self._known and key not in self._storing for key in keys], np.bool_)
+            new = np.array([not (self.has(key) or key in self._storing) for key in keys], np.bool_)
             wanted = new & (states_of(lease, self._host)[job.first : stop] >= BlockState.READY)
             for first, last in runs(wanted, job.first):
                 count = min(last - first, room - started)
                 if count < last - first:
-                    self.queue.put_back(SaveJob(job.chain, first + count, job.stop))
+                    self.queue.put_back(job.after(first + count))
                 if not count:
                     break
                 mine = keys[first - job.first : first - job.first + count]

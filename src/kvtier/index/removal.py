@@ -64,16 +64,16 @@ class Removal:
             self.cut(node, kept, tier, time)
         return taken
 
-    def demote(self, tier: Tier, node: Node, time: int) -> list[I32]:
-        """Take from a tier what another can be read for: of all below a node, then from it upwards.
+    def demote(self, tier: Tier, node: Node, time: int, *, below: bool) -> list[I32]:
+        """Take from a tier what another can be read for: of all below a node, if told so, then from it upwards.
 
         As far as nobody holds it, nor a block below it that stays.
         """
-        below = [node]
-        for each in below:  # parents before children; it grows as it goes
-            below.extend(each.children.values())
+        nodes = list(node.children.values()) if below else []
+        for each in nodes:  # parents before children; it grows as it goes
+            nodes.extend(each.children.values())
         freed: list[I32] = []
-        for each in (*reversed(below[1:]), *upwards(node)):
+        for each in (*reversed(nodes), *upwards(node)):
             held = each.held[tier.number]
             if held is None or each.leases or each.below[tier.number]:
                 continue

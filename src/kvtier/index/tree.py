@@ -263,7 +263,7 @@ class RadixTree:
         lease = self.match(chain)
         node = lease.node
         self.release(lease, used=False)
-        freed = self._removal.demote(tier, node, self.clock)
+        freed = self._removal.demote(tier, node, self.clock, below=0 < lease.num_blocks == chain.num_blocks)
         if freed:
             tier.pool.release(Slots(tier.name, np.concatenate(freed)))
         return sum(map(len, freed))

@@ -1,0 +1,288 @@
+"""What operators do to prompts and tiers, on the deciding side: exactly that, and nothing to anybody else."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_support import BLOCK, Lab, chain_of, disk, prompt
+from kvtier.cache.host import HostConfig
+from kvtier.cache.plan import Purpose
+from kvtier.cache.saving import Saving, WritePolicy
+from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.index import Chain, MediaItem
+
+SYSTEM = [7] * 8  # two blocks
+
+
+def asked(number: int, num_blocks: int = 3) -> Chain:
+    """A prompt with the system's blocks before its own."""
+    return chain_of(*SYSTEM, *([number] * (num_blocks * BLOCK)), 1)
+
+
+def shared() -> Lab:
+    """Two prompts of five blocks, two of them shared, in all three tiers."""
+    lab = Lab(40, host=HostConfig(40), stores=[disk()])
+    lab.serve(asked(1))
+    lab.serve(asked(2))
+    assert len(lab.worker.stores["disk"]) == 8
+    return lab
+
+
+def in_tiers(lab: Lab, chain: Chain) -> list[int]:
+    return [lab.num_in(tier, chain) for tier in ("device", "host", "disk")]
+
+
+def carry_out(lab: Lab) -> None:
+    lab.settle()
+    lab.manager.check()
+
+
+# ---- drop ----------------------------------------------------------------------------------------------------------
+
+
+def test_drop_forgets_a_prompt_everywhere_and_what_others_share_stays():
+    lab = shared()
+    assert lab.control.drop(asked(1)) == 3
+    carry_out(lab)
+    assert in_tiers(lab, asked(1)) == [2, 2, 2]
+    assert in_tiers(lab, asked(2)) == [5, 5, 5]
+
+
+def test_drop_forgets_what_follows():
+    lab = shared()
+    longer = Chain(lab.manager.namespace, [*asked(1).tokens[:-1].tolist(), *[5] * 9])
+    lab.serve(longer)
+    assert in_tiers(lab, longer) == [7, 7, 7]
+    assert lab.control.drop(asked(1)) == 5
+    carry_out(lab)
+    assert in_tiers(lab, longer) == [2, 2, 2]
+
+
+def test_drop_of_the_shared_part_takes_all():
+    lab = shared()
+    assert lab.control.drop(chain_of(*SYSTEM)) == 8
+    carry_out(lab)
+    assert lab.worker.stores["disk"] == {}
+
+
+@pytest.mark.parametrize(
+    "chain", [chain_of(1, 2), chain_of(*[8] * 20), asked(3), chain_of(*SYSTEM, 9, 9, 9, 9, 9), prompt(1, 2, salt=b"x")]
+)
+def test_drop_of_what_is_not_in_memory_takes_nothing_of_others(chain):
+    lab = shared()
+    assert lab.control.drop(chain) == 0
+    carry_out(lab)
+    assert in_tiers(lab, asked(1)) == [5, 5, 5]
+    assert in_tiers(lab, asked(2)) == [5, 5, 5]
+
+
+def test_drop_of_what_is_only_in_a_store_takes_what_memory_does_not_share():
+    lab = shared()
+    lab.evict("device")
+    lab.evict("host")
+    lab.serve(asked(2))
+    lab.control.drop(asked(1))
+    carry_out(lab)
+    assert in_tiers(lab, asked(1)) == [2, 2, 2]
+    assert in_tiers(lab, asked(2)) == [5, 5, 5]
+
+
+def test_drop_with_an_empty_memory_takes_that_prompt_and_no_other():
+    lab = shared()
+    lab.serve(prompt(5, 3))
+    lab.manager.reset()
+    lab.control.drop(prompt(5, 3))
+    lab.control.drop(chain_of(1, 2, 3))  # no full block
+    carry_out(lab)
+    assert lab.num_in("disk", prompt(5, 3)) == 0
+    assert len(lab.worker.stores["disk"]) == 8
+
+
+def test_drop_with_part_of_a_prompt_evicted_takes_all_that_is_left_of_it():
+    lab = Lab(40, stores=[disk()])
+    lab.serve(prompt(1, 6))
+    tree = lab.manager.tree
+    for tier in tree.tiers:
+        tree.evict(tier, 2)
+    assert lab.control.drop(prompt(1, 6)) == 4
+    carry_out(lab)
+    assert in_tiers(lab, prompt(1, 6)) == [0, 0, 0]
+
+
+def test_drop_while_somebody_uses_it_leaves_the_user_alone():
+    lab = shared()
+    hold = lab.start(asked(1))
+    lab.control.drop(asked(1))
+    lab.verify(hold)
+    lab.compute(hold)
+    lab.manager.finish(hold)
+    carry_out(lab)
+    assert in_tiers(lab, asked(1)) == [2, 2, 2]
+    assert lab.control.tier("device").pool.num_used == 5
+
+
+def test_clear_stores_forgets_all_and_memory_stays():
+    lab = shared()
+    lab.control.clear_stores()
+    carry_out(lab)
+    assert lab.worker.stores["disk"] == {}
+    assert lab.manager.stores["disk"].num_known == 0
+    assert in_tiers(lab, asked(1)) == [5, 5, 0]
+
+
+# ---- demote, save, pin ---------------------------------------------------------------------------------------------
+
+
+def test_demote_frees_the_device_of_one_prompt_and_what_others_need_stays():
+    lab = shared()
+    assert lab.control.demote(asked(1)) == 3
+    assert in_tiers(lab, asked(1)) == [2, 5, 5]
+    assert in_tiers(lab, asked(2)) == [5, 5, 5]
+    assert lab.start(asked(1)).tokens_from == {"host": 3 * BLOCK, "device": 2 * BLOCK}
+
+
+@pytest.mark.parametrize("chain", [chain_of(*[8] * 20), asked(3), chain_of(1, 2)])
+def test_demote_of_what_is_not_in_memory_frees_nothing_of_others(chain):
+    lab = shared()
+    lab.control.demote(chain)
+    assert in_tiers(lab, asked(1)) == [5, 5, 5]
+    assert in_tiers(lab, asked(2)) == [5, 5, 5]
+
+
+def test_demote_without_a_host_copy_frees_nothing():
+    lab = Lab(20, host=HostConfig(20, saving=Saving(WritePolicy.BACK, low_share=0.0)))
+    lab.serve(prompt(1, 4))
+    assert lab.control.demote(prompt(1, 4)) == 0
+    assert lab.num_in("device", prompt(1, 4)) == 4
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.SELECTIVE, WritePolicy.BACK])
+def test_save_copies_one_prompt_whatever_the_policy(policy):
+    never = Saving(policy, min_uses=9, low_share=0.0)
+    lab = Lab(20, host=HostConfig(20, saving=never), stores=[disk(saving=never)])
+    lab.serve(prompt(1, 4))
+    hold = lab.start(prompt(2, 4))
+    lab.compute(hold)
+    for _ in range(2):
+        lab.control.save(prompt(1, 4))
+        while lab.control.plan_saves(0.0) or lab.manager.moves.in_flight:
+            lab.plan()
+            lab.hear()
+    assert in_tiers(lab, prompt(1, 4)) == [4, 4, 4]
+    assert in_tiers(lab, prompt(2, 4)) == [4, 0, 0]
+
+
+def test_save_all_saves_chains_made_from_nodes_under_the_keys_of_their_prompts():
+    never = Saving(WritePolicy.BACK, low_share=0.0)
+    lab = Lab(40, host=HostConfig(40, saving=never), stores=[disk(saving=never)])
+    chains = [
+        asked(1),
+        asked(2),
+        prompt(1, 3, salt=b"tenant"),
+        prompt(1, 3, adapter=b"lora"),
+        prompt(1, 3, media=[MediaItem(5, 2, b"a cat")]),
+        prompt(1, 3, media=[MediaItem(5, 2, b"a dog")]),
+    ]
+    for chain in chains:
+        lab.serve(chain)
+    for _ in range(2):
+        lab.control.save_all()
+        while lab.control.plan_saves(0.0) or lab.manager.moves.in_flight:
+            lab.plan()
+            lab.hear()
+    for chain in chains:
+        assert lab.num_in("disk", chain) == chain.num_blocks
+    again = Lab(40, stores=[disk()], workers=lab.workers)
+    again.settle()
+    for chain in chains:  # and a new process finds each, right
+        hold = again.start(chain, again.fetched(chain))
+        assert hold.num_cached_tokens == chain.num_blocks * BLOCK
+
+
+def test_a_pin_keeps_a_prompt_in_memory_whatever_comes():
+    lab = Lab(8, host=HostConfig(6))
+    lab.serve(prompt(1, 3))
+    pin = lab.manager.pin(prompt(1, 3))
+    for number in range(2, 9):
+        lab.serve(prompt(number, 4))
+    assert [lab.num_in(tier, prompt(1, 3)) for tier in ("device", "host")] == [3, 3]
+    lab.manager.unpin(pin)
+    for number in range(2, 9):
+        lab.serve(prompt(number, 4))
+    assert [lab.num_in(tier, prompt(1, 3)) for tier in ("device", "host")] == [0, 0]
+
+
+def test_a_pin_outlives_a_reset_and_holds_nothing_after_it_ends():
+    lab = shared()
+    pin = lab.manager.pin(asked(1))
+    lab.manager.reset()
+    lab.manager.check()
+    assert lab.control.tier("device").pool.num_used == 5
+    lab.manager.unpin(pin)
+    assert lab.control.tier("device").pool.num_used == 0
+    with pytest.raises(KeyError):
+        lab.manager.unpin(pin)
+
+
+# ---- tiers ---------------------------------------------------------------------------------------------------------
+
+
+def test_quotas_limit_each_tier_for_its_tenant_alone():
+    lab = Lab(20, host=HostConfig(20))
+    lab.control.set_quota("device", b"small", 5)
+    lab.control.set_quota("host", b"small", 4)
+    for number in range(4):
+        lab.serve(prompt(number, 4, salt=b"small"))
+        lab.serve(prompt(number, 2, salt=b"other"))
+    for name, most in (("device", 5), ("host", 4)):
+        used = lab.control.tier(name).used_by
+        assert used[b"small"] <= most
+        assert used[b"other"] == 8
+    lab.control.set_quota("host", b"small", None)
+    lab.serve(prompt(8, 4, salt=b"small"))
+    assert lab.control.tier("host").used_by[b"small"] == 8
+
+
+def test_vacated_slots_are_empty_and_what_the_host_has_is_found_there():
+    lab = shared()
+    lab.control.vacate("device")
+    lab.manager.check()
+    assert lab.control.tier("device").pool.num_used == 0
+    assert lab.start(asked(1)).tokens_from == {"host": 5 * BLOCK, "device": 0}
+
+
+@pytest.mark.parametrize(("tier", "size"), [("device", 6), ("device", 60), ("host", 3), ("host", 50)])
+def test_resize_keeps_what_fits(tier, size):
+    lab = shared()
+    lab.control.resize(tier, size)
+    lab.manager.check()
+    pool = lab.control.tier(tier).pool
+    assert pool.num_slots == size
+    assert pool.num_used == min(8, size)
+    lab.serve(asked(1))
+    assert (pool.free_slots() < size).all()
+
+
+def test_nothing_is_resized_while_somebody_runs_or_something_moves():
+    lab = Lab(20)
+    hold = lab.start(prompt(1, 4))
+    with pytest.raises(StateError, match="1 requests hold"):
+        lab.control.resize("device", 30)
+    lab.compute(hold)
+    lab.manager.finish(hold)
+    assert lab.plan().transfers[0].purpose is Purpose.SAVE
+    with pytest.raises(StateError, match="under way"):
+        lab.control.vacate("host")
+    lab.hear()
+    lab.control.vacate("host")
+    with pytest.raises(RangeError, match="got 0"):
+        lab.control.resize("device", 0)
+    with pytest.raises(ArgumentError, match="device, host"):
+        lab.control.tier("disk")
+
+
+def test_a_reset_keeps_the_stores_and_what_they_have_is_fetched_again():
+    lab = shared()
+    lab.manager.reset()
+    assert lab.manager.stats.tiers[0].num_used == 0
+    assert lab.serve(asked(1)).tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}

@@ -1,0 +1,497 @@
+"""Fetches: from asking to over, whoever else wants the same, whatever fails, is dropped or reset meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
+from kvtier.cache.host import HostConfig
+from kvtier.cache.plan import Presence, Probe, Purpose, Report, split_keys
+from kvtier.cache.store import Patience
+from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.index import Chain
+
+
+def stored(chain: Chain, num_blocks: int | None = None) -> dict[bytes, object]:
+    """A store's content that has the beginning of a prompt."""
+    return {key: content(chain, block) for block, key in enumerate(split_keys(chain.keys(num_blocks)))}
+
+
+def lab_with(*chains: Chain, config=None, **options) -> Lab:
+    """A cache that was started on a store with these prompts in it, whose inventory is known."""
+    lab = Lab(**{"num_blocks": 20, "stores": [config or disk()], **options})
+    for chain in chains:
+        lab.worker.stores["disk"].update(stored(chain))
+    lab.settle()
+    return lab
+
+
+def fetches(lab: Lab) -> list[int]:
+    return [transfer.num_blocks for transfer in lab.worker.done if transfer.purpose is Purpose.FETCH]
+
+
+# ---- its life ------------------------------------------------------------------------------------------------------
+
+
+def test_the_inventory_is_taken_page_by_page_and_a_fetch_waits_for_it():
+    lab = Lab(20, stores=[disk()])
+    lab.worker.stores["disk"].update(stored(prompt(1, 5)))
+    fetch = lab.manager.prefetch(prompt(1, 5))
+    assert not fetch.is_over
+    (probe,) = lab.plan().probes
+    assert probe.keys == b""
+    assert lab.manager.stores["disk"].num_known == 0
+    pages = lab.worker.work().presences
+    assert [len(page.present) // 32 for page in pages] == [2, 2, 1, 0]
+    for page in pages[:-1]:
+        lab.manager.apply(Report(0, 0, presences=(page,)))
+        assert not lab.plan().transfers  # more may come
+    assert lab.manager.stores["disk"].num_known == 5
+    lab.manager.apply(Report(0, 0, presences=pages[-1:]))
+    assert [transfer.num_blocks for transfer in lab.plan().transfers] == [5]
+
+
+def test_a_fetch_is_asking_then_moving_then_over():
+    lab = Lab(20, stores=[disk(is_shared=True)])
+    lab.worker.stores["disk"].update(stored(prompt(1, 5)))
+    chain = prompt(1, 5)
+    fetch = lab.manager.prefetch(chain)
+    (probe,) = lab.plan().probes
+    assert probe.keys == chain.keys(5)
+    assert not lab.manager.is_fetched(fetch)
+    lab.hear()
+    assert not lab.manager.is_fetched(fetch)
+    (move,) = lab.plan().transfers
+    assert (move.purpose, move.source, move.target, move.keys) == (Purpose.FETCH, "disk", "host", probe.keys)
+    lab.hear()
+    assert lab.manager.is_fetched(fetch)
+    assert fetch.num_fetched == {"disk": 5}
+    hold = lab.start(chain, fetch)
+    assert hold.tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}
+    lab.manager.end_fetch(fetch)
+    with pytest.raises(StateError, match="ended already"):
+        lab.manager.end_fetch(fetch)
+
+
+def test_what_no_store_has_is_over_at_once():
+    lab = lab_with(prompt(1, 4))
+    assert lab.manager.prefetch(prompt(2, 4)).is_over
+    assert lab.manager.prefetch(chain_of(1, 1)).is_over  # no full block
+    assert Lab(20).manager.prefetch(prompt(2, 4)) is None
+
+
+def test_a_prompt_is_fetched_but_for_its_last_token():
+    """Four full blocks, the last token of which must be computed."""
+    lab = lab_with(chain_of(*[1] * 16))
+    assert lab.fetched(chain_of(*[1] * 16)).num_fetched == {"disk": 3}
+
+
+def test_only_what_is_not_in_memory_is_fetched():
+    lab = lab_with(prompt(1, 8))
+    lab.serve(prompt(1, 3))
+    assert fetches(lab) == [3]
+    lab.evict("device")
+    fetch = lab.fetched(prompt(1, 8))
+    assert fetches(lab) == [3, 5]
+    hold = lab.start(prompt(1, 8), fetch)
+    assert hold.tokens_from == {"disk": 5 * BLOCK, "host": 3 * BLOCK, "device": 0}
+
+
+def test_tokens_from_names_each_tier():
+    lab = Lab(8, host=HostConfig(20), stores=[disk("near"), disk("far")])
+    lab.worker.stores["near"].update(stored(prompt(1, 10), 6))
+    lab.worker.stores["far"].update(stored(prompt(1, 10)))
+    lab.settle()
+    lab.manager.abort(lab.start(prompt(1, 2), lab.fetched(prompt(1, 2))))  # two are on the device now
+    fetch = lab.fetched(prompt(1, 5))
+    assert fetch.num_fetched == {"near": 3}
+    hold = lab.start(prompt(1, 5), fetch)
+    assert hold.tokens_from == {"near": 3 * BLOCK, "host": 0, "device": 2 * BLOCK}
+    lab.compute(hold)
+    assert {tier.name: tier.hit_tokens for tier in lab.manager.stats.tiers} == {
+        "device": 2 * BLOCK,
+        "host": 0,
+        "near": 3 * BLOCK,
+        "far": 0,
+    }
+
+
+def test_stores_are_asked_in_order_and_the_next_has_what_the_first_lacks():
+    lab = Lab(20, stores=[disk("near"), disk("far")])
+    everything = stored(prompt(1, 9))
+    keys = list(everything)
+    lab.worker.stores["near"].update({key: everything[key] for key in (*keys[:2], *keys[5:6])})
+    lab.worker.stores["far"].update({key: everything[key] for key in (*keys[1:8],)})
+    lab.settle()
+    fetch = lab.fetched(prompt(1, 9))
+    parts = [(move.source, move.num_blocks) for move in lab.worker.done]
+    assert parts == [("near", 2), ("far", 6)]  # far goes on as far as it can; the ninth is nowhere
+    assert fetch.num_fetched == {"near": 2, "far": 6}
+    lab.start(prompt(1, 9), fetch)
+
+
+# ---- others --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("longer", [0, 3])
+def test_two_that_want_the_same_fetch_it_once(longer):
+    lab = lab_with(prompt(1, 4 + longer))
+    first, second = prompt(1, 4), prompt(1, 4 + longer)
+    one, two = lab.manager.prefetch(first), lab.manager.prefetch(second)
+    lab.plan()
+    assert not two.is_over
+    lab.hear()
+    lab.plan()
+    assert one.is_over
+    lab.hear()
+    lab.plan()
+    assert two.is_over
+    assert fetches(lab) == [4] + [longer] * bool(longer)
+    assert lab.start(second, two).num_cached_tokens == (4 + longer) * BLOCK
+    assert two.num_fetched == ({"disk": longer} if longer else {})
+
+
+def test_waiting_for_somebody_elses_blocks_evicts_nothing():
+    lab = lab_with(prompt(1, 5), prompt(2, 5), num_blocks=20, host=HostConfig(10))
+    lab.serve(prompt(2, 5))
+    lab.evict("device")
+    one, two = lab.manager.prefetch(prompt(1, 5)), lab.manager.prefetch(prompt(1, 5))
+    for _ in range(3):
+        lab.plan()
+    assert lab.num_in("host", prompt(2, 5)) == 5
+    lab.hear()
+    lab.plan()
+    assert one.is_over
+    assert two.is_over
+
+
+def test_who_waits_for_another_goes_without_when_the_other_fails():
+    """The first found nothing and waits for its turn with its lease on the hole: nobody waits for that."""
+    lab = lab_with(prompt(1, 4))
+    one, two = lab.manager.prefetch(prompt(1, 4)), lab.manager.prefetch(prompt(1, 4))
+    lab.worker.stores["disk"].clear()
+    lab.plan()
+    lab.hear()
+    lab.plan()
+    assert one.is_over
+    assert two.is_over
+    assert lab.start(prompt(1, 4), two).num_cached_tokens == 0
+
+
+def test_a_hole_that_a_pin_holds_open_is_waited_for_by_nobody():
+    lab = lab_with(prompt(2, 1), host=HostConfig(2))
+    lab.serve(prompt(1, 4))
+    pin = lab.manager.pin(prompt(1, 4))
+    lab.control.vacate("device")  # two of the four blocks were nowhere else
+    fetch = lab.fetched(prompt(1, 4))
+    hold = lab.start(prompt(1, 4), fetch)
+    assert hold.num_cached_tokens == 2 * BLOCK
+    lab.compute(hold)
+    assert lab.start(prompt(1, 4)).num_cached_tokens == 4 * BLOCK
+    lab.manager.unpin(pin)
+
+
+# ---- patience ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patience", "ready_at"),
+    [
+        (Patience.BEST_EFFORT, [True, True, True]),
+        (Patience.DEADLINE, [False, False, True]),
+        (Patience.WAIT, [False] * 3),
+    ],
+)
+def test_patience(patience, ready_at):
+    lab = lab_with(prompt(1, 4), config=disk(patience=patience, wait_seconds=2.0))
+    lab.now = 10.0
+    fetch = lab.manager.prefetch(prompt(1, 4), now=lab.now)
+    lab.plan()
+    assert [lab.manager.is_fetched(fetch, now=lab.now + seconds) for seconds in (0.0, 1.9, 2.0)] == ready_at
+    lab.hear()
+    assert lab.manager.is_fetched(fetch, now=lab.now)
+
+
+def test_the_most_patient_store_counts():
+    lab = Lab(20, stores=[disk("a", patience=Patience.BEST_EFFORT), disk("b", patience=Patience.WAIT)])
+    fetch = lab.manager.prefetch(prompt(1, 4))
+    assert not lab.manager.is_fetched(fetch, now=1e9)
+
+
+def test_what_comes_after_patience_is_over_is_there_for_the_next():
+    lab = lab_with(prompt(1, 4), config=disk(patience=Patience.BEST_EFFORT))
+    fetch = lab.manager.prefetch(prompt(1, 4))
+    lab.plan()
+    hold = lab.start(prompt(1, 4), fetch)
+    lab.manager.end_fetch(fetch)
+    assert hold.num_cached_tokens == 0
+    lab.compute(hold)
+    lab.manager.finish(hold)
+    lab.settle()
+    lab.evict("device")
+    assert lab.start(prompt(1, 4)).tokens_from == {"host": 4 * BLOCK, "device": 0}
+
+
+# ---- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_partial_arrival_the_beginning_is_used():
+    lab = lab_with(prompt(1, 5))
+    fetch = lab.fetched(prompt(1, 5), lose=lambda _move, _: [False, False, True, False, False])
+    assert fetch.num_fetched == {"disk": 4}
+    hold = lab.start(prompt(1, 5), fetch)
+    lab.manager.end_fetch(fetch)
+    assert hold.num_cached_tokens == 2 * BLOCK
+    assert hold.tokens_from == {"disk": 2 * BLOCK, "host": 0, "device": 0}
+    lab.manager.abort(hold)
+    assert lab.control.tier("host").pool.num_used == 2  # what is behind the gap was given back
+
+
+def test_what_is_missing_is_forgotten_and_what_failed_is_kept():
+    lab = lab_with(prompt(1, 4))
+    known = lab.manager.stores["disk"]
+    lab.manager.end_fetch(lab.fetched(prompt(1, 4), lose=lambda _move, _: [True] * 4))
+    assert known.num_known == 4
+    for key in list(stored(prompt(1, 4)))[2:]:
+        del lab.worker.stores["disk"][key]
+    fetch = lab.fetched(prompt(1, 4))
+    assert fetch.num_fetched == {"disk": 2}
+    assert known.num_known == 2
+    lab.manager.end_fetch(fetch)
+    assert lab.manager.moves.counts.num_failed[Purpose.FETCH] == 4 + 2
+
+
+@pytest.mark.parametrize("num_host", [1, 3])
+def test_a_host_too_small_gets_the_beginning(num_host):
+    lab = lab_with(prompt(1, 6), host=HostConfig(num_host))
+    assert lab.fetched(prompt(1, 6)).num_fetched == {"disk": num_host}
+
+
+def test_a_host_full_of_what_is_held_gets_nothing_and_nobody_waits():
+    lab = lab_with(prompt(1, 4), prompt(2, 4), host=HostConfig(4))
+    lab.fetched(prompt(1, 4))
+    second = lab.manager.prefetch(prompt(2, 4))
+    assert second.is_over
+    assert lab.start(prompt(2, 4), second).num_cached_tokens == 0
+
+
+def test_a_quota_on_the_host_limits_what_is_fetched():
+    chain = prompt(1, 6, salt=b"tenant")
+    lab = lab_with(chain)
+    lab.control.set_quota("host", b"tenant", 4)
+    assert lab.fetched(chain).num_fetched == {"disk": 4}
+
+
+def test_a_fetch_larger_than_may_be_under_way_goes_alone():
+    lab = lab_with(prompt(1, 6), prompt(2, 2), config=disk(max_fetching_blocks=3))
+    small, large = lab.manager.prefetch(prompt(2, 2)), lab.manager.prefetch(prompt(1, 6))
+    assert [move.num_blocks for move in lab.plan().transfers] == [2]
+    lab.hear()
+    assert small.is_over
+    assert [move.num_blocks for move in lab.plan().transfers] == [6]
+    lab.hear()
+    assert large.is_over
+
+
+def test_each_store_has_its_own_limits():
+    """Two hundred blocks on their way from one store do not keep another's waiting."""
+    near, far = disk("near", max_fetching_blocks=4), disk("far", max_fetching_blocks=4)
+    lab = Lab(20, stores=[near, far])
+    lab.worker.stores["near"].update(stored(prompt(1, 4)))
+    lab.worker.stores["far"].update({**stored(prompt(2, 4)), **stored(prompt(3, 4))})
+    lab.settle()
+    for number in (1, 2, 3):
+        lab.manager.prefetch(prompt(number, 4))
+    assert [move.source for move in lab.plan().transfers] == ["near", "far"]
+    lab.hear(count=1)
+    assert [move.source for move in lab.plan().transfers] == []
+    lab.hear()
+    assert [move.source for move in lab.plan().transfers] == ["far"]
+
+
+def test_recompute_off_fetches_whatever_it_costs():
+    lab = lab_with(prompt(1, 4), recompute=False)
+    lab.manager.computed(1000, 1000.0, 1e-9)
+    lab.manager.speeds.moved((Purpose.FETCH, "disk"), 1, 100.0)
+    lab.manager.speeds.moved((Purpose.LOAD, ""), 1, 100.0)
+    assert lab.fetched(prompt(1, 4)).num_fetched == {"disk": 4}
+
+
+# ---- cancel, drop, reset, in every phase ----------------------------------------------------------------------------
+
+
+def phases(lab: Lab, chain: Chain, phase: str):
+    """A fetch in a phase."""
+    fetch = lab.manager.prefetch(chain)
+    if phase == "asking":
+        return fetch
+    lab.plan()  # the probe
+    if phase == "asked":
+        return fetch
+    lab.hear()
+    if phase == "answered":
+        return fetch
+    lab.plan()
+    if phase == "moving":
+        return fetch
+    lab.hear()
+    assert fetch.is_over
+    return fetch
+
+
+PHASES = ["asking", "asked", "answered", "moving", "over"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("what", ["cancel", "reset", "drop", "cancel and reset", "drop and clear"])
+def test_whatever_happens_in_any_phase_nothing_is_left_and_nothing_is_wrong(phase, what):
+    lab = Lab(20, stores=[disk(is_shared=True)])
+    chain = prompt(1, 5)
+    lab.worker.stores["disk"].update(stored(chain))
+    fetch = phases(lab, chain, phase)
+    if "cancel" in what:
+        lab.manager.end_fetch(fetch)
+    if "reset" in what:
+        lab.manager.reset()
+    if "drop" in what:
+        lab.control.drop(chain)
+    if "clear" in what:
+        lab.control.clear_stores()
+    lab.manager.check()
+    lab.settle()
+    if "cancel" not in what:
+        for _ in range(5):
+            lab.plan()
+            lab.hear()
+        assert lab.manager.is_fetched(fetch)
+        hold = lab.start(chain, fetch)
+        lab.manager.abort(hold)
+        lab.manager.end_fetch(fetch)
+    lab.manager.check()
+    assert lab.manager.tree.num_leases == 0
+    lab.evict("device")
+    lab.evict("host")
+    assert [lab.control.tier(name).pool.num_used for name in ("device", "host")] == [0, 0]
+
+
+def test_after_a_reset_a_fetch_stays_over():
+    lab = Lab(20, stores=[disk("near"), disk("far")])
+    lab.worker.stores["near"].update(stored(prompt(1, 6), 3))
+    lab.worker.stores["far"].update(stored(prompt(1, 6)))
+    lab.settle()
+    fetch = lab.manager.prefetch(prompt(1, 6))
+    lab.plan()
+    lab.manager.reset()
+    assert lab.manager.is_fetched(fetch)
+    lab.hear(count=1)
+    assert lab.manager.is_fetched(fetch)
+    lab.hear()
+    assert lab.manager.is_fetched(fetch)
+    assert fetch.num_fetched in ({}, {"near": 0, "far": 0})
+
+
+def test_what_an_old_epoch_reports_frees_its_slots_and_nothing_else():
+    lab = lab_with(prompt(1, 5))
+    old = lab.manager.prefetch(prompt(1, 5))
+    assert lab.plan().epoch == 0
+    lab.manager.reset()
+    lab.manager.end_fetch(old)
+    assert lab.control.tier("host").pool.num_used == 5  # still written to
+    new = lab.manager.prefetch(prompt(1, 5))
+    assert lab.plan().epoch == 1
+    assert lab.control.tier("host").pool.num_used == 10
+    lab.hear(count=1)
+    assert lab.control.tier("host").pool.num_used == 5
+    assert not new.is_over
+    lab.hear()
+    assert new.num_fetched == {"disk": 5}
+    lab.start(prompt(1, 5), new)
+
+
+def test_what_was_dropped_while_it_was_stored_is_not_believed_to_be_there():
+    lab = lab_with()
+    lab.compute(hold := lab.start(prompt(1, 4)))
+    lab.manager.finish(hold)
+    lab.plan()
+    lab.hear()
+    assert [move.purpose for move in lab.plan().transfers] == [Purpose.STORE]
+    lab.control.drop(prompt(1, 4))
+    lab.plan()
+    lab.hear()
+    assert lab.worker.stores["disk"] == {}
+    assert lab.manager.stores["disk"].num_known == 0
+
+
+def test_what_is_known_of_a_store_is_bounded():
+    """A store evicts by itself and tells nobody: what was stored longest ago is forgotten here, too."""
+    lab = lab_with(config=disk(max_known=10), num_blocks=40, host=HostConfig(40))
+    for number in range(5):
+        lab.serve(prompt(number, 4))
+    assert lab.manager.stores["disk"].num_known == 10
+    assert lab.manager.stores["disk"].num_leading(split_keys(prompt(4, 4).keys(4))) == 4
+
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_there_when_every_rank_has_it():
+    lab = Lab(20, stores=[disk()], num_ranks=3)
+    keys = list(stored(prompt(1, 5)))
+    for rank, worker in enumerate(lab.workers):
+        worker.stores["disk"].update({k: v for k, v in stored(prompt(1, 5)).items() if k != keys[4 - rank]})
+    lab.settle()
+    fetch = lab.fetched(prompt(1, 5))
+    assert fetch.num_fetched == {"disk": 2}  # blocks 2, 3 and 4 are each missing from one
+    assert lab.start(prompt(1, 5), fetch).num_cached_tokens == 2 * BLOCK
+
+
+def test_the_losses_of_all_ranks_add_up():
+    lab = Lab(20, stores=[disk()], num_ranks=2)
+    for worker in lab.workers:
+        worker.stores["disk"].update(stored(prompt(1, 5)))
+    lab.settle()
+    fetch = lab.fetched(prompt(1, 5), lose=lambda _move, rank: [i == 4 - rank for i in range(5)])
+    assert fetch.num_fetched == {"disk": 3}
+    lab.start(prompt(1, 5), fetch)
+
+
+def test_a_probe_is_answered_by_every_rank():
+    lab = Lab(20, stores=[disk(is_shared=True)], num_ranks=2)
+    for worker in lab.workers:
+        worker.stores["disk"].update(stored(prompt(1, 5)))
+    fetch = lab.manager.prefetch(prompt(1, 5))
+    lab.plan()
+    lab.manager.apply(lab.workers[0].work())
+    assert not lab.plan().transfers
+    lab.manager.apply(lab.workers[1].work())
+    assert [move.num_blocks for move in lab.plan().transfers] == [5]
+    assert not fetch.is_over
+
+
+def test_host_memory_grows_with_the_slowest_rank():
+    from kvtier.cache.plan import TierSize
+
+    lab = Lab(20, num_ranks=2)
+    pool = lab.control.tier("host").pool
+    lab.control.resize("host", 4)
+    lab.manager.apply(Report(0, 0, sizes=(TierSize("host", 9),)))
+    assert pool.num_slots == 4
+    lab.manager.apply(Report(0, 1, sizes=(TierSize("host", 6),)))
+    assert pool.num_slots == 6
+
+
+def test_a_report_of_nobody_changes_nothing():
+    lab = lab_with(prompt(1, 4))
+    keys = b"".join(stored(prompt(2, 4)))
+    with pytest.raises(ArgumentError, match="rank 7"):
+        lab.manager.apply(Report(0, 7, presences=(Presence("disk", keys),)))
+    assert lab.manager.stores["disk"].num_known == 4
+
+
+def test_bad_stores_are_refused():
+    for bad in ({"name": "host"}, {"name": ""}, {"wait_seconds": -1.0}, {"max_fetching_blocks": 0}, {"max_known": 0}):
+        with pytest.raises(RangeError):
+            disk(**{"name": "disk", **bad})
+    with pytest.raises(ArgumentError, match="different names"):
+        Lab(4, stores=[disk(), disk()])
+    assert Probe(1, "disk").keys == b""
