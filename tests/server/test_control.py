@@ -1,9 +1,7 @@
-"""What an operator can do with the cache of a running server, and what a restart finds on disk."""
+"""What an operator can do with the cache of a running server."""
 
 from __future__ import annotations
 
-import os
-import signal
 import uuid
 
 import pytest
@@ -183,27 +181,3 @@ def test_a_tier_gets_another_size_and_prompts_as_long_as_it_allows(tiered):
 def test_wrong_controls_are_refused(tiered, name, body, param):
     error = control(tiered, name, body, 400)["error"]
     assert (error["param"] or "").split(".")[0] == (param or "")
-
-
-# ---- restarts ----
-
-
-@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
-def test_a_second_start_is_warm(start, tmp_path, end):
-    disk = ("--disk", str(tmp_path / "kv"), "--disk-bytes", "64MiB", "--host-blocks", "128", "--always-load")
-    prompt, truth = fresh(1000), None
-    server = start(*disk)
-    body = {"model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    truth = server.post(TEXT, body).json()["choices"][0]["text"]
-    if end == "SIGTERM":
-        assert server.stop() == 0
-    else:  # what was written through is there, however the processes end
-        server.wait_for(lambda state: state["tiers"][2]["num_used"] >= 62)
-        os.kill(server.engine_pid, signal.SIGKILL)
-        server.process.kill()
-        server.process.wait(30)
-    again = start(*disk)
-    answer = again.post(TEXT, body).json()
-    assert answer["choices"][0]["text"] == truth
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 960
-    assert explained(again)["tokens_from"].get("disk", 0) >= 960

@@ -1,0 +1,257 @@
+"""The command line: settings, suggestions, exit codes, JSON; inspect and verify on a real disk tier."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvtier.cli.main import main
+from kvtier.storage import DiskStore, Label, Write
+
+
+def run(*arguments, stdin="", env=None):
+    command = [sys.executable, "-m", "kvtier", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, input=stdin, env=env)
+
+
+def refused(capsys, *arguments):
+    """What is said when it is not understood."""
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+# ---- what is not understood ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("serv",), "there is no command 'serv'"),
+        (("serv",), "did you mean serve?"),
+        (("serve", "--prot", "80"), "unknown option --prot; did you mean --port?"),
+        (("serve", "--prot=80"), "unknown option --prot; did you mean --port?"),
+        (("serve", "--por", "80"), "did you mean --port?"),  # no abbreviations: they change meaning with every option
+        (("generate", "--temprature", "1"), "did you mean --temperature?"),
+        (("doctor", "more"), "unexpected argument 'more'"),
+        (("serve", "--port", "http"), "invalid int value: 'http'"),
+        (("serve", "--log-level", "loud"), "invalid choice: 'loud'"),
+        (("completion", "tcsh"), "invalid choice: 'tcsh'"),
+    ],
+)
+def test_what_is_misspelt_is_an_error_with_a_suggestion(capsys, arguments, told):
+    assert told in refused(capsys, *arguments)
+
+
+# ---- settings ----
+
+
+def is_json(capsys, *arguments):
+    """Whether `completion`, the cheapest command there is, was told to print JSON."""
+    assert main(["completion", "bash", *arguments]) == 0
+    return capsys.readouterr().out.startswith("{")
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "kvtier.toml"
+    file.write_text("[completion]\njson = true\n")
+    assert not is_json(capsys)
+    assert is_json(capsys, "--config", str(file))
+    monkeypatch.setenv("KVTIER_CONFIG", str(file))
+    assert is_json(capsys)
+    monkeypatch.setenv("KVTIER_JSON", "no")
+    assert not is_json(capsys)
+    assert is_json(capsys, "--json")
+
+
+def test_settings_that_nobody_knows_are_errors_with_a_suggestion(capsys, monkeypatch, tmp_path):
+    file = tmp_path / "kvtier.toml"
+    file.write_text("[serve]\nprot = 80\n")
+    assert f"{file}: [serve] has no option prot; did you mean port?" in refused(capsys, "serve", "--config", str(file))
+    for text, told in (
+        ("[serv]\nport = 80\n", "there is no [serv]; did you mean serve?"),
+        ("port = = 80\n", "cannot be read as TOML"),
+    ):
+        file.write_text(text)
+        assert main(["completion", "bash", "--config", str(file)]) == 1
+        assert told in capsys.readouterr().err
+    assert main(["completion", "bash", "--config", str(tmp_path / "none.toml")]) == 1
+    assert "none.toml" in capsys.readouterr().err
+    monkeypatch.setenv("KVTIER_PROT", "80")
+    assert main(["completion", "bash"]) == 1
+    assert "did you mean KVTIER_PORT?" in capsys.readouterr().err
+    monkeypatch.delenv("KVTIER_PROT")
+    monkeypatch.setenv("KVTIER_SOMEBODY_ELSES", "1")
+    assert main(["completion", "bash"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ('port = "high"', "serve.port must be int, got 'high'"),
+        ('json = "perhaps"', "serve.json must be true or false"),
+        ('log-level = "loud"', "must be one of debug, info, warning, error"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_with_its_place(capsys, tmp_path, table, told):
+    file = tmp_path / "kvtier.toml"
+    file.write_text(f"[serve]\n{table}\n")
+    assert told in refused(capsys, "serve", "--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("tenants", "told"),
+    [
+        ('[[tenants]]\nname = "a"\nkey = "12345678"\nadmn = true', "[[tenants]] has no admn; did you mean admin?"),
+        ('[[tenants]]\nname = "a"', "needs a name and a key"),
+        ('[[tenants]]\nname = "a"\nkey = "short"', "at least 8 are needed"),
+        ('tenants = "a"', "[[tenants]]"),
+        (
+            '[[tenants]]\nname = "a"\nkey = "12345678"\n[[tenants]]\nname = "b"\nkey = "12345678"',
+            "share a name or a key",
+        ),
+    ],
+)
+def test_tenants_that_make_no_sense_are_refused_and_their_keys_not_shown(capsys, tmp_path, tenants, told):
+    file = tmp_path / "kvtier.toml"
+    file.write_text(tenants)
+    assert main(["serve", "--config", str(file), "--model", "/no/such"]) == 1
+    shown = capsys.readouterr().err
+    assert told in shown
+    assert "12345678" not in shown
+
+
+def test_an_address_that_others_reach_needs_keys(capsys):
+    assert main(["serve", "--host", "0.0.0.0", "--model", "/no/such"]) == 1
+    assert "there are no API keys" in capsys.readouterr().err
+
+
+# ---- help and completion ----
+
+
+def test_every_command_has_examples_json_and_a_file_of_settings(capsys):
+    main(["completion", "bash", "--json"])
+    commands = json.loads(capsys.readouterr().out)
+    assert {"serve", "generate", "chat", "bench", "doctor", "inspect", "verify"} <= {*commands}
+    for name, flags in commands.items():
+        assert "--json" in flags
+        assert "--config" in flags
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert "examples:\n  " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["kvtier", "ser"], ["serve"]),
+        (["kvtier", "serve", "--max-r"], ["--max-rows"]),
+        (["kvtier", "--json", "doctor", "--cal"], ["--calibrate"]),
+    ],
+)
+def test_bash_completes(capsys, words, wanted):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    quoted = " ".join(f"'{word}'" for word in words)
+    ask = f'COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _kvtier; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == wanted
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_with_every_command(capsys, shell):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in ("serve", "verify", "max-rows", "shared-words"))
+
+
+# ---- models ----
+
+
+def test_generate_and_chat_print_json(tiny_model):
+    done = run("generate", "--model", str(tiny_model), "--max-tokens", "4", "--json", stdin="One\nTwo\n")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["prompt"] for row in rows] == ["One", "Two"]
+    assert rows[0]["prompt_tokens"] == 3
+    done = run("chat", "--model", str(tiny_model), "--max-tokens", "4", "--json", "--once", "Hello")
+    (row,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert row["finish_reason"] in ("length", "stop")
+
+
+def test_bench_reports_what_clients_saw(server, capsys):
+    assert main(["bench", "--url", server.url, "--clients", "4", "--requests", "8", "--max-tokens", "5", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["statuses"] == {"200": 8}
+    assert told["ttft_p50_ms"] > 0
+    assert main(["bench", "--url", "http://127.0.0.1:9", "--json"]) == 1
+    assert "no kvtier server answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+# ---- stores ----
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A disk tier of two models, twenty objects each."""
+    path = tmp_path / "kv"
+    store = DiskStore(path, 64 << 20, segment_bytes=1 << 20, direct=False)
+    rng = np.random.default_rng(0)
+    for model in (1, 2):
+        label = Label(bytes([model]) * 32)
+        writes = [Write(rng.bytes(32), label, rng.bytes(5000)) for _ in range(20)]
+        assert store.write(writes).ok
+    store.close()
+    return path
+
+
+def damage(folder):
+    """Flip a bit of some object."""
+    slots = sorted(folder.glob("segment-*.kv"))[0]
+    data = bytearray(slots.read_bytes())
+    data[100] ^= 1
+    slots.write_bytes(bytes(data))
+
+
+def test_inspect_counts_objects_by_model(folder, capsys):
+    assert main(["inspect", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["objects"], told["bytes"], told["unreadable"]) == (40, 200_000, 0)
+    assert told["namespaces"] == {
+        "010101010101": {"objects": 20, "bytes": 100_000},
+        "020202020202": {"objects": 20, "bytes": 100_000},
+    }
+    assert main(["inspect", str(folder), "--objects"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("5,000 bytes") == 40
+    assert "40 objects of 200,000 bytes" in shown
+
+
+def test_verify_finds_damage_once_and_quarantines_it(folder, capsys):
+    assert main(["verify", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["damaged"] == 0
+    damage(folder)
+    assert main(["verify", str(folder), "--json"]) == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (rows[0]["status"], rows[-1]["damaged"], rows[-1]["objects"]) == ("corrupt", 1, 40)
+    assert main(["verify", str(folder)]) == 0
+    assert "39 objects read" in capsys.readouterr().out
+
+
+def test_what_is_no_disk_tier_or_is_in_use_is_told(folder, tmp_path, capsys):
+    assert main(["inspect", str(tmp_path / "none")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "is not the folder of a disk tier" in capsys.readouterr().err
+    store = DiskStore(folder, 64 << 20, direct=False)
+    try:
+        assert main(["inspect", str(folder)]) == 1
+        assert "is in use by process" in capsys.readouterr().err
+    finally:
+        store.close()

@@ -1,0 +1,67 @@
+"""What docs/api.md, docs/operating.md and the Dockerfile name is there, and the other way round."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import main
+from kvtier.cli.serve import _tenants
+
+ROOT = Path(__file__).resolve().parents[2]
+API, OPERATING = ((ROOT / "docs" / name).read_text() for name in ("api.md", "operating.md"))
+
+
+@pytest.fixture
+def flags(capsys):
+    main(["completion", "bash", "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_paths_of_the_api_are_those_of_the_spec(server):
+    spec = server.get("/openapi.json").json()["paths"]
+    there = {f"{method.upper()} {path}" for path, methods in spec.items() for method in methods}
+    told = {*re.findall(r"`((?:GET|POST) /[^`]*)`", API)} - {"GET /", "GET /openapi.json"}
+    assert {each.replace("{name}", "{name}") for each in told} == there
+
+
+def test_the_fields_of_completions_are_all_told(server):
+    schemas = server.get("/openapi.json").json()["components"]["schemas"]
+    fields = {*schemas["ChatRequest"]["properties"], *schemas["CompletionRequest"]["properties"]}
+    section = API[API.index("## Completions") : API.index("## Errors")]
+    assert {name for name in fields if f"`{name}" not in section} == {"echo"}
+
+
+def test_the_fields_of_the_state_are_those_that_are_told(server):
+    server.post("/v1/completions", {"model": server.model, "prompt": "x", "max_tokens": 1})
+    state = server.state()
+    section = API[API.index("## GET /state") :]
+    nested = (state, state["tiers"][0], state["hits"], state["ttft"], state["recent"][0], state["ghost"])
+    missing = {name for each in nested for name in each if f"`{name}`" not in section}
+    assert missing == {"holds"}  # for tests
+
+
+def test_every_option_and_variable_that_is_named_exists(flags):
+    known = {flag for names in flags.values() for flag in names}
+    other = {"--index-url", "--build-arg", "--gpus", "--time", "--json"}
+    for text in (OPERATING, (ROOT / "Dockerfile").read_text().split("ENTRYPOINT")[1]):
+        assert {*re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)} - other <= known
+    variables = {*re.findall(r"KVTIER_[A-Z_]+", OPERATING)} - {"KVTIER_API_KEY", "KVTIER_ADMIN_KEY", "KVTIER_CONFIG"}
+    assert variables <= {"KVTIER_" + flag[2:].upper().replace("-", "_") for flag in known}
+
+
+def test_the_settings_that_are_shown_are_settings(flags):
+    file = tomllib.loads(re.search(r"```toml\n(.*?)```", OPERATING, re.DOTALL)[1])
+    assert {f"--{name}" for name in file["serve"]} <= {*flags["serve"]}
+    tenants = _tenants(file["tenants"], {})
+    assert [(tenant.name, tenant.admin) for tenant in tenants] == [("shop", False), ("operator", True)]
+
+
+def test_the_metrics_that_are_named_are_counted(server):
+    shown = server.get("/metrics").text
+    for name in re.findall(r"`(kvtier_[a-z_]+)", OPERATING):
+        assert f"# TYPE {name} " in shown, name

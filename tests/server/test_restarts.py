@@ -1,0 +1,115 @@
+"""However a server ends, its clients are told, nothing is left behind, and the next start is warm."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import httpx
+import psutil
+import pytest
+
+TEXT = "/v1/completions"
+PROMPT = "".join(chr(97 + number * number % 26) for number in range(1000))
+NUM_BLOCKS = 1000 // 16
+
+
+class Stream:
+    """An open stream, of which the first event has come."""
+
+    def __init__(self, server, max_tokens: int) -> None:
+        body = {"model": server.model, "prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        self._client = httpx.Client(timeout=60)
+        request = self._client.build_request("POST", server.url + TEXT, json=body)
+        self._answer = self._client.send(request, stream=True)
+        self._lines = self._answer.iter_lines()
+        next(self._lines)
+
+    def rest(self) -> list[str]:
+        told = [line for line in self._lines if line]
+        self.close()
+        return told
+
+    def close(self) -> None:
+        self._answer.close()
+        self._client.close()
+
+
+def ask(server):
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = server.post(TEXT, body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return ("--disk", str(tmp_path / "kv"), "--disk-bytes", "64MiB", "--host-blocks", "128", "--always-load")
+
+
+def is_on_disk(state):
+    return state["tiers"][2]["num_used"] >= NUM_BLOCKS
+
+
+def check_warm(server, truth):
+    """The first answer of a new process comes from the disk, and is the same."""
+    answer = ask(server)
+    assert answer["choices"][0]["text"] == truth["choices"][0]["text"]
+    assert truth["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 960
+    assert server.state()["recent"][0]["tokens_from"].get("disk", 0) >= 960
+
+
+def test_sigterm_lets_answers_finish_then_saves_and_the_next_start_is_warm(start, disk):
+    server = start(*disk)
+    truth = ask(server)
+    stream = Stream(server, 400)
+    server.process.send_signal(signal.SIGTERM)
+    told = stream.rest()
+    assert told[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in told[-2]
+    assert "error" not in "".join(told)
+    assert server.stop() == 0
+    with pytest.raises(httpx.ConnectError):
+        server.get("/health")
+    assert "Traceback" not in server.log
+    check_warm(start(*disk), truth)
+
+
+def test_sigterm_does_not_wait_longer_than_it_is_told_to(start):
+    server = start("--drain-seconds", "0.1")
+    stream = Stream(server, 1000)
+    server.process.send_signal(signal.SIGTERM)
+    with pytest.raises(httpx.RemoteProtocolError):  # cut off
+        stream.rest()
+    stream.close()
+    assert server.stop() == 0
+
+
+def test_a_killed_engine_is_told_to_clients_and_ends_the_server(start, disk):
+    server = start(*disk)
+    truth = ask(server)
+    server.wait_for(is_on_disk)
+    stream = Stream(server, 1000)
+    os.kill(server.engine_pid, signal.SIGKILL)
+    told = stream.rest()
+    assert '"engine_ended"' in told[-2]
+    assert told[-1] == "data: [DONE]"
+    assert server.process.wait(30) == 1
+    assert "Traceback" not in server.log
+    check_warm(start(*disk), truth)
+
+
+def test_a_killed_front_end_takes_the_engine_with_it(start, disk):
+    server = start(*disk)
+    truth = ask(server)
+    server.wait_for(is_on_disk)
+    engine = psutil.Process(server.engine_pid)
+    stream = Stream(server, 1000)
+    server.process.kill()
+    server.process.wait(30)
+    engine.wait(30)
+    stream.close()
+    again = start(*disk, "--port", server.url.rsplit(":", 1)[1])
+    assert again.url == server.url
+    check_warm(again, truth)
