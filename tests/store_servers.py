@@ -193,7 +193,7 @@ def mooncake_master(folder: Path, segment_bytes: int = 256 << 20) -> Iterator[Mo
     port, admin, metadata = free_ports(3)
     command = [program("mooncake_master", "pip install mooncake-transfer-engine-non-cuda")]
     command += ["--rpc_address=127.0.0.1", f"--rpc_port={port}", "--metrics_host=127.0.0.1", f"--metrics_port={admin}"]
-    command += [f"--http_metadata_server_port={metadata}", "--default_kv_lease_ttl=100"]
+    command += [f"--http_metadata_server_port={metadata}"]
     segment = [sys.executable, "-c", _SEGMENT, str(port), str(segment_bytes)]
     up = folder / "segment.up"
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import uuid
 
 import pytest
@@ -71,3 +72,36 @@ def test_what_nobody_can_read_is_counted(redis_port):
         assert (take_inventory(store).num_objects, take_inventory(store).num_unreadable) == (1, 1)
         found = verify(store)
         assert (found.ok, found.num_sound, found.num_unreadable) == (False, 1, 1)
+
+
+def test_the_command_line_inspects_and_verifies_any_store(redis_port, capsys):
+    import redis
+
+    from kvtier.cli import main
+
+    prefix = uuid.uuid4().hex
+    url = f"redis://:hunter2@127.0.0.1:{redis_port}?prefix={prefix}"
+    redis.Redis(port=redis_port).config_set("requirepass", "hunter2")
+    raw = redis.Redis(port=redis_port, password="hunter2")
+    try:
+        with contextlib.closing(open_store(url)) as store:
+            put(store, *range(30), nbytes=2000)
+        assert main(["inspect", url, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["objects"], told["bytes"], told["unreadable"]) == (30, 60_000, 0)
+        assert main(["inspect", url, "--objects"]) == 0
+        shown = capsys.readouterr().out
+        assert shown.count("2,000 bytes") == 30
+        assert "hunter2" not in shown
+        assert main(["verify", url]) == 0
+        assert "30 objects read, 60,000 bytes" in capsys.readouterr().out
+        name = prefix + key_of(3).hex()
+        raw.setrange(name, 1000, b"\x00damage")
+        assert main(["verify", url, "--json"]) == 1
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert (rows[0]["key"], rows[0]["status"], rows[-1]["damaged"]) == (key_of(3).hex(), "corrupt", 1)
+        assert main(["verify", url]) == 0
+        assert main(["inspect", "redis://127.0.0.1:1"]) == 1
+        assert "cannot be opened" in capsys.readouterr().err
+    finally:
+        raw.config_set("requirepass", "")

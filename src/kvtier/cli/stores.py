@@ -1,130 +1,118 @@
-"""`kvtier inspect` and `kvtier verify`: what a disk tier holds, and whether it still is what was stored."""
+"""`kvtier inspect` and `kvtier verify`: what a store holds, and whether it still is what was stored."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections import Counter
-from collections.abc import Iterator
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.parser import Commands, add_command
 from kvtier.cli.progress import Progress
-from kvtier.errors import ArgumentError
+from kvtier.errors import ArgumentError, StoreError
 
 if TYPE_CHECKING:
-    from kvtier.storage import DiskStore, StoredObject
+    from kvtier.storage import Store
 
 _UNBOUNDED = 1 << 62  # nothing is written, so nothing must go
-_BATCH = 64
+_WHERE = "the folder of a disk tier, or the URL of a store, such as redis://host or s3://bucket/prefix"
 
 
 def add(commands: Commands) -> None:
     """Both of them."""
-    text = "Show what is in the folder of a disk tier: objects by model and layout. No server may have it open."
+    text = "Show what is in a store: objects by model and layout. No server may have a disk tier open meanwhile."
     command = add_command(
-        commands, "inspect", text, "kvtier inspect ~/kv\nkvtier inspect ~/kv --objects --json", inspect
+        commands, "inspect", text, "kvtier inspect ~/kv\nkvtier inspect redis://cache --objects --json", inspect
     )
-    command.add_argument("folder", help="the folder of the disk tier")
+    command.add_argument("where", help=_WHERE)
     command.add_argument("--objects", action="store_true", help="list every object, too")
-    text = "Read every object of a disk tier, compare checksums, and quarantine what is damaged (exit code 1 then)."
-    command = add_command(commands, "verify", text, "kvtier verify ~/kv\nkvtier verify ~/kv --json", verify)
-    command.add_argument("folder", help="the folder of the disk tier")
+    text = "Read every object of a store, compare checksums, and quarantine what is damaged (exit code 1 then)."
+    command = add_command(commands, "verify", text, "kvtier verify ~/kv\nkvtier verify s3://bucket/kv --json", verify)
+    command.add_argument("where", help=_WHERE)
 
 
 def inspect(options: argparse.Namespace) -> int:
     """Count, and list if asked to."""
-    with closing(_open(options.folder)) as store:
-        objects = list(_objects(store))
-        spaces = Counter(each.label.namespace.hex()[:12] for each in objects)
-        sizes: Counter[str] = Counter()
-        for each in objects:
-            sizes[each.label.namespace.hex()[:12]] += each.nbytes
-        stats = store.stats
-    if options.objects:
-        for each in objects:
-            _tell(options, _row(each), "{key}  {namespace}  {bytes:>12,} bytes")
+    from kvtier.storage.audit import pages, take_inventory
+
+    with closing(_open(options.where)) as store:
+        if options.objects:
+            for page in pages(store):
+                for each in page.objects:
+                    row = {"key": each.key.hex(), "namespace": each.label.namespace.hex()[:12], "bytes": each.nbytes}
+                    _tell(options, row, "{key}  {namespace}  {bytes:>12,} bytes")
+        found, stats = take_inventory(store), store.stats
+    if found.reason:
+        raise StoreError(f"{_shown(options.where)} could not be listed to its end: {found.reason}")
     told = {
-        "folder": options.folder,
-        "objects": len(objects),
-        "bytes": sum(sizes.values()),
+        "store": _shown(options.where),
+        "objects": found.num_objects,
+        "bytes": found.nbytes,
         "used_bytes": stats.used_bytes,
-        "unreadable": stats.num_quarantined,
-        "namespaces": {name: {"objects": count, "bytes": sizes[name]} for name, count in spaces.most_common()},
+        "unreadable": found.num_unreadable + stats.num_quarantined,
+        "namespaces": {u.namespace.hex()[:12]: {"objects": u.num_objects, "bytes": u.nbytes} for u in found.usages},
     }
     if options.json:
         print(json.dumps(told))
         return 0
-    print(f"{len(objects)} objects of {told['bytes']:,} bytes, files of {stats.used_bytes:,} bytes in {options.folder}")
-    for name, count in spaces.most_common():
-        print(f"  namespace {name}  {count:>8} objects  {sizes[name]:>15,} bytes")
-    if stats.num_quarantined:
-        print(f"{stats.num_quarantined} records or files cannot be read and are in quarantine")
+    files = f", files of {stats.used_bytes:,} bytes" if stats.used_bytes else ""
+    print(f"{found.num_objects} objects of {found.nbytes:,} bytes{files} in {told['store']}")
+    for usage in found.usages:
+        name = usage.namespace.hex()[:12]
+        print(f"  namespace {name}  {usage.num_objects:>8} objects  {usage.nbytes:>15,} bytes")
+    if told["unreadable"]:
+        print(f"{told['unreadable']} records, files or objects cannot be read")
     return 0
 
 
 def verify(options: argparse.Namespace) -> int:
     """Read everything. The store compares checksums and quarantines by itself."""
-    from kvtier.storage import Read, Status
+    from kvtier.storage import Status
+    from kvtier.storage.audit import verify as read_all
 
-    began, num_bytes, failed = time.monotonic(), 0, 0
-    damaged: list[dict[str, Any]] = []
-    with closing(_open(options.folder)) as store:
-        objects = list(_objects(store))
+    with closing(_open(options.where)) as store:
         unreadable = store.stats.num_quarantined
-        with Progress(len(objects), "objects") as bar:
-            for first in range(0, len(objects), _BATCH):
-                batch = objects[first : first + _BATCH]
-                results = store.read_into([Read(each.key, each.label, bytearray(each.nbytes)) for each in batch])
-                for each, outcome in zip(batch, results, strict=True):
-                    num_bytes += outcome.nbytes
-                    failed += outcome.status is Status.FAILED
-                    if outcome.status is not Status.FOUND:
-                        damaged.append({**_row(each), "status": outcome.status.value, "reason": outcome.reason})
-                bar.update(first + len(batch), f"{num_bytes / 1e9:.1f} GB")
-    for row in damaged:
+        with Progress(store.stats.num_objects, "objects") as bar:
+            found = read_all(store, progress=lambda count, nbytes: bar.update(count, f"{nbytes / 1e9:.1f} GB"))
+    for defect in found.defects:
+        row = {"key": defect.key.hex(), "status": defect.status.value, "reason": defect.reason}
         _tell(options, row, "{key}  {status}: {reason}")
-    seconds = time.monotonic() - began
+    if found.reason:
+        raise StoreError(f"{_shown(options.where)} could not be read to its end: {found.reason}")
+    damaged = sum(defect.status is Status.CORRUPT for defect in found.defects)
     told = {
-        "folder": options.folder,
-        "objects": len(objects),
-        "bytes": num_bytes,
-        "damaged": len(damaged) - failed,
-        "failed": failed,
-        "unreadable": unreadable,
-        "seconds": round(seconds, 3),
+        "store": _shown(options.where),
+        "objects": found.num_sound + len(found.defects),
+        "bytes": found.nbytes,
+        "damaged": damaged,
+        "failed": len(found.defects) - damaged,
+        "gone": found.num_gone,
+        "unreadable": unreadable + found.num_unreadable,
+        "seconds": round(found.seconds, 3),
     }
     text = "{objects} objects read, {bytes:,} bytes in {seconds} s: {damaged} damaged, {failed} could not be read"
     _tell(options, told, text)
-    return 1 if damaged or unreadable else 0
+    return 0 if found.ok and not unreadable else 1
 
 
-def _open(folder: str) -> DiskStore:
+def _open(where: str) -> Store:
     from kvtier.storage import DiskStore
+    from kvtier.storage.open import open_store
 
-    path = Path(folder)
-    if not path.is_dir():
-        raise ArgumentError(f"there is no folder {folder}")
-    if not (path / "LOCK").exists():
-        raise ArgumentError(f"{folder} is not the folder of a disk tier: it has no LOCK file, which each has")
-    return DiskStore(folder, _UNBOUNDED)
-
-
-def _objects(store: DiskStore) -> Iterator[StoredObject]:
-    cursor = ""
-    while True:
-        page = store.scan(cursor)
-        yield from page.objects
-        cursor = page.cursor
-        if not cursor:
-            return
+    if re.match("[a-z0-9]+:", where) and not Path(where).exists():
+        return open_store(where)
+    if not Path(where).is_dir():
+        raise ArgumentError(f"there is no folder {where}, and it is no URL of a store")
+    if not (Path(where) / "LOCK").exists():
+        raise ArgumentError(f"{where} is not the folder of a disk tier: it has no LOCK file, which each has")
+    return DiskStore(where, _UNBOUNDED)
 
 
-def _row(each: StoredObject) -> dict[str, Any]:
-    return {"key": each.key.hex(), "namespace": each.label.namespace.hex()[:12], "bytes": each.nbytes}
+def _shown(where: str) -> str:
+    """Without a password."""
+    return re.sub("//[^/@]*@", "//", where)
 
 
 def _tell(options: argparse.Namespace, row: dict[str, Any], text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvtier.storage.store import Page, Read, Status, Store, StoredObject
@@ -77,7 +77,7 @@ def take_inventory(store: Store, *, timeout_s: float | None = None) -> Inventory
     begin = time.perf_counter()
     counts: dict[bytes, tuple[int, int]] = {}
     num_unreadable, reason = 0, ""
-    for page in _pages(store, timeout_s):
+    for page in pages(store, timeout_s):
         num_unreadable, reason = num_unreadable + page.num_unreadable, page.reason
         for each in page.objects:
             count, nbytes = counts.get(each.label.namespace, (0, 0))
@@ -87,13 +87,18 @@ def take_inventory(store: Store, *, timeout_s: float | None = None) -> Inventory
     return Inventory(tuple(usages), num_unreadable, time.perf_counter() - begin, reason)
 
 
-def verify(store: Store, *, timeout_s: float | None = None) -> Verification:
-    """Read every object of a store and check it; `timeout_s` is for each page and each batch."""
+def verify(
+    store: Store, *, timeout_s: float | None = None, progress: Callable[[int, int], object] = lambda *_: None
+) -> Verification:
+    """Read every object of a store and check it; `timeout_s` is for each page and each batch.
+
+    `progress` is told the objects and bytes read so far.
+    """
     begin = time.perf_counter()
     num_sound = total = num_gone = num_unreadable = 0
     defects: list[Defect] = []
     reason = ""
-    for page in _pages(store, timeout_s):
+    for page in pages(store, timeout_s):
         num_unreadable, reason = num_unreadable + page.num_unreadable, page.reason
         for batch in _batches(page.objects):
             reads = [Read(each.key, each.label, bytearray(each.nbytes)) for each in batch]
@@ -104,11 +109,12 @@ def verify(store: Store, *, timeout_s: float | None = None) -> Verification:
                 num_gone += outcome.status is Status.MISSING
                 if outcome.status in (Status.CORRUPT, Status.FAILED):
                     defects.append(Defect(each.key, outcome.status, outcome.reason))
+            progress(num_sound + num_gone + len(defects), total)
     seconds = time.perf_counter() - begin
     return Verification(num_sound, total, num_gone, tuple(defects), num_unreadable, seconds, reason)
 
 
-def _pages(store: Store, timeout_s: float | None) -> Iterator[Page]:
+def pages(store: Store, timeout_s: float | None = None) -> Iterator[Page]:
     """All pages of an inventory; the last one has a reason if the store failed."""
     cursor = ""
     while True:

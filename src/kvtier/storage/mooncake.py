@@ -64,6 +64,7 @@ class MooncakeBucket:
         self._config, self._prefix, self._timeout_s = config, config.prefix, timeout_s
         self._registered: dict[int, memoryview] = {}  # the views keep the memory from being given back
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
         _knock(config.master, timeout_s)
         self._client = MooncakeDistributedStore()
         code = self._client.setup(
@@ -95,7 +96,8 @@ class MooncakeBucket:
         ends = [sum(rooms[: number + 1]) for number in range(len(rooms))]
         places = [room[end - nbytes : end] for end, nbytes in zip(ends, rooms, strict=True)]
         addresses = [address_of(place) for place in places]
-        counts = self._client.batch_get_into(full, addresses, list(rooms))
+        with self._turn:
+            counts = self._client.batch_get_into(full, addresses, list(rooms))
         found: list[memoryview | None] = []
         for name, place, count in zip(full, places, counts, strict=True):
             if count == _TOO_SMALL:
@@ -127,11 +129,12 @@ class MooncakeBucket:
         done = [Put.EXISTS] * len(names)
         if left:
             pieces = self._pieces([values[index] for index in left], scratch)
-            codes = self._client.batch_put_from_multi_buffers(
-                self._full([names[index] for index in left]),
-                [[address_of(part) for part in parts] for parts in pieces],
-                [[len(part) for part in parts] for parts in pieces],
-            )
+            with self._turn:
+                codes = self._client.batch_put_from_multi_buffers(
+                    self._full([names[index] for index in left]),
+                    [[address_of(part) for part in parts] for parts in pieces],
+                    [[len(part) for part in parts] for parts in pieces],
+                )
             self._check(codes, (_OK, _NO_ROOM))
             for index, code in zip(left, codes, strict=True):
                 done[index] = Put.STORED if code == _OK else Put.FULL
