@@ -1,9 +1,13 @@
 """Stores: where blocks are kept outside memory, behind one small batched interface. Never imports torch."""
 
+from kvtier.storage.audit import Inventory, Verification, take_inventory, verify
+from kvtier.storage.cascade import Cascade
 from kvtier.storage.codec import Compression
 from kvtier.storage.disk import DiskStore, Sync
 from kvtier.storage.guard import Batch, Breaker
 from kvtier.storage.memory import MemoryStore
+from kvtier.storage.open import open_store
+from kvtier.storage.remote import RemoteStore, Retry
 from kvtier.storage.store import (
     Label,
     Outcome,
@@ -22,20 +26,28 @@ from kvtier.storage.store import (
 __all__ = [
     "Batch",
     "Breaker",
+    "Cascade",
     "Compression",
     "DiskStore",
+    "Inventory",
     "Label",
     "MemoryStore",
     "Outcome",
     "Page",
     "Read",
+    "RemoteStore",
     "Results",
+    "Retry",
     "Status",
     "Store",
     "StoreStats",
     "StoredObject",
     "Sync",
     "Traffic",
+    "Verification",
     "Write",
     "digest_tokens",
+    "open_store",
+    "take_inventory",
+    "verify",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,15 +47,13 @@ def open_store(where: str | Sequence[str], *, secret: bytes | None = None) -> St
         raise ArgumentError(f"open_store needs at least one URL, such as {EXAMPLES}")
     stores: list[Store] = []
     writable: list[bool] = []
-    try:
+    with contextlib.ExitStack() as opened:  # if one cannot be opened, those before it are closed
         for url in urls:
             options = _Options.of(url)
             writable.append(options.flag("write", True))
             stores.append(_open(options, secret))
-    except Exception:
-        for store in stores:
-            store.close()
-        raise
+            opened.callback(stores[-1].close)
+        opened.pop_all()
     return stores[0] if len(stores) == 1 and all(writable) else Cascade(stores, writable)
 
 
