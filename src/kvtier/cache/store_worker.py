@@ -1,17 +1,19 @@
 """StoreWorker: reads and writes stores for a CacheController, on threads of its own.
 
-Reads and probes have one thread, since requests wait for them, and writes another: a store that hangs in a write holds
-up no read. Stores batch and parallelise by themselves, and end every call by their deadline.
+Of each store reads and probes have one thread, since requests wait for them, and writes another: a store that hangs
+holds up no other, and in a write not its own reads. Stores batch and parallelise by themselves, and end every call by
+their deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -38,29 +40,28 @@ class StoreWorker:
         self._presences: list[Presence] = []
         self._num_open = 0
         self._changed = threading.Condition()
-        self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._queues: dict[tuple[str, str], queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
-        if stores:
-            for kind in ("read", "write"):
-                todo = self._queues[kind] = queue.SimpleQueue()
-                thread = threading.Thread(target=_run, args=(todo,), name=f"kvtier-store-{kind}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+        for name, kind in itertools.product(stores, ("read", "write")):
+            todo = self._queues[name, kind] = queue.SimpleQueue()
+            thread = threading.Thread(target=_run, args=(todo,), name=f"kvtier-{name}-{kind}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     # ---- for the controller ----------------------------------------------------------------------------------------
 
     def move(self, transfer: Transfer) -> None:
         """Fetch or store blocks."""
-        is_fetch = transfer.purpose is Purpose.FETCH
-        self._put("read" if is_fetch else "write", lambda: self._move(transfer))
+        kind = "read" if transfer.purpose is Purpose.FETCH else "write"
+        self._put(transfer.store, kind, lambda: self._move(transfer))
 
     def probe(self, probe: Probe) -> None:
         """Look which keys are there."""
-        self._put("read", lambda: self._probe(probe))
+        self._put(probe.store, "read", lambda: self._probe(probe))
 
     def drop(self, drop: Drop) -> None:
         """Forget blocks."""
-        self._put("write", lambda: self._drop(drop))
+        self._put(drop.store, "write", lambda: self._drop(drop))
 
     def take_outcomes(self) -> list[Outcome]:
         """Of transfers that are over."""
@@ -97,10 +98,11 @@ class StoreWorker:
 
     # ---- on the threads --------------------------------------------------------------------------------------------
 
-    def _put(self, kind: str, task: Callable[[], None]) -> None:
+    def _put(self, store: str, kind: str, task: Callable[[], None]) -> None:
+        todo = self._queues[store, kind]
         with self._changed:
             self._num_open += 1
-        self._queues[kind].put(task)
+        todo.put(task)
 
     def _tell(self, outcome: Outcome | None, presence: Presence | None, *, is_over: bool = True) -> None:
         with self._changed:
@@ -113,8 +115,7 @@ class StoreWorker:
 
     def _move(self, transfer: Transfer) -> None:
         began = time.perf_counter()
-        is_fetch = transfer.purpose is Purpose.FETCH
-        name = transfer.source if is_fetch else transfer.target
+        is_fetch, name = transfer.purpose is Purpose.FETCH, transfer.store
         slots = (transfer.targets if is_fetch else transfer.sources).tolist()
         keys = split_keys(transfer.keys)
         width = DIGEST_BYTES
@@ -149,23 +150,27 @@ class StoreWorker:
         return store.write([Write(*each) for each in zip(mine, labels, memory, strict=True)])
 
     def _probe(self, probe: Probe) -> None:
-        keys, present = split_keys(probe.keys), []
+        store, keys = self._stores[probe.store], split_keys(probe.keys)
+        found = np.ones(len(keys), np.bool_)
         try:
             if keys:
-                results = self._stores[probe.store].contains(keys)
-                present = [key for key, outcome in zip(keys, results, strict=True) if outcome.ok]
+                for number, group in enumerate(self._groups):
+                    found &= [
+                        outcome.ok for outcome in store.contains([_of_group(k, group.name, number) for k in keys])
+                    ]
             else:
                 self._scan(probe)
         except Exception:  # a store that cannot be asked has nothing
-            present = []
-        found = {*present}
-        absent = b"".join(key for key in keys if key not in found)
-        self._tell(None, Presence(probe.store, b"".join(present), absent, probe.id))
+            found[:] = False
+        present = b"".join(itertools.compress(keys, found.tolist()))
+        absent = b"".join(itertools.compress(keys, (~found).tolist()))
+        self._tell(None, Presence(probe.store, present, absent, probe.id))
 
     def _scan(self, probe: Probe) -> None:
         """Tell page by page what a store has of this cache."""
         for keys in self._pages(self._stores[probe.store], self._namespaces[:1]):
-            self._tell(None, Presence(probe.store, b"".join(keys)), is_over=False)
+            if keys:
+                self._tell(None, Presence(probe.store, b"".join(keys)), is_over=False)
 
     def _drop(self, drop: Drop) -> None:
         store, keys = self._stores[drop.store], split_keys(drop.keys)
@@ -179,14 +184,15 @@ class StoreWorker:
         finally:
             self._tell(None, None)
 
-    def _pages(self, store: Store, namespaces: Sequence[bytes]) -> list[list[bytes]]:
-        pages, cursor = [], ""
+    def _pages(self, store: Store, namespaces: Sequence[bytes]) -> Iterator[list[bytes]]:
+        """What a store has of this cache, as far as it can tell."""
+        cursor = ""
         while True:
             page = store.scan(cursor, _SCAN_PAGE)
-            pages.append([each.key for each in page.objects if each.label.namespace in namespaces])
+            yield [each.key for each in page.objects if each.label.namespace in namespaces]
             cursor = page.cursor
-            if not cursor:
-                return pages
+            if page.reason or not cursor:
+                return
 
 
 def _run(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -1,0 +1,476 @@
+"""CacheController with real tensors, host memory and stores: every byte where the plan says, every failure reported."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier import dtype as dt
+from kvtier.cache.controller import CacheController
+from kvtier.cache.plan import Drop, Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, slot_bytes
+from kvtier.errors import ArgumentError
+from kvtier.layout import CacheGroup, KVLayout
+from kvtier.memory.copy_paths import run_path
+from kvtier.storage import DiskStore, Label, MemoryStore, Write
+from storage_support import Fault, FaultyStore
+
+LAYOUT = KVLayout(
+    4, (CacheGroup.attention("main", 3, 2, 8, dt.f16, 4), CacheGroup.attention("draft-1", 1, 1, 8, dt.f32, 4))
+)
+NAMESPACE = hashlib.sha256(b"a model").digest()
+KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(8)]
+DIGESTS = [bytes([number]) * 16 for number in range(8)]
+
+
+def caches_of(num_blocks: int, seed: int = 0) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, 256, (num_blocks, group.block_bytes), dtype=torch.uint8, generator=random)
+        for group in LAYOUT.groups
+    ]
+
+
+class Rig:
+    """A controller, its device tensors, and the reports it gave."""
+
+    def __init__(self, num_device: int = 8, num_host: int = 8, stores=None, **options) -> None:
+        self.caches = caches_of(num_device)
+        self.controller = CacheController(
+            LAYOUT, self.caches, num_host, stores=stores or {}, namespace=NAMESPACE, **options
+        )
+        self.ids = iter(range(1, 1000))
+        self.presences: list[Presence] = []
+        self.sizes: list[int] = []
+
+    def run(self, *tasks: Transfer | Probe | Drop, epoch: int = 0) -> list[Outcome]:
+        """Carry out tasks, all in one plan."""
+        kinds = [tuple(task for task in tasks if isinstance(task, kind)) for kind in (Transfer, Probe, Drop)]
+        self.controller.submit(Plan(1, epoch, *kinds))
+        return self.drain(epoch)
+
+    def drain(self, epoch: int = 0) -> list[Outcome]:
+        outcomes = []
+        while self.controller.is_busy:
+            self.controller.wait(1.0)
+            for report in self.controller.poll():
+                assert (report.epoch, report.rank) == (epoch, 0)
+                outcomes += report.outcomes
+                self.presences += report.presences
+                self.sizes += [size.num_slots for size in report.sizes]
+        return outcomes
+
+    def transfer(self, purpose: Purpose, sources, targets, keys=(), store="disk") -> Transfer:
+        ends = {
+            Purpose.SAVE: ("device", "host"),
+            Purpose.LOAD: ("host", "device"),
+            Purpose.STORE: ("host", store),
+            Purpose.FETCH: (store, "host"),
+        }[purpose]
+        slots = [slot_bytes(np.array(each, np.int32)) if len(each) else b"" for each in (sources, targets)]
+        return Transfer(
+            next(self.ids), purpose, *ends, *slots, b"".join(KEYS[i] for i in keys), b"".join(DIGESTS[i] for i in keys)
+        )
+
+    def save(self, device, host) -> Transfer:
+        return self.transfer(Purpose.SAVE, device, host)
+
+    def load(self, host, device) -> Transfer:
+        return self.transfer(Purpose.LOAD, host, device)
+
+    def store(self, host, keys, store="disk") -> Transfer:
+        return self.transfer(Purpose.STORE, host, [], keys, store)
+
+    def fetch(self, keys, host, store="disk") -> Transfer:
+        return self.transfer(Purpose.FETCH, [], host, keys, store)
+
+    def device(self, slot: int) -> list[bytes]:
+        return [cache[slot].numpy().tobytes() for cache in self.caches]
+
+    def host(self, slot: int) -> list[bytes]:
+        return [host.block(slot).numpy().tobytes() for host in self.controller._hosts]
+
+    def fill_host(self, slot: int, value: int) -> None:
+        for host in self.controller._hosts:
+            host.block(slot).numpy()[:] = value
+
+
+def disk_at(folder) -> DiskStore:
+    return DiskStore(folder / "store", 1 << 24, segment_bytes=1 << 20, min_free_bytes=0, num_threads=2)
+
+
+@pytest.fixture
+def rigs():
+    made: list[Rig] = []
+
+    def make(*arguments, **options) -> Rig:
+        made.append(Rig(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.controller.close()
+
+
+@pytest.fixture(params=["memory", "disk"])
+def any_store(request, tmp_path):
+    if request.param == "memory":
+        return MemoryStore(1 << 20)
+    return disk_at(tmp_path)
+
+
+# ---- every byte ----------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_every_group_go_down_and_up_again_unchanged(rigs, any_store):
+    rig = rigs(stores={"disk": any_store})
+    before = [rig.device(slot) for slot in range(8)]
+    assert all(outcome.ok for outcome in rig.run(rig.save([5, 0, 3], [2, 7, 4])))
+    assert [rig.host(slot) for slot in (2, 7, 4)] == [before[slot] for slot in (5, 0, 3)]
+    (stored,) = rig.run(rig.store([2, 7, 4], [0, 1, 2]))
+    assert stored.ok
+    assert stored.num_bytes == 3 * sum(group.block_bytes for group in LAYOUT.groups)
+    for cache in rig.caches:
+        cache.zero_()
+    for slot in range(8):
+        rig.fill_host(slot, 0)
+    (fetched,) = rig.run(rig.fetch([2, 0, 1], [1, 0, 6]))
+    assert fetched.ok
+    (loaded,) = rig.run(rig.load([0, 6, 1], [4, 5, 6]))
+    assert loaded.ok
+    assert [rig.device(slot) for slot in (4, 5, 6)] == [before[slot] for slot in (5, 0, 3)]
+    assert not any(any(part) for slot in (0, 1, 2, 3, 7) for part in rig.device(slot))
+
+
+def test_another_process_finds_what_was_stored(rigs, tmp_path):
+    first = rigs(stores={"disk": disk_at(tmp_path)})
+    wanted = first.device(1)
+    first.run(first.save([1], [0]))
+    first.run(first.store([0], [3]))
+    first.controller.close()
+    second = rigs(stores={"disk": disk_at(tmp_path)})
+    second.run(Probe(9, "disk"))
+    assert [(each.present, each.probe_id) for each in second.presences] == [(KEYS[3], 0), (b"", 9)]
+    (outcome,) = second.run(second.fetch([3], [5]))
+    assert outcome.ok
+    assert second.host(5) == wanted
+
+
+def test_a_store_that_lacks_one_groups_object_has_no_block(rigs):
+    store = MemoryStore(1 << 20)
+    rig = rigs(stores={"disk": store})
+    rig.run(rig.save([0, 1], [0, 1]))
+    rig.run(rig.store([0, 1], [0, 1]))
+    assert len(store.objects) == 4
+    (draft,) = [key for key in store.objects if key != KEYS[0] and key not in KEYS and draft_of(KEYS[0]) == key]
+    del store.objects[draft]
+    (outcome,) = rig.run(rig.fetch([0, 1], [4, 5]))
+    assert (outcome.ok, outcome.arrived) == (False, b"\0\1")
+    assert rig.presences == [Presence("disk", absent=KEYS[0])]
+
+
+def draft_of(key: bytes) -> bytes:
+    return hashlib.sha256(key + b"draft-1").digest()
+
+
+def test_a_probe_for_a_block_whose_draft_is_gone_says_it_is_absent(rigs):
+    store = MemoryStore(1 << 20)
+    rig = rigs(stores={"disk": store})
+    rig.run(rig.save([0, 1], [0, 1]))
+    rig.run(rig.store([0, 1], [0, 1]))
+    del store.objects[draft_of(KEYS[0])]
+    rig.run(Probe(5, "disk", KEYS[0] + KEYS[1] + KEYS[2]))
+    assert rig.presences == [Presence("disk", KEYS[1], KEYS[0] + KEYS[2], 5)]
+
+
+# ---- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_fails_is_reported_for_the_blocks_it_lost(rigs):
+    broken = threading.Event()
+
+    def mover(*arguments):
+        if broken.is_set():
+            raise RuntimeError("the link is down")
+        return run_path(*arguments)
+
+    rig = rigs(mover=mover)
+    rig.run(rig.save([0, 1], [0, 1]))
+    before = rig.device(6)
+    broken.set()
+    (outcome,) = rig.run(rig.load([0, 1], [6, 7]))
+    assert not outcome.ok
+    assert "the link is down" in outcome.reason
+    assert outcome.arrived == b"\0\0"
+    broken.clear()
+    (again,) = rig.run(rig.load([0, 1], [6, 7]))
+    assert again.ok
+    assert rig.device(6) == rig.device(0) != before
+
+
+def test_slots_that_are_not_there_are_failures_of_their_transfer_alone(rigs):
+    rig = rigs(4, 4, stores={"disk": MemoryStore(1 << 20)})
+    outcomes = rig.run(
+        rig.save([0], [99]), rig.save([99], [0]), rig.load([0], [-1]), rig.store([99], [0]), rig.save([1], [2])
+    )
+    assert {outcome.transfer_id: outcome.ok for outcome in outcomes} == {
+        1: False,
+        2: False,
+        3: False,
+        4: False,
+        5: True,
+    }
+    assert all(outcome.reason for outcome in outcomes if not outcome.ok)
+    assert rig.host(2) == rig.device(1)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault("an error"), Fault(hangs=True), Fault(flip_bit=77), Fault(cut_to=3)],
+    ids=["error", "hang", "flip", "cut"],
+)
+def test_a_fetch_that_fails_leaves_the_hosts_slots_as_they_were(rigs, fault):
+    memory = MemoryStore(1 << 20)
+    fault.only = lambda key: key in (KEYS[1], draft_of(KEYS[1]))
+    rig = rigs(stores={"disk": memory})
+    rig.run(rig.save([0, 1, 2], [0, 1, 2]))
+    rig.run(rig.store([0, 1, 2], [0, 1, 2]))
+    rig.controller._stores._stores["disk"] = FaultyStore(memory, [fault])
+    rig.fill_host(5, 0xEE)
+    (outcome,) = rig.run(rig.fetch([0, 1, 2], [4, 5, 6]))
+    assert outcome.arrived == b"\1\0\1"
+    assert outcome.reason
+    assert set(rig.host(5)[0]) == {0xEE}
+    assert rig.host(4) == rig.device(0)
+    damaged = fault.flip_bit is not None or fault.cut_to is not None
+    assert rig.presences == ([Presence("disk", absent=KEYS[1])] if damaged else [])
+
+
+class Raises:
+    """A store that raises whatever it is asked."""
+
+    def __getattr__(self, name):
+        def call(*_, **__):
+            raise OSError(f"cannot {name}")
+
+        return call if name != "close" else lambda: None
+
+
+def test_a_store_that_raises_fails_its_transfers_and_answers_its_probes(rigs):
+    rig = rigs(stores={"disk": Raises(), "other": MemoryStore(1 << 20)})
+    rig.run(rig.save([0], [0]))
+    outcomes = rig.run(
+        rig.store([0], [0]), rig.fetch([0], [1]), Probe(77, "disk", KEYS[0]), Probe(78, "disk"), Drop("disk")
+    )
+    assert [outcome.ok for outcome in outcomes] == [False, False]
+    assert all("OSError: cannot" in outcome.reason for outcome in outcomes)
+    assert {each.probe_id: (each.present, each.absent) for each in rig.presences} == {
+        77: (b"", KEYS[0]),
+        78: (b"", b""),
+    }
+    assert [outcome.ok for outcome in rig.run(rig.store([0], [0], "other"), rig.fetch([0], [1], "other"))].count(
+        True
+    ) >= 1
+
+
+def test_an_inventory_that_fails_half_way_ends(rigs):
+    class HalfScanned(MemoryStore):
+        def scan(self, cursor="", limit=1000, *, timeout_s=None):
+            page = super().scan(cursor, min(limit, 2))
+            return type(page)((), cursor, 0.0, "the disk is gone") if cursor else page
+
+    store = HalfScanned(1 << 20)
+    rig = rigs(stores={"disk": store})
+    rig.run(rig.save([0, 1, 2], [0, 1, 2]))
+    rig.run(rig.store([0, 1, 2], [0, 1, 2]))
+    rig.run(Probe(4, "disk"))
+    assert rig.presences[-1] == Presence("disk", probe_id=4)
+    assert rig.run(Drop("disk")) == []  # and so does a drop of all
+
+
+class Hangs(MemoryStore):
+    """A store whose calls wait until they may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.may_go = threading.Event()
+        self.called = threading.Event()
+
+    def read_into(self, reads, *, timeout_s=None):
+        self.called.set()
+        self.may_go.wait(30)
+        return super().read_into(reads)
+
+    def write(self, writes, *, timeout_s=None):
+        self.called.set()
+        self.may_go.wait(30)
+        return super().write(writes)
+
+
+def test_a_store_that_hangs_holds_up_nobody_else(rigs):
+    hanging, good = Hangs(), MemoryStore(1 << 20)
+    rig = rigs(stores={"slow": hanging, "disk": good})
+    rig.run(rig.save([0], [0]))
+    rig.controller.submit(Plan(2, 0, (rig.store([0], [0], "slow"), rig.fetch([0], [1], "slow"))))
+    assert hanging.called.wait(30)
+    rig.controller.submit(Plan(3, 0, (rig.store([0], [1]), rig.save([1], [2]))))
+    done: list[Report] = []
+    while sum(len(report.outcomes) for report in done) < 2:
+        rig.controller.wait(1.0)
+        done += rig.controller.poll()
+    rig.controller.submit(Plan(4, 0, (rig.fetch([1], [3]),)))
+    while sum(len(report.outcomes) for report in done) < 3:
+        rig.controller.wait(1.0)
+        done += rig.controller.poll()
+    assert rig.host(3) == rig.device(0)
+    hanging.may_go.set()
+    assert len(rig.drain()) == 2
+
+
+def test_close_with_work_in_flight_finishes_it(tmp_path):
+    rig = Rig(stores={"disk": disk_at(tmp_path)})
+    wanted = rig.device(0)
+    rig.run(rig.save([0], [0]))
+    rig.controller.submit(Plan(2, 0, (rig.store([0], [0]), rig.save([1, 2, 3], [1, 2, 3]), rig.load([0], [7]))))
+    rig.controller.close()
+    rig.controller.close()
+    assert rig.device(7) == wanted
+    again = Rig(stores={"disk": disk_at(tmp_path)})
+    again.run(again.fetch([0], [4]))
+    assert again.host(4) == wanted
+    again.controller.close()
+
+
+# ---- drops and namespaces ------------------------------------------------------------------------------------------
+
+
+def test_a_drop_of_all_takes_this_cache_and_nobody_elses(rigs):
+    store = MemoryStore(1 << 20)
+    theirs = hashlib.sha256(b"theirs").digest()
+    store.write([Write(theirs, Label(hashlib.sha256(b"another model").digest()), b"their block")])
+    rig = rigs(stores={"disk": store})
+    rig.run(rig.save([0, 1], [0, 1]))
+    rig.run(rig.store([0, 1], [0, 1]))
+    rig.run(Probe(3, "disk"))
+    assert {each.present for each in rig.presences} == {b"".join(sorted(KEYS[:2])), b""}
+    rig.run(Drop("disk"))
+    assert list(store.objects) == [theirs]
+
+
+def test_a_drop_of_keys_takes_every_groups_objects(rigs):
+    store = MemoryStore(1 << 20)
+    rig = rigs(stores={"disk": store})
+    rig.run(rig.save([0, 1], [0, 1]))
+    rig.run(rig.store([0, 1], [0, 1]))
+    rig.run(Drop("disk", KEYS[0]))
+    assert set(store.objects) == {KEYS[1], draft_of(KEYS[1])}
+
+
+def test_a_read_for_other_tokens_or_another_model_is_a_miss(rigs):
+    store = MemoryStore(1 << 20)
+    rig = rigs(stores={"disk": store})
+    rig.run(rig.save([0], [0]))
+    rig.run(rig.store([0], [0]))
+    other_tokens = Transfer(
+        50, Purpose.FETCH, "disk", "host", b"", slot_bytes(np.array([5], np.int32)), KEYS[0], b"x" * 16
+    )
+    rig.fill_host(5, 0xEE)
+    (outcome,) = rig.run(other_tokens)
+    assert not outcome.ok
+    assert set(rig.host(5)[0]) == {0xEE}
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_resize_host_keeps_the_bytes_of_slots_that_are_left(rigs):
+    rig = rigs(8, 6, stores={"disk": MemoryStore(1 << 20)})
+    rig.run(rig.save([0, 1, 2], [0, 3, 5]))
+    kept = [rig.host(slot) for slot in (0, 3)]
+    rig.controller.resize_host(4, rig.caches)
+    assert [rig.host(slot) for slot in (0, 3)] == kept
+    rig.controller.resize_host(12, rig.caches)
+    assert [rig.host(slot) for slot in (0, 3)] == kept
+    (outcome,) = rig.run(rig.save([4], [11]))
+    assert outcome.ok
+    assert rig.host(11) == rig.device(4)
+    (outcome,) = rig.run(rig.store([11], [6]))  # the stores' side uses the new memory, too
+    (outcome,) = rig.run(rig.fetch([6], [10]))
+    assert outcome.ok
+    assert rig.host(10) == rig.device(4)
+    assert rig.sizes[-1] == 12
+
+
+def test_released_tensors_are_forgotten_and_the_host_keeps_its_blocks(rigs):
+    import gc
+    import weakref
+
+    rig = rigs()
+    rig.run(rig.save([3], [2]))
+    wanted = rig.device(3)
+    rig.controller.release()
+    gone = [weakref.ref(cache) for cache in rig.caches]
+    rig.caches = []
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    (outcome,) = rig.run(rig.load([2], [0]))
+    assert not outcome.ok  # asleep: a failure, and no crash
+    rig.caches = caches_of(4, seed=9)
+    rig.controller.register(rig.caches)
+    (outcome,) = rig.run(rig.load([2], [3]))
+    assert outcome.ok
+    assert rig.device(3) == wanted
+
+
+def test_host_memory_tells_how_far_it_has_grown(rigs):
+    rig = rigs(4, 5000)
+    assert rig.controller.num_host_ready >= 1
+    for host in rig.controller._hosts:
+        host.wait_ready()
+    (report,) = rig.controller.poll()
+    assert [(size.tier, size.num_slots) for size in report.sizes][-1] == ("host", 5000)
+    assert rig.controller.poll() == []  # told once
+
+
+def test_a_load_says_layer_by_layer_what_has_arrived(rigs):
+    rig = rigs()
+    rig.run(rig.save([0, 1], [0, 1]))
+    transfer = rig.load([0, 1], [6, 7])
+    rig.controller.submit(Plan(2, 0, (transfer,)))
+    waits = rig.controller.layer_waits((transfer.id,))
+    for layer in range(3):
+        waits.before_layer(layer)
+    waits.before_layer(0, group=1)
+    assert waits.arrived()
+    assert rig.device(6) == rig.device(0)
+    assert [outcome.ok for outcome in rig.drain()] == [True]
+
+
+def test_layer_waits_tell_of_a_failure_and_do_not_hang(rigs):
+    def mover(*_):
+        raise RuntimeError("the link is down")
+
+    rig = rigs(mover=mover)
+    transfer = rig.load([0, 1], [6, 7])
+    rig.controller.submit(Plan(2, 0, (transfer,)))
+    waits = rig.controller.layer_waits((transfer.id,))
+    for layer in range(3):
+        waits.before_layer(layer)
+    assert not waits.arrived()
+    assert [outcome.ok for outcome in rig.drain()] == [False]
+
+
+def test_reports_carry_the_epoch_of_the_last_plan(rigs):
+    rig = rigs()
+    (outcome,) = rig.run(rig.save([0], [0]), epoch=7)
+    assert outcome.ok
+
+
+def test_groups_and_caches_must_fit():
+    with pytest.raises(ArgumentError, match="2 groups need"):
+        CacheController(LAYOUT, caches_of(4)[:1], 4)
+    with pytest.raises(ArgumentError, match="got 2 and 0"):
+        CacheController(LAYOUT, caches_of(4), 0)
