@@ -143,6 +143,8 @@ class CacheManager:
         Where the block to copy from is in the way, it is given up: then `num_cached_tokens` is less than it was.
         """
         self._must_hold(hold)
+        if hold.lease.committed and not hold.lease.num_missing(num_tokens):
+            return None
         shortage = self._reserve(hold, num_tokens)
         if shortage is not None and hold.source is not None and hold.copy is None:
             self._let_source_go(hold)
@@ -198,9 +200,10 @@ class CacheManager:
         """So many tokens are computed: their full blocks can be matched by others."""
         self._must_hold(hold)
         first = hold.lease.num_blocks
-        self.tree.publish(hold.lease, computed_tokens, now=now)
-        if self.host is not None:
-            self.host.queue.came(hold.chain, first, hold.lease.num_blocks)
+        if computed_tokens >= (first + 1) * self.namespace.block_tokens:  # most tokens fill no block
+            self.tree.publish(hold.lease, computed_tokens, now=now)
+            if self.host is not None:
+                self.host.queue.came(hold.chain, first, hold.lease.num_blocks)
         if hold.source is not None and computed_tokens > hold.num_cached_tokens:
             self._let_source_go(hold)
 

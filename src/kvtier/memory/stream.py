@@ -172,9 +172,14 @@ class Event:
             self._native.synchronize()
         return True
 
-    def settle(self) -> None:
-        """Block until the place is reached, whatever became of the work before it."""
-        if self._on_device:
+    def settle(self, *, patient: bool = False) -> None:
+        """Block until the place is reached, whatever became of the work before it.
+
+        `patient` does not look at it meanwhile: for threads that would take the interpreter from others by that.
+        """
+        if self._on_device and patient and self._native is not None:
+            self._native.synchronize()
+        elif self._on_device:
             self.synchronize()
         elif self._native is not None:
             self._native.settle()

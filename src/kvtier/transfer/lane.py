@@ -93,7 +93,9 @@ class Lane:
                         self._start(transfer, index)
                     continue
             with contextlib.suppress(Exception):  # told by the transfers it hits
-                in_the_way.settle()  # without the lock: what comes meanwhile may be more urgent than what waits here
+                # without the lock: what comes meanwhile may be more urgent than what waits here; and patiently: the
+                # engine's thread needs the interpreter, and there are more slices on the link
+                in_the_way.settle(patient=True)
 
     def _next_queued(self) -> Transfer | None:
         """The first in the queue with something left to submit; waits for one. None: closed, and nothing is left."""
