@@ -1,11 +1,11 @@
 """Stores on servers beside the raw clients of those servers: the same values of 1 MiB, the same batches of 32.
 
-PYTHONPATH=.:tests python -m benchmarks.stores          starts the servers on this machine; those not installed are named
+PYTHONPATH=.:tests python -m benchmarks.stores          starts the servers; those that are not installed are named
 
 Raw is the client as its own documents use it for a batch: redis-py one pipeline of SET and one MGET, on one connection;
 obstore put and get, on as many threads as the store has; Mooncake batch_put_from and batch_get_into on registered
 memory, from and to another process. What raw reads is not verified and, but for Mooncake, is in new memory; the store
-checks a CRC and fills the caller's. They take turns, batch by batch, and who begins changes, so that a noisy moment hits
+checks it and fills the caller's. They take turns, batch by batch, and who begins changes, so that a noisy moment hits
 both. A share is that of the rates of one round; the median of the shares counts.
 """
 
