@@ -1,0 +1,56 @@
+"""The default model, served as `make serve` does: it knows things, follows a schema, and remembers over a restart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine_helpers import needs_smollm2
+from server_support import ServerProcess
+
+pytestmark = needs_smollm2
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("smollm2")
+    options = ("--blocks", "128", "--host-blocks", "64", "--disk", str(folder / "kv"), "--disk-bytes", "512MiB")
+    made = ServerProcess(folder / "log", "--threads", "1", *options)
+    yield made
+    assert made.stop() == 0
+    assert "Traceback" not in made.log, made.log
+
+
+def test_it_knows_the_capital_of_france(smollm2):
+    create = smollm2.client().chat.completions.create
+    answer = create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=12)
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    assert answer.choices[0].finish_reason == "stop"
+    chunks = list(create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=12, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The capital of France is Paris."
+    again = create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=12)
+    assert again.usage.prompt_tokens_details.cached_tokens >= 32
+
+
+def test_it_follows_a_schema(smollm2):
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {
+            "capital": {"enum": ["Paris", "Rome", "Berlin"]},
+            "country": {"type": "string", "maxLength": 20},
+        },
+        "required": ["capital", "country"],
+        "additionalProperties": False,
+    }
+    answer = smollm2.client().chat.completions.create(
+        model="smollm2",
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
+    )
+    assert json.loads(answer.choices[0].message.content)["capital"] == "Paris"
