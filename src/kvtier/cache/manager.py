@@ -390,7 +390,7 @@ class CacheManager:
         num_new = lease.num_missing(num_tokens)
         first_time = self.host is not None and not hold.is_loading and not lease.committed
         num_to_load = self.host.num_to_load(lease) if self.host is not None and first_time else 0
-        if not num_new + num_to_load:
+        if not num_new and not first_time:
             return None
         slots = self.tree.reserve(self._device, num_new + num_to_load, lease.chain.salt)
         if isinstance(slots, Shortage):
@@ -400,7 +400,8 @@ class CacheManager:
             alone = self.host.num_loading(lease) == 0
             ids = self.host.load(lease, Slots(slots.tier, slots.ids[:num_to_load])) if num_to_load else []
             hold.loads = tuple(ids) if alone else ()
-        lease.table = np.concatenate((lease.table, slots.ids[num_to_load:]))
+        if num_new:
+            lease.table = np.concatenate((lease.table, slots.ids[num_to_load:]))
         return None
 
     def _let_source_go(self, hold: Hold) -> None:

@@ -12,6 +12,7 @@ from kvtier.cache.plan import Purpose
 
 # What was seen 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
 _DECAY = 1 - 1 / 40
+Costs = np.ndarray[Any, np.dtype[np.float64]]
 Way = tuple[Purpose, str]
 """How blocks are moved, and from or to which store: each has a speed of its own."""
 
@@ -46,7 +47,7 @@ class Fit:
         self._squares = np.zeros((num_amounts + 1, num_amounts + 1))
         self._products = np.zeros(num_amounts + 1)
         self._num_seen = 0
-        self._costs: np.ndarray[Any, np.dtype[np.float64]] | None = None
+        self._costs: Costs | None = None
 
     def observe(self, amounts: Sequence[float], seconds: float) -> None:
         """It took so long."""
@@ -64,26 +65,31 @@ class Fit:
             self._costs = self._solve()
         return float(self._costs @ np.array([1.0, *amounts]))
 
-    def _solve(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Drop the most negative cost and solve again until none is negative: exact for so few."""
-        size = len(self._products)
+    def _solve(self) -> Costs:
         scale = np.sqrt(np.maximum(np.diag(self._squares), 1e-300))
         squares, products = self._squares / np.outer(scale, scale), self._products / scale
-        used = list(range(size))
-        while used:
-            part = squares[np.ix_(used, used)]
-            if np.linalg.cond(part) < 1e8:
-                found = np.linalg.solve(part, products[used])
-                if found.min() >= 0:
-                    costs = np.zeros(size)
-                    costs[used] = found
-                    return costs / scale
-                used.pop(int(found.argmin()))
-            else:  # amounts that never varied cannot be told apart: the fixed cost goes first, then the last amount
-                used.pop(0 if used[0] == 0 and len(used) > 1 else -1)
-        costs = np.zeros(size)
-        costs[1] = self._products[0] / max(self._squares[0, 1], 1e-300)
+        return _least_squares(squares, products, list(range(len(products)))) / scale
+
+
+def _least_squares(squares: Costs, products: Costs, used: list[int]) -> Costs:
+    """The best costs of those that are used, none negative.
+
+    Where some come out negative, at least one of these is 0 in the best solution: each is tried.
+    """
+    costs = np.zeros(len(products))
+    if not used:
         return costs
+    part = squares[np.ix_(used, used)]
+    if np.linalg.cond(part) >= 1e8:
+        # amounts that never varied cannot be told apart: the fixed cost goes first, then the last amount
+        return _least_squares(squares, products, used[1:] if used[0] == 0 and len(used) > 1 else used[:-1])
+    found = np.linalg.solve(part, products[used])
+    negative = [used[i] for i in np.flatnonzero(found < 0)]
+    if negative:
+        tries = [_least_squares(squares, products, [i for i in used if i != zero]) for zero in negative]
+        return max(tries, key=lambda each: float(products @ each))  # what it explains of the squares
+    costs[used] = found
+    return costs
 
 
 class Speeds:

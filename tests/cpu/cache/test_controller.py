@@ -279,7 +279,7 @@ def test_a_store_that_raises_fails_its_transfers_and_answers_its_probes(rigs):
 def test_an_inventory_that_fails_half_way_ends(rigs):
     class HalfScanned(MemoryStore):
         def scan(self, cursor="", limit=1000, *, timeout_s=None):
-            page = super().scan(cursor, min(limit, 2))
+            page = super().scan(cursor, min(limit, 2), timeout_s=timeout_s)
             return type(page)((), cursor, 0.0, "the disk is gone") if cursor else page
 
     store = HalfScanned(1 << 20)
@@ -302,12 +302,12 @@ class Hangs(MemoryStore):
     def read_into(self, reads, *, timeout_s=None):
         self.called.set()
         self.may_go.wait(30)
-        return super().read_into(reads)
+        return super().read_into(reads, timeout_s=timeout_s)
 
     def write(self, writes, *, timeout_s=None):
         self.called.set()
         self.may_go.wait(30)
-        return super().write(writes)
+        return super().write(writes, timeout_s=timeout_s)
 
 
 def test_a_store_that_hangs_holds_up_nobody_else(rigs):

@@ -1,0 +1,326 @@
+"""A request's way through the tiers on the deciding side: loads, failures, ranks, identities, sizes of messages."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Outcome, Plan, Presence, Purpose, Report, Transfer
+from kvtier.cache.saving import Saving, WritePolicy
+from kvtier.cache.store import Patience
+from kvtier.errors import ArgumentError, LoadError, RangeError, StateError
+from kvtier.index import MediaItem, Namespace
+from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
+
+CAT, DOG = MediaItem(5, 6, b"a cat"), MediaItem(5, 6, b"a dog")
+IDENTITIES = {
+    "plain": {},
+    "another tenant": {"salt": b"tenant"},
+    "a third": {"salt": b"third"},
+    "an adapter": {"adapter": b"lora"},
+    "both": {"salt": b"tenant", "adapter": b"lora"},
+    "a cat": {"media": [CAT]},
+    "a dog": {"media": [DOG]},
+    "a cat later": {"media": [MediaItem(6, 6, b"a cat")]},
+    "a tenant's cat": {"media": [CAT], "salt": b"tenant"},
+}
+
+
+def test_what_differs_in_anything_is_never_shared_in_any_tier():
+    """Save, evict, store, fetch, load: the same tokens for nine identities."""
+    lab = Lab(12, host=HostConfig(12), stores=[disk()])
+    chains = {name: prompt(1, 4, **identity) for name, identity in IDENTITIES.items()}
+    first = {name: lab.serve(chain).num_cached_tokens for name, chain in chains.items()}
+    # what stands before the image is the same for all of one tenant
+    shared = {"a cat": BLOCK, "a dog": BLOCK, "a cat later": BLOCK, "a tenant's cat": BLOCK}
+    assert first == {name: shared.get(name, 0) for name in IDENTITIES}
+    assert len(lab.worker.stores["disk"]) == 4 * 9 - 4
+    for _ in range(2):
+        for chain in chains.values():
+            lab.evict("device")
+            lab.evict("host")
+            hold = lab.serve(chain)
+            assert hold.tokens_from == {"disk": 4 * BLOCK, "host": 0, "device": 0}
+    for chain in chains.values():
+        lab.evict("device")
+        lab.serve(chain)  # whatever mixture of host and store: Lab checks every block
+
+
+def test_a_load_waits_for_its_report_and_others_wait_with_it():
+    lab = Lab(20)
+    lab.serve(prompt(1, 4))
+    lab.evict("device")
+    one = lab.manager.match(prompt(1, 4))
+    assert lab.manager.allocate(one, 17) is None
+    two = lab.manager.match(prompt(1, 4))
+    assert lab.manager.allocate(two, 17) is None
+    (load,) = lab.plan().transfers
+    assert (load.purpose, load.num_blocks) == (Purpose.LOAD, 4)
+    assert not lab.manager.is_ready(one)
+    assert not lab.manager.is_ready(two)
+    lab.hear()
+    assert lab.manager.is_ready(one)
+    assert lab.manager.is_ready(two)
+    lab.verify(one)
+    lab.verify(two)
+
+
+def test_a_hold_with_nothing_left_to_allocate_still_waits_for_others_loads():
+    lab = Lab(20)
+    lab.serve(prompt(1, 4))
+    lab.evict("device")
+    one = lab.manager.match(prompt(1, 4))
+    lab.manager.allocate(one, 17)
+    two = lab.manager.match(prompt(1, 4))
+    assert lab.manager.allocate(two, 4 * BLOCK) is None  # the slots of what was found, and no more
+    assert not lab.manager.is_ready(two)
+    lab.plan()
+    lab.hear()
+    assert lab.manager.is_ready(two)
+    lab.verify(two)
+
+
+@pytest.mark.parametrize("mask", ["1101", "0000", "0111"])
+def test_a_load_that_loses_blocks_is_computed_from_the_first_on(mask):
+    lab = Lab(20)
+    lab.serve(prompt(1, 4))
+    lab.evict("device")
+    hold = lab.manager.match(prompt(1, 4))
+    lab.manager.allocate(hold, 17)
+    lab.plan()
+    lab.hear(lose=lambda *_: [bit == "0" for bit in mask])
+    with pytest.raises(LoadError):
+        lab.manager.is_ready(hold)
+    lab.manager.abort(hold)
+    without = lab.manager.match(prompt(1, 4), may_load=False)
+    assert without.num_cached_tokens == mask.index("0") * BLOCK
+    assert lab.manager.allocate(without, 17) is None
+    assert lab.manager.is_ready(without)
+    lab.verify(without)
+    lab.compute(without)
+    assert lab.num_in("device", prompt(1, 4)) == 4
+    assert lab.num_in("host", prompt(1, 4)) == 4  # which was right all the time
+
+
+@pytest.mark.parametrize("how", ["abort", "finish", "preempt", "reset"])
+@pytest.mark.parametrize("when", ["planned", "moving", "arrived"])
+def test_a_request_that_goes_while_it_loads_leaves_nothing(how, when):
+    lab = Lab(20)
+    lab.serve(prompt(1, 4))
+    lab.evict("device")
+    hold = lab.manager.match(prompt(1, 4))
+    lab.manager.allocate(hold, 17)
+    if when != "planned":
+        lab.plan()
+    if when == "arrived":
+        lab.hear()
+    if how == "reset":
+        lab.manager.reset()
+        lab.manager.abort(hold)
+    else:
+        getattr(lab.manager, how)(hold)
+    lab.manager.check()
+    lab.settle()
+    assert lab.manager.tree.num_leases == 0
+    used = [lab.control.tier(name).pool.num_used for name in ("device", "host")]
+    assert used == ([0, 0] if how == "reset" else [4, 4])
+    lab.serve(prompt(1, 4))
+
+
+def test_source_slots_are_nobody_elses_until_the_copy_is_reported():
+    """A full host: the load's source would be the next to be overwritten."""
+    lab = Lab(20, host=HostConfig(4))
+    lab.serve(prompt(1, 4))
+    lab.evict("device")
+    hold = lab.manager.match(prompt(1, 4))
+    lab.manager.allocate(hold, 17)
+    other = lab.start(prompt(2, 4))
+    lab.compute(other)
+    assert [move.purpose for move in lab.plan().transfers] == [Purpose.LOAD]  # and no room to save the other
+    lab.settle()
+    assert lab.manager.is_ready(hold)
+    lab.verify(hold)
+
+
+def test_ranks_must_all_report_and_a_block_one_lost_is_lost():
+    lab = Lab(20, num_ranks=3)
+    lab.serve(prompt(1, 4))
+    lab.evict("device")
+    hold = lab.manager.match(prompt(1, 4))
+    lab.manager.allocate(hold, 17)
+    lab.plan()
+    for worker in lab.workers[:2]:
+        lab.manager.apply(worker.work())
+        assert not lab.manager.is_ready(hold)
+    lab.manager.apply(lab.workers[2].work(lambda *_: [False, False, False, True]))
+    with pytest.raises(LoadError):
+        lab.manager.is_ready(hold)
+
+
+def test_reports_that_make_no_sense_are_refused():
+    lab = Lab(20)
+    lab.compute(lab.start(prompt(1, 4)))
+    (save,) = lab.plan().transfers
+    for report, error in (
+        (Report(0, 1), ArgumentError),
+        (Report(0, 0, (Outcome(99, True, 0, 0.0),)), StateError),
+        (Report(0, 0, (Outcome(save.id, False, 0, 0.0, "", b"\1"),)), ArgumentError),
+    ):
+        with pytest.raises(error, match=r"\d"):
+            lab.manager.apply(report)
+    lab.hear()
+    with pytest.raises(StateError, match="had none to report"):
+        lab.manager.apply(Report(0, 0, (Outcome(save.id, True, 0, 0.0),)))
+
+
+def test_transfers_that_make_no_sense_are_refused():
+    for bad in (
+        {},
+        {"source_slots": b"\0" * 4},
+        {"source_slots": b"\0" * 8, "target_slots": b"\0" * 4},
+        {"keys": b"x"},
+    ):
+        with pytest.raises(ArgumentError):
+            Transfer(1, Purpose.LOAD, "host", "device", **bad)
+
+
+def test_without_caching_there_are_no_tiers_and_nothing_to_plan():
+    config = CacheConfig(8, prefix_caching=False, host=HostConfig(8), stores=(disk(),))
+    manager = CacheManager(Namespace("model", block_tokens=BLOCK), config)
+    assert manager.prefetch(prompt(1, 2)) is None
+    hold = manager.match(prompt(1, 2))
+    assert manager.allocate(hold, 9) is None
+    assert manager.is_ready(hold)
+    manager.publish(hold, 9)
+    manager.finish(hold)
+    assert not manager.plan()
+    assert not manager.has_plans
+
+
+def test_bad_configurations_are_refused():
+    with pytest.raises(ArgumentError, match="give the cache a host tier"):
+        CacheConfig(8, stores=(disk(),))
+    for bad in ({"num_blocks": 0}, {"free_share": 1.0}, {"partial_scan": -1}):
+        with pytest.raises(RangeError):
+            CacheConfig(**{"num_blocks": 8, **bad})
+    for bad in ({"num_blocks": 0}, {"free_share": -0.1}):
+        with pytest.raises(RangeError):
+            HostConfig(**{"num_blocks": 8, **bad})
+
+
+# ---- with a scheduler ----------------------------------------------------------------------------------------------
+
+
+def run(scheduler: Scheduler, lab: Lab, steps: int = 200) -> None:
+    """Until nobody waits or runs. What rows look back on is checked."""
+    for _ in range(steps):
+        lab.now += 0.1
+        step = scheduler.schedule(lab.now)
+        for worker in lab.workers:
+            worker.submit(step.plan)
+        for row in step.rows:
+            hold = row.request.hold
+            lab.verify(hold)
+            for worker in lab.workers:
+                for block in range(row.first // BLOCK, -(-row.stop // BLOCK)):
+                    worker.device[int(hold.table[block])] = content(row.request.chain, block)
+        results = [RowResult((5,) if row.wants_token else (), False) for row in step.rows]
+        scheduler.update(step, results, lab.now)
+        lab.hear()
+        scheduler.check()
+        if not scheduler.has_work() and not any(worker.todo for worker in lab.workers):
+            return
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("patience", Patience)
+def test_requests_come_to_an_end_whatever_the_patience(patience):
+    lab = Lab(20, stores=[disk(patience=patience, wait_seconds=0.3)])
+    scheduler = Scheduler(lab.manager, SchedulerConfig(max_rows=4, max_step_tokens=64))
+    for again in range(3):
+        requests = [Request(f"{again}-{number}", prompt(number % 3, 5), 3) for number in range(6)]
+        for each in requests:
+            scheduler.add(each, lab.now)
+        run(scheduler, lab)
+        assert all(each.state is RequestState.FINISHED for each in requests)
+        lab.evict("device")
+        lab.evict("host")
+    assert lab.manager.tree.num_leases == 0
+
+
+def test_a_request_says_where_its_tokens_came_from_and_why():
+    lab = Lab(20, stores=[disk()], recompute=True)
+    scheduler = Scheduler(lab.manager, SchedulerConfig(max_rows=4, max_step_tokens=64))
+    for name in ("first", "second"):
+        request = Request(name, prompt(1, 5), 2)
+        scheduler.add(request, lab.now)
+        run(scheduler, lab)
+        lab.settle()
+        lab.manager.reset()
+    assert request.tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}
+    assert request.why_loaded == "load 20 tokens: nothing measured yet"
+
+
+# ---- what travels --------------------------------------------------------------------------------------------------
+
+
+def travelled(num_blocks: int) -> dict[str, int]:
+    """Pickled bytes of all that is said about one prompt of so many blocks, in every tier."""
+    lab = Lab(
+        2 * num_blocks + 2, host=HostConfig(2 * num_blocks), stores=[disk(is_shared=True, max_fetching_blocks=1 << 20)]
+    )
+    big = Saving(WritePolicy.THROUGH, max_blocks=1 << 20)
+    lab = Lab(
+        2 * num_blocks + 2,
+        host=HostConfig(2 * num_blocks, saving=big),
+        stores=[disk(is_shared=True, max_fetching_blocks=1 << 20, saving=big)],
+    )
+    tokens = [block % 1000 for block in range(num_blocks * BLOCK)]
+    sizes = {"plan": 0, "report": 0}
+    for _ in range(2):
+        chain = chain_of(*tokens, 1)
+        fetch = lab.manager.prefetch(chain)
+        hear_and_measure(lab, sizes)
+        hold = lab.manager.match(chain, fetch=fetch)
+        assert lab.manager.allocate(hold, chain.num_tokens) is None
+        hear_and_measure(lab, sizes)
+        assert lab.manager.is_ready(hold)
+        lab.compute(hold)
+        lab.manager.finish(hold)
+        lab.manager.end_fetch(fetch)
+        hear_and_measure(lab, sizes)
+        lab.manager.reset()
+    sizes["chain"] = len(pickle.dumps(chain_of(*tokens, 1)))
+    return sizes
+
+
+def hear_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
+    while (plan := lab.plan()) or lab.worker.todo:
+        sizes["plan"] = max(sizes["plan"], len(pickle.dumps(plan)))
+        assert pickle.loads(pickle.dumps(plan)) == plan
+        while lab.worker.todo:
+            report = lab.worker.work()
+            sizes["report"] = max(sizes["report"], len(pickle.dumps(report)))
+            lab.manager.apply(pickle.loads(pickle.dumps(report)))
+
+
+def test_plans_reports_and_prompts_cost_by_their_blocks():
+    """At most 60 bytes a block for a plan (key 32, digest 16, slots 4 or 8), 34 for a report, and 4 a token."""
+    sizes = {n: travelled(n) for n in (10, 100, 1000, 2000)}
+    for few, many in ((10, 100), (100, 1000), (1000, 2000)):
+        for what, most in (("plan", 60), ("report", 34), ("chain", 4 * BLOCK)):
+            grown = sizes[many][what] - sizes[few][what]
+            assert grown <= most * (many - few) + 100, (what, few, many, grown / (many - few))
+    assert sizes[10]["plan"] < 1500
+
+
+def test_messages_are_values():
+    assert pickle.loads(pickle.dumps(Presence("disk", b"x" * 32))) == Presence("disk", b"x" * 32)
+    assert not Plan(1, 0)
+    with pytest.raises(AttributeError):
+        Plan(1, 0).epoch = 3

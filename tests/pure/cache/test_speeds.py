@@ -1,0 +1,211 @@
+"""Load or recompute: the fit against an oracle, what it forgets, and the decision with its numbers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cache_support import BLOCK, Lab, disk, prompt
+from kvtier.cache.plan import Purpose
+from kvtier.cache.speeds import Fit, Speeds
+
+DECAY = 1 - 1 / 40
+LOAD, FETCH = (Purpose.LOAD, ""), (Purpose.FETCH, "disk")
+
+
+def nonnegative_least_squares(samples: list[tuple[list[float], float]]) -> tuple[np.ndarray, float]:
+    """Costs of 1 and the amounts, none negative, with the least sum of squares, by trying every set of costs."""
+    weights = np.sqrt(DECAY ** np.arange(len(samples))[::-1])
+    x = np.array([[1.0, *amounts] for amounts, _ in samples]) * weights[:, None]
+    y = np.array([seconds for _, seconds in samples]) * weights
+    best, least = np.zeros(x.shape[1]), float(y @ y)
+    for count in range(1, x.shape[1] + 1):
+        for used in itertools.combinations(range(x.shape[1]), count):
+            found = np.linalg.lstsq(x[:, used], y, rcond=None)[0]
+            rest = float(((x[:, used] @ found - y) ** 2).sum())
+            if found.min() >= 0 and rest < least - 1e-12:
+                least = rest
+                best = np.zeros(x.shape[1])
+                best[list(used)] = found
+    return best, least
+
+
+def loss(costs: np.ndarray, samples) -> float:
+    weights = DECAY ** np.arange(len(samples))[::-1]
+    x = np.array([[1.0, *amounts] for amounts, _ in samples])
+    y = np.array([seconds for _, seconds in samples])
+    return float((weights * (x @ costs - y) ** 2).sum())
+
+
+@st.composite
+def seen(draw):
+    num_amounts = draw(st.integers(1, 2))
+    true = [draw(st.floats(0.0, 10.0)) for _ in range(num_amounts + 1)]
+    noise, alike = draw(st.floats(0.0, 5.0)), draw(st.floats(0.0, 0.9))
+    source = random.Random(draw(st.integers(0, 1 << 30)))
+    samples = []
+    for _ in range(draw(st.integers(num_amounts + 2, 40))):
+        amounts = [source.uniform(0.1, 10.0) for _ in range(num_amounts)]
+        if num_amounts == 2:  # as with tokens and what they look back on
+            amounts[1] = amounts[1] * (1 - alike) + amounts[0] * alike
+        seconds = true[0] + sum(cost * amount for cost, amount in zip(true[1:], amounts, strict=True))
+        samples.append((amounts, max(0.0, seconds + source.gauss(0, noise))))
+    return samples
+
+
+@given(seen())
+@example([([9.3, 5.7], 6.7), ([3.4, 2.5], 0.3), ([2.9, 2.3], 0.9), ([8.0, 5.3], 7.3)])  # two come out negative
+def test_the_fit_is_the_least_squares_without_negative_costs(samples):
+    fit = Fit(len(samples[0][0]))
+    for amounts, seconds in samples:
+        fit.observe(amounts, seconds)
+    _, least = nonnegative_least_squares(samples)
+    amounts = len(samples[0][0])
+    costs = np.array([fit.predict([0.0] * amounts)] + [0.0] * amounts)
+    for i in range(amounts):
+        unit = [float(i == j) for j in range(amounts)]
+        costs[i + 1] = fit.predict(unit) - costs[0]
+    assert (costs >= -1e-9).all()
+    assert loss(costs, samples) <= least * (1 + 1e-6) + 1e-6
+
+
+def test_exact_samples_give_exact_costs():
+    fit = Fit(1)
+    for count in (1, 5, 20, 60):
+        fit.observe((count,), 0.004 + 0.0005 * count)
+    assert fit.predict((100,)) == pytest.approx(0.004 + 0.05)
+    assert fit.predict((0,)) == pytest.approx(0.004)
+
+
+def test_before_anything_was_seen_nothing_is_said_and_one_sample_is_in_proportion():
+    fit = Fit(2)
+    assert fit.predict((1.0, 1.0)) is None
+    fit.observe((10.0, 50.0), 2.0)
+    assert fit.predict((20.0, 100.0)) == pytest.approx(4.0)
+    assert fit.predict((0.0, 0.0)) == 0.0
+
+
+def test_equal_samples_are_in_proportion_to_the_first_amount():
+    fit = Fit(1)
+    for _ in range(50):
+        fit.observe((8.0,), 0.4)
+    assert fit.predict((16.0,)) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_units_do_not_matter(scale):
+    fit = Fit(2)
+    for tokens, context in ((10, 100), (100, 100), (10, 5000), (70, 900), (1, 10)):
+        fit.observe((tokens * scale, context * scale), 0.01 + 0.001 * tokens + 1e-5 * context)
+    assert fit.predict((50 * scale, 1000 * scale)) == pytest.approx(0.07, rel=1e-6)
+
+
+def test_a_change_of_speed_is_followed():
+    """A link that slows down to a tenth: half way after some 28 moves, within 5 % after 200."""
+    speeds, amounts = Speeds(), itertools.cycle((4, 16, 64))
+    for _, count in zip(range(300), amounts, strict=False):
+        speeds.moved(LOAD, count, 0.001 + 0.0001 * count)
+    for told, count in zip(range(200), amounts, strict=False):
+        speeds.moved(LOAD, count, 0.01 + 0.001 * count)
+        if told == 40:
+            assert speeds.move_seconds(LOAD, 32) > 0.5 * 0.042
+    assert speeds.move_seconds(LOAD, 32) == pytest.approx(0.042, rel=0.05)
+
+
+def test_each_store_has_its_own_speed():
+    speeds = Speeds()
+    for count in (1, 10, 100):
+        speeds.moved((Purpose.FETCH, "near"), count, 0.001 * count)
+        speeds.moved((Purpose.FETCH, "far"), count, 0.1 * count)
+    assert speeds.move_seconds((Purpose.FETCH, "near"), 10) == pytest.approx(0.01)
+    assert speeds.move_seconds((Purpose.FETCH, "far"), 10) == pytest.approx(1.0)
+    assert speeds.move_seconds((Purpose.FETCH, "other"), 10) is None
+
+
+def test_the_decision_says_its_numbers():
+    speeds = Speeds()
+    assert str(speeds.decide({LOAD: 4}, 0, 16)) == "load 16 tokens: nothing measured yet"
+    for count in (1, 10, 50):
+        speeds.moved(LOAD, count, 0.002 * count)
+        speeds.computed(count, count * count / 2, 0.001 * count)
+    decision = speeds.decide({LOAD: 4}, 0, 16)
+    assert decision.load
+    assert str(decision) == "load 16 tokens: loading takes 8.00 ms, under the 16.00 ms of computing"
+    decision = speeds.decide({LOAD: 4 + 40}, 0, 16)  # forty are queued before them
+    assert not decision.load
+    assert str(decision) == "recompute 16 tokens: loading takes 88.00 ms, over the 16.00 ms of computing"
+    assert speeds.decide({LOAD: 4, FETCH: 4}, 0, 16).load_seconds is None  # of fetching nothing is known
+
+
+def test_a_deep_prefix_is_loaded_where_a_shallow_one_is_computed():
+    """Computing a token costs by what it looks back on, loading it does not."""
+    speeds = Speeds()
+    for first in (0, 1000, 10000, 30000):
+        for count in (16, 64):
+            speeds.computed(count, count * (first + count / 2), 1e-5 * count + 1e-8 * count * (first + count / 2))
+    for count in (1, 4, 16):
+        speeds.moved(LOAD, count, 0.0005 * count)
+    assert not speeds.decide({LOAD: 4}, 0, 64).load
+    assert speeds.decide({LOAD: 4}, 30000, 64).load
+
+
+# ---- in the manager ------------------------------------------------------------------------------------------------
+
+
+def taught(lab: Lab, load: float, compute: float) -> Lab:
+    for count in (1, 10, 100):
+        lab.manager.speeds.moved(LOAD, count, load * count)
+        lab.manager.speeds.moved(FETCH, count, load * count)
+        lab.manager.computed(count, 0.0, compute * count)
+    return lab
+
+
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_host_blocks_are_loaded_if_that_is_faster(is_faster):
+    lab = Lab(20, recompute=True)
+    lab.serve(prompt(1, 6))
+    lab.evict("device")
+    taught(lab, load=0.001 if is_faster else 10.0, compute=0.01)
+    hold = lab.start(prompt(1, 6))
+    assert hold.decision.load == is_faster
+    assert hold.decision.num_tokens == 6 * BLOCK
+    assert hold.num_cached_tokens == (6 * BLOCK if is_faster else 0)
+    assert hold.tokens_from == ({"host": 6 * BLOCK, "device": 0} if is_faster else {"device": 0})
+    lab.compute(hold)
+    assert lab.num_in("device", prompt(1, 6)) == 6
+
+
+def test_what_is_on_the_device_counts_before_what_would_be_loaded():
+    lab = Lab(20, recompute=True)
+    lab.serve(prompt(1, 6))
+    lab.manager.tree.evict(lab.control.tier("device"), 2)
+    taught(lab, load=10.0, compute=0.01)
+    hold = lab.start(prompt(1, 6))
+    assert hold.decision.num_tokens == 2 * BLOCK
+    assert hold.tokens_from == {"device": 4 * BLOCK}
+
+
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_blocks_are_fetched_if_that_is_faster(is_faster):
+    lab = Lab(20, stores=[disk()], recompute=True)
+    lab.serve(prompt(1, 6))
+    lab.manager.reset()
+    taught(lab, load=0.001 if is_faster else 10.0, compute=0.01)
+    fetch = lab.fetched(prompt(1, 6))
+    assert fetch.decision.load == is_faster
+    assert fetch.num_fetched == ({"disk": 6} if is_faster else {})
+    assert ("recompute" in str(fetch.decision)) != is_faster
+
+
+def test_a_move_that_failed_teaches_no_speed():
+    lab = Lab(20, recompute=True)
+    lab.serve(prompt(1, 6))
+    lab.evict("device")
+    lab.start(prompt(1, 6), lose=lambda move, _: [True] * move.num_blocks)
+    assert lab.manager.speeds.move_seconds(LOAD, 6) is None
+    lab.start(prompt(1, 6))
