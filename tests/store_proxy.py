@@ -25,7 +25,11 @@ class Mood:
 
 
 class Proxy:
-    """Listens on `port` until closed. `num_asked` counts bytes clients sent, `num_connections` what they opened."""
+    """Listens on `port` until closed.
+
+    `num_asked` counts bytes clients sent, `num_connections` what they opened, `num_turns` how often one that had been
+    answered asked again: round trips.
+    """
 
     def __init__(self, upstream: int) -> None:
         self._upstream = upstream
@@ -34,7 +38,7 @@ class Proxy:
         self._changed = threading.Event()
         self._num_sent = 0
         self._sockets: set[socket.socket] = set()
-        self.num_asked = self.num_connections = 0
+        self.num_asked = self.num_connections = self.num_turns = 0
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -80,14 +84,20 @@ class Proxy:
                 continue
             with self._lock:
                 self._sockets |= {client, server}
-            for args in ((client, server, False), (server, client, True)):
+            was_answered = threading.Event()
+            was_answered.set()
+            for args in ((client, server, False, was_answered), (server, client, True, was_answered)):
                 threading.Thread(target=self._pump, args=args, daemon=True).start()
 
-    def _pump(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+    def _pump(
+        self, source: socket.socket, target: socket.socket, is_answer: bool, was_answered: threading.Event
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
                 with self._lock:
                     self.num_asked += 0 if is_answer else len(data)
+                    self.num_turns += not is_answer and was_answered.is_set()
+                    (was_answered.set if is_answer else was_answered.clear)()
                     mood, changed, begin = self._mood, self._changed, self._num_sent
                     self._num_sent += len(data) if is_answer else 0
                 if mood.hangs:

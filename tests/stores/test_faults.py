@@ -228,6 +228,28 @@ def test_one_broken_connection_costs_nothing_but_a_retry(setup):
     assert check_read(store, 1).ok
 
 
+def test_a_batch_takes_as_many_round_trips_as_threads_not_as_keys(redis_port):
+    with contextlib.closing(Setup("redis", redis_port)) as setup:
+        store = setup.store()
+        keys = [key_of(n) for n in range(500)]
+        trips = {}
+
+        def count(name, results):
+            assert all(outcome.status is not Status.FAILED for outcome in results)
+            trips[name] = setup.proxy.num_turns
+            setup.proxy.num_turns = 0
+
+        count("to connect", put(store, *range(500), nbytes=100_000))  # on every thread
+        count("write", put(store, *range(20), nbytes=100_000))
+        count("contains", store.contains(keys))
+        count("remove", store.remove(keys))
+        put(store, *range(32), nbytes=100_000)
+        setup.proxy.num_turns = 0
+        count("read", store.read_into([Read(key, LABEL, bytearray(100_000)) for key in keys[:32]]))
+        assert max(trips["contains"], trips["remove"]) <= 5, "the server may answer before all is sent"
+        assert max(trips["read"], trips["write"]) <= 8, "4 threads, and what is left over"
+
+
 def test_answers_that_take_time_are_waited_for(setup):
     store = setup.store()
     put(store, 1)
