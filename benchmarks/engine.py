@@ -2,6 +2,7 @@
 
 python -m benchmarks.engine                      one thread per core; --threads to choose
 python -m benchmarks.engine --check              also: 32 prompts of mixed lengths, greedy, the same tokens as there
+python -m benchmarks.engine --vllm-python V/bin/python --node-llama L     also vLLM and llama.cpp: see engine_peers
 
 What the model alone takes is benchmarks.engine_model; here a step is everything: scheduling, the cache's books, laying
 out the batch, the model, sampling, text. transformers is given its forward pass with its own cache, and no generate()
@@ -16,11 +17,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks import engine_peers
 from benchmarks.engine_model import BATCH, CASES, CONTEXT, PREFILLS, their_tasks, transformers_model
 from benchmarks.report import Bar, arguments, at_least, at_most, best, print_table, report
 from kvtier.cache.config import CacheConfig
@@ -55,12 +58,27 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--check", action="store_true", help=f"compare the tokens of {NUM_CHECKED} prompts first")
+    for name, what in (("vllm-python", "the Python of vLLM's environment"), ("node-llama", "node-llama-cpp's folder")):
+        variable = f"KVTIER_{name.replace('-', '_').upper()}"
+        told = os.environ.get(variable)
+        parser.add_argument(
+            f"--{name}", type=Path, default=Path(told) if told else None, help=f"{what}, or ${variable}"
+        )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model, tokenizer = load_model(), load_tokenizer()
     peer = transformers_model(model)
+    peers = engine_peers.Peers(options.vllm_python, options.node_llama)
+    others = peers.seconds(peer, peer_cases(tokenizer, options.rounds), options.threads)
     bars = [check(model, tokenizer, peer)] if options.check else []
     rows, held = beside_transformers(model, tokenizer, peer, options.rounds)
+    for name, seconds in others.items():
+        for row in rows:
+            case = str(row["case"])
+            row[f"{name} tok/s"] = CASES[case] / seconds[case] if seconds else engine_peers.NOT_INSTALLED
+    print_table(rows)
+    if not all(others.values()):
+        print(f"how to install what is not:\n{engine_peers.__doc__}")
     more_rows, more_held = outside(model, tokenizer)
     for row in rows + more_rows:
         row["threads"] = options.threads
@@ -94,7 +112,6 @@ def beside_transformers(
         }
         for case in CASES
     ]
-    print_table(rows)
     times = {row["case"]: float(str(row["times"])) for row in rows}
     bars = [at_least(f"prefill {length}, times transformers", times[f"prefill {length}"], 1.0) for length in PREFILLS]
     bars.append(at_least("decode of one, times transformers", times["decode 1"], 1.5))
@@ -103,9 +120,28 @@ def beside_transformers(
     return rows, bars
 
 
+def peer_cases(tokenizer: Tokenizer, rounds: int) -> dict[str, engine_peers.PeerCase]:
+    """The same cases for engines elsewhere, with the same token ids."""
+    few = max(2, rounds // 4)
+    cases = {f"prefill {length}": engine_peers.PeerCase([prefill_ids(length)], False, few) for length in PREFILLS}
+    for count in (1, BATCH):
+        cases[f"decode {count}"] = engine_peers.PeerCase(decode_ids(tokenizer, count), True, rounds)
+    return cases
+
+
+def prefill_ids(length: int) -> list[int]:
+    """A prompt for prefill."""
+    return [100 + i % 40000 for i in range(length)]
+
+
+def decode_ids(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """Prompts that share nothing."""
+    return [tokenizer.encode(f"{index}. {TEXT * 4}")[:CONTEXT] for index in range(count)]
+
+
 def prefill(engine: Engine, length: int) -> Callable[[], object]:
     """A prompt, from text-free add to its first token."""
-    prompt = [100 + i % 40000 for i in range(length)]
+    prompt = prefill_ids(length)
 
     def run() -> None:
         engine.add(prompt, replace(GREEDY, max_tokens=1))
@@ -118,8 +154,8 @@ def prefill(engine: Engine, length: int) -> Callable[[], object]:
 def decode(engine: Engine, count: int, params: SamplingParams) -> Callable[[], object]:
     """One step of so many sequences that generate already, after texts that share nothing."""
     assert engine.tokenizer is not None
-    for index in range(count):
-        engine.add(engine.tokenizer.encode(f"{index}. {TEXT * 4}")[:CONTEXT], params)
+    for prompt in decode_ids(engine.tokenizer, count):
+        engine.add(prompt, params)
     while any(not request.num_new_tokens for request in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
     return engine.step

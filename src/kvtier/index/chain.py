@@ -16,10 +16,11 @@ class Chain:
     """Tokens cut into blocks. Grows by append; keys are computed when asked for, and only once per block.
 
     `salt` keeps tenants apart, `adapter` names a LoRA, `media` what stands behind placeholder tokens. All three are
-    part of every key and of every match.
+    part of every key and of every match. `labels` are the ids as bytes, at least those of full blocks; only the chain
+    changes them.
     """
 
-    __slots__ = ("_keys", "_labels", "_tail", "adapter", "extras", "label_bytes", "media", "namespace", "salt")
+    __slots__ = ("_keys", "_tail", "adapter", "extras", "label_bytes", "labels", "media", "namespace", "salt")
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class Chain:
         self.label_bytes = namespace.block_tokens * TOKEN_BYTES
         self.media = tuple(media)
         self.extras = media_extras(media, namespace.block_tokens) if media else {}
-        self._labels = token_bytes(tokens)
+        self.labels = token_bytes(tokens)
         self._tail = bytearray()
         self._keys = bytearray()
 
@@ -52,48 +53,43 @@ class Chain:
     def append(self, tokens: TokenIds) -> None:
         """More tokens at the end. A token costs nothing until it fills a block."""
         self._tail += token_bytes(tokens)
-        if len(self._labels) % self.label_bytes + len(self._tail) >= self.label_bytes:
-            self._labels += self._tail
+        if len(self.labels) % self.label_bytes + len(self._tail) >= self.label_bytes:
+            self.labels += self._tail
             self._tail.clear()
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far, those of a last block that is not full included."""
-        return (len(self._labels) + len(self._tail)) // TOKEN_BYTES
+        return (len(self.labels) + len(self._tail)) // TOKEN_BYTES
 
     @property
     def num_blocks(self) -> int:
         """Full blocks."""
-        return len(self._labels) // self.label_bytes
+        return len(self.labels) // self.label_bytes
 
     @property
     def tokens(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """A copy of the ids."""
-        return as_ids(self._labels + self._tail)
+        return as_ids(self.labels + self._tail)
 
     def token_range(self, first: int, stop: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """A copy of the ids [first, stop), without touching the others."""
-        known, low, high = len(self._labels), first * TOKEN_BYTES, stop * TOKEN_BYTES
-        return as_ids(self._labels[low:high] + bytes(self._tail[max(0, low - known) : max(0, high - known)]))
+        known, low, high = len(self.labels), first * TOKEN_BYTES, stop * TOKEN_BYTES
+        return as_ids(self.labels[low:high] + bytes(self._tail[max(0, low - known) : max(0, high - known)]))
 
     @property
     def last_token(self) -> int:
         """The newest id."""
         return int(self.token_range(self.num_tokens - 1, self.num_tokens)[0])
 
-    @property
-    def labels(self) -> bytes:
-        """The ids as bytes, at least those of full blocks."""
-        return self._labels
-
     def label(self, block: int, stop: int | None = None) -> bytes:
         """The bytes of one block, or of blocks [block, stop)."""
         width = self.label_bytes
-        return self._labels[block * width : (block + 1 if stop is None else stop) * width]
+        return self.labels[block * width : (block + 1 if stop is None else stop) * width]
 
     def tail(self, block: int) -> bytes:
         """The bytes from a block on, those of a last block that is not full included."""
-        return self._labels[block * self.label_bytes :] + self._tail
+        return self.labels[block * self.label_bytes :] + self._tail
 
     def key_at(self, block: int) -> bytes:
         """What a node that begins with this block is found under: its bytes and its extras."""
@@ -103,9 +99,9 @@ class Chain:
     def label_view(self, block: int, stop: int) -> memoryview:
         """The same for keeping: a copy, unless most of the chain is wanted; then it is kept whole and not copied."""
         width = self.label_bytes
-        if 4 * (stop - block) * width >= 3 * len(self._labels):
-            return memoryview(self._labels)[block * width : stop * width]
-        return memoryview(self._labels[block * width : stop * width])
+        if 4 * (stop - block) * width >= 3 * len(self.labels):
+            return memoryview(self.labels)[block * width : stop * width]
+        return memoryview(self.labels[block * width : stop * width])
 
     def keys(self, stop: int | None = None) -> bytes:
         """The keys of full blocks [0, stop) as one string of 32 bytes each, computed where they are not known yet."""

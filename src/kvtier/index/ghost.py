@@ -1,38 +1,49 @@
 """GhostCache: what the hit rate would be with another capacity or policy, while the cache runs.
 
-Spatial sampling: of every LOOK_TOKENS tokens of a request one block is looked at, and it is in the sample iff a hash
-of its number and its first token or two falls below the rate. So every use of a sampled block is seen, and a small
-cache of them behaves like a large one of all. Each capacity and policy asked about is such a small cache, of 64-bit
-marks. One of them shadows the real cache, whose hit rate is known: an estimate is the real rate plus the difference of
-the two shadows, in which what is particular to the sample cancels.
+Of every LOOK_BYTES of a prompt one place is looked at. What the prompt holds up to there, by one byte in every
+STEP_BYTES, makes its mark: prompts that share a prefix share its marks. A mark is in the sample iff its hash falls
+below the rate, so every use of a sampled one is seen, and a small cache of marks behaves like a large one of all
+blocks. Each capacity and policy asked about is such a small cache (kvtier.index.shadow). One of them shadows the real
+cache, whose hit rate is known: an estimate is the real rate plus the difference of the two shadows, in which what is
+particular to the sample cancels. Prompts that differ only between the bytes looked at are taken for one.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
-import zlib
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index.chain import Chain
+from kvtier.index.shadow import SHADOWS
 from kvtier.index.tokens import TOKEN_BYTES
 
-# Looking at few blocks of a request, and playing many requests at once, keeps the cost at 6 us a request for any block
-# size, where the index takes 75 (x86-64, Python 3.11, 2026-11-15).
-LOOK_TOKENS = 8192
-_BATCH = 256
-_PARTED = 640 * TOKEN_BYTES
+# Amid the index's own work a line of Python takes three to five times what it takes in a loop. So a request costs one
+# slice and three appends when it is seen, and the rest is done for many at once (docs/log.md, 2026-11-15).
+STEP_BYTES = 509  # odd, so that every byte of a token has its turn
+_STEPS = 8
+_HALF_WORD = bytes(_STEPS // 2)
+LOOK_BYTES = STEP_BYTES * _STEPS
+_BATCH = 1024
+_FIELDS = 3
+_GROUPS = 256
+_RATE, _MIN_MARKS = 1 / 64, 64
+
+# What is left where everything is sampled: looks at fixed places, and for S3-FIFO single marks instead of nodes.
+MODEL_ERROR = {"lru": 0.01, "fifo": 0.01, "s3fifo": 0.02}
+
+_U64 = np.uint64
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
+_Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A hit rate over full blocks; the truth is within `error` (two standard errors) in about 19 of 20 cases."""
+    """A hit rate over full blocks; the truth is within `error` in about 19 of 20 cases."""
 
     policy: str
     capacity: int
@@ -40,17 +51,12 @@ class Estimate:
     error: float
 
 
-class Shadow(Protocol):
-    """Caches of marks, of one policy and several sizes."""
-
-    def access(self, mark: int) -> list[bool]:
-        """Use a block; for each size, whether it was there."""
-
-
 class GhostCache:
     """Fed by the tree with each request it ran; asked for a curve whenever someone looks.
 
-    `policy` and `capacity` are those of the real cache.
+    `policy` and `capacity` are those of the real cache. `rate` is the share of marks that is sampled; unless told, what
+    gives the real cache's shadow 64 of them, and no less than 1/64. Its memory is bounded: what was looked at of 1024
+    prompts, and of each policy as many marks as its largest capacity would hold.
     """
 
     def __init__(
@@ -61,199 +67,150 @@ class GhostCache:
         *,
         capacities: Sequence[int] = (),
         policies: Sequence[str] = (),
-        rate: float = 1 / 8,
+        rate: float | None = None,
         seed: int = 0,
     ) -> None:
+        places = capacity * block_tokens * TOKEN_BYTES / LOOK_BYTES
+        rate = min(1.0, max(_RATE, _MIN_MARKS / places)) if rate is None else rate
         if not 0 < rate <= 1:
             raise RangeError(f"the sampling rate must be in (0, 1], got {rate}")
         unknown = {policy, *policies} - set(SHADOWS)
         if unknown:
             raise ArgumentError(f"no shadow of {', '.join(sorted(unknown))}; there are {', '.join(sorted(SHADOWS))}")
-        self.stride = max(1, LOOK_TOKENS // block_tokens)
         self.rate = rate
         self._block_bytes = block_tokens * TOKEN_BYTES
-        self._look_bytes = min(8, self._block_bytes)
-        self._real = policy, capacity
-        self._waiting: list[list[bytes]] = []
-        self._num_blocks = self._num_hits = self._num_looked = 0
-        self._factor = int(np.random.default_rng(seed).integers(2**32, 2**63)) | 1
-        sizes = tuple(dict.fromkeys((capacity, *capacities)))
-        self._keys = {name: [(name, size) for size in sizes] for name in dict.fromkeys((policy, *policies))}
-        self._shadows = {
-            name: SHADOWS[name]([max(1, round(size * rate / self.stride)) for size in sizes]) for name in self._keys
-        }
-        self._ahead = {key: _Lead() for keys in self._keys.values() for key in keys}
+        self._real = policy
+        self._sizes = tuple(dict.fromkeys((capacity, *capacities)))
+        self._scaled = [max(1, round(size * self._block_bytes / LOOK_BYTES * rate)) for size in self._sizes]
+        self._shadows = {name: SHADOWS[name](self._scaled) for name in dict.fromkeys((policy, *policies))}
+        # policy -> by how many hits it leads the shadow of the real cache, for each group of marks and each size
+        self._leads = {name: np.zeros((_GROUPS, len(self._sizes)), np.int64) for name in self._shadows}
+        self._factors = np.random.default_rng(seed).integers(2**62, 2**63, 4, dtype=_U64) | _U64(1)
+        self._look = slice(STEP_BYTES, None, STEP_BYTES)
+        self._waiting: list[Any] = []  # of each request: the bytes looked at, the prompt's length, the blocks found
+        self._apart: dict[int, tuple[bytes, bytes, dict[int, bytes]]] = {}
+        self._num_blocks = self._num_hits = self._num_looks = 0
 
     def saw(self, chain: Chain, num_matched: int) -> None:
         """A request with this chain was run, and so many of its blocks were found."""
-        self._num_hits += num_matched
-        self._num_blocks += chain.num_blocks
-        # Which block of every stride is looked at is up to tokens where conversations have parted from the system
-        # prompt: equal for all turns of one, and over all of them every place is looked at alike.
-        labels, block, size = chain.labels, self._block_bytes, self._look_bytes
-        offset = zlib.crc32(labels[_PARTED : _PARTED + 16]) % self.stride
-        places = range(offset * block, len(labels) - block + 1, self.stride * block)
-        self._waiting.append([labels[at : at + size] for at in places])
-        if len(self._waiting) >= _BATCH:
-            self._look()
+        labels = chain.labels
+        waiting = self._waiting
+        if chain.salt or chain.adapter or chain.extras:
+            self._apart[len(waiting) // _FIELDS] = chain.salt, chain.adapter, chain.extras
+        waiting.append(labels[self._look])
+        waiting.append(len(labels))
+        waiting.append(num_matched)
+        if len(waiting) >= _BATCH * _FIELDS:
+            self._play()
 
     def curve(self, policy: str | None = None) -> list[Estimate]:
         """The hit rate at each capacity asked about, for a policy; the real cache's own unless told."""
-        self._look()
-        return [self._estimate(key) for key in self._keys.get(policy or self._real[0], ())]
+        name = policy or self._real
+        if name not in self._shadows:
+            return []
+        if self._waiting:
+            self._play()
+        return self._estimate(name)
 
-    def _estimate(self, key: tuple[str, int]) -> Estimate:
-        sampled = self._num_looked * self.rate
+    def _estimate(self, name: str) -> list[Estimate]:
+        """The real rate plus the lead of each size. Its error is twice the standard error, and what the model leaves.
+
+        Marks are sampled one by one and fall into groups at random, so the sums of the groups are independent and their
+        spread is the error of the total; a mark used a hundred times is in one group, one observation. A shadow holds
+        as many marks as it should on average only, over all that passed through it: that is an error in the capacity,
+        of this one and of the real one, and costs by how steep the curve is there.
+        """
+        sampled = self._num_looks * self.rate
         if not sampled:
-            return Estimate(*key, 0.0, 1.0)
-        lead = self._ahead[key]
-        hit_rate = self._num_hits / self._num_blocks + lead.total / sampled
-        error = 0.0 if key == self._real else 2 * math.sqrt(max(lead.squares, 1)) / sampled
-        return Estimate(*key, min(1.0, max(0.0, hit_rate)), min(1.0, error))
+            return [Estimate(name, size, 0.0, 1.0) for size in self._sizes]
+        leads = self._leads[name]
+        rates = self._num_hits / self._num_blocks + leads.sum(0) / sampled
+        spread = np.sqrt(np.maximum(leads.var(0, ddof=1) * _GROUPS, 1.0)) / sampled
+        passed = np.maximum(self._scaled, sampled * (1 - rates))
+        by_capacity = _steepness(np.log(self._scaled), rates) / np.sqrt(passed)
+        left = MODEL_ERROR[name] + 0.5 / np.array(self._scaled)  # sizes are whole marks
+        errors = 2 * np.sqrt(spread**2 + by_capacity**2 + by_capacity[0] ** 2) + left
+        if name == self._real:
+            errors[0] = 0.0
+        return [
+            Estimate(name, size, float(np.clip(rate, 0, 1)), min(1.0, float(error)))
+            for size, rate, error in zip(self._sizes, rates, errors, strict=True)
+        ]
 
-    def _look(self) -> None:
-        """Play the sampled blocks of the waiting requests to every shadow, a request's last block first."""
+    def _play(self) -> None:
+        """Play the sampled marks of the waiting requests to every shadow; where one hits and the real one's does not,
+        it leads by one."""
         waiting, self._waiting = self._waiting, []
-        if not waiting:
+        num_hits = waiting[2::_FIELDS]
+        num_blocks = np.array(waiting[1::_FIELDS]) // self._block_bytes
+        self._num_blocks += int(num_blocks.sum())
+        self._num_hits += sum(num_hits)
+        # mark m of a prompt ends with byte (8 m + 4) * STEP_BYTES, and counts if that is in a full block
+        counts = (num_blocks * self._block_bytes + (LOOK_BYTES // 2 - 1)) // LOOK_BYTES
+        self._num_looks += int(counts.sum())
+        marks = self._marks(waiting[::_FIELDS], counts)
+        sampled = np.flatnonzero(marks >> _U64(1) < _U64(int(self.rate * 2**63)))
+        owners = np.searchsorted(np.cumsum(counts), sampled, "right").tolist()
+        marks = marks[sampled]
+        requests: dict[int, list[int]] = {}
+        for owner, mark in zip(owners, marks.tolist(), strict=True):
+            requests.setdefault(owner, []).append(mark)
+        if not requests:
             return
-        lengths = [len(looked) for looked in waiting]
-        owners = np.repeat(np.arange(len(waiting)), lengths)
-        numbers = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        looked = b"".join(map(b"".join, waiting))
-        marks = np.frombuffer(looked, f"<u{self._look_bytes}").astype(np.uint64)
-        marks = (marks + numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) * np.uint64(self._factor)
-        marks ^= marks >> np.uint64(29)
-        marks *= np.uint64(0xBF58476D1CE4E5B9)
-        marks ^= marks >> np.uint64(32)
-        self._num_looked += len(marks)
-        sampled = np.flatnonzero((marks >> np.uint64(32)) < int(self.rate * 2**32))
-        # the tail of a path ages before its head: within a request, uses go from the last block to the first
-        for mark in marks[sampled[np.lexsort((-sampled, owners[sampled]))]].tolist():
-            hits = {name: shadow.access(mark) for name, shadow in self._shadows.items()}
-            was_hit = hits[self._real[0]][0]
-            for name, found in hits.items():
-                if (not was_hit) in found:
-                    for key, hit in zip(self._keys[name], found, strict=True):
-                        if hit is not was_hit:
-                            self._ahead[key].add(mark, -1 if was_hit else 1)
+        grew = [num_hits[owner] < num_blocks[owner] for owner in requests]
+        hits = {name: shadow.play(list(requests.values()), grew) for name, shadow in self._shadows.items()}
+        real = hits[self._real][:, :1].astype(np.int64)
+        groups = marks >> _U64(20) & _U64(_GROUPS - 1)
+        for name, found in hits.items():
+            np.add.at(self._leads[name], groups, found - real)
+
+    def _marks(self, looks: list[bytes], counts: _Ints) -> _Words:
+        """For each place a hash of what its prompt was looked at up to it: a running sum over words of eight looks.
+
+        looks     |l0 l1 l2 l3|l4 l5 .. l11|l12 ..      word m has looks [8 m - 4, 8 m + 4)
+        words     |    w0     |     w1     | w2 ..      so places lie amid their LOOK_BYTES
+        """
+        stops = (counts * _STEPS - len(_HALF_WORD)).tolist()
+        whole = [look[:stop] for look, stop in zip(looks, stops, strict=True) if stop > 0]
+        words = np.frombuffer(bytearray(_HALF_WORD.join([b"", *whole])), "<u8")
+        starts = np.cumsum(counts) - counts
+        first = np.repeat(starts, counts)
+        numbers = np.arange(len(first)) - first
+        self._tell_apart(words, counts, starts)
+        position = numbers.astype(_U64)
+        one, two, three, four = self._factors
+        words *= one
+        words ^= words >> _U64(32)
+        words *= position * two | _U64(1)
+        sums = np.cumsum(words)
+        sums += words[first] - sums[first] + position
+        sums *= three
+        sums ^= sums >> _U64(32)
+        sums *= four
+        return sums
+
+    def _tell_apart(self, words: _Words, counts: _Ints, starts: _Ints) -> None:
+        """What else keeps KV apart joins the words: salt and adapter a prompt's first, media the first after them."""
+        apart, self._apart = self._apart, {}
+        for owner, (salt, adapter, extras) in apart.items():
+            start, count = int(starts[owner]), int(counts[owner])
+            if count and (salt or adapter):
+                words[start] ^= _digest(len(salt).to_bytes(8, "little") + salt + adapter)
+            for block, extra in extras.items():
+                mark = (block * self._block_bytes + LOOK_BYTES // 2 - 1) // LOOK_BYTES
+                if mark < count:
+                    words[start + mark] ^= _digest(extra)
 
 
-class _Lead:
-    """By how many hits one shadow leads another, and the sum of squares of that by block, which gives its error.
-
-    Blocks are what was sampled, so blocks are what is independent: one used a hundred times is one observation.
-    """
-
-    __slots__ = ("_by_mark", "squares", "total")
-
-    def __init__(self) -> None:
-        self._by_mark: dict[int, int] = {}
-        self.total = self.squares = 0
-
-    def add(self, mark: int, one: int) -> None:
-        was = self._by_mark.get(mark, 0)
-        self._by_mark[mark] = was + one
-        self.total += one
-        self.squares += 2 * was * one + 1
+def _steepness(places: Any, rates: Any) -> Any:
+    """How steep a curve is at each of its points: the steeper of its two sides."""
+    order = np.argsort(places)
+    across = np.diff(np.asarray(places)[order])
+    sides = np.abs(np.diff(np.asarray(rates)[order])) / np.maximum(across, 1e-9) * (across > 0)
+    found = np.zeros(len(order))
+    found[order] = np.maximum(np.append(sides, 0.0), np.append(0.0, sides))
+    return found
 
 
-class _LRU:
-    """All sizes at once: a block is in every cache larger than the number of others used since its last use.
-
-    `_times` has the time of each block's last use, ascending, so that this number is what lies behind it.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = sizes
-        self._time = 0
-        self._last: OrderedDict[int, int] = OrderedDict()
-        self._times: list[int] = []
-
-    def access(self, mark: int) -> list[bool]:
-        self._time += 1
-        times, last = self._times, self._last.pop(mark, None)
-        behind = len(times)
-        if last is not None:
-            place = bisect.bisect_left(times, last)
-            behind = len(times) - place - 1
-            del times[place]
-        elif behind > max(self._sizes):
-            self._last.popitem(last=False)
-            del times[0]
-        times.append(self._time)
-        self._last[mark] = self._time
-        return [last is not None and behind < size for size in self._sizes]
-
-
-class _Each:
-    """One cache for each size."""
-
-    def __init__(self, new: Callable[[int], _OneSize], sizes: Sequence[int]) -> None:
-        self._caches = [new(size) for size in sizes]
-
-    def access(self, mark: int) -> list[bool]:
-        return [cache.access(mark) for cache in self._caches]
-
-
-class _OneSize(Protocol):
-    def access(self, mark: int) -> bool: ...
-
-
-class _FIFO:
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._held: OrderedDict[int, None] = OrderedDict()
-
-    def access(self, mark: int) -> bool:
-        if mark in self._held:
-            return True
-        self._held[mark] = None
-        if len(self._held) > self._capacity:
-            self._held.popitem(last=False)
-        return False
-
-
-class _S3FIFO:
-    """As policy.S3FIFO, over single blocks."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._small: deque[int] = deque()
-        self._main: deque[int] = deque()
-        self._uses: dict[int, int] = {}
-        self._ghost: OrderedDict[int, None] = OrderedDict()
-
-    def access(self, mark: int) -> bool:
-        if mark in self._uses:
-            self._uses[mark] = min(3, self._uses[mark] + 1)
-            return True
-        while len(self._uses) >= self._capacity:
-            self._evict()
-        (self._main if self._ghost.pop(mark, 0) is None else self._small).append(mark)
-        self._uses[mark] = 0
-        return False
-
-    def _evict(self) -> None:
-        if self._small and (len(self._small) * 10 >= self._capacity or not self._main):
-            mark = self._small.popleft()
-            if self._uses[mark]:
-                self._uses[mark] = 0
-                self._main.append(mark)
-                return
-            self._ghost[mark] = None
-            if len(self._ghost) > self._capacity:
-                self._ghost.popitem(last=False)
-        else:
-            mark = self._main.popleft()
-            if self._uses[mark]:
-                self._uses[mark] -= 1
-                self._main.append(mark)
-                return
-        del self._uses[mark]
-
-
-SHADOWS: dict[str, Callable[[Sequence[int]], Shadow]] = {
-    "lru": _LRU,
-    "fifo": lambda sizes: _Each(_FIFO, sizes),
-    "s3fifo": lambda sizes: _Each(_S3FIFO, sizes),
-}
+def _digest(data: bytes) -> np.uint64:
+    return _U64(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little"))

@@ -1,0 +1,195 @@
+"""GhostCache and its shadows: against naive caches, against exact replays, and what it must not mix up or pile up."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import OrderedDict
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from kvtier.errors import ArgumentError, RangeError
+from kvtier.index import Chain, GhostCache, MediaItem, Namespace
+from kvtier.index.shadow import SHADOWS, S3FIFOMarks, Stack
+from kvtier.replay import SyntheticTrace, generate, read_trace
+from kvtier.replay.hits import replay_hits
+
+TRACE = Path(__file__).parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
+SIZES = (1, 2, 3, 5, 8, 13)
+
+
+# ---- shadows ----
+
+
+def paths() -> st.SearchStrategy[list[list[int]]]:
+    """Requests as walks from the root of a small tree: the mark of a place says all that lies above it."""
+    walk = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+    return st.lists(
+        walk.map(lambda turns: [int("1" + "".join(map(str, turns[: i + 1]))) for i in range(len(turns))]), max_size=60
+    )
+
+
+def naive_hits(requests: list[list[int]], grew: list[bool], size: int, *, fifo: bool) -> list[bool]:
+    held: OrderedDict[int, None] = OrderedDict()
+    found = []
+    for marks, has_grown in zip(requests, grew, strict=True):
+        recent = list(held)[-size:]
+        found += [mark in recent for mark in marks]
+        if fifo and not has_grown:
+            continue
+        for mark in reversed(marks):
+            held.pop(mark, None)
+            held[mark] = None
+    return found
+
+
+@pytest.mark.parametrize("fifo", [False, True])
+@given(requests=paths(), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_one_stack_hits_as_a_cache_of_each_size_does(fifo, requests, data):
+    grew = data.draw(st.lists(st.booleans(), min_size=len(requests), max_size=len(requests)))
+    shadow = Stack(SIZES, fifo=fifo)
+    cut = len(requests) // 2
+    parts = [shadow.play(requests[:cut], grew[:cut]), shadow.play(requests[cut:], grew[cut:])]
+    hits = np.concatenate([part for part in parts if len(part)] or [np.zeros((0, len(SIZES)), bool)])
+    for column, size in enumerate(SIZES):
+        assert hits[:, column].tolist() == naive_hits(requests, grew, size, fifo=fifo), size
+
+
+@given(requests=paths())
+@settings(max_examples=100, deadline=None)
+def test_s3fifo_never_holds_more_than_its_size_and_keeps_what_is_used_again(requests):
+    for size in SIZES:
+        cache = S3FIFOMarks(size)
+        seen: set[int] = set()
+        for marks in requests:
+            found = cache.use(marks)
+            assert not any(hit and mark not in seen for hit, mark in zip(found, marks, strict=True))
+            seen.update(marks)
+            assert len(cache) <= size
+    room = S3FIFOMarks(1000)
+    first = [room.use(marks) for marks in requests]
+    known: set[int] = set()
+    for marks, found in zip(requests, first, strict=True):
+        assert found == [mark in known for mark in marks], "with room for all, only what is new is missed"
+        known.update(marks)
+
+
+# ---- the curve against the truth ----
+
+
+def misjudged(ghost: GhostCache, requests, policies, truths: dict) -> list[str]:
+    """Estimates whose truth, by an exact replay, is not within the error stated."""
+    wrong = []
+    for policy in policies:
+        for found in ghost.curve(policy):
+            key = policy, found.capacity
+            if key not in truths:
+                truths[key] = replay_hits(requests, block_tokens=512, num_slots=found.capacity, policy=policy).hit_rate
+            if abs(found.hit_rate - truths[key]) > found.error + 1e-9:
+                wrong.append(f"{found}: in truth {truths[key]:.4f}")
+    return wrong
+
+
+def test_the_truth_is_within_the_error_for_every_policy_of_the_real_cache():
+    requests, truths = list(generate(SyntheticTrace(sessions=400))), {}
+    capacities = [500, 1000, 2000, 4000]
+    wrong = []
+    for seed, policy in enumerate(sorted(SHADOWS) * 2):
+        ghost = GhostCache(512, 1000, policy, capacities=capacities, policies=sorted(SHADOWS), seed=seed)
+        real = replay_hits(requests, block_tokens=512, num_slots=1000, policy=policy, ghost=ghost)
+        own = ghost.curve()[0]
+        assert (own.policy, own.capacity, own.error) == (policy, 1000, 0.0)
+        assert own.hit_rate == pytest.approx(real.hit_rate)
+        wrong += misjudged(ghost, requests, sorted(SHADOWS), truths)
+    assert len(wrong) <= 0.05 * 6 * len(capacities) * len(SHADOWS), "\n".join(wrong)
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="the production trace is not on this machine")
+def test_the_truth_of_the_conversation_trace_is_within_the_error():
+    requests = read_trace(TRACE).requests
+    capacities, policies = [5_000, 100_000], ["lru", "s3fifo"]
+    # of LRU as tests/pure/replay has them from elsewhere
+    truths = {("lru", 5_000): 0.1237, ("lru", 10_000): 0.2243, ("lru", 100_000): 0.3795}
+    ghost = GhostCache(512, 10_000, capacities=capacities, policies=policies)
+    report = replay_hits(requests, block_tokens=512, num_slots=10_000, ghost=ghost)
+    truths["lru", 10_000] = report.hit_rate
+    wrong = misjudged(ghost, requests, policies, truths)
+    assert not wrong, "\n".join(wrong)
+    assert max(found.error for policy in policies for found in ghost.curve(policy)) < 0.06
+
+
+@pytest.mark.parametrize("block_tokens", [16, 64, 512, 2048])
+def test_with_everything_sampled_only_the_model_is_left(block_tokens):
+    requests = list(generate(SyntheticTrace(sessions=150)))
+    sizes = [tokens // block_tokens for tokens in (512_000, 256_000, 2_048_000)]
+    ghost = GhostCache(block_tokens, sizes[0], capacities=sizes[1:], rate=1.0)
+    replay_hits(requests, block_tokens=block_tokens, num_slots=sizes[0], ghost=ghost)
+    for found in ghost.curve():
+        truth = replay_hits(requests, block_tokens=block_tokens, num_slots=found.capacity).hit_rate
+        assert abs(found.hit_rate - truth) <= found.error + 1e-9
+        assert found.error < 0.04
+
+
+# ---- what it is fed ----
+
+
+def fed(chains: list[Chain], capacity: int = 4) -> float:
+    """What a cache with room for everything would have hit, where the real one hit nothing."""
+    ghost = GhostCache(512, capacity, capacities=[100_000], rate=1.0)
+    for chain in chains:
+        ghost.saw(chain, 0)
+    return ghost.curve()[1].hit_rate
+
+
+def test_tenants_adapters_and_media_are_told_apart():
+    namespace = Namespace("m", block_tokens=512)
+    tokens = np.arange(20_000) % 50_000
+
+    def chain(**others: object) -> Chain:
+        return Chain(namespace, tokens, **others)
+
+    # between the two, another prompt drives the first out of the real cache's shadow
+    other = Chain(namespace, tokens[::-1])
+    assert fed([chain(), other, chain()]) == pytest.approx(1 / 3, abs=0.03)
+    assert fed([chain(salt=b"a"), other, chain(salt=b"a")]) == pytest.approx(1 / 3, abs=0.03)
+    assert fed([chain(salt=b"a"), other, chain(salt=b"b")]) == 0
+    assert fed([chain(salt=b"a"), other, chain(adapter=b"a")]) == 0
+    images = [[MediaItem(10_000, 500, bytes([i]) * 32)] for i in range(2)]
+    assert fed([chain(media=images[0]), other, chain(media=images[0])]) == pytest.approx(1 / 3, abs=0.03)
+    assert fed([chain(media=images[0]), other, chain(media=images[1])]) == pytest.approx(1 / 6, abs=0.04), "up to it"
+
+
+def test_a_prompt_too_short_to_be_looked_at_says_nothing():
+    ghost = GhostCache(16, 100, capacities=[1000])
+    ghost.saw(Chain(Namespace("m", block_tokens=16), range(100)), 0)
+    assert [found.error for found in ghost.curve()] == [1.0, 1.0]
+    assert ghost.curve("fifo") == []
+
+
+def test_its_memory_does_not_grow():
+    namespace = Namespace("m", block_tokens=64)
+    ghost = GhostCache(64, 200, capacities=[50, 800], policies=("fifo", "s3fifo"), rate=0.5)
+
+    def run(first: int) -> int:
+        for number in range(first, first + 4 * 1024):
+            ghost.saw(Chain(namespace, np.arange(3_000, dtype=np.int32) * 7 + number), 0)
+        ghost.curve()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = run(0)
+        assert run(100_000) - before < 20_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_rates_and_policies_it_cannot_have():
+    with pytest.raises(RangeError, match="rate"):
+        GhostCache(16, 100, rate=1.5)
+    with pytest.raises(ArgumentError, match="no shadow of belady"):
+        GhostCache(16, 100, "belady")
