@@ -193,7 +193,7 @@ class Scheduler:
             self._start_early(choice)
 
     def pause(self, now: float) -> None:
-        """Keep all requests waiting until `resume`; those that run let go of their KV and start again from the cache.
+        """Keep all requests waiting until `resume`; they let go of what they hold and start again from the cache.
 
         For controls: no step may be under way.
         """
@@ -203,6 +203,7 @@ class Scheduler:
         for request in list(self._running):
             self._to_waiting(request, now)
             request.num_preempted += 1
+        self._let_fetches_go()
 
     def resume(self) -> None:
         """Go on."""
