@@ -12,6 +12,7 @@ from kvtier.engine.tokenizer import Tokenizer
 from kvtier.server import failures
 from kvtier.server.activity import Activity
 from kvtier.server.admission import Admission
+from kvtier.server.asgi import App
 from kvtier.server.auth import Keys
 from kvtier.server.completions import Completions
 from kvtier.server.config import ServerConfig
@@ -19,7 +20,7 @@ from kvtier.server.control import Control, add_control, add_state
 from kvtier.server.dashboard import load_page
 from kvtier.server.engine_client import EngineClient
 from kvtier.server.failures import ApiError
-from kvtier.server.gate import App, Gate
+from kvtier.server.gate import Gate
 from kvtier.server.messages import Started
 from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
@@ -20,6 +20,7 @@ from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, KvtierError, StateError
 from kvtier.server.activity import Activity, RequestRecord
 from kvtier.server.admission import Admission
+from kvtier.server.asgi import EventStream, unless_gone
 from kvtier.server.auth import salt_of
 from kvtier.server.config import Limits, Tenant
 from kvtier.server.engine_client import EngineClient, Mailbox
@@ -28,14 +29,22 @@ from kvtier.server.messages import Started, Submit
 from kvtier.server.protocol import ChatRequest, CompletionRequest, Message, Sampling
 from kvtier.server.responses import DONE, ChatForm, Choice, CompletionForm, Form, Usage, error_event, to_json
 
-T = TypeVar("T")
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 _log = logging.getLogger("kvtier.server")
-# Above this many characters text is tokenized on another thread: 10,000 take about 3 ms here (x86-64, 2026-11-15).
-_LONG_TEXT = 10_000
+# Above this many characters text is tokenized on another thread: they take 1.3 ms (SmolLM2's tokenizer, x86-64, 2 busy
+# cores, 2026-11-15).
+_LONG_TEXT = 2000
 _GRACE_SECONDS = 5.0  # beyond the time limit, for a client to take what is there
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is to be generated, and what the client calls it."""
+
+    prompts: Sequence[Sequence[int]]
+    prompt_name: str
+    max_tokens: int | None
+    max_tokens_name: str
+    logprobs: int | None
 
 
 @dataclass(slots=True)
@@ -49,7 +58,8 @@ class Job:
     form: Form
     stream: bool
     include_usage: bool
-    began: float = field(default_factory=time.monotonic)
+    began: float = 0.0
+    """When the HTTP request came (time.monotonic)."""
     ttft: float | None = None
     finish: str = "disconnected"
     mailbox: Mailbox = field(default_factory=Mailbox)
@@ -92,20 +102,19 @@ class Completions:
             raise ApiError(400, "max_tokens is the old name of max_completion_tokens: give one", "max_tokens")
         wanted = body.max_completion_tokens or body.max_tokens
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        return self._job(body, "chat", tenant, [tokens], "messages", wanted, name, body.num_logprobs, ChatForm)
+        return self._job(body, tenant, Ask([tokens], "messages", wanted, name, body.num_logprobs), ChatForm)
 
     async def completion(self, body: CompletionRequest, tenant: Tenant | None) -> Job:
         """The job of a completion request."""
         prompts = body.prompts
         await self._check(body, (body.n or 1) * len(prompts))
         tokens = [await self.encode(each, "prompt") if isinstance(each, str) else each for each in prompts]
-        wanted = body.max_tokens or 16
-        return self._job(
-            body, "completion", tenant, tokens, "prompt", wanted, "max_tokens", body.logprobs, CompletionForm
-        )
+        ask = Ask(tokens, "prompt", body.max_tokens or 16, "max_tokens", body.logprobs)
+        return self._job(body, tenant, ask, CompletionForm)
 
     async def answer(self, job: Job, request: Request) -> Response:
         """Run it. Errors before the first token become an HTTP status, later ones an event in the stream."""
+        job.began = request.state.began
         pieces = self._events(job) if job.stream else self._whole(job)
         first = await unless_gone(request.receive, anext(pieces))
         headers = {"x-request-id": job.id}
@@ -158,60 +167,49 @@ class Completions:
         if (schema := body.schema_text) is not None:
             await _check_schema(body, schema)
 
-    def _job(
-        self,
-        body: Sampling,
-        endpoint: str,
-        tenant: Tenant | None,
-        prompts: Sequence[Sequence[int]],
-        prompt_name: str,
-        wanted: int | None,
-        wanted_name: str,
-        logprobs: int | None,
-        form: type[ChatForm] | type[CompletionForm],
-    ) -> Job:
-        longest = max(map(len, prompts))
-        self.check_tokens(prompts, prompt_name)
-        self._check_length(min(map(len, prompts)), longest, prompt_name, wanted, wanted_name)
-        room = self._room - longest
+    def _job(self, body: Sampling, tenant: Tenant | None, ask: Ask, form: type[ChatForm | CompletionForm]) -> Job:
+        self.check_tokens(ask.prompts, ask.prompt_name)
+        room = self._checked_room(ask)
         try:
-            params = body.sampling_params(max_tokens=wanted or room, logprobs=logprobs)
+            params = body.sampling_params(max_tokens=ask.max_tokens or room, logprobs=ask.logprobs)
         except ArgumentError as error:  # what the fields alone do not show
             name = "n" if "samples" in str(error) else "min_tokens" if "min_tokens" in str(error) else None
             raise ApiError(400, f"{name or 'sampling'}: {error}", name) from error
-        kind = "chatcmpl" if endpoint == "chat" else "cmpl"
-        id = f"{kind}-{secrets.token_hex(12)}"
+        id = f"{form.kind}-{secrets.token_hex(12)}"
         salt = salt_of(tenant, body.cache_salt)
-        names = [id] if len(prompts) == 1 else [f"{id}-{number}" for number in range(len(prompts))]
+        names = [id] if len(ask.prompts) == 1 else [f"{id}-{number}" for number in range(len(ask.prompts))]
         submits = tuple(
             Submit(name, tuple(prompt), params, body.priority or 0, salt, body.schema_text)
-            for name, prompt in zip(names, prompts, strict=True)
+            for name, prompt in zip(names, ask.prompts, strict=True)
         )
-        made = form(id, self.model, int(time.time()), self.tokenizer, logprobs=logprobs is not None)
+        made = form(id, self.model, int(time.time()), self.tokenizer, logprobs=ask.logprobs is not None)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        return Job(id, endpoint, tenant, submits, made, bool(body.stream), include_usage)
+        return Job(id, form.endpoint, tenant, submits, made, bool(body.stream), include_usage)
 
     @property
     def _room(self) -> int:
         """Tokens that one request can ever have."""
         return min(self._started.max_context, self.num_blocks * self._started.block_tokens)
 
-    def _check_length(self, shortest: int, longest: int, name: str, wanted: int | None, wanted_name: str) -> None:
-        if not shortest:
+    def _checked_room(self, ask: Ask) -> int:
+        """Tokens that are left for an answer to the longest prompt. Raises 400 if they are too few."""
+        name, lengths = ask.prompt_name, [len(prompt) for prompt in ask.prompts]
+        if not min(lengths):
             raise ApiError(400, f"{name} is empty: a request needs at least one token", name)
-        code = "context_length_exceeded"
-        if longest >= self._room:
+        code, longest, room = "context_length_exceeded", max(lengths), self._room - max(lengths)
+        if room < 1:
             raise ApiError(
                 400, f"{name} has {longest} tokens; with one to generate this server takes {self._room}", name, code
             )
-        if wanted is not None and longest + wanted > self._room:
+        if ask.max_tokens is not None and ask.max_tokens > room:
             raise ApiError(
                 400,
-                f"{longest} tokens of {name} and {wanted} of {wanted_name} are more than the {self._room} this server "
-                f"takes; ask for at most {self._room - longest}",
-                wanted_name,
+                f"{longest} tokens of {name} and {ask.max_tokens} of {ask.max_tokens_name} are more than the "
+                f"{self._room} this server takes; ask for at most {room}",
+                ask.max_tokens_name,
                 code,
             )
+        return room
 
     async def _whole(self, job: Job) -> AsyncGenerator[bytes]:
         choices = [Choice() for _ in range(job.num_answers)]
@@ -307,56 +305,6 @@ class Completions:
 def _sentence(explanation: Explanation) -> str:
     """For people who ask why."""
     return "; ".join(part for part in (explanation.miss, explanation.why_loaded) if part)
-
-
-class ClientGone(Exception):
-    """Nobody is there to answer."""
-
-
-class EventStream(Response):
-    """Server-sent events from an iterator, which is closed when the client goes or does not read for too long."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], headers: dict[str, str], seconds: float) -> None:
-        super().__init__(None, 200, {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._first, self._rest, self._seconds = first, rest, seconds
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Send all of it; the end of the stream is an empty body."""
-        async with aclosing(self._rest):
-            try:
-                async with asyncio.timeout(self._seconds):
-                    await unless_gone(receive, self._send(send))
-            except (ClientGone, TimeoutError, OSError):
-                return  # a response that is not ended closes its connection
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for piece in self._rest:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Do this work while the client is there; it is cancelled, and ClientGone raised, when the client is not."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _check_schema(body: Sampling, schema: str) -> None:

@@ -108,7 +108,8 @@ def add_state(router: APIRouter, engine: EngineClient, model: str, activity: Act
     async def metrics() -> Response:
         """In Prometheus' text format."""
         activity.take(await engine.call("snapshot"))
-        return PlainTextResponse(activity.registry.render(), media_type=CONTENT_TYPE)
+        text = activity.registry.render() + await engine.call("metrics")
+        return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
 
 def add_control(router: APIRouter, control: Control) -> None:

@@ -35,8 +35,8 @@ from kvtier.server.messages import (
 class Mailbox:
     """Outputs of one or several requests that nobody has taken yet. One taker at a time.
 
-    A bare future and one timer per request: an asyncio.Event and an asyncio.timeout for every step took 25 us of CPU
-    (x86-64, 2026-11-15).
+    A bare future, and one timer for the whole request: an asyncio.Event and an asyncio.timeout for every step take
+    10.6 us of CPU instead of 2.0 (x86-64, uvloop, 2026-11-15).
     """
 
     __slots__ = ("_error", "_outputs", "_waiter", "explanations", "sent")

@@ -83,6 +83,11 @@ def _ghost(engine: Engine) -> dict[str, Any] | None:
     }
 
 
+def metrics(engine: Engine) -> str:
+    """The cache's part of GET /metrics."""
+    return engine.tiers.metrics.render()
+
+
 def explain(engine: Engine, request_id: str) -> dict[str, Any]:
     """What became of a request."""
     return asdict(engine.explain(request_id))
@@ -141,6 +146,6 @@ def resize(engine: Engine, tier: str, num_blocks: int) -> dict[str, bool]:
 CONTROLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         each.__name__: each
-        for each in (snapshot, explain, pin, unpin, prefetch, demote, drop, reset, sleep, wake, resize)
+        for each in (snapshot, metrics, explain, pin, unpin, prefetch, demote, drop, reset, sleep, wake, resize)
     }
 )

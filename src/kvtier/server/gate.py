@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+import time
 from urllib.parse import urlsplit
 
 from kvtier.server.activity import Activity
+from kvtier.server.asgi import App, ClientGone, Message, Receive, Scope, Send
 from kvtier.server.auth import Keys
-from kvtier.server.completions import ClientGone, Receive, Send
 from kvtier.server.config import Limits
 from kvtier.server.failures import ApiError
-
-Scope = MutableMapping[str, Any]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _log = logging.getLogger("kvtier.server")
 _OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")
@@ -46,7 +42,7 @@ class Gate:
         status = 0
         body = _Body(receive, self._limits)
 
-        async def watch(message: MutableMapping[str, Any]) -> None:
+        async def watch(message: Message) -> None:
             nonlocal status
             if body.refusal is not None and not status:
                 return  # the app's opinion of half a body is not asked for
@@ -76,7 +72,7 @@ class Gate:
         if self._local_only:
             _refuse_lured(headers)
         path = scope["path"]
-        scope.setdefault("state", {})["tenant"] = None
+        scope.setdefault("state", {}).update(tenant=None, began=time.monotonic())
         if path in _OPEN:
             return
         key, peer = headers.get("authorization"), (scope.get("client") or (None,))[0]
@@ -101,7 +97,7 @@ class _Body:
         if length is not None and length.isdecimal() and int(length) > self._limits.body_bytes:
             raise self._too_large(f"{length} bytes")
 
-    async def receive(self) -> MutableMapping[str, Any]:
+    async def receive(self) -> Message:
         if self._is_whole:
             return await self._receive()
         try:

@@ -75,6 +75,8 @@ class Form(Protocol):
 class ChatForm:
     """chat.completion and chat.completion.chunk."""
 
+    endpoint, kind = "chat", "chatcmpl"
+
     def __init__(self, id: str, model: str, created: int, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         self._id, self._model, self._created = id, model, created
         self._tokenizer = tokenizer
@@ -143,6 +145,8 @@ class ChatForm:
 
 class CompletionForm:
     """text_completion, whole and in pieces."""
+
+    endpoint, kind = "completion", "cmpl"
 
     def __init__(self, id: str, model: str, created: int, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         self._frame = {"id": id, "object": "text_completion", "created": created, "model": model}
