@@ -245,7 +245,10 @@ class TiersMachine(RuleBasedStateMachine):
             self.tiers.pin(self.pins[-1], Chain(self.manager.namespace, SYSTEMS[which][:8]))
 
     def prompt(self, which: int, longer: int) -> Chain:
-        return Chain(self.manager.namespace, [*SYSTEMS[which], *([longer] * longer)])
+        return self.manager_chain([*SYSTEMS[which], *([longer] * longer)])
+
+    def manager_chain(self, tokens: list[int]) -> Chain:
+        return Chain(self.manager.namespace, tokens)
 
     # ---- what holds ------------------------------------------------------------------------------------------------
 

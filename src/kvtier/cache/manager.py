@@ -12,6 +12,7 @@ reported done, nothing is reused before its reader is, and a copy that failed is
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -75,6 +76,10 @@ class CacheManager:
         )
         self.moves = Moves(self.tree, num_ranks, self._ended)
         self.speeds = Speeds()
+        self.decisions = {"load": 0, "recompute": 0}
+        """How often blocks below the device were loaded, and computed again instead."""
+        self.observer: Callable[[Move], None] | None = None
+        """Told of every move that is over."""
         self.host: HostCopies | None = None
         self.stores: dict[str, StoreCopies] = {}
         if host is not None:
@@ -190,6 +195,8 @@ class CacheManager:
             self._queried_tokens += hold.chain.num_tokens
             for tier, num_tokens in hold.tokens_from.items():
                 self._hit_tokens[tier] += num_tokens
+            if hold.decision is not None:
+                self.decisions["load" if hold.decision.load else "recompute"] += 1
             if self.host is not None:
                 self.host.queue.used_again(hold.lease)
                 for store in self.stores.values():
@@ -360,6 +367,8 @@ class CacheManager:
     def _ended(self, move: Move, there: Mask) -> None:
         """A move is over: learn its speed, and go on with its blocks."""
         purpose, transfer = move.transfer.purpose, move.transfer
+        if self.observer is not None:
+            self.observer(move)
         if there.all():
             self.speeds.moved((purpose, transfer.store), move.count, move.seconds)
         if purpose is Purpose.SAVE and there.any():

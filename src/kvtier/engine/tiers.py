@@ -14,11 +14,13 @@ from kvtier.cache.control import CacheControl
 from kvtier.cache.controller import CacheController, layout_of
 from kvtier.cache.layer_waits import LayerWaits
 from kvtier.cache.manager import CacheManager
+from kvtier.cache.metrics import CacheMetrics
 from kvtier.cache.plan import Plan
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.traffic import Traffic, TransferMeter
 from kvtier.errors import ArgumentError, StateError
 from kvtier.index import Chain, Lease
+from kvtier.metrics import Registry
 from kvtier.scheduler import Scheduler
 from kvtier.storage import Store, StoreStats
 
@@ -63,6 +65,8 @@ class Tiers:
         self._pins: dict[str, Lease] = {}
         self.is_asleep = False
         self._meter = TransferMeter(clock)
+        self.metrics = Registry()
+        CacheMetrics(manager, stores, self.metrics)
 
     # ---- for the step ----------------------------------------------------------------------------------------------
 

@@ -70,6 +70,8 @@ class Tier:
         self.policy_name = new_policy().name
         self.num_evicted = 0
         """Blocks that had to make room."""
+        self.num_evicted = 0
+        """Blocks that went to make room, so far."""
         self.used_by: dict[bytes, int] = {}
         self._new_policy = new_policy
         self._all = Candidates(new_policy)

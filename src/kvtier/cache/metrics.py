@@ -1,0 +1,72 @@
+"""CacheMetrics: a cache in Prometheus' terms. What is counted elsewhere is taken over when somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.moves import Move
+from kvtier.cache.plan import Purpose
+from kvtier.metrics import Registry
+from kvtier.storage import Store
+
+
+class CacheMetrics:
+    """Declares a cache's metrics in a registry and keeps them up to date. Made once per manager."""
+
+    def __init__(self, manager: CacheManager, stores: Mapping[str, Store], registry: Registry) -> None:
+        self._manager = manager
+        self._stores = stores
+        new = registry
+        self._seconds = new.histogram("kvtier_cache_move_seconds", "From a transfer's start to its end.", ("purpose",))
+        self._moved = new.counter("kvtier_cache_moved_blocks_total", "Blocks that arrived.", ("purpose",))
+        self._bytes = new.counter("kvtier_cache_moved_bytes_total", "Bytes that arrived.", ("purpose",))
+        self._failed = new.counter("kvtier_cache_failed_blocks_total", "Blocks that did not arrive.", ("purpose",))
+        self._queue = new.gauge("kvtier_cache_moving_blocks", "Blocks under way.", ("purpose",))
+        self._used = new.gauge("kvtier_cache_used_blocks", "Blocks in use in a tier.", ("tier",))
+        self._room = new.gauge("kvtier_cache_blocks", "Blocks a memory tier has room for.", ("tier",))
+        self._evicted = new.counter("kvtier_cache_evicted_blocks_total", "Blocks evicted to make room.", ("tier",))
+        self._hits = new.counter("kvtier_cache_hit_tokens_total", "Prompt tokens found, by tier.", ("tier",))
+        self._asked = new.counter("kvtier_cache_queried_tokens_total", "Prompt tokens asked for.").of()
+        self._decided = new.counter("kvtier_cache_decisions_total", "Load or recompute.", ("decision",))
+        self._calls = new.counter("kvtier_store_objects_total", "What became of objects.", ("store", "call", "result"))
+        self._bad = new.counter("kvtier_store_quarantined_total", "Objects found corrupt.", ("store",))
+        self._refused = new.counter("kvtier_store_refused_total", "Calls an open breaker turned away.", ("store",))
+        self._held = new.gauge("kvtier_store_used_bytes", "Bytes a store takes.", ("store",))
+        manager.observer = self.moved
+        registry.before_render(self.update)
+
+    def moved(self, move: Move) -> None:
+        """A transfer is over."""
+        self._seconds.of(move.transfer.purpose.value).observe(move.seconds)
+
+    def update(self) -> None:
+        """Take over what the manager and the stores have counted."""
+        manager, counts, stats = self._manager, self._manager.moves.counts, self._manager.stats
+        for purpose in Purpose:
+            name = purpose.value
+            self._moved.of(name).raise_to(counts.num_blocks[purpose])
+            self._bytes.of(name).raise_to(counts.num_bytes[purpose])
+            self._failed.of(name).raise_to(counts.num_failed[purpose])
+            self._queue.of(name).set(manager.moves.num_blocks(purpose))
+        for tier in stats.tiers:
+            self._used.of(tier.name).set(tier.num_used)
+            self._hits.of(tier.name).raise_to(tier.hit_tokens)
+        for memory in manager.tree.tiers:
+            self._room.of(memory.name).set(memory.pool.num_slots)
+            self._evicted.of(memory.name).raise_to(memory.num_evicted)
+        self._asked.raise_to(stats.queried_tokens)
+        for decision, count in manager.decisions.items():
+            self._decided.of(decision).raise_to(count)
+        for name, store in self._stores.items():
+            self._update_store(name, store)
+
+    def _update_store(self, name: str, store: Store) -> None:
+        stats = store.stats
+        for call, traffic in (("lookup", stats.lookups), ("read", stats.reads), ("write", stats.writes)):
+            results = (traffic.num_done, traffic.num_missing, traffic.num_corrupt, traffic.num_failed)
+            for result, count in zip(("done", "missing", "corrupt", "failed"), results, strict=True):
+                self._calls.of(name, call, result).raise_to(count)
+        self._bad.of(name).raise_to(stats.num_quarantined)
+        self._refused.of(name).raise_to(stats.num_refused)
+        self._held.of(name).set(stats.used_bytes)
