@@ -36,7 +36,7 @@ serve: $(STAMP)  ## serve a model over HTTP: PORT, MODEL, ARGS
 	$(BIN)/kvtier serve --model $(MODEL) --port $(PORT) --host-blocks 1024 --disk $(DISK) $(ARGS)
 
 soak: $(STAMP)  ## the state machines for longer: KVTIER_SOAK times as many examples
-	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest tests/pure tests/cpu/test_pipeline.py tests/cpu/engine -k "achine or soak or Pipeline or test_engine"
+	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest tests/pure tests/stores tests/cpu/test_pipeline.py tests/cpu/engine -k "achine or soak or Pipeline or test_engine or whatever_goes_wrong"
 
 test: $(STAMP)  ## all tests this machine can run, with the servers it can install
 	.ci/servers

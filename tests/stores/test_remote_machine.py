@@ -1,0 +1,115 @@
+"""A store on a server, other clients of it, damage, time and a dictionary: they agree after every step."""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from kvtier.storage import RemoteStore, Status
+from kvtier.storage.crypto import Cipher
+from kvtier.storage.envelope import Envelope
+from storage_support import Clock, all_keys, get, has, key_of, payload_of, put
+
+NUMBERS = st.integers(0, 5)
+TTL_S = 100
+
+
+def machine(port: int) -> type[RuleBasedStateMachine]:
+    import redis
+
+    from kvtier.storage.redis import RedisBucket, RedisConfig
+
+    raw = redis.Redis(port=port)
+
+    class Machine(RuleBasedStateMachine):
+        """`there` is what must be found: number -> (version, when its time is over, whether it is damaged)."""
+
+        @initialize(is_sealed=st.booleans(), ttl_s=st.sampled_from([None, TTL_S]))
+        def open(self, is_sealed, ttl_s):
+            self.prefix, self.clock, self.ttl_s = uuid.uuid4().hex, Clock(), ttl_s
+            self.clock.now = 1e9
+            self.envelope = Envelope(Cipher(bytes(32)) if is_sealed else None, ttl_s=ttl_s, clock=self.clock)
+            config = RedisConfig(port=port, prefix=self.prefix)
+            self.stores = [
+                RemoteStore(RedisBucket(config, 2, 20.0), "redis", envelope=self.envelope, timeout_s=20.0)
+                for _ in range(2)
+            ]
+            self.there: dict[int, tuple[int, float, bool]] = {}
+
+        def sound(self) -> dict[int, int]:
+            now = self.clock.now
+            return {n: version for n, (version, over, bad) in self.there.items() if over > now and not bad}
+
+        @rule(who=st.integers(0, 1), numbers=st.lists(NUMBERS, min_size=1, max_size=4), version=st.integers(0, 3))
+        def write(self, who, numbers, version):
+            assert put(self.stores[who], *numbers, nbytes=3000, version=version).ok
+            over = int(self.clock.now + self.ttl_s) if self.ttl_s else float("inf")
+            self.there |= dict.fromkeys(numbers, (version, over, False))
+
+        @rule(who=st.integers(0, 1), number=NUMBERS)
+        def read(self, who, number):
+            outcome, room = get(self.stores[who], number, 3000)
+            if number in self.sound():
+                assert (outcome.status, room) == (Status.FOUND, payload_of(number, 3000, self.there[number][0]))
+                return
+            assert room == b"\xee" * 3000
+            is_damaged = number in self.there and self.there[number][2]
+            assert outcome.status is (Status.CORRUPT if is_damaged else Status.MISSING)
+            self.there.pop(number, None)  # what is damaged or over is gone once somebody has read it
+
+        @rule(who=st.integers(0, 1), numbers=st.sets(NUMBERS, min_size=1))
+        def remove(self, who, numbers):
+            results = self.stores[who].remove([key_of(n) for n in numbers])
+            told = [outcome.status is Status.REMOVED for outcome in results]
+            assert told == [number in self.there for number in numbers]
+            for number in numbers:
+                self.there.pop(number, None)
+
+        @rule(number=NUMBERS, data=st.data())
+        def damage(self, number, data):
+            if number not in self.sound():
+                return
+            name = self.prefix + self.envelope.name(key_of(number))
+            value = bytearray(raw.get(name))
+            bit = data.draw(st.integers(self.envelope.head_bytes * 8, len(value) * 8 - 1))
+            value[bit // 8] ^= 1 << bit % 8
+            raw.set(name, bytes(value))
+            self.there[number] = (*self.there[number][:2], True)
+
+        @rule(seconds=st.sampled_from([1, TTL_S // 2, TTL_S]))
+        def wait(self, seconds):
+            if not any(bad for _, _, bad in self.there.values()):  # which of the two comes first is not the question
+                self.clock.now += seconds
+
+        @rule()
+        def wipe(self):
+            for name in raw.scan_iter(self.prefix + "*"):
+                raw.delete(name)
+            self.there.clear()
+
+        @invariant()
+        def all_see_the_same(self):
+            if not hasattr(self, "there"):
+                return
+            for store in self.stores:
+                assert has(store, *range(6)) == [number in self.there for number in range(6)]
+            now = self.clock.now
+            listed = sorted(key_of(number) for number, (_, over, _) in self.there.items() if over > now)
+            assert sorted(all_keys(self.stores[0], 100)) == listed
+
+        def teardown(self):
+            for store in getattr(self, "stores", ()):
+                store.close()
+
+    return Machine
+
+
+def test_a_store_on_a_server_is_a_dictionary_that_forgets(redis_port):
+    soak = int(os.environ.get("KVTIER_SOAK", "1"))
+    run_state_machine_as_test(
+        machine(redis_port), settings=settings(max_examples=150 * soak, stateful_step_count=15, deadline=None)
+    )
