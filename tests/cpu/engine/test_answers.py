@@ -1,0 +1,136 @@
+"""The cache never changes an answer: 500 requests of conversations, the same tokens whatever tiers lie below."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from engine_helpers import greedy
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.plan import Purpose
+from kvtier.cache.saving import Saving, WritePolicy
+from kvtier.cache.store import Patience, StoreConfig
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.model import Model
+from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.ops_invariant import InvariantOps
+from kvtier.engine.random_weights import random_weights
+from kvtier.scheduler import SchedulerConfig
+from kvtier.storage import DiskStore, MemoryStore, Store
+from storage_support import Fault, FaultyStore
+
+TINY = ModelConfig("llama", 2, 16, 24, 2, 1, 8, 61, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
+NUM_TALKS, NUM_TURNS, AT_ONCE = 100, 5, 20
+Answers = list[list[tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(TINY, random_weights(TINY, torch.float32, torch.device("cpu"), seed=7), InvariantOps())
+
+
+@pytest.fixture(scope="module")
+def talks() -> list[list[list[int]]]:
+    """What users say, turn by turn, over three system prompts."""
+    words = random.Random(11)
+    systems = [[words.randrange(61) for _ in range(length)] for length in (9, 17, 30)]
+    return [
+        [
+            (systems[i % 3] if not turn else []) + [words.randrange(61) for _ in range(words.randrange(1, 12))]
+            for turn in range(NUM_TURNS)
+        ]
+        for i in range(NUM_TALKS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def wanted(model, talks) -> Answers:
+    """Without any cache."""
+    return play(make(model, CacheConfig(2000, prefix_caching=False)), talks)
+
+
+def make(model: Model, cache: CacheConfig, store: Store | None = None) -> Engine:
+    limits = SchedulerConfig(max_rows=8, max_step_tokens=48)
+    return Engine(model, config=EngineConfig(4, cache, limits), stores={"disk": store} if store is not None else None)
+
+
+def play(engine: Engine, talks: list[list[list[int]]]) -> Answers:
+    """Some conversations at a time; a turn is sent when the answer to the last one is there."""
+    answers: Answers = [[] for _ in talks]
+    said: dict[str, list[int]] = {}
+    heard: dict[str, list[int]] = {}
+
+    def say(name: str) -> None:
+        done = answers[int(name)]
+        said[name] = said.get(name, []) + (list(done[-1]) if done else []) + talks[int(name)][len(done)]
+        heard[name] = []
+        engine.add(said[name], greedy(4), request_id=name)
+
+    for start in range(0, len(talks), AT_ONCE):
+        for i in range(start, start + AT_ONCE):
+            say(str(i))
+        while any(len(answers[i]) < NUM_TURNS for i in range(start, start + AT_ONCE)):
+            for output in engine.step():
+                assert not output.error
+                heard[output.request_id].extend(output.token_ids)
+                if output.finish_reason is not None:
+                    answers[int(output.request_id)].append(tuple(heard[output.request_id]))
+                    if len(answers[int(output.request_id)]) < NUM_TURNS:
+                        say(output.request_id)
+        engine.scheduler.check()
+    return answers
+
+
+def test_device_only(model, talks, wanted):
+    engine = make(model, CacheConfig(300))
+    assert play(engine, talks) == wanted
+    assert engine.manager.stats.hit_tokens > 5000
+
+
+@pytest.mark.parametrize("write", WritePolicy)
+def test_with_a_host_tier_and_a_device_too_small(model, talks, wanted, write):
+    engine = make(model, CacheConfig(90, host=HostConfig(800, saving=Saving(write)), recompute=False))
+    assert play(engine, talks) == wanted
+    assert engine.manager.moves.counts.num_blocks[Purpose.LOAD] > 100
+    engine.close()
+
+
+def test_with_a_disk_in_tiny_pools_and_again_from_the_disk_alone(model, talks, wanted, tmp_path):
+    disk = StoreConfig("disk", patience=Patience.WAIT)
+    cache = CacheConfig(90, host=HostConfig(120), stores=(disk,), recompute=False)
+    for _ in range(2):
+        store = DiskStore(tmp_path, 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
+        engine = make(model, cache, store)
+        assert play(engine, talks) == wanted
+        assert engine.manager.moves.counts.num_blocks[Purpose.FETCH] > 100
+        engine.tiers.save_all()
+        engine.close()
+
+
+def test_with_a_store_and_copies_that_fail(model, talks, wanted):
+    faults = random.Random(3)
+
+    def trouble():
+        while True:
+            share = faults.random()
+            bit = faults.randrange(4096)
+            yield Fault("an error") if share < 0.1 else Fault(flip_bit=bit) if share < 0.2 else Fault()
+
+    store = FaultyStore(MemoryStore(1 << 30), trouble())
+    disk = StoreConfig("disk", patience=Patience.DEADLINE)
+    engine = make(model, CacheConfig(90, host=HostConfig(120), stores=(disk,)), store)
+    for lane in engine.tiers._controller._transfers._lanes.values():
+        mover = lane._mover
+
+        def sometimes(*arguments, mover=mover):
+            if faults.random() < 0.1:
+                raise RuntimeError("the link is down")
+            return mover(*arguments)
+
+        lane._mover = sometimes
+    assert play(engine, talks) == wanted
+    assert sum(engine.manager.moves.counts.num_failed.values()) > 20
+    engine.close()
