@@ -296,7 +296,7 @@ function requestRow(each, names) {
     const piece = coloured(make("i"), colour);
     piece.style.width = `${(tokens / Math.max(1, each.prompt_tokens)) * 100}%`;
     bar.append(piece);
-    labels.push(make("span", {}, key("", colour), `${name} ${count(tokens)}`));
+    labels.push(make("span", {}, key("", colour), `${name} ${count(tokens)}`), " ");
   }
   const isGood = each.finish === "stop" || each.finish === "length";
   return make("tr", { role: "row" },

@@ -1,0 +1,84 @@
+"""For tests of the dashboard: Chromium, traffic worth looking at, and pictures.
+
+`python tests/dashboard_pictures.py docs/images` makes the pictures of the documentation with the same parts.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from server_support import ServerProcess
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DESKTOP, PHONE = (1280, 900), (360, 780)
+LOOKS = {
+    f"{place}-{scheme}": {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
+    for place, (width, height) in {"desktop": DESKTOP, "phone": PHONE}.items()
+    for scheme in ("light", "dark")
+}
+"""Name of a picture -> options of a browser context."""
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """The browser of this machine."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def conversations(num: int, num_chars: int, seed: int = 3) -> list[str]:
+    """Texts with nothing in common, of about this length."""
+    words = ["river", "stone", "lamp", "paper", "winter", "harbour", "silver", "garden", "window", "letter"]
+    dice = random.Random(seed)
+    return [f"Text {i}: " + " ".join(dice.choices(words, k=num_chars // 6)) for i in range(num)]
+
+
+class Traffic:
+    """Clients that ask about a few texts, some far more often than others, until the block is left."""
+
+    def __init__(self, server: ServerProcess, texts: Sequence[str], *, clients: int = 3, max_tokens: int = 12) -> None:
+        self._server = server
+        self._texts = texts
+        self._max_tokens = max_tokens
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._play, args=(seed,)) for seed in range(clients)]
+        self.failures: list[str] = []
+
+    def _play(self, seed: int) -> None:
+        dice = random.Random(seed)
+        while not self._stop.wait(dice.random() * 0.3):
+            place = min(int(dice.expovariate(3 / len(self._texts))), len(self._texts) - 1)
+            question = f"{self._texts[place]}\nWhat comes {dice.choice(['first', 'last', 'next'])}? {dice.random()}"
+            body = {"model": self._server.model, "messages": [{"role": "user", "content": question}]}
+            answer = self._server.post("/v1/chat/completions", {**body, "max_tokens": self._max_tokens})
+            if answer.status_code != 200:
+                self.failures.append(answer.text)
+
+    def __enter__(self) -> Traffic:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def take_picture(page: Any, path: Path) -> None:
+    """What is on the page, down to the first few of the recent requests."""
+    bottom = page.locator("#recent tbody tr").nth(3).bounding_box()
+    top = page.evaluate("scrollY")
+    height = (bottom["y"] + bottom["height"] + top) if bottom else page.viewport_size["height"]
+    clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": height + 8}
+    page.screenshot(path=path, full_page=True, clip=clip)

@@ -1,0 +1,309 @@
+"""The dashboard in Chromium, against a real server: what it shows is what the server says, for everybody."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import uuid
+from html.parser import HTMLParser
+
+import httpx
+import pytest
+
+from dashboard_support import CHROMIUM, LOOKS, Traffic, chromium, conversations, take_picture
+from server_support import ServerProcess
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+expect = sync_api.expect
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+USER, ADMIN = "user-key-of-the-test", "admin-key-of-the-test"
+WAIT = 20_000  # ms; the page asks once a second, and this machine may be busy
+
+
+@pytest.fixture(scope="module")
+def tiered(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dashboard")
+    tiers = ("--blocks", "128", "--host-blocks", "384", "--disk", str(folder / "kv"), "--disk-bytes", "32MiB")
+    made = ServerProcess(folder / "log", "--model", str(tiny_model), "--threads", "1", "--always-load", *tiers)
+    yield made
+    assert made.stop() == 0
+    assert "Traceback" not in made.log, made.log
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture
+def opened(browser):
+    """`opened(url, **options)` gives a page. Fails the test if a page complained, or asked anybody but its server."""
+    contexts, complaints, asked = [], [], []
+
+    def open_page(url, *, may_complain=False, **options):
+        context = browser.new_context(**options)
+        contexts.append(context)
+        page = context.new_page()
+        if not may_complain:
+            page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert {re.sub(r"^http://127.0.0.1:\d+", "", url) for url in asked if not url.startswith("data:")} <= {
+        "/",
+        "/state",
+    }
+
+
+def serious(page):
+    """What axe finds that keeps people from reading the page."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")]
+
+
+def serving(page):
+    expect(page.locator("#status")).to_have_text("Serving", timeout=WAIT)
+    return page
+
+
+def chat(server, content, **more):
+    body = {"model": server.model, "messages": [{"role": "user", "content": content}], "max_tokens": 2, **more}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+
+
+def new_text(num_chars=300):
+    return conversations(1, num_chars, seed=uuid.uuid4().int)[0]
+
+
+# ---- the page itself ----
+
+
+class _Parts(HTMLParser):
+    """Scripts and styles of a page, and everything it refers to."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts, self.references, self.inline, self._within = {"script": [], "style": []}, [], [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self._within = tag if tag in self.texts else ""
+        self.references += [value for name, value in attrs if name in ("src", "href", "action", "srcset")]
+        self.inline += [name for name, _ in attrs if name == "style" or name.startswith("on")]
+
+    def handle_data(self, data):
+        if self._within:
+            self.texts[self._within].append(data)
+
+    def handle_endtag(self, _tag):
+        self._within = ""
+
+
+def test_the_policy_admits_the_one_script_and_style_and_nothing_else(tiered):
+    answer = tiered.get("/")
+    parts = _Parts()
+    parts.feed(answer.text)
+    policy = dict(each.strip().split(" ", 1) for each in answer.headers["content-security-policy"].split(";"))
+    for kind in ("script", "style"):
+        (text,) = parts.texts[kind]
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy[f"{kind}-src"] == f"'sha256-{digest}'"
+    assert (policy["default-src"], policy["connect-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
+    assert "unsafe" not in str(policy)
+    assert all(reference.startswith(("data:", "#")) for reference in parts.references)
+    assert parts.inline == []
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+# ---- numbers ----
+
+
+@needs_browser
+def test_numbers_change_as_traffic_flows(tiered, opened):
+    tiered.post("/control/reset", {"clear_stores": True})
+    page = serving(opened(tiered.url))
+    device = page.locator("[data-tier=device]")
+    expect(device).to_contain_text("0 of 128 blocks 0 %", timeout=WAIT)
+    text = new_text()
+    for _ in range(3):
+        chat(tiered, text)
+    state = tiered.state()
+    newest = state["recent"][0]
+    row = page.locator("#recent tbody tr").first
+    expect(row).to_contain_text(newest["id"], timeout=WAIT)
+    for name, tokens in newest["tokens_from"].items():
+        expect(row).to_contain_text(f"{name} {tokens}")
+    expect(row.locator(".why")).to_have_text(newest["explanation"])
+    expect(row.locator("[data-name=prompt]")).to_have_text(str(newest["prompt_tokens"]))
+    used = state["tiers"][0]["num_used"]
+    assert used > 0
+    expect(device).to_contain_text(f"{used} of 128 blocks {round(used / 128 * 100)} %", timeout=WAIT)
+    expect(device.get_by_role("meter")).to_have_attribute("aria-valuenow", str(round(used / 128 * 100)))
+    expect(page.locator("#p50")).to_have_attribute("data-text", re.compile(r"^[\d.]+ (ms|s)$"))
+    expect(page.locator("#hits-empty")).to_be_hidden()
+    assert page.locator("#hits rect").count() > 0
+    share = page.locator("#hits").get_attribute("aria-label")
+    assert re.search(r"device \d+ %", share), share
+    expect(page.locator("[data-way='device → host']")).to_contain_text("in all", timeout=WAIT)
+
+    before = page.locator("#token-note").text_content()
+    chat(tiered, new_text())
+    expect(page.locator("#token-note")).not_to_have_text(before, timeout=WAIT)
+    expect(row).not_to_contain_text(newest["id"])
+    tiered.post("/control/reset", {"clear_stores": True})  # and the bars drain
+    expect(device).to_contain_text("0 of 128 blocks 0 %", timeout=WAIT)
+    expect(device.get_by_role("meter")).to_have_attribute("aria-valuenow", "0")
+
+
+@needs_browser
+def test_what_runs_is_counted_while_it_runs(tiered, opened):
+    page = serving(opened(tiered.url))
+    expect(page.locator("#running")).to_have_text("0", timeout=WAIT)
+    body = {"model": tiered.model, "prompt": new_text(), "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{tiered.url}/v1/completions", json=body, timeout=60) as answer:
+        assert answer.status_code == 200
+        expect(page.locator("#running")).to_have_text("1", timeout=WAIT)
+    expect(page.locator("#running")).to_have_text("0", timeout=WAIT)
+    expect(page.locator("#recent tbody tr").first).to_contain_text("disconnected", timeout=WAIT)
+
+
+@needs_browser
+def test_charts_are_tables_for_those_who_want_them_and_the_keyboard_gets_everywhere(tiered, opened):
+    texts = conversations(4, 1400)
+    for _ in range(2):
+        for text in texts:  # long enough to be sampled for the curve of sizes
+            chat(tiered, text)
+    page = serving(opened(tiered.url, reduced_motion="reduce"))
+    expect(page.locator("#ghost-empty")).to_be_hidden(timeout=WAIT)
+    chat(tiered, texts[0])
+    expect(page.locator("#hits-empty")).to_be_hidden(timeout=WAIT)
+    reached = []
+    while reached.count("As a table") < 3 and len(reached) < 20:
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.textContent.trim() || document.activeElement.type"))
+        if reached[-1] == "As a table":
+            assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+            page.keyboard.press("Enter")
+    assert reached[:2] == ["Skip to the numbers", "radio"]
+    assert reached.count("As a table") == 3
+    points = tiered.state()["ghost"]["points"]
+    rows = page.locator("#ghost-table tbody tr")
+    expect(rows).to_have_count(len(points))
+    assert [int(text.split()[0].replace(",", "")) for text in rows.locator("td:first-child").all_text_contents()] == [
+        point["num_blocks"] for point in points
+    ]
+    expect(rows.locator("text=(now)")).to_have_count(1)
+    assert page.locator("#hits-table tbody tr").count() > 0
+    assert page.locator("#ttft-table tbody tr").count() > 0
+    assert page.evaluate("getComputedStyle(document.querySelector('.bar i')).transitionDuration") == "0s"
+    assert serious(page) == []
+
+
+# ---- how the server is ----
+
+
+@needs_browser
+def test_asleep_and_away_are_said_and_so_is_what_is_old(tiered, opened):
+    page = serving(opened(tiered.url, may_complain=True))
+    status, notice = page.locator("#status"), page.get_by_role("status")
+    try:
+        tiered.post("/control/sleep")
+        expect(status).to_have_text("Asleep", timeout=WAIT)
+        expect(notice).to_contain_text("until POST /control/wake")
+        assert serious(page) == []
+    finally:
+        tiered.post("/control/wake")
+    serving(page)
+    expect(notice).to_be_empty()
+    page.context.set_offline(True)
+    expect(status).to_have_text("No answer", timeout=WAIT)
+    expect(notice).to_contain_text(re.compile(r"what is shown is of \d\d:\d\d:\d\d"))
+    expect(page.locator("[data-tier=host]")).to_contain_text("of 384 blocks")
+    assert serious(page) == []
+    page.context.set_offline(False)
+    serving(page)
+
+
+@needs_browser
+def test_a_hidden_page_does_not_ask(tiered, opened):
+    page = opened("about:blank")
+    page.clock.install()
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(tiered.url)
+    serving(page)
+    hide = "(is) => { Object.defineProperty(document, 'hidden', {value: is, configurable: true});" + (
+        "document.dispatchEvent(new Event('visibilitychange')); }"
+    )
+    page.evaluate(hide, True)
+    before = len(asked)
+    page.clock.run_for(60_000)
+    assert len(asked) == before
+    with page.expect_request(f"{tiered.url}/state"):
+        page.evaluate(hide, False)
+
+
+@needs_browser
+def test_a_key_is_asked_for_and_kept_in_the_tab_only(start, opened):
+    server = start(env={"KVTIER_API_KEY": USER, "KVTIER_ADMIN_KEY": ADMIN})
+    page = opened(server.url, may_complain=True)
+    field, notice = page.get_by_label("Admin key"), page.get_by_role("status")
+    expect(field).to_be_visible(timeout=WAIT)
+    assert serious(page) == []
+    for key, answer in (("wrong", "does not know that key"), (USER, "not an admin's")):
+        field.fill(key)
+        field.press("Enter")
+        expect(notice).to_contain_text(answer, timeout=WAIT)
+        assert page.evaluate("sessionStorage.length") == 0
+    field.fill(ADMIN)
+    page.get_by_role("button", name="Show the dashboard").click()
+    serving(page)
+    expect(field).to_be_hidden()
+    expect(page.locator("#recent-empty")).to_be_visible()
+    expect(page.locator("#transfers-empty")).to_be_visible()
+    expect(page.locator("#ghost-empty")).to_be_visible()
+    assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+    assert ADMIN not in page.content()
+    assert serious(page) == []
+    page.reload()
+    serving(page)
+    page.get_by_role("button", name="Forget key").click()
+    expect(field).to_be_visible(timeout=WAIT)
+    field.fill(ADMIN)
+    field.press("Enter")
+    serving(page)
+    assert server.stop() == 0
+    expect(page.locator("#status")).to_have_text("No answer", timeout=WAIT)
+
+
+# ---- for everybody ----
+
+
+@needs_browser
+def test_phone_and_desktop_light_and_dark(tiered, opened, tmp_path):
+    page = opened(tiered.url)
+    with Traffic(tiered, conversations(6, 1300)) as traffic:
+        expect(page.locator("#recent tbody tr")).to_have_count(12, timeout=WAIT)
+        expect(page.locator("[data-way='device → host']")).to_contain_text("in all", timeout=WAIT)
+    assert traffic.failures == []
+    backgrounds = set()
+    for name, look in LOOKS.items():
+        page.set_viewport_size(look["viewport"])
+        page.emulate_media(color_scheme=look["color_scheme"])
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        assert serious(page) == []
+        backgrounds.add((look["color_scheme"], page.evaluate("getComputedStyle(document.body).backgroundColor")))
+        picture = tmp_path / f"dashboard-{name}.png"
+        take_picture(page, picture)
+        assert picture.stat().st_size > 10_000
+    assert len(backgrounds) == 2
