@@ -1,0 +1,258 @@
+"""Operators against a real controller: sleep, wake, resize, prefetch, demote, drop, reset, with transfers under way."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.saving import Saving, WritePolicy
+from kvtier.cache.store import Patience, StoreConfig
+from kvtier.engine.model import Model
+from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.modules import CacheGroup
+from kvtier.engine.random_weights import random_weights
+from kvtier.engine.tiers import Tiers, new_controller
+from kvtier.errors import ArgumentError, StateError
+from kvtier.index import Chain, Namespace
+from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
+from kvtier.storage import MemoryStore
+from storage_support import Fault, FaultyStore
+
+BLOCK = 4
+TINY = ModelConfig("llama", 2, 8, 8, 1, 1, 4, 16, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
+MODEL = Model(TINY, random_weights(TINY, torch.float32, torch.device("cpu"), seed=1))
+
+
+class Cache:
+    """An engine without a model: `serve` writes KV that is a function of the tokens, and checks what it is given."""
+
+    def __init__(self, num_blocks=16, num_host=24, saving=None, store=None, **limits) -> None:
+        self.namespace = Namespace("model", block_tokens=BLOCK)
+        saving = saving or Saving()
+        self.memory = MemoryStore(1 << 22)
+        self.stores = {"disk": store or self.memory}
+        config = CacheConfig(
+            num_blocks,
+            host=HostConfig(num_host, saving=saving),
+            stores=(StoreConfig("disk", saving, Patience.WAIT),),
+            recompute=False,
+        )
+        self.groups = [CacheGroup(MODEL, num_blocks, BLOCK)]
+        self.controller = new_controller(num_host, self.groups, self.stores, self.namespace.fingerprint)
+        self.manager = CacheManager(self.namespace, config, num_host_ready=self.controller.num_host_ready)
+        self.scheduler = Scheduler(self.manager, SchedulerConfig(max_rows=4, max_step_tokens=64, **limits))
+        self.now = 0.0
+        self.tiers = Tiers(self.manager, self.groups, self.controller, self.stores, self.scheduler, lambda: self.now)
+
+    def chain(self, number: int, num_blocks: int = 4, salt: bytes = b"") -> Chain:
+        return Chain(self.namespace, [number] * (num_blocks * BLOCK) + [1], salt=salt)
+
+    def ask(self, chain: Chain) -> Request:
+        request = Request(f"r{self.now}-{chain.tokens[0]}", chain, 1)
+        self.scheduler.add(request, self.now)
+        return request
+
+    def step(self) -> None:
+        self.now += 0.01
+        step = self.scheduler.schedule(self.now)
+        self.tiers.submit(step.plan)
+        results = [self.compute(row) for row in step.rows]
+        self.scheduler.update(step, results, self.now)
+        if not step.rows:
+            self.tiers.wait()
+        self.tiers.apply()
+        self.scheduler.check()
+
+    def compute(self, row) -> RowResult:
+        table, tokens = row.request.hold.table, row.request.chain.tokens
+        cache = self.groups[0].cache
+        for position in range(row.stop):
+            place = cache[int(table[position // BLOCK])][:, :, position % BLOCK]
+            wanted = kv_of(tokens[: position + 1], row.request.chain.salt, place.shape)
+            if position >= row.first:
+                place[:] = wanted
+            else:
+                assert torch.equal(place, wanted), position
+        return RowResult((1,) if row.wants_token else (), False)
+
+    def serve(self, chain: Chain) -> Request:
+        request = self.ask(chain)
+        for _ in range(2000):
+            if request.state.is_over:
+                self.tiers._drain()
+                return request
+            self.step()
+        raise AssertionError("no end")
+
+    def num_in(self, name: str) -> int:
+        return next(tier.num_used for tier in self.manager.stats.tiers if tier.name == name)
+
+
+def kv_of(tokens: np.ndarray, salt: bytes, shape) -> torch.Tensor:
+    digest = hashlib.shake_128(salt + tokens.astype("<i4").tobytes()).digest(2 * int(np.prod(shape)))
+    return torch.from_numpy(np.frombuffer(digest, "<u2").astype(np.float32)).view(shape)
+
+
+@pytest.fixture
+def caches():
+    made: list[Cache] = []
+
+    def make(**options) -> Cache:
+        made.append(Cache(**options))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.tiers.close()
+
+
+def test_sleep_frees_the_device_and_wake_finds_the_rest_on_the_host(caches):
+    cache = caches()
+    cache.serve(cache.chain(1))
+    cache.tiers.sleep()
+    cache.tiers.sleep()
+    assert cache.groups[0].cache.numel() == 0
+    assert (cache.num_in("device"), cache.num_in("host")) == (0, 4)
+    waiting = cache.ask(cache.chain(1))
+    cache.step()
+    assert waiting.state is RequestState.WAITING
+    cache.tiers.wake()
+    cache.tiers.wake()
+    while not waiting.state.is_over:
+        cache.step()
+    assert waiting.tokens_from == {"host": 16, "device": 0}
+    assert cache.groups[0].cache.shape[0] == 16  # once, not twice
+
+
+@pytest.mark.parametrize("num_blocks", [6, 16, 40])
+def test_wake_with_another_size_while_stores_are_written(caches, num_blocks):
+    """A step of a sleeping engine goes on with what is between host and store: waking waits for that."""
+    cache = caches(saving=Saving(max_blocks=1))
+    cache.ask(cache.chain(1))
+    for _ in range(3):
+        cache.step()
+    cache.tiers.sleep()
+    step = cache.scheduler.schedule(cache.now)
+    cache.tiers.submit(step.plan)
+    cache.scheduler.update(step, [], cache.now)
+    cache.manager.stores["disk"].drop(cache.chain(1).keys())
+    cache.tiers._control.save_all()
+    cache.step()
+    cache.tiers.wake(num_blocks)
+    assert cache.manager.num_blocks == cache.groups[0].cache.shape[0] == num_blocks
+    cache.serve(cache.chain(1))
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_a_sleeper_forgets_nothing_whatever_the_policy(caches, policy):
+    cache = caches(saving=Saving(policy, min_uses=5, low_share=0.0, max_blocks=2))
+    for number in range(2):
+        cache.serve(cache.chain(number))
+    cache.tiers.sleep()
+    cache.tiers.wake()
+    for number in range(2):
+        assert cache.serve(cache.chain(number)).tokens_from == {"host": 16, "device": 0}
+
+
+def test_prefetch_of_what_a_waiting_requests_fetch_failed_to_bring_ends(caches):
+    """Its lease keeps the place of the block that did not arrive, which nobody brings: no end to waiting for that."""
+    memory = MemoryStore(1 << 22)
+    cache = caches(store=memory)
+    cache.serve(cache.chain(1))
+    cache.tiers.reset()
+    lost = cache.chain(1).keys()[32:64]
+    memory.remove([lost])
+    request = cache.ask(cache.chain(1))
+    request.fetch = cache.manager.prefetch(request.chain, now=cache.now)
+    while not request.fetch.is_over:
+        cache.tiers._drain()
+    assert cache.tiers.prefetch(cache.chain(1)) == 0
+    while not request.state.is_over:
+        cache.step()
+    assert request.tokens_from == {"disk": 4, "host": 0, "device": 0}
+
+
+def test_prefetch_brings_a_prompt_to_the_host(caches):
+    cache = caches()
+    cache.serve(cache.chain(1))
+    cache.tiers.reset()
+    assert cache.num_in("host") == 0
+    assert cache.tiers.prefetch(cache.chain(1)) == 4
+    assert cache.num_in("host") == 4
+    assert cache.tiers.prefetch(cache.chain(2)) == 0
+    assert cache.serve(cache.chain(1)).tokens_from == {"host": 16, "device": 0}
+
+
+def test_demote_moves_down_drop_forgets_and_others_stay(caches):
+    cache = caches(saving=Saving(WritePolicy.BACK, low_share=0.0))
+    for number in (1, 2):
+        cache.serve(cache.chain(number))
+    assert cache.tiers.demote(cache.chain(1)) == 4
+    assert cache.serve(cache.chain(1)).tokens_from == {"host": 16, "device": 0}
+    cache.tiers.save_all()
+    assert len(cache.memory.objects) == 8
+    cache.tiers.drop(cache.chain(1))
+    assert len(cache.memory.objects) == 4
+    assert cache.serve(cache.chain(1)).num_cached_tokens == 0
+    assert cache.serve(cache.chain(2)).tokens_from == {"device": 16}
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_reset_keeps_the_stores_unless_told_otherwise(caches, clear):
+    cache = caches()
+    cache.serve(cache.chain(1))
+    cache.tiers.pin("system", cache.chain(1))
+    cache.tiers.reset(clear_stores=clear)
+    assert len(cache.memory.objects) == (0 if clear else 4)
+    assert cache.serve(cache.chain(1)).num_cached_tokens == (0 if clear else 16)
+    cache.tiers.pin("system", cache.chain(1))
+    with pytest.raises(ArgumentError, match="pinned as 'system' already"):
+        cache.tiers.pin("system", cache.chain(1))
+    cache.tiers.unpin("system")
+    with pytest.raises(ArgumentError, match="nothing is pinned"):
+        cache.tiers.unpin("system")
+
+
+@pytest.mark.parametrize(("tier", "size"), [("device", 6), ("device", 30), ("host", 4), ("host", 50)])
+def test_resize_with_requests_waiting_and_transfers_under_way(caches, tier, size):
+    cache = caches()
+    for number in range(3):
+        cache.serve(cache.chain(number))
+    requests = [cache.ask(cache.chain(number, 3)) for number in range(3)]
+    cache.step()
+    cache.tiers.resize(tier, size)
+    for _ in range(500):
+        if all(request.state.is_over for request in requests):
+            break
+        cache.step()
+    assert all(request.state is RequestState.FINISHED for request in requests)
+    with pytest.raises(ArgumentError, match="no tier 'tape'"):
+        cache.tiers.resize("tape", 3)
+
+
+def test_the_host_is_not_resized_in_sleep(caches):
+    cache = caches()
+    cache.tiers.sleep()
+    with pytest.raises(StateError, match="asleep"):
+        cache.tiers.resize("host", 30)
+    cache.tiers.wake()
+
+
+def test_a_store_that_fails_for_a_while_costs_misses_and_nothing_else(caches):
+    memory = MemoryStore(1 << 22)
+    faults = [Fault(), *[Fault("an error")] * 6]
+    cache = caches(store=FaultyStore(memory, faults))
+    for number in range(4):
+        assert cache.serve(cache.chain(number)).state is RequestState.FINISHED
+    cache.tiers.reset()
+    for _ in range(2):
+        for number in range(4):
+            assert cache.serve(cache.chain(number)).state is RequestState.FINISHED
+    cache.tiers.reset()
+    assert cache.serve(cache.chain(3)).tokens_from == {"disk": 16, "host": 0, "device": 0}
