@@ -42,8 +42,9 @@ class RequestSize:
     max_names: int
     min_bytes: int = 1 << 20
     """Less than this is not worth another request, be there ever so many threads."""
-    max_bytes: int = 8 << 20
-    """What one request moves at most, so that threads hold little and late ones stop soon."""
+    max_bytes: int = 4 << 20
+    """What one request moves at most: what came is still in the cache when it is verified, threads hold little, and
+    late ones stop soon; and it is enough for a round trip not to matter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ def _open_mooncake(options: _Options, secret: bytes | None) -> Store:
         from kvtier.storage.mooncake import MooncakeBucket, MooncakeConfig
     except ImportError as error:
         raise _missing("mooncake", options, error) from error
-    remote = _Remote.of(options, secret, num_threads=4)
+    remote = _Remote.of(options, secret, num_threads=1)
     config = MooncakeConfig(
         master=f"{options.url.hostname}:{options.url.port or 50051}",
         local_host=options.text("local", "127.0.0.1"),
