@@ -35,9 +35,10 @@ class TraceRequest:
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
-    """One for each block, the last for what is left of the prompt, or more where the answer is known too. Equal ids
-    after equal ids mean equal tokens."""
+    """One for each block, the last for what is left of the prompt. Equal ids after equal ids mean equal tokens."""
     block_tokens: int = TRACE_BLOCK_TOKENS
+    has_answer: bool = False
+    """Whether the ids are those of the full blocks of prompt and answer."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -54,10 +55,10 @@ class TraceRequest:
         ids = np.array(self.hash_ids, np.int64)[:, None] * size + np.arange(size)
         known = (ids & MAX_TOKEN).astype(np.int32).reshape(-1)
         num_tokens = self.input_tokens + self.output_tokens
-        if len(self.hash_ids) * size < self.input_tokens + size:  # the last id covers no token of the answer
+        if not self.has_answer:  # the last id is of what is left of the prompt, without the answer behind it
             known = known[: self.input_tokens]
         rest = num_tokens - len(known)
-        return known[:num_tokens] if rest <= 0 else np.append(known, np.full(rest, MAX_TOKEN - number, np.int32))
+        return np.append(known, np.full(rest, MAX_TOKEN - number, np.int32)) if rest else known
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def _logged(record: dict[str, Any], names: dict[str, int]) -> TraceRequest | str
     if size < 1 or len(keys) != (prompt + answer) // size:
         return f"{prompt} + {answer} tokens have {(prompt + answer) // max(1, size)} full blocks, got {len(keys)} keys"
     ids = tuple(names.setdefault(key, len(names)) for key in keys)
-    return TraceRequest(arrival * 1000, prompt, answer, ids, size)
+    return TraceRequest(arrival * 1000, prompt, answer, ids, size, has_answer=True)
 
 
 def _is_count(value: object) -> bool:

@@ -124,6 +124,14 @@ def test_our_log_is_a_trace_whose_answers_are_known():
     assert first.tokens().tolist() == ours[:30].tolist()
 
 
+def test_a_block_that_the_answer_fills_is_known_to_the_next_turn():
+    """It is full with the answer's last token: both requests have the same 16 tokens there."""
+    first = {**LOGGED, "prompt_tokens": 29, "answer_tokens": 3, "keys": ["aa", "bb"]}
+    then = {**LOGGED, "prompt_tokens": 40, "answer_tokens": 10}
+    one, two = read_lines(json.dumps(first), json.dumps(then)).requests
+    assert one.sequence(0).tolist() == two.sequence(1)[:32].tolist()
+
+
 def test_what_no_hash_tells_is_a_requests_own():
     one, two = TraceRequest(0, 600, 700, (5, 6)), TraceRequest(0, 600, 700, (5, 6))
     assert one.sequence(0)[:600].tolist() == two.sequence(1)[:600].tolist()
