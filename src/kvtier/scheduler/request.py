@@ -101,6 +101,11 @@ class Request:
         self.draft: tuple[int, ...] = ()
         """Tokens somebody guesses come next; the next step checks them."""
 
+    def __getstate__(self) -> tuple[None, dict[str, object]]:
+        """What travels: all but what it holds, whose way leads into the tree."""
+        kept = {name: getattr(self, name) for name in self.__slots__ if name not in ("fetch", "hold")}
+        return None, {**kept, "fetch": None, "hold": None}
+
     def __repr__(self) -> str:
         return f"Request({self.id}, {self.state.value}, {self.num_computed} of {self.chain.num_tokens} computed)"
 

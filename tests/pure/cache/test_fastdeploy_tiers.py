@@ -1,0 +1,286 @@
+"""What went wrong in FastDeploy's Cache Manager V1, with all tiers; docs/gaps.md names these tests and the others.
+
+fix_N is fix N of its commit message, C N a defect that was left; both lists are in our notes. The index' part is in
+tests/pure/index/test_fastdeploy_defects.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import inspect
+import logging
+import pickle
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+import kvtier.scheduler.scheduler
+from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.control import CacheControl
+from kvtier.cache.hold import Hold
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Purpose
+from kvtier.cache.saving import Saving, WritePolicy
+from kvtier.cache.store import StoreConfig
+from kvtier.errors import StateError
+from kvtier.index import MediaItem, Shortage
+from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
+
+
+def scheduler_of(lab: Lab, **limits) -> Scheduler:
+    return Scheduler(lab.manager, SchedulerConfig(**{"max_rows": 4, "max_step_tokens": 64, **limits}))
+
+
+def run(lab: Lab, scheduler: Scheduler, steps: int = 100) -> list:
+    """Steps until nobody waits or runs; returns them."""
+    taken = []
+    for _ in range(steps):
+        lab.now += 0.1
+        step = scheduler.schedule(lab.now)
+        taken.append(step)
+        for worker in lab.workers:
+            worker.submit(step.plan)
+            for row in step.rows:
+                for block in range(row.first // BLOCK, -(-row.stop // BLOCK)):
+                    worker.device[int(row.request.hold.table[block])] = content(row.request.chain, block)
+        scheduler.update(step, [RowResult((5,) if row.wants_token else ()) for row in step.rows], lab.now)
+        lab.hear()
+        scheduler.check()
+        if not scheduler.has_work():
+            return taken
+    raise AssertionError("no end")
+
+
+def test_fix_1_what_was_loaded_can_be_evicted_again_from_each_tier():
+    lab = Lab(4, host=HostConfig(20))
+    for _ in range(3):
+        for number in (1, 2):
+            lab.serve(prompt(number, 3))
+            device = lab.control.tier("device")
+            assert device.num_evictable == device.pool.num_used  # nobody runs: all of it can go
+    assert lab.manager.moves.counts.num_blocks[Purpose.LOAD] >= 9
+
+
+def test_fix_5_every_method_the_scheduler_and_the_control_call_on_the_manager_is_there():
+    for where, name in ((kvtier.scheduler.scheduler.Scheduler, "self.manager"), (CacheControl, "manager")):
+        called = {
+            node.attr
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(where))))
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == name
+        }
+        assert called
+        made = CacheManager(Lab().manager.namespace, CacheConfig(4))
+        assert [each for each in sorted(called) if not hasattr(made, each)] == []
+
+
+def test_fix_7_another_image_is_another_block_in_every_tier():
+    lab = Lab(20, stores=[disk()])
+    cat, dog = (prompt(1, 4, media=[MediaItem(5, 2, name)]) for name in (b"cat", b"dog"))
+    lab.serve(cat)
+    lab.manager.reset()
+    assert lab.serve(dog).num_cached_tokens == BLOCK  # what stands before the image
+    assert lab.serve(cat).num_cached_tokens == 4 * BLOCK
+
+
+def test_fix_12_every_setting_is_in_one_place():
+    """But for what each tier has of its own: its size, policy, saving and watermark."""
+    own = {"num_blocks", "policy", "saving", "free_share"}
+    places: dict[str, list[str]] = {}
+    for config in (CacheConfig, HostConfig, StoreConfig, Saving, SchedulerConfig):
+        for each in dataclasses.fields(config):
+            places.setdefault(each.name, []).append(config.__name__)
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in own} == {}
+
+
+def test_fix_14_a_manager_leaves_its_configuration_alone():
+    config = CacheConfig(8, host=HostConfig(8, saving=Saving(WritePolicy.BACK)), stores=(disk(),))
+    before = copy.deepcopy(config)
+    lab = Lab(8)
+    manager = CacheManager(lab.manager.namespace, config)
+    manager.match(prompt(1, 2))
+    manager.plan()
+    assert config == before
+    with pytest.raises(AttributeError):
+        config.num_blocks = 9
+
+
+def test_fix_17_preemption_is_in_the_step_that_is_sent_and_so_is_the_save_it_leads_to():
+    lab = Lab(6, host=HostConfig(20, saving=Saving(WritePolicy.BACK, low_share=1.0)))
+    scheduler = scheduler_of(lab, max_rows=2, max_step_tokens=16)
+    requests = [Request("first", prompt(1, 2), 12), Request("second", prompt(2, 2), 12)]
+    for each in requests:
+        scheduler.add(each, lab.now)
+    steps = run(lab, scheduler)
+    preempted = [step for step in steps if step.preempted]
+    assert [step.preempted for step in preempted] != []
+    assert all(request.num_preempted == 0 or request in preempted[0].preempted for request in requests)
+    assert any(transfer.purpose is Purpose.SAVE for transfer in preempted[0].plan.transfers)
+    assert all(request.state is RequestState.FINISHED for request in requests)
+
+
+def test_fix_19_a_request_travels_by_its_prompt_and_not_by_the_tree():
+    """With a hold on ten thousand blocks, among many others; what it holds stays behind."""
+    lab = Lab(11_000)
+    chain = chain_of(*(number % 50_000 for number in range(10_000 * BLOCK)), 1)
+    hold = lab.manager.match(chain)
+    lab.manager.allocate(hold, chain.num_tokens)
+    lab.manager.scheduled(hold)
+    lab.manager.publish(hold, chain.num_tokens)
+    request = Request("r", chain_of(*chain.tokens.tolist()), 5, priority=3)
+    request.hold, request.state = hold, RequestState.RUNNING
+    limit = sys.getrecursionlimit()
+    data = pickle.dumps(request)
+    assert sys.getrecursionlimit() == limit
+    assert len(data) < 4 * chain.num_tokens + 1000
+    again = pickle.loads(data)
+    assert (again.hold, again.fetch) == (None, None)
+    assert (again.id, again.priority, again.max_new_tokens, again.num_prompt_tokens) == ("r", 3, 5, chain.num_tokens)
+    assert np.array_equal(again.chain.tokens, chain.tokens)
+    assert request.hold is hold
+    lab.manager.finish(hold)
+
+
+def test_fix_21_a_reset_leaves_no_old_slot_in_any_queue():
+    """Saves that were queued, planned and under way: none names a slot after the reset, none frees another's."""
+    lab = Lab(20, host=HostConfig(20, saving=Saving(max_blocks=2)), stores=[disk()])
+    hold = lab.start(prompt(1, 8))
+    lab.compute(hold)
+    lab.plan()
+    lab.manager.finish(hold)
+    lab.manager.reset()
+    other = lab.start(prompt(2, 8))
+    lab.compute(other)
+    lab.settle()
+    assert lab.control.tier("device").pool.num_used == 9
+    assert lab.control.tier("host").pool.num_used == 8
+    assert len(lab.worker.stores["disk"]) == 8
+    lab.verify(other)
+
+
+@pytest.mark.parametrize("stores", [0, 1, 2])
+def test_fix_22_references_do_not_depend_on_the_stores(stores):
+    lab = Lab(20, stores=[disk(f"store{i}") for i in range(stores)])
+    lab.serve(prompt(1, 4))
+    hold = lab.start(prompt(1, 4))
+    assert lab.manager.tree.num_leases == 1 + (hold.source is not None)
+    lab.manager.abort(hold)
+    assert lab.manager.tree.num_leases == 0
+
+
+def test_fix_28_nothing_is_logged_for_a_block(caplog):
+    with caplog.at_level(logging.DEBUG):
+        lab = Lab(8, host=HostConfig(8), stores=[disk()])
+        for number in range(6):
+            lab.serve(prompt(number % 3, 4))
+    assert caplog.records == []
+
+
+def test_c2_blocks_of_three_tiers_make_one_table_in_order():
+    """Host before device before host before store: Lab checks each block by its position."""
+    lab = Lab(40, host=HostConfig(40, saving=Saving(WritePolicy.BACK, low_share=0.0)), stores=[disk()])
+    chain = prompt(1, 8)
+    for key, block in zip(range(0, 8 * 32, 32), range(8), strict=True):
+        lab.worker.stores["disk"][chain.keys()[key : key + 32]] = content(chain, block)
+    lab.settle()
+    hold = lab.start(prompt(1, 6), lab.fetched(prompt(1, 6)))
+    lab.compute(hold)
+    lab.manager.finish(hold)
+    tree, device = lab.manager.tree, lab.control.tier("device")
+    for first in (0, 4):  # holes on the device, where the host has the blocks
+        lease = tree.match(chain, max_blocks=first + 1)
+        tree.release(lease, used=False)
+        tree.lost(device, lease.node, lease.node.num_blocks - 1, lease.node.num_blocks)
+    fetch = lab.fetched(chain)
+    hold = lab.start(chain, fetch)
+    assert hold.tokens_from == {"disk": 2 * BLOCK, "host": 2 * BLOCK, "device": 4 * BLOCK}
+
+
+def test_c3_who_is_not_scheduled_leaves_no_reference_in_any_tier():
+    lab = Lab(5, host=HostConfig(20), stores=[disk()])
+    lab.serve(prompt(1, 4))
+    lab.manager.reset()
+    running = lab.start(prompt(2, 3))
+    for _ in range(5):
+        fetch = lab.fetched(prompt(1, 4))
+        hold = lab.manager.match(prompt(1, 4), fetch=fetch)
+        assert isinstance(lab.manager.allocate(hold, 17), Shortage)
+        lab.manager.abort(hold)
+        lab.manager.end_fetch(fetch)
+    assert lab.manager.tree.num_leases == 1
+    lab.manager.abort(running)
+    assert lab.manager.tree.num_leases == 0
+
+
+def test_c4_failed_attempts_bring_nothing_to_the_host():
+    lab = Lab(20, host=HostConfig(20, saving=Saving(WritePolicy.SELECTIVE)))
+    lab.serve(prompt(1, 4))
+    for _ in range(5):
+        lab.manager.abort(lab.start(prompt(1, 4)))
+    lab.settle()
+    assert lab.num_in("host", prompt(1, 4)) == 0
+    lab.serve(prompt(1, 4))
+    assert lab.num_in("host", prompt(1, 4)) == 4
+
+
+def test_c5_a_swap_both_ways_in_one_step_through_the_same_host_slots():
+    """A full host and a full device: what comes up and what goes down want the same slots at the same time."""
+    lab = Lab(8, host=HostConfig(4))
+    for turn in range(12):
+        lab.serve(prompt(turn % 3, 4))
+    assert lab.manager.moves.counts.num_blocks[Purpose.SAVE] >= 8
+
+
+def test_c7_a_save_that_fails_is_no_copy_and_is_tried_again():
+    lab = Lab(20)
+    lab.serve(prompt(1, 4), lose=lambda move, _: [move.purpose is Purpose.SAVE] * move.num_blocks)
+    assert lab.num_in("host", prompt(1, 4)) == 0
+    assert lab.manager.moves.counts.num_failed[Purpose.SAVE] == 4
+    assert lab.control.tier("host").pool.num_used == 0
+    lab.evict("device")
+    assert lab.serve(prompt(1, 4)).num_cached_tokens == 0
+    assert lab.num_in("host", prompt(1, 4)) == 4
+
+
+def test_c9_what_is_computed_though_the_host_has_it_is_on_the_device_and_not_saved_again():
+    lab = Lab(20)
+    lab.serve(prompt(1, 4))
+    lab.evict("device")
+    hold = lab.manager.match(prompt(1, 4), may_load=False)
+    lab.manager.allocate(hold, 17)
+    lab.compute(hold)
+    lab.manager.finish(hold)
+    lab.settle()
+    assert lab.num_in("device", prompt(1, 4)) == 4
+    assert [move.purpose for move in lab.worker.done] == [Purpose.SAVE]
+
+
+def test_c14_a_request_ends_once_in_whatever_way():
+    lab = Lab(20)
+    hold = lab.start(prompt(1, 2))
+    lab.manager.finish(hold)
+    for again in (lab.manager.finish, lab.manager.abort, lab.manager.preempt, lab.manager.is_ready):
+        with pytest.raises(StateError, match="ended"):
+            again(hold)
+    assert isinstance(hold, Hold)
+    lab.manager.check()
+
+
+def test_c16_blocks_that_are_fetched_hold_nothing_after_and_end_a_match_before():
+    lab = Lab(20, stores=[disk()])
+    lab.serve(prompt(1, 4))
+    lab.manager.reset()
+    fetch = lab.manager.prefetch(prompt(1, 4))
+    lab.plan()
+    hold = lab.manager.match(prompt(1, 4))
+    assert hold.num_cached_tokens == 0
+    lab.manager.abort(hold)
+    lab.hear()
+    lab.manager.end_fetch(fetch)
+    assert lab.manager.tree.num_leases == 0
+    assert lab.control.tier("host").num_evictable == 4
