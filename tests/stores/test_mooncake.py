@@ -13,7 +13,7 @@ import pytest
 from kvtier.storage import Breaker, Read, Status, Write
 from kvtier.storage.open import open_store
 from kvtier.storage.remote import RemoteStore, Retry
-from storage_support import LABEL, get, has, key_of, payload_of, put
+from storage_support import LABEL, Clock, get, has, key_of, payload_of, put
 from store_servers import NotInstalled, mooncake_master
 
 
@@ -66,14 +66,19 @@ def test_a_master_that_hangs_costs_one_deadline_and_its_death_nothing_but_object
         except NotInstalled as missing:
             pytest.skip(str(missing))
         bucket = MooncakeBucket(MooncakeConfig(f"127.0.0.1:{place.port}"), timeout_s=2)
-        store = RemoteStore(bucket, "mooncake", timeout_s=2, retry=Retry(0), breaker=Breaker(retry_s=0))
+        clock = Clock()
+        store = RemoteStore(bucket, "mooncake", timeout_s=2, retry=Retry(0), breaker=Breaker(clock=clock))
         stack.callback(store.close)
-        put(store, 1)
+        assert put(
+            store,
+            1,
+        ).ok
         os.kill(place.pid, signal.SIGSTOP)
         outcome, room = get(store, 1)
         assert (outcome.status, room) == (Status.FAILED, b"\xee" * 5000)
         assert "breaker open" in store.contains([key_of(1)])[0].reason
         os.kill(place.pid, signal.SIGKILL)
+        clock.now = 1000.0
         assert not any(has(store, 1, 2))
         outcome, room = get(store, 1)
         assert (outcome.ok, room) == (False, b"\xee" * 5000)
