@@ -6,8 +6,8 @@ python -m benchmarks.load --tiny                 random weights, 2 layers: hundr
 
 Every client streams one answer after another; a tenth of them are left in the middle. The server is `kvtier serve` in
 processes of its own, the clients share this one. Every five seconds the server's processes are looked at. Overhead per
-streamed token is the front end's CPU time over the events it sent; the floor is what uvicorn takes for the same events
-to the same clients with nothing behind it.
+streamed token is the front end's CPU time over the tokens it was given; the floor is what uvicorn takes for as many
+events to the same clients with nothing behind it.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Look:
     engine_rss: int
     num_threads: int
     num_files: int
+    """Without those of the disk tier, which has more of them as it fills, up to its size."""
 
     @property
     def rss(self) -> int:
@@ -85,8 +86,9 @@ class Server:
         """At both processes."""
         both = (self.front, self.engine)
         rss = [each.memory_info().rss for each in both]
+        tier = sum("/segment-" in file.path for file in self.engine.open_files())
         threads, files = (sum(found) for found in zip(*((e.num_threads(), e.num_fds()) for e in both), strict=True))
-        return Look(time.monotonic(), rss[0], rss[1], threads, files)
+        return Look(time.monotonic(), rss[0], rss[1], threads, files - tier)
 
     def look_until(self, before: Look) -> Look:
         """Once the last connections are closed, which takes a moment; at the latest after ten seconds."""
@@ -101,12 +103,16 @@ class Server:
             found: dict[str, Any] = json.load(answer)
         return found
 
+    def num_tokens(self) -> int:
+        """Generated, of all requests that are over."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return int(next((line.split()[1] for line in lines if line.startswith('kvtier_tokens_total{kind="new"}')), 0))
+
     def wait_until_idle(self) -> dict[str, Any]:
-        """The state once everything is over."""
+        """The state once everything is over, saves included; or after a minute, whatever is left."""
         deadline = time.monotonic() + 60
-        while (state := self.state())["in_flight"] or state["running"] or state["waiting"]:
-            if time.monotonic() > deadline:
-                break
+        while _left(state := self.state()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return state
 
@@ -125,20 +131,21 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        chosen = ["--model", str(_tiny(Path(folder) / "tiny")), "--blocks", "4096"] if options.tiny else []
-        server = Server(log, *chosen)
+        chosen = ["--model", str(_tiny(Path(folder) / "tiny"))] if options.tiny else []
+        server = Server(log, *chosen, "--host-blocks", "1024", "--disk", f"{folder}/kv", "--disk-bytes", "2GiB")
         load = LoadOptions(server.url, server.model, options.clients, disconnect_share=0.1)
         try:
             asyncio.run(run_load(replace(load, requests=options.clients)))  # warm: threads and files as they will be
             server.wait_until_idle()
-            before, cpu = server.look(), server.front.cpu_times()
+            before, cpu, sent = server.look(), server.front.cpu_times(), server.num_tokens()
             done, looks = asyncio.run(_run(server, replace(load, seconds=options.seconds, seed=1)))
             after_cpu = server.front.cpu_times()
             state = server.wait_until_idle()
+            num_tokens = server.num_tokens() - sent
             after = server.look_until(before)
         finally:
             code = server.stop()
-        front_us = (after_cpu.user + after_cpu.system - cpu.user - cpu.system) / max(1, done.num_tokens) * 1e6
+        front_us = (after_cpu.user + after_cpu.system - cpu.user - cpu.system) / max(1, num_tokens) * 1e6
         floor_us = _floor(options.clients)
         text = log.read_text()
     early = min(looks, key=lambda look: abs(look.at - looks[0].at - options.seconds / 5))
@@ -148,11 +155,13 @@ def main() -> None:
         **{name: str(value) if isinstance(value, dict) else value for name, value in done.summary().items()},
         "front end us/token": round(front_us, 1),
         "floor us/token": round(floor_us, 1),
-        "rss early MB": early.rss / 1e6,
-        "rss end MB": looks[-1].rss / 1e6,
+        "front rss early MB": early.front_rss / 1e6,
+        "front rss end MB": looks[-1].front_rss / 1e6,
+        "engine rss early MB": early.engine_rss / 1e6,
+        "engine rss end MB": looks[-1].engine_rss / 1e6,
     }
     print_table([{"what": name, "value": value} for name, value in row.items()])
-    num_leaked = state["holds"] + state["tiers"][0]["num_pinned"] + state["in_flight"]
+    num_leaked = _left(state)
     bars: list[Bar] = [
         at_most("5xx", done.num_5xx, 0),
         at_most("requests without an answer, or cut off", done.statuses[0] + done.num_incomplete, 0),
@@ -164,6 +173,12 @@ def main() -> None:
         at_most("exit code", code, 0),
     ]
     report("load", [row], bars, options.results)
+
+
+def _left(state: dict[str, Any]) -> int:
+    """Answers, leases and blocks that something still holds."""
+    blocks = sum(tier["num_pinned"] for tier in state["tiers"])
+    return int(blocks + sum(state[name] for name in ("in_flight", "running", "waiting", "holds")))
 
 
 async def _run(server: Server, load: LoadOptions) -> tuple[LoadReport, list[Look]]:
