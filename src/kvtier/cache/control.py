@@ -9,7 +9,7 @@ from kvtier.cache.plan import KEY_BYTES
 from kvtier.cache.saving import SaveJob
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Tier
-from kvtier.index.node import Node
+from kvtier.index.node import Node, upwards
 from kvtier.index.shape import common_blocks
 
 
@@ -87,7 +87,8 @@ class CacheControl:
     def vacate(self, tier: str, first_slot: int = 0) -> None:
         """Nothing stays in these slots of a tier. Nobody may run, nothing may be under way."""
         self._must_be_still()
-        self._manager.tree.vacate(self.tier(tier), first_slot)
+        held = {node: None for lease in self._manager.leases for node in upwards(lease.node) if not node.attached}
+        self._manager.tree.vacate(self.tier(tier), first_slot, held)
 
     def resize(self, tier: str, num_blocks: int) -> None:
         """Another number of slots; what lies beyond is lost. Nobody may run, nothing may be under way."""

@@ -324,11 +324,16 @@ class CacheManager:
             tuple(tiers),
         )
 
-    def check(self) -> None:
-        """Raise unless every invariant of the index holds for exactly these holds."""
+    @property
+    def leases(self) -> list[Lease]:
+        """All that are open."""
         sources = [hold.source for hold in self._holds if hold.source is not None]
         fetched = self._fetches.leases if self._fetches is not None else []
-        self.tree.check([*(hold.lease for hold in self._holds), *sources, *self._pins, *self.moves.leases, *fetched])
+        return [*(hold.lease for hold in self._holds), *sources, *self._pins, *self.moves.leases, *fetched]
+
+    def check(self) -> None:
+        """Raise unless every invariant of the index holds for exactly these holds."""
+        self.tree.check(self.leases)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 

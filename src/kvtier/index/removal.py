@@ -86,13 +86,13 @@ class Removal:
         """Take every block out of slots [first_slot, ..) of a tier, leased or not: nobody may be using it."""
         for node in nodes:
             held = node.held[tier.number]
-            if not node.attached or held is None:
+            if held is None:
                 continue
             wanted = held.slots >= first_slot
             edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
             for first, stop in zip(edges[::2], edges[1::2], strict=True):
                 self.lost(tier, node, first, stop)
-            if not node.leases:
+            if not node.leases and node.attached:
                 self.forget(node, time)
 
     def _is_only_in(self, tier: Tier, node: Node) -> bool:

@@ -268,10 +268,10 @@ class RadixTree:
             tier.pool.release(Slots(tier.name, np.concatenate(freed)))
         return sum(map(len, freed))
 
-    def vacate(self, tier: Tier, first_slot: int = 0) -> None:
+    def vacate(self, tier: Tier, first_slot: int = 0, detached: Iterable[Node] = ()) -> None:
         """Nothing stays in slots [first_slot, ..) of a tier: for memory that goes away. No lease's table may be in use,
-        no transfer under way."""
-        self._removal.vacate(tier, list(self.nodes()), first_slot, self.clock)
+        no transfer under way. `detached` are nodes that left the tree and are still leased."""
+        self._removal.vacate(tier, [*self.nodes(), *detached], first_slot, self.clock)
 
     def expire(self, now: float) -> int:
         """Drop what no lease covers and whose time to live is over; returns the blocks dropped. Walks the tree."""

@@ -286,3 +286,25 @@ def test_a_reset_keeps_the_stores_and_what_they_have_is_fetched_again():
     lab.manager.reset()
     assert lab.manager.stats.tiers[0].num_used == 0
     assert lab.serve(asked(1)).tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}
+
+
+@pytest.mark.parametrize("how", ["drop", "reset"])
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("who", ["pin", "fetch"])
+def test_what_left_the_tree_but_is_leased_is_vacated_too(how, tier, who):
+    lab = shared()
+    lease = lab.manager.pin(asked(2)) if who == "pin" else lab.fetched(asked(2))
+    if how == "drop":
+        lab.control.drop(asked(2))
+    else:
+        lab.manager.reset()
+    lab.settle()
+    lab.control.resize(tier, 2)
+    lab.manager.check()
+    assert lab.control.tier(tier).pool.num_slots == 2
+    end = lab.manager.unpin if who == "pin" else lab.manager.end_fetch
+    end(lease)
+    lab.manager.check()
+    lab.evict("device")
+    lab.evict("host")
+    assert [lab.control.tier(name).pool.num_used for name in ("device", "host")] == [0, 0]
