@@ -43,8 +43,10 @@ class RequestSize:
     min_bytes: int = 1 << 20
     """Less than this is not worth another request, be there ever so many threads."""
     max_bytes: int = 4 << 20
-    """What one request moves at most: what came is still in the cache when it is verified, threads hold little, and
+    """What one request brings at most: what came is still in the cache when it is verified, threads hold little, and
     late ones stop soon; and it is enough for a round trip not to matter."""
+    max_put_bytes: int = 4 << 20
+    """What one request takes at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,8 @@ class RemoteStore:
             if not batch.is_expired:  # else the caller may have changed his memory already
                 self._save(batch, packed, scratch)
 
-        outcomes = dict(zip(last, self._run([len(view) for view in chosen_views], save, timeout_s), strict=True))
+        sizes, most = [len(view) for view in chosen_views], self._bucket.request_size.max_put_bytes
+        outcomes = dict(zip(last, self._run(sizes, save, timeout_s, most), strict=True))
         told = [
             outcomes[w.key] if last[w.key] == i else replace(outcomes[w.key], nbytes=0) for i, w in enumerate(writes)
         ]
@@ -213,20 +214,21 @@ class RemoteStore:
         sizes: Sequence[int],
         work: Callable[[Sequence[int], Batch, Scratch], None],
         timeout_s: float | None,
+        max_bytes: int | None = None,
     ) -> Sequence[Outcome]:
         """Have the work done in chunks of objects, each on some thread."""
         if not sizes:
             return ()
 
         def plan(batch: Batch) -> list[Job]:
-            return [functools.partial(self._do, work, chunk, batch) for chunk in self._chunks(sizes)]
+            return [functools.partial(self._do, work, chunk, batch) for chunk in self._chunks(sizes, max_bytes)]
 
         return self._calls.run(len(sizes), plan, timeout_s)
 
-    def _chunks(self, sizes: Sequence[int]) -> list[list[int]]:
+    def _chunks(self, sizes: Sequence[int], max_bytes: int | None) -> list[list[int]]:
         """Numbers of objects that go into one request: so many that every thread has its share."""
         limits = self._bucket.request_size
-        share = min(max(sum(sizes) // self._num_threads, limits.min_bytes), limits.max_bytes)
+        share = min(max(sum(sizes) // self._num_threads, limits.min_bytes), max_bytes or limits.max_bytes)
         chunks: list[list[int]] = []
         nbytes = 0
         for index, size in enumerate(sizes):
