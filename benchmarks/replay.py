@@ -27,11 +27,11 @@ from kvtier.cache.store import StoreConfig
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams, load_model
 from kvtier.replay import OPTIMUM, SyntheticTrace, TraceRequest, generate, read_trace, sweep
 from kvtier.replay.cost import Measured
-from kvtier.replay.follow import Followed, Log, follow, read_log
+from kvtier.replay.following import Followed, Log, follow, read_log
 from kvtier.replay.hardware import DiskSpec
-from kvtier.replay.plan import capacities
+from kvtier.replay.planner import capacities
 from kvtier.replay.record import Recorder
-from kvtier.replay.simulate import Simulation, Simulator
+from kvtier.replay.simulator import Simulation, Simulator
 from kvtier.replay.worker import SimulatedStore, SimulatedWorker
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore

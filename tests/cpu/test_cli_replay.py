@@ -74,6 +74,11 @@ def test_the_table_has_what_the_issue_asks_for(files, capsys):
     assert "dead on arrival" in shown
 
 
+def test_a_service_that_cannot_keep_up_is_told_so(capsys):
+    assert main(["replay", "synthetic:sessions=60", "--gpu", "l40s", "--speed", "50", "--capacities", "0"]) == 0
+    assert "The GPUs cannot keep up: half of the requests queue for" in capsys.readouterr().out
+
+
 def test_plan_says_what_to_buy_and_what_more_brings(files, capsys, tmp_path):
     result = told(capsys, "plan", *files, "--ttft-p99", "500ms", "--limit", "40", "--html", str(tmp_path / "p.html"))
     assert result["advice"]["target_ttft_p99"] == 0.5

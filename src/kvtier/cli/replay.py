@@ -56,7 +56,7 @@ def add(commands: Commands) -> None:
 def replay(options: argparse.Namespace) -> int:
     """One run for each policy."""
     from kvtier.replay.curves import OPTIMUM, sweep
-    from kvtier.replay.plan import capacities
+    from kvtier.replay.planner import capacities
     from kvtier.replay.results import describe_setup, describe_trace, replay_result
     from kvtier.replay.setup import simulate
 
@@ -76,7 +76,7 @@ def replay(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Sweep sizes and give advice."""
-    from kvtier.replay.plan import DISK_PRICE, RAM_PRICE, plan
+    from kvtier.replay.planner import DISK_PRICE, RAM_PRICE, plan
     from kvtier.replay.results import describe_setup, describe_trace, plan_result
 
     trace = _trace(options)
@@ -243,24 +243,24 @@ def _tell(options: argparse.Namespace, result: dict[str, Any]) -> int:
         return 0
     print("\n".join(intro(result)), "\n")
     for table in tables(result):
-        _print_table(table["columns"], table["rows"])
+        _print_table(table["columns"], table["rows"], table["shares"])
     if options.html:
         print(f"\nThe report is in {options.html}")
     return 0
 
 
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], shares: Sequence[int]) -> None:
     """One line for each figure and one column for each run: runs are few and figures many."""
-    lines = [[name, *(_text(name, row[number]) for row in rows)] for number, name in enumerate(columns)]
+    lines = [[name, *(_text(row[at], at in shares) for row in rows)] for at, name in enumerate(columns)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(rows) + 1)]
     for line in lines:
         cells = (text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True))
         print(f"{line[0]:<{widths[0]}}  " + "  ".join(cells))
 
 
-def _text(name: str, value: Any) -> str:
+def _text(value: Any, is_share: bool) -> str:
     if isinstance(value, str):
         return value
-    if name in ("hit rate", "device", "host", "disk", "GPU busy", "dead on arrival"):
+    if is_share:
         return f"{value:.2%}"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

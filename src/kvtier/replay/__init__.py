@@ -1,26 +1,46 @@
-"""Replay: production traces, and synthetic ones, through the code that runs in production."""
+"""Replay: production traces, and synthetic ones, through the code that runs in production. docs/planner.md."""
 
 from kvtier.replay.curves import OPTIMUM, HitPoint, sweep
+from kvtier.replay.following import Followed, Log, follow, read_log
 from kvtier.replay.generate import SyntheticTrace, generate
+from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
 from kvtier.replay.hits import HitReport, replay_hits
+from kvtier.replay.planner import Advice, PlanResult, plan
+from kvtier.replay.record import Recorder
 from kvtier.replay.routing import Routing, route, scale_time
+from kvtier.replay.setup import Setup, Summary, simulate
 from kvtier.replay.trace import TRACE_BLOCK_TOKENS, Trace, TraceProblem, TraceRequest, read_trace, write_trace
 
 __all__ = [
     "OPTIMUM",
     "TRACE_BLOCK_TOKENS",
+    "Advice",
+    "DiskSpec",
+    "Followed",
+    "GpuSpec",
     "HitPoint",
     "HitReport",
+    "Log",
+    "ModelSpec",
+    "PlanResult",
+    "Recorder",
     "Routing",
+    "Setup",
+    "Summary",
     "SyntheticTrace",
     "Trace",
     "TraceProblem",
     "TraceRequest",
+    "follow",
     "generate",
+    "plan",
+    "preset",
+    "read_log",
     "read_trace",
     "replay_hits",
     "route",
     "scale_time",
+    "simulate",
     "sweep",
     "write_trace",
 ]

@@ -13,6 +13,9 @@ from kvtier.replay.results import Json, size_text
 
 GIB = 1 << 30
 TIERS = ("device", "host", "disk")
+OVERLOAD_SECONDS = 10.0
+SHARES = ("hit rate", *TIERS, "GPU busy", "dead on arrival")
+"""Columns that are shares of one."""
 
 
 def write_report(result: Json, path: str | Path) -> None:
@@ -49,6 +52,12 @@ def intro(result: Json) -> list[str]:
         + (f", routing by {setup['routing']}" if setup["replicas"] > 1 else "")
         + ".",
     ]
+    late = max((run["queue"]["p50"] for run in result["results"]), default=0.0)
+    if late > OVERLOAD_SECONDS:
+        text.append(
+            f"The GPUs cannot keep up: half of the requests queue for {late:,.0f} s or more. Times to first token tell "
+            f"how long the trace is, not how good the cache is; give it more replicas (--replicas) or GPUs (--gpus)."
+        )
     if trace["num_problems"]:
         text.append(f"{trace['num_problems']:,} lines were no requests and were left out: {trace['problems'][0]}")
     return [*text, *result.get("advice", {}).get("text", ())]
@@ -70,7 +79,9 @@ def tables(result: Json) -> list[Json]:
         "dead on arrival",
     ]  # fmt: skip
     rows = [_row(run, is_plan, result) for run in result["results"]]
-    return [{"caption": "Every setup" if is_plan else "Every policy", "columns": columns, "rows": rows}]
+    shares = [number for number, name in enumerate(columns) if name in SHARES and number >= len(first)]
+    caption = "Every setup" if is_plan else "Every policy"
+    return [{"caption": caption, "columns": columns, "rows": rows, "shares": shares}]
 
 
 def _widest(result: Json) -> list[Json]:

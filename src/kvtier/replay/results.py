@@ -8,7 +8,7 @@ from typing import Any
 
 import kvtier
 from kvtier.replay.curves import Accesses, HitPoint
-from kvtier.replay.plan import Advice, PlanPoint, PlanResult
+from kvtier.replay.planner import Advice, PlanPoint, PlanResult
 from kvtier.replay.setup import Setup, Summary
 from kvtier.replay.trace import Trace
 

@@ -15,7 +15,7 @@ from kvtier.replay.cost import Roofline
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec
 from kvtier.replay.processes import spread
 from kvtier.replay.routing import Routing, route
-from kvtier.replay.simulate import Simulation, Simulator
+from kvtier.replay.simulator import Simulation, Simulator
 from kvtier.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from kvtier.replay.worker import SimulatedStore, SimulatedWorker
 from kvtier.scheduler import SchedulerConfig

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.replay import OPTIMUM, SyntheticTrace, generate, sweep
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
-from kvtier.replay.plan import STEP, PlanResult, capacities, plan, setups
+from kvtier.replay.planner import STEP, PlanResult, capacities, plan, setups
 from kvtier.replay.results import advice_text, plan_result, size_text
 from kvtier.replay.setup import GIB, Setup, simulate
 

@@ -18,7 +18,7 @@ from kvtier.cache.store import StoreConfig
 from kvtier.errors import FormatError, StateError
 from kvtier.index import Chain, Namespace
 from kvtier.replay import read_trace
-from kvtier.replay.follow import follow, read_log
+from kvtier.replay.following import follow, read_log
 from kvtier.replay.hardware import DiskSpec
 from kvtier.replay.record import Recorder
 from kvtier.replay.worker import SimulatedStore, SimulatedWorker

@@ -17,7 +17,7 @@ from kvtier.replay import SyntheticTrace, TraceRequest, generate
 from kvtier.replay.cost import Measured, Roofline, Work
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
 from kvtier.replay.setup import GIB, Setup, simulate
-from kvtier.replay.simulate import Simulator
+from kvtier.replay.simulator import Simulator
 from kvtier.replay.worker import SimulatedStore, SimulatedWorker
 from kvtier.scheduler import SchedulerConfig
 

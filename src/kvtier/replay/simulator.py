@@ -267,7 +267,7 @@ class _Blocks:
     def paths(self, traced: TraceRequest) -> list[int]:
         """The numbers of a request's full blocks, as far as the trace knows them."""
         paths, above = [], -1
-        for id in traced.hash_ids[: (traced.input_tokens + traced.output_tokens) // traced.block_tokens]:
+        for id in traced.hash_ids if traced.has_answer else traced.prompt_ids:
             above = self._numbers.setdefault((above, id), len(self._numbers))
             paths.append(above)
         return paths
