@@ -56,6 +56,9 @@ bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.tiers --results $(RESULTS)
 	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.stores --results $(RESULTS)
+	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.crash --results $(RESULTS)
+	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.answers --results $(RESULTS)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.serve --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.index --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine_model --results $(RESULTS)
 

@@ -1,7 +1,7 @@
 """Crashes: what a disk store loses when its process is killed, or the power fails. Nothing.
 
-python -m benchmarks.crash                                    200 kills, 2,000 power failures
-python -m benchmarks.crash --kills 2000 --folder /mnt/nvme/tmp
+PYTHONPATH=.:tests python -m benchmarks.crash                 200 kills, 2,000 power failures; 90 s
+PYTHONPATH=.:tests python -m benchmarks.crash --kills 2000 --folder /mnt/nvme/tmp
 
 Kills: a process that writes, replaces and removes objects of 5 kB to 700 kB is killed with -9 at a random moment; the
 next one opens the folder and reads every object. Power failures: a store on a simulated disk does random calls, and
@@ -21,9 +21,6 @@ from pathlib import Path
 
 from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_table, report
 from kvtier.storage import Sync
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 from storage_crash import NUMBERS, Victim
 from storage_power import Call, PowerFailure
 from storage_support import put

@@ -1,6 +1,8 @@
-"""Tiers: the disk store beside bare pread and pwrite, and fio where it is installed, with the same settings.
+"""Tiers: the disk store beside bare pread and pwrite, and fio where it is installed, with the same settings; and what a
+manager of three tiers decides in beside the bare index.
 
 python -m benchmarks.tiers --folder /mnt/nvme/tmp          a folder on the disk to measure; made and removed
+python -m benchmarks.tiers --only deciding --trace ../shared/traces/conversation_trace.jsonl
 
 Objects of 1 MiB in batches of 32, as many threads for the bare calls and for fio as the store has, on files allocated
 alike. The bare calls and the store take turns, batch by batch, and fio runs once a round, so that a noisy moment hits
@@ -10,7 +12,10 @@ counts, because this disk's own speed drifts by a factor of two within a minute.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
+import math
 import mmap
 import os
 import queue
@@ -20,10 +25,20 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.index import POOL_TOKENS, run_one, tree
 from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_table, report
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Outcome as TransferOutcome
+from kvtier.cache.plan import Presence, Report
+from kvtier.cache.store import StoreConfig
+from kvtier.index import Chain, Namespace
+from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
 from kvtier.storage import DiskStore, Label, Read, Sync, Write
 from kvtier.storage.checksum import checksum, checksum_in_python
 from kvtier.storage.disk import default_threads
@@ -41,7 +56,22 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=256 << 20, help="per round")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--trace", help="a Mooncake trace for the manager; a synthetic one without it")
+    parser.add_argument("--only", choices=("disk", "deciding"), help="a part of it")
     options = parser.parse_args()
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    if options.only != "deciding":
+        rows, bars = on_disk(options)
+    if options.only != "disk":
+        more, held = deciding(read_trace(options.trace).requests if options.trace else generate(SyntheticTrace()))
+        print_table(more)
+        rows, bars = [*rows, *more], [*bars, *held]
+    report("tiers", rows, bars, options.results)
+
+
+def on_disk(options: argparse.Namespace) -> tuple[list[Row], list[Bar]]:
+    """Everything about the disk store."""
     folder = Path(tempfile.mkdtemp(prefix="kvtier-tiers-", dir=options.folder))
     rows: list[Row] = []
     bars: list[Bar] = []
@@ -58,7 +88,7 @@ def main() -> None:
             bars += held
     finally:
         shutil.rmtree(folder)
-    report("tiers", rows, bars, options.results)
+    return rows, bars
 
 
 class RawDisk:
@@ -198,6 +228,76 @@ def opening(folder: Path) -> tuple[list[Row], list[Bar]]:
     return [{"objects": count, "open s": seconds, "us each": seconds / count * 1e6}], [
         at_most("seconds to open a store of 50,000 objects", seconds, 5)
     ]
+
+
+def deciding(trace: Iterable[TraceRequest], rounds: int = 5) -> tuple[list[Row], list[Bar]]:
+    """CPU time of a request: a manager with device, host and disk, whose transfers are reported done at once, beside
+    match, allocate, publish and release of the bare index with the same device.
+
+    In turn, batch by batch; the best time of each batch counts. The device has 5 M tokens and the host twice as many.
+    """
+    requests = list(trace)
+    rows: list[Row] = []
+    for block_tokens, some in ((512, requests), (64, requests[:2000])):
+        num_blocks = POOL_TOKENS // block_tokens
+        starts = range(0, len(some), BATCH)
+        names = ("index", "three tiers")
+        best = {name: [math.inf] * len(starts) for name in names}
+        for _ in range(rounds):
+            index, manager = tree(block_tokens, num_blocks), three_tiers(block_tokens, num_blocks)
+            tasks = dict(
+                zip(names, (functools.partial(run_one, index), functools.partial(decide, manager)), strict=True)
+            )
+            for number, start in enumerate(starts):
+                prompts = [request.tokens() for request in some[start : start + BATCH]]
+                for name, task in tasks.items():
+                    begin = time.thread_time()
+                    for prompt in prompts:
+                        task(prompt)
+                    best[name][number] = min(best[name][number], time.thread_time() - begin)
+        bare, whole = (sum(best[name]) / len(some) * 1e6 for name in names)
+        hits = {tier.name: tier.hit_tokens / manager.stats.queried_tokens for tier in manager.stats.tiers}
+        rows.append({"block": block_tokens, "index us": bare, "three tiers us": whole, "times": whole / bare, **hits})
+    return rows, [
+        at_most(
+            f"{row['block']}: a request in the manager of three tiers, times the bare index",
+            float(str(row["times"])),
+            2,
+        )
+        for row in rows
+    ]
+
+
+def three_tiers(block_tokens: int, num_blocks: int) -> CacheManager:
+    """Device, twice as much host, a disk."""
+    config = CacheConfig(num_blocks, host=HostConfig(2 * num_blocks), stores=(StoreConfig("disk"),))
+    return CacheManager(Namespace("benchmark", block_tokens=block_tokens), config)
+
+
+def decide(manager: CacheManager, prompt: Any) -> None:
+    """A request from its tokens to its end, with the plans it gives rise to."""
+    chain = Chain(manager.namespace, prompt)
+    fetch = manager.prefetch(chain)
+    obey(manager)
+    hold = manager.match(chain, fetch=fetch)
+    assert fetch is not None
+    manager.end_fetch(fetch)
+    shortage = manager.allocate(hold, chain.num_tokens)
+    assert shortage is None, shortage
+    obey(manager)
+    assert manager.is_ready(hold)
+    manager.scheduled(hold)
+    manager.publish(hold, chain.num_tokens)
+    manager.finish(hold)
+
+
+def obey(manager: CacheManager) -> None:
+    """Report everything done that the manager plans now. A disk says at first that it has nothing."""
+    plan = manager.plan()
+    if plan:
+        outcomes = tuple(TransferOutcome(each.id, True, each.num_blocks << 20, 1e-3) for each in plan.transfers)
+        presences = tuple(Presence(probe.store, probe_id=probe.id) for probe in plan.probes)
+        manager.apply(Report(plan.epoch, 0, outcomes, presences))
 
 
 def timed(task: Callable[[], object]) -> float:
