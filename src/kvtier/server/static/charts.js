@@ -80,18 +80,13 @@ class Pointer {
   }
 }
 
-/** Values of samples as points of a line; null where samples are missing for a while. */
+/** Values of samples as points of a line; null where it is broken. */
 function pointsOf(samples, from, to, value) {
-  const points = [];
-  let before = null;
-  for (const sample of samples) {
+  return samples.filter((sample) => sample.time >= from).flatMap((sample) => {
     const found = value(sample);
-    if (sample.time < from) continue;
-    if (before !== null && sample.time - before > GAP_SECONDS) points.push(null);
-    points.push(found == null ? null : [(sample.time - from) / (to - from), found]);
-    before = sample.time;
-  }
-  return points;
+    const point = found == null ? null : [(sample.time - from) / (to - from), found];
+    return sample.isBroken ? [null, point] : [point];
+  });
 }
 
 /** A line without axes. Its height is `most`, or its own highest value. */

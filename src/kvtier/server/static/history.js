@@ -1,17 +1,23 @@
 // What this page has seen: one small sample for each answer of the server, for an hour.
 
 const KEPT_SECONDS = 3600;
-const GAP_SECONDS = 5; // longer than this without a sample, and a line is broken
 
 class History {
   #samples = [];
   #started = null;
+  #isBroken = false;
+
+  /** Nobody looked for a while: lines are broken here. */
+  pause() {
+    this.#isBroken = true;
+  }
 
   add(state) {
     if (state.started !== this.#started) this.#samples = []; // another process counts from zero
     this.#started = state.started;
     this.#samples.push({
       time: state.time,
+      isBroken: this.#isBroken,
       queried: state.hits.queried_tokens,
       hits: state.hits.by_tier,
       fill: Object.fromEntries(state.tiers.map((tier) => [tier.name, fillOf(tier)])),
@@ -20,6 +26,7 @@ class History {
       running: state.running,
       waiting: state.waiting,
     });
+    this.#isBroken = false;
     const oldest = state.time - KEPT_SECONDS;
     const kept = this.#samples.findIndex((sample) => sample.time >= oldest);
     if (kept > 60) this.#samples.splice(0, kept); // now and then, not each second

@@ -1,12 +1,13 @@
 // Asking the server, and saying how it is.
 
 const POLL_MS = 1000;
-const AWAY_MS = 3000; // while it does not answer
-const ANSWER_MS = 10_000;
+const AWAY_MS = 2000; // while it does not answer
+const SLOW_MS = 3000; // the engine answers between two steps, and a step of a long prompt on a CPU takes its time
+const ANSWER_MS = 60_000;
 const KEY = "kvtier admin key";
 const WORDS = {
-  connecting: "Connecting", ok: "Serving", sleeping: "Asleep", draining: "Going down", away: "No answer", failed: "Failing",
-  key: "Key needed",
+  connecting: "Connecting", ok: "Serving", sleeping: "Asleep", draining: "Going down", slow: "Slow", away: "No answer",
+  failed: "Failing", key: "Key needed",
 };
 
 const history = new History();
@@ -45,10 +46,11 @@ function say(link, notice = "") {
 
 function took(answer) {
   state = answer;
+  document.body.dataset.seen = "";
   history.add(state);
   const notices = {
     sleeping: "The server is asleep: its device memory is free and requests get 503 until POST /control/wake.",
-    draining: `The server is going down: it takes no new requests and finishes those it has.`,
+    draining: "The server is going down: it takes no new requests and finishes those it has.",
   };
   say(state.status in WORDS ? state.status : "ok", notices[state.status] ?? "");
   showAll();
@@ -62,45 +64,57 @@ function refused(status, message) {
   const hadKey = sessionStorage.getItem(KEY) !== null;
   sessionStorage.removeItem(KEY);
   const wrong = status === 401 ? "The server does not know that key." : "That key is not an admin's.";
-  say("key", hadKey ? `${wrong} The dashboard needs an admin key.` : `The dashboard needs an admin key: ${message}`);
+  say("key", `${hadKey ? `${wrong} ` : ""}This server shows its state to admins only; enter an admin key.`);
   return null; // until there is a key, the answer stays the same
 }
 
-/** One question. Returns after how long to ask again; null for not at all. */
-async function ask() {
-  asking = new AbortController();
+const shownOf = () => (state === null ? "" : ` What is shown is of ${clock(state.time)}.`);
+
+/** What the server says; null if it says nothing. */
+async function fetchState(signal) {
   const held = sessionStorage.getItem(KEY);
   try {
     const answer = await fetch("state", {
       cache: "no-store", credentials: "omit", headers: held ? { Authorization: `Bearer ${held}` } : {},
-      signal: AbortSignal.any([asking.signal, AbortSignal.timeout(ANSWER_MS)]),
+      signal: AbortSignal.any([signal, AbortSignal.timeout(ANSWER_MS)]),
     });
-    const told = await answer.json().catch(() => null);
-    if (!answer.ok || told === null) return refused(answer.status, told?.error?.message);
-    took(told);
-    return POLL_MS;
-  } catch (error) {
-    if (asking.signal.aborted) return null; // by us: the page is hidden, or there is another key
-    if (error.name !== "TypeError" && error.name !== "TimeoutError" && error.name !== "AbortError") throw error;
-    say("away", state === null ? "The server does not answer. Trying again."
-      : `The server does not answer; what is shown is of ${clock(state.time)}. Trying again.`);
+    return { status: answer.status, told: await answer.json() };
+  } catch (error) { // no connection, too late, or somebody else's page in its place
+    if (signal.aborted || ["TypeError", "TimeoutError", "SyntaxError"].includes(error.name)) return null;
+    throw error;
+  }
+}
+
+/** One question. Returns after how long to ask again; null for not at all. */
+async function ask(signal) {
+  const slow = setTimeout(() => say("slow",
+    `The server has not answered for ${SLOW_MS / 1000} s: a long step is under way, or it hangs.${shownOf()}`), SLOW_MS);
+  const answer = await fetchState(signal);
+  clearTimeout(slow);
+  if (signal.aborted) return null; // the page is hidden, or there is another key
+  if (answer === null) {
+    history.pause();
+    say("away", `The server does not answer; trying again.${shownOf()}`);
     return AWAY_MS;
   }
+  if (answer.status !== 200) return refused(answer.status, answer.told?.error?.message);
+  took(answer.told);
+  return POLL_MS;
 }
 
 async function poll() {
   clearTimeout(timer);
   asking?.abort();
+  const controller = asking = new AbortController();
   const began = performance.now();
-  const mine = ask();
-  const controller = asking;
-  const wait = await mine;
-  if (wait === null || controller !== asking || document.hidden) return;
+  const wait = await ask(controller.signal);
+  if (wait === null || controller.signal.aborted) return;
   timer = setTimeout(poll, Math.max(100, wait - (performance.now() - began)));
 }
 
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) return void poll();
+  history.pause();
   clearTimeout(timer);
   asking?.abort();
 });

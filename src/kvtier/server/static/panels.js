@@ -47,7 +47,7 @@ function showSummary(state, history, shown) {
   for (const { name } of PERCENTILES) writeMeasure(byId(name), duration(ttft[`${name}_seconds`]));
   write(byId("ttft-note"), ttft.count
     ? `${count(ttft.count)} ${ttft.count === 1 ? "request" : "requests"} in the last ${span(ttft.window_seconds)}`
-    : `no request in the last ${span(ttft.window_seconds)}`);
+    : `none in the last ${span(ttft.window_seconds)}`);
 }
 
 function buildTier(name) {
