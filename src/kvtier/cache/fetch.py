@@ -202,3 +202,12 @@ class Fetches:
             self._by_move[number] = fetch
             fetch.waiting_for.add(number)
             at += count
+
+
+def origins(fetch: Fetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
+    """Where blocks below the device come from, in tokens: those fetched for this request from their stores."""
+    origins: dict[str, int] = {}
+    for store, count in fetch.num_fetched.items() if fetch is not None else ():
+        origins[store] = min(count, num_blocks) * block_tokens
+        num_blocks -= min(count, num_blocks)
+    return {**origins, "host": num_blocks * block_tokens}

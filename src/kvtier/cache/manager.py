@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtier.cache.config import CacheConfig
-from kvtier.cache.fetch import Fetch, Fetches
+from kvtier.cache.fetch import Fetch, Fetches, origins
 from kvtier.cache.hold import BlockCopy, CacheStats, Hold, TierStats
 from kvtier.cache.host import HostCopies
 from kvtier.cache.moves import Mask, Move, Moves
@@ -351,7 +351,7 @@ class CacheManager:
             num_tokens = (hold.lease.num_matched - on_device) * block_tokens
             decision = self.speeds.decide({(Purpose.LOAD, ""): under_way}, on_device * block_tokens, num_tokens)
         if may_load and (decision is None or decision.load):
-            hold.tokens_from = _origins(fetch, missing, block_tokens)
+            hold.tokens_from = origins(fetch, missing, block_tokens)
         else:
             self.tree.release(hold.lease, used=False)
             lease = self.tree.match(hold.chain, now=now, max_blocks=on_device, retention=hold.lease.retention)
@@ -442,12 +442,3 @@ def _leading(table: I32) -> int:
     """How many slots there are before the first that is missing."""
     missing = np.flatnonzero(table == NO_SLOT)
     return int(missing[0]) if len(missing) else len(table)
-
-
-def _origins(fetch: Fetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
-    """Where blocks below the device come from, in tokens: those fetched for this request from their stores."""
-    origins: dict[str, int] = {}
-    for store, count in fetch.num_fetched.items() if fetch is not None else ():
-        origins[store] = min(count, num_blocks) * block_tokens
-        num_blocks -= min(count, num_blocks)
-    return {**origins, "host": num_blocks * block_tokens}
