@@ -88,9 +88,10 @@ class RemoteStore:
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
         """Which of these objects are there. One that is damaged or expired may be FOUND here and not when read."""
         begin = self._begin(keys)
+        names = [self._envelope.name(key) for key in keys]
 
         def find(chunk: Sequence[int], batch: Batch, _: Scratch) -> None:
-            found = self._ask(batch, self._bucket.exists, self._names(keys, chunk))
+            found = self._ask(batch, self._bucket.exists, [names[index] for index in chunk])
             told = {True: Outcome(Status.FOUND), False: Outcome(Status.MISSING)}
             batch.settle({index: told[is_there] for index, is_there in zip(chunk, found, strict=True)})
 
@@ -100,23 +101,20 @@ class RemoteStore:
         """Fill the given memory with verified bytes; where the outcome is not FOUND it holds what it held."""
         begin = self._begin([read.key for read in reads])
         views = [view_of(read.into, writable=True) for read in reads]
+        names = [self._envelope.name(read.key) for read in reads]
 
         def load(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
-            names = self._names([read.key for read in reads], chunk)
             rooms = [len(views[index]) + self._envelope.extra_bytes for index in chunk]
-            values = self._ask(batch, self._bucket.fetch, names, rooms, scratch)
+            values = self._ask(batch, self._bucket.fetch, [names[index] for index in chunk], rooms, scratch)
             useless = {}
-            for index, name, value in zip(chunk, names, values, strict=True):
+            for index, value in zip(chunk, values, strict=True):
                 verdict = self._envelope.judge(reads[index], len(views[index]), value)
-                copy = (
-                    functools.partial(copy_bytes, views[index], verdict.payload)
-                    if verdict.payload is not None
-                    else None
-                )
                 if verdict.is_useless:
-                    useless[index] = (name, verdict.outcome)  # settled when it is gone
+                    useless[index] = (names[index], verdict.outcome)  # settled when it is gone
+                elif verdict.payload is None:
+                    batch.settle({index: verdict.outcome})
                 else:
-                    batch.settle({index: verdict.outcome}, copy)
+                    batch.settle({index: verdict.outcome}, functools.partial(copy_bytes, views[index], verdict.payload))
             if useless:
                 self._quarantine(batch, useless)
 
@@ -145,9 +143,10 @@ class RemoteStore:
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
         """Forget objects. One that a failed first attempt removed is MISSING at the next."""
         begin = self._begin(keys)
+        names = [self._envelope.name(key) for key in keys]
 
         def drop(chunk: Sequence[int], batch: Batch, _: Scratch) -> None:
-            gone = self._ask(batch, self._bucket.delete, self._names(keys, chunk))
+            gone = self._ask(batch, self._bucket.delete, [names[index] for index in chunk])
             told = {True: Outcome(Status.REMOVED), False: Outcome(Status.MISSING)}
             batch.settle({index: told[was_there] for index, was_there in zip(chunk, gone, strict=True)})
 
@@ -206,9 +205,6 @@ class RemoteStore:
     def _end(self, kind: Kind, outcomes: Sequence[Outcome], begin: float) -> Results:
         return self._meter.count(kind, Results(tuple(outcomes), time.perf_counter() - begin))
 
-    def _names(self, keys: Sequence[bytes], chunk: Sequence[int]) -> list[str]:
-        return [self._envelope.name(keys[index]) for index in chunk]
-
     def _run(
         self,
         sizes: Sequence[int],
@@ -259,18 +255,17 @@ class RemoteStore:
     def _ask(
         self, batch: Batch, request: Callable[Asked, Answer], *args: Asked.args, **options: Asked.kwargs
     ) -> Answer:
-        """The server's answer; transient errors are retried while somebody waits for it."""
+        """The server's answer; transient errors are retried. Once nobody waits for it any more nothing is asked."""
         attempt = 0
-        while True:
+        while not batch.is_expired:
             try:
                 return request(*args, **options)
             except BucketError as error:
-                if not error.is_transient or attempt == self._retry.num_retries or batch.is_expired:
+                if not error.is_transient or attempt == self._retry.num_retries:
                     raise
             time.sleep(self._retry.wait_s(attempt))
-            if batch.is_expired:
-                raise BucketError("the deadline came before the next attempt")
             attempt += 1
+        raise BucketError("the deadline came first")
 
     def _save(self, batch: Batch, packed: dict[int, Packed], scratch: Scratch) -> None:
         """Send objects; those that are there already only if they are others."""
