@@ -7,7 +7,8 @@ python -m benchmarks.load --tiny                 random weights, 2 layers: hundr
 Every client streams one answer after another; a tenth of them are left in the middle. The server is `kvtier serve` in
 processes of its own, the clients share this one. Every five seconds the server's processes are looked at. Overhead per
 streamed token is the front end's CPU time over the tokens it was given; the floor is what uvicorn takes for as many
-events to the same clients with nothing behind it.
+events to the same clients with nothing behind it. "delivery" is from the engine's step to a client's event, in the
+front end; it is told as the upper bound of a histogram's bucket.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvtier.server.load import LoadOptions, LoadReport, run_load
 
 LOOK_SECONDS = 5.0
 FLOOR_SECONDS = 10.0
+TOKENS = 'kvtier_tokens_total{kind="new"}'
 FLOOR = """
 import asyncio, socket, uvicorn, uvloop
 EVENT = b'data: ' + b'x' * 190 + b'\\n\\n'
@@ -103,11 +105,11 @@ class Server:
             found: dict[str, Any] = json.load(answer)
         return found
 
-    def num_tokens(self) -> int:
-        """Generated, of all requests that are over."""
+    def metrics(self) -> dict[str, float]:
+        """GET /metrics: every sample by its name and labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
-        return int(next((line.split()[1] for line in lines if line.startswith('kvtier_tokens_total{kind="new"}')), 0))
+        return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 
     def wait_until_idle(self) -> dict[str, Any]:
         """The state once everything is over, saves included; or after a minute, whatever is left."""
@@ -132,20 +134,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         chosen = ["--model", str(_tiny(Path(folder) / "tiny"))] if options.tiny else []
-        server = Server(log, *chosen, "--host-blocks", "1024", "--disk", f"{folder}/kv", "--disk-bytes", "2GiB")
+        disk = ("--disk", f"{folder}/kv", "--disk-bytes", "32MiB" if options.tiny else "2GiB")  # 3,000 blocks of either
+        server = Server(log, *chosen, "--host-blocks", "1024", *disk)
         load = LoadOptions(server.url, server.model, options.clients, disconnect_share=0.1)
         try:
             asyncio.run(run_load(replace(load, requests=options.clients)))  # warm: threads and files as they will be
             server.wait_until_idle()
-            before, cpu, sent = server.look(), server.front.cpu_times(), server.num_tokens()
+            before, cpu, counted = server.look(), server.front.cpu_times(), server.metrics()
             done, looks = asyncio.run(_run(server, replace(load, seconds=options.seconds, seed=1)))
             after_cpu = server.front.cpu_times()
             state = server.wait_until_idle()
-            num_tokens = server.num_tokens() - sent
+            counts = {name: value - counted.get(name, 0.0) for name, value in server.metrics().items()}
             after = server.look_until(before)
         finally:
             code = server.stop()
-        front_us = (after_cpu.user + after_cpu.system - cpu.user - cpu.system) / max(1, num_tokens) * 1e6
+        front_us = (after_cpu.user + after_cpu.system - cpu.user - cpu.system) / max(1, counts[TOKENS]) * 1e6
         floor_us = _floor(options.clients)
         text = log.read_text()
     early = min(looks, key=lambda look: abs(look.at - looks[0].at - options.seconds / 5))
@@ -153,6 +156,8 @@ def main() -> None:
         "model": "tiny" if options.tiny else server.model,
         "clients": options.clients,
         **{name: str(value) if isinstance(value, dict) else value for name, value in done.summary().items()},
+        "delivery p50 ms": _quantile(counts, "kvtier_delivery_seconds", 0.5) * 1e3,
+        "delivery p99 ms": _quantile(counts, "kvtier_delivery_seconds", 0.99) * 1e3,
         "front end us/token": round(front_us, 1),
         "floor us/token": round(floor_us, 1),
         "front rss early MB": early.front_rss / 1e6,
@@ -173,6 +178,13 @@ def main() -> None:
         at_most("exit code", code, 0),
     ]
     report("load", [row], bars, options.results)
+
+
+def _quantile(counts: dict[str, float], name: str, share: float) -> float:
+    """The upper bound of a histogram's bucket in which this share of the values ends."""
+    wanted = share * counts[f"{name}_count"]
+    bounds = [(float(key.split('"')[1]), value) for key, value in counts.items() if key.startswith(f"{name}_bucket")]
+    return min(bound for bound, value in bounds if value >= wanted)
 
 
 def _left(state: dict[str, Any]) -> int:
