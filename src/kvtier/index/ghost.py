@@ -23,13 +23,13 @@ from kvtier.index.shadow import SHADOWS
 from kvtier.index.tokens import TOKEN_BYTES
 
 # Amid the index's own work a line of Python takes three to five times what it takes in a loop. So a request costs one
-# slice and three appends when it is seen, and the rest is done for many at once (docs/log.md, 2026-11-15).
+# slice and three appends when it is seen, and the rest is done for 4096 at once (docs/log.md, 2026-11-15).
 STEP_BYTES = 509  # odd, so that every byte of a token has its turn
 _STEPS = 8
 _HALF_WORD = bytes(_STEPS // 2)
 LOOK_BYTES = STEP_BYTES * _STEPS
-_BATCH = 1024
-_FIELDS = 3
+_FIELDS = 2
+_FULL = 4096 * _FIELDS
 _GROUPS = 256
 _RATE, _MIN_MARKS = 1 / 64, 64
 
@@ -55,7 +55,7 @@ class GhostCache:
     """Fed by the tree with each request it ran; asked for a curve whenever someone looks.
 
     `policy` and `capacity` are those of the real cache. `rate` is the share of marks that is sampled; unless told, what
-    gives the real cache's shadow 64 of them, and no less than 1/64. Its memory is bounded: what was looked at of 1024
+    gives the real cache's shadow 64 of them, and no less than 1/64. Its memory is bounded: what was looked at of 4096
     prompts, and of each policy as many marks as its largest capacity would hold.
     """
 
@@ -87,20 +87,21 @@ class GhostCache:
         self._leads = {name: np.zeros((_GROUPS, len(self._sizes)), np.int64) for name in self._shadows}
         self._factors = np.random.default_rng(seed).integers(2**62, 2**63, 4, dtype=_U64) | _U64(1)
         self._look = slice(STEP_BYTES, None, STEP_BYTES)
-        self._waiting: list[Any] = []  # of each request: the bytes looked at, the prompt's length, the blocks found
+        self._looks = bytearray(_HALF_WORD)
+        self._waiting: list[int] = []  # of each request the bytes of its prompt and the blocks found
         self._apart: dict[int, tuple[bytes, bytes, dict[int, bytes]]] = {}
-        self._num_blocks = self._num_hits = self._num_looks = 0
+        self._num_blocks = self._num_hits = self._num_looks = self._num_unseen = 0
 
     def saw(self, chain: Chain, num_matched: int) -> None:
         """A request with this chain was run, and so many of its blocks were found."""
         labels = chain.labels
         waiting = self._waiting
+        self._looks += labels[self._look]
         if chain.salt or chain.adapter or chain.extras:
             self._apart[len(waiting) // _FIELDS] = chain.salt, chain.adapter, chain.extras
-        waiting.append(labels[self._look])
         waiting.append(len(labels))
         waiting.append(num_matched)
-        if len(waiting) >= _BATCH * _FIELDS:
+        if len(waiting) >= _FULL:
             self._play()
 
     def curve(self, policy: str | None = None) -> list[Estimate]:
@@ -128,7 +129,9 @@ class GhostCache:
         spread = np.sqrt(np.maximum(leads.var(0, ddof=1) * _GROUPS, 1.0)) / sampled
         passed = np.maximum(self._scaled, sampled * (1 - rates))
         by_capacity = _steepness(np.log(self._scaled), rates) / np.sqrt(passed)
-        left = MODEL_ERROR[name] + 0.5 / np.array(self._scaled)  # sizes are whole marks
+        # Two shadows are compared: the worse of the two counts. Sizes are whole marks; what has no place is not seen.
+        model = max(MODEL_ERROR[name], MODEL_ERROR[self._real])
+        left = model + 0.5 / np.minimum(self._scaled, self._scaled[0]) + self._num_unseen / self._num_blocks
         errors = 2 * np.sqrt(spread**2 + by_capacity**2 + by_capacity[0] ** 2) + left
         if name == self._real:
             errors[0] = 0.0
@@ -138,52 +141,54 @@ class GhostCache:
         ]
 
     def _play(self) -> None:
-        """Play the sampled marks of the waiting requests to every shadow; where one hits and the real one's does not,
-        it leads by one."""
+        """Play the sampled marks of the waiting requests to every shadow."""
         waiting, self._waiting = self._waiting, []
-        num_hits = waiting[2::_FIELDS]
-        num_blocks = np.array(waiting[1::_FIELDS]) // self._block_bytes
-        self._num_blocks += int(num_blocks.sum())
-        self._num_hits += sum(num_hits)
+        looks, self._looks = self._looks, bytearray(_HALF_WORD)
+        num_hits, num_bytes = waiting[1::_FIELDS], np.array(waiting[::_FIELDS])
+        num_blocks = num_bytes // self._block_bytes
         # mark m of a prompt ends with byte (8 m + 4) * STEP_BYTES, and counts if that is in a full block
         counts = (num_blocks * self._block_bytes + (LOOK_BYTES // 2 - 1)) // LOOK_BYTES
-        self._num_looks += int(counts.sum())
-        marks = self._marks(waiting[::_FIELDS], counts)
-        sampled = np.flatnonzero(marks >> _U64(1) < _U64(int(self.rate * 2**63)))
-        owners = np.searchsorted(np.cumsum(counts), sampled, "right").tolist()
+        stops = np.cumsum(counts)
+        self._num_hits += sum(num_hits)
+        self._num_blocks += int(num_blocks.sum())
+        self._num_unseen += int(num_blocks[counts == 0].sum())
+        self._num_looks += int(stops[-1])
+        marks = self._marks(looks, np.maximum(num_bytes - 1, 0) // STEP_BYTES, counts, stops - counts)
+        sampled = np.flatnonzero(marks <= _U64(min(int(self.rate * 2**64), 2**64 - 1)))
         marks = marks[sampled]
-        requests: dict[int, list[int]] = {}
-        for owner, mark in zip(owners, marks.tolist(), strict=True):
-            requests.setdefault(owner, []).append(mark)
-        if not requests:
-            return
-        grew = [num_hits[owner] < num_blocks[owner] for owner in requests]
-        hits = {name: shadow.play(list(requests.values()), grew) for name, shadow in self._shadows.items()}
+        requests: list[list[int]] = []
+        grew: list[bool] = []
+        last = -1
+        for owner, mark in zip(np.searchsorted(stops, sampled, "right").tolist(), marks.tolist(), strict=True):
+            if owner == last:
+                requests[-1].append(mark)
+            else:
+                requests.append([mark])
+                grew.append(num_hits[owner] < num_blocks[owner])
+                last = owner
+        if requests:
+            self._compare(requests, grew, marks >> _U64(20) & _U64(_GROUPS - 1))
+
+    def _compare(self, requests: list[list[int]], grew: list[bool], groups: _Words) -> None:
+        """Every shadow plays the same requests; where one hits and the real cache's does not, it leads by one."""
+        hits = {name: shadow.play(requests, grew) for name, shadow in self._shadows.items()}
         real = hits[self._real][:, :1].astype(np.int64)
-        groups = marks >> _U64(20) & _U64(_GROUPS - 1)
         for name, found in hits.items():
             np.add.at(self._leads[name], groups, found - real)
 
-    def _marks(self, looks: list[bytes], counts: _Ints) -> _Words:
-        """For each place a hash of what its prompt was looked at up to it: a running sum over words of eight looks.
-
-        looks     |l0 l1 l2 l3|l4 l5 .. l11|l12 ..      word m has looks [8 m - 4, 8 m + 4)
-        words     |    w0     |     w1     | w2 ..      so places lie amid their LOOK_BYTES
-        """
-        stops = (counts * _STEPS - len(_HALF_WORD)).tolist()
-        whole = [look[:stop] for look, stop in zip(looks, stops, strict=True) if stop > 0]
-        words = np.frombuffer(bytearray(_HALF_WORD.join([b"", *whole])), "<u8")
-        starts = np.cumsum(counts) - counts
-        first = np.repeat(starts, counts)
-        numbers = np.arange(len(first)) - first
+    def _marks(self, looks: bytearray, num_looks: _Ints, counts: _Ints, starts: _Ints) -> _Words:
+        """For each place a hash of its prompt's words up to it: a running sum of them."""
+        words = _words(looks, np.cumsum(num_looks) - num_looks, counts, starts)
         self._tell_apart(words, counts, starts)
-        position = numbers.astype(_U64)
         one, two, three, four = self._factors
         words *= one
         words ^= words >> _U64(32)
-        words *= position * two | _U64(1)
+        words *= two
         sums = np.cumsum(words)
-        sums += words[first] - sums[first] + position
+        sums += np.arange(len(sums), dtype=_U64)
+        there = counts > 0
+        first = starts[there]
+        sums -= np.repeat(sums[first] - words[first], counts[there])
         sums *= three
         sums ^= sums >> _U64(32)
         sums *= four
@@ -200,6 +205,26 @@ class GhostCache:
                 mark = (block * self._block_bytes + LOOK_BYTES // 2 - 1) // LOOK_BYTES
                 if mark < count:
                     words[start + mark] ^= _digest(extra)
+
+
+def _words(looks: bytearray, begins: _Ints, counts: _Ints, starts: _Ints) -> _Words:
+    """For each place the eight looks about it. Prompts follow each other in `looks`, after half a word of nothing.
+
+    looks     |l0 l1 l2 l3|l4 l5 .. l11|l12 ..      word m of a prompt has its looks [8 m - 4, 8 m + 4)
+    words     |    w0     |     w1     | w2 ..      so places lie amid their LOOK_BYTES
+    """
+    looks += bytes(2 * _STEPS - len(looks) % _STEPS)
+    aligned = np.frombuffer(looks, "<u8")
+    at = np.repeat(begins - (starts << 3), counts)
+    at += np.arange(0, len(at) << 3, _STEPS)
+    # numpy would copy all of an unaligned array before it takes from it: so a word is made of the two it lies in
+    shift = (at << 3 & 63).astype(_U64)
+    at >>= 3
+    words: _Words = aligned[at] >> shift
+    at += 1
+    words |= aligned[at] << _U64(1) << (_U64(63) - shift)
+    words[starts[counts > 0]] &= _U64(0xFFFFFFFF_00000000)  # half of a first word is of another prompt
+    return words
 
 
 def _steepness(places: Any, rates: Any) -> Any:

@@ -43,16 +43,18 @@ class Stack:
         last, times, clock = self._last, self._times, self._clock
         behind: list[int] = []
         for marks, has_grown in zip(requests, grew, strict=True):
-            top = len(times) - 1
-            for mark in marks:
-                used = last.get(mark)
-                behind.append(self._most if used is None else top - bisect.bisect_left(times, used))
             if self._fifo and not has_grown:
+                behind += self._behind(marks)
                 continue
+            if len(marks) > 1:
+                behind += self._behind(marks)
             for mark in reversed(marks):
-                used = last.pop(mark, None)
+                used, place = last.pop(mark, None), len(times)
                 if used is not None:
-                    del times[bisect.bisect_left(times, used)]
+                    place = bisect.bisect_left(times, used)
+                    del times[place]
+                if len(marks) == 1:  # most have one
+                    behind.append(self._most if used is None else len(times) - place)
                 clock += 1
                 times.append(clock)
                 last[mark] = clock
@@ -61,6 +63,11 @@ class Stack:
                 del times[0]
         self._clock = clock
         return np.array(behind)[:, None] < self._sizes
+
+    def _behind(self, marks: list[int]) -> list[int]:
+        """How many others were used after each."""
+        times, last, top = self._times, self._last, len(self._times) - 1
+        return [top - bisect.bisect_left(times, last[mark]) if mark in last else self._most for mark in marks]
 
 
 class Each:
