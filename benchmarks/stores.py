@@ -239,6 +239,7 @@ def main() -> None:
                     rows.append(
                         {"store": name, "call": what, "MB/s": statistics.median(mine), "best": max(mine)}
                         | {"raw": statistics.median(theirs), "its best": max(theirs), "share": share}
+                        | {"load of the machine": round(os.getloadavg()[0], 1)}
                     )
                     if "AES" not in name:  # the bar is for what the raw client does, too
                         bars.append(at_least(f"{name} {what} over its raw client, 1 MiB x {BATCH}", share, 0.8))
