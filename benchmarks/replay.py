@@ -5,7 +5,9 @@ python -m benchmarks.replay --only honest --seconds 120                         
 
 Honest: SmolLM2-135M on this CPU with device, host and disk tiers serves conversations at real time and is recorded.
 The replay then follows the log step by step (hits by tier must be equal), and simulates the same arrivals freely, with
-step costs and link speeds measured in a run of its own before, on other conversations.
+step costs and link speeds measured in a run of its own before, on other conversations. With --clock cpu the engine's
+clock is the CPU time of this process, one thread, and idle time is skipped: for machines that others use meanwhile.
+What a disk takes without the CPU does not count then, neither in the run nor in the simulation.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
 from kvtier.cache.config import CacheConfig
@@ -42,7 +45,7 @@ REFERENCE = {  # ../shared/reference/index_baseline.md
     OPTIMUM: {1_000: 0.1870, 5_000: 0.3541, 10_000: 0.3819, 30_000: 0.3819, 50_000: 0.3819, 100_000: 0.3819},
 }
 BLOCK = 16
-CACHE = CacheConfig(160, host=HostConfig(320), stores=(StoreConfig("disk"),), partial_scan=0)
+CACHE = CacheConfig(96, host=HostConfig(160), stores=(StoreConfig("disk"),), partial_scan=0)
 DISK_BLOCKS = 2000
 LIMITS = SchedulerConfig(max_rows=16, max_step_tokens=256)
 
@@ -53,6 +56,7 @@ def main() -> None:
     parser.add_argument("--trace", help="the conversation trace")
     parser.add_argument("--only", choices=("hits", "speed", "honest"))
     parser.add_argument("--seconds", type=float, default=120.0, help="of the recorded run")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what the recorded run's times are")
     options = parser.parse_args()
     parts = [options.only] if options.only else ["hits", "speed", "honest"]
     trace = read_trace(options.trace).requests if options.trace else ()
@@ -60,7 +64,7 @@ def main() -> None:
     bars: list[Bar] = []
     for part in parts:
         if part == "honest":
-            found, held = honest(options.seconds)
+            found, held = honest(options.seconds, CpuClock() if options.clock == "cpu" else WallClock())
         elif part == "speed":
             found, held = speed(trace)
         else:
@@ -118,19 +122,51 @@ def _sweep_seconds(trace: Sequence[TraceRequest], policies: Sequence[str]) -> fl
 # ---- honest --------------------------------------------------------------------------------------------------------
 
 
-def honest(seconds: float) -> tuple[list[Row], list[Bar]]:
+class WallClock:
+    """Seconds that pass."""
+
+    name = "wall"
+
+    def __call__(self) -> float:
+        """Now."""
+        return time.monotonic()
+
+    def idle(self, seconds: float) -> None:
+        """Nothing to do for so long."""
+        time.sleep(min(0.005, seconds))
+
+
+class CpuClock:
+    """Seconds of CPU that this process was given, and idle time that was skipped."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._skipped = 0.0
+        torch.set_num_threads(1)
+
+    def __call__(self) -> float:
+        """Now."""
+        return time.process_time() + self._skipped
+
+    def idle(self, seconds: float) -> None:
+        """Nothing to do for so long."""
+        self._skipped += seconds
+
+
+def honest(seconds: float, clock: WallClock | CpuClock) -> tuple[list[Row], list[Bar]]:
     """Record, follow, simulate, compare."""
     model = load_model()
     with tempfile.TemporaryDirectory() as folder:
-        first = record(model, Path(folder) / "calibration", Load(seed=1, seconds=seconds / 3, rate=0.9))
-        second = record(model, Path(folder) / "run", Load(seed=2, seconds=seconds, rate=0.55))
+        first = record(model, Path(folder) / "calibration", Load(seed=1, seconds=seconds / 3, rate=1.2), clock)
+        second = record(model, Path(folder) / "run", Load(seed=2, seconds=seconds, rate=0.8), clock)
     known = follow(first.log, CACHE, first.scheduler)
     followed = follow(second.log, CACHE, second.scheduler)
     exact = {name: each.tokens_from for name, each in second.log.requests.items()}
     num_wrong = sum(followed.tokens_from[name] != tokens for name, tokens in exact.items())
     cost = Measured([sample for sample in known.steps if sample[1] > 0])
     simulated = free(second, cost, known)
-    return compare(second, followed, simulated, num_wrong, cost)
+    return compare(second, followed, simulated, num_wrong, cost, clock.name)
 
 
 @dataclass(frozen=True)
@@ -163,22 +199,22 @@ class Run:
     block_bytes: int
 
 
-def record(model: Model, folder: Path, load: Load) -> Run:
-    """Serve the load in real time."""
+def record(model: Model, folder: Path, load: Load, clock: WallClock | CpuClock) -> Run:
+    """Serve the load as it comes."""
     folder.mkdir()
     block_bytes = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * BLOCK
     store = DiskStore(folder / "disk", DISK_BLOCKS * (block_bytes + 8192), min_free_bytes=0)
-    engine = Engine(model, config=EngineConfig(BLOCK, CACHE, LIMITS), stores={"disk": store})
+    engine = Engine(model, config=EngineConfig(BLOCK, CACHE, LIMITS), stores={"disk": store}, clock=clock)
     chosen, vocab = random.Random(load.seed + 100), model.config.vocab_size
     system = [chosen.randrange(vocab) for _ in range(load.system_tokens)]
     said = [list(system) for _ in range(load.conversations)]
     talking: dict[str, int] = {}
     due = list(load.arrivals())
     with Recorder(folder / "log.jsonl", steps=True) as recorder:
-        begin = time.monotonic()
+        begin = clock()
         recorder.attach(engine.scheduler, now=begin)
         while due or engine.has_work():
-            now = time.monotonic() - begin
+            now = clock() - begin
             # a turn waits for the answer before it
             ready = [turn for turn in due if turn[0] <= now and turn[1] not in talking.values()]
             for turn in ready[:1]:
@@ -196,7 +232,7 @@ def record(model: Model, folder: Path, load: Load) -> Run:
                     if output.finish_reason is not None:
                         del talking[output.request_id]
             elif due:
-                time.sleep(max(0.0, min(0.005, due[0][0] - now)))
+                clock.idle(max(0.0, due[0][0] - now))
     scheduler = engine.scheduler.config
     engine.close()
     return Run(read_log(folder / "log.jsonl"), scheduler, block_bytes)
@@ -224,7 +260,7 @@ def _bandwidth(known: Followed, purpose: str) -> float:
 
 
 def compare(
-    run: Run, followed: Followed, simulated: Simulation, num_wrong: int, cost: Measured
+    run: Run, followed: Followed, simulated: Simulation, num_wrong: int, cost: Measured, clock: str
 ) -> tuple[list[Row], list[Bar]]:
     """The run beside both replays."""
     logged = list(run.log.requests.values())
@@ -249,23 +285,10 @@ def compare(
     steps = [(work, seconds) for work, seconds in followed.steps if seconds > 0]
     real, ours = sum(seconds for _, seconds in steps), sum(cost.seconds(work) for work, _ in steps)
     rows.append({"figure": "step seconds", "run": real, "simulated": ours, "off": abs(ours / real - 1) * 100})
-    rows.append({"figure": "requests", "run": len(logged), "simulated": len(simulated.requests), "off": 0})
+    rows.append(
+        {"figure": f"requests, {clock} clock", "run": len(logged), "simulated": len(simulated.requests), "off": 0}
+    )
     return rows, bars
-
-
-def show_steps(followed: Followed, cost: Measured) -> None:
-    """The fit against single steps, for whoever wonders."""
-    rows = [
-        {
-            "rows": work.num_rows,
-            "tokens": work.num_tokens,
-            "read": work.read_tokens,
-            "ms": seconds * 1e3,
-            "fit": cost.seconds(work) * 1e3,
-        }
-        for work, seconds in followed.steps[:: max(1, len(followed.steps) // 30)]
-    ]
-    print_table(rows)
 
 
 if __name__ == "__main__":
