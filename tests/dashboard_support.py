@@ -75,10 +75,23 @@ class Traffic:
             thread.join()
 
 
-def take_picture(page: Any, path: Path) -> None:
-    """What is on the page, down to the first few of the recent requests."""
-    bottom = page.locator("#recent tbody tr").nth(3).bounding_box()
-    top = page.evaluate("scrollY")
-    height = (bottom["y"] + bottom["height"] + top) if bottom else page.viewport_size["height"]
-    clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": height + 8}
+def hide(page: Any, is_hidden: bool) -> None:
+    """Have the page believe that its tab went to the back, or came to the front."""
+    page.evaluate(
+        """(is) => {
+            Object.defineProperty(document, "hidden", { value: is, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        is_hidden,
+    )
+
+
+def take_picture(page: Any, path: Path, most: int = 1300) -> None:
+    """The top of the page, down to the third of the recent requests, but no higher than `most`."""
+    hide(page, True)  # so that nothing moves
+    row = page.locator("#recent tbody tr").nth(2).bounding_box()
+    assert row is not None, "there is no third request"
+    height = min(most, row["y"] + row["height"] + page.evaluate("scrollY"))
+    clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": height}
     page.screenshot(path=path, full_page=True, clip=clip)
+    hide(page, False)

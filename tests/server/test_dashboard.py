@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import httpx
 import pytest
 
-from dashboard_support import CHROMIUM, LOOKS, Traffic, chromium, conversations, take_picture
+from dashboard_support import CHROMIUM, LOOKS, Traffic, chromium, conversations, hide, take_picture
 from server_support import ServerProcess
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
@@ -250,15 +250,12 @@ def test_a_hidden_page_does_not_ask(tiered, opened):
     page.on("request", lambda request: asked.append(request.url))
     page.goto(tiered.url)
     serving(page)
-    hide = "(is) => { Object.defineProperty(document, 'hidden', {value: is, configurable: true});" + (
-        "document.dispatchEvent(new Event('visibilitychange')); }"
-    )
-    page.evaluate(hide, True)
+    hide(page, True)
     before = len(asked)
     page.clock.run_for(60_000)
     assert len(asked) == before
     with page.expect_request(f"{tiered.url}/state"):
-        page.evaluate(hide, False)
+        hide(page, False)
 
 
 @needs_browser

@@ -77,11 +77,7 @@ function showTiers(state, history, shown) {
     coloured(row.item, tierColour(tier.name, names));
     write(row.full, fill === null ? "" : percent(fill));
     write(row.blocks, tier.num_blocks ? `${count(tier.num_used)} of ${count(tier.num_blocks)} blocks` : `${count(tier.num_used)} blocks`);
-    const used = tier.used_bytes ?? tier.num_used * tier.block_bytes;
-    write(row.size, [
-      tier.bytes ? `${bytes(used)} of ${bytes(tier.bytes)} taken` : used ? `${bytes(used)} taken` : "",
-      tier.num_pinned ? `${count(tier.num_pinned)} blocks in use` : "",
-    ].filter(Boolean).join(" · ") || "empty");
+    write(row.size, [...sizesOf(tier), ...(tier.num_pinned ? [`${count(tier.num_pinned)} blocks in use`] : [])].join(" · "));
     row.bar.firstChild.style.width = `${inUse * 100}%`;
     row.bar.lastChild.style.width = `${Math.max(0, (fill ?? 0) - inUse) * 100}%`;
     row.bar.hidden = fill === null;
@@ -89,6 +85,14 @@ function showTiers(state, history, shown) {
     row.bar.setAttribute("aria-valuetext", `${row.full.textContent}, ${row.blocks.textContent}`);
     spark(row.line, history.since(shown.from), shown, (sample) => sample.fill[tier.name], 1, tierColour(tier.name, names));
   }
+}
+
+/** What is in a tier, of how much; a store's files may be larger than what is in them. */
+function sizesOf(tier) {
+  const inside = tier.num_used * tier.block_bytes;
+  const limit = tier.bytes ? ` of ${bytes(tier.bytes)}` : "";
+  if (tier.used_bytes == null || tier.used_bytes === inside) return [bytes(inside) + limit];
+  return [`${bytes(inside)} in blocks`, `${bytes(tier.used_bytes)}${limit} reserved`];
 }
 
 function showHits(state, history, shown, pointer) {
@@ -211,7 +215,7 @@ function showTtft(state, history, shown, pointer) {
   const now = PERCENTILES.map(({ name }, place) => duration(near.ttft ? near.ttft[place] : near[`${name}_seconds`]));
   byId("ttft-legend").replaceChildren(
     ...PERCENTILES.map(({ name, mark }, place) => legendItem(key(mark, "var(--ink)"), name, now[place])),
-    legendItem(key("dot", "var(--soft)"), "one request"),
+    legendItem(key("dot", "var(--soft)"), "each of the last 100"),
     ...(near.time ? [make("span", {}, `at ${clock(near.time)}`)] : []));
   plot.show(values.length ? `Time to first token: ${PERCENTILES.map(({ name }, place) => `${name} ${now[place]}`).join(", ")}` : "No requests yet");
   showTable("ttft-table", ["At", ...PERCENTILES.map(({ name }) => name)], () => {
