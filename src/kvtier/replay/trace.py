@@ -127,6 +127,8 @@ def _mooncake(record: dict[str, Any]) -> TraceRequest | str:
         if not _is_count(value):
             return f"{name} must be a whole number >= 0, got {value!r}"
         values.append(int(value))
+    if not values[1]:
+        return "a prompt has at least one token, got input_length 0"
     ids = record.get("hash_ids")
     if not isinstance(ids, list) or not all(_is_count(i) for i in ids):
         return "hash_ids must be a list of whole numbers >= 0"
@@ -146,6 +148,8 @@ def _logged(record: dict[str, Any], names: dict[str, int]) -> TraceRequest | str
         if not _is_count(record.get(name)):
             return f"{name} must be a whole number >= 0, got {record.get(name)!r}"
     size, prompt, answer = record["block_tokens"], record["prompt_tokens"], record["answer_tokens"]
+    if not prompt:
+        return "a prompt has at least one token, got prompt_tokens 0"
     keys = record.get("keys")
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         return "keys must be a list of strings"
