@@ -27,7 +27,15 @@ _BLOCKS = {  # what the strategies are shown for
     "DeepSeek MLA, 16 tokens": CacheGroup.mla("main", 61, 576, "bf16", 16),
 }
 _NUM_BLOCKS = 512
-_OPTIONAL = {"cuda.bindings": "cuda", "ml_dtypes": "numpy"}  # module: the extra that brings it
+_OPTIONAL = {  # module: the extra that brings it
+    "cuda.bindings": "cuda",
+    "ml_dtypes": "numpy",
+    "redis": "redis",
+    "obstore": "s3",
+    "mooncake": "mooncake",
+    "cryptography": "crypto",
+    "zmq": "events",
+}
 
 
 def doctor(*, as_json: bool = False, recalibrate: bool = False) -> int:
