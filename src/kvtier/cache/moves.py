@@ -214,6 +214,11 @@ class Moves:
 
 
 def runs(wanted: Mask, start: int) -> Iterator[tuple[int, int]]:
-    """The stretches [first, stop) of what is wanted, numbered from `start`."""
-    edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)) + start
-    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+    """The stretches [first, stop) of what is wanted, numbered from `start`: mostly none or one."""
+    marks = wanted.tobytes()
+    first = marks.find(1)
+    while first >= 0:
+        stop = marks.find(0, first)
+        stop = len(marks) if stop < 0 else stop
+        yield start + first, start + stop
+        first = marks.find(1, stop)

@@ -11,7 +11,7 @@ each), so that a message costs by its blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ I32 = np.ndarray[Any, np.dtype[np.int32]]
 KEY_BYTES = 32
 
 
-class Purpose(Enum):
+class Purpose(StrEnum):
     """Why blocks are moved. A load and a fetch are waited for, the others are not."""
 
     LOAD = "load"

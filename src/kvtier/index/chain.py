@@ -103,6 +103,11 @@ class Chain:
             return memoryview(self.labels)[block * width : stop * width]
         return memoryview(self.labels[block * width : stop * width])
 
+    @property
+    def num_keys(self) -> int:
+        """Leading blocks whose keys are known."""
+        return len(self._keys) // KEY_BYTES
+
     def keys(self, stop: int | None = None) -> bytes:
         """The keys of full blocks [0, stop) as one string of 32 bytes each, computed where they are not known yet."""
         stop = self.num_blocks if stop is None else stop

@@ -82,7 +82,10 @@ class Growth:
         """Labels, keys and extras of blocks below a node."""
         labels, keys = chain.label_view(block, stop), b""
         if self._with_keys:
-            keys = chain_keys(self._key_above(node), labels, chain.label_bytes, chain.extras, block)
+            if chain.num_keys >= stop:  # somebody asked a store about them
+                keys = chain.keys(stop)[block * KEY_BYTES :]
+            else:  # hashed from the node's own key on: what is above it may be long
+                keys = chain_keys(self._key_above(node), labels, chain.label_bytes, chain.extras, block)
         extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None
         return labels, keys, extras
 

@@ -1,0 +1,126 @@
+"""The manager with three tiers beside the bare index: CPU time of a request's decisions, no bytes moved.
+
+python -m benchmarks.manager --trace ../shared/traces/conversation_trace.jsonl
+
+Every request is prefetched, matched, allocated, published and finished; plans are answered at once by a worker that
+moves nothing and is not timed, what the manager makes of its reports is. The bare index does the same on one tier, with
+the keys that a store needs; both in turn, batch by batch, so that a slow moment hits both.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.index import BATCH, run_one, tree
+from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Outcome, Plan, Presence, Report
+from kvtier.cache.store import StoreConfig
+from kvtier.index import Chain, Namespace, RadixTree
+from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
+
+TOKENS = {"device": 1_000_000, "host": 5_000_000}
+BLOCK_BYTES = 1 << 20
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = arguments("CPU time of the cache manager with device, host and disk.")
+    parser.add_argument("--trace", help="Mooncake JSONL; a generated one without it")
+    parser.add_argument("--requests", type=int, default=4000)
+    options = parser.parse_args()
+    trace = read_trace(options.trace).requests if options.trace else generate(SyntheticTrace(num_sessions=800))
+    rows, bars = [], []
+    for block_tokens in (512, 64, 16):
+        row, bar = compare(trace[: options.requests], block_tokens)
+        rows.append(row)
+        bars.append(bar)
+    print_table(rows)
+    report("manager", rows, bars, options.results)
+
+
+def compare(trace: Sequence[TraceRequest], block_tokens: int) -> tuple[Row, Bar]:
+    """One block size."""
+    num_slots = TOKENS["device"] // block_tokens
+    keyed, bare = tree(block_tokens, num_slots, with_keys=True), tree(block_tokens, num_slots)
+    host = HostConfig(TOKENS["host"] // block_tokens)
+    config = CacheConfig(num_slots, host=host, stores=(StoreConfig("disk"),))
+    manager = CacheManager(Namespace("model", block_tokens=block_tokens), config)
+    answer(manager, manager.plan())
+    seconds = dict.fromkeys(("manager", "index with keys", "index"), 0.0)
+    count = 0
+    gc.collect()
+    gc.disable()
+    for start in range(0, len(trace), BATCH):
+        prompts = [request.tokens() for request in trace[start : start + BATCH]]
+        prompts = [prompt for prompt in prompts if len(prompt) < TOKENS["device"] // 4]
+        count += len(prompts)
+        for name, index in (("index with keys", keyed), ("index", bare)):
+            seconds[name] += timed_index(index, prompts)
+        seconds["manager"] += sum(decide(manager, prompt, float(start)) for prompt in prompts)
+        gc.collect()
+    gc.enable()
+    manager.check()
+    us = {name: value / count * 1e6 for name, value in seconds.items()}
+    ratio = us["manager"] / us["index with keys"]
+    stats = {tier.name: tier.hit_tokens for tier in manager.stats.tiers}
+    row: Row = {
+        "block tokens": block_tokens,
+        "requests": count,
+        **{f"{name} us": value for name, value in us.items()},
+        "over index with keys": ratio,
+        "over index": us["manager"] / us["index"],
+        "hit tokens": " ".join(f"{name} {value}" for name, value in stats.items()),
+    }
+    return row, at_most(f"manager over the bare index with keys, {block_tokens} tokens a block", ratio, 2.0)
+
+
+def timed_index(index: RadixTree, prompts: Sequence[Any]) -> float:
+    """CPU seconds of the bare index."""
+    start = time.process_time()
+    for prompt in prompts:
+        run_one(index, prompt)
+    return time.process_time() - start
+
+
+def decide(manager: CacheManager, prompt: Any, now: float) -> float:
+    """CPU seconds of all decisions for one request; the worker's answers are made outside of them."""
+    clock = time.process_time
+    start = clock()
+    chain = Chain(manager.namespace, prompt)
+    fetch = manager.prefetch(chain, now=now)
+    plan = manager.plan(now=now)
+    taken = clock() - start + answer(manager, plan)
+    start = clock()
+    hold = manager.match(chain, now=now, fetch=fetch)
+    if fetch is not None:
+        manager.end_fetch(fetch)
+    assert manager.allocate(hold, chain.num_tokens) is None
+    plan = manager.plan(now=now)
+    taken += clock() - start + answer(manager, plan)
+    start = clock()
+    assert manager.is_ready(hold)
+    manager.scheduled(hold, now=now)
+    manager.publish(hold, chain.num_tokens, now=now)
+    manager.finish(hold, now=now)
+    return taken + clock() - start
+
+
+def answer(manager: CacheManager, plan: Plan) -> float:
+    """Say that all of it is done; returns the CPU seconds the manager takes to hear it."""
+    if not plan:
+        return 0.0
+    outcomes = tuple(Outcome(each.id, True, each.num_blocks * BLOCK_BYTES, 1e-4) for each in plan.transfers)
+    presences = tuple(Presence(probe.store, probe_id=probe.id) for probe in plan.probes)
+    start = time.process_time()
+    manager.apply(Report(plan.epoch, 0, outcomes, presences))
+    return time.process_time() - start
+
+
+if __name__ == "__main__":
+    main()
