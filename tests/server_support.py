@@ -66,6 +66,7 @@ class ServerProcess:
 
     def __init__(self, log: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
         self._log = log
+        self._clients: dict[str, openai.OpenAI] = {}
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvtier", "serve", "--port", "0", "--json", *arguments],
@@ -91,8 +92,11 @@ class ServerProcess:
                 return child.pid
         raise AssertionError("there is no engine process")
 
-    def client(self, key: str = "no key", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+    def client(self, key: str = "no key") -> openai.OpenAI:
+        """OpenAI's own, one for each key; closed with the server."""
+        if key not in self._clients:
+            self._clients[key] = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return self._clients[key]
 
     def async_client(self, key: str = "no key") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
@@ -124,6 +128,8 @@ class ServerProcess:
 
     def stop(self, seconds: float = 60) -> int:
         """SIGTERM; returns the exit code."""
+        for client in self._clients.values():
+            client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(seconds)

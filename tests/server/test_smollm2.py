@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,14 @@ def test_it_knows_the_capital_of_france(smollm2):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The capital of France is Paris."
     again = create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=12)
     assert again.usage.prompt_tokens_details.cached_tokens >= 32
+
+
+def test_the_example_of_the_operating_guide_runs(smollm2):
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "operating.md").read_text()
+    example = re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1].replace("http://127.0.0.1:8000", smollm2.url)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r" \d+\n$", done.stdout)
 
 
 def test_it_follows_a_schema(smollm2):
