@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -88,10 +89,13 @@ def test_many_that_come_and_go_leave_nothing(server):
 
 @pytest.fixture(scope="module")
 def strict(tiny_model, tmp_path_factory):
-    """A server that takes little."""
+    """A server that takes little, on a machine without llguidance."""
     limits = ("--max-rows", "1", "--max-waiting", "1", "--request-seconds", "3", "--body-seconds", "0.5")
-    log = tmp_path_factory.mktemp("strict") / "log"
-    made = ServerProcess(log, "--model", str(tiny_model), "--threads", "1", *limits)
+    folder = tmp_path_factory.mktemp("strict")
+    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['llguidance'] = None\n")
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = ("--model", str(tiny_model), "--threads", "1", *limits)
+    made = ServerProcess(folder / "log", *options, env={"PYTHONPATH": path})
     yield made
     assert made.stop() == 0
 
@@ -128,6 +132,15 @@ def test_an_answer_that_takes_too_long_is_ended(strict):
     assert answers[0].status_code == 504
     assert answers[0].json()["error"]["code"] == "timeout"
     strict.wait_for(drained)
+
+
+def test_a_schema_without_llguidance_is_a_clear_400(strict):
+    body = {"model": strict.model, "prompt": "x", "max_tokens": 1, "response_format": {"type": "json_object"}}
+    answer = strict.post(TEXT, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "response_format"
+    assert "llguidance" in answer.json()["error"]["message"]
+    assert strict.post(TEXT, {**body, "response_format": {"type": "text"}}).status_code == 200
 
 
 def test_a_body_that_does_not_come_is_given_up(strict):
