@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import takewhile
+from itertools import compress, islice
 
 import numpy as np
 
@@ -82,22 +82,19 @@ class StoreCopies:
         """Blocks it is known to have, for some rank."""
         return len(self._known)
 
-    def has(self, key: bytes) -> bool:
-        """Whether it is known to have a block, for every rank."""
-        return self._known.get(key) == self._all_ranks
-
     def num_leading(self, keys: Sequence[bytes]) -> int:
         """How many of these, from the first on, it is known to have."""
-        return sum(1 for _ in takewhile(self.has, keys))
+        known, everyone = self._known, self._all_ranks
+        return next((i for i, key in enumerate(keys) if known.get(key) != everyone), len(keys))
 
     def learn(self, rank: int, presence: Presence) -> None:
         """It was found to have some, and not to have others."""
-        for key in split_keys(presence.present):
-            self._know(key, 1 << rank)
+        known, mine = self._known, 1 << rank
+        self._know({key: known.get(key, 0) | mine for key in split_keys(presence.present)})
         for key in split_keys(presence.absent):
-            left = self._known.pop(key, 0) & ~(1 << rank)
+            left = known.pop(key, 0) & ~mine
             if left:
-                self._known[key] = left
+                known[key] = left
 
     def answered(self, probe_id: int) -> None:
         """A probe was answered by every rank."""
@@ -119,10 +116,11 @@ class StoreCopies:
         self._storing.clear()
         self._moves.drop(Drop(self.config.name))
 
-    def _know(self, key: bytes, ranks: int) -> None:
-        self._known[key] = self._known.pop(key, 0) | ranks
-        if len(self._known) > self.config.max_known:
-            del self._known[next(iter(self._known))]
+    def _know(self, ranks: dict[bytes, int]) -> None:
+        """Remember who has these keys; beyond the limit, those learned of first are forgotten."""
+        self._known.update(ranks)
+        for key in list(islice(self._known, max(0, len(self._known) - self.config.max_known))):
+            del self._known[key]
 
     # ---- what it gets ----------------------------------------------------------------------------------------------
 
@@ -148,9 +146,8 @@ class StoreCopies:
     def ended(self, move: Move, there: Mask) -> None:
         """A write to this store is over."""
         keys = split_keys(move.transfer.keys)
-        for key, ok in zip(keys, there.tolist(), strict=True):
-            if ok and key in self._storing:
-                self._know(key, self._all_ranks)
+        stored = self._storing.intersection(compress(keys, there.tolist()))
+        self._know(dict.fromkeys(stored, self._all_ranks))
         self._storing.difference_update(keys)
 
     def _save(self, job: SaveJob, room: int, now: float) -> int:
@@ -160,7 +157,8 @@ class StoreCopies:
         started = 0
         if stop > job.first and self.queue.is_worth(job, lease):
             keys = split_keys(job.chain.keys(stop)[job.first * KEY_BYTES :])
-            new = np.array([not (self.has(key) or key in self._storing) for key in keys], np.bool_)
+            known, everyone, storing = self._known, self._all_ranks, self._storing
+            new = np.array([known.get(key) != everyone and key not in storing for key in keys], np.bool_)
             wanted = new & (states_of(lease, self._host)[job.first : stop] >= BlockState.READY)
             for first, last in runs(wanted, job.first):
                 count = min(last - first, room - started)
@@ -180,5 +178,5 @@ class StoreCopies:
 
     def digests(self, chain: Chain, first: int, stop: int) -> bytes:
         """Of the tokens of blocks [first, stop)."""
-        secret = self.config.secret
-        return b"".join(digest_tokens(chain.label(block), secret) for block in range(first, stop))
+        secret, labels, width = self.config.secret, chain.label(first, stop), chain.label_bytes
+        return b"".join([digest_tokens(labels[at : at + width], secret) for at in range(0, len(labels), width)])
