@@ -240,6 +240,10 @@ def test_asleep_slow_and_away_are_said_and_so_is_what_is_old(tiered, opened):
     assert serious(page) == []
     page.context.set_offline(False)
     serving(page)
+    broken = {"error": {"message": "the engine has ended; the server is going down"}}  # it says so for a moment only
+    page.route("**/state", lambda route: route.fulfill(status=503, json=broken))
+    expect(status).to_have_text("Failing", timeout=WAIT)
+    expect(notice).to_have_text("The server answers with 503: the engine has ended; the server is going down")
 
 
 @needs_browser
@@ -260,7 +264,8 @@ def test_a_hidden_page_does_not_ask(tiered, opened):
 
 @needs_browser
 def test_a_key_is_asked_for_and_kept_in_the_tab_only(start, opened):
-    server = start(env={"KVTIER_API_KEY": USER, "KVTIER_ADMIN_KEY": ADMIN})
+    name = "<img src=x onerror=alert(1)>"  # text, whatever it looks like
+    server = start("--name", name, env={"KVTIER_API_KEY": USER, "KVTIER_ADMIN_KEY": ADMIN})
     page = opened(server.url, may_complain=True)
     field, notice = page.get_by_label("Admin key"), page.get_by_role("status")
     expect(field).to_be_visible(timeout=WAIT)
@@ -274,6 +279,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(start, opened):
     page.get_by_role("button", name="Show the dashboard").click()
     serving(page)
     expect(field).to_be_hidden()
+    expect(page.locator("#model")).to_have_text(name)
     expect(page.locator("#recent-empty")).to_be_visible()
     expect(page.locator("#transfers-empty")).to_be_visible()
     expect(page.locator("#ghost-empty")).to_be_visible()
