@@ -78,7 +78,7 @@ class Fetches:
         keys = chain.keys(max_blocks)[lease.num_blocks * KEY_BYTES :] if shared else b""
         for store in shared if keys else ():
             fetch.waiting_for.add(self._moves.probe(store.config.name, keys))
-        self._go_on(fetch, now)
+        self._begin(fetch, now)
         return fetch
 
     def is_over(self, fetch: Fetch, now: float) -> bool:
@@ -103,7 +103,8 @@ class Fetches:
         """Go on with those that waited for an answer, for room, or for somebody else's blocks."""
         for fetch in self._open:
             if not fetch.is_over and not fetch.waiting_for:
-                self._go_on(fetch, now)
+                self._look_again(fetch, now)
+                self._begin(fetch, now)
 
     def answered(self, presence: Presence) -> None:
         """A probe was answered, by every rank."""
@@ -125,11 +126,10 @@ class Fetches:
         fetch.num_fetched[store] = fetch.num_fetched.get(store, 0) + int(there.sum())
         fetch.is_over = fetch.is_over or not fetch.waiting_for
 
-    def _go_on(self, fetch: Fetch, now: float) -> None:
+    def _begin(self, fetch: Fetch, now: float) -> None:
         """Start the moves, if it is known where the blocks are and there is room."""
         if fetch.waiting_for:
             return
-        self._look_again(fetch, now)
         first = fetch.lease.num_blocks
         keys = split_keys(fetch.chain.keys(fetch.wanted)[first * KEY_BYTES :])
         if keys and (node := fetch.lease.node.children.get(fetch.chain.key_at(first))) is not None:

@@ -365,6 +365,8 @@ class CacheManager:
         lease.table = np.concatenate((found, lease.table[lease.num_matched :]))
 
     def _evict_ahead(self, tier: Tier, free_share: float) -> None:
+        if not free_share:
+            return
         wanted = math.ceil(free_share * tier.pool.num_slots) - tier.pool.num_free
         if wanted > 0:
             self.tree.evict(tier, min(wanted, tier.num_evictable))

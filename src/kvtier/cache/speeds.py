@@ -12,6 +12,7 @@ from kvtier.cache.plan import Purpose
 
 # What was seen 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
 _DECAY = 1 - 1 / 40
+_MOST_NEW = 16
 Costs = np.ndarray[Any, np.dtype[np.float64]]
 Way = tuple[Purpose, str]
 """How blocks are moved, and from or to which store: each has a speed of its own."""
@@ -47,23 +48,33 @@ class Fit:
         self._squares = np.zeros((num_amounts + 1, num_amounts + 1))
         self._products = np.zeros(num_amounts + 1)
         self._num_seen = 0
+        self._new: list[tuple[float, ...]] = []
         self._costs: Costs | None = None
 
     def observe(self, amounts: Sequence[float], seconds: float) -> None:
-        """It took so long."""
-        x = np.array([1.0, *amounts])
-        self._squares = self._squares * _DECAY + np.outer(x, x)
-        self._products = self._products * _DECAY + x * seconds
-        self._num_seen += 1
-        self._costs = None
+        """It took so long. Costs next to nothing: what was seen is taken in when somebody asks."""
+        self._new.append((1.0, *amounts, seconds))
+        if len(self._new) >= _MOST_NEW:
+            self._take_in()
 
     def predict(self, amounts: Sequence[float]) -> float | None:
         """How long it would take; None before anything was seen."""
+        if self._new:
+            self._take_in()
         if not self._num_seen:
             return None
         if self._costs is None:
             self._costs = self._solve()
         return float(self._costs @ np.array([1.0, *amounts]))
+
+    def _take_in(self) -> None:
+        seen = np.array(self._new)
+        x, seconds, count = seen[:, :-1], seen[:, -1], len(seen)
+        faded = x * (_DECAY ** np.arange(count - 1, -1, -1.0))[:, None]
+        self._squares = self._squares * _DECAY**count + faded.T @ x
+        self._products = self._products * _DECAY**count + faded.T @ seconds
+        self._num_seen += count
+        self._new, self._costs = [], None
 
     def _solve(self) -> Costs:
         scale = np.sqrt(np.maximum(np.diag(self._squares), 1e-300))
