@@ -5,9 +5,9 @@ python -m benchmarks.replay --only honest --seconds 120                         
 
 Honest: SmolLM2-135M on this CPU with device, host and disk tiers serves conversations at real time and is recorded.
 The replay then follows the log step by step (hits by tier must be equal), and simulates the same arrivals freely, with
-step costs and link speeds measured in a run of its own before, on other conversations. With --clock cpu the engine's
-clock is the CPU time of this process, one thread, and idle time is skipped: for machines that others use meanwhile.
-What a disk takes without the CPU does not count then, neither in the run nor in the simulation.
+step costs fitted to a run before on other conversations, and the speeds of memcpy and of the disk. With --clock cpu
+the engine's clock is the CPU time of this process, one thread, and idle time is skipped: for machines that others use
+meanwhile. What a disk takes without the CPU does not count then, neither in the run nor in the simulation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
+from benchmarks.report import Bar, Row, arguments, at_most, best, print_table, report
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.store import StoreConfig
@@ -37,7 +37,7 @@ from kvtier.replay.record import Recorder
 from kvtier.replay.simulator import Simulation, Simulator
 from kvtier.replay.worker import SimulatedStore, SimulatedWorker
 from kvtier.scheduler import SchedulerConfig
-from kvtier.storage import DiskStore
+from kvtier.storage import DiskStore, Label, Read, Write, digest_tokens
 
 REFERENCE = {  # ../shared/reference/index_baseline.md
     "lru": {1_000: 0.0470, 5_000: 0.1237, 10_000: 0.2243, 30_000: 0.3448, 50_000: 0.3715, 100_000: 0.3795},
@@ -159,13 +159,14 @@ def honest(seconds: float, clock: WallClock | CpuClock) -> tuple[list[Row], list
     model = load_model()
     with tempfile.TemporaryDirectory() as folder:
         first = record(model, Path(folder) / "calibration", Load(seed=1, seconds=seconds / 3, rate=1.2), clock)
+        disk = disk_speed(Path(folder) / "speed", first.block_bytes)
         second = record(model, Path(folder) / "run", Load(seed=2, seconds=seconds, rate=0.8), clock)
     known = follow(first.log, CACHE, first.scheduler)
     followed = follow(second.log, CACHE, second.scheduler)
     exact = {name: each.tokens_from for name, each in second.log.requests.items()}
     num_wrong = sum(followed.tokens_from[name] != tokens for name, tokens in exact.items())
     cost = Measured([sample for sample in known.steps if sample[1] > 0])
-    simulated = free(second, cost, known)
+    simulated = free(second, cost, disk)
     return compare(second, followed, simulated, num_wrong, cost, clock.name)
 
 
@@ -179,6 +180,7 @@ class Load:
     """Turns a second."""
     conversations: int = 14
     system_tokens: int = 96
+    history_tokens: int = 160
     message_tokens: tuple[int, int] = (16, 96)
     answer_tokens: tuple[int, int] = (4, 24)
     longest: int = 700
@@ -207,7 +209,7 @@ def record(model: Model, folder: Path, load: Load, clock: WallClock | CpuClock) 
     engine = Engine(model, config=EngineConfig(BLOCK, CACHE, LIMITS), stores={"disk": store}, clock=clock)
     chosen, vocab = random.Random(load.seed + 100), model.config.vocab_size
     system = [chosen.randrange(vocab) for _ in range(load.system_tokens)]
-    said = [list(system) for _ in range(load.conversations)]
+    said = [system + [chosen.randrange(vocab) for _ in range(load.history_tokens)] for _ in range(load.conversations)]
     talking: dict[str, int] = {}
     due = list(load.arrivals())
     with Recorder(folder / "log.jsonl", steps=True) as recorder:
@@ -238,25 +240,36 @@ def record(model: Model, folder: Path, load: Load, clock: WallClock | CpuClock) 
     return Run(read_log(folder / "log.jsonl"), scheduler, block_bytes)
 
 
-def free(run: Run, cost: Measured, known: Followed) -> Simulation:
-    """The same arrivals on simulated hardware as fast as what was measured before."""
-    rates = {purpose: _bandwidth(known, purpose) for purpose in ("load", "save", "fetch", "store")}
-    worker = SimulatedWorker(
-        run.block_bytes,
-        min(rates["load"], rates["save"]),
-        disk=DiskSpec(rates["fetch"], rates["store"], 0.001),
-        stores={"disk": SimulatedStore(DISK_BLOCKS)},
-    )
-    simulator = Simulator(CACHE, run.scheduler, cost, worker, block_tokens=BLOCK, num_layers=30)
-    return simulator.run(run.log.trace)
+def free(run: Run, cost: Measured, disk: DiskSpec) -> Simulation:
+    """The same arrivals on simulated hardware as fast as this."""
+    stores = {"disk": SimulatedStore(DISK_BLOCKS)}
+    worker = SimulatedWorker(run.block_bytes, memcpy_bandwidth(), disk=disk, stores=stores)
+    return Simulator(CACHE, run.scheduler, cost, worker, block_tokens=BLOCK, num_layers=30).run(run.log.trace)
 
 
-def _bandwidth(known: Followed, purpose: str) -> float:
-    """Of the fastest tenth: the others waited for each other, or for somebody to look."""
-    rates = sorted(
-        num_bytes / seconds for what, num_bytes, seconds in known.outcomes if what == purpose and seconds > 0
+def memcpy_bandwidth() -> float:
+    """What the link between two memories of a CPU is."""
+    source = np.ones(1 << 26, np.uint8)
+    target = np.zeros_like(source)
+    return len(source) / best({"copy": lambda: np.copyto(target, source)}, 5)["copy"]
+
+
+def disk_speed(folder: Path, block_bytes: int) -> DiskSpec:
+    """Of a DiskStore with blocks of this size."""
+    store = DiskStore(folder, 256 * (block_bytes + 8192), min_free_bytes=0)
+    label, count = Label(bytes(32), digest_tokens(b"")), 32
+    data = [np.random.default_rng(i).bytes(block_bytes) for i in range(count)]
+    keys = [i.to_bytes(32, "little") for i in range(count)]
+    room = [bytearray(block_bytes) for _ in range(count)]
+    taken = best(
+        {
+            "write": lambda: store.write([Write(key, label, each) for key, each in zip(keys, data, strict=True)]),
+            "read": lambda: store.read_into([Read(key, label, each) for key, each in zip(keys, room, strict=True)]),
+        },
+        3,
     )
-    return rates[-1 - len(rates) // 10] if rates else 1e9
+    store.close()
+    return DiskSpec(count * block_bytes / taken["read"], count * block_bytes / taken["write"], 0.0005)
 
 
 def compare(
