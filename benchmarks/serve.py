@@ -61,8 +61,12 @@ class Load:
     def num_blocks(self) -> int:
         """Blocks of everything that is ever said."""
         shared = self.system_tokens // BLOCK_TOKENS
-        whole = -(-(self.system_tokens + self.turns * (self.tokens_in + self.tokens_out)) // BLOCK_TOKENS)
-        return shared + self.users * (whole - shared)
+        return shared + self.users * (self.num_user_blocks - shared)
+
+    @property
+    def num_user_blocks(self) -> int:
+        """Blocks of one conversation at its end."""
+        return -(-(self.system_tokens + self.turns * (self.tokens_in + self.tokens_out)) // BLOCK_TOKENS)
 
 
 QUICK = Load(system_tokens=300, users=6, turns=3)
@@ -139,7 +143,7 @@ def main() -> None:
 
 def caches(load: Load) -> dict[str, CacheConfig]:
     """The device has a quarter of all blocks, in every case."""
-    quarter, everything = load.num_blocks // 4, load.num_blocks + 64
+    quarter, everything = max(load.num_blocks // 4, load.num_user_blocks), load.num_blocks + 64
     return {
         "cache off": CacheConfig(quarter, prefix_caching=False),
         "device": CacheConfig(quarter),
