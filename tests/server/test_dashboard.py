@@ -180,6 +180,27 @@ def test_what_runs_is_counted_while_it_runs(tiered, opened):
 
 
 @needs_browser
+def test_transfers_are_shown_against_the_limit_of_the_link_where_it_is_known(tiered, opened):
+    """On a CPU it never is; so the answers of the server pass by here and get one."""
+
+    def with_limit(route):
+        state = route.fetch().json()
+        way = {"source": "host", "target": "device", "bytes": 3 << 30, "window_seconds": 5}
+        state["transfers"] = [{**way, "gb_per_s": 12.5, "limit_gb_per_s": 50.0}]
+        route.fulfill(json=state)
+
+    page = opened("about:blank")
+    page.route("**/state", with_limit)
+    page.goto(tiered.url)
+    row = page.locator("[data-way='host → device']")
+    expect(row).to_contain_text("12.5 GB/s", timeout=WAIT)
+    expect(row).to_contain_text("25 % of 50.0 GB/s · 3.00 GiB in all")
+    expect(row.get_by_role("meter")).to_have_attribute("aria-valuenow", "25")
+    expect(page.locator("#transfers-note")).to_have_text("Over the last 5 s. ")
+    page.unroute_all(behavior="ignoreErrors")
+
+
+@needs_browser
 def test_charts_are_tables_for_those_who_want_them_and_the_keyboard_gets_everywhere(tiered, opened):
     texts = conversations(4, 1400)
     for _ in range(2):
