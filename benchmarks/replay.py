@@ -7,7 +7,8 @@ Honest: SmolLM2-135M on this CPU with device, host and disk tiers serves convers
 The replay then follows the log step by step (hits by tier must be equal), and simulates the same arrivals freely, with
 step costs fitted to a run before on other conversations, and the speeds of memcpy and of the disk. With --clock cpu
 the engine's clock is the CPU time of this process, one thread, and idle time is skipped: for machines that others use
-meanwhile. What a disk takes without the CPU does not count then, neither in the run nor in the simulation.
+meanwhile. What a disk takes without the CPU does not count then, neither in the run nor in the simulation; and blocks
+are always loaded, since transfers are timed by the wall clock, which says nothing beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -161,8 +162,8 @@ def honest(seconds: float, clock: WallClock | CpuClock) -> tuple[list[Row], list
         first = record(model, Path(folder) / "calibration", Load(seed=1, seconds=seconds / 3, rate=1.2), clock)
         disk = disk_speed(Path(folder) / "speed", first.block_bytes)
         second = record(model, Path(folder) / "run", Load(seed=2, seconds=seconds, rate=0.8), clock)
-    known = follow(first.log, CACHE, first.scheduler)
-    followed = follow(second.log, CACHE, second.scheduler)
+    known = follow(first.log, first.cache, first.scheduler)
+    followed = follow(second.log, second.cache, second.scheduler)
     exact = {name: each.tokens_from for name, each in second.log.requests.items()}
     num_wrong = sum(followed.tokens_from[name] != tokens for name, tokens in exact.items())
     cost = Measured([sample for sample in known.steps if sample[1] > 0])
@@ -197,6 +198,7 @@ class Run:
     """A recorded run."""
 
     log: Log
+    cache: CacheConfig
     scheduler: SchedulerConfig
     block_bytes: int
 
@@ -206,7 +208,8 @@ def record(model: Model, folder: Path, load: Load, clock: WallClock | CpuClock) 
     folder.mkdir()
     block_bytes = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * BLOCK
     store = DiskStore(folder / "disk", DISK_BLOCKS * (block_bytes + 8192), min_free_bytes=0)
-    engine = Engine(model, config=EngineConfig(BLOCK, CACHE, LIMITS), stores={"disk": store}, clock=clock)
+    cache = replace(CACHE, recompute=clock.name == "wall")
+    engine = Engine(model, config=EngineConfig(BLOCK, cache, LIMITS), stores={"disk": store}, clock=clock)
     chosen, vocab = random.Random(load.seed + 100), model.config.vocab_size
     system = [chosen.randrange(vocab) for _ in range(load.system_tokens)]
     said = [system + [chosen.randrange(vocab) for _ in range(load.history_tokens)] for _ in range(load.conversations)]
@@ -237,14 +240,14 @@ def record(model: Model, folder: Path, load: Load, clock: WallClock | CpuClock) 
                 clock.idle(max(0.0, due[0][0] - now))
     scheduler = engine.scheduler.config
     engine.close()
-    return Run(read_log(folder / "log.jsonl"), scheduler, block_bytes)
+    return Run(read_log(folder / "log.jsonl"), cache, scheduler, block_bytes)
 
 
 def free(run: Run, cost: Measured, disk: DiskSpec) -> Simulation:
     """The same arrivals on simulated hardware as fast as this."""
     stores = {"disk": SimulatedStore(DISK_BLOCKS)}
     worker = SimulatedWorker(run.block_bytes, memcpy_bandwidth(), disk=disk, stores=stores)
-    return Simulator(CACHE, run.scheduler, cost, worker, block_tokens=BLOCK, num_layers=30).run(run.log.trace)
+    return Simulator(run.cache, run.scheduler, cost, worker, block_tokens=BLOCK, num_layers=30).run(run.log.trace)
 
 
 def memcpy_bandwidth() -> float:
