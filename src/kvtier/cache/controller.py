@@ -9,7 +9,6 @@ when it has in all of them. A transfer that fails is reported as failed for exac
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +33,6 @@ class _Under:
     """A plan's transfer under way: one copy for each cache group."""
 
     transfer: Transfer
-    began: float
     copies: list[Copy]
     reports: list[TransferReport] = field(default_factory=list)
 
@@ -168,7 +166,7 @@ class CacheController:
 
     def _copy(self, transfer: Transfer) -> None:
         """One copy for each group, on the device's copy streams."""
-        under = _Under(transfer, time.perf_counter(), [])
+        under = _Under(transfer, [])
         is_load = transfer.purpose is Purpose.LOAD
         device, host = (transfer.targets, transfer.sources) if is_load else (transfer.sources, transfer.targets)
         device_ids, host_ids = device.astype(np.int64), host.astype(np.int64)
@@ -183,7 +181,7 @@ class CacheController:
             for copy in under.copies:  # what was started must be over before the slots are anybody else's
                 copy.wait()
             reason = f"{type(error).__name__}: {error}"
-            self._done.append(Outcome(transfer.id, False, 0, time.perf_counter() - under.began, reason))
+            self._done.append(Outcome(transfer.id, False, 0, 0.0, reason))
             return
         self._under[transfer.id] = under
         self._by_copy.update((copy.id, transfer.id) for copy in under.copies)
@@ -208,7 +206,7 @@ class CacheController:
                 number,
                 not lost,
                 sum(each.nbytes for each in under.reports),
-                time.perf_counter() - under.began,
+                max(each.seconds for each in under.reports),  # and not until somebody looked: a step may lie between
                 "; ".join(sorted(reasons)),
                 arrived.astype(np.uint8).tobytes(),
             )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from kvtier import dtype as dt
-from kvtier.cache.controller import CacheController
+from kvtier.cache.controller import CacheController, layout_of
 from kvtier.cache.plan import Drop, Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, slot_bytes
 from kvtier.errors import ArgumentError
 from kvtier.layout import CacheGroup, KVLayout
@@ -474,3 +475,20 @@ def test_groups_and_caches_must_fit():
         CacheController(LAYOUT, caches_of(4)[:1], 4)
     with pytest.raises(ArgumentError, match="got 2 and 0"):
         CacheController(LAYOUT, caches_of(4), 0)
+
+
+def test_the_time_of_a_copy_is_its_own_and_not_that_until_somebody_looks():
+    """A load that overlapped a step of a second was charged with that second, and then everything was recomputed."""
+    caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
+    controller = CacheController(layout_of(caches, 2), caches, 2)
+    slots = slot_bytes(np.array([1], np.int32))
+    began = time.perf_counter()
+    controller.submit(Plan(1, 0, (Transfer(1, Purpose.SAVE, "device", "host", slots, slots),)))
+    controller.layer_waits([1]).arrived()
+    ended = time.perf_counter()
+    while time.perf_counter() - ended < 0.2:
+        pass
+    outcomes = [outcome for report in controller.poll() for outcome in report.outcomes]
+    assert outcomes[0].ok
+    assert outcomes[0].seconds <= ended - began
+    controller.close()
