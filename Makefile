@@ -62,6 +62,7 @@ bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.load --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.restart --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.index --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
+	PYTHONPATH=. $(BIN)/python -m benchmarks.replay --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine_model --results $(RESULTS)
 
 # Uses whatever python3 has torch with CUDA, and installs nothing.
