@@ -13,6 +13,7 @@ from kvtier.cache.plan import Purpose
 # What was seen 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
 _DECAY = 1 - 1 / 40
 _MOST_NEW = 16
+_TRY_AFTER = 32  # loads refused in a row, after which one is made to see whether it is still that slow
 Costs = np.ndarray[Any, np.dtype[np.float64]]
 Way = tuple[Purpose, str]
 """How blocks are moved, and from or to which store: each has a speed of its own."""
@@ -31,6 +32,8 @@ class Decision:
     def __str__(self) -> str:
         if self.load_seconds is None or self.compute_seconds is None:
             return f"load {self.num_tokens} tokens: nothing measured yet"
+        if self.load and self.load_seconds > self.compute_seconds:
+            return f"load {self.num_tokens} tokens: to see how long it takes by now"
         verb, than = ("load", "under") if self.load else ("recompute", "over")
         return (
             f"{verb} {self.num_tokens} tokens: loading takes {self.load_seconds * 1e3:.2f} ms, {than} the "
@@ -109,6 +112,7 @@ class Speeds:
     def __init__(self) -> None:
         self._moves: dict[Way, Fit] = {}
         self._compute = Fit(2)
+        self._num_refused = 0
 
     def moved(self, way: Way, num_blocks: int, seconds: float) -> None:
         """A move of so many blocks took so long."""
@@ -131,4 +135,11 @@ class Speeds:
         times = [self.move_seconds(way, count) for way, count in num_blocks.items() if count]
         load = sum(time for time in times if time is not None) if None not in times else None
         compute = self.compute_seconds(first, num_tokens)
-        return Decision(load is None or compute is None or load <= compute, num_tokens, load, compute)
+        is_faster = load is None or compute is None or load <= compute
+        self._num_refused = 0 if is_faster else self._num_refused + 1
+        is_trial = self._num_refused >= _TRY_AFTER
+        if is_trial:  # nobody measures a link that nobody uses: forget what it was like, and see
+            self._num_refused = 0
+            for way in num_blocks:
+                self._moves.pop(way, None)
+        return Decision(is_faster or is_trial, num_tokens, load, compute)

@@ -209,3 +209,31 @@ def test_a_move_that_failed_teaches_no_speed():
     lab.start(prompt(1, 6), lose=lambda move, _: [True] * move.num_blocks)
     assert lab.manager.speeds.move_seconds(LOAD, 6) is None
     lab.start(prompt(1, 6))
+
+
+def test_a_link_that_was_slow_once_is_tried_again():
+    """One bad sample kept everything from being loaded for good: without loads there were no better samples."""
+    speeds = Speeds()
+    way = (Purpose.LOAD, "")
+    speeds.moved(way, 1, 10.0)
+    for _ in range(50):
+        speeds.computed(100, 0.0, 1.0)
+    decisions = []
+    for _ in range(200):
+        decision = speeds.decide({way: 1}, 0, 100)
+        decisions.append(decision.load)
+        if decision.load:
+            speeds.moved(way, 1, 0.001)
+    assert 1 <= decisions[:100].count(True) < 50
+    assert all(decisions[-20:])
+    assert "by now" in str(next(speeds_trial()))
+
+
+def speeds_trial():
+    speeds = Speeds()
+    speeds.moved((Purpose.LOAD, ""), 1, 10.0)
+    speeds.computed(100, 0.0, 1.0)
+    while True:
+        decision = speeds.decide({(Purpose.LOAD, ""): 1}, 0, 100)
+        if decision.load:
+            yield decision
