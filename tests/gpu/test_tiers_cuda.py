@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
+import torch
 
 from tiers_machine import TiersMachine, run
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 class CudaTiersMachine(TiersMachine):

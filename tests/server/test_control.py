@@ -175,6 +175,7 @@ def test_a_tier_gets_another_size_and_prompts_as_long_as_it_allows(tiered):
         ("drop", {"prompt": "x", "tenant": "nobody"}, "tenant"),
         ("resize", {"tier": "disk", "num_blocks": 5}, "tier"),
         ("resize", {"tier": "device", "num_blocks": 0}, "num_blocks"),
+        ("resize", {"tier": "device", "num_blocks": (1 << 31) - 1}, None),  # more than the machine has
         ("reset", {"all": True}, "all"),
     ],
 )

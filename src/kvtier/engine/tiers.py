@@ -6,9 +6,13 @@ change memory wait until no transfer is under way; they are for the engine's thr
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from kvtier.cache.control import CacheControl
 from kvtier.cache.controller import CacheController, layout_of
@@ -18,7 +22,7 @@ from kvtier.cache.metrics import CacheMetrics
 from kvtier.cache.plan import Plan
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.traffic import Traffic, TransferMeter
-from kvtier.errors import ArgumentError, StateError
+from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease
 from kvtier.metrics import Registry
 from kvtier.scheduler import Scheduler
@@ -215,6 +219,7 @@ class Tiers:
     def resize(self, tier: str, num_blocks: int) -> None:
         """Another number of blocks for a memory tier. What is cached stays as far as the host or a store has it."""
         self._control.tier(tier)
+        self._must_fit(tier, num_blocks)
         was_asleep = self.is_asleep
         if tier == "device":
             self.sleep()
@@ -239,6 +244,18 @@ class Tiers:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
+    def _must_fit(self, tier: str, num_blocks: int) -> None:
+        """Refuse what the machine has no memory for, before anything is given up for it."""
+        wanted = num_blocks * sum(group.block_bytes for group in self._groups)
+        device = self._groups[0].cache.device
+        free = _free_bytes(device if tier == "device" else torch.device("cpu"))
+        if tier == "device":  # the old cache goes before the new one comes; a new host tier comes first
+            free += sum(group.cache.nbytes for group in self._groups)
+        if wanted > free:
+            raise RangeError(
+                f"{num_blocks} blocks of the {tier} tier take {wanted / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free"
+            )
+
     def _drain(self, is_done: Callable[[], bool] | None = None) -> None:
         """Carry out what is planned until nothing is under way, or something is done."""
         while self._controller is not None:
@@ -253,6 +270,16 @@ class Tiers:
             self._drain()
             time.sleep(0)  # a bandwidth budget refills
         self._drain()
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that could be had there now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def new_controller(

@@ -18,11 +18,12 @@ from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.random_weights import random_weights
 from kvtier.engine.tiers import Tiers, new_controller
-from kvtier.errors import ArgumentError, StateError
+from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Namespace
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 from kvtier.storage import MemoryStore
 from storage_support import Fault, FaultyStore
+from tiers_machine import TiersMachine
 
 BLOCK = 4
 TINY = ModelConfig("llama", 2, 8, 8, 1, 1, 4, 16, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
@@ -256,3 +257,15 @@ def test_a_store_that_fails_for_a_while_costs_misses_and_nothing_else(caches):
             assert cache.serve(cache.chain(number)).state is RequestState.FINISHED
     cache.tiers.reset()
     assert cache.serve(cache.chain(3)).tokens_from == {"disk": 16, "host": 0, "device": 0}
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_size_the_machine_has_no_memory_for_is_refused_and_changes_nothing(tier):
+    """A fuzzed server was killed by it."""
+    machine = TiersMachine()
+    machine.begin(12, 10, Saving(), Patience.WAIT, False, False, 0.0, 1 << 20, 1, 0.0)
+    with pytest.raises(RangeError, match="GiB are free"):
+        machine.tiers.resize(tier, 1 << 40)
+    assert [state.num_blocks for state in machine.tiers.states()[:2]] == [12, 10]
+    machine.add([1] * 9, 1, b"")
+    machine.teardown()
