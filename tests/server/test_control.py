@@ -110,7 +110,7 @@ def test_a_dropped_prompt_is_gone_from_every_tier(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     assert control(tiered, "drop", {"prompt": prompt})["blocks"] >= 10
-    assert ask(tiered, prompt) == 0
+    assert ask(tiered, prompt) < 16  # not a block; other prompts may begin with the same letters
 
 
 def test_prompts_are_texts_tokens_or_conversations_under_their_salt(tiered):
