@@ -155,7 +155,8 @@ class CacheController:
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
         """For a step that starts before these loads are done."""
         copies = [self._under[number].copies for number in transfer_ids if number in self._under]
-        return LayerWaits(copies, self._device)
+        failed = any(not outcome.ok and outcome.transfer_id in transfer_ids for outcome in self._done)
+        return LayerWaits(copies, self._device, failed=failed)
 
     def close(self) -> None:
         """Finish what is under way, close the stores, free the host memory. Twice is fine."""

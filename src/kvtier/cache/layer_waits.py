@@ -17,21 +17,20 @@ class LayerWaits:
     and must not be used.
     """
 
-    def __init__(self, loads: Sequence[Sequence[Transfer]], device: Placement) -> None:
-        """`loads`: for each load a copy per cache group."""
+    def __init__(self, loads: Sequence[Sequence[Transfer]], device: Placement, *, failed: bool = False) -> None:
+        """`loads`: for each load a copy per cache group; `failed` if another could not even be started."""
         self._loads = loads
+        self._failed = failed
         self._device = device
 
     def before_layer(self, layer: int, group: int = 0) -> None:
         """On CUDA the current stream waits, and not the host."""
         stream = current_stream(self._device)
         for copies in self._loads:
-            if stream is not None:
+            with contextlib.suppress(TransferError):  # late ones too; `arrived` will tell
                 copies[group].layers.wait(layer, stream)
-            else:
-                with contextlib.suppress(TransferError):  # `arrived` will tell
-                    copies[group].layers.wait(layer)
 
     def arrived(self) -> bool:
         """Wait until all of it is over; whether every block is there."""
-        return all(copy.settle().status is Status.DONE for copies in self._loads for copy in copies)
+        arrived = [copy.settle().status is Status.DONE for copies in self._loads for copy in copies]
+        return all(arrived) and not self._failed

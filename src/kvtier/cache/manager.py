@@ -179,7 +179,7 @@ class CacheManager:
     def overlap(self, hold: Hold) -> tuple[int, ...]:
         """The loads that a step of this hold must wait for layer by layer, if it may start before they are done.
 
-        None where others bring some of the blocks, or where nothing is on its way. The step's results count only if
+        Empty where others bring some of the blocks, or where nothing is on its way. The step's results count only if
         `is_ready` says so afterwards.
         """
         self._must_hold(hold)

@@ -7,7 +7,6 @@ change memory wait until no transfer is under way; they are for the engine's thr
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +47,7 @@ class TierState:
 
 
 class Tiers:
-    """The tiers of one engine: `move` and `wait` for its step, the rest for operators."""
+    """The tiers of one engine: `submit`, `apply` and `wait` for its step, the rest for operators."""
 
     def __init__(
         self,
@@ -231,11 +230,13 @@ class Tiers:
         if was_asleep:
             raise StateError("the cache is asleep: wake it to resize the host tier")
         self._scheduler.pause(self._clock())
-        self._control.save_all()
-        self._drain_saves()
-        self._control.resize(tier, num_blocks)
-        self._controller.resize_host(num_blocks, [group.cache for group in self._groups])
-        self._scheduler.resume()
+        try:
+            self._control.save_all()
+            self._drain_saves()
+            self._control.resize(tier, num_blocks)
+            self._controller.resize_host(num_blocks, [group.cache for group in self._groups])
+        finally:
+            self._scheduler.resume()
 
     def close(self) -> None:
         """Finish what is under way, close the stores, free host memory."""
@@ -268,7 +269,7 @@ class Tiers:
     def _drain_saves(self) -> None:
         while self._control.plan_saves(self._clock()):
             self._drain()
-            time.sleep(0)  # a bandwidth budget refills
+            self.wait()  # a bandwidth budget refills
         self._drain()
 
 

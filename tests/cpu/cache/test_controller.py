@@ -492,3 +492,23 @@ def test_the_time_of_a_copy_is_its_own_and_not_that_until_somebody_looks():
     assert outcomes[0].ok
     assert outcomes[0].seconds <= ended - began
     controller.close()
+
+
+def test_a_load_that_could_not_be_started_has_not_arrived():
+    """A step that started early took it for done, and gave out a token computed from rubbish."""
+    caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
+    controller = CacheController(layout_of(caches, 2), caches, 2)
+    good, bad = slot_bytes(np.array([1], np.int32)), slot_bytes(np.array([9], np.int32))
+    transfers = [
+        Transfer(number, Purpose.LOAD, "host", "device", slots, good) for number, slots in ((1, good), (2, bad))
+    ]
+    controller.submit(Plan(1, 0, (transfers[0],)))
+    assert controller.layer_waits([1]).arrived()
+    controller.poll()
+    controller.submit(Plan(2, 0, (transfers[1],)))
+    waits = controller.layer_waits([2])
+    waits.before_layer(0)
+    assert not waits.arrived()
+    (report,) = controller.poll()
+    assert not report.outcomes[0].ok
+    controller.close()
