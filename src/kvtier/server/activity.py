@@ -53,11 +53,6 @@ class Activity:
         self._delivery = new.histogram(
             "kvtier_delivery_seconds", "From the engine's step to the event for a client, in the front end."
         ).of()
-        self._blocks = new.gauge("kvtier_tier_blocks", "Blocks of a tier.", ("tier", "state"))
-        self._bytes = new.gauge("kvtier_tier_used_bytes", "Bytes in use in a tier.", ("tier",))
-        self._hits = new.counter("kvtier_hit_tokens_total", "Prompt tokens found, by tier.", ("tier",))
-        self._queried = new.counter("kvtier_queried_tokens_total", "Prompt tokens asked for.").of()
-        self._moved = new.counter("kvtier_transfer_bytes_total", "Bytes between tiers.", ("source", "target"))
         self._rows = new.gauge("kvtier_answers", "Answers in the engine, by state.", ("state",))
         self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=_WINDOW_MOST)
@@ -83,16 +78,7 @@ class Activity:
             self._ttfts.append((time.monotonic(), record.ttft_seconds))
 
     def take(self, snapshot: Mapping[str, Any]) -> None:
-        """Take over what the engine counts (engine_controls.snapshot)."""
-        for tier in snapshot["tiers"]:
-            for state in ("num_blocks", "num_used", "num_pinned"):
-                self._blocks.of(tier["name"], state.removeprefix("num_")).set(tier[state])
-            self._bytes.of(tier["name"]).set(tier["used_bytes"])
-        for name, tokens in snapshot["hits"]["by_tier"].items():
-            self._hits.of(name).raise_to(tokens)
-        self._queried.raise_to(snapshot["hits"]["queried_tokens"])
-        for each in snapshot["transfers"]:
-            self._moved.of(each["source"], each["target"]).raise_to(each["bytes"])
+        """Take over what the engine is doing (engine_controls.snapshot); its cache has metrics of its own."""
         for state in ("running", "waiting"):
             self._rows.of(state).set(snapshot[state])
 
