@@ -300,6 +300,70 @@ def test_an_object_under_anothers_name_is_not_served(setup, is_sealed):
     assert check_read(store, 2).ok
 
 
+class Overtaken:
+    """A server's bucket; something happens during the next reads, which therefore bring the values of other names.
+
+    So does Mooncake when an object is removed while it is read, and its memory is given to the next.
+    """
+
+    def __init__(self, bucket, events) -> None:
+        self._bucket, self._events = bucket, list(events)
+
+    def fetch(self, names, rooms, scratch):
+        values = self._bucket.fetch(names, rooms, scratch)
+        if self._events:
+            self._events.pop(0)()
+            values = values[1:] + values[:1]
+        return values
+
+    def __getattr__(self, name):
+        return getattr(self._bucket, name)
+
+
+def overtaken(setup, *events):
+    store = setup.store()
+    store._bucket = Overtaken(store._bucket, events)
+    store._num_threads = 1  # one request for all of a batch
+    return store
+
+
+def read_many(store, *numbers) -> list[Outcome]:
+    rooms = [bytearray(b"\xee" * 5000) for _ in numbers]
+    outcomes = store.read_into([Read(key_of(n), LABEL, room) for n, room in zip(numbers, rooms, strict=True)])
+    for number, room, outcome in zip(numbers, rooms, outcomes, strict=True):
+        assert room == (payload_of(number) if outcome.ok else b"\xee" * 5000)
+    return list(outcomes)
+
+
+def test_a_read_that_a_removal_overtook_is_made_again_and_nothing_good_is_deleted(setup):
+    other = setup.store()
+    put(other, 1, 2, 3)
+    store = overtaken(setup, lambda: other.remove([key_of(2)]))
+    assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [Status.FOUND, Status.MISSING, Status.FOUND]
+    assert (has(other, 1, 2, 3), store.stats.num_quarantined) == ([True, False, True], 0)
+
+
+def test_what_is_damaged_twice_is_damaged(setup):
+    store = overtaken(setup, lambda: None, lambda: None)
+    put(store, 1, 2, 3)
+    assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [Status.CORRUPT] * 3
+    assert (has(store, 1, 2, 3), store.stats.num_quarantined) == ([False] * 3, 3)
+
+
+def test_a_server_that_dies_before_the_second_look_spoils_only_what_was_doubtful(setup):
+    store = overtaken(setup)
+    put(store, 1, 2, 3)
+    name = Envelope().name(key_of(2))
+    setup.raw.set(name, flip(setup.raw.get(name), 5000))
+
+    def die():
+        setup.proxy.set(Mood(refuses=1000))
+        setup.proxy.drop()
+
+    reset, store._bucket.reset = store._bucket.reset, lambda: (die(), reset())
+    assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [Status.FOUND, Status.FAILED, Status.FOUND]
+
+
 def test_halves_of_two_sealed_versions_are_no_object(setup):
     envelope = Envelope(Cipher(bytes(32)))
     store, name = setup.store(envelope=envelope), envelope.name(key_of(1))

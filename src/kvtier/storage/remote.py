@@ -103,20 +103,32 @@ class RemoteStore:
         views = [view_of(read.into, writable=True) for read in reads]
         names = [self._envelope.name(read.key) for read in reads]
 
-        def load(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
+        def look(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> dict[int, Outcome]:
             rooms = [len(views[index]) + self._envelope.extra_bytes for index in chunk]
             values = self._ask(batch, self._bucket.fetch, [names[index] for index in chunk], rooms, scratch)
             useless = {}
             for index, value in zip(chunk, values, strict=True):
                 verdict = self._envelope.judge(reads[index], len(views[index]), value)
                 if verdict.is_useless:
-                    useless[index] = (names[index], verdict.outcome)  # settled when it is gone
+                    useless[index] = verdict.outcome  # settled when it is gone
                 elif verdict.payload is None:
                     batch.settle({index: verdict.outcome})
                 else:
                     batch.settle({index: verdict.outcome}, functools.partial(copy_bytes, views[index], verdict.payload))
-            if useless:
-                self._quarantine(batch, useless)
+            return useless
+
+        def load(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
+            useless = look(chunk, batch, scratch)
+            doubtful = [index for index, outcome in useless.items() if outcome.status is Status.CORRUPT]
+            self._quarantine(batch, {i: (names[i], useless[i]) for i in useless if i not in doubtful})
+            if doubtful:
+                # It need not be the object: a removal may have overtaken the read, whose memory then held another's
+                # (Mooncake), a bit may have flipped on the way, the connection may be out of step. Damage lasts.
+                self._bucket.reset()
+                self._do(confirm, doubtful, batch, scratch)
+
+        def confirm(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
+            self._quarantine(batch, {i: (names[i], outcome) for i, outcome in look(chunk, batch, scratch).items()})
 
         return self._end(Kind.READ, self._run([len(view) for view in views], load, timeout_s), begin)
 
@@ -302,11 +314,13 @@ class RemoteStore:
 
     def _quarantine(self, batch: Batch, useless: dict[int, tuple[str, Outcome]]) -> None:
         """Objects nobody may get again are deleted, before anybody hears of them."""
+        if not useless:
+            return
         corrupt = sum(outcome.status is Status.CORRUPT for _, outcome in useless.values())
         with self._lock:
             self._num_quarantined += corrupt
         if corrupt:
-            self._bucket.reset()  # perhaps the connection is out of step, and not the object damaged
+            self._bucket.reset()  # what deletes must not go over a connection that is out of step
         failure = ""
         try:
             self._ask(batch, self._bucket.delete, [name for name, _ in useless.values()])
