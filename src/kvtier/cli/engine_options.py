@@ -24,6 +24,7 @@ def add_engine_options(command: Parser) -> None:
     add("--disk-bytes", default="8GiB", help="of all files in it")
     add("--shared", action="append", default=[], metavar="URL", help="a store that others use, too; may be repeated")
     add("--always-load", action="store_true", help="load cached blocks also where computing them is faster")
+    add("--invariant", action="store_true", help="the same answer, bit for bit, whatever else is asked; slower")
     add("--draft-tokens", type=int, default=0, help="guess so many tokens from what was written before")
     add("--threads", type=int, default=0, help="of torch; 0 leaves the choice to the command")
 

@@ -28,6 +28,8 @@ class EngineOptions:
     """URLs of stores that others use, too (redis://, s3://, mooncake://)."""
     always_load: bool = False
     """Load cached blocks also where computing them again is expected to be faster."""
+    invariant: bool = False
+    """Compute every token the same way whatever shares its batch: the same answer, bit for bit, and slower (CPU)."""
     max_rows: int = 64
     """Requests in a step."""
     max_step_tokens: int = 512

@@ -73,7 +73,15 @@ def make_llm(options: EngineOptions) -> LLM:
     try:
         for store, urls in tiers:
             stores[store.name] = open_store(urls)
-        return LLM(options.model, config, dtype=options.dtype, device=options.device, proposer=proposer, stores=stores)
+        return LLM(
+            options.model,
+            config,
+            dtype=options.dtype,
+            device=options.device,
+            invariant=options.invariant,
+            proposer=proposer,
+            stores=stores,
+        )
     except BaseException:
         for opened in stores.values():
             opened.close()
