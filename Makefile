@@ -13,7 +13,7 @@ RESULTS ?= benchmarks/results
 BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: venv demo serve test soak check bench gpu clean
+.PHONY: venv demo serve test soak check docs bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,11 +42,17 @@ test: $(STAMP)  ## all tests this machine can run, with the servers it can insta
 	.ci/servers
 	$(BIN)/python -m pytest
 
-check: $(STAMP)  ## formatting, lint, types, layers
+check: $(STAMP)  ## formatting, lint, types, layers, generated pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/make_reference.py --check
+	$(BIN)/python -m benchmarks.table --check README.md
+
+docs: $(STAMP)  ## what is generated: the reference, and the table of results in the README
+	$(BIN)/python docs/make_reference.py
+	$(BIN)/python -m benchmarks.table --write README.md
 
 bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.copy --results $(RESULTS)

@@ -5,7 +5,8 @@ python -m benchmarks.load --seconds 120          a shorter run: RSS is compared 
 python -m benchmarks.load --tiny                 random weights, 2 layers: hundreds of times more requests
 
 Every client streams one answer after another; a tenth of them are left in the middle. The server is `kvtier serve` in
-processes of its own, the clients share this one. Every five seconds the server's processes are looked at. Overhead per
+processes of its own, the clients share this one. Every five seconds the server's processes are looked at, and every
+fifteenth is told on standard error. Overhead per
 streamed token is the front end's CPU time over the tokens it was given; the floor is what uvicorn takes for as many
 events to the same clients with nothing behind it. "delivery" is from the engine's step to a client's event, in the
 front end; it is told as the upper bound of a histogram's bucket.
@@ -31,6 +32,7 @@ from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
 from kvtier.server.load import LoadOptions, LoadReport, run_load
 
 LOOK_SECONDS = 5.0
+LOOKS_A_LINE = 3
 FLOOR_SECONDS = 10.0
 TOKENS = 'kvtier_tokens_total{kind="new"}'
 FLOOR = """
@@ -194,17 +196,34 @@ def _left(state: dict[str, Any]) -> int:
 
 
 async def _run(server: Server, load: LoadOptions) -> tuple[LoadReport, list[Look]]:
-    looks = [server.look()]
+    looks, so_far = [server.look()], LoadReport()
+
+    def remember(report: LoadReport) -> None:
+        nonlocal so_far
+        so_far = report
 
     async def watch() -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             looks.append(server.look())
+            if len(looks) % LOOKS_A_LINE == 0:
+                _tell(looks[-1].at - looks[0].at, load.seconds, so_far, looks[-1])
 
     watching = asyncio.create_task(watch())
-    done = await run_load(load)
+    done = await run_load(load, remember)
     watching.cancel()
     return done, looks
+
+
+def _tell(seconds: float, of: float, so_far: LoadReport, look: Look) -> None:
+    """How far it is, on standard error."""
+    statuses = ", ".join(f"{count} x {status or 'none'}" for status, count in sorted(so_far.statuses.items()))
+    print(
+        f"{seconds:4.0f} of {of:.0f} s: answers {statuses or 'none yet'}; {so_far.num_tokens} tokens, "
+        f"{so_far.num_disconnected} left; {look.rss / 1e6:.0f} MB, {look.num_threads} threads, {look.num_files} files",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _floor(clients: int) -> float:

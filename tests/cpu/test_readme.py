@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from benchmarks.table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -55,6 +58,37 @@ def test_every_make_target_the_readme_mentions_is_there():
         if "=" not in word
     }
     assert {"demo", "test"} <= mentioned <= make_targets()
+
+
+def test_every_command_the_readme_mentions_is_there():
+    help_text = subprocess.run(
+        [sys.executable, "-m", "kvtier", "--help"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    mentioned = {command.split()[1] for command in commands_of_the_readme() if command.startswith("kvtier ")}
+    assert {"serve", "generate", "chat", "doctor", "replay", "plan"} <= mentioned
+    assert [name for name in mentioned if not re.search(rf"^ +{name} ", help_text, re.MULTILINE)] == []
+
+
+def test_the_table_of_results_is_made_from_the_rows():
+    command = [sys.executable, "-m", "benchmarks.table", "--check", "README.md"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_line_of_the_table_is_of_the_newest_record_that_has_its_figures(tmp_path):
+    records = [
+        {"commit": "old", "machine": "NVIDIA H200, torch 2", "rows": [hit("host hit", 5.0), hit("recompute", 50.0)]},
+        {"commit": "new", "machine": "A Xeon, 2 cores, x", "rows": [hit("host hit", 7.0), hit("recompute", 70.0)]},
+        {"commit": "newest", "machine": "NVIDIA H200, torch 2", "rows": [hit("recompute", 1.0)]},
+    ]
+    (tmp_path / "tiers_gpu.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    told = table(tmp_path).splitlines()[2:]
+    assert len(told) == 1
+    assert told[0].endswith("| 7 ms | computed 70 ms | Xeon, 2 cores | new |")
+
+
+def hit(case, seconds):
+    return {"case": case, "TTFT ms": seconds}
 
 
 def test_every_file_the_readme_links_to_is_there():

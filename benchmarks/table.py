@@ -1,0 +1,266 @@
+"""The README's table of results: for every line the newest record in results/ that has its figures.
+
+python -m benchmarks.table                      print it
+python -m benchmarks.table --write README.md    put it between the markers of a file
+python -m benchmarks.table --check README.md    exit code 1 if the file has another one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+BEGIN, END = "<!-- results: python -m benchmarks.table -->", "<!-- end of results -->"
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """What a line says: our figure, and what it was measured beside, in the same run."""
+
+    ours: str
+    beside: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table. `cells` raises LookupError for a record that does not have its figures."""
+
+    what: str
+    benchmark: str
+    cells: Callable[[Rows], Cells]
+
+
+def row_of(rows: Rows, **wanted: object) -> Mapping[str, Any]:
+    """The row with these values."""
+    for row in rows:
+        if all(row.get(name) == value for name, value in wanted.items()):
+            return row
+    raise LookupError(f"no row with {wanted}")
+
+
+def index(rows: Rows) -> Cells:
+    """Of prompts of the conversation trace, which have 12,000 tokens on average."""
+    ours, hashed = (row_of(rows, block=16, case=case)["us"] for case in ("arrays", "bare hashlib chain"))
+    peers = [row for row in rows if row.get("block") == 16 and "peer" in row]
+    beside = ", ".join(f"{row['peer']} {row['us']:,.0f} us" for row in peers)
+    return Cells(f"{ours:.0f} us", beside or f"hashing the blocks alone {hashed:.0f} us")
+
+
+def engine(case: str) -> Callable[[Rows], Cells]:
+    """SmolLM2-135M in float32, tokens a second."""
+
+    def cells(rows: Rows) -> Cells:
+        row = row_of(rows, case=case)
+        others = {name.removesuffix(" tok/s"): value for name, value in row.items() if name.endswith(" tok/s")}
+        ours = others.pop("kvtier")
+        return Cells(f"{ours:.0f} tok/s", ", ".join(f"{name} {value:.0f}" for name, value in others.items()))
+
+    return cells
+
+
+def served(cache: str, tier: str) -> Callable[[Rows], Cells]:
+    """The same conversations on engines with more or fewer tiers."""
+
+    def cells(rows: Rows) -> Cells:
+        ours, without = row_of(rows, cache=cache), row_of(rows, cache="device")
+        return Cells(
+            f"{ours['tok/s out']:.1f} tok/s, TTFT p50 {ours['TTFT p50 s']:.2f} s, {ours[f'% from {tier}']:.0f} % hits",
+            f"device tier only: {without['tok/s out']:.1f} tok/s, {without['TTFT p50 s']:.2f} s",
+        )
+
+    return cells
+
+
+def restart(rows: Rows) -> Cells:
+    """The slowest warm start against the fastest cold one."""
+    warm = max(row["ttft ms"] for row in rows if row["start"] == "second, warm")
+    cold = min(row["ttft ms"] for row in rows if row["start"] != "second, warm")
+    return Cells(f"{warm / 1e3:.2f} s", f"computed {cold / 1e3:.2f} s")
+
+
+def disk(call: str) -> Callable[[Rows], Cells]:
+    """Medians, 1 MiB objects, O_DIRECT."""
+
+    def cells(rows: Rows) -> Cells:
+        row = row_of(rows, setting="O_DIRECT, sync at close", call=call, beside="fio")
+        return Cells(f"{row['median GB/s']:.2f} GB/s", f"fio {row['its median']:.2f} GB/s")
+
+    return cells
+
+
+def stores(rows: Rows) -> Cells:
+    """Medians of reading 1 MiB objects, 32 at a time."""
+    found = [(name, row_of(rows, store=name, call="read")) for name in ("redis", "s3", "mooncake")]
+    ours = ", ".join(f"{name} {row['MB/s']:.0f}" for name, row in found)
+    return Cells(f"{ours} MB/s", "their bare clients " + ", ".join(f"{row['raw']:.0f}" for _, row in found))
+
+
+def crashes(rows: Rows) -> Cells:
+    """Whatever was reported stored is there afterwards."""
+    killed, cut = row_of(rows, crash="kill -9"), row_of(rows, crash="power failure")
+    lost = killed["lost"] + killed["corrupt"] + cut["lost"] + cut["corrupt"]
+    return Cells(f"{lost} objects lost or corrupt", f"{killed['times']} kills, {cut['times']} simulated power failures")
+
+
+def load(rows: Rows) -> Cells:
+    """CPU time of the front end for a token."""
+    row = rows[0]
+    return Cells(
+        f"{row['front end us/token']:.0f} us of CPU a token",
+        f"bare uvicorn {row['floor us/token']:.0f} us ({row['model']} model, {row['clients']} clients, "
+        f"{row['seconds']:.0f} s, {row['requests']} requests)",
+    )
+
+
+def sweep(rows: Rows) -> Cells:
+    """Of the conversation trace."""
+    row = row_of(rows, trace="conversation")
+    return Cells(f"{row['seconds']:.0f} s, {row['MiB']:.0f} MiB", f"{row['requests']:,} requests, 60 simulations")
+
+
+def simulated(rows: Rows) -> Cells:
+    """A real run, and the same trace on simulated hardware."""
+    hits = max(row["off"] for row in rows if str(row.get("figure", "")).startswith("hit rate"))
+    off = {share: row_of(rows, figure=f"TTFT {share}, s")["off"] for share in ("p50", "p99")}
+    return Cells(
+        f"hit rates {hits:.1f} points off, TTFT p50 {off['p50']:.0f} % and p99 {off['p99']:.0f} % off",
+        "the engine itself on the same requests",
+    )
+
+
+def transfers(way: str) -> Callable[[Rows], Cells]:
+    """1 GiB of scattered blocks, the worst shape; `ancestor` is one warp for each block."""
+
+    def cells(rows: Rows) -> Cells:
+        found = [row for row in rows if row.get("of") == "alone" and (row["way"], row["moved"]) == (way, "1 GiB")]
+        if not found:
+            raise LookupError("no transfers of 1 GiB")
+        worst = min(found, key=lambda row: row["of limit"])
+        others = (100 * min(row[name] for row in found) for name in ("ancestor", "raw batch"))
+        return Cells(
+            f"{worst['GB/s']:.1f} GB/s, {100 * worst['of limit']:.0f} % of the link",
+            "a warp for each block {:.0f} %, the driver's batch call {:.0f} %".format(*others),
+        )
+
+    return cells
+
+
+def beside(rows: Rows) -> Cells:
+    """Block-first caches, while matrix products (GEMM) or products with vectors (GEMV) are computed."""
+    found = [row for row in rows if row.get("of") == "beside" and row["form"] == "block-first"]
+    if not found:
+        raise LookupError("no transfers beside compute")
+    lost = {kind: max(0.0, *(row["lost"] for row in found if row["compute"] == kind)) for kind in ("GEMM", "GEMV")}
+    return Cells(
+        f"{100 * min(row['of limit'] for row in found):.0f} % of the link",
+        "the model loses " + ", ".join(f"{100 * share:.1f} % ({kind})" for kind, share in lost.items()),
+    )
+
+
+def hit(tier: str) -> Callable[[Rows], Cells]:
+    """32,768 tokens of a model of Llama-3-8B's shape."""
+
+    def cells(rows: Rows) -> Cells:
+        ours, computed = row_of(rows, case=f"{tier} hit"), row_of(rows, case="recompute")
+        return Cells(f"{ours['TTFT ms']:.0f} ms", f"computed {computed['TTFT ms']:.0f} ms")
+
+    return cells
+
+
+def decode(rows: Rows) -> Cells:
+    """64 rows, Llama-3-8B's shape, bf16."""
+    row = row_of(rows, case="decode 64, CUDA graph")
+    return Cells(f"{row['ms']:.1f} ms a step", f"reading weights and KV once {row['floor ms']:.1f} ms")
+
+
+def disturbed(rows: Rows) -> Cells:
+    """The same with and without transfers beside it."""
+    ours, alone = (row_of(rows, case=f"decode 64, {what}")["step ms"] for what in ("loads and saves", "alone"))
+    return Cells(f"{ours:.1f} ms a step", f"without transfers {alone:.1f} ms")
+
+
+LINES = (
+    Line("Prefix index: find, allocate with eviction, publish, release a prompt of ~12,000 tokens", "index", index),
+    *(Line(f"Engine, SmolLM2-135M: {case}", "engine", engine(case)) for case in ("prefill 512", "prefill 2048")),
+    *(Line(f"Engine, SmolLM2-135M: {case}", "engine", engine(case)) for case in ("decode 1", "decode 16")),
+    Line("Conversations with a host tier", "serve", served("+ host", "host")),
+    Line("Conversations with host and disk tiers", "serve", served("+ disk", "disk")),
+    Line("First token of an old conversation after a restart, 1,500 tokens", "restart", restart),
+    Line("Disk tier, writing 1 MiB blocks", "tiers", disk("write")),
+    Line("Disk tier, reading 1 MiB blocks", "tiers", disk("read")),
+    Line("Shared stores on this machine, reading 1 MiB blocks", "stores", stores),
+    Line("Disk tier after crashes", "crash", crashes),
+    Line("HTTP front end under load, streaming", "load", load),
+    Line("Planner: 20 capacities by 3 policies of a production trace", "replay", sweep),
+    Line("Planner against a real run", "replay", simulated),
+    Line("Blocks from GPU to pinned memory, 1 GiB scattered, worst shape", "transfer_gpu", transfers("d2h")),
+    Line("Blocks from pinned memory to the GPU, 1 GiB scattered, worst shape", "transfer_gpu", transfers("h2d")),
+    Line("The same beside a busy model", "transfer_gpu", beside),
+    Line("TTFT of 32,768 tokens found in host memory, 8B model", "tiers_gpu", hit("host")),
+    Line("TTFT of 32,768 tokens found on disk, 8B model", "tiers_gpu", hit("disk")),
+    Line("Decode of 64 rows, 8B model", "engine_gpu", decode),
+    Line("Decode of 64 rows, 8B model, while blocks are loaded and saved", "tiers_gpu", disturbed),
+)
+
+
+def table(results: Path = RESULTS) -> str:
+    """In Markdown. A line that no record has figures for is left out."""
+    told = ["| measured | kvtier | beside it, in the same run | machine | commit |", "|---|---|---|---|---|"]
+    for line in LINES:
+        for record in reversed(_records(results / f"{line.benchmark}.jsonl")):
+            try:
+                cells = line.cells(record["rows"])
+            except LookupError:
+                continue
+            machine, commit = _machine(record["machine"]), record["commit"]
+            told.append(f"| {line.what} | {cells.ours} | {cells.beside} | {machine} | {commit} |")
+            break
+    return "\n".join(told)
+
+
+def put(text: str, table: str) -> str:
+    """The text with this table between the markers."""
+    found = re.search(f"{re.escape(BEGIN)}.*?{re.escape(END)}", text, re.DOTALL)
+    if found is None:
+        raise SystemExit(f"the file has no {BEGIN} .. {END}")
+    return f"{text[: found.start()]}{BEGIN}\n\n{table}\n\n{END}{text[found.end() :]}"
+
+
+def main() -> int:
+    """Print, write or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, metavar="FILE")
+    parser.add_argument("--check", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    made = table()
+    if options.check is not None and put(text := options.check.read_text(), made) != text:
+        print(f"{options.check} has other results: python -m benchmarks.table --write {options.check}", file=sys.stderr)
+        return 1
+    if options.write is not None:
+        options.write.write_text(put(options.write.read_text(), made))
+    if options.check is None and options.write is None:
+        print(made)
+    return 0
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _machine(told: str) -> str:
+    cores = re.search(r"(\d+) cores", told)
+    if cores is None:
+        return told.split(",")[0].removeprefix("NVIDIA ")
+    return f"{'Xeon' if 'Xeon' in told else told.split(',')[0]}, {cores[1]} cores"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

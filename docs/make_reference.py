@@ -1,0 +1,150 @@
+"""docs/reference from the docstrings of the public names. Reads the sources; imports nothing of kvtier.
+
+python docs/make_reference.py            write the pages
+python docs/make_reference.py --check    exit code 1 if some page is out of date
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import indent
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "reference"
+# A package's public names are those of its __all__; of a module without one, all that it defines.
+CACHE = "config saving host store plan hold manager control controller"
+FIRST = "dtype errors layout metrics memory state batch index transfer storage events"
+PAGES = {
+    **{name: (f"kvtier.{name}",) for name in FIRST.split()},
+    "cache": tuple(f"kvtier.cache.{name}" for name in CACHE.split()),
+    "scheduler": ("kvtier.scheduler",),
+    "engine": ("kvtier.engine", "kvtier.engine.tiers"),
+    "server": ("kvtier.server.config", "kvtier.server.serve", "kvtier.server.load"),
+    "replay": ("kvtier.replay",),
+}
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def pages() -> dict[str, str]:
+    """Every page by its file's name."""
+    made = {f"{name}.md": page(modules) for name, modules in PAGES.items()}
+    lines = [f"- [`kvtier.{name}`]({name}.md): {_doc(_module(PAGES[name][0])).splitlines()[0]}" for name in PAGES]
+    head = "# Reference\n\nMade from the docstrings by `python docs/make_reference.py`.\n\n"
+    return made | {"README.md": head + "\n".join(lines) + "\n"}
+
+
+def page(modules: tuple[str, ...]) -> str:
+    """All public names of some modules."""
+    told = []
+    for module in modules:
+        tree = _module(module)
+        told.append(f"# `{module}`\n\n{_doc(tree)}")
+        for name in sorted(_public(tree), key=str.lower):
+            told.append(_entry(name, *_definition(module, name)))
+    return "\n\n".join(part.strip() for part in told) + "\n"
+
+
+def _entry(name: str, node: Definition, doc: str) -> str:
+    if isinstance(node, FUNCTIONS):
+        return f"## `{name}`\n\n    {_call(name, node)}\n\n{doc}"
+    if isinstance(node, ast.ClassDef):
+        bases = f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else ""
+        return f"## class `{name}{bases}`\n\n{doc}\n\n{_members(node)}"
+    return f"## `{name}`\n\n{doc or f'`{ast.unparse(node)[:200]}`'}"
+
+
+def _members(node: ast.ClassDef) -> str:
+    """Fields and methods, in the order of the source; what begins with an underscore is nobody's business."""
+    told = []
+    for field, doc in _documented(node.body):
+        if not _target(field).startswith("_"):
+            told.append(f"- `{ast.unparse(field)}`{_indented(doc)}")
+    for each in node.body:
+        if not isinstance(each, FUNCTIONS) or (each.name.startswith("_") and each.name != "__init__"):
+            continue
+        shown = node.name if each.name == "__init__" else each.name
+        is_property = any(ast.unparse(d) in ("property", "cached_property") for d in each.decorator_list)
+        told.append(f"- `{_call(shown, each, is_property=is_property)}`{_indented(_doc(each))}")
+    return "\n".join(told)
+
+
+def _documented(body: list[ast.stmt]) -> Iterator[tuple[ast.AnnAssign | ast.Assign, str]]:
+    """Fields, each with the string that follows it."""
+    for number, each in enumerate(body):
+        if isinstance(each, ast.AnnAssign | ast.Assign):
+            after = body[number + 1] if number + 1 < len(body) else None
+            is_doc = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            yield each, inspect.cleandoc(str(after.value.value)) if is_doc else ""
+
+
+def _definition(module: str, name: str) -> tuple[Definition, str]:
+    """Where a name is defined, following imports, with its docstring."""
+    tree = _module(module)
+    for each in tree.body:
+        if isinstance(each, (ast.ClassDef, *FUNCTIONS)) and each.name == name:
+            return each, _doc(each)
+    for field, doc in _documented(tree.body):
+        if _target(field) == name:
+            return field, doc
+    for each in ast.walk(tree):
+        if isinstance(each, ast.ImportFrom) and each.module and any(alias.name == name for alias in each.names):
+            return _definition(each.module, name)
+    raise SystemExit(f"{module} has no {name}")
+
+
+def _target(field: ast.AnnAssign | ast.Assign) -> str:
+    return ast.unparse(field.target if isinstance(field, ast.AnnAssign) else field.targets[0])
+
+
+def _public(tree: ast.Module) -> list[str]:
+    for each in tree.body:
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "__all__":
+            return list(ast.literal_eval(each.value))
+    return [e.name for e in tree.body if isinstance(e, (ast.ClassDef, *FUNCTIONS)) and not e.name.startswith("_")]
+
+
+def _module(name: str) -> ast.Module:
+    path = ROOT / "src" / Path(*name.split("."))
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def _call(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef, *, is_property: bool = False) -> str:
+    told = "" if is_property else f"({ast.unparse(node.args).removeprefix('self').removeprefix('cls').lstrip(', ')})"
+    return f"{name}{told}" + (f" -> {ast.unparse(node.returns)}" if node.returns and name == node.name else "")
+
+
+def _doc(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """With what is drawn set apart, as code is."""
+    parts = (ast.get_docstring(node) or "").split("\n\n")
+    drawn = [any(sign in part for sign in ("-->", "──", "<--")) and not part.startswith("    ") for part in parts]
+    return "\n\n".join(indent(part, "    ") if d else part for part, d in zip(parts, drawn, strict=True))
+
+
+def _indented(doc: str) -> str:
+    return ": " + doc.replace("\n\n", "\n").replace("\n", "\n  ") if doc else ""
+
+
+def main() -> int:
+    """Write the pages, or check them."""
+    FOLDER.mkdir(exist_ok=True)
+    made = pages()
+    there = {path.name: path.read_text() for path in FOLDER.glob("*.md")}
+    if "--check" in sys.argv[1:]:
+        stale = sorted(name for name in {*made, *there} if made.get(name) != there.get(name))
+        if stale:
+            sys.stderr.write(f"docs/reference is out of date ({', '.join(stale)}): python docs/make_reference.py\n")
+        return bool(stale)
+    for name in {*there} - {*made}:
+        (FOLDER / name).unlink()
+    for name, text in made.items():
+        (FOLDER / name).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""docs/extending.md does what it says: its store keeps the contract of all stores, its policy and its model run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvtier.index.policy import POLICIES
+
+pytest.register_assert_rewrite("store_contract")
+from store_contract import *  # noqa: E402, F403
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+STORE, POLICY, MODEL = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "extending.md").read_text(), re.M | re.S)
+
+
+@pytest.fixture
+def store(tmp_path):
+    names: dict = {}
+    exec(compile(STORE, "docs/extending.md", "exec"), names)
+    made = names["open_sqlite"](str(tmp_path / "kv.db"))
+    yield made
+    made.close()
+
+
+def test_the_store_has_its_objects_after_a_restart(store, tmp_path):
+    put(store, 1, 2)  # noqa: F405
+    store.close()
+    names: dict = {}
+    exec(compile(STORE, "docs/extending.md", "exec"), names)
+    again = names["open_sqlite"](str(tmp_path / "kv.db"))
+    assert get(again, 2)[1] == payload_of(2)  # noqa: F405
+    again.close()
+
+
+def test_the_policy_is_replayed_and_finds_something(capsys, monkeypatch):
+    monkeypatch.setitem(POLICIES, "lfu", POLICIES["lru"])  # so that it is gone afterwards
+    exec(compile(POLICY, "docs/extending.md", "exec"), {})
+    told = re.findall(r"^(\w+): ([\d.]+)% of (\d+) blocks$", capsys.readouterr().out, re.M)
+    assert [name for name, _, _ in told] == ["lru", "lfu"]
+    assert told[0][2] == told[1][2]
+    assert told[0][1] != told[1][1]
+    assert min(float(rate) for _, rate, _ in told) > 5
+
+
+def test_the_model_gives_tokens(capsys):
+    exec(compile(MODEL, "docs/extending.md", "exec"), {})
+    tokens = [int(token) for token in re.findall(r"\d+", capsys.readouterr().out)]
+    assert len(tokens) == 4
+    assert max(tokens) < 100
+
+
+def test_kv_of_a_token_is_as_large_as_the_pictures_say():
+    from kvtier.engine import ModelConfig
+    from kvtier.engine.checkpoint import resolve
+    from kvtier.engine.gguf import GgufFile
+
+    told = (ROOT / "docs" / "concepts.md").read_text()
+    small = GgufFile(resolve("smollm2")).config.kv_token_elements * 2 / 1024
+    large = ModelConfig("llama", 32, 4096, 14336, 32, 8, 128, 128256, 8192).kv_token_elements * 2 / 1024
+    assert f"{small:g} KiB for SmolLM2-135M in bf16 and {large:g} KiB for Llama-3-8B" in told
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda path: path.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?://)([^)#\s]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert [page.name for page in DOCS if page.name != "README.md" and f"({page.name})" not in index] == []
+
+
+@pytest.mark.parametrize("page", ["extending.md", "tuning.md", "concepts.md", "operating.md"])
+def test_files_that_are_named_are_there(page):
+    named = re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+\w)`", (ROOT / "docs" / page).read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_reference_is_up_to_date():
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "make_reference.py"), "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
