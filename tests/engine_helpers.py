@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,35 @@ def recorded(model: Model, *args: Any, recorder: Recorder | None = None, **optio
     recorder = recorder or Recorder(model)
     recorder.engine = make_engine(recorder, *args, **options)
     return recorder.engine, recorder
+
+
+def conversations(random: Any, count: int, vocab: int = 61) -> list[list[list[int]]]:
+    """Turns of conversations over two system prompts; a turn is the prompt without the answers so far."""
+    systems = [[random.randrange(vocab) for _ in range(9)] for _ in range(2)]
+    return [[systems[i % 2] + [random.randrange(vocab) for _ in range(3)] for _ in range(3)] for i in range(count)]
+
+
+def talk(
+    engine: Engine, talks: list[list[list[int]]], before_step: Callable[[], object] = lambda: None
+) -> list[list[tuple[int, ...]]]:
+    """Play all conversations at once, turn by turn; each turn begins with what was said before."""
+    said = [[] for _ in talks]
+    answers: list[list[tuple[int, ...]]] = [[] for _ in talks]
+    for turn in range(len(talks[0])):
+        found: dict[str, list[int]] = {}
+        for i, messages in enumerate(talks):
+            said[i] = said[i] + messages[turn]
+            engine.add(said[i], greedy(5), request_id=str(i))
+        while engine.has_work():
+            before_step()
+            for output in engine.step():
+                assert not output.error
+                found.setdefault(output.request_id, []).extend(output.token_ids)
+            engine.scheduler.check()
+        for i in range(len(talks)):
+            answers[i].append(tuple(found[str(i)]))
+            said[i] = said[i] + found[str(i)]
+    return answers
 
 
 @functools.cache

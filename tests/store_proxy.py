@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,10 @@ class Mood:
     """Bits to flip, by their place in what the server sends."""
     cut_at: int | None = None
     """After so many bytes of the server the connection ends."""
+    hangs_at: int | None = None
+    """After so many bytes of the server nothing is passed on."""
+    latency_s: float = 0.0
+    """Before the first piece of each answer."""
 
 
 class Proxy:
@@ -97,10 +104,14 @@ class Proxy:
                 with self._lock:
                     self.num_asked += 0 if is_answer else len(data)
                     self.num_turns += not is_answer and was_answered.is_set()
+                    is_first = is_answer and not was_answered.is_set()
                     (was_answered.set if is_answer else was_answered.clear)()
                     mood, changed, begin = self._mood, self._changed, self._num_sent
                     self._num_sent += len(data) if is_answer else 0
-                if mood.hangs:
+                if is_first and mood.latency_s:
+                    changed.wait(mood.latency_s)
+                limit = mood.hangs_at if is_answer else None
+                if mood.hangs or (limit is not None and begin + len(data) > limit):
                     changed.wait()
                     break
                 if is_answer and not self._treat(data, mood, begin, changed):
@@ -122,3 +133,33 @@ class Proxy:
             del data[max(0, mood.cut_at - begin) :]
             return False
         return True
+
+
+@contextlib.contextmanager
+def proxy_process(upstream: int) -> Iterator[tuple[int, Callable[[Mood], None]]]:
+    """A Proxy in a process of its own, so that it takes no time from who measures: its port, and its `set`."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(upstream, there), daemon=True)
+    process.start()
+    there.close()
+
+    def change(mood: Mood) -> None:
+        here.send(mood)
+        here.recv()
+
+    try:
+        yield here.recv(), change
+    finally:
+        here.close()
+        process.join()
+
+
+def _serve(upstream: int, moods: Connection) -> None:
+    proxy = Proxy(upstream)
+    moods.send(proxy.port)
+    with contextlib.suppress(EOFError):
+        while True:
+            proxy.set(moods.recv())
+            moods.send(None)
+    proxy.close()

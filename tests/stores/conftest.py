@@ -8,6 +8,7 @@ import pytest
 
 import store_servers
 from kvtier.storage.remote import RemoteStore
+from store_faults import Setup
 
 
 def started(make, tmp_path_factory, name):
@@ -31,6 +32,13 @@ def cluster_ports(tmp_path_factory):
 @pytest.fixture(scope="session")
 def s3_port(tmp_path_factory):
     yield from started(store_servers.s3_server, tmp_path_factory, "s3")
+
+
+@pytest.fixture(params=["redis", "s3"])
+def setup(request):
+    """A server behind a proxy."""
+    with contextlib.closing(Setup(request.param, request.getfixturevalue(f"{request.param}_port"))) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

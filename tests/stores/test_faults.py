@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import uuid
 
 import pytest
 
@@ -13,7 +12,7 @@ from kvtier.storage import Breaker, Label, Outcome, Page, Read, Status
 from kvtier.storage.crypto import Cipher
 from kvtier.storage.envelope import Envelope
 from kvtier.storage.record import RECORD_BYTES, VERSION
-from kvtier.storage.remote import RemoteStore, Retry
+from kvtier.storage.remote import RemoteStore
 from storage_support import (
     LABEL,
     OTHER_NAMESPACE,
@@ -27,91 +26,11 @@ from storage_support import (
     resealed,
     write_of,
 )
-from store_proxy import Mood, Proxy
-from store_servers import S3_KEY, S3_SECRET, NotInstalled, raw_s3, redis_server, wait_for
+from store_faults import FAST, Setup
+from store_proxy import Mood
+from store_servers import NotInstalled, redis_server, wait_for
 
 SHORT_S = 1.0  # where something hangs; elsewhere nobody waits for the deadline
-FAST = Retry(num_retries=1, first_wait_s=0.01)
-
-
-class RawRedis:
-    """The server's objects by their names, without us."""
-
-    def __init__(self, port: int, prefix: str) -> None:
-        import redis
-
-        self._client, self._prefix = redis.Redis(port=port), prefix
-
-    def get(self, name: str) -> bytes | None:
-        return self._client.get(self._prefix + name)
-
-    def set(self, name: str, value: bytes) -> None:
-        self._client.set(self._prefix + name, value)
-
-    def wipe(self) -> None:
-        for name in self._client.scan_iter(self._prefix + "*"):
-            self._client.delete(name)
-
-
-class RawS3:
-    def __init__(self, port: int, prefix: str) -> None:
-        self._store, self._prefix = raw_s3(port), prefix
-
-    def get(self, name: str) -> bytes | None:
-        import obstore
-
-        with contextlib.suppress(FileNotFoundError):
-            return bytes(obstore.get(self._store, f"{self._prefix}/{name}").bytes())
-        return None
-
-    def set(self, name: str, value: bytes) -> None:
-        import obstore
-
-        obstore.put(self._store, f"{self._prefix}/{name}", value)
-
-    def wipe(self) -> None:
-        import obstore
-
-        for page in obstore.list(self._store, self._prefix):
-            obstore.delete(self._store, [each["path"] for each in page])
-
-
-class Setup:
-    """A store that reaches its server through a proxy, and the server's objects."""
-
-    def __init__(self, kind: str, port: int) -> None:
-        self.kind, self.port, self.prefix = kind, port, uuid.uuid4().hex
-        self.proxy = Proxy(port)
-        self.raw = (RawRedis if kind == "redis" else RawS3)(port, self.prefix)
-        self._stores: list[RemoteStore] = []
-
-    def store(self, *, breaker: Breaker | None = None, envelope: Envelope | None = None, timeout_s: float = 30.0):
-        if self.kind == "redis":
-            from kvtier.storage.redis import RedisBucket, RedisConfig
-
-            config = RedisConfig(port=self.proxy.port, prefix=self.prefix)
-            bucket = RedisBucket(config, num_connections=4, timeout_s=timeout_s)
-        else:
-            from kvtier.storage.s3 import S3Bucket, S3Config
-
-            endpoint = f"http://127.0.0.1:{self.proxy.port}"
-            bucket = S3Bucket(S3Config("test", self.prefix, endpoint, "us-east-1", S3_KEY, S3_SECRET), timeout_s)
-        options = {"timeout_s": timeout_s, "retry": FAST, "breaker": breaker or Breaker(retry_s=0), "num_threads": 4}
-        made = RemoteStore(bucket, self.kind, envelope=envelope, **options)
-        self._stores.append(made)
-        return made
-
-    def close(self) -> None:
-        self.proxy.close()
-        for store in self._stores:
-            store.close()
-
-
-@pytest.fixture(params=["redis", "s3"])
-def setup(request):
-    made = Setup(request.param, request.getfixturevalue(f"{request.param}_port"))
-    yield made
-    made.close()
 
 
 def check_read(store, number, nbytes=5000) -> Outcome:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_helpers import greedy
+from engine_helpers import conversations, greedy, talk
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.plan import Purpose
@@ -44,32 +44,6 @@ def make(
 ) -> Engine:
     cache = CacheConfig(num_blocks, prefix_caching=caching, host=host, stores=(disk,) if disk else (), recompute=False)
     return Engine(model, config=EngineConfig(4, cache, SchedulerConfig(max_rows=4, max_step_tokens=16)), **options)
-
-
-def conversations(random, count: int) -> list[list[list[int]]]:
-    """Turns of conversations over two system prompts; a turn is the prompt without the answers so far."""
-    systems = [[random.randrange(61) for _ in range(9)] for _ in range(2)]
-    return [[systems[i % 2] + [random.randrange(61) for _ in range(3)] for _ in range(3)] for i in range(count)]
-
-
-def talk(engine: Engine, talks: list[list[list[int]]]) -> list[list[tuple[int, ...]]]:
-    """Play all conversations at once, turn by turn; each turn begins with what was said before."""
-    said = [[] for _ in talks]
-    answers: list[list[tuple[int, ...]]] = [[] for _ in talks]
-    for turn in range(len(talks[0])):
-        found: dict[str, list[int]] = {}
-        for i, messages in enumerate(talks):
-            said[i] = said[i] + messages[turn]
-            engine.add(said[i], greedy(5), request_id=str(i))
-        while engine.has_work():
-            for output in engine.step():
-                assert not output.error
-                found.setdefault(output.request_id, []).extend(output.token_ids)
-            engine.scheduler.check()
-        for i in range(len(talks)):
-            answers[i].append(tuple(found[str(i)]))
-            said[i] = said[i] + found[str(i)]
-    return answers
 
 
 @given(
