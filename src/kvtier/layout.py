@@ -35,15 +35,29 @@ class TensorSpec:
     dtype: DType
     shape: tuple[int, ...]
     """Elements of one block, such as (tokens, heads, head size)."""
+    head_axis: int | None = None
+    """The axis of KV heads, which tensor-parallel ranks share out among them; None: every rank has all of it."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.shape or min(self.shape) <= 0:
             raise ArgumentError(f"a tensor of a layer needs a name and positive sizes, got {self.name!r} {self.shape}")
+        if self.head_axis is not None and not 0 <= self.head_axis < len(self.shape):
+            raise RangeError(f"{self.name!r} of shape {self.shape} has no axis {self.head_axis} for its heads")
 
     @property
     def nbytes(self) -> int:
         """Bytes of one block of it."""
         return self.dtype.nbytes(math.prod(self.shape))
+
+    def of_rank(self, num_ranks: int) -> TensorSpec:
+        """What each of so many ranks has of it."""
+        if self.head_axis is None:
+            return self
+        heads = self.shape[self.head_axis]
+        if heads % num_ranks:
+            raise ArgumentError(f"{self.name!r} has {heads} KV heads, which {num_ranks} ranks cannot share equally")
+        axis = self.head_axis
+        return replace(self, shape=(*self.shape[:axis], heads // num_ranks, *self.shape[axis + 1 :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +123,7 @@ class CacheGroup:
     ) -> CacheGroup:
         """Equal layers with keys and values."""
         shape = (block_tokens, num_kv_heads, head_dim)
-        tensors = (*(TensorSpec(role, dtype(element), shape) for role in ("key", "value")), *extra)
+        tensors = (*(TensorSpec(role, dtype(element), shape, head_axis=1) for role in ("key", "value")), *extra)
         return cls(name, (LayerSpec(tensors),) * num_layers, window_tokens)
 
     @classmethod
@@ -130,6 +144,11 @@ class CacheGroup:
     def with_layers(self, layers: Sequence[LayerSpec]) -> CacheGroup:
         """This group with more layers behind its own."""
         return replace(self, layers=(*self.layers, *layers))
+
+    def of_rank(self, num_ranks: int) -> CacheGroup:
+        """What each of so many tensor-parallel ranks has of it: as many layers, its share of the heads."""
+        layers = tuple(LayerSpec(tuple(each.of_rank(num_ranks) for each in layer.tensors)) for layer in self.layers)
+        return replace(self, layers=layers)
 
     @property
     def num_layers(self) -> int:
@@ -220,6 +239,10 @@ class KVLayout:
             if each.name == name:
                 return each
         raise ArgumentError(f"no cache group {name!r}; this layout has {', '.join(each.name for each in self.groups)}")
+
+    def of_rank(self, num_ranks: int) -> KVLayout:
+        """What each of so many tensor-parallel ranks has of it."""
+        return replace(self, groups=tuple(group.of_rank(num_ranks) for group in self.groups))
 
     @property
     def token_bytes(self) -> float:

@@ -17,12 +17,13 @@ import torch
 
 from kvtier.cache.layer_waits import LayerWaits
 from kvtier.cache.plan import Outcome, Plan, Presence, Purpose, Report, TierSize, Transfer
+from kvtier.cache.shards import Sharding
 from kvtier.cache.store_worker import StoreWorker
 from kvtier.errors import ArgumentError, KvtierError, TransferTimeoutError
 from kvtier.layout import CacheGroup, KVLayout
 from kvtier.memory import Placement
 from kvtier.memory.copy_paths import run_path
-from kvtier.storage import Store
+from kvtier.storage import ShardStores, Store
 from kvtier.transfer import DeviceCache, HostMemory, TransferConfig, TransferManager, TransferReport
 from kvtier.transfer import Transfer as Copy
 from kvtier.transfer.staging import Mover
@@ -49,27 +50,28 @@ class CacheController:
         caches: Sequence[torch.Tensor],
         num_host_blocks: int,
         *,
-        stores: Mapping[str, Store] | None = None,
+        stores: Mapping[str, Store | ShardStores] | None = None,
         namespace: bytes = bytes(32),
-        rank: int = 0,
+        sharding: Sharding | None = None,
         config: TransferConfig | None = None,
         mover: Mover = run_path,
     ) -> None:
-        """`namespace` is the fingerprint that stored blocks carry. `mover` carries out copies; tests pass one that
-        fails."""
+        """`namespace` is the fingerprint that stored blocks carry. With several ranks `layout` is this rank's own
+        (KVLayout.of_rank). `mover` carries out copies; tests pass one that fails."""
         if len(caches) != len(layout.groups) or num_host_blocks < 1:
             raise ArgumentError(
                 f"{len(layout.groups)} groups need as many caches and host blocks, got {len(caches)} and "
                 f"{num_host_blocks}"
             )
-        self.rank = rank
+        sharding = sharding or Sharding()
+        self.rank = sharding.rank
         self.layout = layout
         self._device = Placement.parse(str(caches[0].device))
         self._transfers = TransferManager(layout, self._device, config, mover=mover)
         self._hosts = self._new_hosts(num_host_blocks)
         for host in self._hosts:
             host.wait_ready(min(host.num_slots, host.piece_slots))
-        self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace)
+        self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace, sharding)
         self._under: dict[int, _Under] = {}
         self._by_copy: dict[int, int] = {}
         self._done: list[Outcome] = []

@@ -8,34 +8,42 @@ their deadline.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from kvtier.cache.plan import Drop, Outcome, Presence, Probe, Purpose, Transfer, split_keys
+from kvtier.cache.plan import KEY_BYTES, Drop, Outcome, Presence, Probe, Purpose, Transfer, split_keys
+from kvtier.cache.shards import Bytes, Part, Sharding, parts_of
 from kvtier.layout import CacheGroup
-from kvtier.storage import Label, Read, Results, Status, Store, Write
+from kvtier.storage import Label, Read, Results, ShardStores, Status, Store, Write
 from kvtier.storage.store import DIGEST_BYTES
 from kvtier.transfer import HostMemory
 
 _SCAN_PAGE = 4096
+_GATHER_BYTES = 64 << 20
+"""Most that is gathered for one call of a store."""
 
 
 class StoreWorker:
-    """Moves blocks between the host slots of every group and stores. A block is one object per group."""
+    """Moves blocks between the host slots of every group and stores. A block is one object per part (shards.py)."""
 
     def __init__(
-        self, stores: Mapping[str, Store], groups: Sequence[CacheGroup], hosts: Sequence[HostMemory], namespace: bytes
+        self,
+        stores: Mapping[str, Store | ShardStores],
+        groups: Sequence[CacheGroup],
+        hosts: Sequence[HostMemory],
+        namespace: bytes,
+        sharding: Sharding,
     ) -> None:
         self.hosts = hosts
         self._stores = dict(stores)
-        self._groups = groups
-        self._namespaces = [_of_group(namespace, group.name, i) for i, group in enumerate(groups)]
+        self._parts = parts_of(groups, sharding)
+        self._namespace = namespace
         self._outcomes: list[Outcome] = []
         self._presences: list[Presence] = []
         self._num_open = 0
@@ -113,53 +121,80 @@ class StoreWorker:
                 self._presences.append(presence)
             self._changed.notify_all()
 
+    def _by_store(self, name: str) -> list[tuple[Store, list[Part]]]:
+        """Which parts go where: a tier of several folders has one for each shard."""
+        found = self._stores[name]
+        if not isinstance(found, ShardStores):
+            return [(found, list(self._parts))]
+        return [(store, [part for part in self._parts if found.of(part.shard) is store]) for store in found.stores]
+
     def _move(self, transfer: Transfer) -> None:
         began = time.perf_counter()
-        is_fetch, name = transfer.purpose is Purpose.FETCH, transfer.store
-        slots = (transfer.targets if is_fetch else transfer.sources).tolist()
-        keys = split_keys(transfer.keys)
-        width = DIGEST_BYTES
-        digests = [transfer.digests[at : at + width] for at in range(0, len(transfer.digests), width)]
-        good, gone, num_bytes, reasons = np.ones(len(keys), np.bool_), np.zeros(len(keys), np.bool_), 0, set[str]()
+        is_fetch, count = transfer.purpose is Purpose.FETCH, transfer.num_blocks
+        good, gone, num_bytes, reasons = np.ones(count, np.bool_), np.zeros(count, np.bool_), 0, set[str]()
         try:
-            for number in range(len(self._groups)):
-                results = self._of_group(self._stores[name], is_fetch, number, keys, digests, slots)
-                good &= [outcome.ok for outcome in results]
-                gone |= [outcome.status in (Status.MISSING, Status.CORRUPT) for outcome in results]
-                reasons |= {outcome.reason for outcome in results if outcome.reason}
-                num_bytes += results.nbytes
+            for store, parts in self._by_store(transfer.store):
+                mine = [part for part in parts if is_fetch or part.is_written]
+                for some in _batches(mine, count):
+                    results = self._exchange(store, mine, transfer, some)
+                    good[some] &= _by_block([outcome.ok for outcome in results], mine).all(axis=0)
+                    lost = [outcome.status in (Status.MISSING, Status.CORRUPT) for outcome in results]
+                    gone[some] |= _by_block(lost, mine).any(axis=0)
+                    reasons |= {outcome.reason for outcome in results if outcome.reason}
+                    num_bytes += results.nbytes
         except Exception as error:  # whatever a store raises is this transfer's failure, and not the thread's
             good[:] = False
             reasons.add(f"{type(error).__name__}: {error}")
-        absent = b"".join(key for key, lost in zip(keys, gone.tolist(), strict=True) if lost)
+        absent = b"".join(itertools.compress(split_keys(transfer.keys), gone.tolist()))
         arrived = b"" if good.all() else good.astype(np.uint8).tobytes()
         reason = "; ".join(sorted(reasons)[:3])
         outcome = Outcome(transfer.id, bool(good.all()), num_bytes, time.perf_counter() - began, reason, arrived)
-        self._tell(outcome, Presence(name, absent=absent) if absent else None)
+        self._tell(outcome, Presence(transfer.store, absent=absent) if absent else None)
 
-    def _of_group(
-        self, store: Store, is_fetch: bool, number: int, keys: list[bytes], digests: list[bytes], slots: list[int]
-    ) -> Results:
-        """The objects of one group."""
-        host, name, namespace = self.hosts[number], self._groups[number].name, self._namespaces[number]
-        memory = [host.block(slot).memoryview() for slot in slots]
-        labels = [Label(namespace, digest) for digest in digests]
-        mine = [_of_group(key, name, number) for key in keys]
-        if is_fetch:
-            return store.read_into([Read(*each) for each in zip(mine, labels, memory, strict=True)])
-        return store.write([Write(*each) for each in zip(mine, labels, memory, strict=True)])
+    def _exchange(self, store: Store, parts: Sequence[Part], transfer: Transfer, some: slice) -> Results:
+        """The objects of some of a transfer's blocks, those of one part after those of the other, in one call."""
+        is_fetch = transfer.purpose is Purpose.FETCH
+        slots = (transfer.targets if is_fetch else transfer.sources)[some].tolist()
+        block_keys = transfer.keys[some.start * KEY_BYTES : some.stop * KEY_BYTES]
+        digests = [transfer.digests[at * DIGEST_BYTES :][:DIGEST_BYTES] for at in range(some.start, some.stop)]
+        keys = [key for part in parts for key in part.key_list(block_keys)]
+        namespaces = [part.namespace(self._namespace) for part in parts]
+        labels = [Label(namespace, digest) for namespace in namespaces for digest in digests]
+        gathered = {part: np.empty((len(slots), part.nbytes), np.uint8) for part in parts if part.span is None}
+        memory = [each for part in parts for each in self._memory(part, slots, gathered.get(part))]
+        if not is_fetch:
+            for part, objects in gathered.items():
+                part.gather(self._slots(part), slots, objects)
+            return store.write([Write(*each) for each in zip(keys, labels, memory, strict=True)])
+        results = store.read_into([Read(*each) for each in zip(keys, labels, memory, strict=True)])
+        found = _by_block([outcome.ok for outcome in results], parts)
+        for part, good in zip(parts, found, strict=True):
+            if part in gathered:
+                part.scatter(gathered[part][good], self._slots(part), list(itertools.compress(slots, good.tolist())))
+        return results
+
+    def _memory(self, part: Part, slots: Sequence[int], gathered: Bytes | None) -> list[memoryview]:
+        """Where a part of each slot's block is, or is gathered."""
+        if gathered is not None:
+            return [memoryview(each) for each in gathered]
+        span, host = part.span, self.hosts[part.group]
+        assert span is not None
+        return [host.block(slot).memoryview()[span.offset : span.offset + span.nbytes] for slot in slots]
+
+    def _slots(self, part: Part) -> Bytes:
+        """All host slots of its group."""
+        slots: Bytes = self.hosts[part.group].slots().numpy()
+        return slots
 
     def _probe(self, probe: Probe) -> None:
-        store, keys = self._stores[probe.store], split_keys(probe.keys)
+        keys = split_keys(probe.keys)
         found = np.ones(len(keys), np.bool_)
         try:
-            if keys:
-                for number, group in enumerate(self._groups):
-                    found &= [
-                        outcome.ok for outcome in store.contains([_of_group(k, group.name, number) for k in keys])
-                    ]
-            else:
+            if not keys:
                 self._scan(probe)
+            for store, parts in self._by_store(probe.store) if keys else ():
+                asked = [key for part in parts for key in part.key_list(probe.keys)]
+                found &= _by_block([outcome.ok for outcome in store.contains(asked)], parts).all(axis=0)
         except Exception:  # a store that cannot be asked has nothing
             found[:] = False
         present = b"".join(itertools.compress(keys, found.tolist()))
@@ -167,40 +202,62 @@ class StoreWorker:
         self._tell(None, Presence(probe.store, present, absent, probe.id))
 
     def _scan(self, probe: Probe) -> None:
-        """Tell page by page what a store has of this cache."""
-        for keys in self._pages(self._stores[probe.store], self._namespaces[:1]):
-            if keys:
-                self._tell(None, Presence(probe.store, b"".join(keys)), is_over=False)
+        """Tell page by page which blocks of this cache a store has, all objects of them."""
+        lacking: dict[bytes, set[Part]] = {}  # what was not seen yet, of blocks of which something was
+        for store, parts in self._by_store(probe.store):
+            for page in self._pages(store, parts):
+                whole = []
+                for part, keys in page.items():
+                    for key in part.key_list(b"".join(keys)):
+                        left = lacking.setdefault(key, {*self._parts})
+                        left.discard(part)
+                        if not left:
+                            whole.append(key)
+                            del lacking[key]
+                if whole:
+                    self._tell(None, Presence(probe.store, b"".join(whole)), is_over=False)
 
     def _drop(self, drop: Drop) -> None:
-        store, keys = self._stores[drop.store], split_keys(drop.keys)
         try:
-            if drop.keys:
-                for number, group in enumerate(self._groups):
-                    store.remove([_of_group(key, group.name, number) for key in keys])
-            else:
-                for page in list(self._pages(store, self._namespaces)):
-                    store.remove(page)
+            for store, parts in self._by_store(drop.store):
+                if drop.keys:
+                    store.remove([key for part in parts for key in part.key_list(drop.keys)])
+                    continue
+                for page in list(self._pages(store, parts)):
+                    store.remove([key for keys in page.values() for key in keys])
         finally:
             self._tell(None, None)
 
-    def _pages(self, store: Store, namespaces: Sequence[bytes]) -> Iterator[list[bytes]]:
-        """What a store has of this cache, as far as it can tell."""
+    def _pages(self, store: Store, parts: Sequence[Part]) -> Iterator[dict[Part, list[bytes]]]:
+        """The objects a store has of these parts, as far as it can tell."""
+        known = {part.namespace(self._namespace): part for part in parts}
         cursor = ""
         while True:
             page = store.scan(cursor, _SCAN_PAGE)
-            yield [each.key for each in page.objects if each.label.namespace in namespaces]
+            found: dict[Part, list[bytes]] = {}
+            for each in page.objects:
+                if (part := known.get(each.label.namespace)) is not None:
+                    found.setdefault(part, []).append(each.key)
+            yield found
             cursor = page.cursor
             if page.reason or not cursor:
                 return
+
+
+def _batches(parts: Sequence[Part], num_blocks: int) -> Iterator[slice]:
+    """So many blocks at a time that what is gathered of them is not too much; all of them if nothing is."""
+    gathered = sum(part.nbytes for part in parts if part.span is None)
+    step = max(1, _GATHER_BYTES // gathered) if gathered else num_blocks
+    for start in range(0, num_blocks if parts else 0, step):
+        yield slice(start, min(start + step, num_blocks))
+
+
+def _by_block(answers: Sequence[bool], parts: Sequence[Part]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """One row for each part, one column for each block."""
+    return np.array(answers, np.bool_).reshape(len(parts), -1)
 
 
 def _run(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := todo.get()) is not None:
         with contextlib.suppress(Exception):  # a drop that failed: what is left is right, and a probe finds it again
             task()
-
-
-def _of_group(name: bytes, group: str, number: int) -> bytes:
-    """The key or namespace of one group's object: the first group's is the block's own."""
-    return name if not number else hashlib.sha256(name + group.encode()).digest()

@@ -8,6 +8,7 @@ from kvtier.storage.guard import Batch, Breaker
 from kvtier.storage.memory import MemoryStore
 from kvtier.storage.open import open_store
 from kvtier.storage.remote import RemoteStore, Retry
+from kvtier.storage.shards import ShardStores, open_shards
 from kvtier.storage.store import (
     Label,
     Outcome,
@@ -38,6 +39,7 @@ __all__ = [
     "RemoteStore",
     "Results",
     "Retry",
+    "ShardStores",
     "Status",
     "Store",
     "StoreStats",
@@ -47,6 +49,7 @@ __all__ = [
     "Verification",
     "Write",
     "digest_tokens",
+    "open_shards",
     "open_store",
     "take_inventory",
     "verify",

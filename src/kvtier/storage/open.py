@@ -33,14 +33,16 @@ _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _S3_THREADS = 16  # requests of single objects wait for the network most of the time
 
 
-def open_store(where: str | Sequence[str], *, secret: bytes | None = None) -> Store:
+def open_store(
+    where: str | Sequence[str], *, secret: bytes | None = None, shard: int = 0, num_shards: int = 1
+) -> Store:
     """The store a URL names; of several, one that reads them in order and writes to all, `write=no` excepted.
 
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 
     `secret` encrypts what goes to servers (AES-GCM; or per URL `secret=FILE`). docs/stores.md lists the options. A URL
     that says nothing sensible is an ArgumentError, a missing extra an UnavailableError, a server that does not
-    answer a StoreError.
+    answer a StoreError. Of a folder, one of `num_shards` has its own part, with its share of the bytes (shards.py).
     """
     urls = [where] if isinstance(where, str) else list(where)
     if not urls:
@@ -49,12 +51,17 @@ def open_store(where: str | Sequence[str], *, secret: bytes | None = None) -> St
     writable: list[bool] = []
     with contextlib.ExitStack() as opened:  # if one cannot be opened, those before it are closed
         for url in urls:
-            options = _Options.of(url)
+            options = _Options.of(url, shard, num_shards)
             writable.append(options.flag("write", True))
             stores.append(_open(options, secret))
             opened.callback(stores[-1].close)
         opened.pop_all()
     return stores[0] if len(stores) == 1 and all(writable) else Cascade(stores, writable)
+
+
+def is_folder(url: str) -> bool:
+    """Whether a URL names a folder, which one process at a time can open."""
+    return urlsplit(url).scheme == "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +73,11 @@ class _Options:
     """The URL as messages may show it: without user and password."""
     left: dict[str, str]
     known: list[str]
+    shard: int = 0
+    num_shards: int = 1
 
     @classmethod
-    def of(cls, url: str) -> _Options:
+    def of(cls, url: str, shard: int = 0, num_shards: int = 1) -> _Options:
         try:
             parts = urlsplit(url)
             shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
@@ -78,7 +87,7 @@ class _Options:
             raise ArgumentError(f"not the URL of a store ({error}); examples: {EXAMPLES}") from error
         if len(dict(pairs)) < len(pairs):
             raise ArgumentError(f"{shown}: an option is there twice, in {sorted(name for name, _ in pairs)}")
-        return cls(parts, shown, dict(pairs), [])
+        return cls(parts, shown, dict(pairs), [], shard, num_shards)
 
     def text(self, name: str, default: str = "") -> str:
         self.known.append(name)
@@ -151,6 +160,9 @@ def _open_disk(options: _Options, _: bytes | None) -> Store:
         raise ArgumentError(
             f"{options.shown}: a disk store needs a folder and its room: disk:/mnt/nvme/kv?bytes=200GiB"
         )
+    if options.num_shards > 1:
+        path = f"{path}/shard-{options.shard}-of-{options.num_shards}"
+        max_bytes //= options.num_shards
     return DiskStore(path, max_bytes, sync=sync, compression=compression, direct=direct, **settings)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,500 @@
+"""What several ranks store: the same objects whatever their number, every byte in its place, a miss if one is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier import dtype as dt
+from kvtier.cache import store_worker
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.controller import CacheController
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Drop, Outcome, Plan, Presence, Probe, Purpose, Transfer, slot_bytes
+from kvtier.cache.shards import Sharding, parts_of
+from kvtier.cache.store import Patience, StoreConfig
+from kvtier.errors import ArgumentError
+from kvtier.index import Chain, Namespace
+from kvtier.layout import CacheGroup, KVLayout, LayerSpec, TensorSpec
+from kvtier.storage import MemoryStore, open_shards
+from storage_support import Fault, FaultyStore
+
+NAMESPACE = hashlib.sha256(b"a model").digest()
+BLOCKS = 5
+KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(BLOCKS)]
+DIGESTS = [bytes([number]) * 16 for number in range(BLOCKS)]
+HOST = [4, 0, 5, 2, 3]
+"""The host slots of the blocks: in no order."""
+
+
+@st.composite
+def layouts(draw):
+    """Four or eight KV heads; scales per head, indexers that every rank has, draft layers, a draft group, MLA."""
+    tokens, heads = draw(st.sampled_from([1, 2, 16])), draw(st.sampled_from([4, 8]))
+    element = draw(st.sampled_from([dt.u8, dt.bf16, dt.f32, dt.fp8_e4m3, dt.u4]))
+    extras = [
+        TensorSpec("key_scale", dt.f32, (tokens, heads), head_axis=1),
+        TensorSpec("value_scale", dt.f16, (heads, 3), head_axis=0),
+        TensorSpec("indexer", dt.u8, (tokens, 5)),
+    ]
+    extra = draw(st.lists(st.sampled_from(extras), unique=True, max_size=3))
+    main = CacheGroup.attention("main", draw(st.integers(1, 3)), heads, 6, element, tokens, extra=extra)
+    if draw(st.booleans()):
+        both = (TensorSpec("key", dt.f16, (tokens, 4, 2), 1), TensorSpec("value", dt.f16, (tokens, 4, 2), 1))
+        main = main.with_layers([LayerSpec(both)])
+    others = [
+        CacheGroup.attention("draft", 1, 4, 2, dt.f32, tokens),
+        CacheGroup.mla("latent", 2, 9, dt.bf16, tokens),
+    ]
+    groups = [main, *draw(st.lists(st.sampled_from(others), unique=True, max_size=2))]
+    return KVLayout(tokens, tuple(draw(st.permutations(groups))))
+
+
+def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
+    """Random blocks: of every group its tensors, [block, outer, head, bytes of a head]; a single head if all share."""
+    random = np.random.default_rng(seed)
+    made = []
+    for group in layout.groups:
+        tensors = []
+        for _, spec, span in group.tensors():
+            axis = spec.head_axis
+            outer, heads = (1, 1) if axis is None else (math.prod(spec.shape[:axis]), spec.shape[axis])
+            shape = (BLOCKS, outer, heads, span.nbytes // outer // heads)
+            tensors.append(random.integers(0, 256, shape, np.uint8))
+        made.append(tensors)
+    return made
+
+
+def of_rank(layout: KVLayout, blocks: list[list[np.ndarray]], rank: int, num_ranks: int) -> list[np.ndarray]:
+    """The oracle: a rank's blocks of every group, [block, byte]: its heads of each tensor."""
+    mine = []
+    for group, tensors in zip(layout.groups, blocks, strict=True):
+        parts = []
+        for (_, spec, _), tensor in zip(group.tensors(), tensors, strict=True):
+            if spec.head_axis is not None:
+                count = tensor.shape[2] // num_ranks
+                tensor = tensor[:, :, rank * count : (rank + 1) * count]
+            parts.append(tensor.reshape(BLOCKS, -1))
+        mine.append(np.concatenate(parts, axis=1))
+    return mine
+
+
+class Ranks:
+    """So many controllers of one cache."""
+
+    def __init__(self, layout: KVLayout, num_ranks: int, num_shards: int, stores) -> None:
+        self.layout, self.num_ranks = layout, num_ranks
+        mine = layout.of_rank(num_ranks)
+        self.caches = [
+            [torch.zeros(BLOCKS, group.block_bytes, dtype=torch.uint8) for group in mine.groups]
+            for _ in range(num_ranks)
+        ]
+        self.controllers = [
+            CacheController(
+                mine,
+                caches,
+                BLOCKS + 1,
+                stores={"disk": stores[rank] if isinstance(stores, list) else stores},
+                namespace=NAMESPACE,
+                sharding=Sharding(rank, num_ranks, num_shards),
+            )
+            for rank, caches in enumerate(self.caches)
+        ]
+        self.presences: list[list[Presence]] = [[] for _ in range(num_ranks)]
+        self.ids = itertools.count(1)
+
+    def fill(self, blocks: list[list[np.ndarray]]) -> None:
+        for rank, caches in enumerate(self.caches):
+            for cache, wanted in zip(caches, of_rank(self.layout, blocks, rank, self.num_ranks), strict=True):
+                cache.copy_(torch.from_numpy(wanted))
+
+    def run(self, *tasks: Transfer | Probe | Drop) -> list[list[Outcome]]:
+        """By rank, what became of it."""
+        kinds = [tuple(task for task in tasks if isinstance(task, kind)) for kind in (Transfer, Probe, Drop)]
+        done = []
+        for rank, controller in enumerate(self.controllers):
+            controller.submit(Plan(1, 0, *kinds))
+            outcomes: list[Outcome] = []
+            while controller.is_busy:
+                controller.wait(1.0)
+                for report in controller.poll():
+                    assert report.rank == rank
+                    outcomes += report.outcomes
+                    self.presences[rank] += report.presences
+            done.append(outcomes)
+        return done
+
+    def transfer(self, purpose: Purpose, blocks=range(BLOCKS)) -> Transfer:
+        device, host = (slot_bytes(np.array(each, np.int32)) for each in (list(blocks), [HOST[i] for i in blocks]))
+        ends = {
+            Purpose.SAVE: ("device", "host", device, host),
+            Purpose.LOAD: ("host", "device", host, device),
+            Purpose.STORE: ("host", "disk", host, b""),
+            Purpose.FETCH: ("disk", "host", b"", host),
+        }[purpose]
+        keys, digests = b"".join(KEYS[i] for i in blocks), b"".join(DIGESTS[i] for i in blocks)
+        return Transfer(next(self.ids), purpose, *ends, keys, digests)
+
+    def down(self) -> None:
+        for purpose in (Purpose.SAVE, Purpose.STORE):
+            for outcomes in self.run(self.transfer(purpose)):
+                assert all(outcome.ok for outcome in outcomes), outcomes
+
+    def up(self) -> None:
+        for purpose in (Purpose.FETCH, Purpose.LOAD):
+            for outcomes in self.run(self.transfer(purpose)):
+                assert all(outcome.ok for outcome in outcomes), outcomes
+
+    def must_hold(self, blocks: list[list[np.ndarray]]) -> None:
+        for rank, caches in enumerate(self.caches):
+            for cache, wanted in zip(caches, of_rank(self.layout, blocks, rank, self.num_ranks), strict=True):
+                np.testing.assert_array_equal(cache.numpy(), wanted)
+
+    def close(self) -> None:
+        for controller in self.controllers:
+            controller.close()
+
+
+@pytest.fixture
+def ranks():
+    made: list[Ranks] = []
+
+    def make(*arguments, **options) -> Ranks:
+        made.append(Ranks(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def payloads(store: MemoryStore) -> dict[bytes, bytes]:
+    return {key: bytes(stored.payload) for key, stored in store.objects.items()}
+
+
+# ---- every byte ----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 99))
+def test_what_so_many_ranks_wrote_so_many_others_read(layout, num_writers, num_readers, seed):
+    stores, blocks = [MemoryStore(1 << 22) for _ in range(2)], blocks_of(layout, seed)
+    made = []
+    try:
+        made.append(Ranks(layout, num_writers, 4, stores[0]))
+        made[0].fill(blocks)
+        made[0].down()
+        made.append(Ranks(layout, num_readers, 4, stores[0]))
+        made[1].up()
+        made[1].must_hold(blocks)
+        made.append(Ranks(layout, num_readers, 4, stores[1]))
+        made[2].fill(blocks)
+        made[2].down()
+        assert payloads(stores[0]) == payloads(stores[1])  # byte for byte, whoever wrote them
+        made.append(Ranks(layout, num_writers, 4, stores[1]))
+        made[3].up()
+        made[3].must_hold(blocks)
+    finally:
+        for each in made:
+            each.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_block_is_an_object_for_each_shard_and_what_all_share_is_stored_once(ranks, num_ranks):
+    store, layout = (
+        MemoryStore(1 << 20),
+        KVLayout(
+            2,
+            (
+                CacheGroup.attention("main", 2, 4, 8, dt.f16, 2, extra=[TensorSpec("indexer", dt.u8, (2, 5))]),
+                CacheGroup.mla("latent", 2, 9, dt.bf16, 2),
+            ),
+        ),
+    )
+    some = ranks(layout, num_ranks, 4, store)
+    some.fill(blocks_of(layout))
+    some.down()
+    assert len(store.objects) == BLOCKS * (4 + 1 + 1)
+    sizes = sorted({len(payload) for payload in payloads(store).values()})
+    assert sizes == sorted({2 * 2 * 2 * 8 * 2, 2 * 2 * 5, 2 * 2 * 9 * 2})
+
+
+def test_a_rank_with_one_shard_gathers_nothing_and_one_shard_is_the_block_itself(ranks):
+    layout = KVLayout(16, (CacheGroup.attention("main", 3, 4, 8, dt.f16, 16),))
+    for sharding in (Sharding(), Sharding(3, 4, 4)):
+        (part,) = parts_of(layout.of_rank(sharding.num_ranks).groups, sharding)
+        assert part.span is not None
+    (first, second) = parts_of(layout.of_rank(2).groups, Sharding(1, 2, 4))
+    assert (first.shard, second.shard) == (2, 3)
+    assert [len(part.pieces) for part in (first, second)] == [1, 1]  # equal layers are one strided copy
+    store = MemoryStore(1 << 22)
+    alone, blocks = ranks(layout, 1, 1, store), blocks_of(layout)
+    alone.fill(blocks)
+    alone.down()
+    assert payloads(store) == {key: of_rank(layout, blocks, 0, 1)[0][i].tobytes() for i, key in enumerate(KEYS)}
+
+
+def test_stores_of_other_numbers_of_shards_are_misses_and_spared(ranks):
+    store = MemoryStore(1 << 22)
+    layout = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4),))
+    for num_shards in (1, 2, 4):
+        each = ranks(layout, 1, num_shards, store)
+        each.fill(blocks_of(layout, num_shards))
+        each.down()
+    assert len(store.objects) == BLOCKS * (1 + 2 + 4)
+    for num_shards in (1, 2, 4):
+        again = ranks(layout, 1, num_shards, store)
+        again.up()
+        again.must_hold(blocks_of(layout, num_shards))
+
+
+def test_many_blocks_are_gathered_a_few_at_a_time(ranks, monkeypatch):
+    monkeypatch.setattr(store_worker, "_GATHER_BYTES", 5000)  # two blocks of it
+    layout = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f32, 4, extra=[TensorSpec("i", dt.u8, (3,))]),))
+    calls: list[int] = []
+
+    class Counting(MemoryStore):
+        def write(self, writes, **options):
+            calls.append(len(writes))
+            return super().write(writes, **options)
+
+    store, blocks = Counting(1 << 22), blocks_of(layout)
+    some = ranks(layout, 1, 2, store)
+    some.fill(blocks)
+    some.down()
+    assert calls == [6, 6, 3]  # of each block two shards, and what they share
+    other = ranks(layout, 2, 2, store)
+    other.up()
+    other.must_hold(blocks)
+
+
+# ---- folders -------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_of_several_ranks_is_a_folder_for_each_shard_whoever_opens_it(tmp_path):
+    layout, blocks = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4),)), None
+    url = f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
+    for num_ranks in (1, 2, 4, 1):
+        stores = [open_shards([url], Sharding(rank, num_ranks, 4).shards, 4) for rank in range(num_ranks)]
+        some = Ranks(layout, num_ranks, 4, stores)
+        if blocks is None:
+            blocks = blocks_of(layout)
+            some.fill(blocks)
+            some.down()
+        else:
+            some.run(Probe(99, "disk"))
+            for presences in some.presences:
+                assert sorted(b"".join(each.present for each in presences)) == sorted(b"".join(KEYS))
+            some.up()
+            some.must_hold(blocks)
+        assert stores[0].stats.num_objects == BLOCKS * 4 // num_ranks
+        some.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-{i}-of-4" for i in range(4)]
+
+
+def test_a_server_is_opened_once_for_all_shards():
+    shards = open_shards(["memory:?bytes=1MiB"], range(2, 4), 4)
+    assert len(shards.stores) == 1
+    assert shards.of(2) is shards.of(3) is shards.of(None)
+    shards.close()
+
+
+def test_a_shard_that_cannot_be_opened_leaves_none_open(tmp_path):
+    (tmp_path / "shard-1-of-2").write_text("not a folder")
+    url = f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
+    with pytest.raises(Exception, match="shard-1-of-2"):
+        open_shards([url], range(2), 2)
+    (tmp_path / "shard-1-of-2").unlink()
+    open_shards([url], range(2), 2).close()  # the first is not locked
+
+
+# ---- what is there -------------------------------------------------------------------------------------------------
+
+LAYOUT = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4), CacheGroup.mla("latent", 1, 6, dt.u8, 4)))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_store_that_lacks_one_shard_of_a_block_does_not_have_it(ranks, num_ranks, which):
+    store = MemoryStore(1 << 22)
+    some = ranks(LAYOUT, num_ranks, 4, store)
+    some.fill(blocks_of(LAYOUT))
+    some.down()
+    parts = [
+        part
+        for rank in range(num_ranks)
+        for part in parts_of(LAYOUT.of_rank(num_ranks).groups, Sharding(rank, num_ranks, 4))
+    ]
+    lost = next(part for part in parts if part.shard == (2 if which == 0 else None))
+    del store.objects[lost.keys(KEYS[1])]
+    owners = {rank for rank in range(num_ranks) if which == 1 or 2 in Sharding(rank, num_ranks, 4).shards}
+    some.run(Probe(5, "disk", b"".join(KEYS)))
+    some.run(Probe(6, "disk"))
+    for rank, (asked, *found) in enumerate(some.presences):
+        expected = KEYS[1] if rank in owners else b""
+        assert asked.absent == expected
+        assert asked.present == b"".join(key for key in KEYS if key != expected)
+        listed = b"".join(each.present for each in found)
+        assert {listed[at : at + 32] for at in range(0, len(listed), 32)} == {*KEYS} - {expected}
+    for rank, (outcome,) in enumerate(some.run(some.transfer(Purpose.FETCH))):
+        assert (outcome.ok, outcome.arrived) == ((False, b"\1\0\1\1\1") if rank in owners else (True, b""))
+
+
+def test_drops_take_every_shard(ranks):
+    store = MemoryStore(1 << 22)
+    some = ranks(LAYOUT, 2, 4, store)
+    some.fill(blocks_of(LAYOUT))
+    some.down()
+    some.run(Drop("disk", KEYS[0] + KEYS[1]))
+    assert len(store.objects) == (BLOCKS - 2) * 5
+    some.run(Drop("disk"))
+    assert not store.objects
+
+
+def test_a_rank_that_cannot_read_leaves_its_slots_as_they_were(ranks):
+    store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
+    some = ranks(LAYOUT, 1, 4, store)
+    some.fill(blocks)
+    some.down()
+    bad = parts_of(LAYOUT.groups, Sharding(0, 1, 4))[1].keys(KEYS[2])
+    again = ranks(LAYOUT, 1, 4, FaultyStore(store, [Fault(flip_bit=9, only=lambda key: key == bad)]))
+    hosts = again.controllers[0]._hosts
+    for host in hosts:
+        host.slots().fill_(0xEE)
+    ((outcome,),) = again.run(again.transfer(Purpose.FETCH))
+    assert outcome.arrived == b"\1\1\0\1\1"
+    kept = hosts[0].block(HOST[2]).numpy()
+    wanted = of_rank(LAYOUT, blocks, 0, 1)[0][2]
+    rows = (kept.reshape(-1, 4, 16), wanted.reshape(-1, 4, 16))
+    assert (rows[0][:, 1] == 0xEE).all()  # the shard that was damaged
+    np.testing.assert_array_equal(rows[0][:, [0, 2, 3]], rows[1][:, [0, 2, 3]])
+
+
+# ---- a manager and its ranks ---------------------------------------------------------------------------------------
+
+
+class Cache:
+    """One manager, several controllers, one store."""
+
+    def __init__(self, num_ranks: int, stores, *, is_shared: bool) -> None:
+        self.namespace = Namespace("model", block_tokens=4)
+        store = StoreConfig("disk", patience=Patience.WAIT, is_shared=is_shared)
+        config = CacheConfig(BLOCKS, host=HostConfig(BLOCKS + 1), stores=(store,), recompute=False)
+        self.ranks = Ranks(LAYOUT, num_ranks, 4, stores)
+        self.manager = CacheManager(self.namespace, config, num_ranks=num_ranks)
+        self.chain = Chain(self.namespace, [7] * (4 * BLOCKS) + [1])
+
+    def settle(self, is_done) -> None:
+        for _ in range(10000):
+            if is_done():
+                return
+            plan = self.manager.plan()
+            for controller in self.ranks.controllers:
+                controller.submit(plan)
+                controller.wait(0.01)
+                for report in controller.poll():
+                    self.manager.apply(report)
+        raise AssertionError("no end")
+
+    def compute(self, blocks) -> None:
+        hold = self.manager.match(self.chain)
+        assert self.manager.allocate(hold, 4 * BLOCKS) is None
+        order = [int(slot) for slot in hold.table]
+        for rank, caches in enumerate(self.ranks.caches):
+            for cache, mine in zip(caches, of_rank(LAYOUT, blocks, rank, self.ranks.num_ranks), strict=True):
+                cache[order] = torch.from_numpy(mine)
+        self.manager.scheduled(hold)
+        self.manager.publish(hold, 4 * BLOCKS)
+        self.manager.finish(hold)
+        self.settle(lambda: not self.manager.has_plans)
+
+    def find(self, blocks) -> int:
+        """How many blocks of it are brought to the device; each is what it should be on every rank."""
+        fetch = self.manager.prefetch(self.chain)
+        self.settle(lambda: self.manager.is_fetched(fetch))
+        hold = self.manager.match(self.chain, fetch=fetch)
+        self.manager.end_fetch(fetch)
+        assert self.manager.allocate(hold, 4 * hold.lease.num_matched) is None
+        self.settle(lambda: self.manager.is_ready(hold))
+        found = hold.lease.num_matched
+        for rank, caches in enumerate(self.ranks.caches):
+            for cache, mine in zip(caches, of_rank(LAYOUT, blocks, rank, self.ranks.num_ranks), strict=True):
+                for block in range(found):
+                    np.testing.assert_array_equal(cache[int(hold.table[block])].numpy(), mine[block])
+        self.manager.finish(hold)
+        return found
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_one_manager_and_its_ranks_find_what_another_number_of_ranks_left(num_writers, num_readers, is_shared):
+    store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
+    writers = Cache(num_writers, store, is_shared=is_shared)
+    writers.compute(blocks)
+    readers = Cache(num_readers, store, is_shared=is_shared)
+    assert readers.find(blocks) == BLOCKS
+    readers.ranks.close()
+    writers.ranks.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("fault", [Fault("an error"), Fault(flip_bit=3), Fault(cut_to=1)], ids=["error", "flip", "cut"])
+def test_a_failure_on_one_rank_makes_a_block_a_miss_on_all(fault, is_shared):
+    store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
+    writers = Cache(2, store, is_shared=is_shared)
+    writers.compute(blocks)
+    bad = parts_of(LAYOUT.of_rank(2).groups, Sharding(1, 2, 4))[0].keys(writers.chain.keys()[2 * 32 : 3 * 32])
+    calls = itertools.count()
+
+    def hits(key: bytes) -> bool:
+        return key == bad
+
+    fault.only = hits
+
+    class Late(FaultyStore):
+        """Tells what it has, then fails to read one object."""
+
+        def contains(self, keys, **_):
+            return self.inner.contains(keys)
+
+        def scan(self, *arguments, **_):
+            return self.inner.scan(*arguments)
+
+        def read_into(self, reads, **options):
+            next(calls)
+            return super().read_into(reads, **options)
+
+    readers = Cache(2, [store, Late(store, [fault])], is_shared=is_shared)
+    assert readers.find(blocks) == 2  # the first two; the third failed on rank 1, what follows is of no use
+    assert next(calls) == 1
+    readers.manager.check()
+    readers.ranks.close()
+    writers.ranks.close()
+
+
+# ---- what cannot be ------------------------------------------------------------------------------------------------
+
+
+def test_heads_and_shards_that_do_not_divide_are_refused_with_the_numbers():
+    layout = KVLayout(4, (CacheGroup.attention("main", 1, 6, 8, dt.f16, 4),))
+    with pytest.raises(ArgumentError, match="6 KV heads, which 4 ranks"):
+        layout.of_rank(4)
+    with pytest.raises(ArgumentError, match="2 ranks cannot share 3 shards"):
+        Sharding(0, 2, 3)
+    with pytest.raises(ArgumentError, match="no rank 2 of 2"):
+        Sharding(2, 2, 2)
+    with pytest.raises(ArgumentError, match="6 KV heads of 8 f16 on each rank: they cannot be cut into 4"):
+        parts_of(layout.groups, Sharding(0, 1, 4))
+    odd = KVLayout(2, (CacheGroup.attention("main", 1, 4, 1, dt.u4, 2),))
+    with pytest.raises(ArgumentError, match="whole heads and bytes"):
+        parts_of(odd.groups, Sharding(0, 1, 4))
+    with pytest.raises(ArgumentError, match="no axis 2"):
+        TensorSpec("key", dt.u8, (4, 4), head_axis=2)
