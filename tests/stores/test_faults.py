@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -220,29 +221,32 @@ def test_an_object_under_anothers_name_is_not_served(setup, is_sealed):
 
 
 class Overtaken:
-    """A server's bucket; something happens during the next reads, which therefore bring the values of other names.
+    """A server's bucket whose reads of some names are overtaken so many times: they bring another's value.
 
     So does Mooncake when an object is removed while it is read, and its memory is given to the next.
     """
 
-    def __init__(self, bucket, events) -> None:
-        self._bucket, self._events = bucket, list(events)
+    def __init__(self, bucket, wrong: dict[str, str], times: int, event: Callable[[str], object]) -> None:
+        self._bucket, self._wrong, self._event = bucket, wrong, event
+        self._left = dict.fromkeys(wrong, times)
 
     def fetch(self, names, rooms, scratch):
-        values = self._bucket.fetch(names, rooms, scratch)
-        if self._events:
-            self._events.pop(0)()
-            values = values[1:] + values[:1]
+        overtaken = [name for name in names if self._left.get(name, 0) > 0]
+        told = [self._wrong[name] if name in overtaken else name for name in names]
+        values = self._bucket.fetch(told, rooms, scratch)
+        for name in overtaken:
+            self._left[name] -= 1
+            self._event(name)
         return values
 
     def __getattr__(self, name):
         return getattr(self._bucket, name)
 
 
-def overtaken(setup, *events):
+def overtaken(setup, wrong: dict[int, int], times: int = 1, event: Callable[[str], object] = lambda _: None):
     store = setup.store()
-    store._bucket = Overtaken(store._bucket, events)
-    store._num_threads = 1  # one request for all of a batch
+    names = {key_of(number).hex(): key_of(other).hex() for number, other in wrong.items()}
+    store._bucket = Overtaken(store._bucket, names, times, event)
     return store
 
 
@@ -257,30 +261,34 @@ def read_many(store, *numbers) -> list[Outcome]:
 def test_a_read_that_a_removal_overtook_is_made_again_and_nothing_good_is_deleted(setup):
     other = setup.store()
     put(other, 1, 2, 3)
-    store = overtaken(setup, lambda: other.remove([key_of(2)]))
+    gone = key_of(2)
+    store = overtaken(setup, {1: 3, 2: 3, 3: 1}, event=lambda name: name == gone.hex() and other.remove([gone]))
     assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [Status.FOUND, Status.MISSING, Status.FOUND]
     assert (has(other, 1, 2, 3), store.stats.num_quarantined) == ([True, False, True], 0)
 
 
 def test_what_is_damaged_twice_is_damaged(setup):
-    store = overtaken(setup, lambda: None, lambda: None)
+    store = overtaken(setup, {1: 2, 2: 3, 3: 1}, times=2)
     put(store, 1, 2, 3)
     assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [Status.CORRUPT] * 3
     assert (has(store, 1, 2, 3), store.stats.num_quarantined) == ([False] * 3, 3)
 
 
-def test_a_server_that_dies_before_the_second_look_spoils_only_what_was_doubtful(setup):
-    store = overtaken(setup)
-    put(store, 1, 2, 3)
-    name = Envelope().name(key_of(2))
-    setup.raw.set(name, flip(setup.raw.get(name), 5000))
+def test_a_server_that_dies_before_the_second_look_spoils_only_what_was_doubtful(redis_port):
+    with contextlib.closing(Setup("redis", redis_port)) as setup:  # where one request brings all three
+        store = overtaken(setup, {})
+        put(store, 1, 2, 3)
+        name = Envelope().name(key_of(2))
+        setup.raw.set(name, flip(setup.raw.get(name), 5000))
+        reset = store._bucket.reset
 
-    def die():
-        setup.proxy.set(Mood(refuses=1000))
-        setup.proxy.drop()
+        def die() -> None:
+            setup.proxy.set(Mood(refuses=1000))
+            setup.proxy.drop()
+            reset()
 
-    reset, store._bucket.reset = store._bucket.reset, lambda: (die(), reset())
-    assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [Status.FOUND, Status.FAILED, Status.FOUND]
+        store._bucket.reset = die
+        assert [each.status for each in read_many(store, 1, 2, 3)] == [Status.FOUND, Status.FAILED, Status.FOUND]
 
 
 def test_halves_of_two_sealed_versions_are_no_object(setup):
