@@ -1,54 +1,40 @@
 """The planner: hit rates beside the reference, how long a sweep takes, and whether the simulation tells the truth.
 
 python -m benchmarks.replay --trace ../shared/traces/conversation_trace.jsonl        everything
-python -m benchmarks.replay --only honest --seconds 120                              the recorded run alone
+python -m benchmarks.replay --only honest --seconds 120                              the recorded runs alone
 
-Honest: SmolLM2-135M on this CPU with device, host and disk tiers serves conversations at real time and is recorded.
-The replay then follows the log step by step (hits by tier must be equal), and simulates the same arrivals freely, with
-step costs fitted to a run before on other conversations, and the speeds of memcpy and of the disk. With --clock cpu
-the engine's clock is the CPU time of this process, one thread, and idle time is skipped: for machines that others use
-meanwhile. What a disk takes without the CPU does not count then, neither in the run nor in the simulation; and blocks
-are always loaded, since transfers are timed by the wall clock, which says nothing beside it.
+Honest: SmolLM2-135M on this CPU with device, host and disk tiers serves conversations at real time and is recorded,
+twice: what differs between the two no simulation can know. The replay follows each log step by step (hits by tier must
+be equal), and simulates the same arrivals freely. Of the run it is given arrivals, lengths and the names of blocks;
+what steps, copies and the disk take is fitted to a run before, of other conversations (benchmarks/recorded.py).
 """
 
 from __future__ import annotations
 
-import random
 import resource
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.report import Bar, Row, arguments, at_most, best, print_table, report
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.store import StoreConfig
-from kvtier.engine import Engine, EngineConfig, Model, SamplingParams, load_model
+from benchmarks.recorded import BLOCK, DISK_BLOCKS, Load, Machine, Run, calibrate, record
+from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
+from kvtier.engine import load_model
 from kvtier.replay import OPTIMUM, SyntheticTrace, TraceRequest, generate, read_trace, sweep
-from kvtier.replay.cost import Measured
-from kvtier.replay.following import Followed, Log, follow, read_log
-from kvtier.replay.hardware import DiskSpec
+from kvtier.replay.following import follow
 from kvtier.replay.planner import capacities
-from kvtier.replay.record import Recorder
 from kvtier.replay.simulator import Simulation, Simulator
 from kvtier.replay.worker import SimulatedStore, SimulatedWorker
-from kvtier.scheduler import SchedulerConfig
-from kvtier.storage import DiskStore, Label, Read, Write, digest_tokens
 
 REFERENCE = {  # ../shared/reference/index_baseline.md
     "lru": {1_000: 0.0470, 5_000: 0.1237, 10_000: 0.2243, 30_000: 0.3448, 50_000: 0.3715, 100_000: 0.3795},
     "fifo": {1_000: 0.0470, 5_000: 0.1209, 10_000: 0.2189, 30_000: 0.3426, 50_000: 0.3704, 100_000: 0.3794},
     OPTIMUM: {1_000: 0.1870, 5_000: 0.3541, 10_000: 0.3819, 30_000: 0.3819, 50_000: 0.3819, 100_000: 0.3819},
 }
-BLOCK = 16
-CACHE = CacheConfig(96, host=HostConfig(160), stores=(StoreConfig("disk"),), partial_scan=0)
-DISK_BLOCKS = 2000
-LIMITS = SchedulerConfig(max_rows=16, max_step_tokens=256)
+TIERS = ("device", "host", "disk")
 
 
 def main() -> None:
@@ -56,8 +42,8 @@ def main() -> None:
     parser = arguments("The planner: truth and speed.")
     parser.add_argument("--trace", help="the conversation trace")
     parser.add_argument("--only", choices=("hits", "speed", "honest"))
-    parser.add_argument("--seconds", type=float, default=120.0, help="of the recorded run")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what the recorded run's times are")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each recorded run")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the recorded logs in this new folder")
     options = parser.parse_args()
     parts = [options.only] if options.only else ["hits", "speed", "honest"]
     trace = read_trace(options.trace).requests if options.trace else ()
@@ -65,7 +51,7 @@ def main() -> None:
     bars: list[Bar] = []
     for part in parts:
         if part == "honest":
-            found, held = honest(options.seconds, CpuClock() if options.clock == "cpu" else WallClock())
+            found, held = honest(options.seconds, options.keep)
         elif part == "speed":
             found, held = speed(trace)
         else:
@@ -123,188 +109,72 @@ def _sweep_seconds(trace: Sequence[TraceRequest], policies: Sequence[str]) -> fl
 # ---- honest --------------------------------------------------------------------------------------------------------
 
 
-class WallClock:
-    """Seconds that pass."""
-
-    name = "wall"
-
-    def __call__(self) -> float:
-        """Now."""
-        return time.monotonic()
-
-    def idle(self, seconds: float) -> None:
-        """Nothing to do for so long."""
-        time.sleep(min(0.005, seconds))
-
-
-class CpuClock:
-    """Seconds of CPU that this process was given, and idle time that was skipped."""
-
-    name = "cpu"
-
-    def __init__(self) -> None:
-        self._skipped = 0.0
-        torch.set_num_threads(1)
-
-    def __call__(self) -> float:
-        """Now."""
-        return time.process_time() + self._skipped
-
-    def idle(self, seconds: float) -> None:
-        """Nothing to do for so long."""
-        self._skipped += seconds
-
-
-def honest(seconds: float, clock: WallClock | CpuClock) -> tuple[list[Row], list[Bar]]:
-    """Record, follow, simulate, compare."""
+def honest(seconds: float, keep: Path | None = None) -> tuple[list[Row], list[Bar]]:
+    """Calibrate, record twice, follow, simulate, compare."""
     model = load_model()
-    with tempfile.TemporaryDirectory() as folder:
-        first = record(model, Path(folder) / "calibration", Load(seed=1, seconds=seconds / 3, rate=1.2), clock)
-        disk = disk_speed(Path(folder) / "speed", first.block_bytes)
-        second = record(model, Path(folder) / "run", Load(seed=2, seconds=seconds, rate=0.8), clock)
-    known = follow(first.log, first.cache, first.scheduler)
-    followed = follow(second.log, second.cache, second.scheduler)
-    exact = {name: each.tokens_from for name, each in second.log.requests.items()}
-    num_wrong = sum(followed.tokens_from[name] != tokens for name, tokens in exact.items())
-    cost = Measured([sample for sample in known.steps if sample[1] > 0])
-    simulated = free(second, cost, disk)
-    return compare(second, followed, simulated, num_wrong, cost, clock.name)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        machine = calibrate(model, folder / "calibration", seconds / 3)
+        runs = [record(model, folder / name, Load(2, seconds, 1.2)) for name in ("run", "again")]
+    followed = [follow(run.log, run.cache, run.scheduler) for run in runs]
+    num_wrong = sum(
+        found.tokens_from[name] != logged.tokens_from
+        for run, found in zip(runs, followed, strict=True)
+        for name, logged in run.log.requests.items()
+    )
+    steps = [step for found in followed for step in found.steps]
+    taken, said = sum(seconds for _, seconds in steps), sum(machine.cost.seconds(work) for work, _ in steps)
+    rows, bars = compare(runs, [free(run, machine) for run in runs])
+    rows.append(_row("seconds of all steps", taken, said, None, None))
+    rows.append(_row("share of time that is steps", runs[0].busy_share, None, runs[1].busy_share, None))
+    rows.append(_row("requests", len(runs[0].ttfts), None, len(runs[1].ttfts), None))
+    return rows, [at_most("followed: requests whose hits by tier differ", num_wrong, 0), *bars]
 
 
-@dataclass(frozen=True)
-class Load:
-    """Conversations that come at random times: a shared beginning, then turns that carry all said before."""
-
-    seed: int
-    seconds: float
-    rate: float
-    """Turns a second."""
-    conversations: int = 14
-    system_tokens: int = 96
-    history_tokens: int = 160
-    message_tokens: tuple[int, int] = (16, 96)
-    answer_tokens: tuple[int, int] = (4, 24)
-    longest: int = 700
-
-    def arrivals(self) -> Iterator[tuple[float, int]]:
-        """When a turn comes, and whose."""
-        chosen, now = random.Random(self.seed), 0.0
-        while (now := now + chosen.expovariate(self.rate)) < self.seconds:
-            yield now, min(int(chosen.expovariate(1 / 4)), self.conversations - 1)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A recorded run."""
-
-    log: Log
-    cache: CacheConfig
-    scheduler: SchedulerConfig
-    block_bytes: int
-
-
-def record(model: Model, folder: Path, load: Load, clock: WallClock | CpuClock) -> Run:
-    """Serve the load as it comes."""
-    folder.mkdir()
-    block_bytes = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * BLOCK
-    store = DiskStore(folder / "disk", DISK_BLOCKS * (block_bytes + 8192), min_free_bytes=0)
-    cache = replace(CACHE, recompute=clock.name == "wall")
-    engine = Engine(model, config=EngineConfig(BLOCK, cache, LIMITS), stores={"disk": store}, clock=clock)
-    chosen, vocab = random.Random(load.seed + 100), model.config.vocab_size
-    system = [chosen.randrange(vocab) for _ in range(load.system_tokens)]
-    said = [system + [chosen.randrange(vocab) for _ in range(load.history_tokens)] for _ in range(load.conversations)]
-    talking: dict[str, int] = {}
-    due = list(load.arrivals())
-    with Recorder(folder / "log.jsonl", steps=True) as recorder:
-        begin = clock()
-        recorder.attach(engine.scheduler, now=begin)
-        while due or engine.has_work():
-            now = clock() - begin
-            # a turn waits for the answer before it
-            ready = [turn for turn in due if turn[0] <= now and turn[1] not in talking.values()]
-            for turn in ready[:1]:
-                due.remove(turn)
-                who = turn[1]
-                if len(said[who]) > load.longest:
-                    said[who] = list(system)
-                said[who] += [chosen.randrange(vocab) for _ in range(chosen.randint(*load.message_tokens))]
-                count = chosen.randint(*load.answer_tokens)
-                params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count)
-                talking[engine.add(said[who], params)] = who
-            if engine.has_work():
-                for output in engine.step():
-                    said[talking[output.request_id]] += output.token_ids
-                    if output.finish_reason is not None:
-                        del talking[output.request_id]
-            elif due:
-                clock.idle(max(0.0, due[0][0] - now))
-    scheduler = engine.scheduler.config
-    engine.close()
-    return Run(read_log(folder / "log.jsonl"), cache, scheduler, block_bytes)
-
-
-def free(run: Run, cost: Measured, disk: DiskSpec) -> Simulation:
+def free(run: Run, machine: Machine) -> Simulation:
     """The same arrivals on simulated hardware as fast as this."""
-    stores = {"disk": SimulatedStore(DISK_BLOCKS)}
-    worker = SimulatedWorker(run.block_bytes, memcpy_bandwidth(), disk=disk, stores=stores)
-    return Simulator(run.cache, run.scheduler, cost, worker, block_tokens=BLOCK, num_layers=30).run(run.log.trace)
-
-
-def memcpy_bandwidth() -> float:
-    """What the link between two memories of a CPU is."""
-    source = np.ones(1 << 26, np.uint8)
-    target = np.zeros_like(source)
-    return len(source) / best({"copy": lambda: np.copyto(target, source)}, 5)["copy"]
-
-
-def disk_speed(folder: Path, block_bytes: int) -> DiskSpec:
-    """Of a DiskStore with blocks of this size."""
-    store = DiskStore(folder, 256 * (block_bytes + 8192), min_free_bytes=0)
-    label, count = Label(bytes(32), digest_tokens(b"")), 32
-    data = [np.random.default_rng(i).bytes(block_bytes) for i in range(count)]
-    keys = [i.to_bytes(32, "little") for i in range(count)]
-    room = [bytearray(block_bytes) for _ in range(count)]
-    taken = best(
-        {
-            "write": lambda: store.write([Write(key, label, each) for key, each in zip(keys, data, strict=True)]),
-            "read": lambda: store.read_into([Read(key, label, each) for key, each in zip(keys, room, strict=True)]),
-        },
-        3,
+    worker = SimulatedWorker(
+        run.block_bytes,
+        machine.link_bandwidth,
+        latency_seconds=machine.link_latency,
+        disk=machine.disk,
+        stores={"disk": SimulatedStore(DISK_BLOCKS)},
     )
-    store.close()
-    return DiskSpec(count * block_bytes / taken["read"], count * block_bytes / taken["write"], 0.0005)
+    return Simulator(run.cache, run.scheduler, machine.cost, worker, block_tokens=BLOCK, num_layers=30).run(
+        run.log.trace
+    )
 
 
-def compare(
-    run: Run, followed: Followed, simulated: Simulation, num_wrong: int, cost: Measured, clock: str
-) -> tuple[list[Row], list[Bar]]:
-    """The run beside both replays."""
-    logged = list(run.log.requests.values())
-    logged.sort(key=lambda each: each.traced.timestamp_ms)
-    prompts = sum(each.traced.input_tokens for each in logged)
+def compare(runs: Sequence[Run], simulated: Sequence[Simulation]) -> tuple[list[Row], list[Bar]]:
+    """Each run beside its simulation, and the runs beside each other. The worse of the two is what counts."""
     rows: list[Row] = []
-    bars = [at_most("followed: requests whose hits by tier differ", num_wrong, 0)]
-    for tier in ("device", "host", "disk"):
-        real = sum(each.tokens_from.get(tier, 0) for each in logged) / prompts
-        ours = sum(each.tokens_from.get(tier, 0) for each in simulated.requests) / prompts
-        rows.append({"figure": f"hit rate, {tier}", "run": real, "simulated": ours, "off": abs(ours - real) * 100})
-        bars.append(at_most(f"free: hit rate of {tier}, points off", abs(ours - real) * 100, 2))
-    ttfts = (
-        [each.ttft for each in logged if each.ttft is not None],
-        [each.ttft for each in simulated.requests if each.ttft],
-    )
+    bars: list[Bar] = []
+    for tier in TIERS:
+        real = [run.hit_rate(tier) * 100 for run in runs]
+        ours = [_hit_rate(each, tier) * 100 for each in simulated]
+        rows.append(_row(f"hits, {tier}, %", real[0], ours[0], real[1], ours[1]))
+        off = max(abs(a - b) for a, b in zip(real, ours, strict=True))
+        bars.append(at_most(f"free: hits of {tier}, points off", off, 2))
     for share in (50, 90, 99):
-        real, ours = (float(np.percentile(each, share)) for each in ttfts)
-        rows.append({"figure": f"TTFT p{share}, s", "run": real, "simulated": ours, "off": abs(ours / real - 1) * 100})
+        real = [float(np.percentile(run.ttfts, share)) for run in runs]
+        ours = [float(np.percentile([one.ttft or 0.0 for one in each.requests], share)) for each in simulated]
+        rows.append(_row(f"TTFT p{share}, s", real[0], ours[0], real[1], ours[1]))
+        off = max(abs(b / a - 1) * 100 for a, b in zip(real, ours, strict=True))
         if share != 90:
-            bars.append(at_most(f"free: TTFT p{share}, % off", abs(ours / real - 1) * 100, 20))
-    steps = [(work, seconds) for work, seconds in followed.steps if seconds > 0]
-    real, ours = sum(seconds for _, seconds in steps), sum(cost.seconds(work) for work, _ in steps)
-    rows.append({"figure": "step seconds", "run": real, "simulated": ours, "off": abs(ours / real - 1) * 100})
-    rows.append(
-        {"figure": f"requests, {clock} clock", "run": len(logged), "simulated": len(simulated.requests), "off": 0}
-    )
+            bars.append(at_most(f"free: TTFT p{share}, % off", off, 20))
     return rows, bars
+
+
+def _row(figure: str, run: float, simulated: float | None, again: float | None, simulated_again: float | None) -> Row:
+    told = {"run": run, "simulated": simulated, "run again": again, "simulated again": simulated_again}
+    return {"figure": figure, **{name: "" if value is None else value for name, value in told.items()}}
+
+
+def _hit_rate(simulated: Simulation, tier: str) -> float:
+    found = sum(each.tokens_from.get(tier, 0) for each in simulated.requests)
+    return found / sum(each.prompt_tokens for each in simulated.requests)
 
 
 if __name__ == "__main__":

@@ -83,9 +83,24 @@ def test_plan_says_what_to_buy_and_what_more_brings(files, capsys, tmp_path):
     result = told(capsys, "plan", *files, "--ttft-p99", "500ms", "--limit", "40", "--html", str(tmp_path / "p.html"))
     assert result["advice"]["target_ttft_p99"] == 0.5
     assert any("100 GiB more host memory would bring" in line for line in result["advice"]["text"])
+    assert result["prices"]["source"]
+    assert result["prices"]["assumed"] == []
     assert "<svg" not in (tmp_path / "p.html").read_text(), "drawn by the page itself"
     assert main(["plan", *files, "--ttft-p99", "500ms", "--limit", "40"]) == 0
     assert result["advice"]["text"][0] in capsys.readouterr().out
+
+
+def test_what_has_no_source_is_said_to_be_assumed(capsys):
+    options = ["synthetic:sessions=2", "--capacities", "0", "--device", "20GiB"]
+    guessed = told(capsys, "replay", *options, "--gpu", "a100")["setup"]["assumed"]["gpu"]
+    assert guessed["link_bandwidth"] == preset(GpuSpec, "a100").link_bandwidth
+    assert main(["replay", *options, "--gpu", "a100"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        f"Assumed, for want of a source: gpu link_bandwidth {guessed['link_bandwidth']:g}, gpu compute_share" in shown
+    )
+    assert "Sources: model: meta-llama/Meta-Llama-3-8B" in shown
+    assert told(capsys, "replay", *options, "--gpu", "h200")["setup"]["assumed"]["gpu"] == {}
 
 
 def test_replicas_speed_and_a_synthetic_trace(capsys):
@@ -107,7 +122,7 @@ def test_lines_that_are_no_requests_are_told_and_counted(tmp_path, capsys):
     assert json.loads(shown.out)["trace"]["num_problems"] == 10
     number = path.read_text().splitlines().index("{]") + 1
     assert f"{path}:{number}: no JSON" in shown.err
-    assert "10 lines are no requests and were left out, 5 more than shown" in shown.err
+    assert "lines that are no requests and were left out: 10, 5 more than shown" in shown.err
     assert main([*arguments, "--strict"]) == 1
 
 
@@ -122,6 +137,15 @@ def test_lines_that_are_no_requests_are_told_and_counted(tmp_path, capsys):
         (["synthetic:sessions=2", "--policy", "mru"], "no eviction policy is called 'mru'"),
         (["synthetic:sessions=2", "--disk", "1TiB"], "through host memory"),
         (["synthetic:sessions=2", "--limit", "0"], "--limit"),
+        (["synthetic:turns=nan"], "turns is a mean of at least 1, got nan"),
+        (["synthetic:sessions=1e3"], "sessions is a whole number, got '1e3'"),
+        (["synthetic:sessions=2", "--jobs", "0"], "--jobs is a number of processes above 0, got 0"),
+        (["synthetic:sessions=2", "--capacities", "1"], "at least two points"),
+        (["synthetic:sessions=2", "--capacities", "0", "--host", "1KiB"], "1024 bytes of host hold no block of 512"),
+        (
+            ["synthetic:sessions=2", "--capacities", "0", "--host", "1GiB", "--disk", "1KiB"],
+            "1024 bytes of disk hold no block",
+        ),
         (
             ["synthetic:sessions=2", "--device", "1GiB", "--capacities", "0", "--html", "/nowhere/r.html"],
             "cannot be written",

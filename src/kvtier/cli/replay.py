@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.parser import Commands, Parser, add_command
@@ -16,9 +16,11 @@ from kvtier.cli.progress import Progress
 from kvtier.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from kvtier.replay.hardware import PriceSpec
     from kvtier.replay.setup import Setup
     from kvtier.replay.trace import Trace
 
+PRICES = "2026-q1"
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
@@ -76,18 +78,17 @@ def replay(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Sweep sizes and give advice."""
-    from kvtier.replay.planner import DISK_PRICE, RAM_PRICE, plan
+    from kvtier.replay.planner import plan
     from kvtier.replay.results import describe_setup, describe_trace, plan_result
 
     trace = _trace(options)
     setup = _setup(options, options.policy)
-    ram, disk = options.ram_price, options.disk_price
     with _bar("") as tell:
         found = plan(
             trace.requests,
             setup,
             options.ttft_p99,
-            prices=(RAM_PRICE if ram is None else ram, DISK_PRICE if disk is None else disk),
+            _prices(options),
             num_simulated=None if options.all_replicas else 1,
             jobs=options.jobs,
             progress=lambda what, share: tell(share, what),
@@ -156,9 +157,11 @@ def _trace(options: argparse.Namespace) -> Trace:
     if trace.problems:
         more = len(trace.problems) - _SHOWN
         rest = f", {more} more than shown" if more > 0 else ""
-        print(f"kvtier: {len(trace.problems)} lines are no requests and were left out{rest}", file=sys.stderr)
+        print(f"kvtier: lines that are no requests and were left out: {len(trace.problems)}{rest}", file=sys.stderr)
         if options.strict:
-            raise ArgumentError(f"{len(trace.problems)} lines of the trace are no requests, and --strict was given")
+            raise ArgumentError(f"--strict was given, and lines of the trace are no requests: {len(trace.problems)}")
+    if options.jobs < 1:
+        raise ArgumentError(f"--jobs is a number of processes above 0, got {options.jobs}")
     if options.limit is not None and options.limit < 1:
         raise ArgumentError(f"--limit is a number of requests above 0, got {options.limit}")
     requests = scale_time(trace.requests, options.speed)[: options.limit]
@@ -177,10 +180,12 @@ def _synthetic(text: str, seed: int) -> tuple[Any, ...]:
         name, _, value = part.partition("=")
         if name not in known:
             raise ArgumentError(f"a synthetic trace has no knob {name!r}; there are {', '.join(known)}")
+        is_whole = known[name] == "int"
         try:
-            knobs[name] = int(value) if known[name] == "int" else float(value)
+            knobs[name] = int(value) if is_whole else float(value)
         except ValueError:
-            raise ArgumentError(f"synthetic: {name} is a number, got {value!r}") from None
+            what = "a whole number" if is_whole else "a number"
+            raise ArgumentError(f"synthetic: {name} is {what}, got {value!r}") from None
     return tuple(generate(SyntheticTrace(**knobs)))
 
 
@@ -209,6 +214,17 @@ def _setup(options: argparse.Namespace, policy: str, *, host: int = 0, disk: int
         quantum=options.quantum,
         seed=options.seed,
     )
+
+
+def _prices(options: argparse.Namespace) -> PriceSpec:
+    from kvtier.replay.hardware import PriceSpec, preset
+
+    prices = preset(PriceSpec, PRICES)
+    for option, name in (("ram_price", "host_gib"), ("disk_price", "disk_gib")):
+        price = getattr(options, option)
+        if price is not None:
+            prices = replace(prices, **{name: price, "source": f"{prices.source}; {name} from the command line"})
+    return prices
 
 
 def _names(options: argparse.Namespace, setup: Setup) -> dict[str, str]:

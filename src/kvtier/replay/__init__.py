@@ -3,7 +3,7 @@
 from kvtier.replay.curves import OPTIMUM, HitPoint, sweep
 from kvtier.replay.following import Followed, Log, follow, read_log
 from kvtier.replay.generate import SyntheticTrace, generate
-from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
+from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, PriceSpec, preset
 from kvtier.replay.hits import HitReport, replay_hits
 from kvtier.replay.planner import Advice, PlanResult, plan
 from kvtier.replay.record import Recorder
@@ -23,6 +23,7 @@ __all__ = [
     "Log",
     "ModelSpec",
     "PlanResult",
+    "PriceSpec",
     "Recorder",
     "Routing",
     "Setup",

@@ -48,11 +48,13 @@ class Roofline:
 
     products    max( 2 * params * tokens / FLOP/s ,      bytes of the weights / bandwidth )
     attention   max( 4 * layers * heads * head_dim * attended / FLOP/s ,   bytes of the KV read / bandwidth )
+
+    and what a step and each of its rows takes besides.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec) -> None:
         self._model = model
-        self._fixed = gpu.step_seconds
+        self._fixed, self._row = gpu.step_seconds, gpu.row_seconds
         self._bandwidth = gpu.memory_bandwidth * gpu.memory_share
         self._token = 2 * model.used_params / (gpu.flops * gpu.compute_share)
         self._attended = 4 * model.layers * model.heads * model.head_dim / (gpu.flops * gpu.attention_share)
@@ -63,21 +65,31 @@ class Roofline:
         model = self._model
         weights = min(model.params, model.used_params * max(1, work.num_tokens)) * model.weight_bytes
         products = max(self._token * work.num_tokens, weights / self._bandwidth)
-        return self._fixed + products + max(self._attended * work.attended_tokens, self._read * work.read_tokens)
+        attention = max(self._attended * work.attended_tokens, self._read * work.read_tokens)
+        return self._fixed + self._row * work.num_rows + products + attention
+
+
+# Tokens of a step up to which each costs more than those behind it: the weights are read for few products. Where the
+# bends lie makes little difference; seen on two Xeon cores, SmolLM2, 2026-11-15.
+_KNEES = (16, 64)
 
 
 class Measured:
     """A sum of costs per step, row, token, attended token and read token, fitted to steps that were measured.
 
-    Errors count by their share, so that short steps are met as well as long ones.
+    Errors count by their share of what the fit says, so that short steps are met as well as long ones, and noise
+    does not draw the sum down.
     """
 
     def __init__(self, samples: Sequence[tuple[Work, float]]) -> None:
-        if len(samples) < 5:
-            raise ArgumentError(f"five costs need at least five measured steps, got {len(samples)}")
+        if len(samples) < _NUM_COSTS:
+            raise ArgumentError(f"{_NUM_COSTS} costs need at least as many measured steps, got {len(samples)}")
         seconds = np.array([taken for _, taken in samples])
-        amounts = np.array([_amounts(work) for work, _ in samples]) / seconds[:, None]
-        self.costs = _not_negative(amounts, np.ones(len(samples)))
+        amounts = np.array([_amounts(work) for work, _ in samples])
+        expected = seconds
+        for _ in range(_ROUNDS):
+            self.costs = _not_negative(amounts / expected[:, None], seconds / expected)
+            expected = np.maximum(amounts @ self.costs, seconds.min() / 2)
 
     def seconds(self, work: Work) -> float:
         """What the fit says."""
@@ -85,7 +97,13 @@ class Measured:
 
 
 def _amounts(work: Work) -> tuple[float, ...]:
-    return 1.0, work.num_rows, work.num_tokens, work.attended_tokens, work.read_tokens
+    tokens = work.num_tokens
+    first = (min(tokens, knee) for knee in _KNEES)
+    return 1.0, work.num_rows, tokens, *first, work.attended_tokens, work.read_tokens
+
+
+_NUM_COSTS = 5 + len(_KNEES)
+_ROUNDS = 4  # of fitting again with errors as shares of the last fit: it changes little after the second
 
 
 def _not_negative(

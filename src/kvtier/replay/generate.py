@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,14 +40,14 @@ class SyntheticTrace:
 
     def __post_init__(self) -> None:
         for name in ("sessions", "system_prompts", "documents"):
-            if getattr(self, name) < 1:
+            if not getattr(self, name) >= 1:
                 raise RangeError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("turns", "system_blocks", "tool_blocks", "document_blocks", "message_blocks", "answer_tokens"):
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) < math.inf:
                 raise RangeError(f"{name} is a mean of at least 1, got {getattr(self, name)}")
-        if self.session_rate <= 0 or self.think_seconds < 0:
+        if not (0 < self.session_rate < math.inf and 0 <= self.think_seconds < math.inf):
             raise RangeError(f"session_rate > 0 and think_seconds >= 0, got {self.session_rate}, {self.think_seconds}")
-        if min(self.agent_share, self.document_share) < 0 or self.agent_share + self.document_share > 1:
+        if not (min(self.agent_share, self.document_share) >= 0 and self.agent_share + self.document_share <= 1):
             raise RangeError(f"shares {self.agent_share} and {self.document_share} are no parts of one")
 
 

@@ -1,4 +1,4 @@
-"""Models, GPUs and disks as numbers: presets with their sources, or what `kvtier doctor --json` found."""
+"""Models, GPUs, disks and prices as numbers: presets with their sources, or what `kvtier doctor --json` found."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class ModelSpec:
     kv_bytes: float = 2.0
     """Of one element."""
     source: str = ""
+    assumed: tuple[str, ...] = ()
+    """Fields that the source says nothing of."""
 
     def __post_init__(self) -> None:
         _must_be_positive(self, "layers", "heads", "kv_heads", "head_dim", "params", "weight_bytes", "kv_bytes")
@@ -60,14 +62,17 @@ class GpuSpec:
     memory_share: float = 0.8
     step_seconds: float = 0.0005
     """What a step takes besides."""
+    row_seconds: float = 0.0
+    """What each request of a step takes besides: the host's part."""
     name: str = ""
     source: str = ""
+    assumed: tuple[str, ...] = ()
+    """Fields that the source says nothing of."""
 
     def __post_init__(self) -> None:
         _must_be_positive(self, "flops", "memory_bytes", "memory_bandwidth", "link_bandwidth")
         _must_be_positive(self, "compute_share", "attention_share", "memory_share")
-        if self.step_seconds < 0:
-            raise RangeError(f"step_seconds must be 0 or more, got {self.step_seconds}")
+        _must_not_be_negative(self, "step_seconds", "row_seconds")
 
     def times(self, count: int) -> GpuSpec:
         """So many of them as one, each with its own link; what they tell each other is left out."""
@@ -91,15 +96,35 @@ class DiskSpec:
     latency_seconds: float = 0.0001
     name: str = ""
     source: str = ""
+    assumed: tuple[str, ...] = ()
+    """Fields that the source says nothing of."""
 
     def __post_init__(self) -> None:
         _must_be_positive(self, "read_bandwidth", "write_bandwidth")
-        if self.latency_seconds < 0:
-            raise RangeError(f"latency_seconds must be 0 or more, got {self.latency_seconds}")
+        _must_not_be_negative(self, "latency_seconds")
 
 
-Spec = TypeVar("Spec", ModelSpec, GpuSpec, DiskSpec)
-_FILES: Mapping[type, str] = {ModelSpec: "models.toml", GpuSpec: "gpus.toml", DiskSpec: "disks.toml"}
+@dataclass(frozen=True, slots=True)
+class PriceSpec:
+    """US dollars a GiB of host memory and of disk."""
+
+    host_gib: float
+    disk_gib: float
+    source: str = ""
+    assumed: tuple[str, ...] = ()
+    """Fields that the source says nothing of."""
+
+    def __post_init__(self) -> None:
+        _must_not_be_negative(self, "host_gib", "disk_gib")
+
+
+Spec = TypeVar("Spec", ModelSpec, GpuSpec, DiskSpec, PriceSpec)
+_FILES: Mapping[type, str] = {
+    ModelSpec: "models.toml",
+    GpuSpec: "gpus.toml",
+    DiskSpec: "disks.toml",
+    PriceSpec: "prices.toml",
+}
 
 
 def presets(kind: type[Spec]) -> dict[str, Spec]:
@@ -128,8 +153,11 @@ def from_table(kind: type[Spec], table: Mapping[str, Any], name: str) -> Spec:
         raise ArgumentError(
             f"{name}: no {kind.__name__} has {', '.join(unknown)}; there are {', '.join(sorted(known))}"
         )
+    assumed = table.get("assumed", [])
+    if not isinstance(assumed, list) or not known.issuperset(assumed):
+        raise ArgumentError(f"{name}: assumed is a list of keys of a {kind.__name__}, got {assumed!r}")
     try:
-        return kind(**table)
+        return kind(**{**table, "assumed": tuple(assumed)})
     except TypeError as error:
         raise ArgumentError(f"{name}: {str(error).removeprefix(f'{kind.__name__}.__init__() ')}") from error
 
@@ -150,7 +178,8 @@ def from_doctor(path: str | Path, gpu: GpuSpec) -> GpuSpec:
     if not rates:
         raise ArgumentError(f"{path}: the link was not measured; run kvtier doctor --calibrate there, then --json")
     source = f"{gpu.source}; memory and link from {path}"
-    return replace(gpu, memory_bytes=memory, link_bandwidth=min(rates) * 1e9, name=name, source=source)
+    left = tuple(each for each in gpu.assumed if each not in ("memory_bytes", "link_bandwidth"))
+    return replace(gpu, memory_bytes=memory, link_bandwidth=min(rates) * 1e9, name=name, source=source, assumed=left)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -170,3 +199,10 @@ def _must_be_positive(spec: object, *names: str) -> None:
         value = getattr(spec, name)
         if not isinstance(value, int | float) or not value > 0:
             raise RangeError(f"{type(spec).__name__}: {name} must be above 0, got {value!r}")
+
+
+def _must_not_be_negative(spec: object, *names: str) -> None:
+    for name in names:
+        value = getattr(spec, name)
+        if not isinstance(value, int | float) or not value >= 0:
+            raise RangeError(f"{type(spec).__name__}: {name} must be 0 or more, got {value!r}")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from kvtier.errors import RangeError
 from kvtier.replay.curves import OPTIMUM, Accesses, HitPoint, sweep
+from kvtier.replay.hardware import PriceSpec
 from kvtier.replay.setup import GIB, Setup, Summary, simulate
 from kvtier.replay.trace import TraceRequest
 
-# US dollars a GiB: server DDR5 and data-centre NVMe as list prices of 2025 went. They only order the setups that reach
-# the target; --ram-price and --disk-price replace them.
-RAM_PRICE, DISK_PRICE = 6.0, 0.12
 STEP = 100 * GIB
 
 
@@ -50,15 +49,16 @@ class PlanResult:
     """Capacities are of all replicas together, as if they shared one cache."""
     points: tuple[PlanPoint, ...]
     advice: Advice
+    prices: PriceSpec
 
 
 def plan(
     trace: Sequence[TraceRequest],
     setup: Setup,
     target_ttft_p99: float,
+    prices: PriceSpec,
     *,
     policies: Sequence[str] = ("lru", OPTIMUM),
-    prices: tuple[float, float] = (RAM_PRICE, DISK_PRICE),
     num_simulated: int | None = 1,
     jobs: int = 1,
     progress: Callable[[str, float], None] | None = None,
@@ -79,7 +79,7 @@ def plan(
     def run(sizes: Sequence[tuple[int, int]], what: str) -> list[PlanPoint]:
         changed = [replace(setup, host_bytes=host, disk_bytes=disk) for host, disk in sizes]
         found = simulate(trace, changed, num_simulated=num_simulated, jobs=jobs, progress=tell(what))
-        costs = [(host * prices[0] + disk * prices[1]) / GIB for host, disk in sizes]
+        costs = [(host * prices.host_gib + disk * prices.disk_gib) / GIB for host, disk in sizes]
         return [
             PlanPoint(host, disk, price, summary)
             for (host, disk), price, summary in zip(sizes, costs, found, strict=True)
@@ -95,11 +95,13 @@ def plan(
         more.append((base.host_bytes, base.disk_bytes + STEP))
     beyond = run(more, "100 GiB more")
     advice = Advice(target_ttft_p99, chosen, nearest, beyond[0], beyond[1] if len(beyond) > 1 else None)
-    return PlanResult(share, tuple(curve), tuple(points), advice)
+    return PlanResult(share, tuple(curve), tuple(points), advice, prices)
 
 
 def capacities(num_blocks: int, count: int = 20) -> list[int]:
     """Capacities to look at for a trace of so many different blocks: a geometric row from a thousandth of it to all."""
+    if count < 2:
+        raise RangeError(f"a curve has at least two points, got {count} capacities")
     most = max(1, num_blocks)
     least = max(1, most // 1000)
     return sorted({round(least * (most / least) ** (i / (count - 1))) for i in range(count)})

@@ -52,6 +52,7 @@ def intro(result: Json) -> list[str]:
         + (f", routing by {setup['routing']}" if setup["replicas"] > 1 else "")
         + ".",
     ]
+    text += _origins(result)
     late = max((run["queue"]["p50"] for run in result["results"]), default=0.0)
     if late > OVERLOAD_SECONDS:
         text.append(
@@ -61,6 +62,19 @@ def intro(result: Json) -> list[str]:
     if trace["num_problems"]:
         text.append(f"{trace['num_problems']:,} lines were no requests and were left out: {trace['problems'][0]}")
     return [*text, *result.get("advice", {}).get("text", ())]
+
+
+def _origins(result: Json) -> list[str]:
+    """Where the figures of the hardware come from, and which come from nowhere."""
+    setup = result["setup"]
+    told = [f"{what}: {source}" for what, source in setup["sources"].items() if source]
+    if "prices" in result:
+        told.append(f"prices: {result['prices']['source']}")
+    guessed = [f"{what} {name} {value:g}" for what, each in setup["assumed"].items() for name, value in each.items()]
+    text = [f"Sources: {'; '.join(told)}."] if told else []
+    if guessed:
+        text.append(f"Assumed, for want of a source: {', '.join(guessed)}.")
+    return text
 
 
 def charts(result: Json) -> list[Json]:

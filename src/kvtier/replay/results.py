@@ -8,6 +8,7 @@ from typing import Any
 
 import kvtier
 from kvtier.replay.curves import Accesses, HitPoint
+from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec
 from kvtier.replay.planner import Advice, PlanPoint, PlanResult
 from kvtier.replay.setup import Setup, Summary
 from kvtier.replay.trace import Trace
@@ -37,13 +38,13 @@ def describe_trace(trace: Trace, names: Sequence[str]) -> Json:
 
 def describe_setup(setup: Setup, names: Mapping[str, str]) -> Json:
     """The setup in numbers; `names` are those of the model, the GPU and the disk."""
+    specs: dict[str, ModelSpec | GpuSpec | DiskSpec] = {"model": setup.model, "gpu": setup.gpu}
+    if setup.disk is not None:
+        specs["disk"] = setup.disk
     return {
         **names,
-        "sources": {
-            "model": setup.model.source,
-            "gpu": setup.gpu.source,
-            **({"disk": setup.disk.source} if setup.disk is not None else {}),
-        },
+        "sources": {what: spec.source for what, spec in specs.items()},
+        "assumed": {what: {name: getattr(spec, name) for name in spec.assumed} for what, spec in specs.items()},
         "token_bytes": setup.model.token_bytes,
         "device_bytes": setup.kv_bytes,
         "host_bytes": setup.host_bytes,
@@ -79,6 +80,7 @@ def plan_result(trace: Json, setup: Json, found: PlanResult) -> Json:
         "setup": {**setup, "footprint_bytes": found.footprint_bytes},
         "curve": [_hit_point(point, trace, setup) for point in found.curve],
         "results": [_plan_point(point) for point in found.points],
+        "prices": {**asdict(found.prices), "assumed": list(found.prices.assumed)},
         "advice": _advice(found.advice),
     }
 

@@ -68,14 +68,14 @@ class Setup:
 
     def simulator(self, block_tokens: int) -> Simulator:
         """One replica."""
-        device, host, disk = (
-            self.num_blocks(s, block_tokens) for s in (self.kv_bytes, self.host_bytes, self.disk_bytes)
-        )
-        if not device:
-            raise RangeError(
-                f"{self.kv_bytes} bytes hold no block of {block_tokens} tokens, which takes "
-                f"{self.model.token_bytes * block_tokens}"
-            )
+        sizes = {"device": self.kv_bytes, "host": self.host_bytes, "disk": self.disk_bytes}
+        device, host, disk = (self.num_blocks(size, block_tokens) for size in sizes.values())
+        for (tier, size), count in zip(sizes.items(), (device, host, disk), strict=True):
+            if size and not count:
+                raise RangeError(
+                    f"{size} bytes of {tier} hold no block of {block_tokens} tokens, which takes "
+                    f"{self.model.token_bytes * block_tokens}: give it more, or none"
+                )
         stores = (StoreConfig(STORE),) if disk and host else ()
         cache = CacheConfig(
             device,

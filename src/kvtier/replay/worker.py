@@ -24,9 +24,10 @@ _URGENT = (Purpose.LOAD, Purpose.FETCH)
 @dataclass(slots=True)
 class _Job:
     transfer: Transfer
-    began: float
     num_bytes: int
     seconds_left: float
+    began: float | None = None
+    """When it was first carried: before, it waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class Link:
         while self._urgent or self._bulk:
             queue = self._urgent or self._bulk
             job = queue[0]
+            if job.began is None and (now > self._time or not job.seconds_left):
+                job.began = self._time
             if self._time + job.seconds_left > now:
                 spent = max(0.0, now - self._time)
                 job.seconds_left -= spent
@@ -166,7 +169,7 @@ class SimulatedWorker:
         for transfer in plan.transfers:
             link, seconds = self._way(transfer)
             num_bytes = transfer.num_blocks * self._block_bytes
-            link.add(_Job(transfer, now, num_bytes, seconds))
+            link.add(_Job(transfer, num_bytes, seconds))
 
     def poll(self, now: float) -> list[Report]:
         """What is over by now."""
@@ -219,7 +222,8 @@ class SimulatedWorker:
                 self._ended.append(self._outcome(job, end))
 
     def _outcome(self, job: _Job, end: float) -> Outcome:
-        transfer, seconds = job.transfer, end - job.began
+        # as workers measure: without the wait for others, which whoever decides by it counts by itself
+        transfer, seconds = job.transfer, end - (end if job.began is None else job.began)
         if transfer.purpose is Purpose.STORE:
             self.stores[transfer.target].write(split_keys(transfer.keys))
         if transfer.purpose is not Purpose.FETCH:

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, from_doctor, preset, presets
+from kvtier.replay.cost import Roofline, Work
+from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, PriceSpec, from_doctor, preset, presets
 
 # bytes of KV a token and parameters, as the model cards give them
 KNOWN = {
@@ -23,10 +24,10 @@ DOCTOR = {
 }
 
 
-@pytest.mark.parametrize("kind", [ModelSpec, GpuSpec, DiskSpec])
-def test_every_preset_can_be_read_and_says_where_it_comes_from(kind):
+@pytest.mark.parametrize(("kind", "count"), [(ModelSpec, 6), (GpuSpec, 6), (DiskSpec, 6), (PriceSpec, 1)])
+def test_every_preset_can_be_read_and_says_where_it_comes_from(kind, count):
     found = presets(kind)
-    assert len(found) >= 6
+    assert len(found) >= count
     assert all(spec.source for spec in found.values())
     assert all(preset(kind, name) == spec for name, spec in found.items())
 
@@ -37,6 +38,25 @@ def test_models_have_the_shape_of_their_cards(name):
     assert (model.token_bytes, model.params) == KNOWN[name]
     if not model.kv_elements:  # the products of attention alone are a part of the parameters
         assert model.layers * model.head_dim * (model.heads + model.kv_heads) < model.params
+
+
+def prefill(first: int, count: int) -> Work:
+    return Work(1, count, count * (first + count / 2), first + count)
+
+
+@pytest.mark.parametrize(
+    ("works", "milliseconds"),
+    [
+        ([prefill(0, 8192)], 219.8),
+        ([*(prefill(8192 * i, 8192) for i in range(4)), prefill(32768, 256)], 1530),
+        ([Work(64, 64, 64 * 1250, 64 * 1250)], 13.2),
+    ],
+)
+def test_an_h200_takes_as_long_as_one_did(works, milliseconds):
+    """Rows of benchmarks/results/engine_gpu.jsonl and tiers_gpu.jsonl: what the shares of the preset were fitted to."""
+    cost = Roofline(preset(ModelSpec, "llama-3-8b"), preset(GpuSpec, "h200"))
+    assert sum(cost.seconds(work) for work in works) * 1e3 == pytest.approx(milliseconds, rel=0.03)
+    assert not preset(GpuSpec, "h200").assumed
 
 
 def test_gpus_asked_for_are_there():
@@ -53,11 +73,13 @@ def test_a_file_of_ones_own_will_do(tmp_path):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("read = 1", "no DiskSpec has read; there are latency_seconds, name, read_bandwidth"),
+        ("read = 1", "no DiskSpec has read; there are assumed, latency_seconds, name, read_bandwidth"),
         ("read_bandwidth = 1e9", "missing 1 required positional argument: 'write_bandwidth'"),
         ("read_bandwidth = 0\nwrite_bandwidth = 1", "read_bandwidth must be above 0, got 0"),
         ('read_bandwidth = "x"\nwrite_bandwidth = 1', "must be above 0, got 'x'"),
         ("read_bandwidth =", "is no TOML"),
+        ('read_bandwidth = 1\nwrite_bandwidth = 1\nassumed = ["speed"]', "assumed is a list of keys of a DiskSpec"),
+        ("read_bandwidth = 1\nwrite_bandwidth = 1\nlatency_seconds = -1", "latency_seconds must be 0 or more, got -1"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path, text, what):
@@ -82,6 +104,7 @@ def test_the_doctor_replaces_memory_and_link(tmp_path):
     assert (found.name, found.memory_bytes, found.link_bandwidth) == ("NVIDIA X", 5e10, 20e9)
     assert found.flops == preset(GpuSpec, "h100").flops
     assert "doctor.json" in found.source
+    assert "link_bandwidth" not in from_doctor(tmp_path / "doctor.json", preset(GpuSpec, "a100")).assumed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.replay import OPTIMUM, SyntheticTrace, generate, sweep
-from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
+from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, PriceSpec, preset
 from kvtier.replay.planner import STEP, PlanResult, capacities, plan, setups
 from kvtier.replay.results import advice_text, plan_result, size_text
 from kvtier.replay.setup import GIB, Setup, simulate
@@ -19,11 +19,12 @@ SETUP = Setup(
     device_bytes=4 * GIB,
     disk=preset(DiskSpec, "nvme-gen4"),
 )
+PRICES = PriceSpec(6.0, 0.12)
 
 
 @pytest.fixture(scope="module")
 def found() -> PlanResult:
-    return plan(TRACE, SETUP, 1e9, jobs=2)
+    return plan(TRACE, SETUP, 1e9, PRICES, jobs=2)
 
 
 def test_sizes_go_from_nothing_to_more_than_the_trace_has():
@@ -56,7 +57,7 @@ def test_points_are_what_the_simulation_says(found):
 def test_the_cheapest_that_holds_the_target_is_chosen(found):
     late = sorted(point.summary.ttft["p99"] for point in found.points)
     target = (late[0] + late[-1]) / 2
-    advice = plan(TRACE, SETUP, target, jobs=2).advice
+    advice = plan(TRACE, SETUP, target, PRICES, jobs=2).advice
     fitting = [point for point in found.points if point.summary.ttft["p99"] <= target]
     assert advice.chosen.price == min(point.price for point in fitting)
     assert advice.more_host.host_bytes == advice.chosen.host_bytes + STEP
@@ -65,7 +66,7 @@ def test_the_cheapest_that_holds_the_target_is_chosen(found):
 
 
 def test_a_target_out_of_reach_is_said_to_be(found):
-    advice = plan(TRACE, SETUP, 1e-6, jobs=2).advice
+    advice = plan(TRACE, SETUP, 1e-6, PRICES, jobs=2).advice
     assert advice.chosen is None
     assert advice.nearest.summary.ttft["p99"] == min(point.summary.ttft["p99"] for point in found.points)
     assert "No size that was looked at holds TTFT p99 at 1e-06 s" in advice_text(advice)[0]
@@ -84,6 +85,7 @@ def test_the_result_is_plain_json(found):
     told = plan_result(trace, {"token_bytes": SETUP.model.token_bytes}, found)
     assert json.loads(json.dumps(told)) == told
     assert len(told["results"]) == len(found.points)
+    assert told["prices"] == {"host_gib": 6.0, "disk_gib": 0.12, "source": "", "assumed": []}
 
 
 def test_sizes_are_told_shortly():

@@ -242,7 +242,7 @@ def test_experts_are_read_as_far_as_tokens_use_them():
 
 
 @given(
-    costs=st.tuples(*[st.floats(0, 1e-3)] * 5).filter(lambda costs: max(costs) > 1e-6),
+    costs=st.tuples(*[st.floats(0, 1e-3)] * 7).filter(lambda costs: max(costs) > 1e-6),
     seed=st.integers(0, 99),
 )
 @settings(deadline=None, max_examples=50)
@@ -253,7 +253,7 @@ def test_a_fit_finds_costs_that_explain_what_was_measured(costs, seed):
     works = [
         Work(rows, tokens, tokens * read / 2, read)
         for rows, tokens, read in (
-            (chosen.randint(1, 16), chosen.randint(1, 2000), chosen.randint(1, 30_000)) for _ in range(60)
+            (chosen.randint(1, 16), 1 << chosen.randint(0, 11), chosen.randint(1, 30_000)) for _ in range(60)
         )
     ]
     truth = [
@@ -262,12 +262,14 @@ def test_a_fit_finds_costs_that_explain_what_was_measured(costs, seed):
         + costs[2] * w.num_tokens
         + costs[3] * w.attended_tokens
         + costs[4] * w.read_tokens
+        + costs[5] * min(w.num_tokens, 16)
+        + costs[6] * min(w.num_tokens, 64)
         for w in works
     ]
     fit = Measured(list(zip(works, truth, strict=True)))
     for work, seconds in zip(works, truth, strict=True):
         assert fit.seconds(work) == pytest.approx(seconds, rel=1e-3)
-    with pytest.raises(ArgumentError, match="at least five"):
+    with pytest.raises(ArgumentError, match="7 costs need at least as many measured steps, got 0"):
         Measured([])
 
 

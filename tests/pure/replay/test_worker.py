@@ -45,17 +45,20 @@ def worker(num_blocks: int = 1000, **options) -> SimulatedWorker:
     return SimulatedWorker(1, 1.0, disk=DISK, stores=stores, **{"latency_seconds": 0.0, **options})
 
 
-def by_ticks(jobs: list[tuple[int, Purpose, int]]) -> dict[int, int]:
-    """When each of (time, purpose, seconds) on one link ends, second by second: the urgent first, then by order."""
+def by_ticks(jobs: list[tuple[int, Purpose, int]]) -> dict[int, tuple[int, int]]:
+    """When each of (time, purpose, seconds) on one link is first carried and ends, second by second: the urgent first,
+    then by order."""
     left = {i: seconds for i, (_, _, seconds) in enumerate(jobs)}
-    ends: dict[int, int] = {}
+    begins: dict[int, int] = {}
+    ends: dict[int, tuple[int, int]] = {}
     for now in range(1000):
         ready = [i for i in left if jobs[i][0] <= now]
         ready.sort(key=lambda i: (jobs[i][1] in (Purpose.SAVE, Purpose.STORE), i))
         if ready:
+            begins.setdefault(ready[0], now)
             left[ready[0]] -= 1
             if not left[ready[0]]:
-                ends[ready[0]] = now + 1
+                ends[ready[0]] = begins[ready[0]], now + 1
                 del left[ready[0]]
     return ends
 
@@ -72,15 +75,16 @@ def test_the_disk_is_shared_the_urgent_go_first_and_looking_changes_nothing(jobs
     ours = worker()
     ours.stores["disk"].write([key(i) for i in range(6)])
     found: dict[int, float] = {}
+    seconds = [(time, purpose, count * (1 if purpose is Purpose.FETCH else 2)) for time, purpose, count in jobs]
+    wanted = by_ticks(seconds)
     events = [(time, 0, i) for i, (time, _, _) in enumerate(jobs)] + [(time, 1, 0) for time in looks] + [(900, 1, 0)]
     for now, is_look, i in sorted(events):
         for report in ours.poll(now):
             found.update((outcome.transfer_id, outcome.seconds) for outcome in report.outcomes)
+        assert {*found} == {i for i, (_, end) in wanted.items() if end <= now}
         if not is_look:
             ours.submit(Plan(i, 0, (transfer(i, jobs[i][1], jobs[i][2]),)), now)
-    seconds = [(time, purpose, count * (1 if purpose is Purpose.FETCH else 2)) for time, purpose, count in jobs]
-    wanted = {i: end - jobs[i][0] for i, end in by_ticks(seconds).items()}
-    assert found == pytest.approx(wanted)
+    assert found == pytest.approx({i: end - begin for i, (begin, end) in wanted.items()})
     busy = sum(second for _, _, second in seconds)
     assert ours.links["disk"].busy_seconds == pytest.approx(busy)
     assert ours.links["disk"].num_bytes == sum(count for _, _, count in jobs)

@@ -1,0 +1,199 @@
+"""Recorded runs of our own engine for benchmarks/replay: SmolLM2-135M on this CPU, with device, host and disk tiers.
+
+The engine computes with one thread: on two cores the other is left to copies and to the disk, and a step takes about
+the same time whatever they do. Requests are stamped when they come, not when the step under way lets them in.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.store import StoreConfig
+from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
+from kvtier.replay.cost import Measured
+from kvtier.replay.following import Log, follow, read_log
+from kvtier.replay.hardware import DiskSpec
+from kvtier.replay.record import Recorder
+from kvtier.scheduler import SchedulerConfig
+from kvtier.storage import DiskStore
+
+BLOCK = 16
+CACHE = CacheConfig(96, host=HostConfig(160), stores=(StoreConfig("disk"),), partial_scan=0)
+DISK_BLOCKS = 2000
+LIMITS = SchedulerConfig(max_rows=16, max_step_tokens=256)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Conversations that come at random times: a shared beginning, then turns that carry all said before."""
+
+    seed: int
+    seconds: float
+    rate: float
+    """Turns a second."""
+    conversations: int = 14
+    system_tokens: int = 96
+    history_tokens: int = 160
+    message_tokens: tuple[int, int] = (16, 96)
+    answer_tokens: tuple[int, int] = (4, 12)
+    longest: int = 700
+
+    def arrivals(self) -> Iterator[tuple[float, int]]:
+        """When a turn comes, and whose."""
+        chosen, now = random.Random(self.seed), 0.0
+        while (now := now + chosen.expovariate(self.rate)) < self.seconds:
+            yield now, min(int(chosen.expovariate(1 / 4)), self.conversations - 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recorded run."""
+
+    log: Log
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    block_bytes: int
+
+    @property
+    def ttfts(self) -> list[float]:
+        """Of every request."""
+        return [each.ttft for each in self.log.requests.values() if each.ttft is not None]
+
+    def hit_rate(self, tier: str) -> float:
+        """Prompt tokens that were found in a tier, as a share of all."""
+        requests = self.log.requests.values()
+        found = sum(each.tokens_from.get(tier, 0) for each in requests)
+        return found / sum(each.traced.input_tokens for each in requests)
+
+    @property
+    def busy_share(self) -> float:
+        """Of the run's time, what its steps took."""
+        steps = [event for event in self.log.events if event["event"] in ("step", "update")]
+        pairs = zip(steps[::2], steps[1::2], strict=True)
+        taken = sum(update["t"] - step["t"] for step, update in pairs if step["rows"])
+        return float(taken / steps[-1]["t"])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a recorded run says of the machine: how long steps, copies and the disk take."""
+
+    cost: Measured
+    link_bandwidth: float
+    link_latency: float
+    disk: DiskSpec
+
+
+class Clock:
+    """Seconds that pass; a request can be stamped with another time."""
+
+    def __init__(self) -> None:
+        self.stamp: float | None = None
+
+    def __call__(self) -> float:
+        """Now."""
+        return time.monotonic() if self.stamp is None else self.stamp
+
+
+def record(model: Model, folder: Path, load: Load, cache: CacheConfig = CACHE) -> Run:
+    """Serve the load as it comes."""
+    folder.mkdir()
+    block_bytes = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * BLOCK
+    store = DiskStore(folder / "disk", DISK_BLOCKS * (block_bytes + 8192), min_free_bytes=0)
+    clock = Clock()
+    engine = Engine(model, config=EngineConfig(BLOCK, cache, LIMITS), stores={"disk": store}, clock=clock)
+    talks = _Talks(load, model.config.vocab_size)
+    with Recorder(folder / "log.jsonl", steps=True) as recorder:
+        begin = clock()
+        recorder.attach(engine.scheduler, now=begin)
+        while talks.due or engine.has_work():
+            for came, prompt, count in talks.ready(clock() - begin):
+                params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count)
+                clock.stamp = begin + came
+                talks.asked(engine.add(prompt, params))
+                clock.stamp = None
+            if engine.has_work():
+                for output in engine.step():
+                    talks.answered(output.request_id, output.token_ids, clock() - begin, output.finish_reason)
+            elif talks.due:
+                time.sleep(min(0.002, max(0.0, talks.due[0][0] - (clock() - begin))))
+    scheduler = engine.scheduler.config
+    engine.close()
+    return Run(read_log(folder / "log.jsonl"), cache, scheduler, block_bytes)
+
+
+class _Talks:
+    """Who says what when. A turn waits for the answer before it: then it comes as soon as that is there."""
+
+    def __init__(self, load: Load, vocab: int) -> None:
+        self.due = list(load.arrivals())
+        self._load, self._vocab = load, vocab
+        self._chosen = random.Random(load.seed + 100)
+        self._system = self._tokens(load.system_tokens)
+        self._said = [self._system + self._tokens(load.history_tokens) for _ in range(load.conversations)]
+        self._free_at = [0.0] * load.conversations
+        self._talking: dict[str, int] = {}
+        self._asking: list[int] = []
+
+    def ready(self, now: float) -> Iterator[tuple[float, list[int], int]]:
+        """Turns that have come: when, the prompt, and how long the answer is to be."""
+        load = self._load
+        for came, who in list(self.due):
+            if came > now:
+                return
+            if who in self._talking.values():
+                continue
+            self.due.remove((came, who))
+            if len(self._said[who]) > load.longest:
+                self._said[who] = list(self._system)
+            self._said[who] += self._tokens(self._chosen.randint(*load.message_tokens))
+            self._asking.append(who)
+            yield max(came, self._free_at[who]), list(self._said[who]), self._chosen.randint(*load.answer_tokens)
+
+    def asked(self, name: str) -> None:
+        """The last that was ready is the engine's request of this name."""
+        self._talking[name] = self._asking.pop()
+
+    def answered(self, name: str, tokens: tuple[int, ...], now: float, finished: object) -> None:
+        """More of an answer."""
+        who = self._talking[name]
+        self._said[who] += tokens
+        if finished is not None:
+            del self._talking[name]
+            self._free_at[who] = now
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._chosen.randrange(self._vocab) for _ in range(count)]
+
+
+def calibrate(model: Model, folder: Path, seconds: float) -> Machine:
+    """What this machine takes, from a run of other conversations than any that is predicted.
+
+    Messages of all lengths, so that steps of all sizes are seen, and less host memory, so that the disk is read.
+    """
+    cache = replace(CACHE, host=HostConfig(112))
+    load = Load(1, seconds, 1.6, message_tokens=(4, 250), answer_tokens=(2, 8))
+    run = record(model, folder, load, cache)
+    known = follow(run.log, run.cache, run.scheduler)
+    latency, bandwidth = _speed(known.outcomes, "load", "save")
+    read_latency, read_bandwidth = _speed(known.outcomes, "fetch")
+    _, write_bandwidth = _speed(known.outcomes, "store")
+    disk = DiskSpec(read_bandwidth, write_bandwidth, read_latency)
+    return Machine(Measured(known.steps), bandwidth, latency, disk)
+
+
+def _speed(outcomes: tuple[tuple[str, int, float], ...], *purposes: str) -> tuple[float, float]:
+    """Seconds of a transfer without bytes, and bytes per second, as all transfers of a kind have it."""
+    mine = np.array([(nbytes, seconds) for purpose, nbytes, seconds in outcomes if purpose in purposes])
+    slope, fixed = np.polyfit(mine[:, 0], mine[:, 1], 1) if len(np.unique(mine[:, 0])) > 1 else (0.0, 0.0)
+    if slope <= 0 or fixed < 0:  # too few, or all alike
+        return 0.0, float(mine[:, 0].sum() / mine[:, 1].sum())
+    return float(fixed), float(1 / slope)
