@@ -12,6 +12,11 @@ Content = tuple[tuple[int, ...], tuple[tuple[int, int, bytes], ...]]
 Domain = tuple[bytes, bytes]
 
 
+def tenant(salt: bytes) -> bytes:
+    """Whom a salt's blocks count for: the part before a NUL."""
+    return salt.split(b"\0")[0]
+
+
 def framed(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
@@ -160,7 +165,7 @@ class Model:
         return [
             block
             for block in self.blocks()
-            if tier in block.copies and block not in held and salt in (None, block.domain[0])
+            if tier in block.copies and block not in held and salt in (None, tenant(block.domain[0]))
         ]
 
     def owners(self, tier: int) -> list[tuple[int, Domain]]:
@@ -179,7 +184,7 @@ class Model:
         return self.sizes[tier] - len(self.owners(tier))
 
     def used_by(self, tier: int, salt: bytes) -> int:
-        return sum(domain[0] == salt for _, domain in self.owners(tier))
+        return sum(tenant(domain[0]) == salt for _, domain in self.owners(tier))
 
     def content(self) -> dict[tuple[Domain, tuple[Content, ...]], dict[int, tuple[int, str, int]]]:
         return {
@@ -252,6 +257,7 @@ class Model:
 
     def victims_needed(self, tier: int, n: int, salt: bytes) -> list[bytes | None] | None:
         """Of whom the blocks must be that go for n slots, in order; None if it cannot be done."""
+        salt = tenant(salt)
         quota, over = self.quotas[tier].get(salt), 0
         if quota is not None and n:
             over = max(0, self.used_by(tier, salt) + n - quota)
@@ -289,7 +295,8 @@ class Model:
         leaves = [
             block
             for block in candidates
-            if whose[0] in (None, block.domain[0]) and not any(b in candidates for b in block.below() if b is not block)
+            if whose[0] in (None, tenant(block.domain[0]))
+            and not any(b in candidates for b in block.below() if b is not block)
         ]
         lowest = min((block.priority for block in leaves), default=0)
         leaves = [block for block in leaves if block.priority == lowest]

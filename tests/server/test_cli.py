@@ -109,6 +109,9 @@ def test_a_value_of_the_wrong_kind_is_told_with_its_place(capsys, tmp_path, tabl
     [
         ('[[tenants]]\nname = "a"\nkey = "12345678"\nadmn = true', "[[tenants]] has no admn; did you mean admin?"),
         ('[[tenants]]\nname = "a"', "needs a name and a key"),
+        ('[[tenants]]\nname = "a"\nkey = 12345678', "[[tenants]] key must be a text, got a value of type int"),
+        ('[[tenants]]\nname = "a"\nkey = "12345678"\nhost_blocks = "8"', "host_blocks must be a whole number"),
+        ('[[tenants]]\nname = "a"\nkey = "12345678"\ndevice_blocks = -8', "must not be negative"),
         ('[[tenants]]\nname = "a"\nkey = "short"', "at least 8 are needed"),
         ('tenants = "a"', "[[tenants]]"),
         (

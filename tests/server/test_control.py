@@ -98,6 +98,24 @@ def test_a_pinned_prompt_stays_when_others_fill_the_device(tiered):
     assert control(tiered, "unpin", {"name": "mine"}, 400)["error"]["message"]
 
 
+def test_a_request_for_which_pins_leave_no_room_is_a_clear_503(start):
+    server = start("--blocks", "8")
+    ask(server, prompt := fresh(112))
+    assert control(server, "pin", {"name": "most", "prompt": prompt})["pinned_tokens"] == 112
+    body = {"model": server.model, "prompt": fresh(40), "max_tokens": 1}
+    for stream in (False, True):
+        refused = server.post(TEXT, {**body, "stream": stream})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "no_room"
+        assert "3 slots of device wanted, 1 free" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) > 0
+    assert server.state()["recent"][0]["finish"] == "refused"
+    long = server.post(TEXT, {**body, "prompt": fresh(10), "max_tokens": 40, "ignore_eos": True}).json()
+    assert (long["choices"][0]["finish_reason"], long["usage"]["completion_tokens"]) == ("length", 7)
+    control(server, "unpin", {"name": "most"})
+    assert server.post(TEXT, body).status_code == 200
+
+
 def test_a_demoted_prompt_comes_back_from_the_host(tiered):
     prompt = fresh()
     ask(tiered, prompt)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import httpx
@@ -101,22 +104,29 @@ def strict(tiny_model, tmp_path_factory):
     assert made.stop() == 0
 
 
-def test_a_full_queue_is_429_with_the_time_to_come_again(strict):
-    client, answer, _ = stream(strict)
-    try:
-        thread = threading.Thread(target=lambda: strict.post(TEXT, {"model": strict.model, **LONG, "max_tokens": 1}))
-        thread.start()  # waits behind the first
-        strict.wait_for(lambda state: state["in_flight"] == 2)
-        with pytest.raises(openai.RateLimitError) as caught:
-            strict.client().completions.create(model=strict.model, prompt="me too", max_tokens=1)
-        assert int(caught.value.response.headers["retry-after"]) >= 1
-        assert caught.value.code == "overloaded"
-        assert strict.post(CHAT, {"model": strict.model, "messages": MESSAGES, "n": 3}).status_code == 429
-    finally:
-        answer.close()
-        client.close()
-    thread.join()
-    assert strict.post(TEXT, {"model": strict.model, "prompt": "me too", "max_tokens": 1}).status_code == 200
+def test_a_full_queue_is_429_with_the_time_to_come_again(start):
+    server = start("--max-rows", "1", "--max-waiting", "1")
+    client, answer, _ = stream(server)
+    os.kill(engine := server.engine_pid, signal.SIGSTOP)  # the first stays where it is, however fast the machine is
+
+    def ask(prompt):
+        return server.client().completions.create(model=server.model, prompt=prompt, max_tokens=1)
+
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            asked = [threads.submit(ask, "me too"), threads.submit(ask, "and me")]
+            (refused,), (waiting,) = concurrent.futures.wait(asked, return_when=concurrent.futures.FIRST_COMPLETED)
+            error = refused.exception()
+            assert server.post(CHAT, {"model": server.model, "messages": MESSAGES, "n": 3}).status_code == 429
+        finally:
+            os.kill(engine, signal.SIGCONT)
+            answer.close()
+            client.close()
+        assert waiting.result().usage.completion_tokens == 1
+    assert isinstance(error, openai.RateLimitError)
+    assert int(error.response.headers["retry-after"]) >= 1
+    assert error.code == "overloaded"
+    assert ask("me too").usage.completion_tokens == 1
 
 
 def test_an_answer_that_takes_too_long_is_ended(strict):
@@ -173,6 +183,12 @@ key = "bits-secret-key"
 tokens_per_minute = 30
 
 [[tenants]]
+name = "small"
+key = "small-secret-key"
+device_blocks = 12
+host_blocks = 8
+
+[[tenants]]
 name = "root"
 key = "root-secret-key"
 admin = true
@@ -184,7 +200,7 @@ def guarded(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "kvtier.toml").write_text(CONFIG)
     arguments = ("--model", str(tiny_model), "--threads", "1", "--config", str(folder / "kvtier.toml"))
-    made = ServerProcess(folder / "log", *arguments, "--log-level", "debug")
+    made = ServerProcess(folder / "log", *arguments, "--host-blocks", "256", "--log-level", "debug")
     yield made
     assert made.stop() == 0
 
@@ -245,6 +261,44 @@ def test_a_tenant_has_its_share_of_tokens(guarded):
     assert 1 <= int(refused.headers["retry-after"]) <= 60
 
 
+def test_a_tenant_over_its_share_of_blocks_evicts_its_own_only(guarded):
+    def cached(key, prompt, **more):
+        body = {"model": guarded.model, "prompt": prompt, "max_tokens": 1, **more}
+        answer = guarded.post(TEXT, body, key)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    mine = [f"{letter * 8} mine " * 5 for letter in "abcdef"]  # 70 tokens: four full blocks each
+    cached("root-secret-key", theirs := "theirs " * 20)
+    for number, prompt in enumerate(mine):
+        cached("small-secret-key", prompt, cache_salt=f"part {number % 2}")
+    tiers = {tier["name"]: tier for tier in guarded.get("/control/tiers", "root-secret-key").json()["tiers"]}
+    assert 0 < tiers["device"]["used_by"]["small"] <= 12
+    assert 0 < tiers["host"]["used_by"]["small"] <= 8
+    assert tiers["device"]["num_used"] < tiers["device"]["num_blocks"] // 2  # nobody else had to make room
+    assert cached("small-secret-key", mine[5], cache_salt="part 1") == 64
+    assert cached("small-secret-key", mine[0], cache_salt="part 0") == 0
+    assert cached("root-secret-key", theirs) == 128
+
+
+def test_a_prompt_that_a_tenants_share_has_no_room_for_is_a_clear_400(guarded):
+    body = {"model": guarded.model, "prompt": "x" * 192, "max_tokens": 1}
+    refused = guarded.post(TEXT, body, "small-secret-key")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert "192" in refused.json()["error"]["message"]
+    assert guarded.post(TEXT, body, "root-secret-key").status_code == 200
+
+
+def test_a_share_of_a_tier_that_is_not_there_is_told_at_the_start(tiny_model, tmp_path):
+    file = tmp_path / "kvtier.toml"
+    file.write_text('[[tenants]]\nname = "small"\nkey = "small-secret-key"\nhost_blocks = 8\n')
+    done = kvtier("serve", "--model", str(tiny_model), "--port", "0", "--config", str(file))
+    assert done.returncode == 1
+    assert "no tier 'host' in memory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_no_prompt_no_answer_and_no_key_is_in_the_log_or_the_state(guarded):
     marker = "xylophone-7431"
     answers = [
@@ -266,34 +320,47 @@ def test_no_prompt_no_answer_and_no_key_is_in_the_log_or_the_state(guarded):
         assert secret not in guarded.get("/metrics", "root-secret-key").text
 
 
+# ---- a log to replay ----
+
+
+def test_a_recorded_log_is_a_trace_without_any_text(start, tiny_model, tmp_path):
+    file = tmp_path / "requests.jsonl"
+    server = start("--record", str(file))
+    for number in range(3):
+        body = {"model": server.model, "prompt": f"{'xylophone ' * 20}{number}", "max_tokens": 4, "ignore_eos": True}
+        assert server.post(TEXT, body).status_code == 200
+    assert server.stop() == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    asked = [line for line in lines if line["event"] == "request"]
+    told = [(line["prompt_tokens"], line["answer_tokens"], line["state"]) for line in asked]
+    assert told == [(201, 4, "finished")] * 3
+    assert asked[0]["keys"][:12] == asked[1]["keys"][:12] == asked[2]["keys"][:12]
+    assert "xylophone" not in file.read_text()
+    replayed = kvtier("replay", str(file), "--json", "--capacities", "0")
+    assert replayed.returncode == 0, replayed.stderr
+    assert json.loads(replayed.stdout)["trace"]["num_requests"] == 3
+    again = kvtier("serve", "--port", "0", "--record", str(file), "--model", str(tiny_model))
+    assert again.returncode == 1
+    assert "not overwritten" in again.stderr
+
+
 # ---- not starting ----
 
 
+def kvtier(*arguments):
+    command = [sys.executable, "-m", "kvtier", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 def test_a_second_server_on_the_same_port_says_so(server, tiny_model):
-    command = [
-        sys.executable,
-        "-m",
-        "kvtier",
-        "serve",
-        "--model",
-        str(tiny_model),
-        "--port",
-        server.url.rsplit(":", 1)[1],
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = kvtier("serve", "--model", str(tiny_model), "--port", server.url.rsplit(":", 1)[1])
     assert done.returncode == 1
     assert "cannot listen at 127.0.0.1" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_model_that_is_not_there_is_told_in_one_line():
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtier", "serve", "--model", "/no/such", "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = kvtier("serve", "--model", "/no/such", "--port", "0")
     assert done.returncode == 1
     assert "there is no model at /no/such" in done.stderr
     assert "Traceback" not in done.stderr

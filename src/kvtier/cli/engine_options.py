@@ -10,6 +10,9 @@ from kvtier.cli.parser import Parser
 if TYPE_CHECKING:
     from kvtier.server.config import EngineOptions
 
+_POLICIES = ("lru", "fifo", "arc", "s3fifo", "cost")
+_WRITES = ("write_through", "write_through_selective", "write_back")
+
 
 def add_engine_options(command: Parser) -> None:
     """Which model, where, and how large its cache is."""
@@ -23,6 +26,9 @@ def add_engine_options(command: Parser) -> None:
     add("--disk", default="", metavar="FOLDER", help="keep blocks in this folder, too, also over restarts")
     add("--disk-bytes", default="8GiB", help="of all files in it")
     add("--shared", action="append", default=[], metavar="URL", help="a store that others use, too; may be repeated")
+    add("--policy", default="lru", choices=_POLICIES, help="whose blocks are evicted first, in the memory tiers")
+    add("--write", default=_WRITES[0], choices=_WRITES, help="when blocks are copied to the tier below")
+    add("--wait-seconds", type=float, default=5.0, help="the most that a request waits for its blocks from stores")
     add("--always-load", action="store_true", help="load cached blocks also where computing them is faster")
     add("--invariant", action="store_true", help="the same answer, bit for bit, whatever else is asked; slower")
     add("--draft-tokens", type=int, default=0, help="guess so many tokens from what was written before")

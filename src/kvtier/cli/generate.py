@@ -11,9 +11,9 @@ from kvtier.cli.engine_options import add_engine_options, engine_options
 from kvtier.cli.parser import Commands, Parser, add_command
 
 if TYPE_CHECKING:
-    from kvtier.engine.generation import Output
     from kvtier.engine.llm import LLM
-    from kvtier.engine.sampling import SamplingParams
+    from kvtier.engine.output import Output
+    from kvtier.engine.params import SamplingParams
 
 
 def add(commands: Commands) -> None:
@@ -119,7 +119,7 @@ def _llm(options: argparse.Namespace) -> LLM:
 
 
 def _params(options: argparse.Namespace) -> SamplingParams:
-    from kvtier.engine.sampling import SamplingParams
+    from kvtier.engine.params import SamplingParams
 
     return SamplingParams(
         temperature=options.temperature,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvtier.server.config import ServerConfig, Tenant
 
 _NEEDED = ("fastapi", "uvicorn", "uvloop", "httptools", "pydantic")
+_KINDS = {"str": (str, "a text"), "int": (int, "a whole number"), "bool": (bool, "true or false")}
 _LEVELS = ("debug", "info", "warning", "error")
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
@@ -46,6 +47,7 @@ def add(commands: Commands) -> None:
     add_option("--body-seconds", type=float, default=30.0, help="in which a body must have arrived")
     add_option("--request-seconds", type=float, default=600.0, help="in which an answer must be over")
     add_option("--drain-seconds", type=float, default=30.0, help="for requests to finish after SIGTERM")
+    add_option("--record", default="", metavar="FILE", help="a log of keys, lengths and times, for kvtier replay")
     add_option("--log-level", default="info", choices=_LEVELS, help="of the log on standard error")
 
 
@@ -90,9 +92,12 @@ def _tenants(tables: Any, environ: Mapping[str, str]) -> tuple[Tenant, ...]:
         raise ArgumentError("tenants must be tables: [[tenants]]")
     found = []
     for table in tables:
-        for key in table:
+        for key, value in table.items():
             if key not in known:
                 raise ArgumentError(f"[[tenants]] has no {key}{suggest(key, known)}")
+            kind, what = _KINDS[str(known[key].type)]
+            if type(value) is not kind:  # not shown: it may be a key
+                raise ArgumentError(f"[[tenants]] {key} must be {what}, got a value of type {type(value).__name__}")
         if "name" not in table or "key" not in table:
             raise ArgumentError("each of [[tenants]] needs a name and a key")
         found.append(Tenant(**table))

@@ -1,23 +1,31 @@
 """Runs a real model: weights, tokenizer, forward pass on a paged cache, sampling.
 
-Extra `engine`: safetensors, tokenizers, jinja2, gguf. Importing this package needs none of them.
+Extra `engine`: safetensors, tokenizers, jinja2, gguf. Importing this package needs none of them. A name is imported
+when it is first asked for, so that what tells of requests (Output, SamplingParams, Tokenizer) costs no torch.
 """
 
-from kvtier.engine.checkpoint import DEFAULT_MODEL, load_model, resolve
-from kvtier.engine.engine import Engine, EngineConfig
-from kvtier.engine.forward import ForwardBatch, SequenceInput
-from kvtier.engine.generation import Explanation, FinishReason, Output
-from kvtier.engine.llm import LLM, Completion
-from kvtier.engine.model import Model, default_ops
-from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.ops import CpuOps, Ops, TorchOps
-from kvtier.engine.ops_invariant import InvariantOps
-from kvtier.engine.runner import EngineRunner
-from kvtier.engine.sampling import Logprobs, Penalties, RequestSampler, Sample, SamplingParams, sample
-from kvtier.engine.speculate import DraftProposer, NgramProposer, Proposer
-from kvtier.engine.stop import Released, StopChecker
-from kvtier.engine.tokenizer import Tokenizer, TokenStream, load_tokenizer
-from kvtier.engine.weights import LayerWeights, Linear, ModelWeights
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.engine.checkpoint import load_model
+    from kvtier.engine.engine import Engine, EngineConfig
+    from kvtier.engine.forward import ForwardBatch, SequenceInput
+    from kvtier.engine.llm import LLM, Completion
+    from kvtier.engine.model import Model, default_ops
+    from kvtier.engine.model_config import ModelConfig, RopeConfig
+    from kvtier.engine.ops import CpuOps, Ops, TorchOps
+    from kvtier.engine.ops_invariant import InvariantOps
+    from kvtier.engine.output import Explanation, FinishReason, Output
+    from kvtier.engine.packaged import DEFAULT_MODEL, resolve
+    from kvtier.engine.params import Logprobs, Penalties, SamplingParams
+    from kvtier.engine.runner import EngineRunner
+    from kvtier.engine.sampling import RequestSampler, Sample, sample
+    from kvtier.engine.speculate import DraftProposer, NgramProposer, Proposer
+    from kvtier.engine.stop import Released, StopChecker
+    from kvtier.engine.tokenizer import Tokenizer, TokenStream, load_tokenizer
+    from kvtier.engine.weights import LayerWeights, Linear, ModelWeights
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -59,3 +67,35 @@ __all__ = [
     "resolve",
     "sample",
 ]
+
+_HOMES = MappingProxyType(
+    {
+        name: module
+        for module, names in {
+            "checkpoint": "load_model",
+            "engine": "Engine EngineConfig",
+            "forward": "ForwardBatch SequenceInput",
+            "llm": "LLM Completion",
+            "model": "Model default_ops",
+            "model_config": "ModelConfig RopeConfig",
+            "ops": "CpuOps Ops TorchOps",
+            "ops_invariant": "InvariantOps",
+            "output": "Explanation FinishReason Output",
+            "packaged": "DEFAULT_MODEL resolve",
+            "params": "Logprobs Penalties SamplingParams",
+            "runner": "EngineRunner",
+            "sampling": "RequestSampler Sample sample",
+            "speculate": "DraftProposer NgramProposer Proposer",
+            "stop": "Released StopChecker",
+            "tokenizer": "Tokenizer TokenStream load_tokenizer",
+            "weights": "LayerWeights Linear ModelWeights",
+        }.items()
+        for name in names.split()
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

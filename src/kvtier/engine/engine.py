@@ -19,10 +19,12 @@ from kvtier.batch.executor import InlineExecutor
 from kvtier.batch.ticket import Status, Ticket
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.engine.generation import Explanation, FinishReason, Generation, Output
+from kvtier.engine.generation import Generation
 from kvtier.engine.model import Model
 from kvtier.engine.modules import CacheGroup, Choose, Compute, Inputs
-from kvtier.engine.sampling import RequestSampler, SamplingParams
+from kvtier.engine.output import Explanation, FinishReason, Output
+from kvtier.engine.params import SamplingParams
+from kvtier.engine.sampling import RequestSampler
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tiers import Tiers, new_controller
 from kvtier.engine.tokenizer import Tokenizer
@@ -311,7 +313,7 @@ class Engine:
     def _refused(self, request: Request) -> list[Output]:
         generation, ticket = self._live.pop(request.id)
         ticket.cancel()
-        reason = FinishReason.LENGTH if request.num_new_tokens else FinishReason.ERROR
+        reason = FinishReason.LENGTH if request.num_new_tokens else FinishReason.REFUSED
         return self._end(generation, reason, request.reason)
 
     def _failed(self, step: Step, error: BaseException) -> list[Output]:

@@ -1,43 +1,25 @@
 """GGUF files: metadata and tensors under their Hugging Face names. Dequantising is the `gguf` package's.
 
-The header is read here, because the package's reader makes a Python object per array element: 3.5 s for the vocabulary
-of SmolLM2, where this takes 0.1. Two things differ from Hugging Face: shapes are written innermost first, and files of
-the llama architecture hold the rows of q and k with the halves of each head interleaved.
+Two things differ from Hugging Face: shapes are written innermost first, and files of the llama architecture hold the
+rows of q and k with the halves of each head interleaved.
 """
 
 from __future__ import annotations
 
 import mmap
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from kvtier.engine.gguf_header import GgufTensor, read_header
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.native import PACKED_KINDS
 from kvtier.engine.weights import RawMatrix
 from kvtier.errors import CheckpointError, UnavailableError
 
-_MAGIC = b"GGUF"
-# Scalars of the metadata by their number in the file; 8 is a string and 9 an array.
-_SCALARS: Mapping[int, str] = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-_STRING, _ARRAY = 8, 9
 _LAYER_NAMES: Mapping[str, str] = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -56,23 +38,6 @@ _TOP_NAMES: Mapping[str, str] = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-
-
-class GgufTensor(NamedTuple):
-    """Where a tensor is in the file."""
-
-    shape: tuple[int, ...]
-    type: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class GgufHeader:
-    """What stands before the tensors' bytes."""
-
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
-    data_offset: int
 
 
 class GgufFile:
@@ -177,67 +142,3 @@ def _gguf_name(name: str) -> str:
     layer, rest = name.removeprefix("model.layers.").split(".", 1)
     part, kind = rest.rsplit(".", 1)
     return f"blk.{layer}.{_LAYER_NAMES[part]}.{kind}"
-
-
-def read_metadata(path: Path) -> Mapping[str, Any]:
-    """The key-value pairs alone; needs no package."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return read_header(data, path).metadata
-
-
-def read_header(data: mmap.mmap | bytes, path: Path) -> GgufHeader:
-    """Read metadata and the table of tensors of a GGUF file, version 2 or 3."""
-    if data[:4] != _MAGIC:
-        raise CheckpointError(f"{path} is not a GGUF file: it begins with {bytes(data[:4])!r}, not {_MAGIC!r}")
-    try:
-        return _Reader(data).header()
-    except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"the header of {path} cannot be read ({error!r}): truncated or damaged") from error
-
-
-class _Reader:
-    def __init__(self, data: mmap.mmap | bytes) -> None:
-        self._data = data
-        self._at = 4
-
-    def header(self) -> GgufHeader:
-        version = self._scalar("I")
-        if version not in (2, 3):
-            raise CheckpointError(f"the GGUF file has version {version}; kvtier reads 2 and 3")
-        num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
-        metadata = {self._string(): self._value(self._scalar("I")) for _ in range(num_pairs)}
-        tensors = {self._string(): self._tensor() for _ in range(num_tensors)}
-        alignment = metadata.get("general.alignment", 32)
-        return GgufHeader(metadata, tensors, -(-self._at // alignment) * alignment)
-
-    def _tensor(self) -> GgufTensor:
-        shape = tuple(self._scalar("Q") for _ in range(self._scalar("I")))
-        return GgufTensor(shape[::-1], self._scalar("I"), self._scalar("Q"))
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind == _ARRAY:
-            return self._array()
-        return self._scalar(_SCALARS[kind])
-
-    def _array(self) -> list[Any]:
-        kind, count = self._scalar("I"), self._scalar("Q")
-        if kind in (_STRING, _ARRAY):
-            return [self._value(kind) for _ in range(count)]
-        code = f"<{count}{_SCALARS[kind]}"
-        found = list(struct.unpack_from(code, self._data, self._at))
-        self._at += struct.calcsize(code)
-        return found
-
-    def _scalar(self, code: str) -> Any:
-        found = struct.unpack_from(f"<{code}", self._data, self._at)[0]
-        self._at += struct.calcsize(f"<{code}")
-        return found
-
-    def _string(self) -> str:
-        length = self._scalar("Q")
-        begin, self._at = self._at, self._at + length
-        if self._at > len(self._data):
-            raise IndexError(f"a string of {length} bytes at {begin} passes the end")
-        return self._data[begin : self._at].decode()

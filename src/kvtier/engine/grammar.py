@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from kvtier.engine.schemas import FORM, load_llguidance
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.errors import ArgumentError, UnavailableError
+from kvtier.errors import ArgumentError
 
 if TYPE_CHECKING:
     import llguidance
-
-# As people write JSON, and nothing else: with any white space allowed, a model may write nothing but that.
-_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-def is_available() -> bool:
-    """Whether llguidance is installed."""
-    return importlib.util.find_spec("llguidance") is not None
-
-
-def check_schema(schema: str) -> str:
-    """Why a JSON schema cannot be followed; empty if it can."""
-    llguidance = _llguidance()
-    try:
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_FORM)
-    except ValueError as error:
-        return str(error)
-    return str(llguidance.LLMatcher.validate_grammar(grammar))
 
 
 class Grammars:
@@ -40,12 +22,12 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         if not eos_token_ids:
             raise ArgumentError("the model has no end-of-text token, with which an answer after a schema ends")
-        self._llguidance = _llguidance()
+        self._llguidance = load_llguidance()
         self._tokenizer = self._llguidance.LLTokenizer(tokenizer.to_json(), vocab_size, list(eos_token_ids))
 
     def json(self, schema: str) -> Callable[[], JsonConstraint]:
         """Constraints, each for one answer, to JSON that this schema describes. Up to a second, without the GIL."""
-        grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_FORM)
+        grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
         matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise ArgumentError(f"the schema cannot be followed: {matcher.get_error()}")
@@ -69,11 +51,3 @@ class JsonConstraint:
     def accept(self, token_id: int) -> None:
         """This one was taken."""
         self._matcher.consume_token(token_id)
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise UnavailableError("answers after a schema need llguidance: pip install 'kvtier[structured]'") from error
-    return llguidance

@@ -11,11 +11,12 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from kvtier.engine.checkpoint import DEFAULT_MODEL, load_model
+from kvtier.engine.checkpoint import load_model
 from kvtier.engine.engine import Engine, EngineConfig
-from kvtier.engine.generation import FinishReason, Output
 from kvtier.engine.ops_invariant import InvariantOps
-from kvtier.engine.sampling import Logprobs, SamplingParams
+from kvtier.engine.output import FinishReason, Output
+from kvtier.engine.packaged import DEFAULT_MODEL
+from kvtier.engine.params import Logprobs, SamplingParams
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvtier.engine.engine import Engine
-from kvtier.engine.generation import Output
-from kvtier.engine.sampling import SamplingParams
+from kvtier.engine.output import Output
+from kvtier.engine.params import SamplingParams
 from kvtier.errors import ClosedError
 
 T = TypeVar("T")

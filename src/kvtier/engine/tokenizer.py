@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvtier.engine.chat import ChatTemplate
-from kvtier.engine.checkpoint import DEFAULT_MODEL, resolve
+from kvtier.engine.gguf_header import read_metadata
+from kvtier.engine.packaged import DEFAULT_MODEL, resolve
 from kvtier.errors import CheckpointError, StateError, UnavailableError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -138,8 +139,6 @@ def load_tokenizer(model: str | Path = DEFAULT_MODEL) -> Tokenizer:
     path = resolve(model)
     if path.is_dir():
         return _from_folder(path)
-    from kvtier.engine.gguf import read_metadata
-
     return _from_gguf(read_metadata(path))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.errors import StateError
 from kvtier.index.lease import Lease
 from kvtier.index.node import NO_SLOT, BlockState, Node, upwards
-from kvtier.index.tier import Tier
+from kvtier.index.tier import Tier, tenant_of
 
 if TYPE_CHECKING:
     from kvtier.index.tree import RadixTree
@@ -62,7 +62,9 @@ def _check_held(node: Node, tier: Tier) -> None:
     if node.below[number] != _below(node, tier):
         _fail(node, f"{node.below[number]} children counted with blocks in {tier.name}, {_below(node, tier)} have some")
     is_candidate = not node.leases and held is not None and not node.below[number]
-    lanes = [tier.candidates()] + ([tier.candidates(node.domain[0])] if node.domain[0] in tier.tenants else [])
+    lanes = [tier.candidates()] + (
+        [tier.candidates(node.domain[0])] if tenant_of(node.domain[0]) in tier.tenants else []
+    )
     if any((node in lane) != is_candidate for lane in lanes):
         _fail(node, f"candidate in {tier.name}: {not is_candidate}, by the rule: {is_candidate}")
     if held is None:
@@ -89,7 +91,7 @@ def _check_tier(tier: Tier, nodes: list[Node]) -> None:
     evictable = Counter[bytes]()
     for node, part in zip(nodes, held, strict=True):
         if part is not None and not node.leases:
-            evictable[node.domain[0]] += part.num_held
+            evictable[tenant_of(node.domain[0])] += part.num_held
     if tier.num_evictable != evictable.total():
         raise StateError(f"{tier.name}: {tier.num_evictable} blocks counted evictable, {evictable.total()} are")
     for salt in tier.tenants:

@@ -12,6 +12,11 @@ from kvtier.index.policy import Policy
 from kvtier.index.pool import BlockPool, Slots
 
 
+def tenant_of(salt: bytes) -> bytes:
+    """Whose quota a salt counts for: what stands before its first NUL. The rest parts a tenant's own cache."""
+    return salt.partition(b"\0")[0]
+
+
 class Candidates:
     """Nodes that may be evicted from, by priority and then by policy; `num_blocks` is what can go in the end."""
 
@@ -69,10 +74,9 @@ class Tier:
         self.name = pool.tier
         self.policy_name = new_policy().name
         self.num_evicted = 0
-        """Blocks that had to make room."""
-        self.num_evicted = 0
         """Blocks that went to make room, so far."""
         self.used_by: dict[bytes, int] = {}
+        """Slots by tenant."""
         self._new_policy = new_policy
         self._all = Candidates(new_policy)
         self._tenants: dict[bytes, Candidates] = {}
@@ -84,35 +88,41 @@ class Tier:
 
     def quota(self, salt: bytes) -> int | None:
         """The most slots a tenant may use, if it has a limit."""
-        return self._tenants[salt].quota if salt in self._tenants else None
+        found = self._tenants.get(tenant_of(salt))
+        return found.quota if found is not None else None
+
+    def num_used_by(self, salt: bytes) -> int:
+        """Slots of a salt's tenant."""
+        return self.used_by.get(tenant_of(salt), 0)
 
     def evictable_by(self, salt: bytes) -> int:
         """Blocks of a tenant with a quota that can go."""
-        return self._tenants[salt].num_blocks
+        return self._tenants[tenant_of(salt)].num_blocks
 
     def candidates(self, salt: bytes | None = None) -> Candidates:
         """Those of all, or of one tenant with a quota; for looking."""
-        return self._all if salt is None else self._tenants[salt]
+        return self._all if salt is None else self._tenants[tenant_of(salt)]
 
     @property
     def tenants(self) -> tuple[bytes, ...]:
-        """Salts with a quota."""
+        """Those with a quota."""
         return tuple(self._tenants)
 
     def victim(self, salt: bytes | None = None) -> Node:
         """The next node to take from, of one tenant with a quota or of all; the caller knows that there is one."""
-        node = (self._all if salt is None else self._tenants[salt]).victim()
+        node = self.candidates(salt).victim()
         if node is None:
             raise StateError(f"{self.name}: {self.num_evictable} blocks counted evictable, no candidate left")
         return node
 
     def use(self, salt: bytes, count: int) -> None:
         """A tenant has so many slots more, or fewer."""
-        left = self.used_by.get(salt, 0) + count
+        tenant = tenant_of(salt)
+        left = self.used_by.get(tenant, 0) + count
         if left:
-            self.used_by[salt] = left
+            self.used_by[tenant] = left
         else:
-            self.used_by.pop(salt, None)
+            self.used_by.pop(tenant, None)
 
     # ---- what it holds ---------------------------------------------------------------------------------------------
 
@@ -194,8 +204,8 @@ class Tier:
     def withdraw(self, node: Node) -> None:
         """The node is no candidate any more, if it was one."""
         self._all.withdraw(node)
-        if self._tenants and node.domain[0] in self._tenants:
-            self._tenants[node.domain[0]].withdraw(node)
+        if self._tenants and (tenant := self._limited(node)) is not None:
+            tenant.withdraw(node)
 
     def unlinked(self, node: Node) -> None:
         """The node, with all below it, is about to leave the tree: what is above it may be a leaf here."""
@@ -210,27 +220,31 @@ class Tier:
         self.withdraw(node)
 
     def set_quota(self, salt: bytes, quota: int | None, nodes: Iterable[Node]) -> None:
-        """Limit a tenant, or lift the limit; `nodes` are all of the tenant's."""
-        self._tenants.pop(salt, None)
+        """Limit a salt's tenant, or lift the limit; `nodes` are all there are."""
+        self._tenants.pop(tenant_of(salt), None)
         if quota is None:
             return
-        tenant = self._tenants[salt] = Candidates(self._new_policy, quota)
+        tenant = self._tenants[tenant_of(salt)] = Candidates(self._new_policy, quota)
         for node in nodes:
             held = node.held[self.number]
-            if held is not None and not node.leases:
+            if held is not None and not node.leases and self._limited(node) is tenant:
                 tenant.num_blocks += held.num_held
                 if not node.below[self.number]:
                     tenant.offer(node)
 
     def _offer(self, node: Node) -> None:
         self._all.offer(node)
-        if self._tenants and node.domain[0] in self._tenants:
-            self._tenants[node.domain[0]].offer(node)
+        if self._tenants and (tenant := self._limited(node)) is not None:
+            tenant.offer(node)
 
     def _count(self, node: Node, count: int) -> None:
         self._all.num_blocks += count
-        if self._tenants and node.domain[0] in self._tenants:
-            self._tenants[node.domain[0]].num_blocks += count
+        if self._tenants and (tenant := self._limited(node)) is not None:
+            tenant.num_blocks += count
+
+    def _limited(self, node: Node) -> Candidates | None:
+        """Those of the node's tenant, if it has a quota."""
+        return self._tenants.get(tenant_of(node.domain[0]))
 
     def _gained(self, node: Node) -> None:
         """The tier holds something of this node now: what is above it is no leaf here any more."""

@@ -21,7 +21,7 @@ from kvtier.index.node import NO_SLOT, BlockState, Node, Usage, device_slots, up
 from kvtier.index.pool import I32, Shortage, Slots
 from kvtier.index.removal import Removal
 from kvtier.index.shape import absorb_parent, common_blocks, common_tokens, split, were_one
-from kvtier.index.tier import Tier
+from kvtier.index.tier import Tier, tenant_of
 from kvtier.index.tokens import TOKEN_BYTES
 
 _NO_SLOTS = np.empty(0, np.int32)
@@ -244,10 +244,10 @@ class RadixTree:
         short, over = n - tier.pool.num_free, 0
         quota = tier.quota(salt)
         if quota is not None and n:
-            used = tier.used_by.get(salt, 0)
+            used = tier.num_used_by(salt)
             over = max(0, used + n - quota)
             if over > tier.evictable_by(salt):
-                limit = salt.hex() or "no salt"
+                limit = tenant_of(salt).hex() or "no salt"
                 return Shortage(tier.name, n, max(0, quota - used), tier.evictable_by(salt), quota=limit)
         if short > tier.num_evictable:
             return Shortage(tier.name, n, tier.pool.num_free, tier.num_evictable)
@@ -310,8 +310,8 @@ class RadixTree:
             self._listener(IndexCleared())
 
     def set_quota(self, tier: Tier, salt: bytes, num_blocks: int | None) -> None:
-        """At most that many slots of a tier for one tenant's salt; None lifts the limit."""
-        tier.set_quota(salt, num_blocks, [node for node in self.nodes() if node.domain[0] == salt])
+        """At most that many slots of a tier for a salt's tenant (`tenant_of`); None lifts the limit."""
+        tier.set_quota(salt, num_blocks, self.nodes())
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ class RequestState(Enum):
     FINISHED = "finished"
     CANCELLED = "cancelled"
     REFUSED = "refused"
-    """It can never fit; `reason` says why."""
+    """It can never fit, or not beside what is pinned; `reason` says why."""
 
     @property
     def is_over(self) -> bool:

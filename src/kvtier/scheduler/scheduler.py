@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from kvtier.cache.hold import BlockCopy, Hold
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, LoadError, StateError
+from kvtier.index import Shortage
+from kvtier.index.tier import tenant_of
 from kvtier.scheduler.request import Control, Request, RequestState
 from kvtier.scheduler.step import Row, RowResult, SchedulerConfig, Step
 
@@ -169,7 +171,7 @@ class Scheduler:
             if shortage is None:
                 choice.take(Row.of(request, count))
                 return
-            victim = self._victim(request)
+            victim = self._victim(request, shortage)
             self._preempt(victim, choice, now)
             if victim is request:
                 return
@@ -177,22 +179,30 @@ class Scheduler:
     def _admit(self, choice: _Choice, now: float) -> None:
         """New and resumed requests, in order of priority and time waited; the first that does not fit ends it.
 
-        So a large request is not overtaken for ever by small ones behind it.
+        So a large request is not overtaken for ever by small ones behind it. Where only a tenant's quota is in its way,
+        the tenant's other requests wait behind it, and nobody else.
         """
         if not choice.budget or len(self._running) >= self.config.max_rows:
             return
+        full: set[bytes] = set()
         for request in sorted(self._waiting, key=lambda request: self._rank(request, now)):
             if not choice.budget or len(self._running) >= self.config.max_rows:
                 return
             if request.fetch is not None and not self.manager.is_fetched(request.fetch, now=now):
                 continue  # its blocks are on their way; others go first
-            if self._never_fits(request, choice):
+            if tenant_of(request.chain.salt) in full or self._never_fits(request, choice):
                 continue
             hold = self._take_in(request, choice.budget, now)
-            if hold is None and not self._running and self._let_fetches_go():
+            if isinstance(hold, Shortage) and self._is_alone(request, hold) and self._let_fetches_go():
                 hold = self._take_in(request, choice.budget, now)
-            if hold is None:
-                return
+            if isinstance(hold, Shortage):
+                if self._is_alone(request, hold) and not self.manager.moves.in_flight:
+                    self._refuse(request, choice, f"{hold}; what is left is pinned. Unpin something, or ask later")
+                elif hold.quota:
+                    full.add(tenant_of(request.chain.salt))
+                else:
+                    return
+                continue
             stop = min(request.chain.num_tokens, hold.num_cached_tokens + choice.budget)
             if stop == request.chain.num_tokens:
                 self.manager.allocate(hold, stop + self.config.lookahead_tokens)  # a wish
@@ -202,15 +212,20 @@ class Scheduler:
             if self._is_ready(request, now):
                 choice.take(Row.of(request, min(stop - hold.num_cached_tokens, choice.budget)))
 
-    def _take_in(self, request: Request, budget: int, now: float) -> Hold | None:
-        """KV for the first step of a request, if there is room."""
+    def _take_in(self, request: Request, budget: int, now: float) -> Hold | Shortage:
+        """KV for the first step of a request, or why there is no room."""
         hold = self.manager.match(
             request.chain, now=now, retention=request.retention, may_load=request.may_load, fetch=request.fetch
         )
-        if self.manager.allocate(hold, min(request.chain.num_tokens, hold.num_cached_tokens + budget)) is None:
+        shortage = self.manager.allocate(hold, min(request.chain.num_tokens, hold.num_cached_tokens + budget))
+        if shortage is None:
             return hold
         self.manager.abort(hold, now=now)
-        return None
+        return shortage
+
+    def _is_alone(self, request: Request, shortage: Shortage) -> bool:
+        """Whether no request runs that could give it room when it ends."""
+        return not any(_may_help(other, request, shortage) for other in self._running)
 
     def _let_fetches_go(self) -> bool:
         """Those that wait hold what was fetched for them, on the device too: if that is in everybody's way, let go."""
@@ -265,28 +280,40 @@ class Scheduler:
 
     def _never_fits(self, request: Request, choice: _Choice) -> bool:
         """Refuse a request that could not run even alone."""
-        tokens = request.chain.num_tokens
-        capacity = self.manager.num_blocks * self.manager.namespace.block_tokens
-        if tokens >= min(capacity, self.config.max_context):
-            request.reason = (
-                f"{tokens} tokens and one to generate do not fit: the cache has room for {capacity} tokens, "
-                f"a request may have {self.config.max_context}"
-            )
-            self._waiting.remove(request)
-            self._end_fetch(request)
-            request.state = RequestState.REFUSED
-            choice.refused.append(request)
-            return True
-        return False
+        tokens, num_blocks = request.chain.num_tokens, self.manager.num_blocks
+        quota = self.manager.tree.tiers[0].quota(request.chain.salt)
+        if quota is not None:
+            num_blocks = min(quota, num_blocks)
+        capacity = num_blocks * self.manager.namespace.block_tokens
+        if tokens < min(capacity, self.config.max_context):
+            return False
+        whose = "the cache" if quota is None else "its tenant"
+        why = (
+            f"{tokens} tokens and one to generate do not fit: {whose} has room for {capacity} tokens, "
+            f"a request may have {self.config.max_context}"
+        )
+        self._refuse(request, choice, why)
+        return True
+
+    def _refuse(self, request: Request, choice: _Choice, why: str) -> None:
+        request.reason = why
+        self._waiting.remove(request)
+        self._end_fetch(request)
+        request.state = RequestState.REFUSED
+        choice.refused.append(request)
 
     def _rank(self, request: Request, now: float) -> tuple[float, float]:
         waited = (now - request.arrival) / self.config.age_seconds
         return -(request.priority + waited), request.arrival
 
-    def _victim(self, request: Request) -> Request:
+    def _victim(self, request: Request, shortage: Shortage) -> Request:
         """Whose KV goes when there is too little: the lowest priority, and of those the one that came last."""
-        others = [(-other.priority, other.arrival, place) for place, other in enumerate(self._running)]
-        return self._running[max(each for each in others if each[0] >= -request.priority)[2]]
+        others = [
+            (-other.priority, other.arrival, place)
+            for place, other in enumerate(self._running)
+            if other.priority <= request.priority and _may_help(other, request, shortage)
+        ]
+        return self._running[max(others)[2]]
 
     def _preempt(self, request: Request, choice: _Choice, now: float) -> None:
         self._to_waiting(request, now)
@@ -341,6 +368,11 @@ class Scheduler:
         """The copy a row needs before its first tokens are computed."""
         hold = _held(row.request)
         return hold.copy if hold.copy is not None and row.first == hold.num_cached_tokens else None
+
+
+def _may_help(other: Request, request: Request, shortage: Shortage) -> bool:
+    """Whether what another request holds could be of use: where a quota is in the way, only the tenant's own."""
+    return not shortage.quota or tenant_of(other.chain.salt) == tenant_of(request.chain.salt)
 
 
 def _held(request: Request) -> Hold:

@@ -14,8 +14,8 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from kvtier.engine import grammar
-from kvtier.engine.generation import Explanation, FinishReason, Output
+from kvtier.engine import schemas
+from kvtier.engine.output import Explanation, FinishReason, Output
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, KvtierError, StateError
 from kvtier.server.activity import Activity, RequestRecord
@@ -169,7 +169,7 @@ class Completions:
 
     def _job(self, body: Sampling, tenant: Tenant | None, ask: Ask, form: type[ChatForm | CompletionForm]) -> Job:
         self.check_tokens(ask.prompts, ask.prompt_name)
-        room = self._checked_room(ask)
+        room = self._checked_room(ask, tenant)
         try:
             params = body.sampling_params(max_tokens=ask.max_tokens or room, logprobs=ask.logprobs)
         except ArgumentError as error:  # what the fields alone do not show
@@ -186,26 +186,28 @@ class Completions:
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         return Job(id, form.endpoint, tenant, submits, made, bool(body.stream), include_usage)
 
-    @property
-    def _room(self) -> int:
+    def _room(self, tenant: Tenant | None) -> int:
         """Tokens that one request can ever have."""
-        return min(self._started.max_context, self.num_blocks * self._started.block_tokens)
+        quota = tenant.device_blocks if tenant is not None else 0
+        num_blocks = min(quota, self.num_blocks) if quota else self.num_blocks
+        return min(self._started.max_context, num_blocks * self._started.block_tokens)
 
-    def _checked_room(self, ask: Ask) -> int:
+    def _checked_room(self, ask: Ask, tenant: Tenant | None) -> int:
         """Tokens that are left for an answer to the longest prompt. Raises 400 if they are too few."""
+        most = self._room(tenant)
         name, lengths = ask.prompt_name, [len(prompt) for prompt in ask.prompts]
         if not min(lengths):
             raise ApiError(400, f"{name} is empty: a request needs at least one token", name)
-        code, longest, room = "context_length_exceeded", max(lengths), self._room - max(lengths)
+        code, longest, room = "context_length_exceeded", max(lengths), most - max(lengths)
         if room < 1:
             raise ApiError(
-                400, f"{name} has {longest} tokens; with one to generate this server takes {self._room}", name, code
+                400, f"{name} has {longest} tokens; with one to generate this server takes {most}", name, code
             )
         if ask.max_tokens is not None and ask.max_tokens > room:
             raise ApiError(
                 400,
                 f"{longest} tokens of {name} and {ask.max_tokens} of {ask.max_tokens_name} are more than the "
-                f"{self._room} this server takes; ask for at most {room}",
+                f"{most} this server takes; ask for at most {room}",
                 ask.max_tokens_name,
                 code,
             )
@@ -251,7 +253,7 @@ class Completions:
             job.finish = "refused" if isinstance(error, ArgumentError) else "error"
             raise of_engine(error) from error
         except ApiError as error:
-            job.finish = "refused" if error.status < 500 else "error"
+            job.finish = "refused" if error.status < 500 or error.status == 503 else "error"
             raise
         finally:
             self._book(job)
@@ -266,6 +268,8 @@ class Completions:
             if output.finish_reason is FinishReason.ERROR:
                 _log.error("request %s failed in the engine: %s", job.id, output.error)
                 raise ApiError(500, f"the engine could not go on with this request: {output.error}", code="step_failed")
+            if output.finish_reason is FinishReason.REFUSED:
+                raise ApiError(503, f"there is no room for this request: {output.error}", code="no_room", retry_after=5)
             usage.completion_tokens += len(output.token_ids)
         # every output of an answer repeats its prompt's numbers; the first answer's are taken
         if not usage.prompt_tokens:
@@ -310,14 +314,14 @@ def _sentence(explanation: Explanation) -> str:
 async def _check_schema(body: Sampling, schema: str) -> None:
     """Before the engine sees it: what cannot be followed is the client's to know."""
     name = "response_format"
-    if not grammar.is_available():
+    if not schemas.is_available():
         raise ApiError(
             400, f"{name}: this server has no llguidance, so only text can be asked for", name, "unavailable"
         )
     for other in ("min_tokens", "ignore_eos"):
         if getattr(body, other):
             raise ApiError(400, f"{other} does not go with {name}, which says where an answer ends", other)
-    wrong = await asyncio.to_thread(grammar.check_schema, schema)
+    wrong = await asyncio.to_thread(schemas.check_schema, schema)
     if wrong:
         raise ApiError(400, f"{name}: this schema cannot be followed: {wrong}", f"{name}.json_schema.schema")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtier.engine.checkpoint import DEFAULT_MODEL
+from kvtier.engine.packaged import DEFAULT_MODEL
 from kvtier.errors import ArgumentError, RangeError
 
 
@@ -26,6 +26,12 @@ class EngineOptions:
     """Of all its files together."""
     shared: tuple[str, ...] = ()
     """URLs of stores that others use, too (redis://, s3://, mooncake://)."""
+    policy: str = "lru"
+    """Whose blocks go first, in the memory tiers: lru, fifo, arc, s3fifo or cost."""
+    write: str = "write_through"
+    """When blocks go down a tier: write_through, write_through_selective (used again) or write_back (room is low)."""
+    wait_seconds: float = 5.0
+    """The most that a request waits for its blocks from stores."""
     always_load: bool = False
     """Load cached blocks also where computing them again is expected to be faster."""
     invariant: bool = False
@@ -37,6 +43,8 @@ class EngineOptions:
     draft_tokens: int = 0
     threads: int = 0
     """Of torch; 0 leaves one core to the front end where there is more than one."""
+    record: str = ""
+    """A new file for what `kvtier replay` reads of every request: keys, lengths and times; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +80,17 @@ class Tenant:
     """At a time; 0 for no limit."""
     tokens_per_minute: int = 0
     """Prompt (without what was cached) and answer; 0 for no limit."""
+    device_blocks: int = 0
+    """Of the device tier, under whatever `cache_salt`; whoever needs more evicts its own. 0 for no limit."""
+    host_blocks: int = 0
+    """The same of the host tier."""
 
     def __post_init__(self) -> None:
         if not self.name or "\0" in self.name:
             raise ArgumentError(f"a tenant needs a name without NUL, got {self.name!r}")
         if len(self.key) < 8:
             raise ArgumentError(f"the key of tenant {self.name} has {len(self.key)} characters; at least 8 are needed")
-        if self.max_requests < 0 or self.tokens_per_minute < 0:
+        if min(self.max_requests, self.tokens_per_minute, self.device_blocks, self.host_blocks) < 0:
             raise RangeError(f"the quotas of tenant {self.name} must not be negative")
 
 

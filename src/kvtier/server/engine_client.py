@@ -11,9 +11,8 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from kvtier.engine.generation import Explanation, Output
+from kvtier.engine.output import Explanation, Output
 from kvtier.errors import ClosedError, StateError
-from kvtier.server import engine_process
 from kvtier.server.config import EngineOptions
 from kvtier.server.messages import (
     LENGTH,
@@ -30,6 +29,13 @@ from kvtier.server.messages import (
     Submit,
     frame,
 )
+
+
+def _run_engine(options: EngineOptions, connection: socket.socket) -> None:
+    """In the engine process, which needs torch; the front end does not, and is up seconds earlier without."""
+    from kvtier.server import engine_process
+
+    engine_process.main(options, connection)
 
 
 class Mailbox:
@@ -90,7 +96,7 @@ class EngineClient:
         ours.setblocking(False)
         self._socket = ours
         self._process = multiprocessing.get_context("spawn").Process(
-            target=engine_process.main, args=(options, theirs), name="kvtier-engine"
+            target=_run_engine, args=(options, theirs), name="kvtier-engine"
         )
         self._process.start()
         theirs.close()

@@ -18,6 +18,10 @@ def snapshot(engine: Engine) -> dict[str, Any]:
     stats = engine.manager.stats
     states = engine.tiers.states()
     in_use = {tier.name: tier.num_used - tier.num_evictable for tier in stats.tiers if tier.num_blocks}
+    used_by = {
+        tier.name: {tenant.decode(errors="replace"): count for tenant, count in tier.used_by.items()}
+        for tier in engine.manager.tree.tiers
+    }
     return {
         "asleep": engine.tiers.is_asleep,
         "tiers": [
@@ -29,6 +33,7 @@ def snapshot(engine: Engine) -> dict[str, Any]:
                 "block_bytes": state.block_bytes,
                 "bytes": state.max_bytes,
                 "used_bytes": state.used_bytes,
+                "used_by": used_by.get(state.name, {}),
             }
             for state in states
         ],
@@ -143,9 +148,18 @@ def resize(engine: Engine, tier: str, num_blocks: int) -> dict[str, bool]:
     return {"ok": True}
 
 
+def set_quota(engine: Engine, tier: str, salt: bytes, num_blocks: int) -> dict[str, bool]:
+    """Limit what a tenant has of a tier."""
+    engine.tiers.set_quota(tier, salt, num_blocks)
+    return {"ok": True}
+
+
 CONTROLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         each.__name__: each
-        for each in (snapshot, metrics, explain, pin, unpin, prefetch, demote, drop, reset, sleep, wake, resize)
+        for each in (
+            *(snapshot, metrics, explain, set_quota),
+            *(pin, unpin, prefetch, demote, drop, reset, sleep, wake, resize),
+        )
     }
 )

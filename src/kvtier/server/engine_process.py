@@ -10,21 +10,24 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from urllib.parse import quote
 
 import torch
 
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
+from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.cache.store import StoreConfig
 from kvtier.engine.engine import Engine, EngineConfig
-from kvtier.engine.generation import Explanation, Output
 from kvtier.engine.grammar import Grammars
 from kvtier.engine.llm import LLM
+from kvtier.engine.output import Explanation, Output
+from kvtier.engine.params import SamplingParams
 from kvtier.engine.runner import EngineRunner
-from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.speculate import NgramProposer
-from kvtier.errors import KvtierError
+from kvtier.errors import ArgumentError, KvtierError
+from kvtier.replay import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
 from kvtier.server.engine_controls import CONTROLS
@@ -43,25 +46,41 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
     try:
         engine = make_llm(options).engine
+        recorder = _record(engine, options.record)
     except Exception as error:  # whatever it is, the front end is told and ends with it
         channel.send(Broken(f"{type(error).__name__}: {error}"))
         return
-    EngineServer(engine, channel).run()
+    with recorder:
+        EngineServer(engine, channel).run()
+
+
+def _record(engine: Engine, path: str) -> contextlib.AbstractContextManager[object]:
+    """The log that is asked for, if any, from now on."""
+    if not path:
+        return contextlib.nullcontext()
+    if Path(path).exists():
+        raise ArgumentError(f"--record {path}: there is such a file, and it is not overwritten; name another")
+    recorder = Recorder(path)
+    recorder.attach(engine.scheduler, now=time.monotonic())
+    return recorder
 
 
 def make_llm(options: EngineOptions) -> LLM:
     """A model and an engine as the options say."""
     tiers: list[tuple[StoreConfig, str | tuple[str, ...]]] = []
+    saving, waits = Saving(WritePolicy(options.write)), options.wait_seconds
     if options.disk:
-        tiers.append((StoreConfig("disk"), f"disk:{quote(options.disk)}?bytes={options.disk_bytes}"))
+        disk = StoreConfig("disk", saving, wait_seconds=waits)
+        tiers.append((disk, f"disk:{quote(options.disk)}?bytes={options.disk_bytes}"))
     if options.shared:
-        tiers.append((StoreConfig("shared", is_shared=True), options.shared))
+        tiers.append((StoreConfig("shared", saving, wait_seconds=waits, is_shared=True), options.shared))
     host_blocks = options.host_blocks or (options.blocks if tiers else 0)  # what comes from a store comes through it
     config = EngineConfig(
         options.block_tokens,
         CacheConfig(
             options.blocks,
-            host=HostConfig(host_blocks) if host_blocks else None,
+            policy=options.policy,
+            host=HostConfig(host_blocks, options.policy, saving) if host_blocks else None,
             stores=tuple(store for store, _ in tiers),
             recompute=not options.always_load,
         ),

@@ -85,6 +85,7 @@ async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object
             await _one(options, rng, report)
             progress(report)
 
+    progress(report)  # it is filled while it runs
     async with asyncio.TaskGroup() as group:
         for number in range(options.clients):
             group.create_task(client(number))

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.engine.generation import Explanation, Output
-from kvtier.engine.sampling import SamplingParams
+from kvtier.engine.output import Explanation, Output
+from kvtier.engine.params import SamplingParams
 
 LENGTH = struct.Struct(">I")
 

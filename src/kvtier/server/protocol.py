@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from kvtier.engine.sampling import Penalties, SamplingParams
+from kvtier.engine.params import Penalties, SamplingParams
 
 Text = Annotated[str, StringConstraints(max_length=4 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]

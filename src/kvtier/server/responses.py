@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvtier.engine.generation import FinishReason, Output
-from kvtier.engine.sampling import Logprobs
+from kvtier.engine.output import FinishReason, Output
+from kvtier.engine.params import Logprobs
 from kvtier.engine.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

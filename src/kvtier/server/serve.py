@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 import uvloop
@@ -17,7 +17,8 @@ from kvtier.errors import UnavailableError
 from kvtier.server.activity import Activity
 from kvtier.server.admission import Admission
 from kvtier.server.app import make_app
-from kvtier.server.config import ServerConfig
+from kvtier.server.auth import salt_of
+from kvtier.server.config import ServerConfig, Tenant
 from kvtier.server.engine_client import EngineClient
 
 _log = logging.getLogger("kvtier.server")
@@ -46,6 +47,7 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
         started = await starting
+        await _set_quotas(engine, config.tenants)
     except BaseException:
         starting.cancel()
         await engine.close(0.0)
@@ -103,6 +105,14 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Nothing."""
         yield
+
+
+async def _set_quotas(engine: EngineClient, tenants: Sequence[Tenant]) -> None:
+    """What each tenant may have of the memory tiers."""
+    for tenant in tenants:
+        for tier, num_blocks in (("device", tenant.device_blocks), ("host", tenant.host_blocks)):
+            if num_blocks:
+                await engine.call("set_quota", tier=tier, salt=salt_of(tenant, None), num_blocks=num_blocks)
 
 
 async def _stop_without_engine(engine: EngineClient, stop: Callable[[], object]) -> None:

@@ -160,14 +160,14 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(model):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_prompt_larger_than_the_cache_ends_with_an_error_and_all_its_answers_do(model, n):
+def test_a_prompt_larger_than_the_cache_is_refused_and_all_its_answers_are(model, n):
     engine = make_engine(model, 4, 4)
     (prompt,) = prompts(7, 30)
     name = engine.add(prompt, sampled(5, n=n))
     other = engine.add(prompt[:3], greedy(2))
     answers = finish(engine)
     for index in range(n):
-        assert answers[name, index].reason is FinishReason.ERROR
+        assert answers[name, index].reason is FinishReason.REFUSED
         assert "room for 16 tokens" in answers[name, index].error
     assert answers[other].reason is FinishReason.LENGTH
 

@@ -355,6 +355,19 @@ def test_a_tenant_over_its_quota_evicts_its_own(policy):
     assert tree.tiers[0].used_by[b"a"] == 3
 
 
+def test_all_salts_of_a_tenant_count_for_its_quota():
+    tree = tree_of(8)
+    tree.set_quota(tree.tiers[0], b"a\0whatever", 3)
+    run(tree, 1, 2, salt=b"ab")
+    run(tree, 1, 2, salt=b"a\0x")
+    run(tree, 1, 2, salt=b"a\0y")
+    run(tree, 1, salt=b"a")
+    assert tree.tiers[0].used_by == {b"a": 3, b"ab": 2}
+    assert tree.tiers[0].quota(b"a\0z") == 3
+    assert [matched(tree, 1, 2, salt=salt) for salt in (b"a\0x", b"a\0y", b"ab")] == [0, 2, 2]
+    tree.check([])
+
+
 def test_a_tenant_whose_quota_is_leased_gets_none_though_there_is_room():
     tree = tree_of(8)
     tree.set_quota(tree.tiers[0], b"a", 2)

@@ -47,7 +47,7 @@ STEPS = 50
 STATES = {1: ("writing", 0), 2: ("dropping", 0), **{3 + n: ("ready", n) for n in range(253)}}
 REVISIONS = ("a", "b")
 MOST_TOKENS = 13
-DOMAINS = [(b"", b"")] * 4 + [(b"s", b""), (b"", b"l"), (b"s", b"l")]
+DOMAINS = [(b"", b"")] * 4 + [(b"s", b""), (b"s\0x", b""), (b"", b"l"), (b"s", b"l")]
 MEDIA = [()] * 4 + [((2, 2, b"x"),), ((1, 4, b"x"),), ((2, 2, b"y"),), ((4, 1, b"x"), (5, 2, b"y"))]
 
 
@@ -391,7 +391,7 @@ class Machine(RuleBasedStateMachine):
             assert (self.tree.evict(self.tiers[tier], n, salt=salt) is None) == enough
             self.do_room(tier, [salt] * n if enough else [])
 
-    @rule(tier=ANY, n=st.integers(0, 5), salt=st.sampled_from([b"", b"s"]))
+    @rule(tier=ANY, n=st.integers(0, 5), salt=st.sampled_from([b"", b"s", b"s\0x"]))
     def reserve_and_give_back(self, tier, n, salt):
         tier %= len(self.tiers)
         spec = Spec((), (), (salt, b""))

@@ -99,8 +99,10 @@ def make(num_blocks: int = 8, *, prefix_caching: bool = True, host: HostConfig |
     return Scheduler(manager, SchedulerConfig(**{"max_rows": 4, "max_step_tokens": 8, **limits}))
 
 
-def request(scheduler: Scheduler, name: str, prompt, new: int = 4, *, now: float = 0.0, priority: int = 0) -> Request:
-    made = Request(name, Chain(scheduler.manager.namespace, list(prompt)), new, priority=priority)
+def request(
+    scheduler: Scheduler, name: str, prompt, new: int = 4, *, now: float = 0.0, priority: int = 0, salt: bytes = b""
+) -> Request:
+    made = Request(name, Chain(scheduler.manager.namespace, list(prompt), salt=salt), new, priority=priority)
     scheduler.add(made, now)
     return made
 
@@ -329,6 +331,53 @@ def test_what_can_never_fit_is_refused_and_says_why():
     assert "8 tokens" in made.reason
     scheduler.update(step, [], 0.0)
     scheduler.check()
+
+
+def test_what_does_not_fit_beside_pins_is_refused_and_says_why():
+    scheduler, device = make(4), Device()
+    request(scheduler, "first", [1] * 12, 1)
+    run(scheduler, device)
+    pin = scheduler.manager.pin(Chain(scheduler.manager.namespace, [1] * 12))
+    large, small = request(scheduler, "large", [2] * 7), request(scheduler, "small", [3], 2)
+    run(scheduler, device)
+    assert (large.state, small.state) == (RequestState.REFUSED, RequestState.FINISHED)
+    assert "2 slots of device wanted, 1 free and 0 evictable" in large.reason
+    assert "pinned" in large.reason
+    growing = request(scheduler, "growing", [4] * 3, 9)
+    run(scheduler, device)
+    assert (growing.state, growing.num_new_tokens) == (RequestState.REFUSED, 2)  # what there was room for
+    scheduler.manager.unpin(pin)
+    again = request(scheduler, "again", [2] * 7)
+    run(scheduler, device)
+    assert again.state is RequestState.FINISHED
+
+
+def test_a_tenants_quota_holds_up_and_preempts_its_own_requests_only():
+    scheduler, device = make(20, max_rows=8, max_step_tokens=64), Device()
+    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"a", 4)
+    mine = [request(scheduler, f"a{number}", [number] * 7, 6, salt=b"a") for number in range(3)]
+    others = [request(scheduler, f"b{number}", [number] * 7, 6, salt=b"b") for number in range(3)]
+    step = scheduler.schedule(0.0)
+    assert [row.request.id for row in step.rows] == ["a0", "a1", "b0", "b1", "b2"]
+    scheduler.update(step, device.run(step), 0.0)
+    run(scheduler, device)
+    assert {each.state for each in mine + others} == {RequestState.FINISHED}
+    assert sum(each.num_preempted for each in mine) > 0
+    assert sum(each.num_preempted for each in others) == 0
+    assert scheduler.manager.tree.tiers[0].used_by[b"a"] <= 4
+    for each in mine + others:
+        prompt = tuple(each.chain.tokens[: each.num_prompt_tokens].tolist())
+        assert tuple(each.chain.tokens[each.num_prompt_tokens :].tolist()) == alone(prompt, 6)
+
+
+def test_what_can_never_fit_into_a_quota_is_refused():
+    scheduler = make(20)
+    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"a", 2)
+    huge = request(scheduler, "huge", [1] * 8, salt=b"a\0part")
+    request(scheduler, "other", [1] * 8, salt=b"b")
+    step = scheduler.schedule(0.0)
+    assert (step.refused, [row.request.id for row in step.rows]) == ((huge,), ["other"])
+    assert "its tenant has room for 8 tokens" in huge.reason
 
 
 def test_controls_run_once_and_are_no_requests():

@@ -1,0 +1,127 @@
+"""What a request may ask for. No torch: the server checks it in a process that does not compute."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+
+from kvtier.errors import ArgumentError, RangeError
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_LOGPROBS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Against repeating: all neutral by default."""
+
+    repetition: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
+    presence: float = 0.0
+    """Taken from the logits of tokens in the output."""
+    frequency: float = 0.0
+    """Taken from them once for each time they occur there."""
+
+    def __post_init__(self) -> None:
+        _within("repetition penalty", self.repetition, 0.0, 1e3, open_low=True)
+        _within("presence penalty", self.presence, -2.0, 2.0)
+        _within("frequency penalty", self.frequency, -2.0, 2.0)
+
+
+class Constraint(Protocol):
+    """What one answer may go on with: a grammar and how far it got."""
+
+    def forbid(self, logits: torch.Tensor) -> None:
+        """Make tokens impossible, in a row of logits."""
+
+    def accept(self, token_id: int) -> None:
+        """This token was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen and when it ends."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Keep only this many of the most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that together reach this probability."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one's probability."""
+    penalties: Penalties = dataclasses.field(default_factory=Penalties)
+    seed: int | None = None
+    """The same seed gives the same tokens; without one they differ from run to run."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the output; they are not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 128
+    min_tokens: int = 0
+    """Before this many tokens neither the end-of-text token nor a stop token is chosen."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Report the log-probability of each chosen token and of this many of the most likely ones."""
+    n: int = 1
+    """Samples per prompt; they share its blocks."""
+    constraint: Callable[[], Constraint] | None = None
+    """Makes what limits the tokens of one answer (grammar.Grammars)."""
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_k", self.top_k, 0, 1 << 31)
+        _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("max_tokens", self.max_tokens, 1, 1 << 31)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _within("n", self.n, 1, 1 << 16)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
+        if self.seed is not None:
+            _within("seed", self.seed, 0, (1 << 64) - 1)
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ArgumentError(f"stop must be a tuple of texts that are not empty, got {self.stop!r}")
+        if self.n > 1 and self.is_greedy:
+            raise ArgumentError(f"n = {self.n} samples at temperature 0 would all be the same; raise the temperature")
+        if self.constraint is not None and (self.min_tokens or self.ignore_eos):
+            raise ArgumentError("a constraint says where an answer ends: neither min_tokens nor ignore_eos go with it")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """From keywords as users write them (repetition_penalty, stop as one text...); an unknown one is an error."""
+        given = dict(options)
+        names = {f"{each.name}_penalty": each.name for each in dataclasses.fields(Penalties)}
+        known = {each.name for each in dataclasses.fields(cls)} - {"penalties", "constraint"} | set(names)
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise ArgumentError(f"unknown sampling options {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        penalties = Penalties(**{name: given.pop(key) for key, name in names.items() if key in given})
+        if "stop" in given:
+            given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"] or ())
+        if "stop_token_ids" in given:
+            given["stop_token_ids"] = tuple(given["stop_token_ids"] or ())
+        return cls(penalties=penalties, **given)
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+    """(token, log-probability) of the most likely tokens, the likeliest first."""
+
+
+def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if not isinstance(value, int | float) or not (low < value if open_low else low <= value) or value > high:
+        raise RangeError(
+            f"{name} must be {'above' if open_low else 'at least'} {low} and at most {high}, got {value!r}"
+        )
