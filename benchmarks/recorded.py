@@ -193,6 +193,7 @@ def calibrate(model: Model, folder: Path, seconds: float) -> Machine:
 def _speed(outcomes: tuple[tuple[str, int, float], ...], *purposes: str) -> tuple[float, float]:
     """Seconds of a transfer without bytes, and bytes per second, as all transfers of a kind have it."""
     mine = np.array([(nbytes, seconds) for purpose, nbytes, seconds in outcomes if purpose in purposes])
+    assert len(mine), f"no {' or '.join(purposes)} in the calibration: run it for longer"
     slope, fixed = np.polyfit(mine[:, 0], mine[:, 1], 1) if len(np.unique(mine[:, 0])) > 1 else (0.0, 0.0)
     if slope <= 0 or fixed < 0:  # too few, or all alike
         return 0.0, float(mine[:, 0].sum() / mine[:, 1].sum())

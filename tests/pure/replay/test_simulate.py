@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
+from kvtier.cache.plan import Purpose
 from kvtier.cache.store import StoreConfig
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.replay import SyntheticTrace, TraceRequest, generate
@@ -112,6 +113,19 @@ def test_computing_again_is_chosen_where_the_link_is_slower():
     fast = simulator(6, 100, link=1.0, recompute=True).run([*far, *again])
     assert slow.requests[-1].tokens_from.get("host", 0) == 0
     assert fast.requests[-1].tokens_from["host"] == 4 * 512
+
+
+def test_the_manager_learns_what_links_and_steps_take_and_not_the_wait_for_others():
+    """Four that come at once queue for the disk; what is decided by counts blocks under way by itself."""
+    far = [request(10_000 * i, *range(10 * i, 10 * i + 2 + i)) for i in range(8)]
+    again = [replace(each, timestamp_ms=9e8, hash_ids=(*each.hash_ids[:-1], 999)) for each in far[:4]]
+    ours = simulator(20, 21, 100, link=0.5, recompute=True)
+    ours.run([*far, *again])
+    speeds = ours.manager.speeds
+    for count in (1, 5, 20):
+        assert speeds.move_seconds((Purpose.LOAD, ""), count) == pytest.approx(count / 0.5)
+        assert speeds.move_seconds((Purpose.FETCH, "disk"), count) == pytest.approx(count / DISK.read_bandwidth)
+        assert speeds.compute_seconds(512, count * 512) == pytest.approx(count * 512)
 
 
 def test_a_request_that_can_never_fit_is_refused_and_counted():

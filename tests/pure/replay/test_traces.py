@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import tempfile
 from collections import OrderedDict
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -304,3 +306,11 @@ def test_a_ghost_that_saw_nothing_says_so():
         GhostCache(16, 100, rate=0)
     with pytest.raises(ArgumentError, match="no shadow of belady"):
         GhostCache(16, 100, policies=("belady",))
+
+
+def test_the_page_names_every_knob_with_its_default():
+    page = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
+    told = page[page.index("Knobs, with their defaults:") : page.index("Lengths are means")]
+    for knob in fields(SyntheticTrace):
+        if knob.name != "seed":
+            assert re.search(rf"\b{knob.name} \({knob.default:g}\b", told), knob.name
