@@ -1,4 +1,8 @@
 # kvtier serve with SmolLM2 inside; docs/operating.md says how to run it.
+#
+# Never built by docker so far: there was none on the machine. On 2026-11-15 its steps were run by hand in an empty
+# folder (Python 3.11, torch 2.13.0+cpu from a wheel): 2 minutes of installing, refused without keys, answered a chat,
+# saved on SIGTERM. Not tried: the base image, its user, the index below.
 FROM python:3.12-slim
 
 # A compiler: the CPU kernels and the copier are built on first use.
