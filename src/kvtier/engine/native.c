@@ -408,3 +408,5 @@ void kvtier_rotate(float *qkv, const float *cos, const float *sin, float *cache,
                   sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], alone};
     run(rotation_share, &p, p.alone, threads);
 }
+
+#include "native_draw.h"

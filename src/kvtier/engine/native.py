@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +29,12 @@ from kvtier.memory.files import cache_dir
 MAX_TOKENS = 16
 """More rows of x than this are worth reading a float32 matrix for."""
 _LANES, _BLOCK = 16, 32
-_SOURCES = ("native.c", "native_amx.h")
+_SOURCES = ("native.c", "native_amx.h", "native_draw.h")
 # No -ffast-math: it lets the compiler reorder sums, and so make them depend on how many tokens there are.
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2})
+WISH = np.dtype([("temperature", "f4"), ("min_p", "f4"), ("top_p", "f8"), ("uniform", "f8")])
+"""What a row of logits is drawn with, as native_draw.h has it."""
 PACKED_KINDS = frozenset(_KINDS)
 """Types of stored matrices that `pack` takes, as GGUF names them."""
 
@@ -72,7 +75,9 @@ class NativeCode:
         self._gate.argtypes = [pointer, pointer, number, number, ctypes.c_int]
         self._rotate = library.kvtier_rotate
         self._rotate.argtypes = [*[pointer] * 6, ctypes.c_int]
-        for function in (self._norm, self._gate, self._rotate):
+        self._draw = library.kvtier_draw
+        self._draw.argtypes = [*[pointer] * 4, number, number, ctypes.c_int]
+        for function in (self._norm, self._gate, self._rotate, self._draw):
             function.restype = None
         library.kvtier_threads.argtypes = [pointer] * 3
         openmp = _openmp_of_torch()
@@ -143,6 +148,17 @@ class NativeCode:
             *(qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), cache.data_ptr(), slots.data_ptr()),
             *(ctypes.addressof(sizes), torch.get_num_threads()),
         )
+
+    def draw(self, logits: torch.Tensor, wishes: np.ndarray[Any, Any]) -> torch.Tensor:
+        """A token for each row of logits, which become weights; `wishes` are rows of WISH."""
+        rows, vocab = logits.shape
+        chosen = torch.empty(rows, dtype=torch.int64)
+        heaps = torch.empty(rows if (wishes["top_p"] < 1).any() else 0, vocab, dtype=torch.int64)
+        self._draw(
+            *(logits.data_ptr(), heaps.data_ptr(), wishes.ctypes.data, chosen.data_ptr()),
+            *(rows, vocab, torch.get_num_threads()),
+        )
+        return chosen
 
     @staticmethod
     def takes(x: torch.Tensor, multiple: int = _LANES) -> bool:

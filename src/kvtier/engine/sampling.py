@@ -13,11 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvtier.engine.native import WISH, native
 from kvtier.engine.params import Logprobs, Penalties, SamplingParams
 from kvtier.errors import ArgumentError
-
-# Top-p mostly ends within this many tokens; then the whole vocabulary need not be sorted.
-_TRIMMED = 512
 
 
 class Sample(NamedTuple):
@@ -99,10 +97,13 @@ def sample(
     for row, request in enumerate(requests):
         if request.changes_logits:
             request.adjust(logits[row])
-    chosen = logits.argmax(-1)
     random = [row for row, request in enumerate(requests) if not request.params.is_greedy]
-    if random:
-        chosen[random] = _draw(logits[random] if len(random) < len(requests) else logits, [requests[i] for i in random])
+    if len(random) == len(requests):
+        chosen = _draw(logits, requests)
+    else:
+        chosen = logits.argmax(-1)
+        if random:
+            chosen[random] = _draw(logits[random], [requests[row] for row in random])
     tokens = chosen.tolist() if to_list is None else to_list(chosen)
     return [Sample(token, _logprobs(reports.get(row), token)) for row, token in enumerate(tokens)]
 
@@ -116,67 +117,88 @@ class _Order(NamedTuple):
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> torch.Tensor:
-    chosen = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
     groups: dict[_Order, list[int]] = {}
     for row, request in enumerate(requests):
         params = request.params
         order = _Order(min(params.top_k, logits.shape[1]), bool(params.top_k) or params.top_p < 1.0)
         groups.setdefault(order, []).append(row)
+    if len(groups) == 1:
+        return _draw_alike(logits, requests, *groups)
+    chosen = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
     for order, rows in groups.items():
         chosen[rows] = _draw_alike(logits[rows], [requests[row] for row in rows], order)
     return chosen
 
 
 def _draw_alike(logits: torch.Tensor, requests: Sequence[RequestSampler], order: _Order) -> torch.Tensor:
+    """One draw for each row. Changes the logits."""
+    code = native().code if logits.device.type == "cpu" and not order.width else None
+    if code is None or not code.takes(logits):
+        return _draw_in_torch(logits, requests, order)
+    wishes = [(each.params.temperature, each.params.min_p, each.params.top_p, each.uniform()) for each in requests]
+    return code.draw(logits, np.array(wishes, WISH))
+
+
+def _draw_in_torch(logits: torch.Tensor, requests: Sequence[RequestSampler], order: _Order) -> torch.Tensor:
     """Temperature, top-k, top-p, min-p, and one draw by inverting the running sum of what is left.
 
     Sums are running sums, which take the elements of a row in order; torch.sum may not.
     """
     params = [request.params for request in requests]
 
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
 
-    weights = logits.double().div_(column([each.temperature for each in params]))
-    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-    top_p, min_p = column([each.top_p for each in params]), column([each.min_p for each in params])
-    total, tokens = None, None
-    if order.sorted and not order.width:
-        total = weights.cumsum(-1)[:, -1:]
+    weights = logits.sub_(logits.amax(-1, keepdim=True))
+    weights.div_(column([each.temperature for each in params], weights.dtype)).exp_()
+    top_p, min_p = column([each.top_p for each in params]), column([each.min_p for each in params], weights.dtype)
+    tokens = None
     if order.sorted:
-        weights, tokens = _likeliest(weights, order.width, top_p if total is None else top_p * total)
-    if order.sorted:
-        running = weights.cumsum(-1)
-        dropped = running - weights >= top_p * (running[:, -1:] if total is None else total)
+        if order.width:
+            weights, tokens = weights.topk(order.width, dim=-1)
+            mass = top_p * _running(weights)[:, -1:]
+        else:
+            mass = top_p * _running(weights)[:, -1:]
+            weights, tokens = _reaching(mass, top_p, weights)
+        dropped = _running(weights) - weights >= mass
         dropped &= top_p < 1.0  # all of them reach 1 but for rounding
-        weights.masked_fill_(dropped, 0.0)
+        weights = weights.masked_fill(dropped, 0.0)
     if any(each.min_p for each in params):
-        weights.masked_fill_(weights < min_p, 0.0)  # the likeliest has weight 1
-    running = weights.cumsum(-1)
+        weights = weights.masked_fill(weights < min_p, 0.0)  # the likeliest has weight 1
+    running = _running(weights)
     target = column([request.uniform() for request in requests]) * running[:, -1:]
     # right, because a draw that falls exactly on a border belongs to the token after it
     place = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
     return (place if tokens is None else tokens.gather(-1, place)).squeeze(-1)
 
 
+def _running(weights: torch.Tensor) -> torch.Tensor:
+    return weights.cumsum(-1, dtype=torch.float64)
+
+
 class _Ranked(NamedTuple):
-    """Weights from the heaviest on, and whose they are."""
+    """Weights from the heaviest on, and whose they are; rows that have fewer end with zeros."""
 
     weights: torch.Tensor
     tokens: torch.Tensor
 
 
-def _likeliest(weights: torch.Tensor, width: int, mass: torch.Tensor) -> _Ranked:
-    """`width` of each row, or (0) at least as many as reach its `mass`. Sorting all of a row is slow, and rare."""
-    found = _Ranked(*weights.topk(width or min(_TRIMMED, weights.shape[1]), dim=-1))
-    short = (found.weights.cumsum(-1)[:, -1:] < mass).squeeze(-1) if not width else None
-    if short is None or not bool(short.any()):
-        return found
-    everything = _Ranked(torch.zeros_like(weights), torch.zeros_like(weights, dtype=torch.int64))
-    for all_of_row, some_of_row in zip(everything, found, strict=True):
-        all_of_row[:, : some_of_row.shape[1]] = some_of_row
-    everything.weights[short], everything.tokens[short] = weights[short].sort(dim=-1, descending=True, stable=True)
-    return everything
+def _reaching(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) -> _Ranked:
+    """Of each row as many as reach its mass, which is its share p of all.
+
+    Tokens lighter than (1 - p) / vocabulary of all weigh less than 1 - p together: the others reach p. Mostly they are
+    few, and need no sort of the whole vocabulary.
+    """
+    cut = mass * (1 / top_p - 1) / weights.shape[1]
+    is_heavy = weights >= cut.mul_(1 - 1e-6).to(weights.dtype)
+    counts = is_heavy.sum(-1)
+    rows, tokens = is_heavy.nonzero(as_tuple=True)
+    places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    packed = weights.new_zeros(len(weights), int(counts.max()))
+    owners = torch.zeros_like(packed, dtype=torch.int64)
+    packed[rows, places], owners[rows, places] = weights[rows, tokens], tokens
+    heaviest = packed.sort(dim=-1, descending=True, stable=True)
+    return _Ranked(heaviest.values, owners.gather(-1, heaviest.indices))
 
 
 class _Report(NamedTuple):

@@ -1,5 +1,6 @@
 """The sampler against numpy, transformers' logits processors, and itself alone."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -15,15 +16,15 @@ from kvtier.errors import ArgumentError, RangeError
 VOCAB = 50
 
 
-def rows(count, seed=0, scale=3.0):
-    return torch.from_numpy(np.random.default_rng(seed).normal(0, scale, (count, VOCAB)).astype(np.float32))
+def rows(count, seed=0, scale=3.0, vocab=VOCAB):
+    return torch.from_numpy(np.random.default_rng(seed).normal(0, scale, (count, vocab)).astype(np.float32))
 
 
 def kept_by_hand(logits, params):
     """Token -> probability, one at a time from the likeliest on."""
     scaled = logits.double().numpy() / params.temperature
     order = np.argsort(-scaled, kind="stable")
-    order = order[: params.top_k or VOCAB]
+    order = order[: params.top_k or len(order)]
     weights = np.exp(scaled[order] - scaled[order[0]])
     weights /= weights.sum()
     kept, reached = {}, 0.0
@@ -49,14 +50,15 @@ PARAMS = [
 ]
 
 
+@pytest.mark.parametrize("vocab", [50, 64], ids=["torch", "native"])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_draws_follow_the_distribution_made_by_hand(params):
-    logits, count = rows(1)[0], 6000
+def test_draws_follow_the_distribution_made_by_hand(params, vocab):
+    logits, count = rows(1, vocab=vocab)[0], 6000
     requests = [RequestSampler(SamplingParams(**{**as_dict(params), "seed": i})) for i in range(count)]
     tokens = [each.token_id for each in sample(logits.expand(count, -1).clone(), requests)]
     wanted = kept_by_hand(logits, params)
     assert set(tokens) <= set(wanted)
-    frequency = np.bincount(tokens, minlength=VOCAB) / count
+    frequency = np.bincount(tokens, minlength=vocab) / count
     for token, probability in wanted.items():
         spread = math.sqrt(probability * (1 - probability) / count)
         assert abs(frequency[token] - probability) < 5 * spread + 1e-3
@@ -92,6 +94,30 @@ def test_greedy_takes_the_likeliest():
     found = sample(logits, [RequestSampler(SamplingParams(temperature=0.0))] * 7)
     assert [each.token_id for each in found] == wanted
     assert all(each.logprobs is None for each in found)
+
+
+def test_native_draws_are_those_of_torch():
+    """A column that nobody can draw makes rows that native code does not take."""
+    random = np.random.default_rng(5)
+    for vocab in (16, 64, 1008, 4096):
+        logits = rows(60, vocab, scale=random.uniform(0.1, 6), vocab=vocab)
+        logits[torch.from_numpy(random.random(logits.shape) < 0.2)] = -torch.inf
+        logits[:, 3] = logits[:, 5] = logits.amax(-1)  # ties
+        params = [
+            SamplingParams(
+                temperature=float(random.choice([1e-3, 0.3, 1.0, 20.0])),
+                top_p=float(random.choice([1e-6, 0.5, 0.95, 0.9999, 1.0])),
+                min_p=float(random.choice([0.0, 0.05, 1.0])),
+                seed=seed,
+            )
+            for seed in range(60)
+        ]
+        wide = torch.cat([logits, torch.full((60, 1), -torch.inf)], 1)
+        for _ in range(5):
+            native = [each.token_id for each in sample(logits.clone(), [RequestSampler(each) for each in params])]
+            assert native == [each.token_id for each in sample(wide.clone(), [RequestSampler(each) for each in params])]
+            assert torch.isfinite(logits[range(60), native]).all()
+            params = [dataclasses.replace(each, seed=each.seed + 60) for each in params]
 
 
 @given(seed=st.integers(0, 1000), mates=st.integers(0, 6), place=st.integers(0, 6))

@@ -1,0 +1,149 @@
+/* Drawing tokens, included by native.c: temperature, top-p, min-p and one draw for each row of logits, as sampling.py
+ * does it in torch. Weights are float32, their sums double; a row's result depends on nothing but the row.
+ */
+typedef double f64x16 __attribute__((vector_size(128)));
+enum { CHUNK = 256 };
+
+typedef struct {
+    float temperature, min_p;
+    double top_p, uniform; /* top_p 1: all tokens, in their own order */
+} Wish;
+
+typedef struct {
+    float *logits;   /* [rows][vocab]; weights afterwards */
+    uint64_t *heaps; /* [rows][vocab]: bits of a weight above, the complement of its token below */
+    const Wish *wishes;
+    int64_t *chosen;
+    long rows, vocab;
+    int alone;
+} Draw;
+
+INLINE double sum_of_doubles(f64x16 v) {
+    double sum = 0;
+    for (int i = 0; i < LANES; ++i) sum += v[i];
+    return sum;
+}
+
+INLINE float weight_of(uint64_t entry) {
+    const uint32_t bits = (uint32_t)(entry >> 32);
+    float weight;
+    memcpy(&weight, &bits, sizeof weight);
+    return weight;
+}
+
+/* exp((x - top) / temperature) in place, and exactly 0 where it is next to nothing; returns the sum. */
+static double weigh(float *x, long vocab, float temperature) {
+    f32x16 tops = LOAD(f32x16, x);
+    for (long i = LANES; i < vocab; i += LANES) {
+        const f32x16 v = LOAD(f32x16, x + i);
+        const i32x16 more = v > tops;
+        tops = (f32x16)(((i32x16)v & more) | ((i32x16)tops & ~more));
+    }
+    float top = tops[0];
+    for (int i = 1; i < LANES; ++i) top = tops[i] > top ? tops[i] : top;
+    f64x16 sums = {0};
+    for (long i = 0; i < vocab; i += LANES) {
+        const f32x16 scaled = (LOAD(f32x16, x + i) - top) / temperature;
+        const f32x16 weight = (f32x16)((i32x16)exp_of(scaled) & (scaled > -87));
+        STORE(x + i, weight);
+        sums += __builtin_convertvector(weight, f64x16);
+    }
+    return sum_of_doubles(sums);
+}
+
+/* All tokens in their order: the chunk the target falls into, then the token. */
+static int64_t draw_from_all(const float *weights, long vocab, const Wish *wish, double total) {
+    if (wish->min_p > 0) {
+        total = 0;
+        for (long i = 0; i < vocab; ++i) total += weights[i] >= wish->min_p ? weights[i] : 0;
+    }
+    const double target = wish->uniform * total;
+    double before = 0;
+    int64_t last = 0;
+    for (long chunk = 0; chunk < vocab; chunk += CHUNK) {
+        const long end = chunk + CHUNK < vocab ? chunk + CHUNK : vocab;
+        f64x16 sums = {0};
+        for (long i = chunk; i < end; i += LANES) {
+            const f32x16 v = LOAD(f32x16, weights + i);
+            sums += __builtin_convertvector((f32x16)((i32x16)v & (v >= wish->min_p)), f64x16);
+        }
+        const double after = before + sum_of_doubles(sums);
+        for (long i = chunk; after > target && i < end; ++i) {
+            if (weights[i] < wish->min_p || weights[i] == 0) continue;
+            last = i;
+            if ((before += weights[i]) > target) return i;
+        }
+        before = after;
+    }
+    return last; /* rounding took the target past the last one */
+}
+
+static void sift(uint64_t *heap, long length, long at) {
+    for (long child; (child = 2 * at + 1) < length; at = child) {
+        if (child + 1 < length && heap[child + 1] > heap[child]) ++child;
+        if (heap[at] >= heap[child]) return;
+        const uint64_t swapped = heap[at];
+        heap[at] = heap[child], heap[child] = swapped;
+    }
+}
+
+/* The heaviest first, until they reach the mass: those lighter than (1 - p) / vocab of all need not be looked at.
+ *
+ *   heap  [ not taken yet ..... | taken, the heaviest last ]
+ *         0                   left                        count
+ */
+static int64_t draw_from_top(const float *weights, long vocab, const Wish *wish, double total, uint64_t *heap) {
+    const double mass = wish->top_p * total;
+    const float cut = (float)((1 - wish->top_p) * total / (double)vocab * (1 - 1e-6));
+    long count = 0;
+    for (long i = 0; i < vocab; i += LANES) {
+        const i32x16 heavy = LOAD(f32x16, weights + i) >= cut;
+        int any = 0;
+        for (int j = 0; j < LANES; ++j) any |= heavy[j];
+        for (int j = 0; any && j < LANES; ++j)
+            if (heavy[j]) {
+                uint32_t bits;
+                memcpy(&bits, weights + i + j, sizeof bits);
+                heap[count++] = (uint64_t)bits << 32 | ~(uint32_t)(i + j);
+            }
+    }
+    for (long at = count / 2; at-- > 0;) sift(heap, count, at);
+    long left = count;
+    double reached = 0, kept = 0;
+    while (left > 0 && reached < mass) {
+        const uint64_t heaviest = heap[0];
+        const float weight = weight_of(heaviest);
+        reached += weight;
+        kept += weight >= wish->min_p ? weight : 0;
+        heap[0] = heap[--left];
+        heap[left] = heaviest;
+        sift(heap, left, 0);
+    }
+    const double target = wish->uniform * kept;
+    double before = 0;
+    long at = count;
+    while (--at > left && (before += weight_of(heap[at]) >= wish->min_p ? weight_of(heap[at]) : 0) <= target) {
+    }
+    return (int64_t)~(uint32_t)heap[at];
+}
+
+static void draw_share(void *data) {
+    const Draw *p = data;
+    long begin, end;
+    share(p->rows, p->alone, &begin, &end);
+    for (long row = begin; row < end; ++row) {
+        float *weights = p->logits + row * p->vocab;
+        const Wish *wish = p->wishes + row;
+        const double total = weigh(weights, p->vocab, wish->temperature);
+        p->chosen[row] = wish->top_p < 1
+                             ? draw_from_top(weights, p->vocab, wish, total, p->heaps + row * p->vocab)
+                             : draw_from_all(weights, p->vocab, wish, total);
+    }
+}
+
+/* One token for each row; vocab a multiple of 16. Logits become weights. */
+void kvtier_draw(float *logits, uint64_t *heaps, const Wish *wishes, int64_t *chosen, long rows, long vocab,
+                 int threads) {
+    Draw p = {logits, heaps, wishes, chosen, rows, vocab, is_alone(threads, rows * vocab) || rows < 2};
+    run(draw_share, &p, p.alone, threads);
+}
