@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_driver import Driver
-from kvtier.engine import ModelConfig, RopeConfig, load_model, load_tokenizer, resolve
-from kvtier.engine import packaged
+from kvtier.engine import ModelConfig, RopeConfig, load_model, load_tokenizer, packaged, resolve
 from kvtier.errors import CheckpointError, UnavailableError, UnsupportedModelError
 
 gguf = pytest.importorskip("gguf")
