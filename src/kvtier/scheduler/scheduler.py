@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvtier.cache.hold import BlockCopy, Hold
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, LoadError, StateError
-from kvtier.index import Shortage
+from kvtier.index import Chain, Shortage
 from kvtier.index.tier import tenant_of
 from kvtier.scheduler.request import Control, Request, RequestState
 from kvtier.scheduler.step import Row, RowResult, SchedulerConfig, Step
@@ -193,10 +193,10 @@ class Scheduler:
             if tenant_of(request.chain.salt) in full or self._never_fits(request, choice):
                 continue
             hold = self._take_in(request, choice.budget, now)
-            if isinstance(hold, Shortage) and self._is_alone(request, hold) and self._let_fetches_go():
+            if isinstance(hold, Shortage) and self._is_alone(request, hold) and self._let_fetches_go(request, hold):
                 hold = self._take_in(request, choice.budget, now)
             if isinstance(hold, Shortage):
-                if self._is_alone(request, hold) and not self.manager.moves.in_flight:
+                if self._is_alone(request, hold) and not self._is_moving(request, hold):
                     self._refuse(request, choice, f"{hold}; what is left is pinned. Unpin something, or ask later")
                 elif hold.quota:
                     full.add(tenant_of(request.chain.salt))
@@ -225,13 +225,19 @@ class Scheduler:
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:
         """Whether no request runs that could give it room when it ends."""
-        return not any(_may_help(other, request, shortage) for other in self._running)
+        return not any(_may_help(other.chain, request, shortage) for other in self._running)
 
-    def _let_fetches_go(self) -> bool:
-        """Those that wait hold what was fetched for them, on the device too: if that is in everybody's way, let go."""
-        holding = [request for request in self._waiting if request.fetch is not None]
-        for request in holding:
-            self._end_fetch(request)
+    def _is_moving(self, request: Request, shortage: Shortage) -> bool:
+        """Whether transfers are under way that could give it room when they are done."""
+        return any(_may_help(lease.chain, request, shortage) for lease in self.manager.moves.leases)
+
+    def _let_fetches_go(self, request: Request | None = None, shortage: Shortage | None = None) -> bool:
+        """Those that wait hold what was fetched for them, on the device too: if that is in somebody's way, let go."""
+        holding = [other for other in self._waiting if other.fetch is not None]
+        if request is not None and shortage is not None:
+            holding = [other for other in holding if _may_help(other.chain, request, shortage)]
+        for other in holding:
+            self._end_fetch(other)
         return bool(holding)
 
     def _admitted(self, request: Request, hold: Hold, now: float) -> None:
@@ -311,7 +317,7 @@ class Scheduler:
         others = [
             (-other.priority, other.arrival, place)
             for place, other in enumerate(self._running)
-            if other.priority <= request.priority and _may_help(other, request, shortage)
+            if other.priority <= request.priority and _may_help(other.chain, request, shortage)
         ]
         return self._running[max(others)[2]]
 
@@ -370,9 +376,9 @@ class Scheduler:
         return hold.copy if hold.copy is not None and row.first == hold.num_cached_tokens else None
 
 
-def _may_help(other: Request, request: Request, shortage: Shortage) -> bool:
-    """Whether what another request holds could be of use: where a quota is in the way, only the tenant's own."""
-    return not shortage.quota or tenant_of(other.chain.salt) == tenant_of(request.chain.salt)
+def _may_help(chain: Chain, request: Request, shortage: Shortage) -> bool:
+    """Whether blocks of this chain could be of use: where a quota is in the way, only the tenant's own."""
+    return not shortage.quota or tenant_of(chain.salt) == tenant_of(request.chain.salt)
 
 
 def _held(request: Request) -> Hold:

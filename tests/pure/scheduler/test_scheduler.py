@@ -18,7 +18,7 @@ from kvtier.cache.manager import CacheManager
 from kvtier.cache.plan import Outcome, Plan, Purpose, Report, Transfer
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.errors import ArgumentError, RangeError, StateError
-from kvtier.index import Chain, MissReason, Namespace
+from kvtier.index import Chain, Lease, MissReason, Namespace
 from kvtier.scheduler import Control, Request, RequestState, RowResult, Scheduler, SchedulerConfig, Step
 
 BLOCK = 4
@@ -120,8 +120,15 @@ def run(scheduler: Scheduler, device: Device, steps: int = 1000) -> int:
     raise AssertionError("no end")
 
 
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+SALTS = st.sampled_from([b"", b"", b"a", b"a\0x"])
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, cancellations, priorities, drafts, resets and tiny pools; what is generated is never wrong."""
+    """Random arrivals, cancellations, priorities, drafts, resets, pins, quotas and tiny pools.
+
+    What is generated is never wrong, and every request ends, though pins stay to the end.
+    """
 
     @initialize(
         num_blocks=st.sampled_from([3, 5, 9, 20]),
@@ -146,14 +153,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: list[tuple[Request, tuple[int, ...]]] = []
         self.controls: list[str] = []
         self.num_controls = 0
+        self.pins: list[Lease] = []
 
-    @rule(
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14), new=st.integers(1, 9), priority=st.integers(0, 2)
-    )
-    def add(self, prompt, new, priority):
+    @rule(prompt=PROMPTS, new=st.integers(1, 9), priority=st.integers(0, 2), salt=SALTS)
+    def add(self, prompt, new, priority, salt):
         name = f"r{len(self.requests)}"
-        made = request(self.scheduler, name, prompt, new, priority=priority)
+        made = request(self.scheduler, name, prompt, new, priority=priority, salt=salt)
         self.requests.append((made, tuple(prompt)))
+
+    @rule(prompt=PROMPTS, salt=SALTS)
+    def pin(self, prompt, salt):
+        manager = self.scheduler.manager
+        self.pins.append(manager.pin(Chain(manager.namespace, prompt, salt=salt), now=self.now))
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self):
+        self.scheduler.manager.unpin(self.pins.pop())
+
+    @rule(tier=st.integers(0, 1), quota=st.sampled_from([None, 0, 2, 4]))
+    def set_quota(self, tier, quota):
+        tree = self.scheduler.manager.tree
+        tree.set_quota(tree.tiers[tier % len(tree.tiers)], b"a", quota)
 
     @precondition(lambda self: self.scheduler.has_work())
     @rule(data=st.data(), steps=st.integers(1, 4))
@@ -368,6 +389,27 @@ def test_a_tenants_quota_holds_up_and_preempts_its_own_requests_only():
     for each in mine + others:
         prompt = tuple(each.chain.tokens[: each.num_prompt_tokens].tolist())
         assert tuple(each.chain.tokens[each.num_prompt_tokens :].tolist()) == alone(prompt, 6)
+
+
+def test_a_tenant_without_room_beside_its_pins_is_refused_while_others_run_and_move():
+    scheduler, device = make(20, host=HostConfig(40), max_step_tokens=64), Device()
+    manager = scheduler.manager
+    manager.tree.set_quota(manager.tree.tiers[0], b"a", 4)
+    request(scheduler, "a0", [1] * 12, 1, salt=b"a")
+    run(scheduler, device)
+    manager.pin(Chain(manager.namespace, [1] * 12, salt=b"a"))
+    other = request(scheduler, "b0", [2] * 20, 9, salt=b"b")
+    step = scheduler.schedule(0.0)
+    scheduler.update(step, device.run(step), 0.0)
+    late = request(scheduler, "a1", [3] * 7, 1, salt=b"a")
+    step = scheduler.schedule(1.0)
+    assert other.state is RequestState.RUNNING
+    assert manager.moves.in_flight  # b's blocks go to the host
+    assert step.refused == (late,)
+    assert "within the quota" in late.reason
+    scheduler.update(step, device.run(step), 1.0)
+    run(scheduler, device)
+    assert other.state is RequestState.FINISHED
 
 
 def test_what_can_never_fit_into_a_quota_is_refused():
