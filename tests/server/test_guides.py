@@ -75,7 +75,7 @@ def test_the_client_of_the_operating_guide_gets_an_answer(server):
 def test_options_that_are_named_exist(capsys):
     main(["completion", "bash", "--json"])
     known = {flag for names in json.loads(capsys.readouterr().out).values() for flag in names}
-    assert {*re.findall(r"(?<![\w-])--[a-z][a-z-]*", TUNING)} <= known
+    assert {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", TUNING)} <= known
 
 
 def test_policies_that_are_named_are_choices(capsys):

@@ -37,8 +37,9 @@ def add_engine_options(command: Parser) -> None:
 
 def engine_options(options: argparse.Namespace) -> EngineOptions:
     """As the engine process takes them."""
-    from kvtier.server.config import EngineOptions
+    from kvtier.server.config import EngineOptions, TierOptions
 
-    names = {name for name in EngineOptions.__dataclass_fields__ if hasattr(options, name)}
-    found = {name: getattr(options, name) for name in names}
-    return EngineOptions(**{**found, "shared": tuple(options.shared)})
+    given = {**vars(options), "shared": tuple(options.shared)}
+    tiers = TierOptions(**{name: given[name] for name in TierOptions.__dataclass_fields__})
+    names = EngineOptions.__dataclass_fields__.keys() & given.keys()
+    return EngineOptions(**{name: given[name] for name in names}, tiers=tiers)

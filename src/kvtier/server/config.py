@@ -9,12 +9,9 @@ from kvtier.errors import ArgumentError, RangeError
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How the engine process makes its engine. Plain values: they travel to another process."""
+class TierOptions:
+    """How large the tiers are, and how blocks go between them."""
 
-    model: str = DEFAULT_MODEL
-    device: str = "cpu"
-    dtype: str = "f32"
     block_tokens: int = 16
     blocks: int = 1024
     """Of the device tier."""
@@ -34,6 +31,16 @@ class EngineOptions:
     """The most that a request waits for its blocks from stores."""
     always_load: bool = False
     """Load cached blocks also where computing them again is expected to be faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the engine process makes its engine. Plain values: they travel to another process."""
+
+    model: str = DEFAULT_MODEL
+    device: str = "cpu"
+    dtype: str = "f32"
+    tiers: TierOptions = field(default_factory=TierOptions)
     invariant: bool = False
     """Compute every token the same way whatever shares its batch: the same answer, bit for bit, and slower (CPU)."""
     max_rows: int = 64

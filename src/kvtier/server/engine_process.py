@@ -67,22 +67,23 @@ def _record(engine: Engine, path: str) -> contextlib.AbstractContextManager[obje
 
 def make_llm(options: EngineOptions) -> LLM:
     """A model and an engine as the options say."""
-    tiers: list[tuple[StoreConfig, str | tuple[str, ...]]] = []
-    saving, waits = Saving(WritePolicy(options.write)), options.wait_seconds
-    if options.disk:
+    tiers = options.tiers
+    below: list[tuple[StoreConfig, str | tuple[str, ...]]] = []
+    saving, waits = Saving(WritePolicy(tiers.write)), tiers.wait_seconds
+    if tiers.disk:
         disk = StoreConfig("disk", saving, wait_seconds=waits)
-        tiers.append((disk, f"disk:{quote(options.disk)}?bytes={options.disk_bytes}"))
-    if options.shared:
-        tiers.append((StoreConfig("shared", saving, wait_seconds=waits, is_shared=True), options.shared))
-    host_blocks = options.host_blocks or (options.blocks if tiers else 0)  # what comes from a store comes through it
+        below.append((disk, f"disk:{quote(tiers.disk)}?bytes={tiers.disk_bytes}"))
+    if tiers.shared:
+        below.append((StoreConfig("shared", saving, wait_seconds=waits, is_shared=True), tiers.shared))
+    host_blocks = tiers.host_blocks or (tiers.blocks if below else 0)  # what comes from a store comes through it
     config = EngineConfig(
-        options.block_tokens,
+        tiers.block_tokens,
         CacheConfig(
-            options.blocks,
-            policy=options.policy,
-            host=HostConfig(host_blocks, options.policy, saving) if host_blocks else None,
-            stores=tuple(store for store, _ in tiers),
-            recompute=not options.always_load,
+            tiers.blocks,
+            policy=tiers.policy,
+            host=HostConfig(host_blocks, tiers.policy, saving) if host_blocks else None,
+            stores=tuple(store for store, _ in below),
+            recompute=not tiers.always_load,
         ),
         SchedulerConfig(options.max_rows, options.max_step_tokens),
         ghost_scales=_GHOST_SCALES,
@@ -90,7 +91,7 @@ def make_llm(options: EngineOptions) -> LLM:
     proposer = NgramProposer(options.draft_tokens) if options.draft_tokens else None
     stores: dict[str, Store] = {}
     try:
-        for store, urls in tiers:
+        for store, urls in below:
             stores[store.name] = open_store(urls)
         return LLM(
             options.model,
