@@ -6,9 +6,10 @@ the same time whatever they do. Requests are stamped when they come, not when th
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,6 +62,8 @@ class Run:
     cache: CacheConfig
     scheduler: SchedulerConfig
     block_bytes: int
+    others: float
+    """Cores that others used meanwhile."""
 
     @property
     def ttfts(self) -> list[float]:
@@ -112,7 +115,7 @@ def record(model: Model, folder: Path, load: Load, cache: CacheConfig = CACHE) -
     engine = Engine(model, config=EngineConfig(BLOCK, cache, LIMITS), stores={"disk": store}, clock=clock)
     talks = _Talks(load, model.config.vocab_size)
     with Recorder(folder / "log.jsonl", steps=True) as recorder:
-        begin = clock()
+        begin, others = clock(), _others_seconds()
         recorder.attach(engine.scheduler, now=begin)
         while talks.due or engine.has_work():
             for came, prompt, count in talks.ready(clock() - begin):
@@ -125,9 +128,16 @@ def record(model: Model, folder: Path, load: Load, cache: CacheConfig = CACHE) -
                     talks.answered(output.request_id, output.token_ids, clock() - begin, output.finish_reason)
             elif talks.due:
                 time.sleep(min(0.002, max(0.0, talks.due[0][0] - (clock() - begin))))
+        others = (_others_seconds() - others) / (clock() - begin)
     scheduler = engine.scheduler.config
     engine.close()
-    return Run(read_log(folder / "log.jsonl"), cache, scheduler, block_bytes)
+    return Run(read_log(folder / "log.jsonl"), cache, scheduler, block_bytes, others)
+
+
+def _others_seconds() -> float:
+    """CPU that this machine gave to others, or that was taken from it, so far."""
+    user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 class _Talks:
@@ -174,23 +184,27 @@ class _Talks:
         return [self._chosen.randrange(self._vocab) for _ in range(count)]
 
 
-def calibrate(model: Model, folder: Path, seconds: float) -> Machine:
-    """What this machine takes, from a run of other conversations than any that is predicted.
+def calibration(model: Model, folder: Path, seed: int, seconds: float) -> Run:
+    """A short run of other conversations than any that is predicted.
 
     Messages of all lengths, so that steps of all sizes are seen, and less host memory, so that the disk is read.
     """
-    cache = replace(CACHE, host=HostConfig(112))
-    load = Load(1, seconds, 1.6, message_tokens=(4, 250), answer_tokens=(2, 8))
-    run = record(model, folder, load, cache)
-    known = follow(run.log, run.cache, run.scheduler)
-    latency, bandwidth = _speed(known.outcomes, "load", "save")
-    read_latency, read_bandwidth = _speed(known.outcomes, "fetch")
-    _, write_bandwidth = _speed(known.outcomes, "store")
+    load = Load(seed, seconds, 1.6, message_tokens=(8, 160), answer_tokens=(3, 8))
+    return record(model, folder, load, replace(CACHE, host=HostConfig(112)))
+
+
+def machine_of(runs: Sequence[Run]) -> Machine:
+    """What the machine takes, as these runs have it."""
+    known = [follow(run.log, run.cache, run.scheduler) for run in runs]
+    outcomes = [outcome for each in known for outcome in each.outcomes]
+    latency, bandwidth = _speed(outcomes, "load", "save")
+    read_latency, read_bandwidth = _speed(outcomes, "fetch")
+    _, write_bandwidth = _speed(outcomes, "store")
     disk = DiskSpec(read_bandwidth, write_bandwidth, read_latency)
-    return Machine(Measured(known.steps), bandwidth, latency, disk)
+    return Machine(Measured([step for each in known for step in each.steps]), bandwidth, latency, disk)
 
 
-def _speed(outcomes: tuple[tuple[str, int, float], ...], *purposes: str) -> tuple[float, float]:
+def _speed(outcomes: Sequence[tuple[str, int, float]], *purposes: str) -> tuple[float, float]:
     """Seconds of a transfer without bytes, and bytes per second, as all transfers of a kind have it."""
     mine = np.array([(nbytes, seconds) for purpose, nbytes, seconds in outcomes if purpose in purposes])
     assert len(mine), f"no {' or '.join(purposes)} in the calibration: run it for longer"

@@ -6,7 +6,8 @@ python -m benchmarks.replay --only honest --seconds 120                         
 Honest: SmolLM2-135M on this CPU with device, host and disk tiers serves conversations at real time and is recorded,
 twice: what differs between the two no simulation can know. The replay follows each log step by step (hits by tier must
 be equal), and simulates the same arrivals freely. Of the run it is given arrivals, lengths and the names of blocks;
-what steps, copies and the disk take is fitted to a run before, of other conversations (benchmarks/recorded.py).
+what steps, copies and the disk take is fitted to two short runs of other conversations, one before each
+(benchmarks/recorded.py). Nothing of the runs that are predicted goes into it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.recorded import BLOCK, DISK_BLOCKS, Load, Machine, Run, calibrate, record
+from benchmarks.recorded import BLOCK, DISK_BLOCKS, Load, Machine, Run, calibration, machine_of, record
 from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
 from kvtier.engine import load_model
 from kvtier.replay import OPTIMUM, SyntheticTrace, TraceRequest, generate, read_trace, sweep
@@ -110,14 +111,18 @@ def _sweep_seconds(trace: Sequence[TraceRequest], policies: Sequence[str]) -> fl
 
 
 def honest(seconds: float, keep: Path | None = None) -> tuple[list[Row], list[Bar]]:
-    """Calibrate, record twice, follow, simulate, compare."""
+    """Warm up, calibrate and record twice, follow, simulate, compare."""
     model = load_model()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        machine = calibrate(model, folder / "calibration", seconds / 3)
-        runs = [record(model, folder / name, Load(2, seconds, 1.2)) for name in ("run", "again")]
+        record(model, folder / "warm up", Load(5, seconds / 12, 2.0))
+        runs, short = [], []
+        for name in ("run", "again"):  # a machine that others use is not the same from minute to minute
+            short.append(calibration(model, folder / f"before {name}", 10 + len(short), seconds / 5))
+            runs.append(record(model, folder / name, Load(2, seconds, 1.2)))
+    machine = machine_of(short)
     followed = [follow(run.log, run.cache, run.scheduler) for run in runs]
     num_wrong = sum(
         found.tokens_from[name] != logged.tokens_from
@@ -129,6 +134,7 @@ def honest(seconds: float, keep: Path | None = None) -> tuple[list[Row], list[Ba
     rows, bars = compare(runs, [free(run, machine) for run in runs])
     rows.append(_row("seconds of all steps", taken, said, None, None))
     rows.append(_row("share of time that is steps", runs[0].busy_share, None, runs[1].busy_share, None))
+    rows.append(_row("cores that others used", runs[0].others, None, runs[1].others, None))
     rows.append(_row("requests", len(runs[0].ttfts), None, len(runs[1].ttfts), None))
     return rows, [at_most("followed: requests whose hits by tier differ", num_wrong, 0), *bars]
 

@@ -77,8 +77,8 @@ _KNEES = (16, 64)
 class Measured:
     """A sum of costs per step, row, token, attended token and read token, fitted to steps that were measured.
 
-    Errors count by their share of what the fit says, so that short steps are met as well as long ones, and noise
-    does not draw the sum down.
+    Errors count by their share of what the fit says, so that short steps are met as well as long ones. Beyond a tenth
+    they count less and less: on a machine that others use, some steps are held up by them.
     """
 
     def __init__(self, samples: Sequence[tuple[Work, float]]) -> None:
@@ -86,10 +86,12 @@ class Measured:
             raise ArgumentError(f"{_NUM_COSTS} costs need at least as many measured steps, got {len(samples)}")
         seconds = np.array([taken for _, taken in samples])
         amounts = np.array([_amounts(work) for work, _ in samples])
-        expected = seconds
+        weights = 1 / seconds
         for _ in range(_ROUNDS):
-            self.costs = _not_negative(amounts / expected[:, None], seconds / expected)
+            self.costs = _not_negative(amounts * weights[:, None], seconds * weights)
             expected = np.maximum(amounts @ self.costs, seconds.min() / 2)
+            off = np.abs(seconds / expected - 1)
+            weights = np.sqrt(np.minimum(1, _NEAR / np.maximum(off, _NEAR))) / expected
 
     def seconds(self, work: Work) -> float:
         """What the fit says."""
@@ -103,7 +105,8 @@ def _amounts(work: Work) -> tuple[float, ...]:
 
 
 _NUM_COSTS = 5 + len(_KNEES)
-_ROUNDS = 4  # of fitting again with errors as shares of the last fit: it changes little after the second
+_ROUNDS = 8  # of fitting again with errors as shares of the last fit: costs change little after the fifth
+_NEAR = 0.1
 
 
 def _not_negative(
