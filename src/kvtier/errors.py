@@ -13,6 +13,7 @@ KvtierError
 ├── OutOfMemoryError (MemoryError)   an allocator could not serve a request
 ├── CopyError (RuntimeError)         a copy could not be carried out; names the entry
 ├── LoadError (RuntimeError)         cached blocks could not be brought to the device
+├── EngineError (RuntimeError)       an engine cannot go on: one of its processes died or does not answer
 ├── TransferError (RuntimeError)     a transfer of blocks did not bring all of them
 │   ├── CancelledTransferError       it was cancelled
 │   └── TransferTimeoutError (TimeoutError)  it, or one who waits for it, ran out of time
@@ -116,6 +117,10 @@ class UnsupportedModelError(CheckpointError):
 
 class LoadError(KvtierError, RuntimeError):
     """Cached blocks could not be brought to the device; they are computed instead."""
+
+
+class EngineError(KvtierError, RuntimeError):
+    """An engine cannot go on: one of its processes died, or does not answer."""
 
 
 class FormatError(KvtierError, ValueError):

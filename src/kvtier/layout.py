@@ -150,6 +150,11 @@ class CacheGroup:
         layers = tuple(LayerSpec(tuple(each.of_rank(num_ranks) for each in layer.tensors)) for layer in self.layers)
         return replace(self, layers=layers)
 
+    def kept_whole(self) -> CacheGroup:
+        """The same, but never shared out: whoever has it has all of it."""
+        layers = [LayerSpec(tuple(replace(each, head_axis=None) for each in layer.tensors)) for layer in self.layers]
+        return replace(self, layers=tuple(layers))
+
     @property
     def num_layers(self) -> int:
         """Layers of the group."""

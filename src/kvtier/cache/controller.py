@@ -217,11 +217,15 @@ class CacheController:
 
 
 def layout_of(caches: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:
-    """The layout of block-first caches [block, layer, K/V, token, head, head size], the first one's group "main"."""
+    """The layout of block-first caches [block, layer, K/V, token, head, head size], the first one's group "main".
+
+    Those who guess for it are small: with several ranks, the first has them whole.
+    """
     groups = []
     for number, cache in enumerate(caches):
         _, num_layers, _, _, num_heads, head_dim = cache.shape
         name = "main" if not number else f"draft-{number}"
         element = str(cache.dtype).removeprefix("torch.")
-        groups.append(CacheGroup.attention(name, num_layers, num_heads, head_dim, element, block_tokens))
+        group = CacheGroup.attention(name, num_layers, num_heads, head_dim, element, block_tokens)
+        groups.append(group if not number else group.kept_whole())
     return KVLayout(block_tokens, tuple(groups))

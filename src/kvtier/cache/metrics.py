@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.moves import Move
 from kvtier.cache.plan import Purpose
 from kvtier.metrics import Registry
-from kvtier.storage import Store
+from kvtier.storage import StoreStats
+
+
+class Counted(Protocol):
+    """A store, as far as it is looked at here."""
+
+    @property
+    def stats(self) -> StoreStats:
+        """What it did and holds."""
+        ...
 
 
 class CacheMetrics:
     """Declares a cache's metrics in a registry and keeps them up to date. Made once per manager."""
 
-    def __init__(self, manager: CacheManager, stores: Mapping[str, Store], registry: Registry) -> None:
+    def __init__(self, manager: CacheManager, stores: Mapping[str, Counted], registry: Registry) -> None:
         self._manager = manager
         self._stores = stores
         new = registry
@@ -61,7 +71,7 @@ class CacheMetrics:
         for name, store in self._stores.items():
             self._update_store(name, store)
 
-    def _update_store(self, name: str, store: Store) -> None:
+    def _update_store(self, name: str, store: Counted) -> None:
         stats = store.stats
         for call, traffic in (("lookup", stats.lookups), ("read", stats.reads), ("write", stats.writes)):
             results = (traffic.num_done, traffic.num_missing, traffic.num_corrupt, traffic.num_failed)

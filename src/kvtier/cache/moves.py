@@ -108,6 +108,10 @@ class Moves:
         """Whether some report is still to come."""
         return bool(self._in_flight)
 
+    def is_in_flight(self, transfer_id: int) -> bool:
+        """Whether some rank has not told what became of a transfer."""
+        return transfer_id in self._in_flight
+
     @property
     def has_plan(self) -> bool:
         """Whether something was planned that no plan has told yet."""

@@ -19,20 +19,20 @@ from kvtier.batch.executor import InlineExecutor
 from kvtier.batch.ticket import Status, Ticket
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
+from kvtier.engine.caches import StoreOrUrls, open_caches
 from kvtier.engine.generation import Generation
 from kvtier.engine.model import Model
-from kvtier.engine.modules import CacheGroup, Choose, Compute, Inputs
+from kvtier.engine.modules import Choose, Compute, Inputs
 from kvtier.engine.output import Explanation, FinishReason, Output
 from kvtier.engine.params import SamplingParams
 from kvtier.engine.sampling import RequestSampler
 from kvtier.engine.speculate import Proposer
-from kvtier.engine.tiers import Tiers, new_controller
+from kvtier.engine.tiers import Tiers
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.errors import ArgumentError, DTypeError, RangeError
+from kvtier.errors import ArgumentError, DTypeError, EngineError, RangeError
 from kvtier.index import Chain, GhostCache, Namespace
 from kvtier.memory import Placement
 from kvtier.scheduler import Control, Request, RowResult, Scheduler, SchedulerConfig, Step
-from kvtier.storage import Store
 
 if TYPE_CHECKING:
     from kvtier.engine.mapped_triton import MappedCopies
@@ -53,8 +53,20 @@ class EngineConfig:
     """Sizes for which hit rates are estimated all the time, as multiples of the cache's own; none: no estimates."""
     keep_explanations: int = 1000
     """How many requests that are over can still be explained."""
+    tensor_parallel: int = 1
+    """Ranks that share the model's heads: processes of this machine, the first of them this one."""
+    kv_shards: int = 0
+    """Objects into which a stored block is cut by KV heads; 0: as many as ranks. Only with the same number do engines
+    find each other's blocks, so it is the largest number of ranks that is ever to read the store."""
+    rank_timeout_seconds: float = 60.0
+    """How long ranks wait for each other in a step."""
 
     def __post_init__(self) -> None:
+        if self.tensor_parallel < 1 or self.kv_shards < 0 or self.rank_timeout_seconds <= 0:
+            raise RangeError(
+                f"tensor_parallel is 1 or more, kv_shards 0 or more and rank_timeout_seconds above 0, got "
+                f"{self.tensor_parallel}, {self.kv_shards} and {self.rank_timeout_seconds}"
+            )
         if self.block_tokens < 1:
             raise RangeError(f"a block has at least one token, got block_tokens={self.block_tokens}")
 
@@ -72,11 +84,11 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         proposer: Proposer | None = None,
-        stores: Mapping[str, Store] | None = None,
+        stores: Mapping[str, StoreOrUrls] | None = None,
         clock: Callable[[], float] = time.monotonic,
         timeline: Timeline | None = None,
     ) -> None:
-        """`stores` by the names that config.cache.stores gives them; the engine closes them."""
+        """`stores` by the names that config.cache.stores gives them, open or as URLs; the engine closes them."""
         config = config or EngineConfig()
         models = [model, *(proposer.models if proposer is not None else ())]
         for each in models[1:]:
@@ -87,35 +99,29 @@ class Engine:
                 )
         limit = min(config.scheduler.max_context, *(each.config.max_positions for each in models))
         self.config = replace(config, scheduler=replace(config.scheduler, max_context=limit))
-        self.model = model
         self.tokenizer = tokenizer
         lookahead = proposer.num_tokens if proposer is not None else 0
         self.proposer = proposer
-        self.groups = [
-            CacheGroup(
-                each,
-                config.cache.num_blocks,
-                config.block_tokens,
-                graph_sizes=config.graph_sizes if each is model else (),
-                max_context=limit,
-            )
-            for each in models
-        ]
         namespace = _namespace(models, config.block_tokens)
-        stores = _checked(stores or {}, config.cache)
-        host = config.cache.host if config.cache.prefix_caching else None
-        controller = new_controller(host.num_blocks, self.groups, stores, namespace.fingerprint) if host else None
-        num_ready = controller.num_host_ready if controller is not None else None
-        self.manager = CacheManager(namespace, config.cache, num_host_ready=num_ready, ghost=_ghost(config))
+        caches = open_caches(models, config, limit, namespace.fingerprint, stores or {})
+        self.groups = caches.groups
+        self.model = model = caches.groups[0].model
+        self.manager = CacheManager(
+            namespace,
+            config.cache,
+            num_ranks=config.tensor_parallel,
+            num_host_ready=caches.controller.num_host_ready if caches.controller is not None else None,
+            ghost=_ghost(config),
+        )
         scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
         self.scheduler = Scheduler(self.manager, scheduler)
-        self.tiers = Tiers(self.manager, self.groups, controller, stores, self.scheduler, clock)
+        self.tiers = Tiers(self.manager, self.groups, caches.controller, caches.stores, self.scheduler, clock)
         self._clock = clock
         copies = _small_copies(model.weights.device)
         self._inputs = Inputs(self.groups, copies)
         self._choose = Choose(self._inputs, copies)
         self._pipeline = Pipeline(
-            [self._inputs, Compute(self.groups, self._inputs), self._choose],
+            [self._inputs, Compute(self.groups, self._inputs, caches.ranks), self._choose],
             phases=1,
             placement=Placement.parse(str(model.weights.device)),
             executor=InlineExecutor,
@@ -179,7 +185,7 @@ class Engine:
                 raise failed.error
         except BaseException as error:
             outputs += self._failed(step, error)
-            if not isinstance(error, Exception):  # an exit or an interrupt goes on its way
+            if not isinstance(error, Exception) or isinstance(error, EngineError):  # an exit, or a rank that is lost
                 raise
             return outputs
         self.tiers.apply()
@@ -297,7 +303,9 @@ class Engine:
     def _propose(self) -> None:
         """Guess ahead for the requests that generate. Whoever fails to guess costs guesses, not answers."""
         assert self.proposer is not None
-        ready = [request for request in self.scheduler.running if request.is_generating]
+        # whose blocks are on their way again has no table to guess with yet
+        running = [request for request in self.scheduler.running if request.is_generating]
+        ready = [request for request in running if request.hold is not None and not request.hold.is_loading]
         if not ready:
             return
         try:
@@ -358,13 +366,6 @@ def _ghost(config: EngineConfig) -> GhostCache | None:
     own = max(config.cache.num_blocks, config.cache.host.num_blocks if config.cache.host is not None else 0)
     sizes = [max(1, round(own * scale)) for scale in config.ghost_scales]
     return GhostCache(config.block_tokens, own, config.cache.policy, capacities=sizes, rate=1.0)
-
-
-def _checked(stores: Mapping[str, Store], config: CacheConfig) -> dict[str, Store]:
-    wanted = {each.name for each in config.stores}
-    if wanted != {*stores}:
-        raise ArgumentError(f"the cache is to have stores {sorted(wanted)}, given were {sorted(stores)}")
-    return {each.name: stores[each.name] for each in config.stores} if config.prefix_caching else {}
 
 
 def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
 
+from kvtier.engine.caches import StoreOrUrls
 from kvtier.engine.checkpoint import load_model
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.ops_invariant import InvariantOps
@@ -21,7 +22,6 @@ from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError
 from kvtier.memory.torch_types import AnyDType
-from kvtier.storage import Store
 
 Prompt = str | Sequence[int]
 
@@ -57,8 +57,13 @@ class LLM:
         device: str | torch.device = "cpu",
         invariant: bool = False,
         proposer: Proposer | None = None,
-        stores: Mapping[str, Store] | None = None,
+        stores: Mapping[str, StoreOrUrls] | None = None,
+        tensor_parallel: int | None = None,
     ) -> None:
+        """`tensor_parallel` ranks share the model, if it is given: what the configuration says otherwise."""
+        config = config or EngineConfig()
+        if tensor_parallel is not None:
+            config = replace(config, tensor_parallel=tensor_parallel)
         self.tokenizer = load_tokenizer(model)
         loaded = load_model(model, dtype, device, InvariantOps() if invariant else None)
         self.engine = Engine(loaded, self.tokenizer, config, proposer=proposer, stores=stores)

@@ -8,6 +8,7 @@ UPDATE    Choose     samples -> the engine
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,16 +17,18 @@ import numpy as np
 import torch
 
 from kvtier.batch import BATCH, BatchData, Environment, Key, Module
-from kvtier.cache.layer_waits import LayerWaits
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.generation import Generation
 from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
+from kvtier.engine.rank_messages import Step as RankStep
 from kvtier.engine.sampling import Sample, sample
 from kvtier.scheduler import Row, Step
 
 if TYPE_CHECKING:
     from kvtier.engine.mapped_triton import MappedCopies
+    from kvtier.engine.parallel import Ranks
+    from kvtier.engine.tiers import StepWaits
 
 LOGITS = Key("logits", torch.Tensor)
 FORWARD_BATCH = Key("forward batch", ForwardBatch)
@@ -84,10 +87,11 @@ class Inputs(Module):
         self._rows: Mapping[str, Row] = {}
         self._step: Step | None = None
         self._ready: dict[int, ForwardBatch] = {}
-        self.waits: LayerWaits | None = None
+        self._sequences: list[SequenceInput] = []
+        self.waits: StepWaits | None = None
         """For a step that starts before its blocks are loaded."""
 
-    def plan(self, step: Step, waits: LayerWaits | None = None) -> None:
+    def plan(self, step: Step, waits: StepWaits | None = None) -> None:
         """The step that the next batch runs."""
         self._step = step
         self._rows = {row.request.id: row for row in step.rows}
@@ -96,7 +100,7 @@ class Inputs(Module):
     def setup(self, env: Environment) -> None:
         """Build the batch on the host and send it."""
         batch = env.at(BATCH)
-        inputs = [_input(row) for row in self.rows(batch)]
+        inputs = self._sequences = [_input(row) for row in self.rows(batch)]
         group = self._groups[0]
         send = self._copies.to_device if self._copies is not None else None
         device = group.model.weights.device
@@ -110,6 +114,13 @@ class Inputs(Module):
             for group in self._groups:
                 group.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
 
+    def for_ranks(self) -> RankStep:
+        """The same step, as the other ranks are told."""
+        step = self._step
+        assert step is not None, "a step is planned before it is computed"
+        sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
+        return RankStep(tuple(self._sequences), (sources, targets), step.loads)
+
     def rows(self, batch: BatchData) -> list[Row]:
         """The scheduler's rows in the batch's order."""
         return [self._rows[ticket.request.request.id] for ticket in batch.requests]
@@ -121,12 +132,18 @@ class Compute(Module):
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 
-    def __init__(self, groups: Sequence[CacheGroup], inputs: Inputs) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], inputs: Inputs, ranks: Ranks | None = None) -> None:
         self._groups = groups
         self._inputs = inputs
+        self._ranks = ranks
 
     def forward(self, env: Environment) -> None:
         """Fill the caches; logits of the rows that want a token. Layers wait for blocks that are being loaded."""
+        beside = self._ranks.step(self._inputs.for_ranks()) if self._ranks is not None else contextlib.nullcontext()
+        with beside:
+            self._compute(env)
+
+    def _compute(self, env: Environment) -> None:
         batch, waits = env.at(FORWARD_BATCH), self._inputs.waits
         before = [partial(waits.before_layer, group=i) if waits else None for i in range(len(self._groups))]
         logits = self._groups[0].logits(batch, before[0])

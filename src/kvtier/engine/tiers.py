@@ -17,16 +17,19 @@ from kvtier.cache.control import CacheControl
 from kvtier.cache.controller import CacheController, layout_of
 from kvtier.cache.layer_waits import LayerWaits
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.metrics import CacheMetrics
+from kvtier.cache.metrics import CacheMetrics, Counted
 from kvtier.cache.plan import Plan
+from kvtier.cache.shards import Sharding
 from kvtier.engine.modules import CacheGroup
+from kvtier.engine.parallel import RankedController
 from kvtier.engine.traffic import Traffic, TransferMeter
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease
 from kvtier.metrics import Registry
 from kvtier.scheduler import Scheduler
-from kvtier.storage import Store, StoreStats
+from kvtier.storage import ShardStores, Store, StoreStats
 
+Controller = CacheController | RankedController
 _POLL_SECONDS = 0.005
 """How long an engine with nothing to compute waits for its transfers at a time: a new request is seen as soon."""
 
@@ -46,6 +49,22 @@ class TierState:
     hit_tokens: int
 
 
+class StepWaits:
+    """For a step that starts before its blocks are loaded: holds each layer back; tells afterwards, for all ranks."""
+
+    def __init__(self, own: LayerWaits, transfer_ids: Sequence[int], tiers: Tiers) -> None:
+        self._own, self._ids, self._tiers = own, transfer_ids, tiers
+
+    def before_layer(self, layer: int, group: int = 0) -> None:
+        """Until its blocks are there, on this rank."""
+        self._own.before_layer(layer, group)
+
+    def arrived(self) -> bool:
+        """Wait until all of it is over here; whether every block is there, on every rank that has told."""
+        arrived = self._own.arrived()
+        return self._tiers.have_arrived(self._ids) and arrived
+
+
 class Tiers:
     """The tiers of one engine: `submit`, `apply` and `wait` for its step, the rest for operators."""
 
@@ -53,11 +72,12 @@ class Tiers:
         self,
         manager: CacheManager,
         groups: Sequence[CacheGroup],
-        controller: CacheController | None,
-        stores: Mapping[str, Store],
+        controller: Controller | None,
+        stores: Mapping[str, Counted],
         scheduler: Scheduler,
         clock: Callable[[], float],
     ) -> None:
+        """`groups` are this rank's; of the first, every rank has as much."""
         self._manager = manager
         self._control = CacheControl(manager)
         self._groups = groups
@@ -66,8 +86,10 @@ class Tiers:
         self._scheduler = scheduler
         self._clock = clock
         self._pins: dict[str, Lease] = {}
+        self._lost: set[int] = set()
+        """Transfers that some rank failed to do, as long as others are at them."""
         self.is_asleep = False
-        self._meter = TransferMeter(clock)
+        self._meter = TransferMeter(clock, manager.moves.num_ranks)
         self.metrics = Registry()
         CacheMetrics(manager, stores, self.metrics)
 
@@ -75,6 +97,7 @@ class Tiers:
 
     def submit(self, plan: Plan) -> None:
         """Begin what the manager has decided."""
+        self._lost = {number for number in self._lost if self._manager.moves.is_in_flight(number)}
         if self._controller is not None and plan:
             self._meter.began(plan)
             self._controller.submit(plan)
@@ -84,21 +107,29 @@ class Tiers:
         for report in self._controller.poll() if self._controller is not None else ():
             self._meter.done(report)
             self._manager.apply(report)
+            self._lost.update(outcome.transfer_id for outcome in report.outcomes if not outcome.ok)
 
     def wait(self) -> None:
         """There is nothing to compute: wait a moment for transfers."""
         if self._controller is not None:
             self._controller.wait(_POLL_SECONDS)
 
-    def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits | None:
+    def layer_waits(self, transfer_ids: Sequence[int]) -> StepWaits | None:
         """For a step that starts before these loads are done."""
-        return self._controller.layer_waits(transfer_ids) if self._controller is not None and transfer_ids else None
+        if self._controller is None or not transfer_ids:
+            return None
+        return StepWaits(self._controller.layer_waits(transfer_ids), transfer_ids, self)
+
+    def have_arrived(self, transfer_ids: Sequence[int]) -> bool:
+        """Whether no rank has told that it failed to do one of these."""
+        self.apply()
+        return self._lost.isdisjoint(transfer_ids)
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
     def states(self) -> list[TierState]:
         """All tiers, the fastest first."""
-        block_bytes = sum(group.block_bytes for group in self._groups)
+        block_bytes = self._block_bytes
         pinned = sum(pin.num_blocks for pin in self._pins.values())
         states = []
         for tier in self._manager.stats.tiers:
@@ -245,13 +276,22 @@ class Tiers:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
+    @property
+    def _block_bytes(self) -> int:
+        """Of one block of all groups, on all ranks."""
+        others = (self._manager.moves.num_ranks - 1) * self._groups[0].block_bytes
+        return sum(group.block_bytes for group in self._groups) + others
+
     def _must_fit(self, tier: str, num_blocks: int) -> None:
         """Refuse what the machine has no memory for, before anything is given up for it."""
-        wanted = num_blocks * sum(group.block_bytes for group in self._groups)
-        device = self._groups[0].cache.device
-        free = _free_bytes(device if tier == "device" else torch.device("cpu"))
+        device = self._groups[0].cache.device if tier == "device" else torch.device("cpu")
+        # ranks share the machine's memory, and have a GPU each
+        block_bytes = self._block_bytes
+        if device.type == "cuda":
+            block_bytes = sum(group.block_bytes for group in self._groups)
+        wanted, free = num_blocks * block_bytes, _free_bytes(device)
         if tier == "device":  # the old cache goes before the new one comes; a new host tier comes first
-            free += sum(group.cache.nbytes for group in self._groups)
+            free += len(self._groups[0].cache) * block_bytes
         if wanted > free:
             raise RangeError(
                 f"{num_blocks} blocks of the {tier} tier take {wanted / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free"
@@ -284,9 +324,13 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def new_controller(
-    manager_host_blocks: int, groups: Sequence[CacheGroup], stores: Mapping[str, Store], namespace: bytes
+    manager_host_blocks: int,
+    groups: Sequence[CacheGroup],
+    stores: Mapping[str, Store | ShardStores],
+    namespace: bytes,
+    sharding: Sharding | None = None,
 ) -> CacheController:
-    """A controller for an engine's groups."""
+    """A controller for an engine's groups, those of one rank."""
     caches = [group.cache for group in groups]
     layout = layout_of(caches, groups[0].block_tokens)
-    return CacheController(layout, caches, manager_host_blocks, stores=stores, namespace=namespace)
+    return CacheController(layout, caches, manager_host_blocks, stores=stores, namespace=namespace, sharding=sharding)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,9 +32,11 @@ class _Direction:
 class TransferMeter:
     """Looks at plans as they begin and at reports as they come. For the engine's thread."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], num_ranks: int = 1) -> None:
         self._clock = clock
+        self._num_ranks = num_ranks
         self._under_way: dict[int, tuple[str, str]] = {}
+        self._num_told: Counter[int] = Counter()
         self._directions: dict[tuple[str, str], _Direction] = {}
 
     def began(self, plan: Plan) -> None:
@@ -46,12 +48,20 @@ class TransferMeter:
         """Some of them are over."""
         now = self._clock()
         for outcome in report.outcomes:
-            ends = self._under_way.pop(outcome.transfer_id, None)
+            ends = self._ends_of(outcome.transfer_id)
             if ends is not None and outcome.num_bytes:
                 direction = self._directions.setdefault(ends, _Direction())
                 direction.num_bytes += outcome.num_bytes
                 direction.lately.append((now, outcome.num_bytes))
                 _forget(direction, now)
+
+    def _ends_of(self, transfer_id: int) -> tuple[str, str] | None:
+        """Forgotten when every rank has told of it."""
+        self._num_told[transfer_id] += 1
+        if self._num_told[transfer_id] < self._num_ranks:
+            return self._under_way.get(transfer_id)
+        del self._num_told[transfer_id]
+        return self._under_way.pop(transfer_id, None)
 
     def traffic(self) -> list[Traffic]:
         """Every direction that was ever used."""

@@ -1,0 +1,342 @@
+"""Ranks: the other processes of a tensor-parallel engine, as rank 0 sees them.
+
+    rank 0    scheduler, CacheManager, sampling      ──Plan, Step──>   ranks 1 ..: their share of the model,
+              its own share of model and blocks      <──Reports───     their slices of every block
+
+Every rank computes with its share of the weights, and all of them add up twice a layer. What one of them cannot do none
+can: if a rank dies, fails or does not answer in time, every call from then on is an EngineError, and `close` ends the
+others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import wait as wait_for
+from typing import TypeVar
+
+import torch
+
+from kvtier.cache.controller import CacheController
+from kvtier.cache.layer_waits import LayerWaits
+from kvtier.cache.plan import Plan, Report
+from kvtier.cache.shards import Sharding
+from kvtier.engine.model import Model
+from kvtier.engine.rank_group import Rendezvous, join_group
+from kvtier.engine.rank_messages import (
+    Answer,
+    Ask,
+    Close,
+    Failed,
+    Hello,
+    Link,
+    Meet,
+    Ready,
+    ResizeHost,
+    Sleep,
+    Start,
+    Step,
+    StepDone,
+    Wake,
+)
+from kvtier.engine.split import split_config, split_layer, split_weights, with_tensors, without_layers
+from kvtier.errors import EngineError
+from kvtier.storage import ShardStores, StoreStats
+from kvtier.storage.shards import sum_stats
+
+_MAIN = "from kvtier.engine.rank_process import main; main({})"
+_SLOW_SECONDS = 600.0
+"""For what takes as long as there is memory: starting, host tiers of another size."""
+_CLOSE_SECONDS = 30.0
+"""For writing what is under way to stores."""
+
+Message = TypeVar("Message")
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """What ranks are made of, beside the model."""
+
+    num_ranks: int
+    num_shards: int
+    num_blocks: int
+    block_tokens: int
+    num_host_blocks: int
+    stores: Mapping[str, tuple[str, ...]]
+    namespace: bytes
+    timeout_seconds: float
+
+
+class Ranks:
+    """Ranks 1 .. of an engine. For the engine's thread."""
+
+    def __init__(self, model: Model, config: RankConfig) -> None:
+        """Start a process for each, and send it its share of the model. `self.model` is rank 0's own."""
+        local = split_config(model.config, config.num_ranks)
+        self._timeout = config.timeout_seconds
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._links: list[Link] = []
+        self._reports: list[Report] = []
+        self._error: EngineError | None = None
+        self._threads = torch.get_num_threads()
+        device = model.weights.device
+        num_threads = max(1, self._threads // config.num_ranks) if device.type == "cpu" else 0
+        try:
+            for _ in range(1, config.num_ranks):
+                self._start()
+            for rank in range(1, config.num_ranks):
+                self._receive(rank, Hello, _SLOW_SECONDS)
+                self._send_model(rank, model, config, num_threads)
+            rendezvous = Rendezvous(config.num_ranks)
+            self._broadcast(Meet(rendezvous.port, config.timeout_seconds))
+            weights = split_weights(model.config, model.weights, 0, config.num_ranks)
+            mine = Sharding(0, config.num_ranks, config.num_shards)
+            add_up = join_group(mine, device, rendezvous, config.timeout_seconds)
+            self.model = Model(local, weights, type(model.ops)(), add_up)
+            ready = [self._receive(rank, Ready, _SLOW_SECONDS) for rank in range(1, config.num_ranks)]
+            self.num_host_ready = min(each.num_host_ready for each in ready)
+        except BaseException:
+            self.close()
+            raise
+        if num_threads:
+            torch.set_num_threads(num_threads)  # all ranks have the same cores
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        """Around rank 0's part of a step. What its loads came to is in `take_reports` afterwards, of every rank."""
+        self._broadcast(step)
+        try:
+            yield
+        except BaseException as error:  # the others wait for rank 0, which will not come
+            raise self._lost(f"rank 0 failed in a step: {type(error).__name__}: {error}") from error
+        for rank in self._ranks:
+            self._receive(rank, StepDone, self._timeout)
+
+    # ---- plans and memory ------------------------------------------------------------------------------------------
+
+    def submit(self, plan: Plan) -> None:
+        """Begin what a plan says, behind the steps before."""
+        self._broadcast(plan)
+
+    def take_reports(self) -> list[Report]:
+        """What the ranks have done since; never waits."""
+        for rank, link in enumerate(self._links, 1):
+            while self._tried(rank, link.has_message):
+                message = self._next(rank, 0.0)
+                assert isinstance(message, Report), message
+        taken, self._reports = self._reports, []
+        return taken
+
+    def wait(self, timeout: float) -> None:
+        """Until a rank has something to tell, at most so long."""
+        wait_for([link.connection for link in self._links], timeout)
+
+    def sleep(self) -> None:
+        """Have all let go of their device caches."""
+        self._all(Sleep())
+
+    def wake(self, num_blocks: int) -> None:
+        """Have all have device caches of so many blocks."""
+        self._all(Wake(num_blocks))
+
+    def resize_host(self, num_blocks: int) -> None:
+        """Have all have so many blocks in host memory."""
+        self._all(ResizeHost(num_blocks))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether reports are still to come."""
+        return any(answer.is_busy for answer in self._all(Ask())) or bool(self._reports)
+
+    def stats(self, store: str) -> list[StoreStats]:
+        """Of every rank's part of a store."""
+        return [answer.stats[store] for answer in self._all(Ask()) if answer.stats is not None]
+
+    def close(self) -> None:
+        """End the processes, by force those that do not end by themselves. Twice is fine."""
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                link.send(Close())
+            with contextlib.suppress(OSError):
+                link.connection.close()
+        patience = _CLOSE_SECONDS if self._error is None else 0.0
+        for process in self._processes:
+            try:
+                process.wait(patience)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._links:
+            torch.set_num_threads(self._threads)
+        self._links, self._processes = [], []
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> range:
+        return range(1, len(self._links) + 1)
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        with theirs:
+            command = [sys.executable, "-c", _MAIN.format(theirs.fileno())]
+            self._processes.append(
+                subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, bufsize=0)
+            )
+        self._links.append(Link(ours))
+
+    def _send_model(self, rank: int, model: Model, config: RankConfig, num_threads: int) -> None:
+        device = model.weights.device
+        start = Start(
+            Sharding(rank, config.num_ranks, config.num_shards),
+            split_config(model.config, config.num_ranks),
+            type(model.ops),
+            f"cuda:{rank}" if device.type == "cuda" else str(device),
+            config.num_blocks,
+            config.block_tokens,
+            config.num_host_blocks,
+            config.stores,
+            config.namespace,
+            num_threads,
+        )
+        self._send(rank, start)
+        self._send(rank, with_tensors(without_layers(model.weights, rank), _own))
+        for layer in model.weights.layers:  # one at a time: no second model in memory
+            mine = split_layer(model.config, layer, rank, config.num_ranks)
+            self._send(rank, with_tensors(mine, _own))
+
+    def _all(self, message: object) -> list[Answer]:
+        self._broadcast(message)
+        return [self._receive(rank, Answer, _SLOW_SECONDS) for rank in self._ranks]
+
+    def _broadcast(self, message: object) -> None:
+        for rank in self._ranks:
+            self._send(rank, message)
+
+    def _send(self, rank: int, message: object) -> None:
+        self._tried(rank, lambda: self._links[rank - 1].send(message))
+
+    def _receive(self, rank: int, kind: type[Message], timeout: float) -> Message:
+        """The next message that is no report, which must be of this kind."""
+        while isinstance(message := self._next(rank, timeout), Report):
+            pass
+        if not isinstance(message, kind):
+            raise self._lost(f"rank {rank} said {message!r} where {kind.__name__} was due")
+        return message
+
+    def _next(self, rank: int, timeout: float) -> object:
+        message = self._tried(rank, lambda: self._links[rank - 1].receive(timeout))
+        if isinstance(message, Failed):
+            raise self._lost(f"rank {rank} failed: {message.reason}")
+        if isinstance(message, Report):
+            self._reports.append(message)
+        return message
+
+    def _tried(self, rank: int, call: Callable[[], Message]) -> Message:
+        """Something with a rank's pipe."""
+        if self._error is not None:
+            raise EngineError(f"this engine cannot go on: {self._error}") from self._error
+        try:
+            return call()
+        except EngineError as error:
+            raise self._lost(f"rank {rank}: {error}") from error
+        except (EOFError, OSError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._processes[rank - 1].wait(1.0)
+            code = self._processes[rank - 1].poll()
+            raise self._lost(f"the process of rank {rank} is gone, with exit code {code}") from error
+
+    def _lost(self, why: str) -> EngineError:
+        self._error = EngineError(f"{why}; the ranks of an engine go together: close it and start another")
+        return self._error
+
+
+class RankedController:
+    """The controllers of all ranks as one: what Tiers uses. `own` is rank 0's, if there is a host tier."""
+
+    def __init__(self, own: CacheController | None, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+
+    @property
+    def num_host_ready(self) -> int:
+        """Host slots that every rank had when it was ready."""
+        return min(self._own.num_host_ready, self._ranks.num_host_ready) if self._own is not None else 0
+
+    def submit(self, plan: Plan) -> None:
+        """Begin what a plan says, on every rank."""
+        self._ranks.submit(plan)
+        if self._own is not None:
+            self._own.submit(plan)
+
+    def poll(self) -> list[Report]:
+        """What has been done since the last call, by any rank; never waits."""
+        return [*(self._own.poll() if self._own is not None else ()), *self._ranks.take_reports()]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether reports are still to come."""
+        return (self._own is not None and self._own.is_busy) or self._ranks.is_busy
+
+    def wait(self, timeout: float) -> None:
+        """Wait until something may have been done, at most so long."""
+        if self._own is not None and self._own.is_busy:
+            self._own.wait(timeout)
+        else:
+            self._ranks.wait(timeout)
+
+    def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
+        """For rank 0's part of a step that starts before these loads are done."""
+        assert self._own is not None, "without a host tier there are no loads"
+        return self._own.layer_waits(transfer_ids)
+
+    def release(self) -> None:
+        """Forget the device tensors, on every rank."""
+        if self._own is not None:
+            self._own.release()
+        self._ranks.sleep()
+
+    def register(self, caches: Sequence[torch.Tensor]) -> None:
+        """Use these tensors, and on the other ranks new ones of as many blocks."""
+        self._ranks.wake(len(caches[0]))
+        if self._own is not None:
+            self._own.register(caches)
+
+    def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
+        """Other host memory, on every rank."""
+        assert self._own is not None, "without a host tier there is nothing to resize"
+        self._ranks.resize_host(num_blocks)
+        self._own.resize_host(num_blocks, caches)
+
+    def close(self) -> None:
+        """End every rank. Twice is fine."""
+        try:
+            if self._own is not None:
+                self._own.close()
+        finally:
+            self._ranks.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RankedStore:
+    """A store of which every rank has its part; `stats` are of all of them."""
+
+    name: str
+    own: ShardStores
+    ranks: Ranks
+
+    @property
+    def stats(self) -> StoreStats:
+        """Asks every rank."""
+        return sum_stats([self.own.stats, *self.ranks.stats(self.name)])
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """In memory of its own, on the CPU: what is pickled of a view is all that it is a view of."""
+    return tensor.detach().cpu().clone()

@@ -1,0 +1,59 @@
+"""The group of an engine's ranks, which adds up what each of them has. No global state: an engine has its own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvtier.cache.shards import Sharding
+from kvtier.engine.model import AddUp
+from kvtier.errors import EngineError, UnavailableError
+
+_HOST = "127.0.0.1"
+_MEET_SECONDS = 300.0
+
+
+class Rendezvous:
+    """Where ranks find each other, at a port of this machine that was free. Rank 0 holds it as long as the group."""
+
+    def __init__(self, num_ranks: int, port: int = 0) -> None:
+        """Without a port, a new one."""
+        if not dist.is_available():
+            raise UnavailableError("this build of torch has no torch.distributed, which tensor parallelism needs")
+        wait = timedelta(seconds=_MEET_SECONDS)
+        self.store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            _HOST, port, num_ranks, is_master=not port, timeout=wait, wait_for_workers=False
+        )
+
+    @property
+    def port(self) -> int:
+        """For the others."""
+        return int(self.store.port)
+
+
+def join_group(sharding: Sharding, device: torch.device, rendezvous: Rendezvous, timeout: float) -> AddUp:
+    """Meet the other ranks, which must call it, too; returns how to add up. A sum that takes longer is an error."""
+    kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+    if device.type == "cuda":  # written for several GPUs, and run on none so far
+        options = kind.Options()
+    else:
+        options = kind._Options()
+        options._devices = [kind.create_device(hostname=_HOST)]  # and not what this machine's name resolves to
+    options._timeout = timedelta(seconds=timeout)
+    group = kind(rendezvous.store, sharding.rank, sharding.num_ranks, options)
+
+    def add_up(mine: torch.Tensor) -> torch.Tensor:
+        """In place where it can be. On CUDA the stream waits, and not the host."""
+        if not mine.numel():
+            return mine
+        total = mine.contiguous()
+        try:
+            group.allreduce([total]).wait()
+        except RuntimeError as error:  # a rank died, or took longer than the limit
+            raise EngineError(f"rank {sharding.rank} of {sharding.num_ranks} cannot add up: {error}") from error
+        return total
+
+    return add_up

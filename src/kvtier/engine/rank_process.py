@@ -1,0 +1,168 @@
+"""The process of a rank other than 0: computes its share of every step, and moves its slices of blocks.
+
+It decides nothing. It ends when it is told to, when rank 0 is gone, or when something fails: a rank that has missed a
+step can never catch up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from kvtier.cache.controller import CacheController
+from kvtier.cache.plan import Plan
+from kvtier.engine.forward import ForwardBatch
+from kvtier.engine.model import AddUp, Model
+from kvtier.engine.modules import CacheGroup
+from kvtier.engine.rank_group import Rendezvous, join_group
+from kvtier.engine.rank_messages import (
+    Answer,
+    Ask,
+    Close,
+    Failed,
+    Hello,
+    Link,
+    Meet,
+    Ready,
+    ResizeHost,
+    Sleep,
+    Start,
+    Step,
+    StepDone,
+    Wake,
+)
+from kvtier.engine.split import with_tensors
+from kvtier.engine.tiers import new_controller
+from kvtier.engine.weights import LayerWeights, ModelWeights
+from kvtier.storage import ShardStores, open_shards
+
+_POLL_SECONDS = 0.001
+"""How often a rank looks after its transfers while it has nothing to compute."""
+
+
+def main(descriptor: int) -> None:
+    """Entry point of the process; `descriptor` is its end of the pipe."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # whoever sends them to all processes means rank 0
+        signal.signal(number, signal.SIG_IGN)
+    connection: Connection[Any, Any] = Connection(descriptor)
+    link = Link(connection)
+    with contextlib.suppress(EOFError, OSError):  # rank 0 is gone: nobody to tell
+        try:
+            link.send(Hello())
+            with contextlib.ExitStack() as stack:
+                RankWorker(link, stack).run()
+        except (EOFError, OSError):
+            raise
+        except Exception as error:  # whatever it is, rank 0 is told, and this rank ends
+            link.send(Failed(f"{type(error).__name__}: {error}"))
+
+
+class RankWorker:
+    """Does what rank 0 says, in order."""
+
+    def __init__(self, link: Link, stack: contextlib.ExitStack) -> None:
+        """What is opened is closed with `stack`."""
+        self._link = link
+        start: Start = link.receive()
+        if start.num_threads:
+            torch.set_num_threads(start.num_threads)
+        weights = _receive_weights(link, start.config.num_layers, torch.device(start.device))
+        meet: Meet = link.receive()
+        rendezvous = Rendezvous(start.sharding.num_ranks, meet.port)
+        add_up = join_group(start.sharding, weights.device, rendezvous, meet.timeout_seconds)
+        self._group = _new_group(start, weights, add_up)
+        self._stores = _open_stores(start, stack)
+        self._controller: CacheController | None = None
+        if start.num_host_blocks:
+            self._controller = new_controller(
+                start.num_host_blocks, [self._group], self._stores, start.namespace, start.sharding
+            )
+            stack.callback(self._controller.close)
+        link.send(Ready(self._controller.num_host_ready if self._controller is not None else 0))
+
+    def run(self) -> None:
+        """Until told to end."""
+        while True:
+            self._report()
+            is_busy = self._controller is not None and self._controller.is_busy
+            if not self._link.has_message(_POLL_SECONDS if is_busy else None):
+                continue
+            message = self._link.receive()
+            if isinstance(message, Close):
+                return
+            self._do(message)
+
+    def _report(self) -> None:
+        for report in self._controller.poll() if self._controller is not None else ():
+            self._link.send(report)
+
+    def _do(self, message: object) -> None:
+        match message:
+            case Step():
+                self._step(message)
+            case Plan():
+                assert self._controller is not None, "without a host tier there is nothing to plan"
+                self._controller.submit(message)
+            case Sleep():
+                self._with_controller(CacheController.release)
+                self._group.free()
+                self._answer()
+            case Wake():
+                self._group.renew(message.num_blocks)
+                self._with_controller(partial(CacheController.register, caches=[self._group.cache]))
+                self._answer()
+            case ResizeHost():
+                resize = partial(CacheController.resize_host, num_blocks=message.num_blocks, caches=[self._group.cache])
+                self._with_controller(resize)
+                self._answer()
+            case Ask():
+                self._answer()
+
+    def _step(self, step: Step) -> None:
+        group, controller = self._group, self._controller
+        device = group.model.weights.device
+        waits = controller.layer_waits(step.loads) if controller is not None and step.loads else None
+        batch = ForwardBatch.build(step.inputs, group.block_tokens, device)
+        sources, targets = step.copies
+        if sources:
+            group.copy_blocks(sources, targets)
+        group.model.forward(batch, group.cache, waits.before_layer if waits is not None else None)
+        if waits is not None:
+            waits.arrived()  # whether they did is in the reports, which go first
+        self._report()
+        self._link.send(StepDone())
+
+    def _with_controller(self, call: Callable[[CacheController], None]) -> None:
+        if self._controller is not None:
+            call(self._controller)
+
+    def _answer(self) -> None:
+        self._report()
+        is_busy = self._controller is not None and self._controller.is_busy
+        self._link.send(Answer(is_busy, {name: store.stats for name, store in self._stores.items()}))
+
+
+def _receive_weights(link: Link, num_layers: int, device: torch.device) -> ModelWeights:
+    """As Ranks sends them: all but the layers, then each of these."""
+    rest: ModelWeights = link.receive()
+    layers: list[LayerWeights] = [link.receive() for _ in range(num_layers)]
+    return with_tensors(replace(rest, layers=tuple(layers)), lambda tensor: tensor.to(device))
+
+
+def _new_group(start: Start, weights: ModelWeights, add_up: AddUp) -> CacheGroup:
+    return CacheGroup(Model(start.config, weights, start.ops(), add_up), start.num_blocks, start.block_tokens)
+
+
+def _open_stores(start: Start, stack: contextlib.ExitStack) -> dict[str, ShardStores]:
+    stores = {}
+    for name, urls in start.stores.items():
+        stores[name] = open_shards(urls, start.sharding.shards, start.sharding.num_shards)
+        stack.callback(stores[name].close)
+    return stores

@@ -1,0 +1,391 @@
+"""Tensor parallelism: shares of a model add up to it, on threads and on real processes; what if a rank is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from cache_support import Worker
+from engine_helpers import Answer, finish, greedy, prompts
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.control import CacheControl
+from kvtier.cache.host import HostConfig
+from kvtier.cache.layer_waits import LayerWaits
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Plan
+from kvtier.cache.saving import Saving, WritePolicy
+from kvtier.cache.store import Patience, StoreConfig
+from kvtier.engine import ForwardBatch, Model, ModelConfig, SequenceInput
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.model_config import RopeConfig
+from kvtier.engine.modules import CacheGroup
+from kvtier.engine.random_weights import random_weights
+from kvtier.engine.speculate import DraftProposer
+from kvtier.engine.split import split_config, split_weights
+from kvtier.engine.tiers import Tiers
+from kvtier.errors import ArgumentError, EngineError, RangeError
+from kvtier.index import Chain, Namespace
+from kvtier.memory import CPU
+from kvtier.scheduler import Scheduler, SchedulerConfig
+from kvtier.storage import MemoryStore
+
+SHAPE = ModelConfig("llama", 3, 32, 48, 8, 4, 8, 199, 512, norm_eps=1e-5, rope=RopeConfig(10000.0))
+DRAFT = replace(SHAPE, num_layers=1, num_heads=3, num_kv_heads=3)
+BLOCK = 4
+
+
+def model_of(config: ModelConfig, seed: int = 1) -> Model:
+    """With biases and norms that are not the same for every head."""
+    weights = random_weights(config, torch.float32, torch.device("cpu"), seed=seed)
+    random = torch.Generator().manual_seed(seed)
+    for layer in weights.layers:
+        for bias in (layer.qkv.bias, layer.output.bias, layer.q_norm, layer.k_norm):
+            if bias is not None:
+                bias.normal_(0.5, 0.5, generator=random)
+    return Model(config, weights)
+
+
+MODEL = model_of(SHAPE)
+DRAFT_MODEL = model_of(DRAFT, 2)
+
+
+# ---- shares --------------------------------------------------------------------------------------------------------
+
+
+class AddUp:
+    """A sum over threads: what a group of processes does."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._parts: list[torch.Tensor] = [torch.empty(0)] * num_ranks
+        self._barrier = threading.Barrier(num_ranks, timeout=60)
+
+    def of(self, rank: int):
+        def add_up(mine: torch.Tensor) -> torch.Tensor:
+            self._parts[rank] = mine
+            self._barrier.wait()
+            total = torch.stack(self._parts).sum(0)
+            self._barrier.wait()
+            return total
+
+        return add_up
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "config",
+    [
+        SHAPE,
+        replace(SHAPE, attention_bias=True),
+        replace(SHAPE, architecture="qwen2"),
+        replace(SHAPE, architecture="qwen3"),
+    ],
+    ids=["llama", "bias", "qwen2", "qwen3"],
+)
+def test_the_shares_of_a_model_add_up_to_it(config, num_ranks):
+    model, add_up, blocks = model_of(config), AddUp(num_ranks), 6
+    sequences = [
+        SequenceInput([3, 4, 5, 6, 7, 8, 9], 0, [0, 1], 1),
+        SequenceInput([11], 0, [2], 0),
+        SequenceInput([13, 14, 15], 0, [4], 2),
+    ]
+    batch = ForwardBatch.build(sequences, BLOCK, torch.device("cpu"))
+    wanted_cache = model.new_cache(blocks, BLOCK)
+    wanted = model.logits(model.forward(batch, wanted_cache))
+    found: dict[int, torch.Tensor] = {}
+    caches: dict[int, torch.Tensor] = {}
+
+    def run(rank: int) -> None:
+        share = Model(
+            split_config(config, num_ranks),
+            split_weights(config, model.weights, rank, num_ranks),
+            add_up=add_up.of(rank),
+        )
+        caches[rank] = share.new_cache(blocks, BLOCK)
+        hidden = share.forward(batch, caches[rank])
+        if rank == 0:
+            found[rank] = share.logits(hidden)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(found[0], wanted, rtol=1e-5, atol=1e-5)
+    heads = torch.cat([caches[rank] for rank in range(num_ranks)], dim=4)
+    torch.testing.assert_close(heads, wanted_cache, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_ranks", "what"),
+    [
+        (SHAPE, 3, "8 attention heads"),
+        (replace(SHAPE, num_kv_heads=2), 4, "2 KV heads"),
+        (replace(SHAPE, ffn_dim=46), 4, "46 feed-forward features"),
+    ],
+)
+def test_what_cannot_be_shared_equally_is_refused_before_anything_starts(config, num_ranks, what):
+    with pytest.raises(ArgumentError, match=f"tensor_parallel={num_ranks}: the model's {what}"):
+        split_config(config, num_ranks)
+
+
+def test_options_that_cannot_be_are_refused_before_anything_starts():
+    with pytest.raises(ArgumentError, match="4 KV heads cannot be cut into 3 shards"):
+        Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(8), tensor_parallel=3))
+    with pytest.raises(ArgumentError, match="4 ranks cannot share 2 shards"):
+        Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(8), tensor_parallel=4, kv_shards=2))
+    config = EngineConfig(BLOCK, CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),)), tensor_parallel=2)
+    with pytest.raises(ArgumentError, match="each opens its own: give its URL"):
+        Engine(MODEL, config=config, stores={"disk": MemoryStore(1 << 20)})
+    with pytest.raises(RangeError, match="tensor_parallel is 1 or more"):
+        EngineConfig(tensor_parallel=0)
+    assert not children()
+
+
+# ---- loads that failed elsewhere -----------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Two ranks as dictionaries: what they report when they are told to."""
+
+    def __init__(self) -> None:
+        self.workers = [Worker(rank, ()) for rank in range(2)]
+        self.reports = []
+
+    def submit(self, plan: Plan) -> None:
+        for worker in self.workers:
+            worker.submit(plan)
+
+    def poll(self):
+        taken, self.reports = self.reports, []
+        return taken
+
+    def layer_waits(self, _) -> LayerWaits:
+        return LayerWaits([], CPU)
+
+
+def test_a_load_that_failed_on_another_rank_counts_until_all_have_told():
+    namespace, controller = Namespace("model", block_tokens=BLOCK), Scripted()
+    manager = CacheManager(namespace, CacheConfig(4, host=HostConfig(8), recompute=False), num_ranks=2)
+    scheduler = Scheduler(manager, SchedulerConfig())
+    tiers = Tiers(manager, [CacheGroup(MODEL, 4, BLOCK)], controller, {}, scheduler, lambda: 0.0)
+    chain = Chain(namespace, [7] * (2 * BLOCK) + [1])
+
+    def settle(lose=None, ranks=(0, 1)) -> None:
+        tiers.submit(manager.plan())
+        for rank in ranks:
+            while controller.workers[rank].todo:
+                controller.reports.append(controller.workers[rank].work(lose))
+        tiers.apply()
+
+    hold = manager.match(chain)
+    assert manager.allocate(hold, 2 * BLOCK) is None
+    for worker in controller.workers:
+        worker.device.update({int(slot): "kv" for slot in hold.table})
+    manager.scheduled(hold)
+    manager.publish(hold, 2 * BLOCK)
+    manager.finish(hold)
+    settle()
+    CacheControl(manager).demote(chain)
+    hold = manager.match(chain)
+    assert manager.allocate(hold, 2 * BLOCK) is None
+    loads = manager.overlap(hold)
+    assert loads
+    settle(lose=lambda transfer, _: [True] * transfer.num_blocks, ranks=(1,))  # the second is quicker, and fails
+    tiers.submit(manager.plan())
+    waits = tiers.layer_waits(loads)
+    assert waits is not None
+    assert not waits.arrived()
+    settle(ranks=(0,))
+    assert not waits.arrived()
+    tiers.submit(manager.plan())
+    assert tiers.have_arrived(loads)  # by now the manager knows: it is over, and nobody starts with it
+    manager.abort(hold)
+    manager.check()
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def children() -> list[psutil.Process]:
+    """Processes of ranks that this process has started."""
+    return [child for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline())]
+
+
+def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, **options) -> Engine:
+    """With a host tier, and blocks in a folder if there is one. Everything that is cached is loaded."""
+    saving = Saving(WritePolicy.THROUGH)
+    stores = (StoreConfig("disk", saving, Patience.WAIT),) if folder is not None else ()
+    cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, recompute=False)
+    config = EngineConfig(
+        BLOCK, cache, SchedulerConfig(8, 64), tensor_parallel=num_ranks, **{"kv_shards": 4, **options}
+    )
+    urls = {"disk": f"disk:{folder}?bytes=64MiB&segment=1MiB&free=0"} if folder is not None else {}
+    return Engine(MODEL, config=config, stores=urls, proposer=DraftProposer(DRAFT_MODEL, 2) if draft else None)
+
+
+def answers_of(engine: Engine, asked: list[list[int]]) -> list[Answer]:
+    names = [engine.add(prompt, greedy(10, logprobs=2)) for prompt in asked]
+    answers = finish(engine)
+    return [answers[name] for name in names]
+
+
+def must_equal(found: list[Answer], wanted: list[Answer]) -> None:
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        chances = [[each.chosen for each in answer.logprobs] for answer in (one, other)]
+        np.testing.assert_allclose(*chances, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[list[int]]:
+    return prompts(3, 21, 30, 9, 26, shared=[0, 12, 0, 20])
+
+
+@pytest.fixture(scope="module")
+def wanted(asked) -> list[Answer]:
+    """Of one rank that caches nothing."""
+    engine = Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(64, prefix_caching=False)))
+    answers = answers_of(engine, asked)
+    engine.close()
+    return answers
+
+
+def test_two_ranks_answer_as_one_does_with_every_tier_whatever_an_operator_does(asked, wanted, tmp_path):
+    engine = engine_of(2, tmp_path, draft=True)
+    try:
+        (child,) = children()
+        must_equal(answers_of(engine, asked), wanted)
+        must_equal(answers_of(engine, asked[::-1]), wanted[::-1])  # the device has room for two of them
+        host = engine.manager.stats.tiers[1]
+        assert host.hit_tokens > 0
+        states = {state.name: state for state in engine.tiers.states()}
+        alone = sum(model.new_cache(1, BLOCK).nbytes for model in (MODEL, DRAFT_MODEL))
+        assert states["device"].block_bytes == alone
+        assert all(each.num_bytes % alone == 0 for each in engine.tiers.traffic())  # every rank's bytes count
+        assert states["disk"].used_bytes > 0
+        tiers = engine.tiers
+        tiers.sleep()
+        tiers.wake()
+        must_equal(answers_of(engine, asked[:2]), wanted[:2])
+        assert tiers.demote(engine.chain(asked[1])) > 0
+        tiers.resize("device", 40)
+        tiers.resize("host", 60)
+        again = answers_of(engine, asked)
+        must_equal(again, wanted)
+        assert min(answer.num_cached for answer in again) > 0
+        tiers.reset()
+        fetched = answers_of(engine, asked)  # all of it from the disk
+        must_equal(fetched, wanted)
+        assert sum(answer.num_cached for answer in fetched) > 40
+        assert engine.explain("request-0").state == "length"
+        tiers.drop(engine.chain(asked[0]))
+        tiers.reset(clear_stores=True)
+        assert [state.num_used for state in tiers.states()] == [0, 0, 0]
+        must_equal(answers_of(engine, asked), wanted)
+        assert "kvtier_store_used_bytes" in tiers.metrics.render()
+    finally:
+        engine.close()
+    assert not child.is_running()
+    engine.close()  # twice is fine
+
+
+def test_what_one_rank_stored_two_and_four_read_and_back(asked, wanted, tmp_path):
+    num_cached = []
+    for num_ranks in (1, 2, 4, 1):
+        engine = engine_of(num_ranks, tmp_path, draft=num_ranks != 4)
+        try:
+            found = answers_of(engine, asked)
+            must_equal(found, wanted)
+            num_cached.append(sum(answer.num_cached for answer in found))
+            engine.tiers.save_all()
+            if num_ranks == 2:  # and now only what these two write
+                engine.tiers.reset(clear_stores=True)
+                must_equal(answers_of(engine, asked), wanted)
+                engine.tiers.save_all()
+        finally:
+            engine.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-{i}-of-4" for i in range(4)]
+    assert num_cached[1] > num_cached[0]
+    assert num_cached[1] == num_cached[3]
+    assert not children()
+
+
+def test_what_one_rank_cannot_read_is_a_miss_on_all(asked, wanted, tmp_path):
+    engine = engine_of(1, tmp_path, kv_shards=2)
+    answers_of(engine, asked)
+    engine.tiers.save_all()
+    engine.close()
+    (segment,) = (tmp_path / "shard-1-of-2").glob("*.kv")  # the share of the second rank, every page of it
+    with segment.open("r+b") as data:
+        for at in range(0, segment.stat().st_size, 512):
+            data.seek(at)
+            data.write(b"\xff")
+    engine = engine_of(2, tmp_path, kv_shards=2)
+    try:
+        must_equal(answers_of(engine, asked), wanted)
+        assert engine.manager.stats.tiers[2].hit_tokens == 0
+    finally:
+        engine.close()
+
+
+# ---- ranks that are lost -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_is_an_error_at_once_and_for_good(asked):
+    engine = engine_of(2)
+    (child,) = children()
+    for prompt in asked:
+        engine.add(prompt, greedy(50))
+    engine.step()
+    child.kill()
+    with pytest.raises(EngineError, match=r"go together: close it and start another"):
+        finish(engine)
+    engine.add(asked[0], greedy(5))
+    with pytest.raises(EngineError, match="cannot go on"):
+        finish(engine)
+    engine.close()
+    assert not children()
+
+
+def test_a_rank_that_hangs_is_an_error_within_the_limit(asked):
+    engine = engine_of(2, rank_timeout_seconds=1.0)
+    (child,) = children()
+    engine.add(asked[0], greedy(50))
+    engine.step()
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match="go together: close it and start another"):
+        finish(engine)
+    engine.close()  # by force: it does not listen
+    assert not children()
+
+
+def test_a_failure_of_the_first_rank_in_a_step_is_the_end_of_all(asked, monkeypatch):
+    engine = engine_of(2)
+
+    def broken(*_):
+        raise RuntimeError("out of luck")
+
+    engine.add(asked[0], greedy(50))
+    monkeypatch.setattr(engine.model, "logits", broken)
+    with pytest.raises(EngineError, match="rank 0 failed in a step: RuntimeError: out of luck"):
+        engine.step()
+    engine.close()
+    assert not children()
+
+
+def test_a_rank_that_cannot_start_says_why_and_leaves_nothing_behind(tmp_path):
+    (tmp_path / "shard-3-of-4").write_text("not a folder")
+    with pytest.raises(EngineError, match=r"rank 1 failed: .*shard-3-of-4"):
+        engine_of(2, tmp_path)
+    assert not children()
+    (tmp_path / "shard-3-of-4").unlink()
+    engine = engine_of(1, tmp_path)  # the folders are not locked
+    engine.close()
