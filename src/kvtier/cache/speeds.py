@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvtier.cache.plan import Purpose
 # What was seen 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
 _DECAY = 1 - 1 / 40
 _MOST_NEW = 16
+_SAME = 1e8  # the condition number from which on amounts are alike
 _TRY_AFTER = 32  # loads refused in a row, after which one is made to see whether it is still that slow
 Costs = np.ndarray[Any, np.dtype[np.float64]]
 Way = tuple[Purpose, str]
@@ -44,15 +45,17 @@ class Decision:
 class Fit:
     """Seconds as a sum of costs times amounts, by least squares over what was seen, old samples fading.
 
-    Costs are not negative. The first amount is what everything is in proportion to while too little was seen.
+    Costs are not negative. As long as what was seen does not tell them apart, such as a single sample, several are as
+    good; `in_doubt`, min or max, says which of them count.
     """
 
-    def __init__(self, num_amounts: int) -> None:
+    def __init__(self, num_amounts: int, in_doubt: Callable[[Iterable[float]], float]) -> None:
+        self._in_doubt = in_doubt
         self._squares = np.zeros((num_amounts + 1, num_amounts + 1))
         self._products = np.zeros(num_amounts + 1)
         self._num_seen = 0
         self._new: list[tuple[float, ...]] = []
-        self._costs: Costs | None = None
+        self._costs: list[Costs] = []
 
     def observe(self, amounts: Sequence[float], seconds: float) -> None:
         """It took so long. Costs next to nothing: what was seen is taken in when somebody asks."""
@@ -66,9 +69,9 @@ class Fit:
             self._take_in()
         if not self._num_seen:
             return None
-        if self._costs is None:
-            self._costs = self._solve()
-        return float(self._costs @ np.array([1.0, *amounts]))
+        self._costs = self._costs or self._solve()
+        x = np.array([1.0, *amounts])
+        return self._in_doubt(float(costs @ x) for costs in self._costs)
 
     def _take_in(self) -> None:
         seen = np.array(self._new)
@@ -77,12 +80,24 @@ class Fit:
         self._squares = self._squares * _DECAY**count + faded.T @ x
         self._products = self._products * _DECAY**count + faded.T @ seconds
         self._num_seen += count
-        self._new, self._costs = [], None
+        self._new, self._costs = [], []
 
-    def _solve(self) -> Costs:
+    def _solve(self) -> list[Costs]:
         scale = np.sqrt(np.maximum(np.diag(self._squares), 1e-300))
         squares, products = self._squares / np.outer(scale, scale), self._products / scale
-        return _least_squares(squares, products, list(range(len(products)))) / scale
+        used = np.flatnonzero(np.diag(self._squares)).tolist()  # of what never was there nothing is known
+        found = _explanations(squares, products, used)
+        explained = [float(products @ costs) for costs in found]  # of the squares
+        enough = max(explained) * (1 - 1e-6)
+        return [costs / scale for costs, each in zip(found, explained, strict=True) if each >= enough]
+
+
+def _explanations(squares: Costs, products: Costs, used: list[int]) -> list[Costs]:
+    """The best costs; where amounts never varied, and so cannot be told apart, those without one or the other."""
+    if len(used) > 1 and np.linalg.cond(squares[np.ix_(used, used)]) >= _SAME:
+        left = [[i for i in used if i != without] for without in used]
+        return [costs for some in left for costs in _explanations(squares, products, some)]
+    return [_least_squares(squares, products, used)]
 
 
 def _least_squares(squares: Costs, products: Costs, used: list[int]) -> Costs:
@@ -93,11 +108,7 @@ def _least_squares(squares: Costs, products: Costs, used: list[int]) -> Costs:
     costs = np.zeros(len(products))
     if not used:
         return costs
-    part = squares[np.ix_(used, used)]
-    if np.linalg.cond(part) >= 1e8:
-        # amounts that never varied cannot be told apart: the fixed cost goes first, then the last amount
-        return _least_squares(squares, products, used[1:] if used[0] == 0 and len(used) > 1 else used[:-1])
-    found = np.linalg.solve(part, products[used])
+    found = np.linalg.solve(squares[np.ix_(used, used)], products[used])
     negative = [used[i] for i in np.flatnonzero(found < 0)]
     if negative:
         tries = [_least_squares(squares, products, [i for i in used if i != zero]) for zero in negative]
@@ -111,12 +122,12 @@ class Speeds:
 
     def __init__(self) -> None:
         self._moves: dict[Way, Fit] = {}
-        self._compute = Fit(2)
+        self._compute = Fit(2, in_doubt=max)  # in doubt it is loaded, which shows what that takes
         self._num_refused = 0
 
     def moved(self, way: Way, num_blocks: int, seconds: float) -> None:
         """A move of so many blocks took so long."""
-        self._moves.setdefault(way, Fit(1)).observe((num_blocks,), seconds)
+        self._moves.setdefault(way, Fit(1, in_doubt=min)).observe((num_blocks,), seconds)
 
     def computed(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
         """A step of so many tokens took so long; `attended_tokens` sums the context each of them looked back on."""

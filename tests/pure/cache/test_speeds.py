@@ -61,7 +61,7 @@ def seen(draw):
 @given(seen())
 @example([([9.3, 5.7], 6.7), ([3.4, 2.5], 0.3), ([2.9, 2.3], 0.9), ([8.0, 5.3], 7.3)])  # two come out negative
 def test_the_fit_is_the_least_squares_without_negative_costs(samples):
-    fit = Fit(len(samples[0][0]))
+    fit = Fit(len(samples[0][0]), min)
     for amounts, seconds in samples:
         fit.observe(amounts, seconds)
     _, least = nonnegative_least_squares(samples)
@@ -75,31 +75,40 @@ def test_the_fit_is_the_least_squares_without_negative_costs(samples):
 
 
 def test_exact_samples_give_exact_costs():
-    fit = Fit(1)
+    fit = Fit(1, min)
     for count in (1, 5, 20, 60):
         fit.observe((count,), 0.004 + 0.0005 * count)
     assert fit.predict((100,)) == pytest.approx(0.004 + 0.05)
     assert fit.predict((0,)) == pytest.approx(0.004)
 
 
-def test_before_anything_was_seen_nothing_is_said_and_one_sample_is_in_proportion():
-    fit = Fit(2)
-    assert fit.predict((1.0, 1.0)) is None
-    fit.observe((10.0, 50.0), 2.0)
-    assert fit.predict((20.0, 100.0)) == pytest.approx(4.0)
-    assert fit.predict((0.0, 0.0)) == 0.0
+def test_before_anything_was_seen_nothing_is_said():
+    assert Fit(2, min).predict((1.0, 1.0)) is None
 
 
-def test_equal_samples_are_in_proportion_to_the_first_amount():
-    fit = Fit(1)
-    for _ in range(50):
-        fit.observe((8.0,), 0.4)
-    assert fit.predict((16.0,)) == pytest.approx(0.8)
+@pytest.mark.parametrize("count", [1, 50])
+def test_equal_samples_leave_it_open_what_costs(count):
+    """2 s for 10 and 50: 2 s whatever it is, 0.2 s for each of the first, or 0.04 s for each of the second."""
+    least, most = Fit(2, min), Fit(2, max)
+    for fit in (least, most):
+        for _ in range(count):
+            fit.observe((10.0, 50.0), 2.0)
+    for amounts, low, high in (((20.0, 100.0), 2.0, 4.0), ((5.0, 25.0), 1.0, 2.0), ((10.0, 500.0), 2.0, 20.0)):
+        assert (least.predict(amounts), most.predict(amounts)) == (pytest.approx(low), pytest.approx(high))
+
+
+def test_what_varied_is_told_apart_and_the_rest_left_open():
+    fit = Fit(2, max)
+    for count in (1, 5, 20):  # the second is always ten times the first
+        fit.observe((count, 10.0 * count), 1.0 + 0.5 * count)
+    assert fit.predict((2.0, 20.0)) == pytest.approx(2.0)
+    assert fit.predict((2.0, 0.0)) == pytest.approx(2.0)
+    assert fit.predict((0.0, 20.0)) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
 def test_units_do_not_matter(scale):
-    fit = Fit(2)
+    fit = Fit(2, max)
     for tokens, context in ((10, 100), (100, 100), (10, 5000), (70, 900), (1, 10)):
         fit.observe((tokens * scale, context * scale), 0.01 + 0.001 * tokens + 1e-5 * context)
     assert fit.predict((50 * scale, 1000 * scale)) == pytest.approx(0.07, rel=1e-6)
@@ -152,6 +161,55 @@ def test_a_deep_prefix_is_loaded_where_a_shallow_one_is_computed():
         speeds.moved(LOAD, count, 0.0005 * count)
     assert not speeds.decide({LOAD: 4}, 0, 64).load
     assert speeds.decide({LOAD: 4}, 30000, 64).load
+
+
+class Machine:
+    """What loading and computing take, exactly; and a request's time by either."""
+
+    def __init__(self, latency: float) -> None:
+        self.latency, self.speeds = latency, Speeds()
+
+    def steps(self, first: int, stop: int):
+        """(tokens, what they look back on, seconds) of each step of at most 512 tokens."""
+        for begin in range(first, stop, 512):
+            count = min(512, stop - begin)
+            attended = count * (begin + count / 2)
+            yield count, attended, 0.003 + 6e-5 * count + 2e-8 * attended
+
+    def seconds(self, num_tokens: int, *, load: bool) -> float:
+        """Of a request whose full blocks of 16 are all in the store."""
+        blocks = (num_tokens - 1) // 16 if load else 0
+        loading = self.latency + 0.0036 + 0.00023 * blocks if load else 0.0
+        return loading + sum(seconds for _, _, seconds in self.steps(blocks * 16, num_tokens))
+
+    def serve(self, num_tokens: int, *, is_new: bool) -> bool:
+        """Decide, and learn what it took; whether it was loaded."""
+        blocks = (num_tokens - 1) // 16
+        load = not is_new and self.speeds.decide({LOAD: blocks, FETCH: blocks}, 0, blocks * 16).load
+        if load:
+            self.speeds.moved(FETCH, blocks, self.latency + 0.003 + 0.0002 * blocks)
+            self.speeds.moved(LOAD, blocks, 0.0006 + 0.00003 * blocks)
+        for step in self.steps(blocks * 16 if load else 0, num_tokens):
+            self.speeds.computed(*step)
+        return load
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_a_few_requests_the_faster_way_is_chosen(seed):
+    """At 95 % of latencies and lengths; a tenth more than the other way is as good."""
+    lengths = (48, 96, 192, 384, 768, 1536)
+    right = []
+    for latency in (0.0, 0.005, 0.02, 0.05, 0.1, 0.25):
+        machine = Machine(latency)
+        seen = [(length, is_new) for length in lengths for is_new in (False, True)]
+        random.Random(seed).shuffle(seen)
+        for length, is_new in seen:
+            machine.serve(length, is_new=is_new)
+        for length in lengths:
+            load = machine.serve(length, is_new=False)
+            chosen, other = (machine.seconds(length, load=way) for way in (load, not load))
+            right.append(chosen <= 1.1 * other)
+    assert sum(right) >= 0.95 * len(right)
 
 
 # ---- in the manager ------------------------------------------------------------------------------------------------
