@@ -15,12 +15,13 @@ from kvtier.cache.config import CacheConfig
 from kvtier.cache.control import CacheControl
 from kvtier.cache.fetch import Fetch
 from kvtier.cache.hold import Hold
-from kvtier.cache.host import HostConfig, states_of
+from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.plan import Drop, Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, split_keys
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.errors import LoadError
 from kvtier.index import BlockState, Chain, Namespace, Shortage
+from kvtier.index.transfers import block_states
 
 BLOCK = 4
 NAMESPACE = Namespace("model", block_tokens=BLOCK)
@@ -240,7 +241,8 @@ class Lab:
         if tier in self.worker.stores:
             return sum(key in self.worker.stores[tier] for key in split_keys(chain.keys()))
         lease = self.manager.tree.match(chain)
-        count = int((states_of(lease, self.control.tier(tier)) >= BlockState.READY).sum())
+        states = block_states(lease, self.control.tier(tier), 0, lease.num_blocks)
+        count = sum(state >= BlockState.READY for state in states)
         self.manager.tree.release(lease, used=False)
         return count
 

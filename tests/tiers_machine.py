@@ -264,11 +264,12 @@ class TiersMachine(RuleBasedStateMachine):
         for pin in self.pins:
             self.tiers.unpin(pin)
         for _ in range(400):
-            if not self.scheduler.has_work():
+            if not (self.scheduler.has_work() or self.manager.has_plans):
                 break
             self.hear()
             self.step()
         assert not self.scheduler.has_work()
+        assert not self.manager.has_plans
         self.hear()
         self.scheduler.check()
         assert not self.manager.moves.in_flight

@@ -49,7 +49,7 @@ class CacheControl:
         left = False
         for copies in (manager.host, *manager.stores.values()):
             if copies is not None:
-                copies.plan_saves(now, all_of_them=True)
+                copies.queue.plan(now, all_of_them=True)
                 left = left or bool(copies.queue)
         return left
 

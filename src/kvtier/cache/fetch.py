@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.cache.host import reserve_up_to
-from kvtier.cache.moves import End, Mask, Move, Moves
-from kvtier.cache.plan import KEY_BYTES, Presence, Purpose, split_keys
+from kvtier.cache.moves import Mask, Move, Moves
+from kvtier.cache.plan import Presence, Purpose
 from kvtier.cache.speeds import Decision, Speeds
 from kvtier.cache.store import Patience, StoreCopies
 from kvtier.errors import StateError
-from kvtier.index import BlockState, Chain, Lease, RadixTree, Retention, Slots, Tier
+from kvtier.index import Chain, Lease, RadixTree, Retention, Slots, Tier
+from kvtier.index.node import WRITING
 
 
 class Fetch:
@@ -71,13 +72,15 @@ class Fetches:
     def start(self, chain: Chain, max_blocks: int, retention: Retention, now: float) -> Fetch:
         """Begin to fetch what of a chain is in no memory."""
         lease = self._tree.match(chain, now=now, max_blocks=max_blocks, retention=retention)
+        chain.take_keys(lease.node)
         fetch = Fetch(chain, lease, max_blocks, now)
         self._open[fetch] = None
-        fetch.waiting_for = {store.inventory_probe for store in self._stores if store.inventory_probe}
-        shared = [store for store in self._stores if store.config.is_shared]
-        keys = chain.keys(max_blocks)[lease.num_blocks * KEY_BYTES :] if shared else b""
-        for store in shared if keys else ():
-            fetch.waiting_for.add(self._moves.probe(store.config.name, keys))
+        for store in self._stores:
+            if store.inventory_probe:
+                fetch.waiting_for.add(store.inventory_probe)
+            if store.config.is_shared and lease.num_blocks < max_blocks:
+                keys = b"".join(chain.key_list(lease.num_blocks, max_blocks))
+                fetch.waiting_for.add(self._moves.probe(store.config.name, keys))
         self._begin(fetch, now)
         return fetch
 
@@ -123,25 +126,30 @@ class Fetches:
         fetch = self._by_move.pop(move.transfer.id)
         fetch.waiting_for.discard(move.transfer.id)
         store = move.transfer.source
-        fetch.num_fetched[store] = fetch.num_fetched.get(store, 0) + int(there.sum())
+        fetch.num_fetched[store] = fetch.num_fetched.get(store, 0) + there.count(1)
         fetch.is_over = fetch.is_over or not fetch.waiting_for
 
     def _begin(self, fetch: Fetch, now: float) -> None:
         """Start the moves, if it is known where the blocks are and there is room."""
         if fetch.waiting_for:
             return
-        first = fetch.lease.num_blocks
-        keys = split_keys(fetch.chain.keys(fetch.wanted)[first * KEY_BYTES :])
-        if keys and (node := fetch.lease.node.children.get(fetch.chain.key_at(first))) is not None:
+        lease, first = fetch.lease, fetch.lease.num_blocks
+        # what the match before has found: None is no next block
+        node = lease.node.children.get(fetch.chain.key_at(first)) if lease.stopped and first < fetch.wanted else None
+        if node is not None:
             # Somebody else brings the next block, which is worth waiting for; or it is nowhere, and somebody's lease
             # keeps its place: computing it puts it there.
-            fetch.is_over = not any(held is not None and held.states[0] == BlockState.WRITING for held in node.held)
+            fetch.is_over = not any(held is not None and held.states[0] == WRITING for held in node.held)
             return
+        keys = fetch.chain.key_list(first, fetch.wanted)
         parts = self._find(keys)
         if any(self._is_busy(store, count) for store, count in parts):
             return  # its turn comes
         fetch.decision = self._decide(first, parts)
         wanted = sum(count for _, count in parts) if fetch.decision is None or fetch.decision.load else 0
+        if not wanted:
+            fetch.is_over = True
+            return
         slots = reserve_up_to(self._tree, self._host, wanted, fetch.chain.salt)
         fetch.is_over = not len(slots)
         if len(slots):
@@ -166,12 +174,14 @@ class Fetches:
         parts: list[tuple[StoreCopies, int]] = []
         at = 0
         while at < len(keys):
-            counts = [store.num_leading(keys[at:]) for store in self._stores]
-            best = next((i for i, count in enumerate(counts) if count), None)
-            if best is None:
-                break
-            parts.append((self._stores[best], counts[best]))
-            at += counts[best]
+            for store in self._stores:
+                count = store.num_leading(keys, at)
+                if count:
+                    parts.append((store, count))
+                    at += count
+                    break
+            else:
+                return parts
         return parts
 
     def _decide(self, first: int, parts: list[tuple[StoreCopies, int]]) -> Decision | None:
@@ -194,11 +204,10 @@ class Fetches:
             count = min(count, len(slots) - at)
             if not count:
                 return
-            target = End.of(self._host, slots.ids[at : at + count])
-            digests = store.digests(fetch.chain, first + at, first + at + count)
-            shared, source = self._tree.share(fetch.lease), End(store.config.name)
+            target = Slots(slots.tier, slots.ids[at : at + count])
+            shared, name = self._tree.share(fetch.lease), store.config.name
             mine = b"".join(keys[at : at + count])
-            number = self._moves.start(Purpose.FETCH, shared, first + at, source, target, mine, digests)
+            number = self._moves.start(Purpose.FETCH, shared, first + at, name, target, mine)
             self._by_move[number] = fetch
             fetch.waiting_for.add(number)
             at += count

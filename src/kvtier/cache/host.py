@@ -7,15 +7,15 @@ is kept after a load, so that a second eviction is free, and goes under the host
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from kvtier.cache.moves import End, Moves, runs
+from kvtier.cache.moves import Moves, both, runs
 from kvtier.cache.plan import Purpose
-from kvtier.cache.saving import SaveJob, SaveQueue, Saving, WritePolicy
+from kvtier.cache.saving import SaveJob, SaveQueue, Saving
 from kvtier.errors import RangeError
-from kvtier.index import BlockState, Lease, RadixTree, Shortage, Slots, Tier
+from kvtier.index import Lease, RadixTree, Shortage, Slots, Tier
+from kvtier.index.node import ABSENT, IS_ABSENT, READABLE
 from kvtier.index.transfers import begin_write, block_slots, block_states
 
 
@@ -43,7 +43,7 @@ class HostCopies:
         self, tree: RadixTree, device: Tier, host: Tier, config: HostConfig, moves: Moves, max_jobs: int
     ) -> None:
         self.host = host
-        self.queue = SaveQueue(config.saving, max_jobs)
+        self.queue = SaveQueue(tree, config.saving, device, self._save, self._num_saving, max_jobs)
         self._tree, self._device, self._moves = tree, device, moves
         self._sizes = [0] * moves.num_ranks
 
@@ -55,85 +55,51 @@ class HostCopies:
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 
-    @property
-    def wants_to_save(self) -> bool:
-        """Whether there is something to save, and with write_back a reason to."""
-        return bool(self.queue) and (self.queue.saving.write is not WritePolicy.BACK or self._is_low())
+    def _num_saving(self) -> int:
+        return self._moves.num_blocks(Purpose.SAVE)
 
-    def _is_low(self) -> bool:
-        pool = self._device.pool
-        return pool.num_free < self.queue.saving.low_share * pool.num_slots
-
-    def plan_saves(self, now: float, *, all_of_them: bool = False) -> None:
-        """Start as many saves as may be under way."""
-        if not self.wants_to_save and not (all_of_them and self.queue):
-            return
-        room = self.queue.room(self._moves.num_blocks(Purpose.SAVE), now)
-        while self.queue and room > 0:
-            started = self._save(self.queue.pop(), room, now)
-            self.queue.spend(started)
-            room -= started
-
-    def _save(self, job: SaveJob, room: int, now: float) -> int:
-        """Start saving what of a job is on the device and not on the host; returns the blocks started.
-
-        What does not fit into `room` goes back to the front of the queue.
-        """
-        lease = self._tree.match(job.chain, now=now, max_blocks=job.stop)
-        on_device, on_host = (states_of(lease, tier)[job.first : job.stop] for tier in (self._device, self.host))
-        started = 0
-        wanted = (on_device >= BlockState.READY) & (on_host == BlockState.ABSENT)
-        if not self.queue.is_worth(job, lease):
-            wanted = wanted[:0]
-        for first, last in runs(wanted, job.first):
-            slots = reserve_up_to(self._tree, self.host, min(last - first, room - started), job.chain.salt)
+    def _save(self, job: SaveJob, lease: Lease, room: int) -> int:
+        """Start saving what of a job is on the device and not on the host, as far as the host has room."""
+        first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
+        if stop <= first:
+            return 0
+        wanted = block_states(lease, self._device, first, stop).translate(READABLE)
+        on_host = block_states(lease, self.host, first, stop)
+        if on_host.count(ABSENT) < len(on_host):
+            wanted = both(wanted, on_host.translate(IS_ABSENT))
+        for low, high in runs(wanted, first):
+            slots = reserve_up_to(self._tree, self.host, min(high - low, room - started), job.chain.salt)
             count = len(slots)
             if count:
-                sources = block_slots(lease, self._device)[first : first + count]
+                sources = Slots(self._device.name, block_slots(lease, self._device, low, low + count))
                 shared = self._tree.share(lease)
-                begin_write(shared, self.host, first, slots)
-                device, host = End.of(self._device, sources), End.of(self.host, slots.ids)
-                self._moves.start(Purpose.SAVE, shared, first, device, host)
+                begin_write(shared, self.host, low, slots)
+                self._moves.start(Purpose.SAVE, shared, low, sources, slots)
                 started += count
-            if first + count < last:
+            if low + count < high:
                 if started == room:  # else the host is full of leased blocks
-                    self.queue.put_back(job.after(first + count))
+                    self.queue.put_back(job.after(low + count))
                 break
-        self._tree.release(lease, used=False)
         return started
 
     # ---- loading ---------------------------------------------------------------------------------------------------
 
-    def num_to_load(self, lease: Lease) -> int:
-        """Blocks of a path that are not on the device, nor on their way there."""
-        return block_states(lease, self._device)[: lease.num_matched].count(BlockState.ABSENT)
+    def device_states(self, lease: Lease) -> bytes:
+        """How each block that was found stands on the device."""
+        return block_states(lease, self._device, 0, lease.num_matched) if lease.num_matched else b""
 
     def load(self, lease: Lease, slots: Slots) -> list[int]:
         """Start loading what of a path is not on the device, into slots reserved there. Returns the moves' ids."""
-        absent = states_of(lease, self._device)[: lease.num_matched] == BlockState.ABSENT
+        absent = self.device_states(lease).translate(IS_ABSENT)
         at, ids = 0, []
-        for first, last in runs(absent, 0):
-            sources = block_slots(lease, self.host)[first:last]
-            targets = Slots(slots.tier, slots.ids[at : at + last - first])
-            at += last - first
+        for first, stop in runs(absent, 0):
+            sources = Slots(self.host.name, block_slots(lease, self.host, first, stop))
+            targets = Slots(slots.tier, slots.ids[at : at + stop - first])
+            at += stop - first
             shared = self._tree.share(lease)
             begin_write(shared, self._device, first, targets)
-            host, device = End.of(self.host, sources), End.of(self._device, targets.ids)
-            ids.append(self._moves.start(Purpose.LOAD, shared, first, host, device))
+            ids.append(self._moves.start(Purpose.LOAD, shared, first, sources, targets))
         return ids
-
-    def num_loading(self, lease: Lease) -> int:
-        """Blocks of a path on their way to the device."""
-        return block_states(lease, self._device)[: lease.num_matched].count(BlockState.WRITING)
-
-    def is_loaded(self, lease: Lease) -> bool:
-        """Whether the whole path can be read on the device."""
-        states = block_states(lease, self._device)[: lease.num_matched]
-        return min(states, default=int(BlockState.READY)) >= BlockState.READY
-
-    def has_failed(self, lease: Lease) -> bool:
-        """Whether some of it is neither there nor on its way."""
-        return self.num_to_load(lease) > 0
 
 
 def reserve_up_to(tree: RadixTree, tier: Tier, num_blocks: int, salt: bytes) -> Slots:
@@ -142,8 +108,3 @@ def reserve_up_to(tree: RadixTree, tier: Tier, num_blocks: int, salt: bytes) -> 
     if isinstance(slots, Shortage):
         slots = tree.reserve(tier, min(num_blocks, slots.free + slots.evictable), salt)
     return slots if isinstance(slots, Slots) else Slots(tier.name, np.empty(0, np.int32))
-
-
-def states_of(lease: Lease, tier: Tier) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The state of each block of a path in a tier, as an array."""
-    return np.frombuffer(block_states(lease, tier), np.uint8)

@@ -22,7 +22,6 @@ from kvtier.cache.hold import BlockCopy, CacheStats, Hold, TierStats
 from kvtier.cache.host import HostCopies
 from kvtier.cache.moves import Mask, Move, Moves
 from kvtier.cache.plan import Plan, Purpose, Report
-from kvtier.cache.saving import SaveJob
 from kvtier.cache.speeds import Speeds
 from kvtier.cache.store import StoreCopies
 from kvtier.errors import ArgumentError, LoadError, StateError
@@ -41,7 +40,7 @@ from kvtier.index import (
     Tier,
     make_policy,
 )
-from kvtier.index.node import NO_SLOT
+from kvtier.index.node import ABSENT, NO_SLOT, WRITING
 from kvtier.index.pool import I32
 from kvtier.index.tokens import TokenIds
 from kvtier.index.transfers import block_slots
@@ -133,7 +132,7 @@ class CacheManager:
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
         hold = Hold(self.tree.match(chain, now=now, max_blocks=self._most_blocks(chain), retention=retention))
-        if self.host is not None and (missing := self.host.num_to_load(hold.lease)):
+        if self.host is not None and (missing := self.host.device_states(hold.lease).count(ABSENT)):
             hold = self._match_below(hold, missing, may_load, fetch, now)
         self._holds.add(hold)
         if self.config.prefix_caching:
@@ -168,9 +167,10 @@ class CacheManager:
         self._must_hold(hold)
         if not hold.is_loading or self.host is None:
             return True
-        if not self.host.is_loaded(hold.lease):
-            if self.host.has_failed(hold.lease):
-                raise LoadError("blocks that were to be loaded are not there: compute them instead")
+        states = self.host.device_states(hold.lease)
+        if ABSENT in states:
+            raise LoadError("blocks that were to be loaded are not there: compute them instead")
+        if WRITING in states:
             return False
         hold.is_loading, hold.loads = False, ()
         self._fill_table(hold.lease)
@@ -183,7 +183,7 @@ class CacheManager:
         `is_ready` says so afterwards.
         """
         self._must_hold(hold)
-        if self.host is None or not hold.loads or self.host.num_loading(hold.lease) == 0:
+        if self.host is None or not hold.loads or WRITING not in self.host.device_states(hold.lease):
             return ()
         self._fill_table(hold.lease)
         return hold.loads
@@ -210,7 +210,7 @@ class CacheManager:
         if computed_tokens >= (first + 1) * self.namespace.block_tokens:  # most tokens fill no block
             self.tree.publish(hold.lease, computed_tokens, now=now)
             if self.host is not None:
-                self.host.queue.came(hold.chain, first, hold.lease.num_blocks)
+                self.host.queue.came(hold.lease, first, hold.lease.num_blocks)
         if hold.source is not None and computed_tokens > hold.num_cached_tokens:
             self._let_source_go(hold)
 
@@ -264,9 +264,9 @@ class CacheManager:
         if self.host is not None:
             if self._fetches is not None:
                 self._fetches.advance(now)
-            self.host.plan_saves(now)
+            self.host.queue.plan(now)
             for store in self.stores.values():
-                store.plan_saves(now)
+                store.queue.plan(now)
             self._evict_ahead(self.host.host, self.config.host.free_share if self.config.host is not None else 0.0)
         self._evict_ahead(self._device, self.config.free_share)
         return self.moves.plan()
@@ -274,9 +274,9 @@ class CacheManager:
     @property
     def has_plans(self) -> bool:
         """Whether a plan now would have something to do, or reports are still to come."""
-        wants_to_save = self.host is not None and self.host.wants_to_save
-        wants_to_save = wants_to_save or any(store.wants_to_save for store in self.stores.values())
-        return wants_to_save or self.moves.in_flight or self.moves.has_plan
+        is_due = self.host is not None and self.host.queue.is_due
+        is_due = is_due or any(store.queue.is_due for store in self.stores.values())
+        return is_due or self.moves.in_flight or self.moves.has_plan
 
     def apply(self, report: Report) -> None:
         """What became of it, from one rank."""
@@ -361,7 +361,7 @@ class CacheManager:
 
     def _fill_table(self, lease: Lease) -> None:
         """The device slots of what was found, there or on its way."""
-        found = block_slots(lease, self._device)[: lease.num_matched]
+        found = block_slots(lease, self._device, 0, lease.num_matched)
         lease.table = np.concatenate((found, lease.table[lease.num_matched :]))
 
     def _evict_ahead(self, tier: Tier, free_share: float) -> None:
@@ -376,11 +376,11 @@ class CacheManager:
         purpose, transfer = move.transfer.purpose, move.transfer
         if self.observer is not None:
             self.observer(move)
-        if there.all():
-            self.speeds.moved((purpose, transfer.store), move.count, move.seconds)
-        if purpose is Purpose.SAVE and there.any():
-            for store in self.stores.values():  # whether it gets them is its policy's to say
-                store.queue.put(SaveJob(move.lease.chain, move.first, move.first + move.count))
+        if 0 not in there:
+            self.speeds.moved((purpose, transfer.store), len(there), move.seconds)
+        if purpose is Purpose.SAVE and 1 in there:
+            for store in self.stores.values():
+                store.came(move.lease, move.first, move.stop)
         elif purpose is Purpose.STORE:
             self.stores[transfer.target].ended(move, there)
         elif purpose is Purpose.FETCH and self._fetches is not None:
@@ -403,21 +403,20 @@ class CacheManager:
     def _reserve(self, hold: Hold, num_tokens: int) -> Shortage | None:
         """Slots for tokens that have none, and for blocks that come from the host, which then are on their way."""
         lease = hold.lease
-        num_new = lease.num_missing(num_tokens)
-        first_time = self.host is not None and not hold.is_loading and not lease.committed
-        num_to_load = self.host.num_to_load(lease) if self.host is not None and first_time else 0
-        if not num_new and not first_time:
-            return None
-        slots = self.tree.reserve(self._device, num_new + num_to_load, lease.chain.salt)
-        if isinstance(slots, Shortage):
-            return slots
-        if self.host is not None and first_time and not self.host.is_loaded(lease):
-            hold.is_loading = True
-            alone = self.host.num_loading(lease) == 0
-            ids = self.host.load(lease, Slots(slots.tier, slots.ids[:num_to_load])) if num_to_load else []
-            hold.loads = tuple(ids) if alone else ()
-        if num_new:
-            lease.table = np.concatenate((lease.table, slots.ids[num_to_load:]))
+        num_new, states = lease.num_missing(num_tokens), b""
+        if self.host is not None and not hold.is_loading and not lease.committed:
+            states = self.host.device_states(lease)
+        num_to_load, is_waiting = states.count(ABSENT), WRITING in states
+        if num_new or num_to_load:
+            slots = self.tree.reserve(self._device, num_new + num_to_load, lease.chain.salt)
+            if isinstance(slots, Shortage):
+                return slots
+            if num_to_load and self.host is not None:
+                ids = self.host.load(lease, Slots(slots.tier, slots.ids[:num_to_load]))
+                hold.loads = () if is_waiting else tuple(ids)
+            own = slots.ids[num_to_load:]
+            lease.table = np.concatenate((lease.table, own)) if len(lease.table) else own
+        hold.is_loading = hold.is_loading or is_waiting or num_to_load > 0
         return None
 
     def _let_source_go(self, hold: Hold) -> None:

@@ -13,36 +13,14 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 from kvtier.cache.plan import Drop, Outcome, Plan, Probe, Purpose, Report, Transfer, slot_bytes
 from kvtier.errors import ArgumentError, StateError
-from kvtier.index import Lease, RadixTree, Tier
-from kvtier.index.pool import I32
+from kvtier.index import Lease, RadixTree, Slots, Tier
 from kvtier.index.transfers import begin_read, end_read, end_write
 
-Mask = np.ndarray[Any, np.dtype[np.bool_]]
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """One end of a move: slots of a tier, or a store, which has none."""
-
-    name: str
-    tier: Tier | None = None
-    slots: I32 | None = None
-
-    @classmethod
-    def of(cls, tier: Tier, slots: I32) -> End:
-        """Slots of a tier."""
-        return cls(tier.name, tier, slots)
-
-    @property
-    def slot_bytes(self) -> bytes:
-        """As messages carry them."""
-        return b"" if self.slots is None else slot_bytes(self.slots)
+Mask = bytes
+"""One byte for each block, 1 or 0: find, count and slices of bytes are the cheapest vector operations Python has."""
 
 
 @dataclass(slots=True)
@@ -67,6 +45,11 @@ class Move:
         """Its blocks."""
         return len(self.arrived)
 
+    @property
+    def stop(self) -> int:
+        """One past its last block."""
+        return self.first + len(self.arrived)
+
 
 @dataclass(slots=True)
 class MoveCounts:
@@ -88,6 +71,7 @@ class Moves:
         self.epoch = 0
         self.num_ranks = num_ranks
         self._tree = tree
+        self._tiers = {tier.name: tier for tier in tree.tiers}
         self._on_end = on_end
         self._ids = itertools.count(1)
         self._plan_ids = itertools.count(1)
@@ -126,27 +110,34 @@ class Moves:
         purpose: Purpose,
         lease: Lease,
         first: int,
-        source: End,
-        target: End,
+        source: Slots | str,
+        target: Slots | str,
         keys: bytes = b"",
-        digests: bytes = b"",
     ) -> int:
         """Plan to move blocks [first, ..) of a path. The move owns the lease from now on. Returns its id.
 
-        What is written in a tier is WRITING already (`begin_write`, or a graft).
+        Each end is slots of a tier, or the name of a store. What is written in a tier is WRITING already
+        (`begin_write`, or a graft).
         """
-        transfer = Transfer(
-            next(self._ids), purpose, source.name, target.name, source.slot_bytes, target.slot_bytes, keys, digests
-        )
-        if source.tier is not None:
-            begin_read(lease, source.tier, first, transfer.num_blocks)
+        source_tier, source_name, source_slots = self._end(source)
+        target_tier, target_name, target_slots = self._end(target)
+        number = next(self._ids)
+        transfer = Transfer(number, purpose, source_name, target_name, source_slots, target_slots, keys)
+        count = transfer.num_blocks
+        if source_tier is not None:
+            begin_read(lease, source_tier, first, count)
         self._planned.append(transfer)
-        self._num_blocks[purpose, transfer.store] += transfer.num_blocks
-        waiting, arrived = set(range(self.num_ranks)), np.ones(transfer.num_blocks, np.bool_)
-        self._in_flight[transfer.id] = Move(
-            transfer, lease, first, source.tier, target.tier, self.epoch, waiting, arrived
+        self._num_blocks[purpose, transfer.store] += count
+        waiting = set(range(self.num_ranks))
+        self._in_flight[number] = Move(
+            transfer, lease, first, source_tier, target_tier, self.epoch, waiting, b"\1" * count
         )
-        return transfer.id
+        return number
+
+    def _end(self, end: Slots | str) -> tuple[Tier | None, str, bytes]:
+        if isinstance(end, str):
+            return None, end, b""
+        return self._tiers[end.tier], end.tier, slot_bytes(end.ids)
 
     def probe(self, store: str, keys: bytes = b"") -> int:
         """Ask a store which of these it has, or for all that it has. Returns the probe's id."""
@@ -191,38 +182,44 @@ class Moves:
             )
         move.waiting_for.discard(rank)
         if outcome.arrived:
-            move.arrived &= np.frombuffer(outcome.arrived, np.bool_)
+            move.arrived = both(move.arrived, outcome.arrived)
         elif not outcome.ok:
-            move.arrived[:] = False
+            move.arrived = bytes(move.count)
         move.seconds = max(move.seconds, outcome.seconds)
         self.counts.num_bytes[move.transfer.purpose] += outcome.num_bytes
         if not move.waiting_for:
             self._finish(move)
 
     def _finish(self, move: Move) -> None:
-        purpose, num_arrived = move.transfer.purpose, int(move.arrived.sum())
-        del self._in_flight[move.transfer.id]
-        self._num_blocks[purpose, move.transfer.store] -= move.count
-        self.counts.num_blocks[purpose] += num_arrived
-        self.counts.num_failed[purpose] += move.count - num_arrived
-        self.counts.seconds[purpose] += move.seconds
-        there = move.arrived if move.epoch == self.epoch else np.zeros(move.count, np.bool_)
+        transfer, purpose, count = move.transfer, move.transfer.purpose, move.count
+        num_arrived, counts = move.arrived.count(1), self.counts
+        del self._in_flight[transfer.id]
+        self._num_blocks[purpose, transfer.store] -= count
+        counts.num_blocks[purpose] += num_arrived
+        counts.num_failed[purpose] += count - num_arrived
+        counts.seconds[purpose] += move.seconds
+        there = move.arrived if move.epoch == self.epoch else bytes(count)
         if move.target is not None:
-            for ok in (True, False):
-                for first, stop in runs(there == ok, move.first):
-                    end_write(self._tree, move.lease, move.target, first, stop - first, ok=ok)
+            for first, stop in runs(there, move.first):
+                end_write(self._tree, move.lease, move.target, first, stop - first, ok=True)
+            for first, stop in runs(there, move.first, value=0):
+                end_write(self._tree, move.lease, move.target, first, stop - first, ok=False)
         if move.source is not None:
-            end_read(move.lease, move.source, move.first, move.count)
+            end_read(move.lease, move.source, move.first, count)
         self._on_end(move, there)
         self._tree.release(move.lease, used=False)
 
 
-def runs(wanted: Mask, start: int) -> Iterator[tuple[int, int]]:
-    """The stretches [first, stop) of what is wanted, numbered from `start`: mostly none or one."""
-    marks = wanted.tobytes()
-    first = marks.find(1)
+def runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int]]:
+    """The stretches [first, stop) where a mask has a value, numbered from `start`: mostly none or one."""
+    first = mask.find(value)
     while first >= 0:
-        stop = marks.find(0, first)
-        stop = len(marks) if stop < 0 else stop
+        stop = mask.find(1 - value, first)
+        stop = len(mask) if stop < 0 else stop
         yield start + first, start + stop
-        first = marks.find(1, stop)
+        first = mask.find(value, stop)
+
+
+def both(one: Mask, other: Mask) -> Mask:
+    """Where both masks are 1."""
+    return (int.from_bytes(one, "little") & int.from_bytes(other, "little")).to_bytes(len(one), "little")

@@ -47,31 +47,27 @@ class Transfer:
     target_slots: bytes = b""
     keys: bytes = b""
     """Of the blocks, where a store is on one side."""
-    digests: bytes = b""
-    """Of their tokens, for the labels in the store."""
 
     def __post_init__(self) -> None:
-        counts = {len(part) // width for part, width in self._parts() if part}
-        has_both = self.source_slots and self.target_slots
-        ragged = any(len(part) % width for part, width in self._parts())
-        if len(counts) != 1 or ragged or not (has_both or self.keys):
+        sources, targets, keys = len(self.source_slots), len(self.target_slots), len(self.keys)
+        size = sources or targets
+        agree = sources in (0, size) and targets in (0, size) and keys in (0, size // 4 * KEY_BYTES)
+        if not agree or not size or size % 4 or not (keys or (sources and targets)):
             raise ArgumentError(
-                f"transfer {self.id} has {len(self.source_slots)} bytes of source slots, {len(self.target_slots)} of "
-                f"target slots, {len(self.keys)} of keys and {len(self.digests)} of digests"
+                f"transfer {self.id} has {sources} bytes of source slots, {targets} of target slots and {keys} of keys"
             )
-
-    def _parts(self) -> tuple[tuple[bytes, int], ...]:
-        return (self.source_slots, 4), (self.target_slots, 4), (self.keys, KEY_BYTES), (self.digests, 16)
 
     @property
     def store(self) -> str:
         """The store on one side, if there is one."""
-        return {Purpose.FETCH: self.source, Purpose.STORE: self.target}.get(self.purpose, "")
+        if self.purpose is Purpose.FETCH:
+            return self.source
+        return self.target if self.purpose is Purpose.STORE else ""
 
     @property
     def num_blocks(self) -> int:
         """How many blocks it moves."""
-        return max(len(self.source_slots), len(self.target_slots)) // 4
+        return len(self.source_slots or self.target_slots) // 4
 
     @property
     def sources(self) -> I32:
@@ -161,7 +157,7 @@ class Report:
 
 def slot_bytes(slots: I32) -> bytes:
     """Slots as messages carry them."""
-    return slots.astype("<i4").tobytes()
+    return slots.astype("<i4", copy=False).tobytes()
 
 
 def split_keys(keys: bytes) -> list[bytes]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvtier.errors import RangeError
-from kvtier.index import Chain, Lease
+from kvtier.index import Chain, Lease, RadixTree, Tier
 
 
 class WritePolicy(Enum):
@@ -60,23 +61,44 @@ class SaveJob:
         return replace(self, first=block)
 
 
+Save = Callable[[SaveJob, Lease, int], int]
+"""Start saving what of a job lacks a copy, at most so many blocks, of a path that is held; returns the blocks started.
+Where there are more than may start, the rest of the job is put back."""
+
+
 class SaveQueue:
     """Jobs in the order they came, by policy, and how many blocks of them may go now."""
 
-    def __init__(self, saving: Saving, max_jobs: int) -> None:
-        """Beyond `max_jobs` the oldest are forgotten: more than a tier has slots cannot all have blocks there."""
+    def __init__(
+        self, tree: RadixTree, saving: Saving, above: Tier, save: Save, num_moving: Callable[[], int], max_jobs: int
+    ) -> None:
+        """For what is in tier `above`. `num_moving` tells how many blocks are on their way.
+
+        Beyond `max_jobs` the oldest are forgotten: more than a tier has slots cannot all have blocks there.
+        """
         self.saving = saving
+        self._tree, self._pool, self._save, self._num_moving = tree, above.pool, save, num_moving
         self._jobs: deque[SaveJob] = deque(maxlen=max_jobs)
         self._allowance = saving.blocks_per_second  # a second's worth may go at once
-        self._counted_at = -math.inf
+        self._counted_at: float | None = None
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
 
-    def came(self, chain: Chain, first: int, stop: int) -> None:
-        """Blocks are in the tier above since now."""
-        if self.saving.write is WritePolicy.THROUGH and stop > first:
-            self._jobs.append(SaveJob(chain, first, stop))
+    # ---- what might want a copy ------------------------------------------------------------------------------------
+
+    def came(self, lease: Lease, first: int, stop: int) -> None:
+        """Blocks of a path are in the tier above since now: with write_through they go at once, if nobody waits.
+
+        While the path is held they need not be looked for.
+        """
+        if self.saving.write is not WritePolicy.THROUGH or stop <= first or not lease.node.attached:
+            return
+        job, room = SaveJob(lease.chain, first, stop), 0 if self._jobs else self._room()
+        if room:
+            self._allowance -= self._save(job, lease, room)
+        else:
+            self._jobs.append(job)
 
     def used_again(self, lease: Lease) -> None:
         """A request was given cached blocks."""
@@ -96,28 +118,42 @@ class SaveQueue:
         """It is next again."""
         self._jobs.appendleft(job)
 
-    def pop(self) -> SaveJob:
-        """The next job."""
-        return self._jobs.popleft()
-
     def clear(self) -> None:
         """Nothing of it is there any more."""
         self._jobs.clear()
 
-    def is_worth(self, job: SaveJob, lease: Lease) -> bool:
+    # ---- what goes now ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to save, and with write_back a reason to: the tier above runs low."""
+        if self.saving.write is not WritePolicy.BACK:
+            return bool(self._jobs)
+        return bool(self._jobs) and self._pool.num_free < self.saving.low_share * self._pool.num_slots
+
+    def plan(self, now: float, *, all_of_them: bool = False) -> None:
+        """Start as many saves as may be under way."""
+        if self.saving.blocks_per_second < math.inf:
+            limit = max(1.0, self.saving.blocks_per_second)
+            gone = 0.0 if self._counted_at is None else max(0.0, now - self._counted_at)
+            self._allowance = min(limit, self._allowance + gone * self.saving.blocks_per_second)
+            self._counted_at = now
+        if not (self.is_due or (all_of_them and self._jobs)):
+            return
+        room = self._room()
+        while self._jobs and room > 0:
+            job = self._jobs.popleft()
+            lease = self._tree.match(job.chain, now=now, max_blocks=job.stop)
+            started = self._save(job, lease, room) if self._is_worth(job, lease) else 0
+            self._tree.release(lease, used=False)
+            self._allowance -= started
+            room -= started
+
+    def _is_worth(self, job: SaveJob, lease: Lease) -> bool:
         """Whether blocks of this path were used often enough, or somebody wants them saved."""
         is_selective = self.saving.write is WritePolicy.SELECTIVE and not job.always
         return not is_selective or lease.node.usage.uses >= self.saving.min_uses
 
-    def room(self, num_moving: int, now: float) -> int:
-        """Blocks that may start now, with so many under way."""
-        if self.saving.blocks_per_second < math.inf:
-            limit = max(1.0, self.saving.blocks_per_second)
-            gained = (now - self._counted_at) * self.saving.blocks_per_second
-            self._allowance = min(limit, self._allowance + max(0.0, gained))
-            self._counted_at = now
-        return max(0, min(self.saving.max_blocks - num_moving, int(min(self._allowance, 1 << 30))))
-
-    def spend(self, num_blocks: int) -> None:
-        """So many were started."""
-        self._allowance -= num_blocks
+    def _room(self) -> int:
+        """Blocks that may start now."""
+        return max(0, min(self.saving.max_blocks - self._num_moving(), int(min(self._allowance, 1 << 30))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,23 +56,24 @@ class Fit:
         self._products = np.zeros(num_amounts + 1)
         self._num_seen = 0
         self._new: list[tuple[float, ...]] = []
-        self._costs: list[Costs] = []
+        self._costs: list[list[float]] = []
 
     def observe(self, amounts: Sequence[float], seconds: float) -> None:
-        """It took so long. Costs next to nothing: what was seen is taken in when somebody asks."""
+        """It took so long. Costs next to nothing: what was seen is taken in later, several at a time."""
         self._new.append((1.0, *amounts, seconds))
         if len(self._new) >= _MOST_NEW:
             self._take_in()
 
     def predict(self, amounts: Sequence[float]) -> float | None:
-        """How long it would take; None before anything was seen."""
-        if self._new:
+        """How long it would take, by what was seen but for the last few samples; None before anything was."""
+        if self._new and (not self._costs or 4 * len(self._new) > self._num_seen):
             self._take_in()
         if not self._num_seen:
             return None
-        self._costs = self._costs or self._solve()
-        x = np.array([1.0, *amounts])
-        return self._in_doubt(float(costs @ x) for costs in self._costs)
+        if not self._costs:
+            self._costs = [costs.tolist() for costs in self._solve()]
+        x = (1.0, *amounts)
+        return self._in_doubt(float(sum(map(operator.mul, costs, x))) for costs in self._costs)
 
     def _take_in(self) -> None:
         seen = np.array(self._new)

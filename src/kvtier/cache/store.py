@@ -11,16 +11,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import compress, islice
 
-import numpy as np
-
-from kvtier.cache.host import states_of
-from kvtier.cache.moves import End, Mask, Move, Moves, runs
-from kvtier.cache.plan import KEY_BYTES, Drop, Presence, Purpose, split_keys
+from kvtier.cache.moves import Mask, Move, Moves, both, runs
+from kvtier.cache.plan import Drop, Presence, Purpose, split_keys
 from kvtier.cache.saving import SaveJob, SaveQueue, Saving, WritePolicy
 from kvtier.errors import RangeError
-from kvtier.index import BlockState, Chain, RadixTree, Tier
-from kvtier.index.transfers import block_slots
-from kvtier.storage import digest_tokens
+from kvtier.index import Lease, RadixTree, Slots, Tier
+from kvtier.index.node import READABLE
+from kvtier.index.transfers import block_slots, block_states
 
 
 class Patience(Enum):
@@ -49,8 +46,6 @@ class StoreConfig:
     """On their way from it at a time."""
     max_known: int = 1 << 22
     """Keys that are remembered of it, at about 150 bytes each: it evicts by itself, and tells nobody."""
-    secret: bytes = field(default=b"", repr=False)
-    """Keys the token digests in the store, so that nobody who reads it can guess prompts."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name in ("device", "host"):
@@ -67,11 +62,12 @@ class StoreCopies:
 
     def __init__(self, tree: RadixTree, host: Tier, config: StoreConfig, moves: Moves, max_jobs: int) -> None:
         self.config = config
-        self.queue = SaveQueue(config.saving, max_jobs)
+        self.queue = SaveQueue(tree, config.saving, host, self._save, self._num_storing, max_jobs)
         self._tree, self._host, self._moves = tree, host, moves
         self._known: dict[bytes, int] = {}  # key -> bits of the ranks that have it; those learned of last at the end
         self._all_ranks = (1 << moves.num_ranks) - 1
         self._storing: set[bytes] = set()
+        self._writes: dict[int, list[bytes]] = {}  # transfer -> its keys
         self.inventory_probe = 0 if config.is_shared else moves.probe(config.name)
         """The probe for all that it has, until it is answered; then 0."""
 
@@ -82,10 +78,13 @@ class StoreCopies:
         """Blocks it is known to have, for some rank."""
         return len(self._known)
 
-    def num_leading(self, keys: Sequence[bytes]) -> int:
-        """How many of these, from the first on, it is known to have."""
+    def num_leading(self, keys: Sequence[bytes], first: int = 0) -> int:
+        """How many of these, from `first` on, it is known to have."""
         known, everyone = self._known, self._all_ranks
-        return next((i for i, key in enumerate(keys) if known.get(key) != everyone), len(keys))
+        for at in range(first, len(keys)):
+            if known.get(keys[at]) != everyone:
+                return at - first
+        return len(keys) - first
 
     def learn(self, rank: int, presence: Presence) -> None:
         """It was found to have some, and not to have others."""
@@ -124,59 +123,48 @@ class StoreCopies:
 
     # ---- what it gets ----------------------------------------------------------------------------------------------
 
-    @property
-    def wants_to_save(self) -> bool:
-        """Whether there is something to store, and with write_back a reason to."""
-        return bool(self.queue) and (self.queue.saving.write is not WritePolicy.BACK or self._is_low())
-
-    def _is_low(self) -> bool:
-        pool = self._host.pool
-        return pool.num_free < self.queue.saving.low_share * pool.num_slots
-
-    def plan_saves(self, now: float, *, all_of_them: bool = False) -> None:
-        """Start as many writes as may be under way."""
-        if not self.wants_to_save and not (all_of_them and self.queue):
-            return
-        room = self.queue.room(self._moves.num_blocks(Purpose.STORE, self.config.name), now)
-        while self.queue and room > 0:
-            started = self._save(self.queue.pop(), room, now)
-            self.queue.spend(started)
-            room -= started
+    def came(self, lease: Lease, first: int, stop: int) -> None:
+        """Blocks of a path are on the host since now. Whether they are stored is the policy's to say."""
+        if self.config.saving.write is WritePolicy.THROUGH:
+            self.queue.came(lease, first, stop)
+        elif lease.node.attached:
+            self.queue.put(SaveJob(lease.chain, first, stop))
 
     def ended(self, move: Move, there: Mask) -> None:
         """A write to this store is over."""
-        keys = split_keys(move.transfer.keys)
-        stored = self._storing.intersection(compress(keys, there.tolist()))
-        self._know(dict.fromkeys(stored, self._all_ranks))
+        keys = self._writes.pop(move.transfer.id)
+        arrived = compress(keys, there) if 0 in there else keys
+        self._know(dict.fromkeys(self._storing.intersection(arrived), self._all_ranks))
         self._storing.difference_update(keys)
 
-    def _save(self, job: SaveJob, room: int, now: float) -> int:
-        """Start storing what of a job is on the host and not in the store; returns the blocks started."""
-        lease = self._tree.match(job.chain, now=now, max_blocks=job.stop)
-        stop = min(job.stop, lease.num_blocks)
-        started = 0
-        if stop > job.first and self.queue.is_worth(job, lease):
-            keys = split_keys(job.chain.keys(stop)[job.first * KEY_BYTES :])
-            known, everyone, storing = self._known, self._all_ranks, self._storing
-            new = np.array([known.get(key) != everyone and key not in storing for key in keys], np.bool_)
-            wanted = new & (states_of(lease, self._host)[job.first : stop] >= BlockState.READY)
-            for first, last in runs(wanted, job.first):
-                count = min(last - first, room - started)
-                if count < last - first:
-                    self.queue.put_back(job.after(first + count))
-                if not count:
-                    break
-                mine = keys[first - job.first : first - job.first + count]
-                self._storing.update(mine)
-                sources = End.of(self._host, block_slots(lease, self._host)[first : first + count])
-                target, digests = End(self.config.name), self.digests(job.chain, first, first + count)
-                shared = self._tree.share(lease)
-                self._moves.start(Purpose.STORE, shared, first, sources, target, b"".join(mine), digests)
-                started += count
-        self._tree.release(lease, used=False)
+    def _save(self, job: SaveJob, lease: Lease, room: int) -> int:
+        """Start storing what of a job is on the host and not in the store."""
+        first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
+        if stop <= first:
+            return 0
+        keys = job.chain.key_list(first, stop)
+        wanted = both(block_states(lease, self._host, first, stop).translate(READABLE), self._are_new(keys))
+        for low, high in runs(wanted, first):
+            count = min(high - low, room - started)
+            if count < high - low:
+                self.queue.put_back(job.after(low + count))
+            if not count:
+                break
+            mine = keys[low - first : low - first + count]
+            sources = Slots(self._host.name, block_slots(lease, self._host, low, low + count))
+            shared, name = self._tree.share(lease), self.config.name
+            number = self._moves.start(Purpose.STORE, shared, low, sources, name, b"".join(mine))
+            self._writes[number] = mine
+            self._storing.update(mine)
+            started += count
         return started
 
-    def digests(self, chain: Chain, first: int, stop: int) -> bytes:
-        """Of the tokens of blocks [first, stop)."""
-        secret, labels, width = self.config.secret, chain.label(first, stop), chain.label_bytes
-        return b"".join([digest_tokens(labels[at : at + width], secret) for at in range(0, len(labels), width)])
+    def _num_storing(self) -> int:
+        return self._moves.num_blocks(Purpose.STORE, self.config.name)
+
+    def _are_new(self, keys: list[bytes]) -> Mask:
+        """Which of these it is not known to have, nor about to get."""
+        known, everyone, storing = self._known, self._all_ranks, self._storing
+        if known.keys().isdisjoint(keys) and storing.isdisjoint(keys):
+            return b"\1" * len(keys)
+        return bytes([known.get(key) != everyone and key not in storing for key in keys])

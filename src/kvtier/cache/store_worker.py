@@ -156,7 +156,8 @@ class StoreWorker:
         is_fetch = transfer.purpose is Purpose.FETCH
         slots = (transfer.targets if is_fetch else transfer.sources)[some].tolist()
         block_keys = transfer.keys[some.start * KEY_BYTES : some.stop * KEY_BYTES]
-        digests = [transfer.digests[at * DIGEST_BYTES :][:DIGEST_BYTES] for at in range(some.start, some.stop)]
+        # a block's key is a digest of all tokens up to its end; that of a part's object is another
+        digests = [key[:DIGEST_BYTES] for key in split_keys(block_keys)]
         keys = [key for part in parts for key in part.key_list(block_keys)]
         namespaces = [part.namespace(self._namespace) for part in parts]
         labels = [Label(namespace, digest) for namespace in namespaces for digest in digests]

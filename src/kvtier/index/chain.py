@@ -39,7 +39,7 @@ class Chain:
         self.extras = media_extras(media, namespace.block_tokens) if media else {}
         self.labels = token_bytes(tokens)
         self._tail = bytearray()
-        self._keys = bytearray()
+        self._keys: list[bytes] = []
 
     @classmethod
     def of_node(cls, namespace: Namespace, node: Node) -> Chain:
@@ -87,9 +87,12 @@ class Chain:
         width = self.label_bytes
         return self.labels[block * width : (block + 1 if stop is None else stop) * width]
 
-    def tail(self, block: int) -> bytes:
-        """The bytes from a block on, those of a last block that is not full included."""
-        return self.labels[block * self.label_bytes :] + self._tail
+    def tail(self, block: int, max_tokens: int) -> bytes:
+        """The bytes from a block on, of at most so many tokens and at most a block, those of a last one included."""
+        first = block * self.label_bytes
+        stop = first + min(max_tokens * TOKEN_BYTES, self.label_bytes)
+        found = self.labels[first:stop]
+        return found + self._tail[: stop - first - len(found)] if self._tail else found
 
     def key_at(self, block: int) -> bytes:
         """What a node that begins with this block is found under: its bytes and its extras."""
@@ -106,15 +109,25 @@ class Chain:
     @property
     def num_keys(self) -> int:
         """Leading blocks whose keys are known."""
-        return len(self._keys) // KEY_BYTES
+        return len(self._keys)
 
     def keys(self, stop: int | None = None) -> bytes:
         """The keys of full blocks [0, stop) as one string of 32 bytes each, computed where they are not known yet."""
-        stop = self.num_blocks if stop is None else stop
+        return b"".join(self.key_list(0, self.num_blocks if stop is None else stop))
+
+    def key_list(self, first: int, stop: int) -> list[bytes]:
+        """The keys of full blocks [first, stop), each by itself."""
         if stop > self.num_blocks:
             raise RangeError(f"keys of {stop} blocks were asked for, the chain has {self.num_blocks} full ones")
-        known = len(self._keys) // KEY_BYTES
+        known = len(self._keys)
         if known < stop:
-            parent = bytes(self._keys[-KEY_BYTES:]) or self.namespace.root_key(self.salt, self.adapter)
+            parent = self._keys[-1] if known else self.namespace.root_key(self.salt, self.adapter)
             self._keys += chain_keys(parent, self.label(known, stop), self.label_bytes, self.extras, known)
-        return bytes(self._keys[: stop * KEY_BYTES])
+        return self._keys[first:stop]
+
+    def take_keys(self, node: Node) -> None:
+        """Those of a path that is this chain's, as far as both go: what the tree has is not hashed again."""
+        stop = min(node.stop, self.num_blocks)
+        if len(self._keys) < stop and node.keys:
+            keys = b"".join([each.keys for each in upwards(node)][::-1])
+            self._keys += [keys[at : at + KEY_BYTES] for at in range(len(self._keys) * KEY_BYTES, stop * KEY_BYTES, 32)]

@@ -110,7 +110,7 @@ def _check_leases(tree: RadixTree, nodes: list[Node], leases: list[Lease]) -> No
     detached: dict[int, Node] = {}
     own = 0
     for lease in leases:
-        own += len(lease.table) - lease.num_blocks + sum(map(len, lease.spare))
+        own += max(0, len(lease.table) - lease.num_blocks) + sum(map(len, lease.spare))
         for node in upwards(lease.node):
             counted[id(node)] += 1
             if not node.attached:

@@ -83,9 +83,9 @@ class Growth:
         labels, keys = chain.label_view(block, stop), b""
         if self._with_keys:
             if chain.num_keys >= stop:  # somebody asked a store about them
-                keys = chain.keys(stop)[block * KEY_BYTES :]
+                keys = b"".join(chain.key_list(block, stop))
             else:  # hashed from the node's own key on: what is above it may be long
-                keys = chain_keys(self._key_above(node), labels, chain.label_bytes, chain.extras, block)
+                keys = b"".join(chain_keys(self._key_above(node), labels, chain.label_bytes, chain.extras, block))
         extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None
         return labels, keys, extras
 

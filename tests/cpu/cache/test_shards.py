@@ -30,7 +30,6 @@ from storage_support import Fault, FaultyStore
 NAMESPACE = hashlib.sha256(b"a model").digest()
 BLOCKS = 5
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(BLOCKS)]
-DIGESTS = [bytes([number]) * 16 for number in range(BLOCKS)]
 HOST = [4, 0, 5, 2, 3]
 """The host slots of the blocks: in no order."""
 
@@ -140,8 +139,7 @@ class Ranks:
             Purpose.STORE: ("host", "disk", host, b""),
             Purpose.FETCH: ("disk", "host", b"", host),
         }[purpose]
-        keys, digests = b"".join(KEYS[i] for i in blocks), b"".join(DIGESTS[i] for i in blocks)
-        return Transfer(next(self.ids), purpose, *ends, keys, digests)
+        return Transfer(next(self.ids), purpose, *ends, b"".join(KEYS[i] for i in blocks))
 
     def down(self) -> None:
         for purpose in (Purpose.SAVE, Purpose.STORE):
