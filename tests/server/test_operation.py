@@ -313,7 +313,7 @@ def test_no_prompt_no_answer_and_no_key_is_in_the_log_or_the_state(guarded):
         guarded.post(TEXT, content=marker.encode(), key="root-secret-key"),
     ]
     assert [answer.status_code for answer in answers] == [200, 400, 400, 404, 400]
-    assert guarded.log.count("http method=") > 5
+    assert guarded.log.count("http method=") >= 5  # whatever ran before
     for secret in (marker, "secret-key", "Hello"):
         assert secret not in guarded.log
         assert secret not in guarded.get("/state", "root-secret-key").text
