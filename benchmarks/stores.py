@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 import store_servers
+from benchmarks import stores_engine
 from benchmarks.report import Bar, Row, arguments, at_least, print_table, report
 from kvtier.storage import Label, Read, Store, Write
 from kvtier.storage.native import address_of
@@ -209,41 +210,60 @@ def check(results: object) -> None:
     assert results.ok, [each for each in results if not each.ok][:3]  # type: ignore[attr-defined]
 
 
+def beside_raw(
+    place: Callable[[Path, memoryview], contextlib.AbstractContextManager[tuple[dict[str, Store], Raw]]],
+    memory: memoryview,
+    num_batches: int,
+    rounds: int,
+) -> tuple[list[Row], list[Bar]]:
+    """The stores of one server."""
+    views = [memory[at : at + OBJECT_BYTES] for at in range(0, len(memory), OBJECT_BYTES)]
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    with tempfile.TemporaryDirectory(prefix="kvtier-stores-") as folder, contextlib.ExitStack() as stack:
+        try:
+            stores, raw = stack.enter_context(place(Path(folder), memory))
+        except store_servers.NotInstalled as missing:
+            print(f"skipped: {missing}")
+            return rows, bars
+        for name, store in stores.items():
+            stack.callback(store.close)
+            rates = compare(store, raw, views, num_batches, rounds)
+            for what in ("write", "read"):
+                mine, theirs = rates[what], rates[f"raw {what}"]
+                share = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+                rows.append(
+                    {"store": name, "call": what, "MB/s": statistics.median(mine), "best": max(mine)}
+                    | {"raw": statistics.median(theirs), "its best": max(theirs), "share": share}
+                    | {"load of the machine": round(os.getloadavg()[0], 1)}
+                )
+                if "AES" not in name:  # the bar is for what the raw client does, too
+                    bars.append(at_least(f"{name} {what} over its raw client, 1 MiB x {BATCH}", share, 0.8))
+    return rows, bars
+
+
 def main() -> None:
     """Measure, print, keep."""
     parser = arguments("Shared stores beside their raw clients.")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, default=4, help="batches of 32 MiB in a round")
-    parser.add_argument("--only", default="", help="one of redis_single, redis_cluster, s3, mooncake")
+    parser.add_argument("--only", default="", help="one of redis_single, redis_cluster, s3, mooncake, ttft, decision")
     options = parser.parse_args()
     memory = memoryview(mmap.mmap(-1, BATCH * OBJECT_BYTES))
     memory[:] = os.urandom(len(memory))
-    views = [memory[at : at + OBJECT_BYTES] for at in range(0, len(memory), OBJECT_BYTES)]
     rows: list[Row] = []
     bars: list[Bar] = []
-    for place in (redis_single, redis_cluster, s3, mooncake):
-        if options.only not in ("", place.__name__):
-            continue
-        with tempfile.TemporaryDirectory(prefix="kvtier-stores-") as folder, contextlib.ExitStack() as stack:
-            try:
-                stores, raw = stack.enter_context(place(Path(folder), memory))
-            except store_servers.NotInstalled as missing:
-                print(f"skipped: {missing}")
-                continue
-            for name, store in stores.items():
-                stack.callback(store.close)
-                rates = compare(store, raw, views, options.batches, options.rounds)
-                for what in ("write", "read"):
-                    mine, theirs = rates[what], rates[f"raw {what}"]
-                    share = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-                    rows.append(
-                        {"store": name, "call": what, "MB/s": statistics.median(mine), "best": max(mine)}
-                        | {"raw": statistics.median(theirs), "its best": max(theirs), "share": share}
-                        | {"load of the machine": round(os.getloadavg()[0], 1)}
-                    )
-                    if "AES" not in name:  # the bar is for what the raw client does, too
-                        bars.append(at_least(f"{name} {what} over its raw client, 1 MiB x {BATCH}", share, 0.8))
+    for part in (redis_single, redis_cluster, s3, mooncake):
+        if options.only in ("", part.__name__):
+            more, held = beside_raw(part, memory, options.batches, options.rounds)
+            rows, bars = [*rows, *more], [*bars, *held]
     print_table(rows)
+    for engine_part in (stores_engine.ttft, stores_engine.decision):
+        if options.only in ("", engine_part.__name__):
+            with tempfile.TemporaryDirectory(prefix="kvtier-stores-") as folder:
+                more, held = engine_part(Path(folder), options.rounds)
+            print_table(more)
+            rows, bars = [*rows, *more], [*bars, *held]
     report("stores", rows, bars, options.results)
 
 

@@ -164,6 +164,17 @@ def test_a_batch_takes_as_many_round_trips_as_threads_not_as_keys(redis_port):
             assert 1 <= setup.proxy.num_turns <= 8, f"{name}: one for each thread, or two if it is sent in pieces"
 
 
+@pytest.mark.parametrize("num_objects", [1, 9, 10, 11, 23, 32, 41, 47])
+def test_no_thread_makes_a_second_round_trip_while_objects_fit_into_one(redis_port, num_objects):
+    with contextlib.closing(Setup("redis", redis_port)) as setup:
+        store = setup.store()
+        put(store, *range(num_objects), nbytes=100_000)
+        setup.proxy.num_turns = 0
+        reads = [Read(key_of(n), LABEL, bytearray(100_000)) for n in range(num_objects)]
+        assert store.read_into(reads).ok
+        assert 1 <= setup.proxy.num_turns <= 4
+
+
 def test_answers_that_take_time_are_waited_for(setup):
     store = setup.store()
     put(store, 1)

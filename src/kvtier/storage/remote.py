@@ -234,17 +234,20 @@ class RemoteStore:
         return self._calls.run(len(sizes), plan, timeout_s)
 
     def _chunks(self, sizes: Sequence[int], max_bytes: int | None) -> list[list[int]]:
-        """Numbers of objects that go into one request: so many that every thread has its share."""
+        """Numbers of objects that go into one request: so many that every thread has its share and a single request,
+        unless that were too large."""
         limits = self._bucket.request_size
-        share = min(max(sum(sizes) // self._num_threads, limits.min_bytes), max_bytes or limits.max_bytes)
-        chunks: list[list[int]] = []
-        nbytes = 0
+        most = max_bytes or limits.max_bytes
+        share = max(sum(sizes) / self._num_threads, limits.min_bytes)
+        chunks: list[list[int]] = [[]]
+        nbytes, taken = 0, 0.0  # in the last one, and of its share: what one has too much the next has less
         for index, size in enumerate(sizes):
-            if not chunks or len(chunks[-1]) == limits.max_names or (nbytes and nbytes + size > share):
+            is_full = taken >= share or nbytes + size > most or len(chunks[-1]) == limits.max_names
+            if is_full and chunks[-1]:
                 chunks.append([])
-                nbytes = 0
+                nbytes, taken = 0, max(0.0, taken - share)
             chunks[-1].append(index)
-            nbytes += size
+            nbytes, taken = nbytes + size, taken + size
         return chunks
 
     # --- jobs, on the workers' threads

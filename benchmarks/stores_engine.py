@@ -1,0 +1,190 @@
+"""What a shared store is worth to an engine, and whether it knows: parts of benchmarks.stores.
+
+ttft       SmolLM2, a prompt whose blocks are in the store and in no memory: time to the first token when they are
+           loaded, and when they are computed, in turn.
+decision   A model of random weights and prompts of several lengths, behind a proxy (a process of its own) that lets
+           every answer of the Redis wait. At each latency an engine that knows nothing serves twelve requests, half of
+           them new to the store, then decides for each length; the same prompt is loaded and computed by force, in
+           turn, with the question to the store before both. A decision is right if what was chosen took, in the
+           median, at most a tenth more than the other: two medians of one thing differ by as much here.
+
+The model computes on one core, so that the servers have another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import store_servers
+from benchmarks.report import Bar, Row, at_least
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.speeds import Decision, Speeds
+from kvtier.cache.store import StoreConfig
+from kvtier.engine import SamplingParams
+from kvtier.engine.checkpoint import load_model
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.model import Model
+from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.random_weights import random_weights
+from kvtier.scheduler import SchedulerConfig
+from kvtier.storage.open import open_store
+from store_proxy import Mood, proxy_process
+
+BLOCK_TOKENS = 16
+NOISE = 0.1
+LENGTHS = (48, 96, 192, 384, 768, 1536)
+LATENCIES_S = (0.0, 0.005, 0.02, 0.05, 0.1, 0.25)
+SWEEP_MODEL = ModelConfig("llama", 6, 256, 688, 4, 2, 64, 4096, 4096, norm_eps=1e-5, rope=RopeConfig(10000.0))
+FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1)
+
+
+class Forced:
+    """Decides the same, always; what it is told of speeds goes nowhere."""
+
+    def __init__(self, *, load: bool) -> None:
+        self._load = load
+
+    def decide(self, num_blocks: object, first: int, num_tokens: int) -> Decision:  # noqa: ARG002
+        """As it was told."""
+        return Decision(self._load, num_tokens, None, None)
+
+    def moved(self, *_: object) -> None:
+        """Nothing is learned."""
+
+    def computed(self, *_: object) -> None:
+        """Nothing is learned."""
+
+
+class Bench:
+    """An engine over a shared store, and a way to decide."""
+
+    def __init__(self, model: Model, url: str, num_tokens: int) -> None:
+        torch.set_num_threads(1)
+        num_blocks = num_tokens // BLOCK_TOKENS + 64
+        shared = StoreConfig("shared", is_shared=True, wait_seconds=60)
+        cache = CacheConfig(num_blocks, host=HostConfig(num_blocks), stores=(shared,))
+        config = EngineConfig(BLOCK_TOKENS, cache, SchedulerConfig(max_rows=8, max_step_tokens=512))
+        self._engine = Engine(model, config=config, stores={"shared": open_store(url)})
+
+    def store(self, prompt: list[int]) -> None:
+        """Compute a prompt and have the store keep it."""
+        self.first_token(prompt, Forced(load=False))
+        self._engine.tiers.save(self._engine.chain(prompt))
+
+    def first_token(self, prompt: list[int], speeds: Speeds | Forced) -> tuple[float, bool]:
+        """Seconds to it, with nothing of the prompt in memory, and whether its blocks came from the store."""
+        engine = self._engine
+        engine.tiers.reset()  # waits for what is under way
+        engine.manager.speeds = engine.manager._fetches._speeds = speeds  # type: ignore[assignment, union-attr]
+        begin = time.perf_counter()
+        name = engine.add(prompt, FIRST_TOKEN)
+        while not (outputs := engine.step()):
+            pass
+        seconds = time.perf_counter() - begin
+        assert outputs[0].token_ids, outputs
+        return seconds, engine.explain(name).tokens_from.get("shared", 0) > 0
+
+    def close(self) -> None:
+        """The engine closes the store."""
+        self._engine.close()
+
+
+def prompt_of(num_tokens: int, vocab: int, seed: str = "") -> list[int]:
+    """Random tokens, the same for the same length and seed."""
+    source = random.Random(f"{num_tokens}{seed}")
+    return [source.randrange(vocab) for _ in range(num_tokens)]
+
+
+@contextlib.contextmanager
+def redis(folder: Path) -> Iterator[str]:
+    """A URL."""
+    with store_servers.redis_server(folder) as port:
+        yield f"redis://127.0.0.1:{port}?timeout=60s"
+
+
+@contextlib.contextmanager
+def s3(folder: Path) -> Iterator[str]:
+    """A URL."""
+    with store_servers.s3_server(folder) as port:
+        user = f"{store_servers.S3_KEY}:{store_servers.S3_SECRET}"
+        yield f"s3://{user}@test/kv?endpoint=http://127.0.0.1:{port}&region=us-east-1&timeout=60s"
+
+
+def ttft(folder: Path, rounds: int) -> tuple[list[Row], list[Bar]]:
+    """A hit beside computing."""
+    rows: list[Row] = []
+    model = load_model("smollm2", "f32", "cpu")
+    for place in (redis, s3):
+        try:
+            with place(folder / place.__name__) as url, contextlib.closing(Bench(model, url, 1024)) as bench:
+                rows += [_ttft_row(bench, place.__name__, num_tokens, rounds) for num_tokens in (128, 512, 1024)]
+        except store_servers.NotInstalled as missing:
+            print(f"skipped: {missing}")
+    return rows, []
+
+
+def _ttft_row(bench: Bench, store: str, num_tokens: int, rounds: int) -> Row:
+    prompt = prompt_of(num_tokens, 40_000)
+    bench.store(prompt)
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(rounds):
+        for load, seconds in taken.items():
+            took, was_loaded = bench.first_token(prompt, Forced(load=load))
+            assert was_loaded is load
+            seconds.append(took)
+    hit, compute = (statistics.median(taken[load]) * 1e3 for load in (True, False))
+    return {"store": store, "prompt": num_tokens, "hit ms": hit, "compute ms": compute, "times": compute / hit}
+
+
+def decision(folder: Path, rounds: int) -> tuple[list[Row], list[Bar]]:
+    """The sweep."""
+    rows: list[Row] = []
+    model = Model(SWEEP_MODEL, random_weights(SWEEP_MODEL, torch.float32, torch.device("cpu"), seed=1))
+    prompts = {length: prompt_of(length, SWEEP_MODEL.vocab_size) for length in LENGTHS}
+    try:
+        with contextlib.ExitStack() as stack:
+            upstream = stack.enter_context(store_servers.redis_server(folder / "sweep"))
+            port, change = stack.enter_context(proxy_process(upstream))
+            bench = Bench(model, f"redis://127.0.0.1:{port}?timeout=60s", max(LENGTHS))
+            stack.callback(bench.close)
+            for prompt in prompts.values():
+                bench.store(prompt)
+            for latency_s in LATENCIES_S:
+                change(Mood(latency_s=latency_s))
+                rows += _decided(bench, prompts, latency_s, rounds)
+    except store_servers.NotInstalled as missing:
+        print(f"skipped: {missing}")
+        return [], []
+    share = sum(int(str(row["right"])) for row in rows) / sum(int(str(row["of"])) for row in rows)
+    return rows, [at_least("load or recompute: right decisions", share, 0.95)]
+
+
+def _decided(bench: Bench, prompts: dict[int, list[int]], latency_s: float, rounds: int) -> list[Row]:
+    speeds = Speeds()
+    new = [prompt_of(length, SWEEP_MODEL.vocab_size, seed=f"{latency_s}") for length in prompts]
+    seen = [*prompts.values(), *new]
+    random.Random(1).shuffle(seen)
+    for prompt in seen:  # what is known when it counts
+        bench.first_token(prompt, speeds)
+    rows: list[Row] = []
+    for length, prompt in prompts.items():
+        chosen, loaded, computed = [], [], []
+        for _ in range(rounds):
+            chosen.append(bench.first_token(prompt, speeds)[1])
+            loaded.append(bench.first_token(prompt, Forced(load=True))[0])
+            computed.append(bench.first_token(prompt, Forced(load=False))[0])
+        load, compute = statistics.median(loaded), statistics.median(computed)
+        fine = {True: load <= compute * (1 + NOISE), False: compute <= load * (1 + NOISE)}
+        rows.append(
+            {"prompt": length, "latency ms": latency_s * 1e3, "load ms": load * 1e3, "compute ms": compute * 1e3}
+            | {"loads": sum(chosen), "of": len(chosen), "right": sum(fine[was_loaded] for was_loaded in chosen)}
+        )
+    return rows
