@@ -139,7 +139,8 @@ class MooncakeBucket:
         return done
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Forget them, also while somebody reads."""
+        """Forget them, also while somebody reads: each read gives an object a lease, 10 s by default, for which the
+        master would refuse. Who reads then may get the bytes of whatever comes into that memory."""
         codes = self._client.batch_remove(self._full(names), True)
         self._check(codes, (_OK, *_GONE))
         return [code == _OK for code in codes]
