@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtier.engine.engine import Engine
@@ -17,15 +19,31 @@ from kvtier.errors import ClosedError
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something to do on the engine's thread."""
+
+    function: Callable[[Engine], Any]
+    future: Future[Any]
+
+    def run(self, engine: Engine) -> None:
+        try:
+            self.future.set_result(self.function(engine))
+        except Exception as error:  # whatever it raises is the caller's
+            self.future.set_exception(error)
+
+
 class EngineRunner:
     """Steps the engine while there is work. Everything that touches the engine happens on its thread.
 
     `stream` and `astream` give a request's outputs as they come; leaving one early cancels the request.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_breakdown: Callable[[Exception], object] | None = None) -> None:
+        """`on_breakdown` is told, on the engine's thread, what ended it, if it was not `close`."""
         self._engine = engine
-        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._on_breakdown = on_breakdown
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._listeners: dict[str, tuple[Callable[[Output | None], object], int]] = {}
         self._closed = threading.Event()
         self.error: Exception | None = None
@@ -38,14 +56,9 @@ class EngineRunner:
         if self._closed.is_set():
             raise ClosedError("this engine was closed") from self.error
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function(self._engine))
-            except Exception as error:  # whatever it raises is the caller's
-                future.set_exception(error)
-
-        self._calls.put(run)
+        self._calls.put(_Call(function, future))
+        if self._closed.is_set():  # meanwhile: the thread may have looked for the last time
+            self._refuse_calls()
         return future
 
     def stream(
@@ -115,9 +128,21 @@ class EngineRunner:
         except Exception as error:  # what fails a request does not come here: the engine itself is broken
             self.error = error
         self._closed.set()
+        self._refuse_calls()
         for deliver, _ in self._listeners.values():
             deliver(None)
+        if self.error is not None and self._on_breakdown is not None:
+            self._on_breakdown(self.error)
         self._engine.close()
+
+    def _refuse_calls(self) -> None:
+        """Nobody will run them."""
+        with contextlib.suppress(queue.Empty):
+            while (call := self._calls.get_nowait()) is not None:
+                error = ClosedError("this engine was closed")
+                error.__cause__ = self.error
+                call.future.set_exception(error)
+            self._calls.put(None)  # it is the thread's
 
     def _run_calls(self, *, wait: bool) -> bool:
         """Run what was asked for; False once closed."""
@@ -125,7 +150,7 @@ class EngineRunner:
             call = self._calls.get()
             if call is None:
                 return False
-            call()
+            call.run(self._engine)
             wait = not self._engine.has_work() and self._calls.empty()
         return True
 

@@ -31,6 +31,8 @@ class TierOptions:
     """The most that a request waits for its blocks from stores."""
     always_load: bool = False
     """Load cached blocks also where computing them again is expected to be faster."""
+    kv_shards: int = 0
+    """Objects into which a stored block is cut by KV heads; 0: as many as ranks. The same for all who share a store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class EngineOptions:
     device: str = "cpu"
     dtype: str = "f32"
     tiers: TierOptions = field(default_factory=TierOptions)
+    tensor_parallel: int = 1
+    """Ranks, each a process, that share the model's heads."""
     invariant: bool = False
     """Compute every token the same way whatever shares its batch: the same answer, bit for bit, and slower (CPU)."""
     max_rows: int = 64

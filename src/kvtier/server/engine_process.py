@@ -26,14 +26,12 @@ from kvtier.engine.output import Explanation, Output
 from kvtier.engine.params import SamplingParams
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.speculate import NgramProposer
-from kvtier.errors import ArgumentError, KvtierError
+from kvtier.errors import ArgumentError, ClosedError, KvtierError
 from kvtier.replay import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
 from kvtier.server.engine_controls import CONTROLS
 from kvtier.server.messages import Abort, Answer, Broken, Call, Channel, Close, Progress, Refused, Started, Submit
-from kvtier.storage import Store
-from kvtier.storage.open import open_store
 
 _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
@@ -87,25 +85,18 @@ def make_llm(options: EngineOptions) -> LLM:
         ),
         SchedulerConfig(options.max_rows, options.max_step_tokens),
         ghost_scales=_GHOST_SCALES,
+        tensor_parallel=options.tensor_parallel,
+        kv_shards=tiers.kv_shards,
     )
-    proposer = NgramProposer(options.draft_tokens) if options.draft_tokens else None
-    stores: dict[str, Store] = {}
-    try:
-        for store, urls in below:
-            stores[store.name] = open_store(urls)
-        return LLM(
-            options.model,
-            config,
-            dtype=options.dtype,
-            device=options.device,
-            invariant=options.invariant,
-            proposer=proposer,
-            stores=stores,
-        )
-    except BaseException:
-        for opened in stores.values():
-            opened.close()
-        raise
+    return LLM(
+        options.model,
+        config,
+        dtype=options.dtype,
+        device=options.device,
+        invariant=options.invariant,
+        proposer=NgramProposer(options.draft_tokens) if options.draft_tokens else None,
+        stores={store.name: urls for store, urls in below},
+    )
 
 
 class EngineServer:
@@ -117,7 +108,7 @@ class EngineServer:
     def __init__(self, engine: Engine, channel: Channel) -> None:
         self._engine = engine
         self._channel = channel
-        self._runner = EngineRunner(engine)
+        self._runner = EngineRunner(engine, self._break_down)
         self._outputs: list[Output] = []
         self._ended: list[Explanation] = []
         self._grammars: Grammars | None = None
@@ -132,12 +123,9 @@ class EngineServer:
             config.cache.num_blocks,
             config.scheduler.max_rows,
         )
-        with contextlib.suppress(OSError):  # the front end died: nobody to tell
+        with contextlib.suppress(OSError, ClosedError):  # the front end died, or the engine broke down
             self._channel.send(started)
             for command in self._channel:
-                if self._runner.error is not None:
-                    self._tell_breakdown()
-                    break
                 match command:
                     case Submit():
                         self._submit(command)
@@ -155,8 +143,11 @@ class EngineServer:
         if self._runner.error is None and self._engine.config.cache.stores:
             self._runner.call(lambda engine: engine.tiers.save_all()).result()
 
-    def _tell_breakdown(self) -> None:
-        self._channel.send(Broken(f"{type(self._runner.error).__name__}: {self._runner.error}"))
+    def _break_down(self, error: Exception) -> None:
+        """The engine cannot go on: say why, and end `run`, so that the process ends and whoever waits knows."""
+        with contextlib.suppress(OSError):  # the front end died
+            self._channel.send(Broken(f"{type(error).__name__}: {error}"))
+        self._channel.end()
 
     def _submit(self, command: Submit) -> None:
         try:
@@ -203,8 +194,6 @@ class EngineServer:
     def _take(self, output: Output | None) -> None:
         """On the engine's thread, for each output of a step; what they are collected for runs after the last one."""
         if output is None:  # the request is over, or the engine is
-            if self._runner.error is not None:
-                self._tell_breakdown()
             return
         if not self._outputs:
             self._runner.call(lambda _: self._flush())

@@ -9,6 +9,7 @@ else can open, so pickles are safe here.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 import struct
@@ -129,6 +130,11 @@ class Channel:
         data = frame(event)
         with self._sending:
             self._connection.sendall(data)
+
+    def end(self) -> None:
+        """Nothing is sent any more, and whoever reads sees the end."""
+        with contextlib.suppress(OSError):  # the front end was quicker
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def __iter__(self) -> Iterator[Command]:
         """Commands as they come, until the other end closes or dies."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,28 @@ def test_an_engine_that_breaks_down_tells_whoever_waits(runner):
     assert isinstance(caught.value.__cause__, OSError)
     with pytest.raises(ClosedError):
         runner.call(lambda engine: engine.has_work())
+
+
+def test_calls_that_wait_when_the_engine_breaks_down_or_is_closed_are_answered(llm):
+    told = []
+    engine = Engine(llm.engine.model, llm.tokenizer, EngineConfig(16, CacheConfig(64)))
+    runner = EngineRunner(engine, told.append)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def broken() -> None:
+        entered.set()
+        go_on.wait(60)
+        raise OSError("the power is off")
+
+    runner.call(lambda engine: engine.control("break", broken)).result()
+    assert entered.wait(60)
+    waiting = runner.call(lambda engine: engine.has_work())  # behind the step that will not end well
+    go_on.set()
+    with pytest.raises(ClosedError) as caught:
+        waiting.result(60)
+    assert isinstance(caught.value.__cause__, OSError)
+    runner.close()
+    assert [type(error) for error in told] == [OSError]
 
 
 def test_closing_ends_open_streams(runner):

@@ -1,0 +1,69 @@
+"""`kvtier serve --tensor-parallel 2`: the same answers, and no process left when one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import httpx
+import psutil
+
+PROMPT = "A conversation that several ranks have read, of which each keeps its heads. " * 6
+
+
+def ask(server, prompt: str = PROMPT) -> tuple[str, int]:
+    """An answer, and how many tokens of its prompt were cached."""
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 20, "temperature": 0}
+    answer = server.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    return told["choices"][0]["text"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def ranks_of(server) -> list[psutil.Process]:
+    below = psutil.Process(server.engine_pid).children()
+    return [process for process in below if "rank_process" in " ".join(process.cmdline())]
+
+
+def ends(server, *processes: psutil.Process) -> bool:
+    """Whether a request now is told so at once, and the server ends with an error, and all these with it."""
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
+    with contextlib.suppress(httpx.NetworkError, httpx.RemoteProtocolError):  # it may be gone already
+        assert server.post("/v1/completions", body).status_code >= 500
+    _, alive = psutil.wait_procs(processes, 60)
+    return server.process.wait(60) != 0 and not alive
+
+
+def test_a_disk_that_one_rank_filled_serves_two(server, start, tmp_path):
+    wanted, _ = ask(server)
+    tiers = ("--blocks", "64", "--disk", str(tmp_path / "kv"), "--disk-bytes", "64MiB", "--kv-shards", "2")
+    alone = start(*tiers, "--always-load")
+    assert ask(alone) == (wanted, 0)
+    assert alone.stop() == 0
+    both = start("--tensor-parallel", "2", *tiers, "--always-load")
+    (rank,) = ranks_of(both)
+    text, num_cached = ask(both)
+    assert text == wanted
+    assert num_cached > 400
+    assert both.state()["tiers"][2]["used_bytes"] > 0
+    engine = psutil.Process(both.engine_pid)
+    engine.kill()
+    assert ends(both, engine, rank)
+
+
+def test_a_rank_that_is_killed_ends_the_server(start):
+    server = start("--tensor-parallel", "2")
+    (rank,) = ranks_of(server)
+    engine = psutil.Process(server.engine_pid)
+    ask(server)
+    rank.kill()
+    assert ends(server, engine, rank)
+    assert "the process of rank 1 is gone, with exit code -9" in server.log
+
+
+def test_heads_that_do_not_divide_are_said_so(tiny_model):
+    command = [sys.executable, "-m", "kvtier", "serve", "--port", "0", "--model", str(tiny_model)]
+    ended = subprocess.run([*command, "--tensor-parallel", "4"], capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    assert "2 KV heads cannot be cut into 4 shards equally" in ended.stderr
