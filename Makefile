@@ -35,8 +35,9 @@ demo: $(STAMP)  ## talk to a small model on this machine
 serve: $(STAMP)  ## serve a model over HTTP: PORT, MODEL, ARGS
 	$(BIN)/kvtier serve --model $(MODEL) --port $(PORT) --host-blocks 1024 --disk $(DISK) $(ARGS)
 
-soak: $(STAMP)  ## the state machines for longer: KVTIER_SOAK times as many examples
+soak: $(STAMP)  ## the state machines for longer: KVTIER_SOAK times as many examples; of the tiers a million steps
 	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest tests/pure tests/stores tests/cpu/test_pipeline.py tests/cpu/engine -k "achine or soak or Pipeline or test_engine or whatever_goes_wrong"
+	KVTIER_SOAK=$${KVTIER_SOAK:-200} $(BIN)/python -m pytest tests/cpu/cache/test_tiers_machine.py
 
 test: $(STAMP)  ## all tests this machine can run, with the servers it can install
 	.ci/servers
