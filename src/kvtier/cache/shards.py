@@ -87,11 +87,10 @@ class Piece:
             return replace(self, num_rows=self.num_rows + other.num_rows)
         return None
 
-    def rows(self, blocks: Bytes) -> Bytes:
-        """Its bytes of blocks [block, byte]: a view [block, row, column]."""
-        whole = blocks[:, self.offset : self.offset + self.num_rows * self.row_bytes]
-        rows = whole.reshape(len(blocks), self.num_rows, self.row_bytes)
-        return rows[:, :, self.start : self.start + self.width]
+    def rows(self, block: Bytes) -> Bytes:
+        """Its bytes of a block: a view [row, column]."""
+        whole = block[self.offset : self.offset + self.num_rows * self.row_bytes]
+        return whole.reshape(self.num_rows, self.row_bytes)[:, self.start : self.start + self.width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,21 +132,21 @@ class Part:
         """The same, one by one."""
         return split_keys(self.keys(keys))
 
-    def gather(self, memory: Bytes, slots: Sequence[int], objects: Bytes) -> None:
-        """From slots of host memory [slot, byte] to objects [object, byte]."""
-        for ours, theirs in self._pairs(memory, objects):
-            theirs[:] = ours[slots]
+    def gather(self, block: Bytes, thing: Bytes) -> None:
+        """From a rank's block to the object."""
+        for ours, theirs in self._pairs(block, thing):
+            theirs[:] = ours
 
-    def scatter(self, objects: Bytes, memory: Bytes, slots: Sequence[int]) -> None:
-        """From objects to slots."""
-        for ours, theirs in self._pairs(memory, objects):
-            ours[slots] = theirs
+    def scatter(self, thing: Bytes, block: Bytes) -> None:
+        """From the object to a rank's block."""
+        for ours, theirs in self._pairs(block, thing):
+            ours[:] = theirs
 
-    def _pairs(self, memory: Bytes, objects: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
-        """Each piece, of all slots and of all objects: views [slot or object, row, column]."""
+    def _pairs(self, block: Bytes, thing: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
+        """Each piece in the block and in the object: views [row, column]."""
         at = 0
         for piece in self.pieces:
-            yield piece.rows(memory), objects[:, at : at + piece.nbytes].reshape(-1, piece.num_rows, piece.width)
+            yield piece.rows(block), thing[at : at + piece.nbytes].reshape(piece.num_rows, piece.width)
             at += piece.nbytes
 
 

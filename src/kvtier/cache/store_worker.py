@@ -25,8 +25,8 @@ from kvtier.storage.store import DIGEST_BYTES
 from kvtier.transfer import HostMemory
 
 _SCAN_PAGE = 4096
-_GATHER_BYTES = 64 << 20
-"""Most that is gathered for one call of a store."""
+_GATHER_BYTES = 16 << 20
+"""Most that is gathered for one call of a store: as much as malloc keeps, so that its pages are touched once."""
 
 
 class StoreWorker:
@@ -163,15 +163,18 @@ class StoreWorker:
         labels = [Label(namespace, digest) for namespace in namespaces for digest in digests]
         gathered = {part: np.empty((len(slots), part.nbytes), np.uint8) for part in parts if part.span is None}
         memory = [each for part in parts for each in self._memory(part, slots, gathered.get(part))]
+        # block by block, all parts of one while the processor's cache has it: part by part takes twice as long
         if not is_fetch:
-            for part, objects in gathered.items():
-                part.gather(self._slots(part), slots, objects)
+            for at, slot in enumerate(slots):
+                for part, objects in gathered.items():
+                    part.gather(self._block(part, slot), objects[at])
             return store.write([Write(*each) for each in zip(keys, labels, memory, strict=True)])
         results = store.read_into([Read(*each) for each in zip(keys, labels, memory, strict=True)])
-        found = _by_block([outcome.ok for outcome in results], parts)
-        for part, good in zip(parts, found, strict=True):
-            if part in gathered:
-                part.scatter(gathered[part][good], self._slots(part), list(itertools.compress(slots, good.tolist())))
+        found = dict(zip(parts, _by_block([outcome.ok for outcome in results], parts).tolist(), strict=True))
+        for at, slot in enumerate(slots):
+            for part, objects in gathered.items():
+                if found[part][at]:
+                    part.scatter(objects[at], self._block(part, slot))
         return results
 
     def _memory(self, part: Part, slots: Sequence[int], gathered: Bytes | None) -> list[memoryview]:
@@ -182,10 +185,10 @@ class StoreWorker:
         assert span is not None
         return [host.block(slot).memoryview()[span.offset : span.offset + span.nbytes] for slot in slots]
 
-    def _slots(self, part: Part) -> Bytes:
-        """All host slots of its group."""
-        slots: Bytes = self.hosts[part.group].slots().numpy()
-        return slots
+    def _block(self, part: Part, slot: int) -> Bytes:
+        """A host slot of its group."""
+        block: Bytes = self.hosts[part.group].block(slot).numpy()
+        return block
 
     def _probe(self, probe: Probe) -> None:
         keys = split_keys(probe.keys)
