@@ -3,7 +3,9 @@
     start ──> asking ──(what stores have is known)──> waiting ──(nobody else brings it)──> moving ──(reports)──> over
                 └────────── nothing to fetch, no room, or computing it is faster ──────────────────────────────^
 
-A fetch holds a lease on the path it brings, until whoever asked for it has matched it or gone.
+A fetch that brings something holds a lease on its path, until whoever asked for it has matched it or gone. One that
+brings nothing holds nothing: those that wait must not keep memory from those that run. What it found in memory may then
+be gone when its request's turn comes, and is fetched after all (`again`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class Fetch:
     __slots__ = (
         "chain",
         "decision",
+        "is_due",
         "is_over",
         "lease",
         "num_blocks",
@@ -37,14 +40,16 @@ class Fetch:
 
     def __init__(self, chain: Chain, lease: Lease, wanted: int, started: float) -> None:
         self.chain = chain
-        self.lease = lease
-        """On the path that is in memory, or on its way there."""
+        self.lease: Lease | None = lease
+        """On the path that is in memory, or on its way there; None where there was nothing to bring."""
         self.wanted = wanted
         """Blocks the request could use."""
         self.started = started
         self.waiting_for: set[int] = set()
         """Probes that were not answered, and moves that are not over."""
         self.is_over = False
+        self.is_due = False
+        """Whether its request's turn has come, and it began once more."""
         self.num_blocks = 0
         """That were to be fetched."""
         self.num_fetched: dict[str, int] = {}
@@ -67,7 +72,7 @@ class Fetches:
     @property
     def leases(self) -> list[Lease]:
         """What fetches hold, for checking."""
-        return [fetch.lease for fetch in self._open]
+        return [fetch.lease for fetch in self._open if fetch.lease is not None]
 
     def start(self, chain: Chain, max_blocks: int, retention: Retention, now: float) -> Fetch:
         """Begin to fetch what of a chain is in no memory."""
@@ -81,8 +86,23 @@ class Fetches:
             if store.config.is_shared and lease.num_blocks < max_blocks:
                 keys = b"".join(chain.key_list(lease.num_blocks, max_blocks))
                 fetch.waiting_for.add(self._moves.probe(store.config.name, keys))
-        self._begin(fetch, now)
+        self._begin(fetch, lease, now)
         return fetch
+
+    def again(self, fetch: Fetch, num_found: int, now: float, retention: Retention) -> bool:
+        """Its request's turn has come, with so many blocks in memory: whether it should wait for more, from a store.
+
+        Once, as somebody else's blocks may drive out these again.
+        """
+        first = num_found
+        if fetch.is_due or fetch.lease is not None or first >= fetch.wanted:
+            return False
+        if not self._find(fetch.chain.key_list(first, first + 1)):
+            return False
+        fetch.is_due, fetch.is_over, fetch.started = True, False, now
+        fetch.lease = self._tree.match(fetch.chain, now=now, max_blocks=fetch.wanted, retention=retention)
+        self._begin(fetch, fetch.lease, now)
+        return not self.is_over(fetch, now)
 
     def is_over(self, fetch: Fetch, now: float) -> bool:
         """Whether its request need not wait any more."""
@@ -100,14 +120,13 @@ class Fetches:
         if fetch not in self._open:
             raise StateError("this fetch has ended already")
         del self._open[fetch]
-        self._tree.release(fetch.lease, used=False)
+        self._let_go(fetch)
 
     def advance(self, now: float) -> None:
         """Go on with those that waited for an answer, for room, or for somebody else's blocks."""
         for fetch in self._open:
             if not fetch.is_over and not fetch.waiting_for:
-                self._look_again(fetch, now)
-                self._begin(fetch, now)
+                self._begin(fetch, self._look_again(fetch, now), now)
 
     def answered(self, presence: Presence) -> None:
         """A probe was answered, by every rank."""
@@ -129,45 +148,58 @@ class Fetches:
         fetch.num_fetched[store] = fetch.num_fetched.get(store, 0) + there.count(1)
         fetch.is_over = fetch.is_over or not fetch.waiting_for
 
-    def _begin(self, fetch: Fetch, now: float) -> None:
+    def _begin(self, fetch: Fetch, lease: Lease, now: float) -> None:
         """Start the moves, if it is known where the blocks are and there is room."""
         if fetch.waiting_for:
             return
-        lease, first = fetch.lease, fetch.lease.num_blocks
+        first = lease.num_blocks
         # what the match before has found: None is no next block
         node = lease.node.children.get(fetch.chain.key_at(first)) if lease.stopped and first < fetch.wanted else None
         if node is not None:
             # Somebody else brings the next block, which is worth waiting for; or it is nowhere, and somebody's lease
             # keeps its place: computing it puts it there.
             fetch.is_over = not any(held is not None and held.states[0] == WRITING for held in node.held)
-            return
+        else:
+            self._begin_moves(fetch, lease, now)
+        if fetch.is_over:
+            self._let_go(fetch)
+
+    def _begin_moves(self, fetch: Fetch, lease: Lease, now: float) -> None:
+        first = lease.num_blocks
         keys = fetch.chain.key_list(first, fetch.wanted)
         parts = self._find(keys)
         if any(self._is_busy(store, count) for store, count in parts):
             return  # its turn comes
         fetch.decision = self._decide(first, parts)
         wanted = sum(count for _, count in parts) if fetch.decision is None or fetch.decision.load else 0
-        if not wanted:
-            fetch.is_over = True
-            return
-        slots = reserve_up_to(self._tree, self._host, wanted, fetch.chain.salt)
-        fetch.is_over = not len(slots)
-        if len(slots):
-            grafted = self._tree.graft(fetch.lease, self._host, slots, now=now)
+        slots = reserve_up_to(self._tree, self._host, wanted, fetch.chain.salt) if wanted else None
+        if slots is not None and len(slots):
+            grafted = self._tree.graft(lease, self._host, slots, now=now)
             assert grafted, "there was no next block a moment ago"
             fetch.num_blocks = len(slots)
-            self._move(fetch, first, slots, keys, parts)
+            self._move(fetch, lease, slots, keys, parts)
+        else:
+            # Without room others go first, if its turn has come and they have what was brought for them.
+            others = fetch.is_due and any(other.num_blocks for other in self._open if other is not fetch)
+            fetch.is_over = not (wanted and others)
+
+    def _let_go(self, fetch: Fetch) -> None:
+        if fetch.lease is not None:
+            self._tree.release(fetch.lease, used=False)
+            fetch.lease = None
 
     def _is_busy(self, store: StoreCopies, count: int) -> bool:
         """Whether so many more from a store are too many at a time. Any number may go alone."""
         under_way = self._moves.num_blocks(Purpose.FETCH, store.config.name)
         return under_way > 0 and under_way + count > store.config.max_fetching_blocks
 
-    def _look_again(self, fetch: Fetch, now: float) -> None:
+    def _look_again(self, fetch: Fetch, now: float) -> Lease:
         """What is in memory may be more than it was."""
-        lease = fetch.lease
-        fetch.lease = self._tree.match(fetch.chain, now=now, max_blocks=fetch.wanted, retention=lease.retention)
-        self._tree.release(lease, used=False)
+        before = fetch.lease
+        assert before is not None, "it would be over"
+        fetch.lease = self._tree.match(fetch.chain, now=now, max_blocks=fetch.wanted, retention=before.retention)
+        self._tree.release(before, used=False)
+        return fetch.lease
 
     def _find(self, keys: list[bytes]) -> list[tuple[StoreCopies, int]]:
         """Which store has how many of these, one after the other from the first on."""
@@ -197,15 +229,15 @@ class Fetches:
         return self._speeds.decide(ways, first * block_tokens, total * block_tokens)
 
     def _move(
-        self, fetch: Fetch, first: int, slots: Slots, keys: list[bytes], parts: list[tuple[StoreCopies, int]]
+        self, fetch: Fetch, lease: Lease, slots: Slots, keys: list[bytes], parts: list[tuple[StoreCopies, int]]
     ) -> None:
-        at = 0
+        at, first = 0, lease.num_blocks - len(slots)
         for store, count in parts:
             count = min(count, len(slots) - at)
             if not count:
                 return
             target = Slots(slots.tier, slots.ids[at : at + count])
-            shared, name = self._tree.share(fetch.lease), store.config.name
+            shared, name = self._tree.share(lease), store.config.name
             mine = b"".join(keys[at : at + count])
             number = self._moves.start(Purpose.FETCH, shared, first + at, name, target, mine)
             self._by_move[number] = fetch

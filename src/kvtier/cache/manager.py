@@ -111,6 +111,11 @@ class CacheManager:
         assert self._fetches is not None
         return self._fetches.is_over(fetch, now)
 
+    def fetch_again(self, fetch: Fetch, hold: Hold, *, now: float = 0.0) -> bool:
+        """Whether its request, whose turn has come, should wait once more: what was in memory is gone to a store."""
+        assert self._fetches is not None
+        return self._fetches.again(fetch, hold.lease.num_matched, now, hold.lease.retention)
+
     def end_fetch(self, fetch: Fetch) -> None:
         """Nobody waits for it any more."""
         assert self._fetches is not None
@@ -191,16 +196,17 @@ class CacheManager:
     def scheduled(self, hold: Hold, *, now: float = 0.0) -> None:
         """The request is in a step: what it was given counts as used, once."""
         self._must_hold(hold)
-        if not hold.lease.committed:
-            self._queried_tokens += hold.chain.num_tokens
-            for tier, num_tokens in hold.tokens_from.items():
-                self._hit_tokens[tier] += num_tokens
-            if hold.decision is not None:
-                self.decisions["load" if hold.decision.load else "recompute"] += 1
-            if self.host is not None:
-                self.host.queue.used_again(hold.lease)
-                for store in self.stores.values():
-                    store.queue.used_again(hold.lease)
+        if hold.lease.committed:
+            return
+        self._queried_tokens += hold.chain.num_tokens
+        for tier, num_tokens in hold.tokens_from.items():
+            self._hit_tokens[tier] += num_tokens
+        if hold.decision is not None:
+            self.decisions["load" if hold.decision.load else "recompute"] += 1
+        if self.host is not None:
+            self.host.queue.used_again(hold.lease)
+            for store in self.stores.values():
+                store.queue.used_again(hold.lease)
         self.tree.commit(hold.lease, now=now)
 
     def publish(self, hold: Hold, computed_tokens: int, *, now: float = 0.0) -> None:
@@ -285,6 +291,8 @@ class CacheManager:
             self.stores[presence.store].learn(report.rank, presence)
             if self.moves.answered(report.rank, presence.probe_id) and self._fetches is not None:
                 self._fetches.answered(presence)
+        if report.damaged and self.host is not None:
+            self.host.damaged(np.frombuffer(report.damaged, "<i4"))
         for size in report.sizes:
             if self.host is not None and size.tier == "host":
                 self.host.grew(report.rank, size.num_slots)
@@ -376,14 +384,16 @@ class CacheManager:
         purpose, transfer = move.transfer.purpose, move.transfer
         if self.observer is not None:
             self.observer(move)
-        if 0 not in there:
-            self.speeds.moved((purpose, transfer.store), len(there), move.seconds)
-        if purpose is Purpose.SAVE and 1 in there:
-            for store in self.stores.values():
+        if purpose is Purpose.SAVE:
+            for store in self.stores.values() if 1 in there else ():
                 store.came(move.lease, move.first, move.stop)
-        elif purpose is Purpose.STORE:
+            return
+        if purpose is Purpose.STORE:
             self.stores[transfer.target].ended(move, there)
-        elif purpose is Purpose.FETCH and self._fetches is not None:
+            return
+        if 0 not in there:  # what a request waits for: how long that takes is asked again
+            self.speeds.moved((purpose, transfer.store), len(there), move.seconds)
+        if purpose is Purpose.FETCH and self._fetches is not None:
             self._fetches.ended(move, there)
 
     def _match_partly(self, hold: Hold, now: float) -> None:

@@ -195,6 +195,8 @@ class Scheduler:
             hold = self._take_in(request, choice.budget, now)
             if isinstance(hold, Shortage) and self._is_alone(request, hold) and self._let_fetches_go(request, hold):
                 hold = self._take_in(request, choice.budget, now)
+            if hold is None:
+                continue
             if isinstance(hold, Shortage):
                 if self._is_alone(request, hold) and not self._is_moving(request, hold):
                     self._refuse(request, choice, f"{hold}; what is left is pinned. Unpin something, or ask later")
@@ -212,11 +214,14 @@ class Scheduler:
             if self._is_ready(request, now):
                 choice.take(Row.of(request, min(stop - hold.num_cached_tokens, choice.budget)))
 
-    def _take_in(self, request: Request, budget: int, now: float) -> Hold | Shortage:
-        """KV for the first step of a request, or why there is no room."""
+    def _take_in(self, request: Request, budget: int, now: float) -> Hold | Shortage | None:
+        """KV for the first step of a request, or why there is no room; None if it waits for its blocks once more."""
         hold = self.manager.match(
             request.chain, now=now, retention=request.retention, may_load=request.may_load, fetch=request.fetch
         )
+        if request.fetch is not None and request.may_load and self.manager.fetch_again(request.fetch, hold, now=now):
+            self.manager.abort(hold, now=now)
+            return None
         shortage = self.manager.allocate(hold, min(request.chain.num_tokens, hold.num_cached_tokens + budget))
         if shortage is None:
             return hold

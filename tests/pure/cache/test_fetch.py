@@ -130,6 +130,59 @@ def test_stores_are_asked_in_order_and_the_next_has_what_the_first_lacks():
     lab.start(prompt(1, 9), fetch)
 
 
+def test_a_fetch_that_brings_nothing_holds_nothing_and_begins_again_when_its_turn_comes():
+    """Those that wait must not keep memory from those that run; what they lose by it comes back from the store."""
+    lab = Lab(20, stores=[disk()])
+    lab.serve(prompt(1, 6))
+    waiting = lab.fetched(prompt(1, 6))
+    assert waiting.num_blocks == 0  # all of it is in memory
+    lab.evict("device")
+    lab.evict("host")
+    assert lab.num_in("device", prompt(1, 6)) == lab.num_in("host", prompt(1, 6)) == 0
+    hold = lab.manager.match(prompt(1, 6), fetch=waiting)
+    assert hold.num_cached_tokens == 0
+    assert lab.manager.fetch_again(waiting, hold)
+    lab.manager.abort(hold)
+    while not lab.manager.is_fetched(waiting):
+        lab.plan()
+        lab.hear()
+    hold = lab.start(prompt(1, 6), waiting)
+    assert hold.tokens_from == {"disk": 6 * BLOCK, "host": 0, "device": 0}
+    assert not lab.manager.fetch_again(waiting, hold)
+    lab.manager.end_fetch(waiting)
+    lab.manager.abort(hold)
+    lab.manager.check()
+
+
+def test_what_is_in_no_store_either_is_not_waited_for():
+    lab = lab_with(prompt(1, 3))
+    waiting = lab.fetched(prompt(2, 3))
+    hold = lab.manager.match(prompt(2, 3), fetch=waiting)
+    assert not lab.manager.fetch_again(waiting, hold)
+    lab.manager.abort(hold)
+    lab.manager.end_fetch(waiting)
+
+
+def test_when_its_turn_has_come_it_waits_for_room_that_others_will_give():
+    lab = lab_with(prompt(1, 4), prompt(2, 4), host=HostConfig(4))
+    first = lab.fetched(prompt(1, 4))
+    assert first.num_fetched == {"disk": 4}
+    second = lab.fetched(prompt(2, 4))
+    assert second.num_blocks == 0  # no room
+    hold = lab.manager.match(prompt(2, 4), fetch=second)
+    assert lab.manager.fetch_again(second, hold)
+    lab.manager.abort(hold)
+    lab.plan()
+    assert not lab.manager.is_fetched(second)
+    lab.manager.end_fetch(first)
+    while not lab.manager.is_fetched(second):
+        lab.plan()
+        lab.hear()
+    assert second.num_fetched == {"disk": 4}
+    lab.manager.end_fetch(second)
+    lab.manager.check()
+
+
 # ---- others --------------------------------------------------------------------------------------------------------
 
 
