@@ -24,9 +24,11 @@ FOLDER = Path(__file__).resolve().parent
 PAGE, KEPT, IMAGES = FOLDER / "planner.md", FOLDER / "planner.json", FOLDER / "images"
 NAME = "conversation_trace.jsonl"
 COMMANDS = {
-    "plan": f"kvtier plan {NAME} --model llama-3-8b --gpu h200 --replicas 6 --disk-type nvme-gen5 --ttft-p99 6s",
+    "plan": f"kvtier plan {NAME} --model llama-3-8b --gpu h200 --replicas 6 --disk-type nvme-gen5 --ttft-p99 8s",
     "replay": f"kvtier replay {NAME} --model llama-3-8b --gpu h200 --replicas 6 --disk-type nvme-gen5 --host 256GiB "
     "--disk 1TiB --policy lru,arc,s3fifo --capacities 0",
+    "fine": f"kvtier replay {NAME} --limit 3000 --replicas 6 --host 256GiB --capacities 0 --quantum 0",
+    "coarse": f"kvtier replay {NAME} --limit 3000 --replicas 6 --host 256GiB --capacities 0 --quantum 0.05",
 }
 SIZES = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000)
 POLICIES = ("lru", "fifo", "arc", "s3fifo", "cost", "optimum")
@@ -39,10 +41,14 @@ def main() -> int:
     """Run, write or check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--only", choices=("rates", *COMMANDS), help="run one of them, and keep the others as they are")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     if options.trace:
-        KEPT.write_text(json.dumps(run(options.trace), indent=1) + "\n")
+        wanted = [options.only] if options.only else ["rates", *COMMANDS]
+        kept = json.loads(KEPT.read_text()) if options.only else {}
+        kept |= {name: rates(options.trace) if name == "rates" else run(options.trace, name) for name in wanted}
+        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     page = PAGE.read_text()
     made = write(page, json.loads(KEPT.read_text()))
     if options.check:
@@ -54,26 +60,25 @@ def main() -> int:
 # ---- running -------------------------------------------------------------------------------------------------------
 
 
-def run(trace: Path) -> Json:
-    """What the commands say of a trace, and hit rates of some sizes; draws the plots of the plan."""
+def rates(trace: Path) -> Json:
+    """Hit rates of some sizes, by policy."""
     from kvtier.replay import read_trace, sweep
 
     points = sweep(read_trace(trace).requests, SIZES, POLICIES, jobs=2)
-    kept: Json = {"rates": {policy: [p.hit_rate for p in points if p.policy == policy] for policy in POLICIES}}
+    return {policy: [point.hit_rate for point in points if point.policy == policy] for policy in POLICIES}
+
+
+def run(trace: Path, name: str) -> Json:
+    """What a command says of a trace; draws the plots of the plan."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, command in COMMANDS.items():
-            report = Path(folder) / f"{name}.html"
-            arguments = shlex.split(command.replace(NAME, shlex.quote(str(trace))))[1:]
-            told = subprocess.run(
-                [sys.executable, "-m", "kvtier", *arguments, "--json", "--html", str(report)],
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-            )
-            kept[name] = json.loads(told.stdout)
-            kept[name]["trace"]["files"] = [NAME]
-        draw(Path(folder) / "plan.html")
-    return kept
+        report = Path(folder) / f"{name}.html"
+        arguments = shlex.split(COMMANDS[name].replace(NAME, shlex.quote(str(trace))))[1:]
+        command = [sys.executable, "-m", "kvtier", *arguments, "--json", "--html", str(report)]
+        told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        if name == "plan":
+            draw(report)
+    told["trace"]["files"] = [NAME]
+    return told  # type: ignore[no-any-return]
 
 
 def draw(report: Path) -> None:
@@ -101,13 +106,16 @@ def write(page: str, kept: Json) -> str:
         "replay command": _code(COMMANDS["replay"]),
         "hosts": _hosts(kept["plan"]),
         "disks": _disks(kept["plan"]),
-        "advice": "\n".join(f"> {line}" for line in kept["plan"]["advice"]["text"]),
+        "advice": "\n>\n".join(f"> {line}" for line in kept["plan"]["advice"]["text"]),
         "policies": _policies(kept["replay"]),
         "origins": _origins(kept["plan"]),
+        "links": _links(kept["plan"]),
+        "grain": _grain(kept["fine"], kept["coarse"]),
     }
     for name, text in parts.items():
-        pattern = rf"(<!-- made: {name} -->\n).*?(\n<!-- end -->)"
-        page, count = re.subn(pattern, lambda found, text=text: found[1] + text + found[2], page, flags=re.DOTALL)
+        pattern = rf"(<!-- made: {name} -->\n).*?(<!-- end -->)"
+        made = f"{text}\n"
+        page, count = re.subn(pattern, lambda found, made=made: found[1] + made + found[2], page, flags=re.DOTALL)
         if count != 1:
             raise SystemExit(f"docs/planner.md needs the marker <!-- made: {name} --> once, has it {count} times")
     return page
@@ -161,6 +169,24 @@ def _policies(replay: Json) -> str:
 def _origins(plan: Json) -> str:
     told = [f"- {what}: {source}" for what, source in plan["setup"]["sources"].items()]
     return "\n".join([*told, f"- prices: {plan['prices']['source']}"])
+
+
+def _links(plan: Json) -> str:
+    busy: dict[str, float] = {}
+    for run in plan["results"]:
+        for link in run["links"]:
+            busy[link["name"]] = max(busy.get(link["name"], 0.0), link["busy"])
+    told = ", ".join(f"{name} {share:.1%}" for name, share in busy.items())
+    return f"Links are not the limit anywhere. Of the time they are busy, at most: {told}."
+
+
+def _grain(fine: Json, coarse: Json) -> str:
+    rows = [
+        [name, _hits(run, "device", "host"), *_ttft(run)]
+        for name, result in (("each by itself", fine), ("50 ms together", coarse))
+        for run in result["results"]
+    ]
+    return _table(["steps of the first 3,000 requests", "hits: device + host", "TTFT p50", "p90", "p99"], rows)
 
 
 def _hits(run: Json, *tiers: str) -> str:
