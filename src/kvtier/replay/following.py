@@ -43,6 +43,7 @@ class Log:
     requests: dict[str, LoggedRequest]
     numbers: dict[str, int]
     """Of the names of blocks, as the requests' hash ids have them."""
+    num_ranks: int = 1
 
     @property
     def trace(self) -> tuple[TraceRequest, ...]:
@@ -66,7 +67,7 @@ class Followed:
 def read_log(path: str | Path) -> Log:
     """Read a log that was recorded with `steps`."""
     events, requests, numbers = [], {}, dict[str, int]()
-    block_tokens, slots = 0, dict[str, int]()
+    block_tokens, slots, num_ranks = 0, dict[str, int](), 1
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         found = parse_line(line, numbers)
         if isinstance(found, str):
@@ -75,14 +76,14 @@ def read_log(path: str | Path) -> Log:
         if record["event"] == "start":
             if record["version"] > LOG_VERSION:
                 raise FormatError(f"{path} is of version {record['version']}, this reads up to {LOG_VERSION}")
-            block_tokens, slots = record["block_tokens"], record["slots"]
+            block_tokens, slots, num_ranks = record["block_tokens"], record["slots"], record.get("ranks", 1)
         elif found is not None:
             requests[record["id"]] = LoggedRequest(found, record["tokens_from"], record["ttft"])
         else:
             events.append(record)
     if not block_tokens or not events:
         raise FormatError(f"{path} has no steps to follow; record it with steps=True")
-    return Log(block_tokens, slots, tuple(events), requests, numbers)
+    return Log(block_tokens, slots, tuple(events), requests, numbers, num_ranks)
 
 
 def follow(log: Log, cache: CacheConfig, scheduler: SchedulerConfig) -> Followed:
@@ -93,7 +94,8 @@ def follow(log: Log, cache: CacheConfig, scheduler: SchedulerConfig) -> Followed
 class _Follower:
     def __init__(self, log: Log, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
         namespace = Namespace("replay", block_tokens=log.block_tokens)
-        self._manager = CacheManager(namespace, cache, num_host_ready=log.slots.get("host"))
+        ready = log.slots.get("host")
+        self._manager = CacheManager(namespace, cache, num_ranks=log.num_ranks, num_host_ready=ready)
         self._scheduler = Scheduler(self._manager, scheduler)
         self._log = log
         self._requests: dict[str, Request] = {}
@@ -163,7 +165,9 @@ class _Follower:
             for store, present, absent, probe in event["presences"]
         ]
         sizes = tuple(TierSize(tier, count) for tier, count in event["sizes"])
-        self._manager.apply(Report(event["epoch"], 0, tuple(outcomes), tuple(presences), sizes))
+        damaged = bytes.fromhex(event.get("damaged", ""))
+        rank = event.get("rank", 0)
+        self._manager.apply(Report(event["epoch"], rank, tuple(outcomes), tuple(presences), sizes, damaged))
 
     def _known(self, names: list[str]) -> bytes:
         """Keys of blocks; those that no request of the log has matter to none."""

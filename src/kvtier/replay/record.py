@@ -53,7 +53,8 @@ class Recorder:
         self._begin = now
         slots = {tier.name: tier.pool.num_slots for tier in scheduler.manager.tree.tiers}
         block_tokens = scheduler.manager.namespace.block_tokens
-        self._write(event="start", version=LOG_VERSION, block_tokens=block_tokens, slots=slots)
+        ranks = scheduler.manager.moves.num_ranks
+        self._write(event="start", version=LOG_VERSION, block_tokens=block_tokens, slots=slots, ranks=ranks)
         self._tap(scheduler, "add", self._add)
         self._tap(scheduler, "schedule", self._schedule)
         self._tap(scheduler, "update", self._update)
@@ -126,11 +127,13 @@ class Recorder:
             self._write(
                 event="report",
                 epoch=report.epoch,
+                rank=report.rank,
                 outcomes=[[o.transfer_id, o.ok, o.num_bytes, o.seconds, o.arrived.hex()] for o in report.outcomes],
                 presences=[
                     [p.store, self._names(p.present), self._names(p.absent), p.probe_id] for p in report.presences
                 ],
                 sizes=[[size.tier, size.num_slots] for size in report.sizes],
+                damaged=report.damaged.hex(),
             )
         inner(report)
 

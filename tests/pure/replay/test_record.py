@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Report, slot_bytes
 from kvtier.cache.store import StoreConfig
 from kvtier.errors import FormatError, StateError
 from kvtier.index import Chain, Namespace
@@ -34,9 +36,11 @@ class Server:
 
     cache: CacheConfig
     chosen: random.Random
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
-        self.manager = CacheManager(Namespace("served", block_tokens=BLOCK), self.cache)
+        namespace = Namespace("served", block_tokens=BLOCK)
+        self.manager = CacheManager(namespace, self.cache, num_ranks=self.num_ranks)
         self.scheduler = Scheduler(self.manager, LIMITS)
         stores = {store.name: SimulatedStore(30) for store in self.cache.stores}
         self.worker = SimulatedWorker(1, 20.0, disk=DiskSpec(8.0, 5.0, 0.1), stores=stores)
@@ -74,7 +78,11 @@ class Server:
 
     def apply(self) -> None:
         for report in self.worker.poll(self.now):
-            self.manager.apply(report)
+            for rank in range(self.num_ranks):
+                self.manager.apply(replace(report, rank=rank))
+        if self.cache.host is not None and self.chosen.random() < 0.05:
+            slots = np.array(self.chosen.sample(range(self.cache.host.num_blocks), 2), np.int32)
+            self.manager.apply(Report(self.manager.moves.epoch, 0, damaged=slot_bytes(slots)))
 
 
 def prompts(chosen: random.Random, count: int) -> list[list[int]]:
@@ -97,12 +105,12 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@given(seed=st.integers(0, 10_000))
+@given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 2))
 @settings(deadline=None, max_examples=12)
-def test_following_a_log_finds_what_the_run_found_tier_by_tier(config, seed, tmp_path_factory):
+def test_following_a_log_finds_what_the_run_found_tier_by_tier(config, seed, num_ranks, tmp_path_factory):
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
     chosen = random.Random(seed)
-    server = Server(CONFIGS[config], chosen)
+    server = Server(CONFIGS[config], chosen, num_ranks)
     with Recorder(path, steps=True) as recorder:
         recorder.attach(server.scheduler, now=server.now)
         server.serve(prompts(chosen, 25))
