@@ -164,7 +164,7 @@ def test_a_log_tells_no_token_and_no_key(tmp_path):
         assert set(json.loads(line)) <= {
             "event", "version", "block_tokens", "slots", "t", "id", "prompt_tokens", "max_new_tokens", "priority",
             "rows", "transfers", "probes", "results", "epoch", "outcomes", "presences", "sizes", "arrival",
-            "answer_tokens", "keys", "tokens_from", "ttft", "state",
+            "answer_tokens", "keys", "tokens_from", "ttft", "state", "ranks", "rank", "damaged",
         }  # fmt: skip
 
 
