@@ -134,7 +134,7 @@ def test_a_hang_costs_one_deadline_and_then_no_request_waits_and_no_call_is_made
     engine.add(prompt, greedy(2), request_id="first")
     while engine.has_work():  # its blocks do not come: it waits until the deadline, and is computed
         engine.step()
-    assert engine.explain("first").tokens_from.get("shared", 0) == 0
+    assert engine.explain("first").num_cached_tokens < 7 * 4
     assert (num_failed(engine) > 0) == (hangs_at > 0)
     asked, refused = (setup.proxy.num_asked, setup.proxy.num_connections), store.stats.num_refused
     assert talk(engine, talks) == wanted
