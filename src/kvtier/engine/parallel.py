@@ -53,6 +53,8 @@ _SLOW_SECONDS = 600.0
 """For what takes as long as there is memory: starting, host tiers of another size."""
 _CLOSE_SECONDS = 30.0
 """For writing what is under way to stores."""
+_BLAME_SECONDS = 0.2
+"""For a rank to end, or to say what happened to it, once something has."""
 
 Message = TypeVar("Message")
 
@@ -113,8 +115,11 @@ class Ranks:
         self._broadcast(step)
         try:
             yield
-        except BaseException as error:  # the others wait for rank 0, which will not come
-            raise self._lost(f"rank 0 failed in a step: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            raise self._blamed(error) from error
+        except BaseException as error:  # an exit, or an interrupt: the others wait for rank 0, which will not come
+            self._lost(f"rank 0 was stopped in a step by {type(error).__name__}")
+            raise
         for rank in self._ranks:
             self._receive(rank, StepDone, self._timeout)
 
@@ -247,10 +252,26 @@ class Ranks:
         except EngineError as error:
             raise self._lost(f"rank {rank}: {error}") from error
         except (EOFError, OSError) as error:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._processes[rank - 1].wait(1.0)
-            code = self._processes[rank - 1].poll()
-            raise self._lost(f"the process of rank {rank} is gone, with exit code {code}") from error
+            raise self._lost(f"the process of rank {rank} is gone, with exit code {self._exit_code(rank)}") from error
+
+    def _blamed(self, error: Exception) -> EngineError:
+        """Rank 0 failed in a step: whose fault it is. A sum fails on every rank when one of them is lost."""
+        if isinstance(error, EngineError):
+            for rank in self._ranks:
+                if self._exit_code(rank):
+                    return self._lost(f"the process of rank {rank} is gone, with exit code {self._exit_code(rank)}")
+            for rank in self._ranks:
+                try:
+                    self._receive(rank, StepDone, _BLAME_SECONDS)
+                except EngineError as theirs:
+                    return theirs
+        return self._lost(f"rank 0 failed in a step: {type(error).__name__}: {error}")
+
+    def _exit_code(self, rank: int) -> int | None:
+        """Of a process that has ended, or is about to."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._processes[rank - 1].wait(_BLAME_SECONDS)
+        return None
 
     def _lost(self, why: str) -> EngineError:
         self._error = EngineError(f"{why}; the ranks of an engine go together: close it and start another")

@@ -346,7 +346,7 @@ def test_a_rank_that_is_killed_is_an_error_at_once_and_for_good(asked):
         engine.add(prompt, greedy(50))
     engine.step()
     child.kill()
-    with pytest.raises(EngineError, match=r"go together: close it and start another"):
+    with pytest.raises(EngineError, match=r"rank 1 is gone, with exit code -9; .*close it and start another"):
         finish(engine)
     engine.add(asked[0], greedy(5))
     with pytest.raises(EngineError, match="cannot go on"):
@@ -377,6 +377,23 @@ def test_a_failure_of_the_first_rank_in_a_step_is_the_end_of_all(asked, monkeypa
     monkeypatch.setattr(engine.model, "logits", broken)
     with pytest.raises(EngineError, match="rank 0 failed in a step: RuntimeError: out of luck"):
         engine.step()
+    engine.close()
+    assert not children()
+
+
+def test_an_interrupt_in_a_step_stays_an_interrupt(asked, monkeypatch):
+    engine = engine_of(2)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    engine.add(asked[0], greedy(50))
+    monkeypatch.setattr(engine.model, "logits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.add(asked[1], greedy(5))
+    with pytest.raises(EngineError, match="rank 0 was stopped in a step by KeyboardInterrupt"):
+        finish(engine)
     engine.close()
     assert not children()
 
