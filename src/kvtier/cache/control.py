@@ -33,9 +33,8 @@ class CacheControl:
         end = self._end(chain)
         leaves = [node for node in _below(end.node) if not node.children] if end is not None and end.is_whole else []
         for each in (chain, *(Chain.of_node(manager.namespace, node) for node in leaves)):
-            for copies in (manager.host, *manager.stores.values()):
-                if copies is not None:
-                    copies.queue.put(SaveJob(each, 0, each.num_blocks, always=True))
+            for queue in manager.queues:
+                queue.put(SaveJob(each, 0, each.num_blocks, always=True))
 
     def save_all(self) -> None:
         """The same for everything that is in memory, for before the process ends."""
@@ -45,13 +44,9 @@ class CacheControl:
 
     def plan_saves(self, now: float) -> bool:
         """Plan what is to be saved, also where the policy would wait; whether there is more to plan."""
-        manager = self._manager
-        left = False
-        for copies in (manager.host, *manager.stores.values()):
-            if copies is not None:
-                copies.queue.plan(now, all_of_them=True)
-                left = left or bool(copies.queue)
-        return left
+        for queue in self._manager.queues:
+            queue.plan(now, all_of_them=True)
+        return any(self._manager.queues)
 
     def demote(self, chain: Chain) -> int:
         """Free the device's slots of a prompt where the host has its blocks; returns how many."""

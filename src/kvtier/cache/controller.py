@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from kvtier.cache.layer_waits import LayerWaits
-from kvtier.cache.plan import Outcome, Plan, Presence, Purpose, Report, TierSize, Transfer
+from kvtier.cache.plan import I32, Outcome, Plan, Presence, Purpose, Report, TierSize, Transfer, slot_bytes
+from kvtier.cache.scrub import Scrubber
 from kvtier.cache.shards import Sharding
 from kvtier.cache.store_worker import StoreWorker
 from kvtier.errors import ArgumentError, KvtierError, TransferTimeoutError
@@ -31,9 +32,9 @@ from kvtier.transfer.staging import Mover
 
 @dataclass(slots=True)
 class _Under:
-    """A plan's transfer under way: one copy for each cache group."""
+    """A load of a plan, or all its saves, under way: one copy for each cache group."""
 
-    transfer: Transfer
+    transfers: tuple[Transfer, ...]
     copies: list[Copy]
     reports: list[TransferReport] = field(default_factory=list)
 
@@ -73,7 +74,9 @@ class CacheController:
             host.wait_ready(min(host.num_slots, host.piece_slots))
         self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace, sharding)
         self._under: dict[int, _Under] = {}
-        self._by_copy: dict[int, int] = {}
+        self._by_copy: dict[int, _Under] = {}
+        self._scrubber = Scrubber(self._hosts)
+        self._to_host: dict[int, I32] = {}  # host slots that transfers write
         self._done: list[Outcome] = []
         self._epoch = 0
         self._told_ready = 0
@@ -99,6 +102,8 @@ class CacheController:
             after.wait_ready()
             count = min(before.num_ready, after.num_ready)
             after.slots()[:count].copy_(before.slots()[:count])
+        self._scrubber.use(self._hosts, min(old[0].num_ready, self.num_host_ready))
+        for before in old:
             before.free()
         self._stores.hosts = self._hosts
         self._told_ready = 0
@@ -122,23 +127,30 @@ class CacheController:
         for probe in plan.probes:
             self._stores.probe(probe)
         for transfer in plan.transfers:
+            if transfer.purpose in (Purpose.FETCH, Purpose.SAVE):
+                self._scrubber.forget(transfer.targets.tolist())
+                self._to_host[transfer.id] = transfer.targets
             if transfer.purpose in (Purpose.FETCH, Purpose.STORE):
                 self._stores.move(transfer)
-            else:
-                self._copy(transfer)
+            elif transfer.purpose is Purpose.LOAD:
+                self._copy((transfer,))
+        # Nobody waits for a save, and a step of many rows has many of a block each: one copy is 0.3 ms of this thread.
+        self._copy(tuple(transfer for transfer in plan.transfers if transfer.purpose is Purpose.SAVE))
 
     def poll(self) -> list[Report]:
         """What has been done since the last call; never waits."""
         for report in self._transfers.poll():
             self._take(report)
         outcomes, self._done = [*self._done, *self._stores.take_outcomes()], []
+        self._note(outcomes)
+        damaged = slot_bytes(np.array(self._scrubber.take_damaged(), np.int32))
         presences: list[Presence] = self._stores.take_presences()
         ready = self.num_host_ready
         sizes = (TierSize("host", ready),) if ready > self._told_ready else ()
         self._told_ready = ready
-        if not (outcomes or presences or sizes):
+        if not (outcomes or presences or sizes or damaged):
             return []
-        return [Report(self._epoch, self.rank, tuple(outcomes), tuple(presences), sizes)]
+        return [Report(self._epoch, self.rank, tuple(outcomes), tuple(presences), sizes, damaged)]
 
     @property
     def is_busy(self) -> bool:
@@ -147,7 +159,7 @@ class CacheController:
 
     def wait(self, timeout: float) -> None:
         """Wait until something may have been done, at most so long. For when there is nothing else to do."""
-        under_way = sorted(self._under.values(), key=lambda each: each.transfer.purpose is not Purpose.LOAD)
+        under_way = sorted(self._under.values(), key=lambda each: each.transfers[0].purpose is not Purpose.LOAD)
         if under_way and not self._stores.is_busy:
             with contextlib.suppress(TransferTimeoutError):
                 under_way[0].copies[0].settle(timeout)
@@ -164,56 +176,68 @@ class CacheController:
         """Finish what is under way, close the stores, free the host memory. Twice is fine."""
         self._stores.close()
         self._transfers.close()
+        self._scrubber.close()
         for host in self._hosts:
             host.free()
 
-    def _copy(self, transfer: Transfer) -> None:
-        """One copy for each group, on the device's copy streams."""
-        under = _Under(transfer, [])
-        is_load = transfer.purpose is Purpose.LOAD
-        device, host = (transfer.targets, transfer.sources) if is_load else (transfer.sources, transfer.targets)
-        device_ids, host_ids = device.astype(np.int64), host.astype(np.int64)
+    def _note(self, outcomes: Sequence[Outcome]) -> None:
+        """What has come to the host stays there: from now on it is looked after."""
+        for outcome in outcomes:
+            slots = self._to_host.pop(outcome.transfer_id, None)
+            if slots is not None and (outcome.ok or outcome.arrived):
+                arrived = slots[np.frombuffer(outcome.arrived, np.bool_)] if outcome.arrived else slots
+                self._scrubber.note(arrived.tolist())
+
+    def _copy(self, transfers: tuple[Transfer, ...]) -> None:
+        """One copy for each group, of one load or of any number of saves, on the device's copy streams."""
+        if not transfers:
+            return
+        under = _Under(transfers, [])
+        sources, targets = (
+            np.concatenate([getattr(transfer, end) for transfer in transfers]).astype(np.int64)
+            for end in ("sources", "targets")
+        )
         try:
             for group in self.layout.groups:
-                if is_load:
-                    copy = self._transfers.load(device_ids, host_ids, group=group.name, layer_wise=True)
+                if transfers[0].purpose is Purpose.LOAD:
+                    copy = self._transfers.load(targets, sources, group=group.name, layer_wise=True)
                 else:
-                    copy = self._transfers.save(device_ids, host_ids, group=group.name)
+                    copy = self._transfers.save(sources, targets, group=group.name)
                 under.copies.append(copy)
         except KvtierError as error:
             for copy in under.copies:  # what was started must be over before the slots are anybody else's
                 copy.wait()
+            if len(transfers) > 1:  # only those that cannot be done fail
+                for transfer in transfers:
+                    self._copy((transfer,))
+                return
             reason = f"{type(error).__name__}: {error}"
-            self._done.append(Outcome(transfer.id, False, 0, 0.0, reason))
+            self._done.append(Outcome(transfers[0].id, False, 0, 0.0, reason))
             return
-        self._under[transfer.id] = under
-        self._by_copy.update((copy.id, transfer.id) for copy in under.copies)
+        self._under.update((transfer.id, under) for transfer in transfers)
+        self._by_copy.update((copy.id, under) for copy in under.copies)
 
     def _take(self, report: TransferReport) -> None:
         """A copy of one group is over."""
-        number = self._by_copy.pop(report.id, None)
-        if number is None:
+        under = self._by_copy.pop(report.id, None)
+        if under is None:
             return  # it was waited for when its transfer failed to start
-        under = self._under[number]
         under.reports.append(report)
         if len(under.reports) < len(under.copies):
             return
-        del self._under[number]
-        lost = {failure.host_id for each in under.reports for failure in each.failures}
-        transfer = under.transfer
-        slots = transfer.sources if transfer.purpose is Purpose.LOAD else transfer.targets
-        arrived = ~np.isin(slots, list(lost)) if lost else np.empty(0, np.bool_)
-        reasons = {str(failure.error) for each in under.reports for failure in each.failures}
-        self._done.append(
-            Outcome(
-                number,
-                not lost,
-                sum(each.nbytes for each in under.reports),
-                max(each.seconds for each in under.reports),  # and not until somebody looked: a step may lie between
-                "; ".join(sorted(reasons)),
-                arrived.astype(np.uint8).tobytes(),
-            )
-        )
+        lost = [failure.host_id for each in under.reports for failure in each.failures]
+        reason = "; ".join(sorted({str(failure.error) for each in under.reports for failure in each.failures}))
+        # of the copies, and not until somebody looked: a step may lie between
+        seconds = max(each.seconds for each in under.reports)
+        num_bytes = sum(each.nbytes for each in under.reports)
+        num_blocks = sum(transfer.num_blocks for transfer in under.transfers)
+        for transfer in under.transfers:
+            del self._under[transfer.id]
+            slots = transfer.sources if transfer.purpose is Purpose.LOAD else transfer.targets
+            arrived = ~np.isin(slots, lost) if lost else np.ones(1, np.bool_)
+            ok, share = bool(arrived.all()), num_bytes * transfer.num_blocks // num_blocks
+            which = b"" if ok else arrived.astype(np.uint8).tobytes()
+            self._done.append(Outcome(transfer.id, ok, share, seconds, "" if ok else reason, which))
 
 
 def layout_of(caches: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:

@@ -15,7 +15,8 @@ from kvtier.cache.plan import Purpose
 from kvtier.cache.saving import SaveJob, SaveQueue, Saving
 from kvtier.errors import RangeError
 from kvtier.index import Lease, RadixTree, Shortage, Slots, Tier
-from kvtier.index.node import ABSENT, IS_ABSENT, READABLE
+from kvtier.index.node import IS_ABSENT, READABLE
+from kvtier.index.pool import I32
 from kvtier.index.transfers import begin_write, block_slots, block_states
 
 
@@ -46,12 +47,18 @@ class HostCopies:
         self.queue = SaveQueue(tree, config.saving, device, self._save, self._num_saving, max_jobs)
         self._tree, self._device, self._moves = tree, device, moves
         self._sizes = [0] * moves.num_ranks
+        self.num_damaged = 0
+        """Blocks that were found to have changed."""
 
     def grew(self, rank: int, num_slots: int) -> None:
         """A rank has so many slots by now: what all of them have can be used."""
         self._sizes[rank] = num_slots
         if min(self._sizes) > self.host.pool.num_slots:
             self.host.pool.resize(min(self._sizes))
+
+    def damaged(self, slots: I32) -> None:
+        """The blocks in these slots changed by themselves: they are no copies any more, but for those being read."""
+        self.num_damaged += self._tree.lose(self.host, slots)
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 
@@ -63,10 +70,8 @@ class HostCopies:
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
             return 0
-        wanted = block_states(lease, self._device, first, stop).translate(READABLE)
-        on_host = block_states(lease, self.host, first, stop)
-        if on_host.count(ABSENT) < len(on_host):
-            wanted = both(wanted, on_host.translate(IS_ABSENT))
+        on_device, on_host = (block_states(lease, tier, first, stop) for tier in (self._device, self.host))
+        wanted = both(on_device.translate(READABLE), on_host.translate(IS_ABSENT))
         for low, high in runs(wanted, first):
             slots = reserve_up_to(self._tree, self.host, min(high - low, room - started), job.chain.salt)
             count = len(slots)

@@ -62,7 +62,6 @@ class CacheManager:
         ghost: GhostCache | None = None,
     ) -> None:
         """`num_host_ready` host slots can be used at once, the others when reports say so; None: all."""
-        self.namespace = namespace
         self.config = config
         self._device = Tier(0, BlockPool("device", config.num_blocks), lambda: make_policy(config.policy))
         tiers, host = [self._device], config.host if config.prefix_caching else None
@@ -87,6 +86,8 @@ class CacheManager:
             self.stores = {
                 each.name: StoreCopies(self.tree, tiers[1], each, self.moves, most) for each in config.stores
             }
+        self.queues = tuple(copies.queue for copies in (self.host, *self.stores.values()) if copies is not None)
+        """What is to be saved, to the host and to each store."""
         stores = list(self.stores.values())
         speeds = self.speeds if config.recompute else None
         self._fetches = Fetches(self.tree, tiers[-1], stores, self.moves, speeds) if stores else None
@@ -142,8 +143,7 @@ class CacheManager:
         self._holds.add(hold)
         if self.config.prefix_caching:
             self._match_partly(hold, now)
-            num_below = sum(hold.tokens_from.values())
-            hold.tokens_from["device"] = hold.num_cached_tokens - num_below
+            hold.tokens_from["device"] = hold.num_cached_tokens - sum(hold.tokens_from.values())
         return hold
 
     def allocate(self, hold: Hold, num_tokens: int) -> Shortage | None:
@@ -203,10 +203,8 @@ class CacheManager:
             self._hit_tokens[tier] += num_tokens
         if hold.decision is not None:
             self.decisions["load" if hold.decision.load else "recompute"] += 1
-        if self.host is not None:
-            self.host.queue.used_again(hold.lease)
-            for store in self.stores.values():
-                store.queue.used_again(hold.lease)
+        for queue in self.queues:
+            queue.used_again(hold.lease)
         self.tree.commit(hold.lease, now=now)
 
     def publish(self, hold: Hold, computed_tokens: int, *, now: float = 0.0) -> None:
@@ -255,34 +253,29 @@ class CacheManager:
     def reset(self, namespace: Namespace | None = None) -> None:
         """Forget everything that is in memory. Running requests keep what they hold; stores keep what they have."""
         self.tree.reset(namespace)
-        self.namespace = self.tree.namespace
         self.moves.reset()
         if self._fetches is not None:
             self._fetches.reset()
-        for copies in (self.host, *self.stores.values()):
-            if copies is not None:
-                copies.queue.clear()
+        for queue in self.queues:
+            queue.clear()
 
     # ---- plans and reports -----------------------------------------------------------------------------------------
 
     def plan(self, *, now: float = 0.0) -> Plan:
         """What the workers are to do now: what was asked for, and some saves. Evicts ahead where that is wanted."""
-        if self.host is not None:
-            if self._fetches is not None:
-                self._fetches.advance(now)
-            self.host.queue.plan(now)
-            for store in self.stores.values():
-                store.queue.plan(now)
-            self._evict_ahead(self.host.host, self.config.host.free_share if self.config.host is not None else 0.0)
+        if self._fetches is not None:
+            self._fetches.advance(now)
+        for queue in self.queues:
+            queue.plan(now)
+        if self.host is not None and self.config.host is not None:
+            self._evict_ahead(self.host.host, self.config.host.free_share)
         self._evict_ahead(self._device, self.config.free_share)
         return self.moves.plan()
 
     @property
     def has_plans(self) -> bool:
         """Whether a plan now would have something to do, or reports are still to come."""
-        is_due = self.host is not None and self.host.queue.is_due
-        is_due = is_due or any(store.queue.is_due for store in self.stores.values())
-        return is_due or self.moves.in_flight or self.moves.has_plan
+        return self.moves.in_flight or self.moves.has_plan or any(queue.is_due for queue in self.queues)
 
     def apply(self, report: Report) -> None:
         """What became of it, from one rank."""
@@ -302,6 +295,11 @@ class CacheManager:
         self.speeds.computed(num_tokens, attended_tokens, seconds)
 
     # ---- looking ---------------------------------------------------------------------------------------------------
+
+    @property
+    def namespace(self) -> Namespace:
+        """Whose KV it is."""
+        return self.tree.namespace
 
     @property
     def num_blocks(self) -> int:
@@ -355,9 +353,9 @@ class CacheManager:
         block_tokens, on_device = self.namespace.block_tokens, _leading(hold.lease.table)
         decision = None
         if may_load and self.config.recompute:
-            under_way = missing + self.moves.num_blocks(Purpose.LOAD)
-            num_tokens = (hold.lease.num_matched - on_device) * block_tokens
-            decision = self.speeds.decide({(Purpose.LOAD, ""): under_way}, on_device * block_tokens, num_tokens)
+            ways = {(Purpose.LOAD, ""): missing + self.moves.num_blocks(Purpose.LOAD)}
+            first, stop = on_device * block_tokens, hold.lease.num_matched_tokens
+            decision = self.speeds.decide(ways, first, stop - first)
         if may_load and (decision is None or decision.load):
             hold.tokens_from = origins(fetch, missing, block_tokens)
         else:
@@ -373,9 +371,7 @@ class CacheManager:
         lease.table = np.concatenate((found, lease.table[lease.num_matched :]))
 
     def _evict_ahead(self, tier: Tier, free_share: float) -> None:
-        if not free_share:
-            return
-        wanted = math.ceil(free_share * tier.pool.num_slots) - tier.pool.num_free
+        wanted = math.ceil(free_share * tier.pool.num_slots) - tier.pool.num_free if free_share else 0
         if wanted > 0:
             self.tree.evict(tier, min(wanted, tier.num_evictable))
 
@@ -438,10 +434,8 @@ class CacheManager:
         self._must_hold(hold)
         self._holds.remove(hold)
         self._let_source_go(hold)
-        if used and self.host is not None:
-            self.host.queue.finished(hold.lease)
-            for store in self.stores.values():
-                store.queue.finished(hold.lease)
+        for queue in self.queues if used else ():
+            queue.finished(hold.lease)
         self.tree.release(hold.lease, used=used, now=now)
 
     def _must_hold(self, hold: Hold) -> None:
@@ -451,5 +445,5 @@ class CacheManager:
 
 def _leading(table: I32) -> int:
     """How many slots there are before the first that is missing."""
-    missing = np.flatnonzero(table == NO_SLOT)
-    return int(missing[0]) if len(missing) else len(table)
+    missing = table == NO_SLOT
+    return int(missing.argmax()) if missing.any() else len(table)

@@ -59,6 +59,8 @@ class CacheMetrics:
             self._bytes.of(name).raise_to(counts.num_bytes[purpose])
             self._failed.of(name).raise_to(counts.num_failed[purpose])
             self._queue.of(name).set(manager.moves.num_blocks(purpose))
+        if manager.host is not None:
+            self._failed.of("scrub").raise_to(manager.host.num_damaged)
         for tier in stats.tiers:
             self._used.of(tier.name).set(tier.num_used)
             self._hits.of(tier.name).raise_to(tier.hit_tokens)

@@ -10,7 +10,6 @@ it becomes readable.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -24,10 +23,25 @@ Mask = bytes
 
 
 @dataclass(slots=True)
+class Way:
+    """What goes for one purpose, of fetches and stores from and to one store, in numbers."""
+
+    purpose: Purpose
+    store: str
+    num_moving: int = 0
+    """Blocks under way."""
+    num_blocks: int = 0
+    num_bytes: int = 0
+    num_failed: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class Move:
     """One transfer under way: blocks [first, first + count) of a lease's path."""
 
     transfer: Transfer
+    way: Way
     lease: Lease
     first: int
     source: Tier | None
@@ -67,7 +81,6 @@ class Moves:
 
     def __init__(self, tree: RadixTree, num_ranks: int, on_end: Callable[[Move, Mask], None]) -> None:
         """`on_end` is told of each move that is over, and which of its blocks are where they should be."""
-        self.counts = MoveCounts()
         self.epoch = 0
         self.num_ranks = num_ranks
         self._tree = tree
@@ -80,7 +93,7 @@ class Moves:
         self._drops: list[Drop] = []
         self._asked: dict[int, set[int]] = {}
         self._in_flight: dict[int, Move] = {}
-        self._num_blocks: Counter[tuple[Purpose, str]] = Counter()
+        self._ways: dict[tuple[Purpose, str], Way] = {}
 
     @property
     def leases(self) -> list[Lease]:
@@ -103,7 +116,19 @@ class Moves:
 
     def num_blocks(self, purpose: Purpose, store: str = "") -> int:
         """Blocks under way; of fetches and stores, from and to one store."""
-        return self._num_blocks[purpose, store]
+        way = self._ways.get((purpose, store))
+        return way.num_moving if way is not None else 0
+
+    @property
+    def counts(self) -> MoveCounts:
+        """What became of moves so far, by purpose."""
+        counts = MoveCounts()
+        for way in self._ways.values():
+            counts.num_blocks[way.purpose] += way.num_blocks
+            counts.num_bytes[way.purpose] += way.num_bytes
+            counts.num_failed[way.purpose] += way.num_failed
+            counts.seconds[way.purpose] += way.seconds
+        return counts
 
     def start(
         self,
@@ -127,10 +152,14 @@ class Moves:
         if source_tier is not None:
             begin_read(lease, source_tier, first, count)
         self._planned.append(transfer)
-        self._num_blocks[purpose, transfer.store] += count
-        waiting = set(range(self.num_ranks))
+        store = transfer.store
+        way = self._ways.get((purpose, store))
+        if way is None:
+            way = self._ways[purpose, store] = Way(purpose, store)
+        way.num_moving += count
+        waiting, arrived = set(range(self.num_ranks)), b"\1" * count
         self._in_flight[number] = Move(
-            transfer, lease, first, source_tier, target_tier, self.epoch, waiting, b"\1" * count
+            transfer, way, lease, first, source_tier, target_tier, self.epoch, waiting, arrived
         )
         return number
 
@@ -186,24 +215,22 @@ class Moves:
         elif not outcome.ok:
             move.arrived = bytes(move.count)
         move.seconds = max(move.seconds, outcome.seconds)
-        self.counts.num_bytes[move.transfer.purpose] += outcome.num_bytes
+        move.way.num_bytes += outcome.num_bytes
         if not move.waiting_for:
             self._finish(move)
 
     def _finish(self, move: Move) -> None:
-        transfer, purpose, count = move.transfer, move.transfer.purpose, move.count
-        num_arrived, counts = move.arrived.count(1), self.counts
-        del self._in_flight[transfer.id]
-        self._num_blocks[purpose, transfer.store] -= count
-        counts.num_blocks[purpose] += num_arrived
-        counts.num_failed[purpose] += count - num_arrived
-        counts.seconds[purpose] += move.seconds
+        way, count, num_arrived = move.way, move.count, move.arrived.count(1)
+        del self._in_flight[move.transfer.id]
+        way.num_moving -= count
+        way.num_blocks += num_arrived
+        way.num_failed += count - num_arrived
+        way.seconds += move.seconds
         there = move.arrived if move.epoch == self.epoch else bytes(count)
         if move.target is not None:
-            for first, stop in runs(there, move.first):
-                end_write(self._tree, move.lease, move.target, first, stop - first, ok=True)
-            for first, stop in runs(there, move.first, value=0):
-                end_write(self._tree, move.lease, move.target, first, stop - first, ok=False)
+            for ok in (True, False):
+                for first, stop in runs(there, move.first, value=ok):
+                    end_write(self._tree, move.lease, move.target, first, stop - first, ok=ok)
         if move.source is not None:
             end_read(move.lease, move.source, move.first, count)
         self._on_end(move, there)
@@ -222,4 +249,6 @@ def runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int]]:
 
 def both(one: Mask, other: Mask) -> Mask:
     """Where both masks are 1."""
+    if 0 not in other:
+        return one
     return (int.from_bytes(one, "little") & int.from_bytes(other, "little")).to_bytes(len(one), "little")

@@ -153,6 +153,8 @@ class Report:
     outcomes: tuple[Outcome, ...] = ()
     presences: tuple[Presence, ...] = ()
     sizes: tuple[TierSize, ...] = ()
+    damaged: bytes = b""
+    """Host slots whose block is no longer what was put there."""
 
 
 def slot_bytes(slots: I32) -> bytes:

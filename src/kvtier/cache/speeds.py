@@ -129,7 +129,9 @@ class Speeds:
 
     def moved(self, way: Way, num_blocks: int, seconds: float) -> None:
         """A move of so many blocks took so long."""
-        self._moves.setdefault(way, Fit(1, in_doubt=min)).observe((num_blocks,), seconds)
+        if way not in self._moves:
+            self._moves[way] = Fit(1, in_doubt=min)
+        self._moves[way].observe((num_blocks,), seconds)
 
     def computed(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
         """A step of so many tokens took so long; `attended_tokens` sums the context each of them looked back on."""

@@ -20,7 +20,18 @@ class Chain:
     changes them.
     """
 
-    __slots__ = ("_keys", "_tail", "adapter", "extras", "label_bytes", "labels", "media", "namespace", "salt")
+    __slots__ = (
+        "_keys",
+        "_tail",
+        "adapter",
+        "extras",
+        "label_bytes",
+        "labels",
+        "media",
+        "namespace",
+        "num_tokens",
+        "salt",
+    )
 
     def __init__(
         self,
@@ -38,6 +49,8 @@ class Chain:
         self.media = tuple(media)
         self.extras = media_extras(media, namespace.block_tokens) if media else {}
         self.labels = token_bytes(tokens)
+        self.num_tokens = len(self.labels) // TOKEN_BYTES
+        """So far, those of a last block that is not full included."""
         self._tail = bytearray()
         self._keys: list[bytes] = []
 
@@ -53,14 +66,10 @@ class Chain:
     def append(self, tokens: TokenIds) -> None:
         """More tokens at the end. A token costs nothing until it fills a block."""
         self._tail += token_bytes(tokens)
+        self.num_tokens += len(tokens)
         if len(self.labels) % self.label_bytes + len(self._tail) >= self.label_bytes:
             self.labels += self._tail
             self._tail.clear()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far, those of a last block that is not full included."""
-        return (len(self.labels) + len(self._tail)) // TOKEN_BYTES
 
     @property
     def num_blocks(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.errors import StateError
 from kvtier.index.chain import Chain
 from kvtier.index.misses import MissReason
-from kvtier.index.node import Node
+from kvtier.index.node import NO_SLOT, READY, Node, upwards
 from kvtier.index.pool import I32
 
 
@@ -105,3 +105,19 @@ class Lease:
     def num_missing(self, num_tokens: int) -> int:
         """Slots the table lacks for that many tokens."""
         return max(0, -(-num_tokens // self.chain.namespace.block_tokens) - len(self.table))
+
+
+def path_to(node: Node) -> Path:
+    """The blocks from the root to the end of a node, each with the fastest tier it can be read from."""
+    tiers, slots = [np.empty(0, np.int8)], [np.empty(0, np.int32)]
+    for each in reversed(list(upwards(node))):
+        where = np.full(each.num_blocks, -1, np.int8)
+        at = np.full(each.num_blocks, NO_SLOT, np.int32)
+        for number, held in reversed(list(enumerate(each.held))):
+            if held is not None:
+                ready = np.frombuffer(held.states, np.uint8) >= READY
+                where[ready] = number
+                at[ready] = held.slots[ready]
+        tiers.append(where)
+        slots.append(at)
+    return Path(np.concatenate(tiers), np.concatenate(slots))

@@ -172,11 +172,14 @@ class Node:
 
     def num_kept(self) -> int:
         """Leading blocks that some tier holds, in whatever state."""
-        holding = [held for held in self.held if held is not None]
+        holding = []
+        for held in self.held:
+            if held is not None:
+                if held.num_held == self.num_blocks:
+                    return self.num_blocks
+                holding.append(held)
         if not holding:
             return 0
-        if any(held.num_held == self.num_blocks for held in holding):
-            return self.num_blocks
         kept = holding[0].states
         if len(holding) > 1:
             union = 0

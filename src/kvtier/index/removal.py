@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from kvtier.index.chain import Chain
 from kvtier.index.events import BlocksRemoved, Listener
 from kvtier.index.keys import KEY_BYTES
 from kvtier.index.misses import MissList, MissReason
-from kvtier.index.node import NO_SLOT, BlockState, Held, Node, upwards
+from kvtier.index.node import NO_SLOT, READY, BlockState, Held, Node, upwards
 from kvtier.index.pool import I32, Slots
-from kvtier.index.shape import truncate
+from kvtier.index.shape import common_blocks, split, truncate
 from kvtier.index.tier import Tier
 
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _NO_SLOTS = np.empty(0, np.int32)
 
 
@@ -45,7 +48,7 @@ class Removal:
             node = tier.victim(salt)
             held = node.held[tier.number]
             assert held is not None
-            count = min(n, held.num_held)
+            count = held.num_held if held.num_held < n else n
             n -= count
             if self._is_only_in(tier, node):
                 freed.append(self.cut(node, node.num_blocks - count, tier, time))
@@ -59,7 +62,8 @@ class Removal:
             first = len(held.states) - count
         else:
             first = int(np.flatnonzero(np.frombuffer(held.states, np.uint8))[-count])
-        self._removed(tier, node, first)
+        if self._listener:
+            self._removed(tier, node, first)
         taken = tier.take(node, first).ids
         tier.use(node.domain[0], -count)
         kept = node.num_kept()
@@ -89,14 +93,26 @@ class Removal:
         """Take every block out of slots [first_slot, ..) of a tier, leased or not: nobody may be using it."""
         for node in nodes:
             held = node.held[tier.number]
-            if held is None:
-                continue
-            wanted = held.slots >= first_slot
-            edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
-            for first, stop in zip(edges[::2], edges[1::2], strict=True):
-                self.lost(tier, node, first, stop)
-            if not node.leases and node.attached:
-                self.forget(node, time)
+            if held is not None:
+                self._take_where(tier, node, held.slots >= first_slot, time)
+
+    def lose(self, tier: Tier, nodes: Sequence[Node], slots: I32, time: int) -> int:
+        """Take the blocks in these slots out of a tier, as far as they are ready and nobody reads them there."""
+        num_lost = 0
+        for node in nodes:
+            held = node.held[tier.number]
+            if held is not None:
+                wanted = np.isin(held.slots, slots) & (np.frombuffer(bytes(held.states), np.uint8) == READY)
+                num_lost += int(wanted.sum())
+                self._take_where(tier, node, wanted, time)
+        return num_lost
+
+    def _take_where(self, tier: Tier, node: Node, wanted: Mask, time: int) -> None:
+        edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
+        for first, stop in zip(edges[::2], edges[1::2], strict=True):
+            self.lost(tier, node, first, stop)
+        if edges and not node.leases and node.attached:
+            self.forget(node, time)
 
     def _is_only_in(self, tier: Tier, node: Node) -> bool:
         return node.held[tier.number] is not None and node.held.count(None) == len(node.held) - 1
@@ -116,7 +132,8 @@ class Removal:
         taken = _NO_SLOTS
         for tier in self._tiers:
             if node.held[tier.number] is not None:
-                self._removed(tier, node, kept)
+                if self._listener:
+                    self._removed(tier, node, kept)
                 slots = tier.take(node, kept, cut=True)
                 if tier is evicting:
                     taken = slots.ids
@@ -160,6 +177,23 @@ class Removal:
             if node.leases == 0:
                 self.empty(node)
         return num_blocks
+
+    def drop(self, chain: Chain, first: int, time: int) -> int:
+        """Take blocks [first, ..) of a chain and all below them out of the tree; returns how many."""
+        node, block = self._roots.get((chain.salt, chain.adapter)), 0
+        while node is not None and block < chain.num_blocks:
+            node = node.children.get(chain.key_at(block))
+            if node is None:
+                return 0
+            stop = block + common_blocks(node, chain, block, chain.num_blocks)
+            if stop > first:
+                if node.start < first:
+                    split(node, first - node.start, self._tiers)
+                return self.detach(node, MissReason.DROPPED, time)
+            if stop < node.stop:
+                return 0
+            block = stop
+        return 0
 
     def _unlink(self, node: Node) -> None:
         above = node.parent

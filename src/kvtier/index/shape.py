@@ -116,7 +116,7 @@ def were_one(upper: Node, node: Node, priority: int, expires: float) -> bool:
 
 
 def can_grow(node: Node, usage: Usage) -> bool:
-    """A leaf that is its lease's alone, kept no longer than what is added, short enough to copy, on the device only."""
+    """A leaf that is its lease's alone, kept no longer than what is added, short enough to copy."""
     return (
         node.leases == 1
         and node.usage.priority <= usage.priority
@@ -125,17 +125,17 @@ def can_grow(node: Node, usage: Usage) -> bool:
         and node.attached
         and len(node.labels) < GROW_BYTES
         and node.held[0] is not None
-        and not any(node.held[1:])
     )
 
 
 def lengthen(node: Node, labels: memoryview, keys: bytes, extras: dict[int, bytes] | None, slots: I32) -> None:
-    """More blocks at the end of a leaf that only the device holds."""
-    held = node.held[0]
-    assert held is not None
+    """More blocks at the end of a leaf, on the device only."""
+    new = Held(slots, bytearray((BlockState.READY,)) * len(slots))
+    for number, held in enumerate(node.held):
+        if held is not None:
+            node.held[number] = held.joined(Held.nothing(len(slots)) if number else new)
     node.num_blocks += len(slots)
     node.labels = memoryview(bytes(node.labels) + bytes(labels))
-    node.held[0] = held.joined(Held(slots, bytearray((BlockState.READY,)) * len(slots)))
     node.keys += keys
     if extras:
         node.extras = {**(node.extras or {}), **extras}

@@ -151,7 +151,7 @@ class Tier:
         held = node.held[self.number]
         if held is None:
             return Slots(self.name, np.empty(0, np.int32))
-        slots = held.slots[first:stop]
+        slots = held.slots[first:stop] if first or stop is not None else held.slots
         if held.num_held < len(held.states):
             slots = slots[slots != NO_SLOT]
         if self._lose(node, held, len(slots)):

@@ -15,7 +15,7 @@ from kvtier.index.events import IndexCleared, Listener
 from kvtier.index.ghost import GhostCache
 from kvtier.index.growth import Growth
 from kvtier.index.keys import Namespace
-from kvtier.index.lease import Lease, PartialHit, Path, Published, Retention
+from kvtier.index.lease import Lease, PartialHit, Path, Published, Retention, path_to
 from kvtier.index.misses import Miss, MissList, MissReason
 from kvtier.index.node import NO_SLOT, READY, Node, Usage, device_slots, upwards
 from kvtier.index.pool import I32, Shortage, Slots
@@ -64,8 +64,7 @@ class RadixTree:
         self.with_keys = with_keys or listener is not None
         self.misses = misses or MissList()
         self.ghost = ghost
-        self.clock = 0
-        self.num_leases = 0
+        self.clock = self.num_leases = 0
         self._listener = listener
         self._roots: dict[tuple[bytes, bytes], Node] = {}
         self._removal = Removal(self.tiers, self._roots, self.misses, listener)
@@ -92,7 +91,7 @@ class RadixTree:
         return lease
 
     def share(self, lease: Lease) -> Lease:
-        """Another lease on the same path, to be released by itself: for whoever moves its blocks."""
+        """Another lease on the same path, without a table, to be released by itself: for whoever moves its blocks."""
         lease.must_be_open()
         return self._lease_of(lease.chain, lease.node, lease.retention, _NO_SLOTS)
 
@@ -196,10 +195,8 @@ class RadixTree:
             self._use(lease, now)
         lease.closed = True
         self.num_leases -= 1
-        own = lease.table[lease.num_blocks :]
-        if lease.spare:
-            own = np.concatenate((own, *lease.spare))
-        if len(own):
+        if len(lease.table) > lease.num_blocks or lease.spare:
+            own = np.concatenate((lease.table[lease.num_blocks :], *lease.spare))
             self._removal.give_back(self.tiers[0], Slots(self.tiers[0].name, own), lease.chain.salt)
         self._let_go(lease.node)
 
@@ -274,6 +271,10 @@ class RadixTree:
         no transfer under way. `detached` are nodes that left the tree and are still leased."""
         self._removal.vacate(tier, [*self.nodes(), *detached], first_slot, self.clock)
 
+    def lose(self, tier: Tier, slots: I32) -> int:
+        """What is in these slots of a tier and ready there, with no reader, is in it no longer; returns how many."""
+        return self._removal.lose(tier, list(self.nodes()), slots, self.clock)
+
     def expire(self, now: float) -> int:
         """Drop what no lease covers and whose time to live is over; returns the blocks dropped. Walks the tree."""
         over = [node for node in self.nodes() if node.usage.expires <= now and not node.leases]
@@ -281,21 +282,7 @@ class RadixTree:
 
     def drop(self, chain: Chain, *, first: int = 0) -> int:
         """Forget blocks [first, ..) of a chain and all below them; what is leased is freed with its lease."""
-        node = self._roots.get((chain.salt, chain.adapter))
-        block = 0
-        while node is not None and block < chain.num_blocks:
-            node = node.children.get(chain.key_at(block))
-            if node is None:
-                return 0
-            stop = block + common_blocks(node, chain, block, chain.num_blocks)
-            if stop > first:
-                if node.start < first:
-                    split(node, first - node.start, self.tiers)
-                return self._removal.detach(node, MissReason.DROPPED, self.clock)
-            if stop < node.stop:
-                return 0
-            block = stop
-        return 0
+        return self._removal.drop(chain, first, self.clock)
 
     def reset(self, namespace: Namespace | None = None) -> None:
         """Forget everything, and go on under another namespace if one is given. Leases live on with what they hold."""
@@ -318,19 +305,7 @@ class RadixTree:
 
     def path(self, lease: Lease) -> Path:
         """The lease's blocks in order, each with the fastest tier it can be read from."""
-        tiers, slots = [], []
-        for node in reversed(list(upwards(lease.node))):
-            where = np.full(node.num_blocks, -1, np.int8)
-            at = np.full(node.num_blocks, NO_SLOT, np.int32)
-            for tier in reversed(self.tiers):
-                held = node.held[tier.number]
-                if held is not None:
-                    ready = np.frombuffer(held.states, np.uint8) >= READY
-                    where[ready] = tier.number
-                    at[ready] = held.slots[ready]
-            tiers.append(where)
-            slots.append(at)
-        return Path(np.concatenate(tiers or [np.empty(0, np.int8)]), np.concatenate(slots or [_NO_SLOTS]))
+        return path_to(lease.node)
 
     def explain(self, lease: Lease) -> Miss:
         """Why the match stopped where it did."""

@@ -390,6 +390,26 @@ def test_a_read_for_other_tokens_or_another_model_is_a_miss(rigs, label, ok):
     assert rig.host(5)[0] == (saved[0] if ok else b"\xee" * len(saved[0]))
 
 
+def test_host_blocks_that_changed_are_reported_saved_or_fetched(rigs):
+    rig = rigs(stores={"disk": MemoryStore(1 << 20)})
+    rig.run(rig.save([0, 1], [3, 4]))
+    rig.run(rig.store([3], [0]))
+    rig.run(rig.fetch([0, 5], [6, 7]))  # the second is not there
+    deadline = time.monotonic() + 30
+    while set(rig.controller._scrubber._sums) != {3, 4, 6}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    rig.fill_host(4, 0xEE)
+    rig.fill_host(6, 0xEE)
+    rig.fill_host(7, 0xEE)
+    reports: list[Report] = []
+    while not reports:
+        assert time.monotonic() < deadline
+        reports = rig.controller.poll()
+        time.sleep(0.01)
+    assert np.frombuffer(reports[0].damaged, "<i4").tolist() == [4, 6]
+
+
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,113 @@
+"""What lies in host memory is looked after: what changed by itself is told of, and what was written is not."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from kvtier import dtype as dt
+from kvtier.cache.scrub import Scrubber
+from kvtier.layout import CacheGroup
+from kvtier.transfer import HostMemory
+
+GROUPS = [CacheGroup.attention("main", 3, 2, 8, dt.f16, 4), CacheGroup.attention("draft-1", 1, 1, 8, dt.f32, 4)]
+
+
+class Room:
+    """Host memory of two groups, and who looks after it all the time."""
+
+    def __init__(self) -> None:
+        self.hosts = self.new(6)
+        self.random = np.random.default_rng(1)
+        self.scrubber = Scrubber(self.hosts, every_seconds=0.0)
+
+    def new(self, num_slots: int) -> list[HostMemory]:
+        return [HostMemory(group, num_slots, "cpu", background=False) for group in GROUPS]
+
+    def write(self, *slots: int) -> None:
+        self.scrubber.forget(slots)
+        for host in self.hosts:
+            for slot in slots:
+                host.block(slot).numpy()[:] = self.random.integers(0, 256, host.group.block_bytes)
+        self.scrubber.note(slots)
+
+    def flip(self, slot: int, group: int) -> None:
+        block = self.hosts[group].block(slot).numpy()
+        block[self.random.integers(len(block))] ^= 1 << self.random.integers(8)
+
+    def wait_for(self, is_so) -> None:
+        deadline = time.monotonic() + 30
+        while not is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def wait_until_known(self, *slots: int) -> None:
+        self.wait_for(lambda: all(slot in self.scrubber._sums for slot in slots))
+
+    def wait_for_damage(self) -> list[int]:
+        found: list[int] = []
+        self.wait_for(lambda: found.extend(self.scrubber.take_damaged()) or found)
+        return found
+
+
+@pytest.fixture
+def room():
+    made = Room()
+    yield made
+    made.scrubber.close()
+    for host in made.hosts:
+        host.free()
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_block_that_changed_is_told_of_and_no_other(room, group):
+    room.write(0, 2, 5)
+    room.wait_until_known(0, 2, 5)
+    room.flip(2, group)
+    assert room.wait_for_damage() == [2]
+    assert room.wait_for_damage() == [2]  # and again, until it is written
+    room.write(2)
+    room.wait_until_known(2)
+    room.flip(5, group)
+    assert room.wait_for_damage() == [5]
+
+
+def test_what_is_written_over_and_over_is_never_damaged(room):
+    for number in range(400):
+        room.write(number % 3, 3)
+        assert room.scrubber.take_damaged() == []
+    room.wait_until_known(0, 1, 2, 3)
+    assert room.scrubber.take_damaged() == []
+
+
+def test_slots_that_somebody_is_about_to_write_are_let_alone(room):
+    room.write(1, 4)
+    room.wait_until_known(1, 4)
+    room.scrubber.forget([1])
+    room.flip(1, 0)
+    room.flip(4, 0)
+    assert room.wait_for_damage() == [4]
+
+
+def test_other_memory_with_the_same_blocks(room):
+    room.write(0, 4)
+    room.wait_until_known(0, 4)
+    old, new = room.hosts, room.new(3)
+    for before, after in zip(old, new, strict=True):
+        after.slots()[:3].copy_(before.slots()[:3])
+    room.scrubber.use(new, 3)
+    for host in old:
+        host.free()
+    room.hosts = new
+    assert set(room.scrubber._sums) == {0}
+    room.flip(0, 1)
+    assert room.wait_for_damage() == [0]
+
+
+def test_close_ends_the_thread_twice(room):
+    room.write(0)
+    room.scrubber.close()
+    room.scrubber.close()
+    assert not room.scrubber._thread.is_alive()

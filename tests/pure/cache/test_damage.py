@@ -1,0 +1,97 @@
+"""Host blocks that changed by themselves: no copies any more, and nothing else is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cache_support import Lab, disk, prompt
+from kvtier.cache.plan import Report, slot_bytes
+from kvtier.index.transfers import block_slots
+
+
+def slots_of(lab: Lab, chain, first: int, stop: int) -> np.ndarray:
+    lease = lab.manager.tree.match(chain)
+    slots = block_slots(lease, lab.control.tier("host"), first, stop).copy()
+    lab.manager.tree.release(lease, used=False)
+    return slots
+
+
+def tell(lab: Lab, slots: np.ndarray, rank: int = 0) -> None:
+    lab.manager.apply(Report(lab.manager.moves.epoch, rank, damaged=slot_bytes(slots)))
+    lab.manager.check()
+
+
+def test_a_damaged_block_is_a_miss_and_what_is_before_it_is_found():
+    lab = Lab(12)
+    chain = prompt(1, 5)
+    lab.serve(chain)
+    lab.evict()
+    tell(lab, slots_of(lab, chain, 2, 3))
+    assert lab.num_in("host", chain) == 2
+    assert lab.manager.host.num_damaged == 1
+    assert lab.serve(chain).lease.num_matched == 2  # and serve checks what it is given
+    assert lab.num_in("host", chain) == 5
+
+
+def test_the_copy_on_the_device_stays_and_is_saved_again():
+    lab = Lab(12)
+    chain = prompt(1, 5)
+    lab.serve(chain)
+    tell(lab, slots_of(lab, chain, 0, 5))
+    assert (lab.num_in("host", chain), lab.num_in("device", chain)) == (0, 5)
+    lab.control.save(chain)
+    lab.settle()
+    assert lab.num_in("host", chain) == 5
+
+
+def test_what_a_store_has_is_fetched_again():
+    lab = Lab(12, stores=[disk()])
+    chain = prompt(1, 5)
+    lab.serve(chain)
+    lab.evict()
+    tell(lab, slots_of(lab, chain, 1, 4))
+    assert lab.num_in("host", chain) == 1
+    assert lab.serve(chain).lease.num_matched == 5
+    assert lab.num_in("host", chain) == 5
+
+
+def test_a_block_that_is_being_read_stays_until_it_was():
+    lab = Lab(12)
+    chain = prompt(1, 5)
+    lab.serve(chain)
+    lab.evict()
+    slots = slots_of(lab, chain, 0, 2)
+    hold = lab.manager.match(chain)
+    assert lab.manager.allocate(hold, chain.num_tokens) is None
+    tell(lab, slots)
+    assert lab.manager.host.num_damaged == 0
+    lab.plan()
+    lab.hear()
+    tell(lab, slots)
+    assert lab.manager.host.num_damaged == 2
+    assert lab.manager.is_ready(hold)
+    lab.manager.abort(hold)
+    assert lab.num_in("device", chain) == 5
+
+
+def test_slots_that_are_written_or_free_are_nobodys():
+    lab = Lab(12)
+    chain = prompt(1, 5)
+    hold = lab.start(chain)
+    lab.compute(hold)
+    lab.plan()  # the saves are on their way
+    tell(lab, np.arange(20, dtype=np.int32))
+    lab.hear()
+    assert lab.num_in("host", chain) == 5
+    lab.manager.finish(hold)
+    lab.evict("host")
+    tell(lab, np.arange(20, dtype=np.int32))
+    assert lab.manager.host.num_damaged == 0
+
+
+def test_one_rank_is_enough():
+    lab = Lab(12, num_ranks=2)
+    chain = prompt(1, 5)
+    lab.serve(chain)
+    tell(lab, slots_of(lab, chain, 4, 5), rank=1)
+    assert lab.num_in("host", chain) == 4
