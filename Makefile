@@ -61,6 +61,7 @@ bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.pipeline --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.transfer --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine --results $(RESULTS)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.step --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.tiers --results $(RESULTS)
 	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.stores --results $(RESULTS)
 	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.crash --results $(RESULTS)
@@ -69,6 +70,7 @@ bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.load --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.restart --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.index --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
+	PYTHONPATH=. $(BIN)/python -m benchmarks.manager --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
 	PYTHONPATH=. $(BIN)/python -m benchmarks.replay --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine_model --results $(RESULTS)
 

@@ -8,6 +8,7 @@ It is prepared on the host, with numpy, and holds the sizes the host must know, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from kvtier.errors import ArgumentError, RangeError
 
+Table = Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]
 Send = Callable[[np.ndarray[Any, np.dtype[np.uint8]], torch.device], torch.Tensor]
 
 
@@ -28,7 +30,7 @@ class SequenceInput:
     """The new tokens, at least one."""
     num_computed: int
     """Tokens before them, whose keys and values are in the cache already."""
-    block_table: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]
+    block_table: Table
     """Blocks of the sequence in order; they must hold the computed and the new tokens."""
     num_logits: int = 1
     """How many of the last new tokens want logits: 0 inside a prompt, 1 to sample, k + 1 to verify k drafted tokens."""
@@ -73,25 +75,33 @@ class ForwardBatch:
         query_lens = np.array([len(each.token_ids) for each in sequences], np.int64)
         computed = np.array([each.num_computed for each in sequences], np.int64)
         starts = np.concatenate(([0], np.cumsum(query_lens)))
-        tables = np.zeros((len(sequences), max(len(each.block_table) for each in sequences)), np.int32)
-        for row, each in zip(tables, sequences, strict=True):
-            row[: len(each.block_table)] = each.block_table
+        tables = _padded([each.block_table for each in sequences])
         owner = np.repeat(np.arange(len(sequences)), query_lens)
         positions = np.arange(starts[-1]) - starts[owner] + computed[owner]
         slots = tables[owner, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
-        wanted = [np.arange(end - each.num_logits, end) for each, end in zip(sequences, starts[1:], strict=True)]
+        wanted = np.array([each.num_logits for each in sequences], np.int64)
+        before = np.cumsum(wanted) - wanted  # the last rows of each sequence
+        logit_rows = np.repeat(starts[1:] - wanted - before, wanted) + np.arange(int(wanted.sum()))
         contexts = computed + query_lens
         arrays = {
-            "input_ids": np.concatenate([np.asarray(each.token_ids, np.int64) for each in sequences]),
+            "input_ids": np.fromiter(itertools.chain.from_iterable(each.token_ids for each in sequences), np.int64),
             "positions": positions,
             "slots": slots,
             "query_starts": starts.astype(np.int32),
             "context_lens": contexts.astype(np.int32),
             "block_tables": tables,
-            "logit_rows": np.concatenate(wanted),
+            "logit_rows": logit_rows,
         }
         tensors = dict(zip(arrays, _to(list(arrays.values()), device, send), strict=True))
         return cls(**tensors, query_lens=tuple(query_lens.tolist()), contexts=tuple(contexts.tolist()))
+
+
+def _padded(tables: Sequence[Table]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Block tables as rows of one array, with 0 behind each."""
+    lengths = np.array([len(table) for table in tables])
+    padded = np.zeros((len(tables), lengths.max()), np.int32)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.concatenate(tables)
+    return padded
 
 
 def _check(index: int, sequence: SequenceInput, block_tokens: int) -> None:

@@ -40,6 +40,7 @@ class RequestSampler:
         self._num_chosen = 0
         self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
         self._constraint = params.constraint() if params.constraint is not None else None
+        self._has_penalties = params.penalties != Penalties()
 
     def accept(self, token_id: int) -> None:
         """Count a token of the output (the sampler does not do it itself: drafted tokens may be refused)."""
@@ -55,8 +56,8 @@ class RequestSampler:
     @property
     def changes_logits(self) -> bool:
         """Whether `adjust` would do anything now."""
-        is_early = bool(self._ends) and self._num_chosen < self.params.min_tokens
-        return self._constraint is not None or is_early or self.params.penalties != Penalties()
+        is_early = self._num_chosen < self.params.min_tokens and bool(self._ends)
+        return self._has_penalties or is_early or self._constraint is not None
 
     @torch.inference_mode()
     def adjust(self, logits: torch.Tensor) -> None:

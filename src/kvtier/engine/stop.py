@@ -24,6 +24,8 @@ class StopChecker:
 
     def feed(self, piece: str) -> Released:
         """Add a piece. Once a stop text was found, feed nothing more."""
+        if not self._stops:
+            return Released(piece, None)
         text = self._held + piece
         found = min(((text.find(stop), stop) for stop in self._stops if stop in text), default=None)
         if found is not None:
