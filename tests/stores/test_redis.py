@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
+import threading
 import uuid
 
 import pytest
 
 from kvtier.errors import StoreError
-from kvtier.storage import Status
+from kvtier.storage import Breaker, Status, Write
 from kvtier.storage.open import open_store
-from storage_support import all_keys, get, key_of, payload_of, put
-from store_servers import NotInstalled, free_ports, redis_server
+from kvtier.storage.remote import RemoteStore
+from storage_support import LABEL, all_keys, get, key_of, payload_of, put
+from store_servers import NotInstalled, free_ports, redis_server, wait_for
 
 
 @contextlib.contextmanager
@@ -135,6 +137,33 @@ def test_a_server_that_evicts_loses_objects_and_nothing_else(tmp_path):
             assert room == (payload_of(number, 200_000) if outcome.ok else b"\xee" * 200_000)
             assert outcome.status in (Status.FOUND, Status.MISSING)
         assert 0 < sum(outcome.ok for outcome, _ in outcomes) < 60
+
+
+def test_a_write_that_goes_on_behind_its_deadline_never_stores_what_the_memory_holds_by_then(tmp_path):
+    """A sleeping server takes what the sockets hold; the rest of the request is sent when it wakes."""
+    import redis
+
+    from kvtier.storage.bucket import RequestSize
+    from kvtier.storage.redis import RedisBucket, RedisConfig
+
+    with server(tmp_path, "--enable-debug-command", "yes") as port:
+        bucket = RedisBucket(RedisConfig(port=port), 2, 60.0)
+        bucket.request_size = RequestSize(max_names=64, max_put_bytes=64 << 20)  # all in one request
+        store = RemoteStore(bucket, "redis", num_threads=1, breaker=Breaker(retry_s=0))
+        memory = [bytearray(payload_of(number, 1 << 20)) for number in range(40)]
+        writes = [Write(key_of(number), LABEL, each) for number, each in enumerate(memory)]
+        sleep = threading.Thread(target=redis.Redis(port=port).execute_command, args=("DEBUG", "SLEEP", "2"))
+        sleep.start()
+        results = store.write(writes, timeout_s=0.5)
+        for each in memory:
+            each[:] = b"\xaa" * len(each)
+        assert not results.ok
+        sleep.join()
+        wait_for(lambda: store.contains([key_of(0)])[0].status is not Status.FAILED, "the store to be well")
+        for number in range(40):
+            outcome, room = get(store, number, 1 << 20)
+            assert room == (payload_of(number, 1 << 20) if outcome.ok else b"\xee" * (1 << 20)), outcome
+        store.close()
 
 
 def test_a_cluster_spreads_objects_over_its_nodes(cluster_ports):

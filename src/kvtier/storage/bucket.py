@@ -78,7 +78,10 @@ class Bucket(Protocol):
         ...
 
     def put(self, names: Sequence[str], values: Sequence[Parts], scratch: Scratch, *, replace: bool) -> list[Put]:
-        """Keep these values. Without `replace` a bucket may leave one alone that is there already."""
+        """Keep these values. Without `replace` a bucket may leave one alone that is there already.
+
+        A value is made when it is asked for, which may raise a BucketError.
+        """
         ...
 
     def delete(self, names: Sequence[str]) -> list[bool]:

@@ -6,7 +6,7 @@ Every request is one pipeline of GET, SET, EXISTS, UNLINK or GETRANGE; on a clus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,15 +195,14 @@ class RedisBucket:
                 nodes.setdefault(self._pool_of(name), []).append(index)
             for pool, chosen in nodes.items():
                 used.append((pool, pool.get_connection()))
-                packed = self._packed([names[index] for index in chosen], [values[index] for index in chosen])
-                used[-1][1].send_packed_command(packed, check_health=False)
+                used[-1][1].send_packed_command(self._packed(names, values, chosen), check_health=False)
             for (_, connection), chosen in zip(used, nodes.values(), strict=True):
                 for index in chosen:
                     replies[index] = _read_reply(connection)
-        except _ERRORS as error:
+        except (*_ERRORS, BucketError) as error:
             for _, connection in used:
                 connection.disconnect()  # what it has not said yet must not answer somebody else
-            raise _explain(error) from error
+            raise error if isinstance(error, BucketError) else _explain(error) from error
         finally:
             for pool, connection in used:
                 pool.release(connection)
@@ -220,21 +219,24 @@ class RedisBucket:
             room = room[nbytes:]
         return dict(zip(chosen, self._pipe(commands, OutOfMemoryError), strict=True))
 
-    def _packed(self, names: Sequence[str], values: Sequence[Parts]) -> list[bytes | memoryview]:
-        """SET commands as Redis reads them."""
-        pieces: list[bytes | memoryview] = []
+    def _packed(
+        self, names: Sequence[str], values: Sequence[Parts], chosen: Sequence[int]
+    ) -> Iterator[bytes | memoryview]:
+        """SET commands as Redis reads them, piece by piece: a value is asked for when those before it are sent."""
         text = bytearray()
-        for name, parts in zip(names, values, strict=True):
-            key, nbytes = name.encode(), sum(map(len, parts))
+        for index in chosen:
+            parts = values[index]
+            key, nbytes = names[index].encode(), sum(map(len, parts))
             text += b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(self._expiry), len(key), key, nbytes)
             for part in parts:
                 if len(part) <= _SMALL_BYTES:
                     text += part
                 else:
-                    pieces += [bytes(text), part]
+                    yield bytes(text)
+                    yield part
                     text.clear()
             text += b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(str(each)), str(each).encode()) for each in self._expiry)
-        return [*pieces, bytes(text)]
+        yield bytes(text)
 
     def _pool_of(self, name: str) -> Any:
         if isinstance(self._client, redis.Redis):

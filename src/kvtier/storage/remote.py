@@ -6,12 +6,12 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from kvtier.errors import ArgumentError, ClosedError, FormatError
-from kvtier.storage.bucket import Bucket, BucketError, Listing, Put
+from kvtier.storage.bucket import Bucket, BucketError, Listing, Parts, Put
 from kvtier.storage.calls import Calls
 from kvtier.storage.codec import copy_bytes
 from kvtier.storage.envelope import Envelope, Packed
@@ -141,9 +141,8 @@ class RemoteStore:
         chosen_views = [views[index] for index in last.values()]
 
         def save(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
-            packed = {index: self._envelope.pack(chosen[index], chosen_views[index]) for index in chunk}
-            if not batch.is_expired:  # else the caller may have changed his memory already
-                self._save(batch, packed, scratch)
+            parcels = _Parcels(self._envelope, {index: (chosen[index], chosen_views[index]) for index in chunk}, batch)
+            self._save(batch, parcels, scratch)
 
         sizes, most = [len(view) for view in chosen_views], self._bucket.request_size.max_put_bytes
         outcomes = dict(zip(last, self._run(sizes, save, timeout_s, most), strict=True))
@@ -282,31 +281,33 @@ class RemoteStore:
             attempt += 1
         raise BucketError("the deadline came first")
 
-    def _save(self, batch: Batch, packed: dict[int, Packed], scratch: Scratch) -> None:
+    def _save(self, batch: Batch, parcels: _Parcels, scratch: Scratch) -> None:
         """Send objects; those that are there already only if they are others."""
-        exist = self._put(batch, packed, scratch, replace=False)
+        exist = self._put(batch, parcels, parcels.indices, scratch, replace=False)
         if exist:
-            names = [self._envelope.name(each.record.key) for each in exist.values()]
+            names = [parcels.name(index) for index in exist]
             heads = self._ask(batch, self._bucket.fetch_heads, names, self._envelope.head_bytes, scratch)
-            told = zip(exist.items(), names, heads, strict=True)
-            same = {index for (index, each), name, head in told if self._is_there(name, each, head)}
+            told = zip(exist, names, heads, strict=True)
+            same = {index for index, name, head in told if self._is_there(name, parcels[index], head)}
             batch.settle(dict.fromkeys(same, Outcome(Status.STORED, reason="was there already")))
-            others = {index: each for index, each in exist.items() if index not in same}
+            others = [index for index in exist if index not in same]
             if others:
-                self._put(batch, others, scratch, replace=True)
+                self._put(batch, parcels, others, scratch, replace=True)
 
-    def _put(self, batch: Batch, packed: dict[int, Packed], scratch: Scratch, *, replace: bool) -> dict[int, Packed]:
+    def _put(
+        self, batch: Batch, parcels: _Parcels, chosen: Sequence[int], scratch: Scratch, *, replace: bool
+    ) -> list[int]:
         """Send objects; returns those that were left alone because something of their name exists."""
-        names = [self._envelope.name(each.record.key) for each in packed.values()]
-        values = [each.parts for each in packed.values()]
+        names = [parcels.name(index) for index in chosen]
+        values = _Values(parcels, chosen)
         done = dict(
-            zip(packed, self._ask(batch, self._bucket.put, names, values, scratch, replace=replace), strict=True)
+            zip(chosen, self._ask(batch, self._bucket.put, names, values, scratch, replace=replace), strict=True)
         )
         full = Outcome(Status.FAILED, reason=f"{self._where} has no room for it")
         batch.settle({index: full for index, put in done.items() if put is Put.FULL})
         stored = [index for index, put in done.items() if put is Put.STORED]
-        batch.settle({index: Outcome(Status.STORED, packed[index].record.nbytes) for index in stored})
-        return {index: packed[index] for index, put in done.items() if put is Put.EXISTS}
+        batch.settle({index: Outcome(Status.STORED, parcels[index].record.nbytes) for index in stored})
+        return [index for index, put in done.items() if put is Put.EXISTS]
 
     def _is_there(self, name: str, packed: Packed, head: bytes | None) -> bool:
         try:
@@ -330,6 +331,47 @@ class RemoteStore:
         except BucketError as error:
             failure = f"; it could not be deleted: {error}"
         batch.settle({i: replace(each, reason=each.reason + failure) for i, (_, each) in useless.items()})
+
+
+class _Parcels:
+    """The objects of one request by number, packed when they are asked for: while the first are on their way the
+    checksums of the others are taken, and what is sent is in the cache.
+
+    Memory that the caller may have changed must not get a checksum that is right:
+
+        memory read, call still open   the checksum is the block's; if other bytes are sent later, who reads finds out
+        memory read, call returned     nobody knows what it is the checksum of: nothing is sent
+    """
+
+    def __init__(self, envelope: Envelope, writes: Mapping[int, tuple[Write, memoryview]], batch: Batch) -> None:
+        self._envelope, self._writes, self._batch = envelope, writes, batch
+        self._packed: dict[int, Packed] = {}
+        self.indices = list(writes)
+
+    def name(self, index: int) -> str:
+        """Of its object."""
+        return self._envelope.name(self._writes[index][0].key)
+
+    def __getitem__(self, index: int) -> Packed:
+        if index not in self._packed:
+            packed = self._envelope.pack(*self._writes[index])
+            if self._batch.is_expired:
+                raise BucketError("the deadline came first")
+            self._packed[index] = packed
+        return self._packed[index]
+
+
+class _Values(Sequence[Parts]):
+    """What of some parcels is sent, as a bucket takes it."""
+
+    def __init__(self, parcels: _Parcels, chosen: Sequence[int]) -> None:
+        self._parcels, self._chosen = parcels, chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._parcels[self._chosen[number]].parts
 
 
 class _Seen:
