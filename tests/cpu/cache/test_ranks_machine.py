@@ -1,0 +1,159 @@
+"""The tiers of two ranks: one manager, two controllers with memory, copies and stores of their own that fail apart."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.controller import CacheController
+from kvtier.cache.host import HostConfig
+from kvtier.cache.layer_waits import LayerWaits
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Plan, Report
+from kvtier.cache.saving import Saving, WritePolicy
+from kvtier.cache.shards import Sharding
+from kvtier.cache.store import Patience, StoreConfig
+from kvtier.engine.model import Model
+from kvtier.engine.modules import CacheGroup
+from kvtier.engine.random_weights import random_weights
+from kvtier.engine.tiers import Tiers, new_controller
+from kvtier.index import Namespace
+from kvtier.scheduler import RowResult, Scheduler, SchedulerConfig, Step
+from kvtier.storage import MemoryStore
+from storage_support import FaultyStore
+from tiers_machine import BLOCK, TINY, Faults, TiersMachine, kv_of, run
+
+RANKS, HEADS = 2, 2
+SHARE = replace(TINY, num_heads=HEADS, num_kv_heads=HEADS)
+MODEL = Model(SHARE, random_weights(SHARE, torch.float32, torch.device("cpu"), seed=1))
+
+
+class Together:
+    """The controllers of all ranks in one process."""
+
+    def __init__(self, controllers: Sequence[CacheController], groups: Sequence[CacheGroup]) -> None:
+        self.all, self.groups = controllers, groups
+
+    def submit(self, plan: Plan) -> None:
+        for controller in self.all:
+            controller.submit(plan)
+
+    def poll(self) -> list[Report]:
+        return [report for controller in self.all for report in controller.poll()]
+
+    @property
+    def is_busy(self) -> bool:
+        return any(controller.is_busy for controller in self.all)
+
+    def wait(self, timeout: float) -> None:
+        for controller in self.all:
+            if controller.is_busy:
+                controller.wait(timeout)
+
+    def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
+        """Those of the first; the others settle theirs, as ranks do before they say that a step is done."""
+        for controller in self.all[1:]:
+            controller.layer_waits(transfer_ids).arrived()
+        return self.all[0].layer_waits(transfer_ids)
+
+    def release(self) -> None:
+        for controller, group in zip(self.all, self.groups, strict=True):
+            controller.release()
+            group.free()
+
+    def register(self, caches: Sequence[torch.Tensor]) -> None:
+        for group in self.groups[1:]:
+            group.renew(len(caches[0]))
+        for controller, group in zip(self.all, self.groups, strict=True):
+            controller.register([group.cache])
+
+    def resize_host(self, num_blocks: int, _: Sequence[torch.Tensor]) -> None:
+        for controller, group in zip(self.all, self.groups, strict=True):
+            controller.resize_host(num_blocks, [group.cache])
+
+    def close(self) -> None:
+        for controller in self.all:
+            controller.close()
+
+
+class RanksMachine(TiersMachine):
+    """The same for two ranks, each with heads of its own."""
+
+    steps: ClassVar[Counter[str]] = Counter()
+    hits: ClassVar[Counter[str]] = Counter()
+
+    @initialize(
+        num_blocks=st.sampled_from([9, 12, 20]),
+        num_host=st.sampled_from([3, 10, 60]),
+        saving=st.builds(Saving, st.sampled_from(WritePolicy), max_blocks=st.sampled_from([1, 4, 100])),
+        patience=st.sampled_from(Patience),
+        is_shared=st.booleans(),
+        num_shards=st.sampled_from([2, 4]),
+        store_bytes=st.sampled_from([16000, 1 << 20]),
+        seed=st.integers(0, 1 << 20),
+        share=st.sampled_from([0.0, 0.15, 0.6]),
+    )
+    def begin(self, num_blocks, num_host, saving, patience, is_shared, num_shards, store_bytes, seed, share):
+        namespace = Namespace("model", block_tokens=BLOCK)
+        self.groups = [CacheGroup(MODEL, num_blocks, BLOCK) for _ in range(RANKS)]
+        controllers = []
+        for rank, group in enumerate(self.groups):
+            store = FaultyStore(MemoryStore(store_bytes), Faults(seed + rank, share))
+            sharding = Sharding(rank, RANKS, num_shards)
+            self.controller = new_controller(num_host, [group], {"disk": store}, namespace.fingerprint, sharding)
+            self.break_copies(random.Random(seed + 10 + rank), share / 2)
+            controllers.append(self.controller)
+        self.together = Together(controllers, self.groups)
+        store = StoreConfig("disk", saving, patience, 3.0, is_shared=is_shared, max_fetching_blocks=6)
+        config = CacheConfig(num_blocks, host=HostConfig(num_host, saving=saving), stores=(store,), recompute=False)
+        self.manager = CacheManager(namespace, config, num_ranks=RANKS, num_host_ready=num_host)
+        limits = SchedulerConfig(max_rows=3, max_step_tokens=12, starts_early=True)
+        self.scheduler = Scheduler(self.manager, limits)
+        self.now = 0.0
+        stats = {"disk": MemoryStore(1)}
+        self.tiers = Tiers(self.manager, self.groups[:1], self.together, stats, self.scheduler, lambda: self.now)
+        self.requests, self.num_requests, self.pins = [], 0, []
+        self.samples = random.Random(seed + 2)
+
+    def hear(self) -> None:
+        for controller in self.together.all:
+            while controller._under or controller._stores._num_open:
+                controller.wait(0.01)
+                for report in controller._transfers.poll():
+                    controller._take(report)
+        self.tiers.apply()
+
+    def prepared(self, step: Step):
+        for group in self.groups:
+            for copy in step.copies:
+                group.cache[copy.target] = group.cache[copy.source]
+        return step.rows
+
+    def compute(self, row) -> RowResult:
+        """Check every token the row looks back on, on every rank, then write its own."""
+        request = row.request
+        table, tokens, salt = request.hold.table, request.chain.tokens, request.chain.salt
+        for rank, group in enumerate(self.groups):
+            for position in range(row.stop):
+                place = group.cache[int(table[position // BLOCK])][:, :, position % BLOCK]
+                heads = [kv_of(tokens[: position + 1], salt + bytes([rank, head])) for head in range(HEADS)]
+                if position >= row.first:
+                    place[:] = torch.cat(heads, dim=2)
+                elif not torch.equal(place, torch.cat(heads, dim=2)):
+                    raise AssertionError(f"{request!r}: token {position} of {row.first} is wrong on rank {rank}")
+        for tier, count in request.tokens_from.items():
+            self.hits[tier] += count
+        return RowResult((self.samples.randrange(4, 8),) if row.wants_token else (), False)
+
+
+def test_no_rank_is_ever_handed_a_wrong_byte():
+    """At least 6,000 steps; KVTIER_SOAK=200 makes more."""
+    run(RanksMachine, 150)
