@@ -42,8 +42,10 @@ def join_group(sharding: Sharding, device: torch.device, rendezvous: Rendezvous,
     else:
         options = kind._Options()
         options._devices = [kind.create_device(hostname=_HOST)]  # and not what this machine's name resolves to
-    options._timeout = timedelta(seconds=timeout)
+    options._timeout = timedelta(seconds=_MEET_SECONDS)  # until all are there; a sum has less
     group = kind(rendezvous.store, sharding.rank, sharding.num_ranks, options)
+    limits: Any = dist.AllreduceOptions()
+    limits.timeout = timedelta(seconds=timeout)
 
     def add_up(mine: torch.Tensor) -> torch.Tensor:
         """In place where it can be. On CUDA the stream waits, and not the host."""
@@ -51,7 +53,7 @@ def join_group(sharding: Sharding, device: torch.device, rendezvous: Rendezvous,
             return mine
         total = mine.contiguous()
         try:
-            group.allreduce([total]).wait()
+            group.allreduce([total], limits).wait()
         except RuntimeError as error:  # a rank died, or took longer than the limit
             raise EngineError(f"rank {sharding.rank} of {sharding.num_ranks} cannot add up: {error}") from error
         return total

@@ -356,7 +356,7 @@ def test_a_rank_that_is_killed_is_an_error_at_once_and_for_good(asked):
 
 
 def test_a_rank_that_hangs_is_an_error_within_the_limit(asked):
-    engine = engine_of(2, rank_timeout_seconds=1.0)
+    engine = engine_of(2, rank_timeout_seconds=3.0)
     (child,) = children()
     engine.add(asked[0], greedy(50))
     engine.step()
