@@ -1,0 +1,37 @@
+"""Engines of one and of two ranks that share a server: each finds what the other left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine_helpers import finish, greedy, prompts
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.store import Patience, StoreConfig
+from kvtier.engine import Model, ModelConfig
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.model_config import RopeConfig
+from kvtier.engine.random_weights import random_weights
+
+SHAPE = ModelConfig("llama", 2, 32, 48, 4, 2, 8, 199, 512, norm_eps=1e-5, rope=RopeConfig(10000.0))
+MODEL = Model(SHAPE, random_weights(SHAPE, torch.float32, torch.device("cpu"), seed=1))
+
+
+@pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 2), (2, 1)])
+def test_what_so_many_ranks_left_on_a_server_others_find(redis_port, num_writers, num_readers):
+    url = f"redis://127.0.0.1:{redis_port}?prefix=ranks-{num_writers}:"
+    store = StoreConfig("shared", patience=Patience.WAIT, is_shared=True)
+    cache = CacheConfig(64, host=HostConfig(64), stores=(store,), recompute=False)
+    found = []
+    for num_ranks in (num_writers, num_readers):
+        config = EngineConfig(4, cache, tensor_parallel=num_ranks, kv_shards=2)
+        engine = Engine(MODEL, config=config, stores={"shared": url})
+        names = [engine.add(prompt, greedy(8)) for prompt in prompts(5, 30, 17)]
+        answers = finish(engine)
+        engine.tiers.save_all()
+        found.append([(answers[name].tokens, answers[name].num_cached) for name in names])
+        engine.close()
+    assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
+    assert [num_cached for _, num_cached in found[0]] == [0, 0]
+    assert [num_cached for _, num_cached in found[1]] == [28, 16]
