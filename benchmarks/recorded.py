@@ -19,7 +19,7 @@ from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.store import StoreConfig
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
-from kvtier.replay.cost import Work
+from kvtier.replay.cost import Measured
 from kvtier.replay.following import Log, follow, read_log
 from kvtier.replay.hardware import DiskSpec
 from kvtier.replay.record import Recorder
@@ -89,7 +89,7 @@ class Run:
 class Machine:
     """What recorded runs say of the machine: how long steps, copies and the disk take."""
 
-    steps: tuple[tuple[Work, float], ...]
+    cost: Measured
     link_bandwidth: float
     link_latency: float
     disk: DiskSpec
@@ -201,7 +201,7 @@ def machine_of(runs: Sequence[Run]) -> Machine:
     read_latency, read_bandwidth = _speed(outcomes, "fetch")
     _, write_bandwidth = _speed(outcomes, "store")
     disk = DiskSpec(read_bandwidth, write_bandwidth, read_latency)
-    return Machine(tuple(step for each in known for step in each.steps), bandwidth, latency, disk)
+    return Machine(Measured([step for each in known for step in each.steps]), bandwidth, latency, disk)
 
 
 def _speed(outcomes: Sequence[tuple[str, int, float]], *purposes: str) -> tuple[float, float]:

@@ -7,14 +7,12 @@ Honest: SmolLM2-135M on this CPU with device, host and disk tiers serves convers
 twice: what differs between the two no simulation can know. The replay follows each log step by step (hits by tier must
 be equal), and simulates the same arrivals freely. Of the run it is given arrivals, lengths and the names of blocks;
 what steps, copies and the disk take is fitted to two short runs of other conversations, one before each
-(benchmarks/recorded.py). Nothing of the runs that are predicted goes into it. Steps are simulated with their noise, 15
-times; the median counts.
+(benchmarks/recorded.py). Nothing of the runs that are predicted goes into it.
 """
 
 from __future__ import annotations
 
 import resource
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,7 +25,6 @@ from benchmarks.recorded import BLOCK, DISK_BLOCKS, Load, Machine, Run, calibrat
 from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
 from kvtier.engine import load_model
 from kvtier.replay import OPTIMUM, SyntheticTrace, TraceRequest, generate, read_trace, sweep
-from kvtier.replay.cost import Measured, Noisy
 from kvtier.replay.following import follow
 from kvtier.replay.planner import capacities
 from kvtier.replay.simulator import Simulation, Simulator
@@ -39,7 +36,6 @@ REFERENCE = {  # ../shared/reference/index_baseline.md
     OPTIMUM: {1_000: 0.1870, 5_000: 0.3541, 10_000: 0.3819, 30_000: 0.3819, 50_000: 0.3819, 100_000: 0.3819},
 }
 TIERS = ("device", "host", "disk")
-NUM_SIMULATED = 15
 
 
 def main() -> None:
@@ -134,7 +130,7 @@ def honest(seconds: float, keep: Path | None = None) -> tuple[list[Row], list[Ba
         for name, logged in run.log.requests.items()
     )
     rows, bars = compare(runs, [free(run, machine) for run in runs])
-    cost = Measured(machine.steps)
+    cost = machine.cost
     steps = [(sum(s for _, s in found.steps), sum(cost.seconds(w) for w, _ in found.steps)) for found in followed]
     rows.append(_row("seconds of all steps", *steps[0], *steps[1]))
     rows.append(_row("share of time that is steps", runs[0].busy_share, None, runs[1].busy_share, None))
@@ -143,36 +139,32 @@ def honest(seconds: float, keep: Path | None = None) -> tuple[list[Row], list[Ba
     return rows, [at_most("followed: requests whose hits by tier differ", num_wrong, 0), *bars]
 
 
-def free(run: Run, machine: Machine) -> list[Simulation]:
-    """The same arrivals on simulated hardware as fast as this, with its noise: several times, each with other luck."""
-    found = []
-    for seed in range(NUM_SIMULATED):
-        worker = SimulatedWorker(
-            run.block_bytes,
-            machine.link_bandwidth,
-            latency_seconds=machine.link_latency,
-            disk=machine.disk,
-            stores={"disk": SimulatedStore(DISK_BLOCKS)},
-        )
-        cost = Noisy(machine.steps, seed)
-        simulator = Simulator(run.cache, run.scheduler, cost, worker, block_tokens=BLOCK, num_layers=30)
-        found.append(simulator.run(run.log.trace))
-    return found
+def free(run: Run, machine: Machine) -> Simulation:
+    """The same arrivals on simulated hardware as fast as this."""
+    worker = SimulatedWorker(
+        run.block_bytes,
+        machine.link_bandwidth,
+        latency_seconds=machine.link_latency,
+        disk=machine.disk,
+        stores={"disk": SimulatedStore(DISK_BLOCKS)},
+    )
+    simulator = Simulator(run.cache, run.scheduler, machine.cost, worker, block_tokens=BLOCK, num_layers=30)
+    return simulator.run(run.log.trace)
 
 
-def compare(runs: Sequence[Run], simulated: Sequence[Sequence[Simulation]]) -> tuple[list[Row], list[Bar]]:
-    """Each run beside the median of its simulations, and the runs beside each other. The worse of both counts."""
+def compare(runs: Sequence[Run], simulated: Sequence[Simulation]) -> tuple[list[Row], list[Bar]]:
+    """Each run beside its simulation, and the runs beside each other. The worse of the two is what counts."""
     rows: list[Row] = []
     bars: list[Bar] = []
     for tier in TIERS:
         real = [run.hit_rate(tier) * 100 for run in runs]
-        ours = [statistics.median(_hit_rate(one, tier) * 100 for one in each) for each in simulated]
+        ours = [_hit_rate(each, tier) * 100 for each in simulated]
         rows.append(_row(f"hits, {tier}, %", real[0], ours[0], real[1], ours[1]))
         off = max(abs(a - b) for a, b in zip(real, ours, strict=True))
         bars.append(at_most(f"free: hits of {tier}, points off", off, 2))
     for share in (50, 90, 99):
         real = [float(np.percentile(run.ttfts, share)) for run in runs]
-        ours = [statistics.median(_ttft(one, share) for one in each) for each in simulated]
+        ours = [float(np.percentile([one.ttft or 0.0 for one in each.requests], share)) for each in simulated]
         rows.append(_row(f"TTFT p{share}, s", real[0], ours[0], real[1], ours[1]))
         off = max(abs(b / a - 1) * 100 for a, b in zip(real, ours, strict=True))
         if share != 90:
@@ -183,10 +175,6 @@ def compare(runs: Sequence[Run], simulated: Sequence[Sequence[Simulation]]) -> t
 def _row(figure: str, run: float, simulated: float | None, again: float | None, simulated_again: float | None) -> Row:
     told = {"run": run, "simulated": simulated, "run again": again, "simulated again": simulated_again}
     return {"figure": figure, **{name: "" if value is None else value for name, value in told.items()}}
-
-
-def _ttft(simulated: Simulation, share: float) -> float:
-    return float(np.percentile([each.ttft or 0.0 for each in simulated.requests], share))
 
 
 def _hit_rate(simulated: Simulation, tier: str) -> float:

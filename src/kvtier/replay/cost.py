@@ -98,33 +98,6 @@ class Measured:
         return float(self.costs @ np.array(_amounts(work)))
 
 
-class Noisy:
-    """Measured steps with their noise, for machines that others use: means hide what tails are made of.
-
-    Each step takes as many times what the fit says as one of its kind did when it was measured, in the order they came,
-    so that slow moments last; from a place on that the seed says. Kinds are steps with prompts in them and without.
-    """
-
-    def __init__(self, samples: Sequence[tuple[Work, float]], seed: int) -> None:
-        self._fit = Measured(samples)
-        self._factors: dict[bool, list[float]] = {False: [], True: []}
-        for work, taken in samples:
-            self._factors[_has_prompt(work)].append(taken / self._fit.seconds(work))
-        random = np.random.default_rng(seed)
-        self._at = {kind: int(random.integers(1 << 30)) for kind in self._factors}
-
-    def seconds(self, work: Work) -> float:
-        """Another time each time it is asked."""
-        kind = _has_prompt(work)
-        factors = self._factors[kind] or [1.0]
-        self._at[kind] += 1
-        return self._fit.seconds(work) * factors[self._at[kind] % len(factors)]
-
-
-def _has_prompt(work: Work) -> bool:
-    return work.num_tokens > work.num_rows
-
-
 def _amounts(work: Work) -> tuple[float, ...]:
     tokens = work.num_tokens
     first = (min(tokens, knee) for knee in _KNEES)
