@@ -172,16 +172,26 @@ class Fetches:
             return  # its turn comes
         fetch.decision = self._decide(first, parts)
         wanted = sum(count for _, count in parts) if fetch.decision is None or fetch.decision.load else 0
-        slots = reserve_up_to(self._tree, self._host, wanted, fetch.chain.salt) if wanted else None
+        slots = self._reserve(fetch, wanted) if wanted else None
         if slots is not None and len(slots):
             grafted = self._tree.graft(lease, self._host, slots, now=now)
             assert grafted, "there was no next block a moment ago"
             fetch.num_blocks = len(slots)
             self._move(fetch, lease, slots, keys, parts)
         else:
-            # Without room others go first, if its turn has come and they have what was brought for them.
-            others = fetch.is_due and any(other.num_blocks for other in self._open if other is not fetch)
-            fetch.is_over = not (wanted and others)
+            fetch.is_over = slots is not None or not wanted or not fetch.is_due
+
+    def _reserve(self, fetch: Fetch, num_blocks: int) -> Slots | None:
+        """Host slots for all of it; or for as much as fits, if nobody will give more; or None: others are to go first.
+
+        Others have room because of what was brought for them, until their turn has come.
+        """
+        slots = self._tree.reserve(self._host, num_blocks, fetch.chain.salt)
+        if isinstance(slots, Slots):
+            return slots
+        if any(other.num_blocks for other in self._open if other is not fetch):
+            return None
+        return reserve_up_to(self._tree, self._host, num_blocks, fetch.chain.salt)
 
     def _let_go(self, fetch: Fetch) -> None:
         if fetch.lease is not None:

@@ -1,7 +1,7 @@
 """GhostCache: what the hit rate would be with another capacity or policy, while the cache runs.
 
-Of every LOOK_BYTES of a prompt one place is looked at. What the prompt holds up to there, by one byte in every
-STEP_BYTES, makes its mark: prompts that share a prefix share its marks. A mark is in the sample iff its hash falls
+In every LOOK_BYTES of a prompt, one place makes a mark: of what the prompt holds up to there, by one byte in every
+STEP_BYTES. Prompts that share a prefix share its marks. A mark is in the sample iff its hash falls
 below the rate, so every use of a sampled one is seen, and a small cache of marks behaves like a large one of all
 blocks. Each capacity and policy asked about is such a small cache (kvtier.index.shadow). One of them shadows the real
 cache, whose hit rate is known: an estimate is the real rate plus the difference of the two shadows, in which what is
@@ -23,11 +23,14 @@ from kvtier.index.shadow import SHADOWS
 from kvtier.index.tokens import TOKEN_BYTES
 
 # Amid the index's own work a line of Python takes three to five times what it takes in a loop. So a request costs one
-# slice and three appends when it is seen, and the rest is done for 4096 at once (docs/log.md, 2026-11-15).
-STEP_BYTES = 509  # odd, so that every byte of a token has its turn
-_STEPS = 8
-_HALF_WORD = bytes(_STEPS // 2)
-LOOK_BYTES = STEP_BYTES * _STEPS
+# slice and two appends when it is seen, and the rest is done for 4096 at once (docs/log.md, 2026-11-15).
+#
+#   prompt  |look . look . look . look . look . look . look ..       a word is four looks, but for a prompt's first;
+#   words   |       w0         |           w1              |         a mark is what the words up to it hold
+#           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2
+STEP_BYTES = 1021  # odd, so that every byte of a token has its turn
+LOOK_BYTES = 4 * STEP_BYTES
+_ROUND = LOOK_BYTES // 2 - 1  # a mark counts if its last look is in a full block
 _FIELDS = 2
 _FULL = 4096 * _FIELDS
 _GROUPS = 256
@@ -89,9 +92,8 @@ class GhostCache:
         # policy -> by how many hits it leads the shadow of the real cache, for each group of marks and each size
         self._leads = {name: np.zeros((_GROUPS, len(self._sizes)), np.int64) for name in self._shadows}
         self._factors = np.random.default_rng(seed).integers(2**62, 2**63, 4, dtype=_U64) | _U64(1)
-        self._look = slice(STEP_BYTES, None, STEP_BYTES)
-        self._looks = bytearray(_HALF_WORD)
-        self._waiting: list[int] = []  # of each request the bytes of its prompt and the blocks found
+        self._looks = bytearray()
+        self._waiting: list[int] = []  # of each request its blocks and those found
         self._apart: dict[int, tuple[bytes, bytes, dict[int, bytes]]] = {}
         self._num_blocks = self._num_hits = self._num_looks = self._num_unseen = 0
 
@@ -99,10 +101,13 @@ class GhostCache:
         """A request with this chain was run, and so many of its blocks were found."""
         labels = chain.labels
         waiting = self._waiting
-        self._looks += labels[self._look]
+        num_blocks = len(labels) // self._block_bytes
         if chain.salt or chain.adapter or chain.extras:
             self._apart[len(waiting) // _FIELDS] = chain.salt, chain.adapter, chain.extras
-        waiting.append(len(labels))
+        count = (num_blocks * self._block_bytes + _ROUND) // LOOK_BYTES
+        if count:
+            self._looks += b"\0" + labels[: count * LOOK_BYTES - STEP_BYTES : STEP_BYTES]
+        waiting.append(num_blocks)
         waiting.append(num_matched)
         if len(waiting) >= _FULL:
             self._play()
@@ -146,17 +151,15 @@ class GhostCache:
     def _play(self) -> None:
         """Play the sampled marks of the waiting requests to every shadow."""
         waiting, self._waiting = self._waiting, []
-        looks, self._looks = self._looks, bytearray(_HALF_WORD)
-        num_hits, num_bytes = waiting[1::_FIELDS], np.array(waiting[::_FIELDS])
-        num_blocks = num_bytes // self._block_bytes
-        # mark m of a prompt ends with byte (8 m + 4) * STEP_BYTES, and counts if that is in a full block
-        counts = (num_blocks * self._block_bytes + (LOOK_BYTES // 2 - 1)) // LOOK_BYTES
+        looks, self._looks = self._looks, bytearray()
+        num_hits, num_blocks = waiting[1::_FIELDS], np.array(waiting[::_FIELDS])
+        counts = (num_blocks * self._block_bytes + _ROUND) // LOOK_BYTES
         stops = np.cumsum(counts)
         self._num_hits += sum(num_hits)
         self._num_blocks += int(num_blocks.sum())
         self._num_unseen += int(num_blocks[counts == 0].sum())
         self._num_looks += int(stops[-1])
-        marks = self._marks(looks, np.maximum(num_bytes - 1, 0) // STEP_BYTES, counts, stops - counts)
+        marks = self._marks(np.frombuffer(looks, "<u4").astype(_U64), counts, stops - counts)
         sampled = np.flatnonzero(marks <= _U64(min(int(self.rate * 2**64), 2**64 - 1)))
         marks = marks[sampled]
         requests: list[list[int]] = []
@@ -179,9 +182,8 @@ class GhostCache:
         for name, found in hits.items():
             np.add.at(self._leads[name], groups, found - real)
 
-    def _marks(self, looks: bytearray, num_looks: _Ints, counts: _Ints, starts: _Ints) -> _Words:
-        """For each place a hash of its prompt's words up to it: a running sum of them."""
-        words = _words(looks, np.cumsum(num_looks) - num_looks, counts, starts)
+    def _marks(self, words: _Words, counts: _Ints, starts: _Ints) -> _Words:
+        """For each place a hash of its prompt's words (four looks) up to it: a running sum of them. Changes them."""
         self._tell_apart(words, counts, starts)
         one, two, three, four = self._factors
         words *= one
@@ -205,29 +207,9 @@ class GhostCache:
             if count and (salt or adapter):
                 words[start] ^= _digest(len(salt).to_bytes(8, "little") + salt + adapter)
             for block, extra in extras.items():
-                mark = (block * self._block_bytes + LOOK_BYTES // 2 - 1) // LOOK_BYTES
+                mark = (block * self._block_bytes + _ROUND) // LOOK_BYTES
                 if mark < count:
                     words[start + mark] ^= _digest(extra)
-
-
-def _words(looks: bytearray, begins: _Ints, counts: _Ints, starts: _Ints) -> _Words:
-    """For each place the eight looks about it. Prompts follow each other in `looks`, after half a word of nothing.
-
-    looks     |l0 l1 l2 l3|l4 l5 .. l11|l12 ..      word m of a prompt has its looks [8 m - 4, 8 m + 4)
-    words     |    w0     |     w1     | w2 ..      so places lie amid their LOOK_BYTES
-    """
-    looks += bytes(2 * _STEPS - len(looks) % _STEPS)
-    aligned = np.frombuffer(looks, "<u8")
-    at = np.repeat(begins - (starts << 3), counts)
-    at += np.arange(0, len(at) << 3, _STEPS)
-    # numpy would copy all of an unaligned array before it takes from it: so a word is made of the two it lies in
-    shift = (at << 3 & 63).astype(_U64)
-    at >>= 3
-    words: _Words = aligned[at] >> shift
-    at += 1
-    words |= aligned[at] << _U64(1) << (_U64(63) - shift)
-    words[starts[counts > 0]] &= _U64(0xFFFFFFFF_00000000)  # half of a first word is of another prompt
-    return words
 
 
 def _steepness(places: Any, rates: Any) -> Any:
