@@ -19,8 +19,8 @@ from store_servers import S3_KEY, S3_SECRET, wait_for
 
 CHAT = "/v1/chat/completions"
 BLOCK_TOKENS = 16
-TURNS = 4
-TALKS = 5
+TURNS = 3
+TALKS = 4
 
 
 class Stores:
