@@ -49,6 +49,7 @@ check: $(STAMP)  ## formatting, lint, types, layers, generated pages
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/make_reference.py --check
+	$(BIN)/python docs/make_planner.py --check
 	$(BIN)/python -m benchmarks.table --check README.md
 
 docs: $(STAMP)  ## what is generated: the reference, and the table of results in the README

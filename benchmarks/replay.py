@@ -121,7 +121,7 @@ def honest(seconds: float, keep: Path | None = None) -> tuple[list[Row], list[Ba
         runs, short = [], []
         for name in ("run", "again"):  # a machine that others use is not the same from minute to minute
             short.append(calibration(model, folder / f"before {name}", 10 + len(short), seconds / 5))
-            runs.append(record(model, folder / name, Load(2, seconds, 1.2)))
+            runs.append(record(model, folder / name, Load(2, seconds, 1.1)))
     machine = machine_of(short)
     followed = [follow(run.log, run.cache, run.scheduler) for run in runs]
     num_wrong = sum(
