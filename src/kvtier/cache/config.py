@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.cache.host import HostConfig
 from kvtier.cache.store import StoreConfig
@@ -27,6 +27,9 @@ class CacheConfig:
     """Evict from the device ahead of demand, so that this share of it is free."""
     recompute: bool = True
     """Whether blocks are computed where that is expected to be faster than to load them."""
+    secret: bytes = field(default=b"", repr=False)
+    """Keys the digests that stored blocks carry of their tokens. All who share a store need the same, of at most 64
+    bytes; without one whoever reads the store can check a guess at a prompt."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -35,6 +38,8 @@ class CacheConfig:
             raise RangeError(
                 f"partial_scan counts blocks and free_share is in [0, 1), got {self.partial_scan} and {self.free_share}"
             )
+        if len(self.secret) > 64:
+            raise RangeError(f"a secret has at most 64 bytes, got {len(self.secret)}")
         names = [store.name for store in self.stores]
         if names and self.host is None:
             raise ArgumentError(f"blocks come from {', '.join(names)} through host memory: give the cache a host tier")

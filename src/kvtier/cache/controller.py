@@ -53,12 +53,14 @@ class CacheController:
         *,
         stores: Mapping[str, Store | ShardStores] | None = None,
         namespace: bytes = bytes(32),
+        secret: bytes = b"",
         sharding: Sharding | None = None,
         config: TransferConfig | None = None,
         mover: Mover = run_path,
     ) -> None:
-        """`namespace` is the fingerprint that stored blocks carry. With several ranks `layout` is this rank's own
-        (KVLayout.of_rank). `mover` carries out copies; tests pass one that fails."""
+        """`namespace` is the fingerprint that stored blocks carry, `secret` keys the digests of their tokens. With
+        several ranks `layout` is this rank's own (KVLayout.of_rank). `mover` carries out copies; tests pass one that
+        fails."""
         if len(caches) != len(layout.groups) or num_host_blocks < 1:
             raise ArgumentError(
                 f"{len(layout.groups)} groups need as many caches and host blocks, got {len(caches)} and "
@@ -72,7 +74,7 @@ class CacheController:
         self._hosts = self._new_hosts(num_host_blocks)
         for host in self._hosts:
             host.wait_ready(min(host.num_slots, host.piece_slots))
-        self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace, sharding)
+        self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace, sharding, secret)
         self._under: dict[int, _Under] = {}
         self._by_copy: dict[int, _Under] = {}
         self._scrubber = Scrubber(self._hosts)

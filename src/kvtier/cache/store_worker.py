@@ -20,8 +20,7 @@ import numpy as np
 from kvtier.cache.plan import KEY_BYTES, Drop, Outcome, Presence, Probe, Purpose, Transfer, split_keys
 from kvtier.cache.shards import Bytes, Part, Sharding, parts_of
 from kvtier.layout import CacheGroup
-from kvtier.storage import Label, Read, Results, ShardStores, Status, Store, Write
-from kvtier.storage.store import DIGEST_BYTES
+from kvtier.storage import Label, Read, Results, ShardStores, Status, Store, Write, digest_tokens
 from kvtier.transfer import HostMemory
 
 _SCAN_PAGE = 4096
@@ -39,11 +38,12 @@ class StoreWorker:
         hosts: Sequence[HostMemory],
         namespace: bytes,
         sharding: Sharding,
+        secret: bytes = b"",
     ) -> None:
         self.hosts = hosts
         self._stores = dict(stores)
         self._parts = parts_of(groups, sharding)
-        self._namespace = namespace
+        self._namespace, self._secret = namespace, secret
         self._outcomes: list[Outcome] = []
         self._presences: list[Presence] = []
         self._num_open = 0
@@ -156,8 +156,8 @@ class StoreWorker:
         is_fetch = transfer.purpose is Purpose.FETCH
         slots = (transfer.targets if is_fetch else transfer.sources)[some].tolist()
         block_keys = transfer.keys[some.start * KEY_BYTES : some.stop * KEY_BYTES]
-        # a block's key is a digest of all tokens up to its end; that of a part's object is another
-        digests = [key[:DIGEST_BYTES] for key in split_keys(block_keys)]
+        # a block's key tells all tokens up to its end; the key of a part's object is another
+        digests = [digest_tokens(key, self._secret) for key in split_keys(block_keys)]
         keys = [key for part in parts for key in part.key_list(block_keys)]
         namespaces = [part.namespace(self._namespace) for part in parts]
         labels = [Label(namespace, digest) for namespace in namespaces for digest in digests]

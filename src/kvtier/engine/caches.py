@@ -74,7 +74,11 @@ def open_caches(
             )
             for each in (first, *models[1:])
         ]
-        own = new_controller(host.num_blocks, groups, mine, namespace, sharding) if host is not None else None
+        own = (
+            new_controller(host.num_blocks, groups, mine, namespace, cache.secret, sharding)
+            if host is not None
+            else None
+        )
         opened.pop_all()
     if ranks is None:
         return Caches(groups, own, mine, None)
@@ -97,6 +101,7 @@ def _rank_config(
         num_host_blocks,
         urls,
         namespace,
+        config.cache.secret,
         config.rank_timeout_seconds,
     )
 

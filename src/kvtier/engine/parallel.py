@@ -70,6 +70,7 @@ class RankConfig:
     num_host_blocks: int
     stores: Mapping[str, tuple[str, ...]]
     namespace: bytes
+    secret: bytes
     timeout_seconds: float
 
 
@@ -208,6 +209,7 @@ class Ranks:
             config.num_host_blocks,
             config.stores,
             config.namespace,
+            config.secret,
             num_threads,
         )
         self._send(rank, start)

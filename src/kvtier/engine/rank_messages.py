@@ -39,6 +39,8 @@ class Start:
     stores: Mapping[str, tuple[str, ...]]
     """The URLs of each store, which every rank opens for itself."""
     namespace: bytes
+    secret: bytes
+    """See CacheConfig."""
     num_threads: int
     """Of torch; 0 leaves them as they are."""
 

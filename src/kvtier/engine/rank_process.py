@@ -82,7 +82,8 @@ class RankWorker:
         self._controller: CacheController | None = None
         if start.num_host_blocks:
             self._controller = new_controller(
-                start.num_host_blocks, [self._group], self._stores, start.namespace, start.sharding
+                *(start.num_host_blocks, [self._group], self._stores),
+                *(start.namespace, start.secret, start.sharding),
             )
             stack.callback(self._controller.close)
         link.send(Ready(self._controller.num_host_ready if self._controller is not None else 0))

@@ -328,9 +328,16 @@ def new_controller(
     groups: Sequence[CacheGroup],
     stores: Mapping[str, Store | ShardStores],
     namespace: bytes,
+    secret: bytes = b"",
     sharding: Sharding | None = None,
 ) -> CacheController:
     """A controller for an engine's groups, those of one rank."""
     caches = [group.cache for group in groups]
     layout = layout_of(caches, groups[0].block_tokens)
-    return CacheController(layout, caches, manager_host_blocks, stores=stores, namespace=namespace, sharding=sharding)
+    return CacheController(
+        *(layout, caches, manager_host_blocks),
+        stores=stores,
+        namespace=namespace,
+        secret=secret,
+        sharding=sharding,
+    )

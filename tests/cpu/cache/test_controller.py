@@ -16,13 +16,14 @@ from kvtier.cache.plan import Drop, Outcome, Plan, Presence, Probe, Purpose, Rep
 from kvtier.errors import ArgumentError
 from kvtier.layout import CacheGroup, KVLayout
 from kvtier.memory.copy_paths import run_path
-from kvtier.storage import DiskStore, Label, MemoryStore, Write
+from kvtier.storage import DiskStore, Label, MemoryStore, Write, digest_tokens
 from storage_support import Fault, FaultyStore
 
 LAYOUT = KVLayout(
     4, (CacheGroup.attention("main", 3, 2, 8, dt.f16, 4), CacheGroup.attention("draft-1", 1, 1, 8, dt.f32, 4))
 )
 NAMESPACE = hashlib.sha256(b"a model").digest()
+SECRET = b"of the operator"
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(8)]
 
 
@@ -40,7 +41,7 @@ class Rig:
     def __init__(self, num_device: int = 8, num_host: int = 8, stores=None, **options) -> None:
         self.caches = caches_of(num_device)
         self.controller = CacheController(
-            LAYOUT, self.caches, num_host, stores=stores or {}, namespace=NAMESPACE, **options
+            LAYOUT, self.caches, num_host, stores=stores or {}, namespace=NAMESPACE, secret=SECRET, **options
         )
         self.ids = iter(range(1, 1000))
         self.presences: list[Presence] = []
@@ -371,9 +372,10 @@ def test_a_drop_of_keys_takes_every_groups_objects(rigs):
 @pytest.mark.parametrize(
     ("label", "ok"),
     [
-        (Label(NAMESPACE, KEYS[0][:16]), True),
-        (Label(NAMESPACE, KEYS[1][:16]), False),
-        (Label(hashlib.sha256(b"another model").digest(), KEYS[0][:16]), False),
+        (Label(NAMESPACE, digest_tokens(KEYS[0], SECRET)), True),
+        (Label(NAMESPACE, digest_tokens(KEYS[1], SECRET)), False),
+        (Label(NAMESPACE, digest_tokens(KEYS[0])), False),
+        (Label(hashlib.sha256(b"another model").digest(), digest_tokens(KEYS[0], SECRET)), False),
     ],
 )
 def test_a_read_for_other_tokens_or_another_model_is_a_miss(rigs, label, ok):
