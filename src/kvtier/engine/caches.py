@@ -75,7 +75,7 @@ def open_caches(
             for each in (first, *models[1:])
         ]
         own = (
-            new_controller(host.num_blocks, groups, mine, namespace, cache.secret, sharding)
+            new_controller(host.num_blocks, groups, mine, namespace, sharding, cache.secret)
             if host is not None
             else None
         )

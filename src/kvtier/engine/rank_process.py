@@ -83,7 +83,7 @@ class RankWorker:
         if start.num_host_blocks:
             self._controller = new_controller(
                 *(start.num_host_blocks, [self._group], self._stores),
-                *(start.namespace, start.secret, start.sharding),
+                *(start.namespace, start.sharding, start.secret),
             )
             stack.callback(self._controller.close)
         link.send(Ready(self._controller.num_host_ready if self._controller is not None else 0))

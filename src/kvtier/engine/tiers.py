@@ -328,8 +328,8 @@ def new_controller(
     groups: Sequence[CacheGroup],
     stores: Mapping[str, Store | ShardStores],
     namespace: bytes,
-    secret: bytes = b"",
     sharding: Sharding | None = None,
+    secret: bytes = b"",
 ) -> CacheController:
     """A controller for an engine's groups, those of one rank."""
     caches = [group.cache for group in groups]
