@@ -22,7 +22,7 @@ import numpy as np
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index.policy import POLICIES
 from kvtier.replay.hits import replay_paths
-from kvtier.replay.processes import spread
+from kvtier.replay.processes import jobs_here, spread
 from kvtier.replay.trace import TraceRequest
 
 OPTIMUM = "optimum"
@@ -103,7 +103,7 @@ def sweep(
         whole = [capacity for capacity in capacities if capacity >= accesses.max_blocks]
         found.update(zip((("lru", capacity) for capacity in whole), lru_hits(accesses, whole), strict=True))
     left = [task for task in tasks if task not in found]
-    for done, (number, num_hits) in enumerate(spread(lambda task: _hits(accesses, *task), left, jobs), 1):
+    for done, (number, num_hits) in enumerate(spread(lambda task: _hits(accesses, *task), left, jobs_here(jobs)), 1):
         found[left[number]] = num_hits
         if progress is not None:
             progress(done / len(left))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TypeVar
@@ -11,6 +12,11 @@ from kvtier.errors import StateError
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def jobs_here(jobs: int) -> int:
+    """As many as wanted, or 1 in a process that has torch: forked, its threads' locks may stay taken for ever."""
+    return 1 if "torch" in sys.modules else jobs
 
 
 def spread(work: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[tuple[int, R]]:

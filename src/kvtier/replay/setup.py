@@ -13,7 +13,7 @@ from kvtier.cache.store import StoreConfig
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.replay.cost import Roofline
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec
-from kvtier.replay.processes import spread
+from kvtier.replay.processes import jobs_here, spread
 from kvtier.replay.routing import Routing, route
 from kvtier.replay.simulator import Simulation, Simulator
 from kvtier.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
@@ -158,7 +158,7 @@ def simulate(
         return task[0], setups[task[0]].simulator(block_tokens).run(task[1], tell)
 
     runs: dict[int, tuple[int, Simulation]] = {}
-    for number, found in spread(run, parts, jobs):
+    for number, found in spread(run, parts, jobs_here(jobs)):
         runs[number] = found
         num_done = len(runs)
         if progress is not None:
