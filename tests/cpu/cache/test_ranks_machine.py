@@ -155,5 +155,5 @@ class RanksMachine(TiersMachine):
 
 
 def test_no_rank_is_ever_handed_a_wrong_byte():
-    """At least 1,000 steps; KVTIER_SOAK=200 makes as many times more."""
-    run(RanksMachine, 25)
+    """At least 6,000 steps; KVTIER_SOAK=200 makes more."""
+    run(RanksMachine, 150)
