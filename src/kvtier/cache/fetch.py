@@ -94,10 +94,9 @@ class Fetches:
 
         Once, as somebody else's blocks may drive out these again.
         """
-        first = num_found
-        if fetch.is_due or fetch.lease is not None or first >= fetch.wanted:
+        if fetch.is_due or fetch.lease is not None or num_found >= fetch.wanted:
             return False
-        if not self._find(fetch.chain.key_list(first, first + 1)):
+        if not self._find(fetch.chain.key_list(num_found, num_found + 1)):
             return False
         fetch.is_due, fetch.is_over, fetch.started = True, False, now
         fetch.lease = self._tree.match(fetch.chain, now=now, max_blocks=fetch.wanted, retention=retention)

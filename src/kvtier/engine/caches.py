@@ -33,6 +33,11 @@ class Caches:
     stores: Mapping[str, Counted]
     ranks: Ranks | None
 
+    def close(self) -> None:
+        """End the ranks, close the stores, free the host memory."""
+        if self.controller is not None:
+            self.controller.close()
+
 
 def open_caches(
     models: Sequence[Model],

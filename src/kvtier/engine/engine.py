@@ -106,13 +106,17 @@ class Engine:
         caches = open_caches(models, config, limit, namespace.fingerprint, stores or {})
         self.groups = caches.groups
         self.model = model = caches.groups[0].model
-        self.manager = CacheManager(
-            namespace,
-            config.cache,
-            num_ranks=config.tensor_parallel,
-            num_host_ready=caches.controller.num_host_ready if caches.controller is not None else None,
-            ghost=_ghost(config),
-        )
+        try:
+            self.manager = CacheManager(
+                namespace,
+                config.cache,
+                num_ranks=config.tensor_parallel,
+                num_host_ready=caches.controller.num_host_ready if caches.controller is not None else None,
+                ghost=_ghost(config),
+            )
+        except BaseException:  # a policy that does not exist: no process, thread or memory may be left behind
+            caches.close()
+            raise
         scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
         self.scheduler = Scheduler(self.manager, scheduler)
         self.tiers = Tiers(self.manager, self.groups, caches.controller, caches.stores, self.scheduler, clock)
