@@ -22,7 +22,7 @@ from kvtier.cache.shards import Sharding
 from kvtier.cache.store_worker import StoreWorker
 from kvtier.errors import ArgumentError, KvtierError, TransferTimeoutError
 from kvtier.layout import CacheGroup, KVLayout
-from kvtier.memory import Placement
+from kvtier.memory import Event, Placement
 from kvtier.memory.copy_paths import run_path
 from kvtier.storage import ShardStores, Store
 from kvtier.transfer import DeviceCache, HostMemory, TransferConfig, TransferManager, TransferReport
@@ -121,8 +121,12 @@ class CacheController:
 
     # ---- plans -----------------------------------------------------------------------------------------------------
 
-    def submit(self, plan: Plan) -> None:
-        """Begin what a plan says. Copies come behind what the current stream has been given."""
+    def present(self) -> Event | None:
+        """The end of what the current stream has been given: for a plan that is submitted later."""
+        return self._transfers.present()
+
+    def submit(self, plan: Plan, after: Event | None = None) -> None:
+        """Begin what a plan says. Copies come behind `after`; None: behind what the current stream has been given."""
         self._epoch = plan.epoch
         for drop in plan.drops:
             self._stores.drop(drop)
@@ -135,9 +139,9 @@ class CacheController:
             if transfer.purpose in (Purpose.FETCH, Purpose.STORE):
                 self._stores.move(transfer)
             elif transfer.purpose is Purpose.LOAD:
-                self._copy((transfer,))
+                self._copy((transfer,), after)
         # Nobody waits for a save, and a step of many rows has many of a block each: one copy is 0.3 ms of this thread.
-        self._copy(tuple(transfer for transfer in plan.transfers if transfer.purpose is Purpose.SAVE))
+        self._copy(tuple(transfer for transfer in plan.transfers if transfer.purpose is Purpose.SAVE), after)
 
     def poll(self) -> list[Report]:
         """What has been done since the last call; never waits."""
@@ -190,7 +194,7 @@ class CacheController:
                 arrived = slots[np.frombuffer(outcome.arrived, np.bool_)] if outcome.arrived else slots
                 self._scrubber.note(arrived.tolist())
 
-    def _copy(self, transfers: tuple[Transfer, ...]) -> None:
+    def _copy(self, transfers: tuple[Transfer, ...], after: Event | None) -> None:
         """One copy for each group, of one load or of any number of saves, on the device's copy streams."""
         if not transfers:
             return
@@ -202,16 +206,16 @@ class CacheController:
         try:
             for group in self.layout.groups:
                 if transfers[0].purpose is Purpose.LOAD:
-                    copy = self._transfers.load(targets, sources, group=group.name, layer_wise=True)
+                    copy = self._transfers.load(targets, sources, group=group.name, layer_wise=True, after=after)
                 else:
-                    copy = self._transfers.save(sources, targets, group=group.name)
+                    copy = self._transfers.save(sources, targets, group=group.name, after=after)
                 under.copies.append(copy)
         except KvtierError as error:
             for copy in under.copies:  # what was started must be over before the slots are anybody else's
                 copy.wait()
             if len(transfers) > 1:  # only those that cannot be done fail
                 for transfer in transfers:
-                    self._copy((transfer,))
+                    self._copy((transfer,), after)
                 return
             reason = f"{type(error).__name__}: {error}"
             self._done.append(Outcome(transfers[0].id, False, 0, 0.0, reason))

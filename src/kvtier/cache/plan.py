@@ -10,7 +10,8 @@ each), so that a message costs by its blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -109,6 +110,17 @@ class Plan:
 
     def __bool__(self) -> bool:
         return bool(self.transfers or self.probes or self.drops)
+
+    def only(self, transfer_ids: Collection[int]) -> Plan:
+        """These transfers of it, and nothing else."""
+        return replace(self, transfers=self._where(transfer_ids, True), probes=(), drops=())
+
+    def without(self, transfer_ids: Collection[int]) -> Plan:
+        """All but these transfers."""
+        return replace(self, transfers=self._where(transfer_ids, False)) if transfer_ids else self
+
+    def _where(self, transfer_ids: Collection[int], wanted: bool) -> tuple[Transfer, ...]:
+        return tuple(each for each in self.transfers if (each.id in transfer_ids) is wanted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class Engine:
         self._inputs = Inputs(self.groups, copies)
         self._choose = Choose(self._inputs, copies)
         self._pipeline = Pipeline(
-            [self._inputs, Compute(self.groups, self._inputs, caches.ranks), self._choose],
+            [self._inputs, Compute(self.groups, self._inputs, caches.ranks, self.tiers.proceed), self._choose],
             phases=1,
             placement=Placement.parse(str(model.weights.device)),
             executor=InlineExecutor,
@@ -165,7 +165,7 @@ class Engine:
         now = self._clock()
         self.tiers.apply()
         step = self.scheduler.schedule(now)
-        self.tiers.submit(step.plan)
+        self.tiers.submit(step.plan, step.loads if step.rows and not step.controls else None)
         if step.controls:
             self.scheduler.update(step, [], now)
             self._run(step.controls)
@@ -192,6 +192,8 @@ class Engine:
             if not isinstance(error, Exception) or isinstance(error, EngineError):  # an exit, or a rank that is lost
                 raise
             return outputs
+        finally:
+            self.tiers.proceed()  # for a step that never came to compute
         self.tiers.apply()
         return outputs + self._finish(step)
 
@@ -260,7 +262,7 @@ class Engine:
         chain = Chain(self.manager.namespace, tokens, salt=salt)
         request = Request(f"{name}#{index}", chain, min(params.max_tokens, room), priority=priority)
         ends = self.model.config.eos_token_ids
-        return Generation.of(name, index, request, RequestSampler(params, tokens.tolist(), ends, index), self.tokenizer)
+        return Generation.of(name, index, request, RequestSampler(params, tokens, ends, index), self.tokenizer)
 
     def _start(self, generation: Generation) -> None:
         self._live[generation.request.id] = (generation, self._pipeline.add(generation))

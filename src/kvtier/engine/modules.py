@@ -132,16 +132,25 @@ class Compute(Module):
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 
-    def __init__(self, groups: Sequence[CacheGroup], inputs: Inputs, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        inputs: Inputs,
+        ranks: Ranks | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`meanwhile` is called when a GPU has been given the step: this thread only waits until it ends."""
         self._groups = groups
         self._inputs = inputs
         self._ranks = ranks
+        self._meanwhile = meanwhile
 
     def forward(self, env: Environment) -> None:
         """Fill the caches; logits of the rows that want a token. Layers wait for blocks that are being loaded."""
         beside = self._ranks.step(self._inputs.for_ranks()) if self._ranks is not None else contextlib.nullcontext()
         with beside:
             self._compute(env)
+        self._meanwhile()
 
     def _compute(self, env: Environment) -> None:
         batch, waits = env.at(FORWARD_BATCH), self._inputs.waits

@@ -6,9 +6,10 @@ mates: every step works on rows, and random numbers are drawn from a generator p
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,13 +30,17 @@ class RequestSampler:
     """A request's side of sampling: its parameters, its generator and the tokens penalties count."""
 
     def __init__(
-        self, params: SamplingParams, prompt: Sequence[int] = (), eos_token_ids: Sequence[int] = (), index: int = 0
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]] = (),
+        eos_token_ids: Sequence[int] = (),
+        index: int = 0,
     ) -> None:
         """`index` tells the n samples of a request apart."""
         self.params = params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._random = np.random.default_rng([seed, index])
-        self._prompt = np.unique(np.asarray(prompt, np.int64))
+        self._prompt = prompt
         self._counts: dict[int, int] = {}
         self._num_chosen = 0
         self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
@@ -66,7 +71,7 @@ class RequestSampler:
         penalties = self.params.penalties
         output = torch.tensor(list(self._counts), dtype=torch.int64, device=logits.device)
         if penalties.repetition != 1.0:
-            seen = torch.from_numpy(np.union1d(self._prompt, np.fromiter(self._counts, np.int64))).to(logits.device)
+            seen = torch.from_numpy(np.union1d(self._in_prompt, np.fromiter(self._counts, np.int64))).to(logits.device)
             scores = logits[seen]
             logits[seen] = torch.where(scores > 0, scores / penalties.repetition, scores * penalties.repetition)
         if len(output) and (penalties.presence or penalties.frequency):
@@ -80,6 +85,11 @@ class RequestSampler:
     def uniform(self) -> float:
         """The request's next random number, in [0, 1)."""
         return float(self._random.random())
+
+    @functools.cached_property
+    def _in_prompt(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The prompt's tokens, each once: 8 ms for 33,000 (H200's host, 2026-11-15), so only where a penalty asks."""
+        return np.unique(np.asarray(self._prompt, np.int64))
 
 
 @torch.inference_mode()

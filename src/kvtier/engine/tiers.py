@@ -7,7 +7,7 @@ change memory wait until no transfer is under way; they are for the engine's thr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kvtier.engine.parallel import RankedController
 from kvtier.engine.traffic import Traffic, TransferMeter
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease
+from kvtier.memory import Event
 from kvtier.metrics import Registry
 from kvtier.scheduler import Scheduler
 from kvtier.storage import ShardStores, Store, StoreStats
@@ -49,6 +50,14 @@ class TierState:
     hit_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """What is begun when the device computes, and behind what its copies come."""
+
+    plan: Plan
+    after: Event | None
+
+
 class StepWaits:
     """For a step that starts before its blocks are loaded: holds each layer back; tells afterwards, for all ranks."""
 
@@ -66,7 +75,7 @@ class StepWaits:
 
 
 class Tiers:
-    """The tiers of one engine: `submit`, `apply` and `wait` for its step, the rest for operators."""
+    """The tiers of one engine: `submit`, `proceed`, `apply` and `wait` for its step, the rest for operators."""
 
     def __init__(
         self,
@@ -89,18 +98,38 @@ class Tiers:
         self._lost: set[int] = set()
         """Transfers that some rank failed to do, as long as others are at them."""
         self.is_asleep = False
+        self.waits_for_compute = groups[0].model.weights.device.type == "cuda"
+        """Whether this thread only waits while a step is computed."""
+        self._later: _Later | None = None
         self._meter = TransferMeter(clock, manager.moves.num_ranks)
         self.metrics = Registry()
         CacheMetrics(manager, stores, self.metrics)
 
     # ---- for the step ----------------------------------------------------------------------------------------------
 
-    def submit(self, plan: Plan) -> None:
-        """Begin what the manager has decided."""
+    def submit(self, plan: Plan, needed: Collection[int] | None = None) -> None:
+        """Begin what the manager has decided.
+
+        With `needed` a step follows that needs these loads and no other: on a GPU the rest is begun by `proceed`, while
+        it computes, since to begin a copy of hundreds of blocks takes half a millisecond of this thread.
+        """
         self._lost = {number for number in self._lost if self._manager.moves.is_in_flight(number)}
-        if self._controller is not None and plan:
-            self._meter.began(plan)
+        if self._controller is None or not plan:
+            return
+        self._meter.began(plan)
+        if needed is None or not self.waits_for_compute or isinstance(self._controller, RankedController):
             self._controller.submit(plan)
+            return
+        if needed:
+            self._controller.submit(plan.only(needed))
+        self._later = _Later(plan.without(needed), self._controller.present())
+
+    def proceed(self) -> None:
+        """The device computes: begin what can be done meanwhile, and tell the manager what is done. Twice is fine."""
+        later, self._later = self._later, None
+        if later is not None and isinstance(self._controller, CacheController):
+            self._controller.submit(later.plan, later.after)
+            self.apply()
 
     def apply(self) -> None:
         """Tell the manager what is done."""

@@ -148,7 +148,7 @@ class TransferManager:
             raise ClosedError(f"the cache of group {compiled.group.name!r} was released since this was compiled")
         keep = [*compiled.cache.holdings, compiled.host.keep()]
         deadline = None if timeout is None else time.monotonic() + timeout
-        behind = self._present() if after is None else after
+        behind = self.present() if after is None else after
         number = next(self._numbers)
         transfer = Transfer(number, compiled, urgent=urgent, after=behind, deadline=deadline, keep=keep)
         with self._lock:
@@ -220,6 +220,11 @@ class TransferManager:
         """Transfers not yet reported by poll()."""
         return len(self._live)
 
+    def present(self) -> Event | None:
+        """The end of what the current stream has been given; None where there is no stream."""
+        stream = current_stream(self.placement)
+        return None if stream is None else stream.record()
+
     def in_flight_bytes(self, direction: Direction | str, *, urgent: bool) -> int:
         """Bytes given to the device and not done."""
         return self._lanes[as_direction(direction)].in_flight_bytes(urgent=urgent)
@@ -253,10 +258,6 @@ class TransferManager:
             self.close()  # tensors must not go back to torch's pool while copies use them
 
     # ---- helpers ----
-
-    def _present(self) -> Event | None:
-        stream = current_stream(self.placement)
-        return None if stream is None else stream.record()
 
     def _add_checksums(self, transfer: Transfer, compiled: CompiledTransfer) -> None:
         """A thread of its own waits for the blocks and reads them; no copy waits for that."""
