@@ -37,7 +37,7 @@ from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 
 BLOCK_TOKENS, PREFIX, SUFFIX = 16, 32768, 256
-BATCH, CONTEXT = 64, 1024
+BATCH, CONTEXT, MAX_TOKENS = 64, 1024, 900
 MOVED_BLOCKS = 128  # 256 MiB at a time, each way
 ROUNDS = 5
 
@@ -61,7 +61,9 @@ def main() -> None:
         all_pinned(engine)
         rows, bars = first_tokens(engine)
         engine.close()
-    engine = Engine(model, config=dataclasses.replace(config, cache=dataclasses.replace(cache, stores=())))
+    # the batch's own blocks are saved too, and stay as long as it runs
+    host = HostConfig(BATCH * (CONTEXT + MAX_TOKENS) // BLOCK_TOKENS + 16 * MOVED_BLOCKS)
+    engine = Engine(model, config=dataclasses.replace(config, cache=dataclasses.replace(cache, host=host, stores=())))
     all_pinned(engine)
     more_rows, more_bars = decoding(engine)
     engine.close()
@@ -176,7 +178,7 @@ def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
     for _ in range(BATCH):
         engine.add(
             random.integers(1, 100_000, CONTEXT).tolist(),
-            SamplingParams(temperature=0, max_tokens=900, ignore_eos=True),
+            SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True),
         )
     while any(not request.num_new_tokens for request in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()

@@ -51,7 +51,7 @@ class AncestorSwap:
         self, group: CacheGroup, cache: DeviceCache, device_ids: np.ndarray, host: Buffer, direction: Direction
     ) -> None:
         """`host`: pinned memory for one block more than move."""
-        segments = cache.segments(range(group.num_layers))
+        segments = cache.part(range(group.num_layers)).segments
         count = len(device_ids)
         slots = count + 1
         assert host.nbytes >= group.block_bytes * slots

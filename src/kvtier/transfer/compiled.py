@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.errors import ArgumentError
-from kvtier.layout import CacheGroup, Span
+from kvtier.layout import CacheGroup
 from kvtier.memory import CostTable
 from kvtier.memory.copy_plan import I64
 from kvtier.transfer.config import Strategy, TransferConfig
-from kvtier.transfer.device_cache import DeviceCache, Segments
+from kvtier.transfer.device_cache import DeviceCache, Part
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.moves import Ids, Moves, block_copies, copy_table, sort_moves
 from kvtier.transfer.plane import Direction, Plane
@@ -95,26 +95,26 @@ def compile_transfer(
         raise ArgumentError(f"the host memory is for other blocks than those of cache group {group.name!r}")
     moves = sort_moves(device_ids, host_ids, direction, cache.num_blocks, plane.num_blocks)
     count = len(moves)
-    spans = [group.span(layers) for layers in layer_groups]
-    segments = [cache.segments(layers) for layers in layer_groups]
+    parts = [cache.part(layers) for layers in layer_groups]
     sides = (cache.placement, plane.placement)
     shape = Shape(
         *(sides if direction is Direction.D2H else sides[::-1]),
-        nbytes=sum(span.nbytes for span in spans) * count,
-        num_parts=sum(map(len, segments)) * count,
+        nbytes=sum([part.span.nbytes for part in parts]) * count,
+        num_parts=sum([len(part.segments) for part in parts]) * count,
         num_spans=len(layer_groups) * count,
     )
     choice = choose(shape, strategy or config.strategy, costs) if count else Choice("direct", "loop", "no blocks")
     slices = []
-    for index, (span, parts) in enumerate(zip(spans, segments, strict=True)):
+    for index, part in enumerate(parts):
+        num_bytes = part.span.nbytes
         if choice.strategy == "staged":
             at_end = index == (0 if direction is Direction.D2H else len(layer_groups) - 1)
-            sizes = _staged_chunks(count, span.nbytes, config.chunk_bytes, ramp=at_end)
+            sizes = _staged_chunks(count, num_bytes, config.chunk_bytes, ramp=at_end)
             make, limits = _staged_slice, _limits(sizes if direction is Direction.D2H else sizes[::-1])
         else:
-            step = max(1, slice_bytes // span.nbytes)
+            step = max(1, slice_bytes // num_bytes)
             make, limits = _direct_slice, _limits([min(step, count - start) for start in range(0, count, step)])
-        slices += [make(moves, slice(*limit), index, parts, span, plane, direction) for limit in limits]
+        slices += [make(moves, slice(*limit), index, part, plane, direction) for limit in limits]
     return CompiledTransfer(
         group, direction, moves.device_ids, moves.host_ids, layer_groups, slices, choice, cache, host
     )
@@ -140,8 +140,9 @@ def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool)
 
 
 def _direct_slice(
-    moves: Moves, chosen: slice, layer_group: int, segments: Segments, span: Span, host: Plane, direction: Direction
+    moves: Moves, chosen: slice, layer_group: int, part: Part, host: Plane, direction: Direction
 ) -> Slice:
+    span, segments = part.span, part.segments
     blocks, on_device, on_host = moves.order[chosen], moves.sorted_device[chosen], moves.sorted_host[chosen]
     if len(segments) == 1:
         device = (int(segments.pointer[0]), int(segments.stride[0]))
@@ -155,8 +156,9 @@ def _direct_slice(
 
 
 def _staged_slice(
-    moves: Moves, chosen: slice, layer_group: int, segments: Segments, span: Span, host: Plane, direction: Direction
+    moves: Moves, chosen: slice, layer_group: int, part: Part, host: Plane, direction: Direction
 ) -> Slice:
+    span, segments = part.span, part.segments
     blocks, on_device, on_host = moves.order[chosen], moves.sorted_device[chosen], moves.sorted_host[chosen]
     stride, places = _stage_stride(span.nbytes), np.arange(len(blocks))
     device_side = segments.pointer + on_device[:, None] * segments.stride

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvtier.errors import ArgumentError, ClosedError, PlacementError
-from kvtier.layout import CacheGroup
+from kvtier.layout import CacheGroup, Span
 from kvtier.memory import Placement
 from kvtier.memory.copy_plan import I64
 from kvtier.memory.region import Holding
@@ -28,6 +28,14 @@ class Segments:
 
     def __len__(self) -> int:
         return len(self.pointer)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Some layers of a block: where they lie in it, and what they consist of in the device cache."""
+
+    span: Span
+    segments: Segments
 
 
 class DeviceCache:
@@ -55,7 +63,7 @@ class DeviceCache:
         self._planes: list[tuple[int, int, Plane]] = list(planes)
         self.holdings: list[Holding] = list({id(plane.holding): plane.holding for _, _, plane in planes}.values())
         """What keeps the tensors alive: whoever copies holds these."""
-        self._segments: dict[range, Segments] = {}
+        self._parts: dict[range, Part] = {}
 
     @classmethod
     def block_first(cls, group: CacheGroup, tensor: torch.Tensor) -> DeviceCache:
@@ -104,15 +112,16 @@ class DeviceCache:
     def release(self) -> None:
         """Forget the tensors and their addresses, so that the engine can free them. Copies under way keep theirs."""
         self._planes, self.holdings = [], []
-        self._segments = {}
+        self._parts = {}
 
-    def segments(self, layers: range) -> Segments:
-        """The contiguous parts of these layers of a block, in the order of the block."""
-        if self.is_released:
-            raise ClosedError(f"the cache of group {self.group.name!r} was released; register the new one")
-        found = self._segments.get(layers)
+    def part(self, layers: range) -> Part:
+        """What these layers of a block consist of, in the order of the block."""
+        found = self._parts.get(layers)  # asked for every transfer
         if found is None:
-            found = self._segments[layers] = _join([each for each in self._planes if each[0] in layers])
+            if self.is_released:
+                raise ClosedError(f"the cache of group {self.group.name!r} was released; register the new one")
+            planes = [each for each in self._planes if each[0] in layers]
+            found = self._parts[layers] = Part(self.group.span(layers), _join(planes))
         return found
 
 

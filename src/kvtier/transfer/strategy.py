@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.memory import CostTable, Placement, cost_table
 from kvtier.memory.copy_paths import Job, PathName, why_not
@@ -45,10 +45,11 @@ class _Options:
     refusals: Mapping[Strategy, str]
     link: Job
     inside: Job
+    told: str = field(init=False)
 
-    @property
-    def told(self) -> str:
-        return "".join(f"no {name}: {refusal}; " for name, refusal in self.refusals.items())
+    def __post_init__(self) -> None:
+        told = "".join(f"no {name}: {refusal}; " for name, refusal in self.refusals.items())
+        object.__setattr__(self, "told", told)
 
 
 @functools.cache  # asked for every transfer, and the answer never changes

@@ -442,10 +442,10 @@ def test_tensors_that_are_not_the_group_are_refused_with_the_numbers():
 def test_the_cache_of_our_engine_is_one_piece_per_block():
     tensor = torch.zeros(5, 4, 2, 4, 2, 8, dtype=torch.bfloat16)
     cache = DeviceCache.block_first(SMALL, tensor)
-    assert len(cache.segments(range(4))) == 1
-    assert len(cache.segments(range(1, 3))) == 1
+    assert len(cache.part(range(4)).segments) == 1
+    assert len(cache.part(range(1, 3)).segments) == 1
     views = [{"key": tensor[:, layer, 0], "value": tensor[:, layer, 1]} for layer in range(4)]
-    assert len(DeviceCache.layer_first(SMALL, views).segments(range(4))) == 1  # touching parts are one
+    assert len(DeviceCache.layer_first(SMALL, views).part(range(4)).segments) == 1  # touching parts are one
 
 
 def test_a_cache_in_its_own_host_memory_is_refused():
