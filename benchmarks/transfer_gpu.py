@@ -1,10 +1,10 @@
 """The GPU half of benchmarks/transfer.py: everything of issue 6, with its bars. Medians of device times.
 
 "host us" is per copy handed to the driver in a batch call or to the gather kernel in its parameters: compiling and
-submitting a transfer, divided by these, in the best of many bursts: the machine has slow moments of seconds in which the
-driver's call alone takes twice as long. Beside it the median burst, the median of single transfers that follow 20 ms of
-waiting, and the driver's batch call alone. "wall" is the limit's device time over our time by the clock, from the ids to
-the report, of a transfer that starts at once.
+submitting a transfer, divided by these, in the best of many bursts: the machine has slow moments of seconds, in which
+the driver's call alone takes twice as long. Beside it the median burst, the median of single transfers that follow
+20 ms of waiting, and the driver's batch call alone. "wall" is the limit's device time over our time by the clock, from
+the ids to the report, of a transfer that starts at once.
 """
 
 from __future__ import annotations
