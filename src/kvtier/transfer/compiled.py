@@ -27,10 +27,10 @@ from kvtier.transfer.plane import Direction, Plane
 from kvtier.transfer.strategy import Choice, Shape, choose
 
 _STAGE_ALIGNMENT = 256  # a gather kernel moves 16 bytes per load from aligned addresses only
-# The link is idle during the first gather (or the last scatter), so that chunk is small, but no smaller than need be:
-# beside a busy GPU each gather waits for its turn, and a chunk must outlast the wait of the next (8 MiB: 88 % of the
-# link).
-_FIRST_BYTES, _FIRST_SHARE = 8 << 20, 16
+# The link is idle during the first gather (or the last scatter), so that chunk is small; but a chunk should outlast the
+# gather of the next, which waits for its turn beside a busy GPU. 64 MiB alone, worst shape: .969 of the link with 4 MiB,
+# .963 with 8, .962 with 12; beside matrix products no difference (H200, 2026-11-15). Large ones begin with a sixteenth.
+_FIRST_BYTES, _FIRST_SHARE = 4 << 20, 16
 
 
 @dataclass(slots=True, eq=False)

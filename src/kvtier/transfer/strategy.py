@@ -20,7 +20,7 @@ from kvtier.memory.copy_paths import Job, PathName, why_not
 from kvtier.memory.costs import cost_key
 from kvtier.transfer.config import Strategy
 
-_FIRST_CHUNK_BYTES = 8 << 20
+_FIRST_CHUNK_BYTES = 4 << 20  # as compiled.py begins
 
 
 @dataclass(frozen=True, slots=True)

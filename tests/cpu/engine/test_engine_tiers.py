@@ -59,12 +59,69 @@ def make(
             low_share=st.sampled_from([0.3, 1.0]),
         ),
     ),
+    beside_compute=st.booleans(),
 )
 @settings(max_examples=6 * SOAK, deadline=None)
-def test_a_host_tier_never_changes_an_answer(model, random, num_blocks, host):
+def test_a_host_tier_never_changes_an_answer(model, random, num_blocks, host, beside_compute):
     talks = conversations(random, 5)
     wanted = talk(make(model, 400, None, caching=False), talks)
-    assert talk(make(model, num_blocks, host), talks) == wanted
+    engine = make(model, num_blocks, host)
+    engine.tiers.waits_for_compute = beside_compute  # as on a GPU: what no step needs is begun behind its compute
+    assert talk(engine, talks) == wanted
+
+
+def test_what_no_step_needs_is_begun_while_it_is_computed(model):
+    """A save waits for the compute to be given to the device; a load that the step starts with does not."""
+    engine = make(model, 40, HostConfig(40))
+    engine.tiers.waits_for_compute = True
+    begun: list[str] = []
+    controller, logits = engine.tiers._controller, engine.groups[0].logits
+    submit = controller.submit
+
+    def told(plan, after=None):
+        begun.extend(transfer.purpose.value for transfer in plan.transfers)
+        submit(plan, after)
+
+    def computed(*arguments):
+        begun.append("compute")
+        return logits(*arguments)
+
+    controller.submit, engine.groups[0].logits = told, computed
+    run(engine, [1] * 21, 6)
+    assert begun == ["compute", "compute", "save", *begun[3:]]
+    assert begun.count("save") >= 2
+    engine.tiers.demote(engine.chain([1] * 21))
+    begun.clear()
+    run(engine, [1] * 21, 1)
+    assert begun == ["load", "compute"]
+    assert not engine.tiers.submit(engine.manager.plan())
+    engine.close()
+
+
+def test_a_step_that_fails_before_it_computes_leaves_no_plan_behind(model):
+    engine = make(model, 40, HostConfig(40))
+    engine.tiers.waits_for_compute = True
+    engine.add([1] * 21, greedy(6))
+    engine.step()
+
+    def broken(*_):
+        raise RuntimeError("the device is on fire")
+
+    engine.groups[0].logits = broken
+    while engine.scheduler.has_work():
+        engine.step()
+    assert engine.manager.moves.in_flight or engine.manager.moves.counts.num_blocks[Purpose.SAVE]
+    while engine.manager.has_plans:
+        engine.step()
+    assert engine.manager.moves.counts.num_blocks[Purpose.SAVE] > 0
+    engine.manager.check()
+    engine.close()
+
+
+def run(engine: Engine, prompt: list[int], num_tokens: int) -> None:
+    engine.add(prompt, greedy(num_tokens))
+    while engine.has_work():
+        engine.step()
 
 
 def break_copies(engine: Engine, faults, share: float) -> None:
