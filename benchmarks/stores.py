@@ -245,7 +245,7 @@ def beside_raw(
 def main() -> None:
     """Measure, print, keep."""
     parser = arguments("Shared stores beside their raw clients.")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batches", type=int, default=4, help="batches of 32 MiB in a round")
     parser.add_argument("--only", default="", help="one of redis_single, redis_cluster, s3, mooncake, ttft, decision")
     options = parser.parse_args()

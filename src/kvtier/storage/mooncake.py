@@ -127,7 +127,8 @@ class MooncakeBucket:
         left = [index for index, is_there in enumerate(there) if not is_there]
         done = [Put.EXISTS] * len(names)
         if left:
-            pieces = self._pieces([values[index] for index in left], scratch)
+            wanted = values[:] if len(left) == len(values) else [values[index] for index in left]
+            pieces = self._pieces(wanted, scratch)
             codes = self._client.batch_put_from_multi_buffers(
                 self._full([names[index] for index in left]),
                 [[address_of(part) for part in parts] for parts in pieces],

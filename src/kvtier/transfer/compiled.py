@@ -28,8 +28,9 @@ from kvtier.transfer.strategy import Choice, Shape, choose
 
 _STAGE_ALIGNMENT = 256  # a gather kernel moves 16 bytes per load from aligned addresses only
 # The link is idle during the first gather (or the last scatter), so that chunk is small; but a chunk should outlast the
-# gather of the next, which waits for its turn beside a busy GPU. 64 MiB alone, worst shape: .969 of the link with 4 MiB,
-# .963 with 8, .962 with 12; beside matrix products no difference (H200, 2026-11-15). Large ones begin with a sixteenth.
+# gather of the next, which waits for its turn beside a busy GPU. 64 MiB alone, worst shape: .969 of the link with
+# 4 MiB, .963 with 8, .962 with 12; beside matrix products no difference (H200, 2026-11-15). Large ones begin with a
+# sixteenth.
 _FIRST_BYTES, _FIRST_SHARE = 4 << 20, 16
 
 
