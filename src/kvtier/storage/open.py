@@ -210,8 +210,8 @@ def _open_redis(options: _Options, secret: bytes | None) -> Store:
 
 def _redis_threads(*, is_cluster: bool) -> int:
     """Four for the nodes of a cluster; for one server one for every two cores, up to four: on two cores, one of them
-    the server's, one wrote at .87 to .97 of the raw client's rate, four at .78 to .87; to a cluster one at .76, four at .86
-    (2026-11-15)."""
+    the server's, one wrote at .87 to .97 of the raw client's rate, four at .78 to .87; to a cluster one at .76, four
+    at .86 (2026-11-15)."""
     return 4 if is_cluster else max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
 
