@@ -50,11 +50,11 @@ check: $(STAMP)  ## formatting, lint, types, layers, generated pages
 	$(BIN)/lint-imports
 	$(BIN)/python docs/make_reference.py --check
 	$(BIN)/python docs/make_planner.py --check
-	$(BIN)/python -m benchmarks.table --check README.md
+	$(BIN)/python -m benchmarks.table --check README.md docs/storage.md docs/stores.md docs/planner.md
 
 docs: $(STAMP)  ## what is generated: the reference, and the table of results in the README
 	$(BIN)/python docs/make_reference.py
-	$(BIN)/python -m benchmarks.table --write README.md
+	$(BIN)/python -m benchmarks.table --write README.md docs/storage.md docs/stores.md docs/planner.md
 
 bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.copy --results $(RESULTS)

@@ -1,8 +1,8 @@
-"""The README's table of results: for every line the newest record in results/ that has its figures.
+"""The tables of results in the README and the docs: for every line the newest record in results/ that has its figures.
 
-python -m benchmarks.table                      print it
-python -m benchmarks.table --write README.md    put it between the markers of a file
-python -m benchmarks.table --check README.md    exit code 1 if the file has another one
+python -m benchmarks.table                                      print them
+python -m benchmarks.table --write README.md docs/storage.md    put them between the markers of these pages
+python -m benchmarks.table --check README.md docs/storage.md    exit code 1 if one of them has another one
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: python -m benchmarks.table -->", "<!-- end of results -->"
 Rows = Sequence[Mapping[str, Any]]
 
@@ -100,6 +101,78 @@ def disk(call: str) -> Callable[[Rows], Cells]:
     return cells
 
 
+def disk_setting(setting: str, call: str) -> Callable[[Rows], Cells]:
+    """Medians, and the median of our shares of theirs, round by round. The page cache is not measured with fio."""
+
+    def cells(rows: Rows) -> Cells:
+        found = [row for row in rows if (row.get("setting"), row.get("call")) == (setting, call)]
+        if not found:
+            raise LookupError(f"no {call} with {setting}")
+        others = (f"{_CALLS[row['beside']]} {row['its median']:.2f} GB/s: {100 * row['share']:.0f} %" for row in found)
+        return Cells(f"{found[0]['median GB/s']:.2f} GB/s", ", ".join(others))
+
+    return cells
+
+
+_CALLS = {"raw": "bare calls", "fio": "fio"}
+
+
+def checksums(rows: Rows) -> Cells:
+    """One core, 1 MiB in its cache."""
+    ours, twin = (row_of(rows, checksum=name)["GB/s"] for name in ("in C", "twin (zlib, numpy)"))
+    return Cells(f"{ours:.1f} GB/s", f"zlib and numpy {twin:.1f} GB/s")
+
+
+def opening(rows: Rows) -> Cells:
+    """Tables are read, payloads are not."""
+    for row in rows:
+        if "open s" in row:
+            return Cells(f"{row['open s']:.2f} s", f"{row['objects']:,} objects")
+    raise LookupError("no store was opened")
+
+
+def crash(what: str) -> Callable[[Rows], Cells]:
+    """What was reported stored and is gone, what is damaged and found, and space nobody has any more."""
+
+    def cells(rows: Rows) -> Cells:
+        row = row_of(rows, crash=what)
+        ours = f"{row['lost']} objects lost, {row['corrupt']} corrupt, {row['bytes leaked']} bytes leaked"
+        return Cells(ours, f"{row['times']:,} times")
+
+    return cells
+
+
+def store(name: str, call: str) -> Callable[[Rows], Cells]:
+    """Medians, 1 MiB objects, 32 at a time; the median of our shares of the raw client's rate; the load average."""
+
+    def cells(rows: Rows) -> Cells:
+        row = row_of(rows, store=name, call=call)
+        share, busy = 100 * row["share"], row["load of the machine"]
+        return Cells(f"{row['MB/s']:.0f} MB/s", f"raw client {row['raw']:.0f} MB/s: {share:.0f} %; load {busy}")
+
+    return cells
+
+
+def first_token(name: str, prompt: int) -> Callable[[Rows], Cells]:
+    """SmolLM2 on one core; the prompt is in the store and in no memory."""
+
+    def cells(rows: Rows) -> Cells:
+        row = row_of(rows, store=name, prompt=prompt)
+        return Cells(f"{row['hit ms']:.0f} ms", f"computed {row['compute ms']:.0f} ms")
+
+    return cells
+
+
+def decisions(rows: Rows) -> Cells:
+    """Right: at most a tenth longer than the other way."""
+    found = [row for row in rows if "right" in row]
+    if not found:
+        raise LookupError("no decisions")
+    lengths, latencies = (len({row[name] for row in found}) for name in ("prompt", "latency ms"))
+    right, count = (sum(row[name] for row in found) for name in ("right", "of"))
+    return Cells(f"{right} of {count} right", f"{lengths} prompt lengths at {latencies} latencies, both ways by force")
+
+
 def stores(rows: Rows) -> Cells:
     """Medians of reading 1 MiB objects, 32 at a time."""
     found = [(name, row_of(rows, store=name, call="read")) for name in ("redis", "s3", "mooncake")]
@@ -128,6 +201,46 @@ def sweep(rows: Rows) -> Cells:
     """Of the conversation trace."""
     row = row_of(rows, trace="conversation")
     return Cells(f"{row['seconds']:.0f} s, {row['MiB']:.0f} MiB", f"{row['requests']:,} requests, 60 simulations")
+
+
+def longer(rows: Rows) -> Cells:
+    """The sweep of a generated trace, and of one with ten times the sessions."""
+    found = [row for row in rows if row.get("trace") == "generated"]
+    if not found:
+        raise LookupError("no generated traces")
+    few, many = (pick(found, key=lambda row: row["requests"]) for pick in (min, max))
+    return Cells(
+        f"{many['seconds'] / few['seconds']:.1f} times as long, {many['MiB']:.0f} MiB",
+        f"{few['requests']:,} requests {few['seconds']:.0f} s, {many['requests']:,} requests {many['seconds']:.0f} s",
+    )
+
+
+def reference(rows: Rows) -> Cells:
+    """Hit rates of the conversation trace, farthest from the reference."""
+    found = [row for row in rows if "reference" in row]
+    if not found:
+        raise LookupError("no hit rates")
+    off = max(abs(row["hit rate"] - row["reference"]) for row in found) * 100
+    policies = ", ".join(dict.fromkeys(row["policy"] for row in found))
+    sizes = len({row["blocks"] for row in found})
+    return Cells(f"{off:.3f} points off at most", f"an independent reference: {policies} at {sizes} sizes")
+
+
+def honest(*figures: str, unit: str) -> Callable[[Rows], Cells]:
+    """Each of two real runs beside its simulation, the worse of them; and the runs beside each other."""
+
+    def off(ours: float, run: float) -> float:
+        return abs(ours - run) if unit == "points" else abs(ours / run - 1) * 100
+
+    def cells(rows: Rows) -> Cells:
+        found = [row_of(rows, figure=figure) for figure in figures]
+        ours = max(
+            max(off(row["simulated"], row["run"]), off(row["simulated again"], row["run again"])) for row in found
+        )
+        runs = max(off(row["run again"], row["run"]) for row in found)
+        return Cells(f"{ours:.1f} {unit} off at most", f"two real runs differ by {runs:.1f} {unit}")
+
+    return cells
 
 
 def simulated(rows: Rows) -> Cells:
@@ -196,7 +309,7 @@ def disturbed(rows: Rows) -> Cells:
     return Cells(f"{ours:.1f} ms a step", f"without transfers {alone:.1f} ms")
 
 
-LINES = (
+README = (
     Line("Prefix index: find, allocate with eviction, publish, release a prompt of ~12,000 tokens", "index", index),
     *(Line(f"Engine, SmolLM2-135M: {case}", "engine", engine(case)) for case in ("prefill 512", "prefill 2048")),
     *(Line(f"Engine, SmolLM2-135M: {case}", "engine", engine(case)) for case in ("decode 1", "decode 16")),
@@ -219,11 +332,54 @@ LINES = (
     Line("Decode of 64 rows, 8B model, while blocks are loaded and saved", "tiers_gpu", disturbed),
 )
 
+STORAGE = (
+    *(
+        Line(f"{setting}: {call}", "tiers", disk_setting(setting, call))
+        for setting in (f"{how}, sync at {when}" for how in ("O_DIRECT", "page cache") for when in ("close", "write"))
+        for call in ("write", "read")
+    ),
+    Line("Checksum in C", "tiers", checksums),
+    Line("Opening a store", "tiers", opening),
+    Line("Process killed", "crash", crash("kill -9")),
+    Line("Power failure, simulated", "crash", crash("power failure")),
+)
 
-def table(results: Path = RESULTS) -> str:
+STORES = (
+    *(
+        Line(f"{name}: {call}", "stores", store(name, call))
+        for name in ("redis", "redis, AES-GCM", "redis cluster of 3", "s3", "mooncake")
+        for call in ("write", "read")
+    ),
+    *(
+        Line(f"{name}: first token of a prompt of {prompt:,} tokens", "stores", first_token(name, prompt))
+        for name in ("redis", "s3")
+        for prompt in (128, 512, 1024)
+    ),
+    Line("Load or recompute: decisions", "stores", decisions),
+)
+
+PLANNER = (
+    Line("Hit rates", "replay", reference),
+    Line(
+        "Simulated freely: hits by tier",
+        "replay",
+        honest(*(f"hits, {tier}, %" for tier in ("device", "host", "disk")), unit="points"),
+    ),
+    *(
+        Line(f"Simulated freely: TTFT {share}", "replay", honest(f"TTFT {share}, s", unit="%"))
+        for share in ("p50", "p90", "p99")
+    ),
+    Line("Sweep of the conversation trace, 20 capacities by 3 policies", "replay", sweep),
+    Line("Sweep of ten times the requests, generated", "replay", longer),
+)
+
+PAGES = {"README.md": README, "docs/storage.md": STORAGE, "docs/stores.md": STORES, "docs/planner.md": PLANNER}
+
+
+def table(lines: Sequence[Line], results: Path = RESULTS) -> str:
     """In Markdown. A line that no record has figures for is left out."""
     told = ["| measured | kvtier | beside it, in the same run | machine | commit |", "|---|---|---|---|---|"]
-    for line in LINES:
+    for line in lines:
         for record in reversed(_records(results / f"{line.benchmark}.jsonl")):
             try:
                 cells = line.cells(record["rows"])
@@ -246,18 +402,18 @@ def put(text: str, table: str) -> str:
 def main() -> int:
     """Print, write or check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, metavar="FILE")
-    parser.add_argument("--check", type=Path, metavar="FILE")
+    parser.add_argument("--write", nargs="+", choices=PAGES, metavar="PAGE", default=())
+    parser.add_argument("--check", nargs="+", choices=PAGES, metavar="PAGE", default=())
     options = parser.parse_args()
-    made = table()
-    if options.check is not None and put(text := options.check.read_text(), made) != text:
-        print(f"{options.check} has other results: python -m benchmarks.table --write {options.check}", file=sys.stderr)
-        return 1
-    if options.write is not None:
-        options.write.write_text(put(options.write.read_text(), made))
-    if options.check is None and options.write is None:
-        print(made)
-    return 0
+    for page in options.write:
+        text = (ROOT / page).read_text()
+        (ROOT / page).write_text(put(text, table(PAGES[page])))
+    wrong = [page for page in options.check if put(text := (ROOT / page).read_text(), table(PAGES[page])) != text]
+    for page in wrong:
+        print(f"{page} has other results: python -m benchmarks.table --write {page}", file=sys.stderr)
+    if not options.write and not options.check:
+        print("\n\n".join(f"{page}\n\n{table(lines)}" for page, lines in PAGES.items()))
+    return int(bool(wrong))
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ python docs/make_planner.py --trace ../shared/traces/conversation_trace.jsonl   
 python docs/make_planner.py                                                      write the page from what was kept
 python docs/make_planner.py --check                                              exit code 1 if it is another one
 
-Kept are docs/planner.json and the plots in docs/images; the page has the commands, and tables between markers.
+Kept are docs/planner.json and the plots in docs/images; the page has the commands, tables and figures between markers.
 """
 
 from __future__ import annotations
@@ -101,23 +101,30 @@ def draw(report: Path) -> None:
 def write(page: str, kept: Json) -> str:
     """The page with what is between its markers made anew."""
     parts = {
+        "blocks": _blocks(kept["plan"]["trace"]),
         "rates": _rates(kept["rates"]),
         "plan command": _code(COMMANDS["plan"] + " --html plan.html"),
         "replay command": _code(COMMANDS["replay"]),
+        "trace": _trace(kept["plan"]),
+        "curve": _curve(kept["plan"]["curve"]),
+        "device": _device(kept["plan"]),
         "hosts": _hosts(kept["plan"]),
+        "disk hits": _disk_hits(kept["plan"]),
         "disks": _disks(kept["plan"]),
+        "disk costs": _disk_costs(kept["plan"]),
         "advice": "\n>\n".join(f"> {line}" for line in kept["plan"]["advice"]["text"]),
         "policies": _policies(kept["replay"]),
         "origins": _origins(kept["plan"]),
         "links": _links(kept["plan"]),
+        "target": _target(kept["plan"]),
+        "grain commands": _code(f"{COMMANDS['fine']}\n{COMMANDS['coarse']}"),
         "grain": _grain(kept["fine"], kept["coarse"]),
     }
     for name, text in parts.items():
-        pattern = rf"(<!-- made: {name} -->\n).*?(<!-- end -->)"
-        made = f"{text}\n"
-        page, count = re.subn(pattern, lambda found, made=made: found[1] + made + found[2], page, flags=re.DOTALL)
-        if count != 1:
-            raise SystemExit(f"docs/planner.md needs the marker <!-- made: {name} --> once, has it {count} times")
+        found = [*re.finditer(rf"(?<=<!-- made: {name} -->\n).*?(?=<!-- end -->)", page, re.DOTALL)]
+        if len(found) != 1:
+            raise SystemExit(f"docs/planner.md needs the marker <!-- made: {name} --> once, has it {len(found)} times")
+        page = f"{page[: found[0].start()]}{text}\n{page[found[0].end() :]}"
     return page
 
 
@@ -133,6 +140,81 @@ def _table(columns: list[str], rows: list[list[str]]) -> str:
 def _rates(rates: Json) -> str:
     rows = [[f"{size:,}", *(f"{rates[policy][i]:.4f}"[1:] for policy in POLICIES)] for i, size in enumerate(SIZES)]
     return _table(["blocks", *POLICIES], rows)
+
+
+def _blocks(trace: Json) -> str:
+    return (
+        f"The conversation trace of Mooncake has {trace['num_requests']:,} requests with {trace['num_blocks']:,} full "
+        f"blocks of {trace['block_tokens']} tokens, {trace['num_distinct_blocks']:,} of them different."
+    )
+
+
+def _trace(plan: Json) -> str:
+    trace, token_bytes = plan["trace"], plan["setup"]["token_bytes"]
+    count = trace["num_requests"]
+    different = trace["num_distinct_blocks"] * trace["block_tokens"] * token_bytes
+    return (
+        f"The conversation trace of Mooncake: {count:,} requests in {trace['seconds'] / 60:.0f} minutes, "
+        f"{trace['prompt_tokens'] / count:,.0f} prompt tokens and {trace['answer_tokens'] / count:,.0f} answer tokens "
+        f"on average. With {plan['setup']['model']} a token takes {token_bytes / 1024:g} KiB, so all different blocks "
+        f"take {_about(different)}."
+    )
+
+
+def _curve(curve: list[Json]) -> str:
+    most = max(point["hit_rate"] for point in curve)
+
+    def size(policy: str, share: float) -> str:
+        reached = (p["capacity_bytes"] for p in curve if p["policy"] == policy and p["hit_rate"] >= share * most)
+        return _about(min(reached))
+
+    least = min((point for point in curve if point["policy"] == "lru"), key=lambda point: point["capacity_bytes"])
+    return (
+        f"The smallest size, {_about(least['capacity_bytes'])}, finds {least['hit_rate']:.1%} of the blocks with LRU, "
+        f"little but the system prompt; no size finds more than {most:.1%}. Of the sizes drawn, LRU needs "
+        f"{size('lru', 0.5)} to find half of that and {size('lru', 0.9)} to find nine tenths; the optimum needs "
+        f"{size('optimum', 0.5)} and {size('optimum', 0.9)}."
+    )
+
+
+def _device(plan: Json) -> str:
+    alone = next(run for run in plan["results"] if not run["host_bytes"] and not run["disk_bytes"])
+    return (
+        f"Each replica has {_about(plan['setup']['device_bytes'])} of KV on its GPU, and finds "
+        f"{alone['hit_rates']['device']:.0%} of its prompts there."
+    )
+
+
+def _disk_and_host(plan: Json) -> tuple[Json, Json]:
+    """The cheapest setup with a disk, and the one with as much host memory and no disk."""
+    disk = min((run for run in plan["results"] if run["disk_bytes"]), key=lambda run: run["price"])
+    hosts = (run for run in plan["results"] if not run["disk_bytes"])
+    return disk, next(run for run in hosts if run["host_bytes"] == disk["disk_bytes"])
+
+
+def _disk_hits(plan: Json) -> str:
+    disk, host = _disk_and_host(plan)
+    return (
+        f"{_size(disk['disk_bytes'])} of NVMe below only {_size(disk['host_bytes'])} of host memory find "
+        f"{disk['hit_rate']:.1%}, {_size(host['host_bytes'])} of host memory {host['hit_rate']:.1%}:"
+    )
+
+
+def _disk_costs(plan: Json) -> str:
+    disk, host = _disk_and_host(plan)
+    p50, p99 = (disk["ttft"][share] - host["ttft"][share] for share in ("p50", "p99"))
+    return (
+        f"Against {_size(host['host_bytes'])} of host memory and no disk, the cheapest of these costs {p50:.2f} s at "
+        f"the median and {p99:.2f} s at p99, for ${disk['price']:,.0f} instead of ${host['price']:,.0f} a replica."
+    )
+
+
+def _target(plan: Json) -> str:
+    best = min(run["ttft"]["p99"] for run in plan["results"])
+    return (
+        f"Asked for a TTFT p99 below {best:.2f} s, it says that no size holds that: the slowest requests have long "
+        "prompts, and what is new in them takes seconds to compute."
+    )
 
 
 def _hosts(plan: Json) -> str:
@@ -183,10 +265,11 @@ def _links(plan: Json) -> str:
 def _grain(fine: Json, coarse: Json) -> str:
     rows = [
         [name, _hits(run, "device", "host"), *_ttft(run)]
-        for name, result in (("each by itself", fine), ("50 ms together", coarse))
+        for name, result in (("each by itself", fine), (f"{coarse['setup']['quantum'] * 1e3:g} ms together", coarse))
         for run in result["results"]
     ]
-    return _table(["steps of the first 3,000 requests", "hits: device + host", "TTFT p50", "p90", "p99"], rows)
+    first = f"steps of the first {fine['trace']['num_requests']:,} requests"
+    return _table([first, "hits: device + host", "TTFT p50", "p90", "p99"], rows)
 
 
 def _hits(run: Json, *tiers: str) -> str:
@@ -205,6 +288,10 @@ def _size(num_bytes: int) -> str:
     if not num_bytes:
         return "none"
     return f"{num_bytes / GIB:g} GiB" if num_bytes < 1024 * GIB else f"{num_bytes / GIB / 1024:g} TiB"
+
+
+def _about(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.0f} GiB" if num_bytes < 1024 * GIB else f"{num_bytes / GIB / 1024:.1f} TiB"
 
 
 if __name__ == "__main__":
