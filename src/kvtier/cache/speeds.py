@@ -16,6 +16,7 @@ _DECAY = 1 - 1 / 40
 _MOST_NEW = 16
 _SAME = 1e8  # the condition number from which on amounts are alike
 _TRY_AFTER = 32  # loads refused in a row, after which one is made to see whether it is still that slow
+_STILL = 0.7  # of what was expected: a trial that takes longer is no news
 Costs = np.ndarray[Any, np.dtype[np.float64]]
 Way = tuple[Purpose, str]
 """How blocks are moved, and from or to which store: each has a speed of its own."""
@@ -124,11 +125,16 @@ class Speeds:
 
     def __init__(self) -> None:
         self._moves: dict[Way, Fit] = {}
+        self._doubted: dict[Way, Fit] = {}
+        """What was known of ways that are being tried again."""
         self._compute = Fit(2, in_doubt=max)  # in doubt it is loaded, which shows what that takes
         self._num_refused = 0
 
     def moved(self, way: Way, num_blocks: int, seconds: float) -> None:
         """A move of so many blocks took so long."""
+        before = self._doubted.pop(way, None)
+        if before is not None and seconds >= _STILL * (before.predict((num_blocks,)) or 0.0):
+            self._moves[way] = before
         if way not in self._moves:
             self._moves[way] = Fit(1, in_doubt=min)
         self._moves[way].observe((num_blocks,), seconds)
@@ -153,8 +159,7 @@ class Speeds:
         is_faster = load is None or compute is None or load <= compute
         self._num_refused = 0 if is_faster else self._num_refused + 1
         is_trial = self._num_refused >= _TRY_AFTER
-        if is_trial:  # nobody measures a link that nobody uses: forget what it was like, and see
+        if is_trial:  # nobody measures a link that nobody uses: doubt what it was like, and see
             self._num_refused = 0
-            for way in num_blocks:
-                self._moves.pop(way, None)
+            self._doubted |= {way: self._moves.pop(way) for way in num_blocks if way in self._moves}
         return Decision(is_faster or is_trial, num_tokens, load, compute)

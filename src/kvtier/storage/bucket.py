@@ -47,6 +47,8 @@ class RequestSize:
     late ones stop soon; and it is enough for a round trip not to matter."""
     max_put_bytes: int = 4 << 20
     """What one request takes at most."""
+    num_puts: int | None = None
+    """Requests into which a batch to be put is cut, unless they were too large; None: as many as there are threads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -184,15 +183,14 @@ def _open_redis(options: _Options, secret: bytes | None) -> Store:
         from kvtier.storage.redis import RedisBucket, RedisConfig
     except ImportError as error:
         raise _missing("redis", options, error) from error
-    is_cluster = options.flag("cluster", False)
-    remote = _Remote.of(options, secret, num_threads=_redis_threads(is_cluster=is_cluster))
+    remote = _Remote.of(options, secret, num_threads=4)
     config = RedisConfig(
         host=url.hostname,
         port=url.port or 6379,
         username=unquote(url.username or ""),
         password=unquote(url.password or ""),
         database=int(database or 0),
-        is_cluster=is_cluster,
+        is_cluster=options.flag("cluster", False),
         is_encrypted=with_tls,
         ca_file=options.text("ca"),
         cert_file=options.text("cert"),
@@ -206,13 +204,6 @@ def _open_redis(options: _Options, secret: bytes | None) -> Store:
     if not with_tls and (config.ca_file or config.cert_file):
         raise ArgumentError(f"{options.shown}: certificates are for TLS; begin with rediss:// instead of redis://")
     return remote.open(lambda: RedisBucket(config, remote.num_threads, remote.timeout_s))
-
-
-def _redis_threads(*, is_cluster: bool) -> int:
-    """Four for the nodes of a cluster; for one server one for every two cores, up to four: on two cores, one of them
-    the server's, one wrote at .87 to .97 of the raw client's rate, four at .78 to .87; to a cluster one at .76, four
-    at .86 (2026-11-15)."""
-    return 4 if is_cluster else max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
 
 def _open_s3(options: _Options, secret: bytes | None) -> Store:

@@ -145,8 +145,10 @@ class RemoteStore:
             parcels = _Parcels(self._envelope, {index: (chosen[index], chosen_views[index]) for index in chunk}, batch)
             self._save(batch, parcels, scratch)
 
-        sizes, most = [len(view) for view in chosen_views], self._bucket.request_size.max_put_bytes
-        outcomes = dict(zip(last, self._run(sizes, save, timeout_s, most), strict=True))
+        sizes, limits = [len(view) for view in chosen_views], self._bucket.request_size
+        outcomes = dict(
+            zip(last, self._run(sizes, save, timeout_s, _Cut(limits.num_puts, limits.max_put_bytes)), strict=True)
+        )
         told = [
             outcomes[w.key] if last[w.key] == i else replace(outcomes[w.key], nbytes=0) for i, w in enumerate(writes)
         ]
@@ -222,27 +224,29 @@ class RemoteStore:
         sizes: Sequence[int],
         work: Callable[[Sequence[int], Batch, Scratch], None],
         timeout_s: float | None,
-        max_bytes: int | None = None,
+        cut: _Cut | None = None,
     ) -> Sequence[Outcome]:
         """Have the work done in chunks of objects, each on some thread."""
         if not sizes:
             return ()
 
         def plan(batch: Batch) -> list[Job]:
-            return [functools.partial(self._do, work, chunk, batch) for chunk in self._chunks(sizes, max_bytes)]
+            return [
+                functools.partial(self._do, work, chunk, batch)
+                for chunk in self._chunks(sizes, cut or _Cut(None, self._bucket.request_size.max_bytes))
+            ]
 
         return self._calls.run(len(sizes), plan, timeout_s)
 
-    def _chunks(self, sizes: Sequence[int], max_bytes: int | None) -> list[list[int]]:
+    def _chunks(self, sizes: Sequence[int], cut: _Cut) -> list[list[int]]:
         """Numbers of objects that go into one request: so many that every thread has its share and a single request,
         unless that were too large."""
         limits = self._bucket.request_size
-        most = max_bytes or limits.max_bytes
-        share = max(sum(sizes) / self._num_threads, limits.min_bytes)
+        share = max(sum(sizes) / (cut.num_requests or self._num_threads), limits.min_bytes)
         chunks: list[list[int]] = [[]]
         nbytes, taken = 0, 0.0  # in the last one, and of its share: what one has too much the next has less
         for index, size in enumerate(sizes):
-            is_full = taken >= share or nbytes + size > most or len(chunks[-1]) == limits.max_names
+            is_full = taken >= share or nbytes + size > cut.max_bytes or len(chunks[-1]) == limits.max_names
             if is_full and chunks[-1]:
                 chunks.append([])
                 nbytes, taken = 0, max(0.0, taken - share)
@@ -332,6 +336,15 @@ class RemoteStore:
         except BucketError as error:
             failure = f"; it could not be deleted: {error}"
         batch.settle({i: replace(each, reason=each.reason + failure) for i, (_, each) in useless.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a batch becomes requests."""
+
+    num_requests: int | None
+    """None: as many as there are threads."""
+    max_bytes: int
 
 
 class _Parcels:

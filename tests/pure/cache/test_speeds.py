@@ -287,6 +287,22 @@ def test_a_link_that_was_slow_once_is_tried_again():
     assert "by now" in str(next(speeds_trial()))
 
 
+def test_a_link_that_is_still_slow_costs_one_trial_and_is_not_learned_anew():
+    """The trial forgot what a block and what a call takes; a single sample tells neither, so others were loaded, too."""
+    speeds, way = Speeds(), (Purpose.FETCH, "disk")
+    for count in (1, 4, 16, 64):
+        speeds.moved(way, count, 1.0 + 0.01 * count)
+        speeds.computed(16 * count, 0.0, 0.1)
+    loads = 0
+    for number in range(33 * 6):
+        count = (1, 4, 16, 64)[number // 8 % 4]
+        if speeds.decide({way: count}, 0, 16 * count).load:
+            loads += 1
+            speeds.moved(way, count, 1.0 + 0.01 * count)
+    assert loads == 6
+    assert speeds.move_seconds(way, 64) == pytest.approx(1.64, rel=0.01)
+
+
 def speeds_trial():
     speeds = Speeds()
     speeds.moved((Purpose.LOAD, ""), 1, 10.0)
