@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvtier.errors import ArgumentError
-from kvtier.storage import DiskStore, MemoryStore, Read, Status, Sync
+from kvtier.errors import ArgumentError, StoreError
+from kvtier.storage import DiskStore, MemoryStore, Read, ShardStores, Status, Sync
 from kvtier.storage.cascade import Cascade
 from storage_support import LABEL, Clock, Fault, FaultyStore, all_keys, get, has, key_of, payload_of, put
 
@@ -89,6 +89,42 @@ def test_durable_if_one_of_them_is(tmp_path):
     assert not store.remove([key_of(1)]).is_durable, "memory does not promise that"
     store.close()
     assert not put(Cascade([MemoryStore(ROOM)]), 1).is_durable
+
+
+class Prepares(MemoryStore):
+    """A store that knows which memory it was told of, or one that refuses."""
+
+    def __init__(self, refuses: str = "") -> None:
+        super().__init__(ROOM)
+        self.memory: list[memoryview] = []
+        self._refuses = refuses
+
+    def register(self, memory: memoryview) -> None:
+        if self._refuses:
+            raise StoreError(self._refuses)
+        self.memory.append(memory)
+
+    def unregister(self, memory: memoryview) -> None:
+        if self._refuses:
+            raise StoreError(self._refuses)
+        self.memory.remove(memory)
+
+
+@pytest.mark.parametrize("together", [Cascade, lambda stores: ShardStores(tuple(stores))])
+def test_memory_is_told_to_those_that_use_it_whoever_refuses(together):
+    first, last, memory = Prepares(), Prepares(), memoryview(bytearray(16))
+    store = together([first, MemoryStore(ROOM), last])
+    store.register(memory)
+    assert first.memory == last.memory == [memory]
+    store.unregister(memory)
+    assert first.memory == last.memory == []
+    store = together([first, Prepares("no memory to lock"), last])
+    with pytest.raises(StoreError, match="no memory to lock"):
+        store.register(memory)
+    assert first.memory == last.memory == [memory]
+    with pytest.raises(StoreError, match="no memory to lock"):
+        store.unregister(memory)
+    assert first.memory == last.memory == []
 
 
 def test_no_stores_is_an_error():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import mmap
 import os
 import signal
@@ -10,9 +11,12 @@ import uuid
 
 import pytest
 
-from kvtier.storage import Breaker, Read, Status, Write
+from kvtier.errors import ClosedError, StoreError
+from kvtier.storage import Breaker, Read, Status, UsesMemory, Write
+from kvtier.storage.native import address_of
 from kvtier.storage.open import open_store
 from kvtier.storage.remote import RemoteStore, Retry
+from kvtier.storage.workers import Scratch
 from storage_support import LABEL, Clock, get, has, key_of, payload_of, put
 from store_servers import NotInstalled, mooncake_master
 
@@ -24,22 +28,82 @@ def test_a_url_opens_it_and_without_the_masters_port_there_is_no_inventory(moonc
         assert "admin=" in store.scan().reason
 
 
-def test_a_batch_from_and_to_registered_memory(mooncake):
+@pytest.fixture
+def bucket(mooncake):
     from kvtier.storage.mooncake import MooncakeBucket, MooncakeConfig
 
-    bucket = MooncakeBucket(MooncakeConfig(f"127.0.0.1:{mooncake.port}", prefix=uuid.uuid4().hex), timeout_s=20)
+    return MooncakeBucket(MooncakeConfig(f"127.0.0.1:{mooncake.port}", prefix=uuid.uuid4().hex), timeout_s=20)
+
+
+def as_if_over_rdma(bucket):
+    """What is registered and copied as for a network device; the client, which knows nothing of it, sends over TCP."""
+    bucket._config = dataclasses.replace(bucket._config, protocol="rdma")
+
+
+@pytest.mark.parametrize("is_rdma", [False, True], ids=["tcp", "as over rdma"])
+def test_a_batch_from_and_to_registered_memory_and_from_the_same_unregistered(bucket, is_rdma):
+    if is_rdma:
+        as_if_over_rdma(bucket)
     host = memoryview(mmap.mmap(-1, 16 << 20))
-    bucket.register(host)
-    bucket.register(host)
     with contextlib.closing(RemoteStore(bucket, "mooncake", timeout_s=20)) as store:
+        assert isinstance(store, UsesMemory)
         slots = [host[at : at + (1 << 20)] for at in range(0, len(host), 1 << 20)]
-        for number, slot in enumerate(slots):
-            slot[:] = payload_of(number, 1 << 20)
-        assert store.write([Write(key_of(n), LABEL, slot) for n, slot in enumerate(slots)]).ok
-        for slot in slots:
-            slot[:] = bytes(1 << 20)
-        assert store.read_into([Read(key_of(n), LABEL, slot) for n, slot in enumerate(slots)]).ok
-        assert all(slot == payload_of(n, 1 << 20) for n, slot in enumerate(slots))
+        for version, change in enumerate((store.register, store.unregister, store.register)):
+            change(host)
+            change(host)
+            assert bucket._is_registered(slots[3]) is (is_rdma and version != 1)
+            for number, slot in enumerate(slots):
+                slot[:] = payload_of(number, 1 << 20, version)
+            assert store.write([Write(key_of(n), LABEL, slot) for n, slot in enumerate(slots)]).ok
+            for slot in slots:
+                slot[:] = bytes(1 << 20)
+            assert store.read_into([Read(key_of(n), LABEL, slot) for n, slot in enumerate(slots)]).ok
+            assert all(slot == payload_of(n, 1 << 20, version) for n, slot in enumerate(slots))
+    store.unregister(host)
+    with pytest.raises(ClosedError):
+        store.register(host)
+
+
+def test_a_network_device_gets_registered_memory_in_place_and_a_copy_of_any_other(bucket):
+    host, other, scratch = memoryview(mmap.mmap(-1, 1 << 20)), memoryview(payload_of(1)), Scratch()
+    values = [[other, host[:5000]], [host[5000:9000], memoryview(b""), host[-1:]]]
+
+    def places() -> list[list[int]]:
+        pieces = bucket._pieces(values, scratch)
+        assert [b"".join(each) for each in pieces] == [b"".join(parts) for parts in values]
+        room = address_of(scratch.take(1))
+        told = {room: "in scratch memory", address_of(other): "where it was"}
+        where = [[address_of(part) for part in parts] for parts in pieces]
+        return [
+            ["host" if 0 <= at - address_of(host) < len(host) else told.get(at, "behind") for at in each]
+            for each in where
+        ]
+
+    with contextlib.closing(bucket):
+        bucket.register(host)
+        assert places() == [["where it was", "host"], ["host", "host"]], "over TCP"
+        as_if_over_rdma(bucket)
+        assert places() == [["in scratch memory", "behind"], ["behind", "behind"]]
+        bucket.register(host)
+        assert places() == [["in scratch memory", "host"], ["host", "host"]]
+        bucket.unregister(host)
+        assert places() == [["in scratch memory", "behind"], ["behind", "behind"]]
+
+
+def test_memory_the_client_refuses_is_a_store_error_and_is_copied(bucket):
+    as_if_over_rdma(bucket)
+    host = memoryview(mmap.mmap(-1, 4 << 20))
+    with contextlib.closing(RemoteStore(bucket, "mooncake", timeout_s=20)) as store:
+        store.register(host[1 << 20 : 2 << 20])
+        with pytest.raises(StoreError, match="4194304 bytes could not be registered"):
+            store.register(host)  # overlaps
+        store.unregister(host)
+        bucket._client.unregister_buffer(address_of(host[1 << 20 :]))
+        with pytest.raises(StoreError, match="1048576 bytes could not be unregistered"):
+            store.unregister(host[1 << 20 :])
+        host[:5000] = payload_of(1)
+        assert store.write([Write(key_of(1), LABEL, host[:5000])]).ok
+        assert get(store, 1)[1] == payload_of(1)
 
 
 def test_a_full_pool_is_an_outcome(tmp_path):

@@ -105,9 +105,9 @@ class CacheController:
             count = min(before.num_ready, after.num_ready)
             after.slots()[:count].copy_(before.slots()[:count])
         self._scrubber.use(self._hosts, min(old[0].num_ready, self.num_host_ready))
+        self._stores.use(self._hosts)
         for before in old:
             before.free()
-        self._stores.hosts = self._hosts
         self._told_ready = 0
         self.register(caches)
 

@@ -8,6 +8,7 @@ their deadline.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import queue
 import threading
@@ -19,8 +20,9 @@ import numpy as np
 
 from kvtier.cache.plan import KEY_BYTES, Drop, Outcome, Presence, Probe, Purpose, Transfer, split_keys
 from kvtier.cache.shards import Bytes, Part, Sharding, parts_of
+from kvtier.errors import StoreError
 from kvtier.layout import CacheGroup
-from kvtier.storage import Label, Read, Results, ShardStores, Status, Store, Write, digest_tokens
+from kvtier.storage import Label, Read, Results, ShardStores, Status, Store, UsesMemory, Write, digest_tokens
 from kvtier.transfer import HostMemory
 
 _SCAN_PAGE = 4096
@@ -42,6 +44,7 @@ class StoreWorker:
     ) -> None:
         self.hosts = hosts
         self._stores = dict(stores)
+        self._users = {name: store for name, store in stores.items() if isinstance(store, UsesMemory)}
         self._parts = parts_of(groups, sharding)
         self._namespace, self._secret = namespace, secret
         self._outcomes: list[Outcome] = []
@@ -55,6 +58,7 @@ class StoreWorker:
             thread = threading.Thread(target=_run, args=(todo,), name=f"kvtier-{name}-{kind}", daemon=True)
             self._threads.append(thread)
             thread.start()
+        self._register()
 
     # ---- for the controller ----------------------------------------------------------------------------------------
 
@@ -70,6 +74,23 @@ class StoreWorker:
     def drop(self, drop: Drop) -> None:
         """Forget blocks."""
         self._put(drop.store, "write", lambda: self._drop(drop))
+
+    def use(self, hosts: Sequence[HostMemory]) -> None:
+        """Other host memory, while nothing is under way. When this returns no store has the old any more."""
+        is_left = threading.Semaphore(0)
+
+        def leave(user: UsesMemory) -> None:
+            try:
+                _unregister(user, self.hosts)
+            finally:
+                is_left.release()
+
+        for name, user in self._users.items():  # behind its registration, which may still be on its way
+            self._queues[name, "write"].put(functools.partial(leave, user))
+        for _ in self._users:
+            is_left.acquire()
+        self.hosts = hosts
+        self._register()
 
     def take_outcomes(self) -> list[Outcome]:
         """Of transfers that are over."""
@@ -101,10 +122,18 @@ class StoreWorker:
         for thread in self._threads:
             thread.join()
         self._queues.clear()
+        for user in self._users.values():
+            _unregister(user, self.hosts)
+        self._users.clear()
         for store in self._stores.values():
             store.close()
 
     # ---- on the threads --------------------------------------------------------------------------------------------
+
+    def _register(self) -> None:
+        """Before the first write of each store, and not here: it may take as long as pinning all of the memory."""
+        for name, user in self._users.items():
+            self._queues[name, "write"].put(functools.partial(_register, user, self.hosts))
 
     def _put(self, store: str, kind: str, task: Callable[[], None]) -> None:
         todo = self._queues[store, kind]
@@ -246,6 +275,18 @@ class StoreWorker:
             cursor = page.cursor
             if page.reason or not cursor:
                 return
+
+
+def _register(user: UsesMemory, hosts: Sequence[HostMemory]) -> None:
+    for host in hosts:
+        with contextlib.suppress(StoreError):  # its blocks are copied before they are sent, as if nobody had asked
+            user.register(host.view())
+
+
+def _unregister(user: UsesMemory, hosts: Sequence[HostMemory]) -> None:
+    for host in hosts:
+        with contextlib.suppress(StoreError):  # the store keeps what it did not let go
+            user.unregister(host.view())
 
 
 def _batches(parts: Sequence[Part], num_blocks: int) -> Iterator[slice]:

@@ -20,6 +20,7 @@ from kvtier.storage.store import (
     StoredObject,
     StoreStats,
     Traffic,
+    UsesMemory,
     Write,
     digest_tokens,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "StoredObject",
     "Sync",
     "Traffic",
+    "UsesMemory",
     "Verification",
     "Write",
     "digest_tokens",

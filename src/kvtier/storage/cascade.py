@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from kvtier.storage.store import (
     Status,
     Store,
     StoreStats,
+    UsesMemory,
     Write,
     check_keys,
     view_of,
@@ -99,6 +101,20 @@ class Cascade:
         else:
             following = f"{int(number) + 1}|" if int(number) + 1 < len(self._stores) else ""
         return replace(page, cursor=following, seconds=time.perf_counter() - begin)
+
+    def register(self, memory: memoryview) -> None:
+        """With those of the stores that use it, also if one refuses."""
+        with contextlib.ExitStack() as asking:
+            for store in self._stores:
+                if isinstance(store, UsesMemory):
+                    asking.callback(store.register, memory)
+
+    def unregister(self, memory: memoryview) -> None:
+        """From those of the stores that use it, also if one cannot."""
+        with contextlib.ExitStack() as asking:
+            for store in self._stores:
+                if isinstance(store, UsesMemory):
+                    asking.callback(store.unregister, memory)
 
     def close(self) -> None:
         """Close all of them; the first StoreError is raised when all are."""

@@ -64,7 +64,8 @@ class MooncakeBucket:
     def __init__(self, config: MooncakeConfig, timeout_s: float) -> None:
         self._config, self._prefix, self._timeout_s = config, config.prefix, timeout_s
         self._registered: dict[int, memoryview] = {}  # the views keep the memory from being given back
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the dictionary
+        self._changing = threading.Lock()  # nobody else waits while gigabytes are pinned
         _knock(config.master, timeout_s)
         self._client = MooncakeDistributedStore()
         code = self._client.setup(
@@ -75,14 +76,26 @@ class MooncakeBucket:
             raise BucketError(f"the client could not be set up, code {code}", is_transient=False)
 
     def register(self, memory: memoryview) -> None:
-        """Let the network device use this memory from now on; it stays until the bucket is closed."""
-        with self._lock:
-            if address_of(memory) in self._registered:
+        """Let the network device read this memory where it is, from now on."""
+        # Over TCP there is no such device: blocks are sent from any memory. And there, other than over RDMA, the client
+        # lets whoever connects read and write what is registered.
+        if self._config.protocol != _TCP:
+            with self._changing:
+                self._add(memory)
+
+    def unregister(self, memory: memoryview) -> None:
+        """From now on what is in this memory is copied before it is sent."""
+        at = address_of(memory)
+        with self._changing:
+            with self._lock:
+                view = self._registered.pop(at, None)
+            if view is None:
                 return
-            code = self._client.register_buffer(address_of(memory), len(memory))
+            code = self._client.unregister_buffer(at)
             if code != _OK:
-                raise BucketError(f"{len(memory)} bytes could not be registered, code {code}", is_transient=False)
-            self._registered[address_of(memory)] = memory
+                with self._lock:
+                    self._registered[at] = view  # stays mapped: other memory at its address would be refused, or worse
+                raise BucketError(f"{len(view)} bytes could not be unregistered, code {code}", is_transient=False)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Which of them are there."""
@@ -174,8 +187,19 @@ class MooncakeBucket:
     def _take(self, scratch: Scratch, nbytes: int) -> memoryview:
         """Scratch memory the client can use; ranges of objects are read into nothing else, over TCP neither."""
         room = scratch.take(nbytes)
-        self.register(memoryview(room.obj))  # all of it: the same memory is taken in other lengths
+        self._add(memoryview(room.obj))  # all of it: the same memory is taken in other lengths
         return room
+
+    def _add(self, memory: memoryview) -> None:
+        at = address_of(memory)
+        with self._lock:
+            if at in self._registered:
+                return
+        code = self._client.register_buffer(at, len(memory))
+        if code != _OK:
+            raise BucketError(f"{len(memory)} bytes could not be registered, code {code}", is_transient=False)
+        with self._lock:
+            self._registered[at] = memory
 
     def _full(self, names: Sequence[str]) -> list[str]:
         return [self._prefix + name for name in names]

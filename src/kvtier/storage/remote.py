@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
-from kvtier.errors import ArgumentError, ClosedError, FormatError
+from kvtier.errors import ArgumentError, ClosedError, FormatError, StoreError
 from kvtier.storage.bucket import Bucket, BucketError, Listing, Parts, Put
 from kvtier.storage.calls import Calls
 from kvtier.storage.codec import copy_bytes
@@ -27,6 +27,7 @@ from kvtier.storage.store import (
     Status,
     StoredObject,
     StoreStats,
+    UsesMemory,
     Write,
     check_keys,
     view_of,
@@ -193,6 +194,23 @@ class RemoteStore:
             return Page((), cursor, time.perf_counter() - begin, failed)
         objects = tuple(seen.objects[index] for index in sorted(seen.objects))
         return Page(objects, found[0].cursor, time.perf_counter() - begin, num_unreadable=seen.num_unreadable)
+
+    def register(self, memory: memoryview) -> None:
+        """Send blocks from this memory without copying them first, where the server's client can do that."""
+        self._begin([])
+        if isinstance(self._bucket, UsesMemory):
+            try:
+                self._bucket.register(memory)
+            except BucketError as error:
+                raise StoreError(f"{self._where}: {error}") from error
+
+    def unregister(self, memory: memoryview) -> None:
+        """No longer; a closed store has none."""
+        if isinstance(self._bucket, UsesMemory) and not self._is_closed:
+            try:
+                self._bucket.unregister(memory)
+            except BucketError as error:
+                raise StoreError(f"{self._where}: {error}") from error
 
     def close(self) -> None:
         """Finish what was begun, end the threads, disconnect; after the deadline without waiting any longer."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvtier.errors import ArgumentError
 from kvtier.storage.open import is_folder, open_store
-from kvtier.storage.store import Store, StoreStats, Traffic
+from kvtier.storage.store import Store, StoreStats, Traffic, UsesMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,20 @@ class ShardStores:
     def stats(self) -> StoreStats:
         """Of all of them together."""
         return sum_stats([store.stats for store in self.stores])
+
+    def register(self, memory: memoryview) -> None:
+        """With those of them that use it, also if one refuses."""
+        with contextlib.ExitStack() as asking:
+            for store in self.stores:
+                if isinstance(store, UsesMemory):
+                    asking.callback(store.register, memory)
+
+    def unregister(self, memory: memoryview) -> None:
+        """From those of them that use it, also if one cannot."""
+        with contextlib.ExitStack() as asking:
+            for store in self.stores:
+                if isinstance(store, UsesMemory):
+                    asking.callback(store.unregister, memory)
 
     def close(self) -> None:
         """All of them, also if one cannot be closed in order."""

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvtier.errors import ArgumentError
 
@@ -241,6 +241,21 @@ class Store(Protocol):
     @property
     def stats(self) -> StoreStats:
         """What it did and holds."""
+        ...
+
+
+@runtime_checkable
+class UsesMemory(Protocol):
+    """What can make memory ready before blocks come from it: some stores, some buckets. Optional; a refusal is a
+    StoreError (of a bucket a BucketError), after which everything works as before. No deadline: it may pin gigabytes.
+    """
+
+    def register(self, memory: memoryview) -> None:
+        """Blocks are read from and written to this memory from now on, until it is unregistered. Again: nothing."""
+        ...
+
+    def unregister(self, memory: memoryview) -> None:
+        """This memory, all that was registered with it, is about to be given back. Unknown memory: nothing."""
         ...
 
 

@@ -143,6 +143,11 @@ class HostMemory:
         self._open()
         return self._memory.tensor[: self._num_ready * self.slot_bytes].view(self._num_ready, self.slot_bytes)
 
+    def view(self) -> memoryview:
+        """The bytes of all slots, ready or not: for who prepares them. `free` gives the pages back all the same."""
+        self._open()
+        return self._memory.tensor.numpy().data[: self._memory.nbytes]
+
     @property
     def extent(self) -> tuple[int, int]:
         """The address range of all slots, ready or not."""

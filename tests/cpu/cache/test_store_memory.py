@@ -1,0 +1,147 @@
+"""Stores that want to know of the host tier's memory: told before the first write, until it is freed."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.cache.controller import CacheController, layout_of
+from kvtier.cache.plan import Plan, Purpose, Transfer, slot_bytes
+from kvtier.errors import StoreError
+from kvtier.storage import MemoryStore, Results, ShardStores, Write
+from kvtier.storage.native import address_of
+
+KEY = bytes(range(32))
+
+
+class Watches(MemoryStore):
+    """A store that notes what it is told of memory, and of each block it is to keep whether it lies in such memory."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.told: list[tuple[str, int, int]] = []
+        self.memory: dict[int, memoryview] = {}
+        self.is_known: list[bool] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def register(self, memory: memoryview) -> None:
+        self.may_go_on.wait(30)
+        memory[-1] = memory[-1]  # all of it is there
+        self.memory[address_of(memory)] = memory
+        self.told.append(("register", address_of(memory), len(memory)))
+
+    def unregister(self, memory: memoryview) -> None:
+        memory[-1] = memory[-1]  # it still is
+        del self.memory[address_of(memory)]
+        self.told.append(("unregister", address_of(memory), len(memory)))
+
+    def write(self, writes, *, timeout_s=None) -> Results:
+        self.is_known += [self._knows(write) for write in writes]
+        return super().write(writes, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self.told.append(("close", 0, 0))
+        super().close()
+
+    def _knows(self, write: Write) -> bool:
+        begin = address_of(write.payload)
+        return any(at <= begin and begin + len(write.payload) <= at + len(m) for at, m in self.memory.items())
+
+
+class Refuses(Watches):
+    """A store that has no use for it, and says so."""
+
+    def register(self, memory: memoryview) -> None:
+        raise StoreError(f"{len(memory)} bytes could not be registered")
+
+    unregister = register
+
+
+def caches_of(num_blocks: int) -> list[torch.Tensor]:
+    return [torch.rand(num_blocks, layers, 2, 2, 1, 2) for layers in (1, 3)]
+
+
+def controller_of(caches: list[torch.Tensor], store: MemoryStore | ShardStores) -> CacheController:
+    return CacheController(layout_of(caches, 2), caches, 5, stores={"far": store})
+
+
+def keep_and_fetch(controller: CacheController, caches: list[torch.Tensor]) -> None:
+    """Device block 1 to host slot 2, to the store, back to host slot 3 and to device block 0."""
+
+    def slots(slot: int) -> bytes:
+        return slot_bytes(np.array([slot], np.int32))
+
+    steps = [
+        Transfer(1, Purpose.SAVE, "device", "host", slots(1), slots(2)),
+        Transfer(2, Purpose.STORE, "host", "far", slots(2), b"", KEY),
+        Transfer(3, Purpose.FETCH, "far", "host", b"", slots(3), KEY),
+        Transfer(4, Purpose.LOAD, "host", "device", slots(3), slots(0)),
+    ]
+    for cache in caches:
+        cache[0] = 0
+    for transfer in steps:
+        controller.submit(Plan(transfer.id, 0, (transfer,)))
+        outcomes = []
+        while not outcomes:
+            controller.wait(1.0)
+            outcomes = [outcome for report in controller.poll() for outcome in report.outcomes]
+        assert [outcome.ok for outcome in outcomes] == [True], outcomes
+    assert all(torch.equal(cache[0], cache[1]) for cache in caches)
+
+
+def extents_of(controller: CacheController, what: str) -> list[tuple[str, int, int]]:
+    return [(what, begin, end - begin) for begin, end in (host.extent for host in controller._hosts)]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["store", "stores of shards"])
+def test_the_hosts_memory_is_registered_until_it_is_freed(is_sharded):
+    store, caches = Watches(), caches_of(4)
+    controller = controller_of(caches, ShardStores((store,)) if is_sharded else store)
+    keep_and_fetch(controller, caches)
+    expected = extents_of(controller, "register")
+    assert store.told == expected
+    expected += extents_of(controller, "unregister")
+    controller.resize_host(9, caches)
+    expected += extents_of(controller, "register")
+    keep_and_fetch(controller, caches)
+    assert store.told == expected
+    assert store.is_known == [True] * 4
+    expected += extents_of(controller, "unregister")
+    controller.close()
+    controller.close()
+    assert store.told == [*expected, ("close", 0, 0), ("close", 0, 0)]
+
+
+def test_a_store_that_refuses_gets_its_blocks_all_the_same():
+    store, caches = Refuses(), caches_of(4)
+    controller = controller_of(caches, store)
+    keep_and_fetch(controller, caches)
+    controller.resize_host(9, caches)
+    keep_and_fetch(controller, caches)
+    assert store.is_known == [False] * 4
+    controller.close()
+    assert store.told == [("close", 0, 0)]
+
+
+def test_a_registration_that_takes_long_holds_up_neither_the_start_nor_reads_and_is_over_before_memory_is_freed():
+    store, caches = Watches(), caches_of(4)
+    store.may_go_on.clear()
+    controller = controller_of(caches, store)
+    absent = Transfer(1, Purpose.FETCH, "far", "host", b"", slot_bytes(np.array([3], np.int32)), KEY)
+    controller.submit(Plan(1, 0, (absent,)))
+    while controller.is_busy:
+        controller.wait(1.0)
+        controller.poll()
+    assert store.told == []
+    expected = [*extents_of(controller, "register"), *extents_of(controller, "unregister")]
+    later = threading.Timer(0.2, store.may_go_on.set)
+    later.start()
+    controller.resize_host(9, caches)
+    assert store.told[:4] == expected
+    controller.close()
+    later.join()
+    assert not store.memory
