@@ -23,7 +23,7 @@ from kvtier.index.shadow import SHADOWS
 from kvtier.index.tokens import TOKEN_BYTES
 
 # Amid the index's own work a line of Python takes three to five times what it takes in a loop. So a request costs one
-# append when it is seen; _SEEN prompts are looked at together, and the rest is done for 4096 (docs/log.md, 2026-11-15).
+# slice and two appends when it is seen, and the rest is done for 4096 at once (docs/log.md, 2026-11-15).
 #
 #   prompt  |look . look . look . look . look . look . look ..       a word is four looks, but for a prompt's first;
 #   words   |       w0         |           w1              |         a mark is what the words up to it hold
@@ -32,7 +32,6 @@ STEP_BYTES = 1021  # odd, so that every byte of a token has its turn
 LOOK_BYTES = 4 * STEP_BYTES
 _ROUND = LOOK_BYTES // 2 - 1  # a mark counts if its last look is in a full block
 _FIELDS = 2
-_SEEN = 32  # prompts kept until then: 1.5 MB of 12,000 tokens each
 _FULL = 4096 * _FIELDS
 _GROUPS = 256
 _RATE, _MIN_MARKS = 1 / 64, 64
@@ -62,8 +61,8 @@ class GhostCache:
     """Fed by the tree with each request it ran; asked for a curve whenever someone looks.
 
     `policy` and `capacity` are those of the real cache. `rate` is the share of marks that is sampled; unless told, what
-    gives the real cache's shadow 64 of them, and no less than 1/64. Its memory is bounded: 32 prompts, what was looked
-    at of 4096, and of each policy as many marks as its largest capacity would hold.
+    gives the real cache's shadow 64 of them, and no less than 1/64. Its memory is bounded: what was looked at of 4096
+    prompts, and of each policy as many marks as its largest capacity would hold.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class GhostCache:
         # policy -> by how many hits it leads the shadow of the real cache, for each group of marks and each size
         self._leads = {name: np.zeros((_GROUPS, len(self._sizes)), np.int64) for name in self._shadows}
         self._factors = np.random.default_rng(seed).integers(2**62, 2**63, 4, dtype=_U64) | _U64(1)
-        self._seen: list[tuple[bytes, int, Chain]] = []
         self._looks = bytearray()
         self._waiting: list[int] = []  # of each request its blocks and those found
         self._apart: dict[int, tuple[bytes, bytes, dict[int, bytes]]] = {}
@@ -101,23 +99,16 @@ class GhostCache:
 
     def saw(self, chain: Chain, num_matched: int) -> None:
         """A request with this chain was run, and so many of its blocks were found."""
-        self._seen.append((chain.labels, num_matched, chain))  # the labels as they are now: a chain grows
-        if len(self._seen) == _SEEN:
-            self._look()
-
-    def _look(self) -> None:
-        """Look at the prompts seen, and let them go."""
-        seen, self._seen = self._seen, []
-        waiting, block_bytes = self._waiting, self._block_bytes
-        for labels, num_matched, chain in seen:
-            num_blocks = len(labels) // block_bytes
-            if chain.salt or chain.adapter or chain.extras:
-                self._apart[len(waiting) // _FIELDS] = chain.salt, chain.adapter, chain.extras
-            count = (num_blocks * block_bytes + _ROUND) // LOOK_BYTES
-            if count:
-                self._looks += b"\0" + labels[: count * LOOK_BYTES - STEP_BYTES : STEP_BYTES]
-            waiting.append(num_blocks)
-            waiting.append(num_matched)
+        labels = chain.labels
+        waiting = self._waiting
+        num_blocks = len(labels) // self._block_bytes
+        if chain.salt or chain.adapter or chain.extras:
+            self._apart[len(waiting) // _FIELDS] = chain.salt, chain.adapter, chain.extras
+        count = (num_blocks * self._block_bytes + _ROUND) // LOOK_BYTES
+        if count:
+            self._looks += b"\0" + labels[: count * LOOK_BYTES - STEP_BYTES : STEP_BYTES]
+        waiting.append(num_blocks)
+        waiting.append(num_matched)
         if len(waiting) >= _FULL:
             self._play()
 
@@ -126,7 +117,6 @@ class GhostCache:
         name = policy or self._real
         if name not in self._shadows:
             return []
-        self._look()
         if self._waiting:
             self._play()
         return self._estimate(name)

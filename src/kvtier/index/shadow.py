@@ -42,10 +42,15 @@ class Stack:
         """See Shadow."""
         last, times, clock = self._last, self._times, self._clock
         behind: list[int] = []
+        before: list[int] = []
         for marks, has_grown in zip(requests, grew, strict=True):
             if self._fifo and not has_grown:
                 behind += self._behind(marks)
                 continue
+            if marks == before:  # those of a prefix that all share: they lie on top, in this order
+                behind += range(len(marks))
+                continue
+            before = marks
             if len(marks) > 1:
                 behind += self._behind(marks)
             for mark in reversed(marks):
