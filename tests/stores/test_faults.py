@@ -152,7 +152,8 @@ def test_a_batch_takes_as_many_round_trips_as_threads_not_as_keys(redis_port):
     with contextlib.closing(Setup("redis", redis_port)) as setup:
         store = setup.store()
         keys = [key_of(n) for n in range(100)]
-        put(store, *range(100), nbytes=100_000)  # connects every thread
+        put(store, *range(100), nbytes=100_000)
+        assert store.read_into([Read(key, LABEL, bytearray(100_000)) for key in keys]).ok  # connects every thread
         calls = {
             "contains": lambda: store.contains(keys),
             "read": lambda: store.read_into([Read(key, LABEL, bytearray(100_000)) for key in keys[:32]]),
@@ -169,8 +170,9 @@ def test_no_thread_makes_a_second_round_trip_while_objects_fit_into_one(redis_po
     with contextlib.closing(Setup("redis", redis_port)) as setup:
         store = setup.store()
         put(store, *range(num_objects), nbytes=100_000)
-        setup.proxy.num_turns = 0
         reads = [Read(key_of(n), LABEL, bytearray(100_000)) for n in range(num_objects)]
+        assert store.read_into(reads).ok  # connects every thread
+        setup.proxy.num_turns = 0
         assert store.read_into(reads).ok
         assert 1 <= setup.proxy.num_turns <= 4
 
@@ -279,8 +281,8 @@ def test_a_read_that_a_removal_overtook_is_made_again_and_nothing_good_is_delete
 
 
 def test_what_is_damaged_twice_is_damaged(setup):
-    store = overtaken(setup, {1: 2, 2: 3, 3: 1}, times=2)
-    put(store, 1, 2, 3)
+    store = overtaken(setup, {1: 4, 2: 4, 3: 4}, times=2)  # 4 stays: what is damaged is deleted beside other reads
+    put(store, 1, 2, 3, 4)
     assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [Status.CORRUPT] * 3
     assert (has(store, 1, 2, 3), store.stats.num_quarantined) == ([False] * 3, 3)
 

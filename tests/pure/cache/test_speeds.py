@@ -288,7 +288,7 @@ def test_a_link_that_was_slow_once_is_tried_again():
 
 
 def test_a_link_that_is_still_slow_costs_one_trial_and_is_not_learned_anew():
-    """The trial forgot what a block and what a call takes; a single sample tells neither, so others were loaded, too."""
+    """A trial forgot what a block and what a call takes; one sample tells neither, so others were loaded, too."""
     speeds, way = Speeds(), (Purpose.FETCH, "disk")
     for count in (1, 4, 16, 64):
         speeds.moved(way, count, 1.0 + 0.01 * count)
