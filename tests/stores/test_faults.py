@@ -223,6 +223,19 @@ def test_damage_anywhere_in_a_stored_object_is_found_and_the_object_goes(setup, 
     assert check_read(store, 1).ok
 
 
+@pytest.mark.parametrize("nbytes", [4000, 6000])
+def test_an_object_that_tells_two_lengths_is_not_served_though_its_checksums_are_right(setup, nbytes):
+    """It would be copied past the end of the caller's memory, or leave the end as it was."""
+    store, name = setup.store(), key_of(1).hex()
+    put(store, 1, nbytes=nbytes)
+    value = setup.raw.get(name)
+    setup.raw.set(name, resealed(value[:RECORD_BYTES], 112, (5000).to_bytes(8, "little")) + value[RECORD_BYTES:])
+    room = bytearray(b"\xee" * 8000)
+    outcome = store.read_into([Read(key_of(1), LABEL, memoryview(room)[:5000])])[0]
+    assert (outcome.status, room) == (Status.CORRUPT, b"\xee" * 8000)
+    assert setup.raw.get(name) is None
+
+
 @pytest.mark.parametrize("is_sealed", [False, True])
 def test_an_object_under_anothers_name_is_not_served(setup, is_sealed):
     envelope = Envelope(Cipher(bytes(32)) if is_sealed else None)

@@ -7,6 +7,7 @@ from enum import Enum
 
 import numpy as np
 
+from kvtier.errors import RangeError
 from kvtier.storage.checksum import checksum
 from kvtier.storage.native import address_of, native
 from kvtier.storage.record import Flags, Record
@@ -63,6 +64,8 @@ def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
         return empty, "the checksum differs"
     stored = data[: record.stored_bytes]
     if not record.flags & Flags.ZLIB:
+        if record.stored_bytes != record.nbytes:  # checksums tell damage, not who made it: servers are shared
+            return empty, f"contradicts itself: {record.stored_bytes} bytes stored of {record.nbytes}, uncompressed"
         return stored, ""
     unpacker = zlib.decompressobj()
     try:
@@ -75,7 +78,9 @@ def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy without holding the GIL, and without filling the cache with what the GPU reads next."""
+    """Copy as many bytes as both have, without holding the GIL or filling the cache with what the GPU reads next."""
+    if len(target) != len(source):
+        raise RangeError(f"{len(source)} bytes cannot be copied to memory of {len(target)}")
     code = native().code
     if code is not None and len(source):
         code.copy(address_of(target), address_of(source), len(source))

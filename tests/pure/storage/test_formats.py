@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvtier.errors import ChecksumError, FormatError, VersionError
+from kvtier.errors import ChecksumError, FormatError, RangeError, VersionError
+from kvtier.storage import Read, Status
 from kvtier.storage import native as native_module
 from kvtier.storage.checksum import checksum, checksum_in_python
-from kvtier.storage.codec import copy_bytes
+from kvtier.storage.codec import copy_bytes, encode
+from kvtier.storage.envelope import Envelope
 from kvtier.storage.record import BLANK, Flags, Record
 from kvtier.storage.segment import Shape
 from kvtier.storage.space import slot_bytes_for
@@ -57,6 +59,24 @@ def test_copies_of_any_length_and_alignment(start, nbytes):
     room, source = bytearray(nbytes + 32), payload_of(1, nbytes)
     copy_bytes(memoryview(room)[start : start + nbytes], memoryview(source))
     assert room == bytes(start) + source + bytes(32 - start)
+
+
+@pytest.mark.parametrize("nbytes", [0, 63, 65])
+def test_memory_of_another_length_is_not_copied_to(nbytes):
+    room = bytearray(64)
+    with pytest.raises(RangeError, match=f"{nbytes} bytes cannot be copied to memory of 64"):
+        copy_bytes(memoryview(room), memoryview(payload_of(1, nbytes)))
+    assert room == bytes(64)
+
+
+@pytest.mark.parametrize("nbytes", [4000, 6000])
+def test_an_uncompressed_object_whose_record_tells_two_lengths_is_damaged(nbytes):
+    """Its checksums are right: whoever may write to a shared server can make one."""
+    record, payload = encode(key_of(1), LABEL, memoryview(payload_of(1, nbytes)))
+    value = replace(record, nbytes=5000).pack() + payload
+    verdict = Envelope().judge(Read(key_of(1), LABEL, bytearray(5000)), 5000, memoryview(value))
+    assert (verdict.outcome.status, verdict.payload, verdict.is_useless) == (Status.CORRUPT, None, True)
+    assert f"contradicts itself: {nbytes} bytes stored of 5000" in verdict.outcome.reason
 
 
 def test_a_record_is_what_the_format_says():
