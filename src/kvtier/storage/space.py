@@ -181,9 +181,11 @@ class Space:
 
     def _blank(self, places: Iterable[Place]) -> None:
         blanks = dict.fromkeys(places, BLANK)
-        with self._lock:
-            self._blanked.update(place.segment for place in blanks)
-        self.write_records(blanks)
+        try:
+            self.write_records(blanks)
+        finally:  # not before: somebody who syncs meanwhile would sync too early, and count them as synced
+            with self._lock:
+                self._blanked.update(place.segment for place in blanks)
 
     def sync_blanks(self) -> None:
         """Have it on disk that what is gone is gone: an older record of an object that was replaced, too, or it would
@@ -192,7 +194,12 @@ class Space:
             with self._lock:
                 numbers = self._blanked & self._segments.keys()
                 self._blanked.clear()
-            self.sync_tables(numbers)
+            try:
+                self.sync_tables(numbers)
+            except OSError:
+                with self._lock:
+                    self._blanked |= numbers
+                raise
 
     def segment(self, place: Place) -> Segment:
         """The open file of a slot that the caller holds."""

@@ -603,6 +603,46 @@ def test_an_object_that_is_being_read_is_not_overwritten_by_its_successor(opened
     store.check()
 
 
+def test_removals_at_the_same_time_are_each_on_disk_when_they_are_reported(opened):
+    """One blanks its record after the other has synced their table: it must sync it again."""
+    disk, blanking, go_on = SimulatedDisk(), threading.Event(), threading.Event()
+    store = opened(files=disk, sync=Sync.WRITE)
+    put(store, 1, 2)
+
+    def hold(name, _):
+        if name == "write" and not blanking.is_set():
+            blanking.set()
+            go_on.wait()
+
+    disk.before = hold
+    first = threading.Thread(target=store.remove, args=([key_of(1)],))
+    first.start()
+    blanking.wait()
+    assert store.remove([key_of(2)])[0].status is Status.REMOVED
+    go_on.set()
+    first.join()
+    left = disk.after_crash(lambda: False)  # nothing that was not synced
+    assert has(opened(files=left), 1, 2) == [False, False]
+
+
+def test_a_removal_that_could_not_be_synced_is_synced_with_the_next(opened):
+    disk = SimulatedDisk()
+    store = opened(files=disk, sync=Sync.WRITE)
+    put(store, 1)
+
+    def fail(name, _):
+        if name == "sync":
+            raise OSError(errno.EIO, "Input/output error")
+
+    disk.before = fail
+    assert store.remove([key_of(1)])[0].status is Status.FAILED
+    disk.before = lambda *_: None
+    again = store.remove([key_of(1)])
+    assert (again[0].status, again.is_durable) == (Status.MISSING, True)
+    left = disk.after_crash(lambda: False)
+    assert has(opened(files=left), 1) == [False]
+
+
 def test_close_ends_every_thread(opened):
     before = set(threading.enumerate())
     store = opened()
