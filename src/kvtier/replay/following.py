@@ -114,6 +114,7 @@ class _Follower:
             "step": self._schedule,
             "report": self._report,
             "update": self._update,
+            "fail": self._fail,
             "cancel": lambda event: self._cancel(event["id"], event["t"]),
         }
         for event in self._log.events:
@@ -185,6 +186,11 @@ class _Follower:
         if step.rows and not step.loads:
             self._steps.append((Work.of(step), event["t"] - self._began))
         self._scheduler.update(step, results, event["t"])
+
+    def _fail(self, event: dict[str, Any]) -> None:
+        if self._step is None:
+            raise StateError("a failure without a step in the log")
+        self._scheduler.fail(self._step, event["t"])
 
     def _cancel(self, name: str, now: float) -> None:
         self._scheduler.cancel(self._requests[name], now)

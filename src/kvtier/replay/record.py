@@ -10,7 +10,7 @@ digest of the block's key under a secret of the log's own, so that nobody who re
 are to be replayed together must be given the same secret.
 
 With `steps`, everything that is asked of the scheduler and told to the cache is logged, too, so that `follow` can do
-the same again, step by step: add, step, report, update, cancel.
+the same again, step by step: add, step, report, update, fail, cancel.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +36,8 @@ NAME_BYTES = 8
 class Recorder:
     """A tap on one scheduler and its cache manager: calls go through it, and neither of them knows.
 
-    For the scheduler's thread. What is not over when the log is closed is not in it as a request.
+    For the scheduler's thread. What is not over when the log is closed is not in it as a request. A log that cannot be
+    written ends with a warning, and what is served goes on without it.
     """
 
     def __init__(self, path: str | Path, *, steps: bool = False, secret: bytes | None = None) -> None:
@@ -48,25 +50,23 @@ class Recorder:
 
     def attach(self, scheduler: Scheduler, *, now: float) -> None:
         """Record from now on, which is time 0 in the log. To be followed, it must begin with an empty cache."""
-        if self._restore:
-            raise StateError("this recorder is attached already; one log is for one scheduler")
+        if self._restore or self._file.closed:
+            raise StateError("this recorder is attached already, or closed; one log is for one scheduler")
         self._begin = now
         slots = {tier.name: tier.pool.num_slots for tier in scheduler.manager.tree.tiers}
         block_tokens = scheduler.manager.namespace.block_tokens
         ranks = scheduler.manager.moves.num_ranks
-        self._write(event="start", version=LOG_VERSION, block_tokens=block_tokens, slots=slots, ranks=ranks)
         self._tap(scheduler, "add", self._add)
         self._tap(scheduler, "schedule", self._schedule)
         self._tap(scheduler, "update", self._update)
+        self._tap(scheduler, "fail", self._fail)
         self._tap(scheduler, "cancel", self._cancel)
         self._tap(scheduler.manager, "apply", self._apply)
+        self._write(event="start", version=LOG_VERSION, block_tokens=block_tokens, slots=slots, ranks=ranks)
 
     def close(self) -> None:
         """Let go of the scheduler and end the file. Twice is fine."""
-        for restore in self._restore:
-            restore()
-        self._restore = []
-        self._file.close()
+        self._stop()
 
     def __enter__(self) -> Recorder:
         return self
@@ -113,6 +113,14 @@ class Recorder:
                 self._first_tokens.setdefault(row.request.id, now)
             if row.request.state.is_over:
                 self._end(row.request)
+
+    def _fail(self, inner: Callable[..., tuple[Request, ...]], step: Step, now: float) -> tuple[Request, ...]:
+        failed = inner(step, now)
+        if self._steps:
+            self._write(event="fail", t=self._time(now))
+        for request in failed:
+            self._end(request)
+        return failed
 
     def _cancel(self, inner: Callable[..., bool], request: Request, now: float) -> bool:
         was_live = inner(request, now)
@@ -161,7 +169,23 @@ class Recorder:
         return now - self._begin
 
     def _write(self, **record: Any) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        if self._file.closed:
+            return  # it ended within this call
+        try:
+            self._file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            self._stop(error)
+
+    def _stop(self, trouble: OSError | None = None) -> None:
+        for restore in self._restore:
+            restore()
+        self._restore = []
+        try:
+            self._file.close()
+        except OSError as error:  # the rest could not be written
+            trouble = trouble or error
+        if trouble is not None:
+            warnings.warn(f"the log {self._file.name} ends here: {trouble}", RuntimeWarning, stacklevel=3)
 
 
 def describe(step: Step) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from kvtier.errors import ArgumentError, RangeError, UnavailableError
 
 TRACE_BLOCK_TOKENS = 512
 MAX_TOKEN = 2**31 - 1
-OTHER_EVENTS = ("start", "add", "step", "report", "update", "cancel")
+OTHER_EVENTS = ("start", "add", "step", "report", "update", "fail", "cancel")
 """What kvtier's log has besides requests; see record.py."""
 
 

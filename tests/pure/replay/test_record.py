@@ -37,6 +37,8 @@ class Server:
     cache: CacheConfig
     chosen: random.Random
     num_ranks: int = 1
+    failures: float = 0.0
+    """Share of the steps that cannot be run."""
 
     def __post_init__(self) -> None:
         namespace = Namespace("served", block_tokens=BLOCK)
@@ -68,6 +70,9 @@ class Server:
         if step.loads:
             self.now = max(self.now, self.worker.end_of(step.loads))
         self.apply()
+        if step.rows and self.failures and self.chosen.random() < self.failures:
+            self.scheduler.fail(step, self.now)
+            return
         results = [
             RowResult((self.chosen.randrange(1000),) if row.wants_token else (), self.chosen.random() < 0.1)
             for row in step.rows
@@ -105,12 +110,12 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 2))
+@given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 2), failures=st.sampled_from([0.0, 0.05]))
 @settings(deadline=None, max_examples=12)
-def test_following_a_log_finds_what_the_run_found_tier_by_tier(config, seed, num_ranks, tmp_path_factory):
+def test_following_a_log_finds_what_the_run_found_tier_by_tier(config, seed, num_ranks, failures, tmp_path_factory):
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
     chosen = random.Random(seed)
-    server = Server(CONFIGS[config], chosen, num_ranks)
+    server = Server(CONFIGS[config], chosen, num_ranks, failures)
     with Recorder(path, steps=True) as recorder:
         recorder.attach(server.scheduler, now=server.now)
         server.serve(prompts(chosen, 25))
@@ -179,10 +184,45 @@ def test_names_agree_between_logs_of_one_secret_and_not_otherwise(tmp_path):
 
 def test_afterwards_the_scheduler_is_as_it_was(tmp_path):
     server, _ = recorded(tmp_path)
-    assert not {"add", "schedule", "update", "cancel"} & set(vars(server.scheduler))
+    assert not {"add", "schedule", "update", "fail", "cancel"} & set(vars(server.scheduler))
     assert "apply" not in vars(server.manager)
     server.serve([[1, 2, 3]])
     assert server.requests[-1].state is not RequestState.WAITING
+
+
+def test_requests_of_a_step_that_failed_are_in_the_log_and_nothing_is_kept_of_them(tmp_path):
+    server = Server(CONFIGS["host"], random.Random(5), failures=0.2)
+    path = tmp_path / "log.jsonl"
+    with Recorder(path) as recorder:
+        recorder.attach(server.scheduler, now=server.now)
+        server.serve(prompts(random.Random(5), 20))
+        assert recorder._first_tokens == {}
+    told = [each for each in map(json.loads, lines(path)) if each["event"] == "request"]
+    assert sorted((each["id"], each["state"], each["answer_tokens"]) for each in told) == sorted(
+        (request.id, request.state.value, request.num_new_tokens) for request in server.requests
+    )
+    assert any(each["state"] == "cancelled" and each["answer_tokens"] and each["ttft"] for each in told)
+
+
+@pytest.mark.parametrize(("count", "ends_early"), [(20, True), (1, False)])
+def test_a_full_disk_ends_the_log_with_one_warning_and_serving_goes_on(count, ends_early):
+    server = Server(CONFIGS["host"], random.Random(5))
+    recorder = Recorder("/dev/full", steps=True)
+
+    def serve() -> None:
+        with recorder:
+            recorder.attach(server.scheduler, now=server.now)
+            server.serve(prompts(random.Random(5), count))
+            assert ("update" not in vars(server.scheduler)) is ends_early
+
+    with pytest.warns(RuntimeWarning, match=r"the log /dev/full ends here: .*No space left") as told:
+        serve()
+    assert len(told) == 1
+    assert len(server.requests) == count
+    assert all(request.state.is_over for request in server.requests)
+    assert not {"add", "schedule", "update", "fail", "cancel"} & set(vars(server.scheduler))
+    with pytest.raises(StateError, match="or closed"):
+        recorder.attach(server.scheduler, now=server.now)
 
 
 def test_one_recorder_is_for_one_scheduler(tmp_path):
