@@ -90,6 +90,25 @@ def test_plan_says_what_to_buy_and_what_more_brings(files, capsys, tmp_path):
     assert result["advice"]["text"][0] in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["replay", "--capacities", "0"], ["plan", "--ttft-p99", "500ms"]])
+def test_refused_requests_are_told_where_there_are_some(command, files, capsys):
+    assert main([command[0], *files, *command[1:]]) == 0
+    shown = capsys.readouterr().out
+    assert "are refused" not in shown
+    assert "\nrefused " not in shown
+    blocks = max(request.input_tokens for request in read_trace(files[0]).requests) // 512
+    little = f"{blocks * 512 * preset(ModelSpec, files[2]).token_bytes}B"
+    arguments = [command[0], *files, *command[1:], "--device", little]
+    runs = told(capsys, *arguments)["results"]
+    refused, count = runs[0]["num_refused"], runs[0]["num_requests"]
+    assert refused > 0
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert f"{refused} of {count} requests are refused: they need more KV than a GPU has room for" in shown
+    row = next(line for line in shown.splitlines() if line.startswith("refused "))
+    assert row.split()[1:] == [str(run["num_refused"]) for run in runs]
+
+
 def test_what_has_no_source_is_said_to_be_assumed(capsys):
     options = ["synthetic:sessions=2", "--capacities", "0", "--device", "20GiB"]
     guessed = told(capsys, "replay", *options, "--gpu", "a100")["setup"]["assumed"]["gpu"]

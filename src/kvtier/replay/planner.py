@@ -24,6 +24,10 @@ class PlanPoint:
     """Of host memory and disk, one replica, in dollars."""
     summary: Summary
 
+    def holds(self, ttft_p99: float) -> bool:
+        """Whether it serves every request, and in time: what is refused has no time to first token."""
+        return not self.summary.num_refused and self.summary.ttft["p99"] <= ttft_p99
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -32,7 +36,7 @@ class Advice:
     target_ttft_p99: float
     chosen: PlanPoint | None
     nearest: PlanPoint
-    """The one with the lowest TTFT p99."""
+    """Of those that refuse fewest requests, the one with the lowest TTFT p99."""
     more_host: PlanPoint | None
     """With 100 GiB more host memory than the chosen one, or the nearest."""
     more_disk: PlanPoint | None
@@ -86,9 +90,9 @@ def plan(
         ]
 
     points = run(setups(setup, share), "setups")
-    fitting = [point for point in points if point.summary.ttft["p99"] <= target_ttft_p99]
+    fitting = [point for point in points if point.holds(target_ttft_p99)]
     chosen = min(fitting, key=lambda point: (point.price, point.summary.ttft["p99"]), default=None)
-    nearest = min(points, key=lambda point: (point.summary.ttft["p99"], point.price))
+    nearest = min(points, key=lambda point: (point.summary.num_refused, point.summary.ttft["p99"], point.price))
     base = chosen or nearest
     more = [(base.host_bytes + STEP, base.disk_bytes)]
     if setup.disk is not None and base.host_bytes:

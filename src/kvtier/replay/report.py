@@ -59,6 +59,13 @@ def intro(result: Json) -> list[str]:
             f"The GPUs cannot keep up: half of the requests queue for {late:,.0f} s or more. Times to first token tell "
             f"how long the trace is, not how good the cache is; give it more replicas (--replicas) or GPUs (--gpus)."
         )
+    refused = _refused(result)
+    if any(refused):
+        run = result["results"][refused.index(max(refused))]
+        text.append(
+            f"{run['num_refused']:,} of {run['num_requests']:,} requests are refused: they need more KV than a GPU has "
+            f"room for (--device, --gpus). Hit rates leave them out, times to first token those that got no token."
+        )
     if trace["num_problems"]:
         text.append(f"{trace['num_problems']:,} lines were no requests and were left out: {trace['problems'][0]}")
     return [*text, *result.get("advice", {}).get("text", ())]
@@ -87,6 +94,8 @@ def tables(result: Json) -> list[Json]:
     """Every run in numbers."""
     is_plan = result["command"] == "plan"
     first = ["host", "disk", "price $"] if is_plan else ["policy"]
+    if any(_refused(result)):
+        first.append("refused")
     columns = [
         *first, "hit rate", *TIERS, "TTFT p50 s", "p90 s", "p99 s", "queue p99 s", "answer tokens/s", "GPU busy",
         *(f"{link['name']} GB/s" for link in _widest(result)), *(f"evicted from {tier}" for tier in TIERS),
@@ -98,6 +107,11 @@ def tables(result: Json) -> list[Json]:
     return [{"caption": caption, "columns": columns, "rows": rows, "shares": shares}]
 
 
+def _refused(result: Json) -> list[int]:
+    """How many requests each run refused; told only where some did."""
+    return [run["num_refused"] for run in result["results"]]
+
+
 def _widest(result: Json) -> list[Json]:
     """The links of the run that has most."""
     links: list[Json] = max((run["links"] for run in result["results"]), key=len, default=[])
@@ -106,6 +120,8 @@ def _widest(result: Json) -> list[Json]:
 
 def _row(run: Json, is_plan: bool, result: Json) -> list[Any]:
     first = [size_text(run["host_bytes"]), size_text(run["disk_bytes"]), run["price"]] if is_plan else [run["policy"]]
+    if any(_refused(result)):
+        first.append(run["num_refused"])
     return [
         *first,
         run["hit_rate"],

@@ -129,12 +129,16 @@ def advice_text(advice: Advice) -> list[str]:
             f"that holds TTFT p99 at {advice.target_ttft_p99:g} s or less. It comes to {p99:.2f} s and hits {rate:.1%}."
         ]
     else:
+        refused = base.summary.num_refused
+        holds = "serves every request and holds" if refused else "holds"
         text = [
-            f"No size that was looked at holds TTFT p99 at {advice.target_ttft_p99:g} s or less. The nearest is "
+            f"No size that was looked at {holds} TTFT p99 at {advice.target_ttft_p99:g} s or less. The nearest is "
             f"{sizes_text(base.host_bytes, base.disk_bytes)} with {p99:.2f} s and {rate:.1%} hits: what is left is not "
             f"for a cache to mend. The GPUs compute {base.summary.utilisation:.0%} of the time, and requests queue for "
             f"{base.summary.queue['p99']:.2f} s (p99)."
         ]
+        if refused:
+            text.append(f"It refuses {refused:,} of {base.summary.num_requests:,} requests, for want of device memory.")
     for what, more in (("host memory", advice.more_host), ("disk", advice.more_disk)):
         if more is not None:
             text.append(

@@ -104,7 +104,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class LinkSummary:
-    """What a link carried, all replicas together; busy is the mean share of the time."""
+    """What a link carried, all replicas together; busy is the mean share of the time.
+
+    That is the whole time: blocks are still saved after the last token.
+    """
 
     name: str
     num_bytes: int
@@ -120,9 +123,12 @@ class Summary:
     num_refused: int
     num_preempted: int
     seconds: float
+    """To the last token."""
     hit_rate: float
+    """Of the requests that were not refused."""
     hit_rates: dict[str, float]
     ttft: dict[str, float]
+    """Of the requests that got a token; 0 if none did."""
     queue: dict[str, float]
     prompt_tokens_per_second: float
     answer_tokens_per_second: float
@@ -180,10 +186,12 @@ def _parts(trace: Sequence[TraceRequest], setup: Setup, num_simulated: int | Non
 def summarise(runs: Sequence[Simulation]) -> Summary:
     """Replicas together."""
     requests = [request for run in runs for request in run.requests]
-    prompts = sum(request.prompt_tokens for request in requests if not request.is_refused)
+    served = [request for request in requests if not request.is_refused]
+    prompts = sum(request.prompt_tokens for request in served)
     seconds = max((run.seconds for run in runs), default=0.0)
+    whole = max((run.whole_seconds for run in runs), default=0.0)
     hits: dict[str, int] = {}
-    for request in requests:
+    for request in served:
         for tier, count in request.tokens_from.items():
             hits[tier] = hits.get(tier, 0) + count
     names = [use.name for use in runs[0].links] if runs else []
@@ -191,12 +199,12 @@ def summarise(runs: Sequence[Simulation]) -> Summary:
     for name in names:
         uses = [use for run in runs for use in run.links if use.name == name]
         num_bytes = sum(use.num_bytes for use in uses)
-        busy = sum(use.busy_seconds for use in uses) / max(seconds * len(runs), 1e-9)
-        links.append(LinkSummary(name, num_bytes, num_bytes / max(seconds, 1e-9), busy))
+        busy = sum(use.busy_seconds for use in uses) / max(whole * len(runs), 1e-9)
+        links.append(LinkSummary(name, num_bytes, num_bytes / max(whole, 1e-9), busy))
     came = sum(run.blocks.num_computed for run in runs)
     return Summary(
         num_requests=len(requests),
-        num_refused=sum(request.is_refused for request in requests),
+        num_refused=len(requests) - len(served),
         num_preempted=sum(request.num_preempted for request in requests),
         seconds=seconds,
         hit_rate=sum(hits.values()) / max(1, prompts),

@@ -63,6 +63,8 @@ class Simulation:
     requests: tuple[ServedRequest, ...]
     seconds: float
     """From the first arrival to the last token."""
+    whole_seconds: float
+    """To the last transfer: blocks are still saved after the last token, and links count that, too."""
     compute_seconds: float
     num_steps: int
     links: tuple[LinkUse, ...]
@@ -108,7 +110,7 @@ class Simulator:
         self._next_arrival = math.inf
         self._has_news = False
         """Whether something was reported since the scheduler was last asked."""
-        self._now = self._compute_seconds = 0.0
+        self._now = self._last_token_at = self._compute_seconds = 0.0
         self._num_steps = 0
         self._live: dict[str, _Live] = {}
         self._served: dict[int, ServedRequest] = {}
@@ -171,6 +173,8 @@ class Simulator:
             self._end(request)
         results = [self._result_of(row) for row in step.rows]
         self.scheduler.update(step, results, self._now)
+        if any(result.tokens for result in results):
+            self._last_token_at = self._now
         self._settle(step, began)
         return step
 
@@ -242,6 +246,7 @@ class Simulator:
         evictions |= {name: store.num_evicted for name, store in self._worker.stores.items()}
         return Simulation(
             tuple(self._served[number] for number in range(num_requests)),
+            self._last_token_at,
             self._now,
             self._compute_seconds,
             self._num_steps,

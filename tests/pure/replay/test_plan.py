@@ -72,6 +72,19 @@ def test_a_target_out_of_reach_is_said_to_be(found):
     assert "No size that was looked at holds TTFT p99 at 1e-06 s" in advice_text(advice)[0]
 
 
+def test_a_setup_that_refuses_requests_does_not_fit_whatever_its_times():
+    """What is refused has no time to first token: without the longest prompts times are good."""
+    longest = max(request.input_tokens for request in TRACE) // 512
+    small = replace(SETUP, device_bytes=longest * 512 * SETUP.model.token_bytes)
+    advice = plan(TRACE, small, 1e9, PRICES, jobs=2).advice
+    refused = advice.nearest.summary.num_refused
+    assert 0 < refused < len(TRACE) / 2
+    assert advice.chosen is None
+    text = advice_text(advice)
+    assert text[0].startswith("No size that was looked at serves every request and holds TTFT p99 at 1e+09 s")
+    assert text[1] == f"It refuses {refused} of {len(TRACE)} requests, for want of device memory."
+
+
 def test_whatever_is_enough_costs_nothing(found):
     assert found.advice.chosen.price == 0
     assert found.advice.more_disk is None

@@ -17,7 +17,7 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.replay import SyntheticTrace, TraceRequest, generate
 from kvtier.replay.cost import Measured, Roofline, Work
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
-from kvtier.replay.setup import GIB, Setup, simulate
+from kvtier.replay.setup import GIB, Setup, simulate, summarise
 from kvtier.replay.simulator import Simulator
 from kvtier.replay.worker import SimulatedStore, SimulatedWorker
 from kvtier.scheduler import SchedulerConfig
@@ -135,6 +135,29 @@ def test_a_request_that_can_never_fit_is_refused_and_counted():
     assert run.requests[1].ttft == 612
 
 
+def test_hits_are_of_the_requests_that_prompts_are_of():
+    """The second finds its beginning, and is refused when its answer has filled the memory."""
+    run = simulator(4).run([request(0, 1, 2), request(10_000, 1, 2, answer=2000), request(20_000, 1, 2)])
+    assert [each.is_refused for each in run.requests] == [False, True, False]
+    assert [each.tokens_from["device"] for each in run.requests] == [0, 1024, 1024]
+    found = summarise([run])
+    assert (found.num_requests, found.num_refused) == (3, 1)
+    assert found.hit_rate == found.hit_rates["device"] == 1024 / (2 * 1124)
+
+
+def test_what_is_saved_after_the_last_token_takes_no_time_of_the_answers():
+    run = simulator(100, 100, link=0.001).run([request(0, 1, 2)])
+    assert run.seconds == run.requests[0].finished_at == 1124
+    to_host = next(use for use in run.links if use.name == "to host")
+    assert (to_host.num_bytes, run.whole_seconds) == (2, 1124 + to_host.busy_seconds)
+    assert to_host.busy_seconds == pytest.approx(2000)
+    found = summarise([run])
+    assert (found.seconds, found.utilisation) == (1124, 1.0)
+    assert found.answer_tokens_per_second == 1 / 1124
+    link = next(link for link in found.links if link.name == "to host")
+    assert (link.bytes_per_second, link.busy) == pytest.approx((2 / 3124, 2000 / 3124))
+
+
 def test_an_empty_trace_ends_at_once():
     assert simulator(4).run([]).requests == ()
 
@@ -193,7 +216,8 @@ def test_everything_adds_up_and_nothing_is_left_behind(sizes):
     preempted = sum(each.num_preempted for each in found.requests)  # what they find when they resume is no hit of ours
     assert total <= run.manager.stats.hit_tokens if preempted else total == run.manager.stats.hit_tokens
     assert found.compute_seconds <= found.seconds * (1 + 1e-9)
-    assert all(use.busy_seconds <= found.seconds * (1 + 1e-9) for use in found.links)
+    assert found.seconds == max(each.finished_at for each in found.requests)
+    assert all(use.busy_seconds <= found.whole_seconds * (1 + 1e-9) for use in found.links)
 
 
 def test_the_same_seed_gives_the_same_figures_in_any_number_of_processes():
