@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvtier.cli.main import main
+from kvtier.server.load import LoadOptions, run_load
 from kvtier.storage import DiskStore, Label, Write
 
 
@@ -188,6 +191,20 @@ def test_generate_and_chat_print_json(tiny_model):
     assert row["finish_reason"] in ("length", "stop")
 
 
+def test_generate_and_chat_tell_of_answers_there_is_no_room_for(tiny_model):
+    small, long = ("--model", str(tiny_model), "--blocks", "2", "--max-tokens", "4", "--json"), "x" * 100
+    done = run("generate", *small, "short", long)
+    assert done.returncode == 1
+    assert "kvtier: refused: 100 tokens and one to generate do not fit" in done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert rows[0]["finish_reason"] in ("length", "stop")
+    assert rows[1]["finish_reason"] == "refused"
+    done = run("chat", *small, "--once", long)
+    assert done.returncode == 1
+    assert "kvtier: refused: " in done.stderr
+    assert json.loads(done.stdout)["finish_reason"] == "refused"
+
+
 def test_bench_reports_what_clients_saw(server, capsys):
     assert main(["bench", "--url", server.url, "--clients", "4", "--requests", "8", "--max-tokens", "5", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -195,6 +212,34 @@ def test_bench_reports_what_clients_saw(server, capsys):
     assert told["ttft_p50_ms"] > 0
     assert main(["bench", "--url", "http://127.0.0.1:9", "--json"]) == 1
     assert "no kvtier server answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_bench_fails_if_somebody_was_not_answered(server, capsys):
+    load = ("bench", "--url", server.url, "--clients", "2", "--requests", "3", "--json")
+    assert main([*load, "--max-tokens", "99999"]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["statuses"] == {"400": 3}
+    assert "kvtier: of 3 requests 3 got status 400" in shown.err
+    for option in ("--clients", "--requests", "--max-tokens", "--prompt-words"):
+        assert main([*load, option, "0"]) == 1
+        assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_stream_that_breaks_is_counted_once():
+    async def answer(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n" + b"x" * (1 << 17))  # no line is that long
+        writer.close()
+
+    async def load():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await run_load(LoadOptions(f"http://127.0.0.1:{port}", "any", clients=2, requests=4))
+
+    report = asyncio.run(load())
+    assert report.statuses == {200: 4}
+    assert report.num_incomplete == report.num_tokens == 4
 
 
 # ---- stores ----

@@ -6,13 +6,18 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 import urllib.error
 import urllib.request
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvtier.cli.parser import Commands, add_command
 from kvtier.cli.progress import Progress
 from kvtier.errors import ArgumentError, UnavailableError
+
+if TYPE_CHECKING:
+    from kvtier.server.load import LoadReport
 
 
 def add(commands: Commands) -> None:
@@ -34,9 +39,12 @@ def add(commands: Commands) -> None:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """1 if the server failed somebody."""
+    """1 unless everybody was answered."""
     from kvtier.server.load import LoadOptions, run_load
 
+    for name in ("clients", "requests", "max_tokens", "prompt_words"):
+        if (number := getattr(options, name)) < 1:
+            raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {number}")
     if urlsplit(options.url).scheme != "http":
         raise ArgumentError(f"--url must begin with http://, got {options.url}")
     key = os.environ.get("KVTIER_API_KEY", "")
@@ -61,7 +69,17 @@ def bench(options: argparse.Namespace) -> int:
     else:
         for name, value in told.items():
             print(f"{name:<14}  {value}")
-    return 1 if report.num_5xx or report.statuses[0] or report.num_incomplete else 0
+    wrong = _wrong(report)
+    if wrong:
+        print(f"kvtier: of {options.requests} requests {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _wrong(report: LoadReport) -> list[str]:
+    """How many got what instead of an answer."""
+    counts = sorted((status, count) for status, count in report.statuses.items() if status != 200)
+    told = [f"{count} got {f'status {status}' if status else 'no answer'}" for status, count in counts]
+    return told + [f"{report.num_incomplete} were cut off"] * bool(report.num_incomplete)
 
 
 def _model(url: str, key: str) -> str:

@@ -43,15 +43,17 @@ def generate(options: argparse.Namespace) -> int:
     """Print the continuation of every prompt."""
     params, llm = _params(options), _llm(options)
     prompts = options.prompt or [line.rstrip("\n") for line in sys.stdin]
+    num_failed = 0
     for prompt, answers in zip(prompts, llm.generate(prompts, params), strict=True):
         for answer in answers:
+            num_failed += _tell_failure(answer)
             if options.json:
                 _print_json({"prompt": prompt, "text": answer.text, **_counts(answer)})
             else:
                 print(f"{prompt}{answer.text}")
                 _note(options, answer)
     llm.close()
-    return 0
+    return 1 if num_failed else 0
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -61,17 +63,23 @@ def chat(options: argparse.Namespace) -> int:
     first = options.once or options.first
     if first and not options.json:
         print(f"> {first}")
-    while text := first or _ask(options):
+    is_failed = False
+    while not is_failed and (text := first or _ask(options)):
         first = None
         messages.append({"role": "user", "content": text})
-        messages.append({"role": "assistant", "content": _answer(llm, messages, params, options)})
+        answer, last = _answer(llm, messages, params, options)
+        messages.append({"role": "assistant", "content": answer})
+        is_failed = _tell_failure(last)
         if options.once:
             break
     llm.close()
-    return 0
+    return 1 if is_failed else 0
 
 
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, options: argparse.Namespace) -> str:
+def _answer(
+    llm: LLM, messages: list[dict[str, str]], params: SamplingParams, options: argparse.Namespace
+) -> tuple[str, Output]:
+    """The whole text, and what was told of its end."""
     text, output = "", None
     llm.engine.add(llm.tokenizer.encode_chat(messages), params)
     while llm.engine.has_work():
@@ -85,7 +93,17 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, op
     else:
         print()
         _note(options, output)
-    return text
+    return text, output
+
+
+def _tell_failure(answer: Output | Any) -> bool:
+    """Whether an answer is missing, or half of it is; then say why."""
+    from kvtier.engine.output import FinishReason
+
+    if answer.finish_reason not in (FinishReason.REFUSED, FinishReason.ERROR):
+        return False
+    print(f"kvtier: {answer.finish_reason.value}: {answer.error}", file=sys.stderr)
+    return True
 
 
 def _ask(options: argparse.Namespace) -> str:

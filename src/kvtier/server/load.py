@@ -101,18 +101,19 @@ async def _one(options: LoadOptions, rng: random.Random, report: LoadReport) -> 
     except OSError:
         report.statuses[0] += 1
         return
+    status = 0
     try:
         sent = time.monotonic()
         writer.write(_request(options, _body(options, rng)))
         status = int((await reader.readline()).split()[1])
         while (await reader.readline()).strip():
             pass
-        report.statuses[status] += 1
         if status == 200:
             await _read_events(reader, sent, leave_after, report)
     except (OSError, IndexError, ValueError):
-        report.statuses[0] += 1
+        report.num_incomplete += status == 200
     finally:
+        report.statuses[status] += 1
         writer.transport.abort() if leave_after >= 0 else writer.close()
 
 
