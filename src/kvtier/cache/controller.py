@@ -74,6 +74,7 @@ class CacheController:
         self._hosts = self._new_hosts(num_host_blocks)
         for host in self._hosts:
             host.wait_ready(min(host.num_slots, host.piece_slots))
+        self.register(caches)  # before there are threads: tensors that do not fit must leave nothing behind
         self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace, sharding, secret)
         self._under: dict[int, _Under] = {}
         self._by_copy: dict[int, _Under] = {}
@@ -82,7 +83,6 @@ class CacheController:
         self._done: list[Outcome] = []
         self._epoch = 0
         self._told_ready = 0
-        self.register(caches)
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -96,12 +96,21 @@ class CacheController:
         self._transfers.release()
 
     def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
-        """Other host memory, with the blocks that are in both. Nothing may be under way; slots beyond are lost."""
+        """Other host memory, with the blocks that are in both. Nothing may be under way; slots beyond are lost.
+
+        OutOfMemoryError if there is not as much to be had: then it is as before.
+        """
+        old, new = self._hosts, self._new_hosts(num_blocks)
+        try:
+            for host in new:
+                host.wait_ready(num_blocks)
+        except BaseException:
+            for host in new:
+                host.free()
+            raise
         self._transfers.release()
-        old = self._hosts
-        self._hosts = self._new_hosts(num_blocks)
-        for before, after in zip(old, self._hosts, strict=True):
-            after.wait_ready()
+        self._hosts = new
+        for before, after in zip(old, new, strict=True):
             count = min(before.num_ready, after.num_ready)
             after.slots()[:count].copy_(before.slots()[:count])
         self._scrubber.use(self._hosts, min(old[0].num_ready, self.num_host_ready))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
-from kvtier.errors import TransferError
-from kvtier.memory import Placement, current_stream
+from kvtier.errors import LayerSwapTimeoutError, TransferError
+from kvtier.memory import Placement, Stream, current_stream
 from kvtier.transfer import Status, Transfer
+from kvtier.transfer.layers import DEFAULT_TIMEOUT
 
 
 class LayerWaits:
@@ -17,8 +17,17 @@ class LayerWaits:
     and must not be used.
     """
 
-    def __init__(self, loads: Sequence[Sequence[Transfer]], device: Placement, *, failed: bool = False) -> None:
-        """`loads`: for each load a copy per cache group; `failed` if another could not even be started."""
+    def __init__(
+        self,
+        loads: Sequence[Sequence[Transfer]],
+        device: Placement,
+        *,
+        failed: bool = False,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        """`loads`: for each load a copy per cache group; `failed` if another could not even be started. After
+        `timeout` seconds a layer is waited for again."""
+        self._timeout = timeout
         self._loads = loads
         self._failed = failed
         self._device = device
@@ -27,8 +36,19 @@ class LayerWaits:
         """On CUDA the current stream waits, and not the host."""
         stream = current_stream(self._device)
         for copies in self._loads:
-            with contextlib.suppress(TransferError):  # late ones too; `arrived` will tell
-                copies[group].layers.wait(layer, stream)
+            self._wait(copies[group], layer, stream)
+
+    def _wait(self, copy: Transfer, layer: int, stream: Stream | None) -> None:
+        """However long it takes: a layer computed before its blocks came would count as right once they have come, as
+        after a process that was stopped for a minute."""
+        while True:
+            try:
+                copy.layers.wait(layer, stream, self._timeout)
+            except LayerSwapTimeoutError:
+                continue
+            except TransferError:  # `arrived` will tell
+                pass
+            return
 
     def arrived(self) -> bool:
         """Wait until all of it is over; whether every block is there."""

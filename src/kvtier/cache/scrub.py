@@ -80,10 +80,10 @@ class Scrubber:
                 slots = list(itertools.islice(self._new or self._sums, most))
                 stamps = [self._stamps.get(slot, 0) for slot in slots]
             found = [block_checksums(host, slots) for host in self._hosts] if slots else []
-        with self._lock:
-            for slot, stamp in zip(slots, stamps, strict=True):
-                if self._stamps.get(slot, 0) == stamp:
-                    self._compare(slot, tuple(sums[slot] for sums in found))
+            with self._lock:  # still reading: other memory may have fewer slots
+                for slot, stamp in zip(slots, stamps, strict=True):
+                    if self._stamps.get(slot, 0) == stamp:
+                        self._compare(slot, tuple(sums[slot] for sums in found))
 
     def _compare(self, slot: int, found: tuple[int, ...]) -> None:
         self._new.pop(slot, None)

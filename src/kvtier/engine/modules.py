@@ -56,9 +56,11 @@ class CacheGroup:
             self._graphs = DecodeGraphs(self.model, self.cache, max_blocks, self._graph_sizes)
 
     def free(self) -> None:
-        """Give the cache's memory back; `renew` before the next step."""
+        """Give the cache's memory back, to others too; `renew` before the next step."""
         self._graphs = None
         self.cache = self.model.new_cache(0, self.block_tokens)
+        if self.cache.is_cuda:
+            torch.cuda.empty_cache()  # torch would keep it
 
     @property
     def block_bytes(self) -> int:

@@ -167,8 +167,9 @@ class Ranks:
     def close(self) -> None:
         """End the processes, by force those that do not end by themselves. Twice is fine."""
         for link in self._links:
-            with contextlib.suppress(OSError):
-                link.send(Close())
+            if self._error is None:  # a rank that hangs reads nothing, and its pipe may be full
+                with contextlib.suppress(OSError):
+                    link.send(Close())
             with contextlib.suppress(OSError):
                 link.connection.close()
         patience = _CLOSE_SECONDS if self._error is None else 0.0

@@ -7,7 +7,9 @@ step can never catch up.
 from __future__ import annotations
 
 import contextlib
+import queue
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -41,10 +43,13 @@ from kvtier.engine.rank_messages import (
 from kvtier.engine.split import with_tensors
 from kvtier.engine.tiers import new_controller
 from kvtier.engine.weights import LayerWeights, ModelWeights
+from kvtier.errors import EngineError
 from kvtier.storage import ShardStores, open_shards
 
 _POLL_SECONDS = 0.001
 """How often a rank looks after its transfers while it has nothing to compute."""
+_IDLE_SECONDS = 0.5
+"""How often it tells what its scrubber has found while there is nothing else."""
 
 
 def main(descriptor: int) -> None:
@@ -58,8 +63,6 @@ def main(descriptor: int) -> None:
             link.send(Hello())
             with contextlib.ExitStack() as stack:
                 RankWorker(link, stack).run()
-        except (EOFError, OSError):
-            raise
         except Exception as error:  # whatever it is, rank 0 is told, and this rank ends
             link.send(Failed(f"{type(error).__name__}: {error}"))
 
@@ -90,12 +93,17 @@ class RankWorker:
 
     def run(self) -> None:
         """Until told to end."""
+        came: queue.SimpleQueue[object] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(self._link, came), name="kvtier-rank-reader", daemon=True).start()
         while True:
             self._report()
             is_busy = self._controller is not None and self._controller.is_busy
-            if not self._link.has_message(_POLL_SECONDS if is_busy else None):
+            try:
+                message = came.get(timeout=_POLL_SECONDS if is_busy else _IDLE_SECONDS)
+            except queue.Empty:
                 continue
-            message = self._link.receive()
+            if isinstance(message, Exception):
+                raise message
             if isinstance(message, Close):
                 return
             self._do(message)
@@ -125,6 +133,8 @@ class RankWorker:
                 self._answer()
             case Ask():
                 self._answer()
+            case _:
+                raise EngineError(f"rank 0 sent a {type(message).__name__}, which this rank does not know")
 
     def _step(self, step: Step) -> None:
         group, controller = self._group, self._controller
@@ -148,6 +158,16 @@ class RankWorker:
         self._report()
         is_busy = self._controller is not None and self._controller.is_busy
         self._link.send(Answer(is_busy, {name: store.stats for name, store in self._stores.items()}))
+
+
+def _read(link: Link, came: queue.SimpleQueue[object]) -> None:
+    """Take in whatever comes, also while this rank sends. A pipe holds 200 KB: two ends that both send more than that,
+    a plan's or a report's keys, and read only when it is sent, would wait for each other for good."""
+    try:
+        while True:
+            came.put(link.receive())
+    except (EOFError, OSError) as error:
+        came.put(error)
 
 
 def _receive_weights(link: Link, num_layers: int, device: torch.device) -> ModelWeights:

@@ -27,6 +27,8 @@ class _Call:
     future: Future[Any]
 
     def run(self, engine: Engine) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
         try:
             self.future.set_result(self.function(engine))
         except Exception as error:  # whatever it raises is the caller's
@@ -81,9 +83,12 @@ class EngineRunner:
         """Outputs of a request, on the caller's event loop."""
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output | None]()
         deliver = outputs.put_nowait
-        name = await asyncio.wrap_future(
-            self.submit(prompt, params, lambda output: loop.call_soon_threadsafe(deliver, output), **options)
-        )
+        added = self.submit(prompt, params, lambda output: loop.call_soon_threadsafe(deliver, output), **options)
+        try:
+            name = await asyncio.wrap_future(added)
+        except asyncio.CancelledError:
+            added.add_done_callback(self._leave_added)  # it may be on its way in already
+            raise
         try:
             while (output := await outputs.get()) is not None:
                 yield output
@@ -113,6 +118,10 @@ class EngineRunner:
         if not self._closed.is_set():
             self.call(lambda engine: (self._listeners.pop(name, None), engine.abort(name)))
 
+    def _leave_added(self, added: Future[str]) -> None:
+        if not added.cancelled() and added.exception() is None:
+            self.leave(added.result())
+
     def close(self) -> None:
         """Cancel what runs, tell whoever waits, end the thread. Closing twice is fine."""
         if not self._closed.is_set():
@@ -141,7 +150,8 @@ class EngineRunner:
             while (call := self._calls.get_nowait()) is not None:
                 error = ClosedError("this engine was closed")
                 error.__cause__ = self.error
-                call.future.set_exception(error)
+                if call.future.set_running_or_notify_cancel():
+                    call.future.set_exception(error)
             self._calls.put(None)  # it is the thread's
 
     def _run_calls(self, *, wait: bool) -> bool:

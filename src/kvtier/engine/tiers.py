@@ -113,6 +113,7 @@ class Tiers:
         With `needed` a step follows that needs these loads and no other: on a GPU the rest is begun by `proceed`, while
         it computes, since to begin a copy of hundreds of blocks takes half a millisecond of this thread.
         """
+        self.proceed()  # what a step that was interrupted has left
         self._lost = {number for number in self._lost if self._manager.moves.is_in_flight(number)}
         if self._controller is None or not plan:
             return
@@ -220,6 +221,7 @@ class Tiers:
 
     def drop(self, chain: Chain) -> int:
         """Forget a prompt, in every tier; returns the blocks that were in memory."""
+        self._drain()  # what is planned for a store must be there before it is forgotten, not after
         num_dropped = self._control.drop(chain)
         self._drain()
         return num_dropped
@@ -252,11 +254,15 @@ class Tiers:
         if self.is_asleep:
             return
         self._scheduler.pause(self._clock())
-        self._control.save_all()
-        self._drain_saves()
-        self._control.vacate("device")
-        if self._controller is not None:
-            self._controller.release()
+        try:
+            self._control.save_all()
+            self._drain_saves()
+            self._control.vacate("device")
+            if self._controller is not None:
+                self._controller.release()
+        except BaseException:
+            self._scheduler.resume()
+            raise
         for group in self._groups:
             group.free()
         self.is_asleep = True
@@ -280,11 +286,10 @@ class Tiers:
         self._control.tier(tier)
         self._must_fit(tier, num_blocks)
         was_asleep = self.is_asleep
+        if num_blocks < 1:
+            raise RangeError(f"a tier needs at least one block, got {num_blocks} for {tier}")
         if tier == "device":
-            self.sleep()
-            self.wake(num_blocks)
-            if was_asleep:
-                self.sleep()
+            self._resize_device(num_blocks, stays_asleep=was_asleep)
             return
         assert self._controller is not None
         if was_asleep:
@@ -293,10 +298,24 @@ class Tiers:
         try:
             self._control.save_all()
             self._drain_saves()
-            self._control.resize(tier, num_blocks)
+            # Memory that cannot be had leaves the tier as it was, but for what lies beyond the new size.
+            self._control.vacate(tier, num_blocks)
             self._controller.resize_host(num_blocks, [group.cache for group in self._groups])
+            self._control.resize(tier, num_blocks)
         finally:
             self._scheduler.resume()
+
+    def _resize_device(self, num_blocks: int, *, stays_asleep: bool) -> None:
+        before = self._manager.num_blocks
+        self.sleep()
+        try:
+            self.wake(num_blocks)
+        except BaseException:  # there is no memory for it after all
+            self.wake(before)
+            raise
+        finally:
+            if stays_asleep:
+                self.sleep()
 
     def close(self) -> None:
         """Finish what is under way, close the stores, free host memory."""

@@ -11,6 +11,7 @@ import torch
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Purpose, split_keys
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine.model import Model
@@ -18,10 +19,11 @@ from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.random_weights import random_weights
 from kvtier.engine.tiers import Tiers, new_controller
-from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.errors import ArgumentError, OutOfMemoryError, RangeError, StateError
 from kvtier.index import Chain, Namespace
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 from kvtier.storage import MemoryStore
+from kvtier.transfer import HostMemory
 from storage_support import Fault, FaultyStore
 from tiers_machine import TiersMachine
 
@@ -269,3 +271,63 @@ def test_a_size_the_machine_has_no_memory_for_is_refused_and_changes_nothing(tie
     assert [state.num_blocks for state in machine.tiers.states()[:2]] == [12, 10]
     machine.add([1] * 9, 1, b"")
     machine.teardown()
+
+
+def test_drop_forgets_what_was_only_planned_for_a_store(caches):
+    """A save ended, its store was planned, and the drop went to the store in the same plan: before it."""
+    cache = caches()
+    request, chain = cache.ask(cache.chain(1)), cache.chain(1)
+    planned = 0
+    while not (request.state.is_over and not cache.manager.has_plans):
+        cache.step()
+        if cache.manager.moves.has_plan and not planned:
+            planned = sum(transfer.purpose is Purpose.STORE for transfer in cache.manager.moves._planned)
+            if planned:
+                cache.tiers.drop(chain)
+    assert planned
+    cache.tiers._drain()
+    known = {key for key in split_keys(chain.keys()) if key in cache.memory.objects}
+    assert not known
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_device_size_that_cannot_be_had_leaves_everything_as_it_was(caches, asleep, monkeypatch):
+    cache = caches()
+    cache.serve(cache.chain(1))
+    if asleep:
+        cache.tiers.sleep()
+    with pytest.raises(RangeError, match="at least one block"):
+        cache.tiers.resize("device", 0)
+    renew = CacheGroup.renew
+
+    def too_much(self, num_blocks: int) -> None:
+        if num_blocks == 40:
+            raise OutOfMemoryError("no memory for 40 blocks")
+        renew(self, num_blocks)
+
+    monkeypatch.setattr(CacheGroup, "renew", too_much)
+    with pytest.raises(OutOfMemoryError):
+        cache.tiers.resize("device", 40)
+    assert (cache.tiers.is_asleep, cache.manager.num_blocks) == (asleep, 16)
+    cache.tiers.wake()
+    assert cache.serve(cache.chain(1)).tokens_from == {"host": 16, "device": 0}
+
+
+def test_a_host_size_that_cannot_be_had_leaves_the_tier_working(caches, monkeypatch):
+    cache = caches()
+    cache.serve(cache.chain(1))
+    make_present = HostMemory._make_present
+
+    def refused(self, offset: int, nbytes: int) -> None:
+        if self.num_slots == 100:
+            raise OutOfMemoryError("the driver pins no more")
+        make_present(self, offset, nbytes)
+
+    monkeypatch.setattr(HostMemory, "_make_present", refused)
+    with pytest.raises(OutOfMemoryError, match="of 100 host slots"):
+        cache.tiers.resize("host", 100)
+    assert cache.tiers.states()[1].num_blocks == 24
+    cache.tiers.demote(cache.chain(1))
+    assert cache.serve(cache.chain(1)).tokens_from == {"host": 16, "device": 0}
+    cache.serve(cache.chain(2))
+    assert cache.num_in("host") == 8

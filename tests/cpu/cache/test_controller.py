@@ -12,9 +12,11 @@ import torch
 
 from kvtier import dtype as dt
 from kvtier.cache.controller import CacheController, layout_of
+from kvtier.cache.layer_waits import LayerWaits
 from kvtier.cache.plan import Drop, Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, slot_bytes
-from kvtier.errors import ArgumentError
+from kvtier.errors import ArgumentError, LayerSwapTimeoutError
 from kvtier.layout import CacheGroup, KVLayout
+from kvtier.memory import CPU
 from kvtier.memory.copy_paths import run_path
 from kvtier.storage import DiskStore, Label, MemoryStore, Write, digest_tokens
 from storage_support import Fault, FaultyStore
@@ -542,3 +544,47 @@ def test_a_load_that_could_not_be_started_has_not_arrived():
     (report,) = controller.poll()
     assert not report.outcomes[0].ok
     controller.close()
+
+
+def test_tensors_that_do_not_fit_leave_no_thread_behind():
+    before = set(threading.enumerate())
+    wrong = [torch.zeros(8, group.block_bytes + 2, dtype=torch.uint8) for group in LAYOUT.groups]
+    with pytest.raises(ArgumentError, match="bytes, one of group"):
+        CacheController(LAYOUT, wrong, 8, stores={"disk": MemoryStore(1 << 20)}, namespace=NAMESPACE)
+    assert not [thread.name for thread in set(threading.enumerate()) - before if "scrub" in thread.name]
+    assert not [thread.name for thread in set(threading.enumerate()) - before if "disk" in thread.name]
+
+
+def test_a_layer_that_comes_late_is_waited_for():
+    """A wait timed out, the layer was computed from what was there, and counted because its blocks came in the end."""
+    may_go = threading.Event()
+
+    def held(path, job, pieces):
+        assert may_go.wait(60)
+        return run_path(path, job, pieces)
+
+    rig = Rig(mover=held)
+    wanted = [host.slots()[3].clone() for host in rig.controller._hosts]
+    move = Transfer(1, Purpose.LOAD, "host", "device", *(slot_bytes(np.array([slot], np.int32)) for slot in (3, 5)))
+    rig.controller.submit(Plan(1, 0, (move,)))
+    under = rig.controller._under[1]
+    counter, timeouts = under.copies[0].layers, []
+    wait = counter.wait
+
+    def counted(*arguments):
+        try:
+            wait(*arguments)
+        except LayerSwapTimeoutError:
+            timeouts.append(1)
+            if len(timeouts) == 3:
+                may_go.set()
+            raise
+
+    counter.wait = counted
+    waits = LayerWaits([under.copies], CPU, timeout=0.01)
+    waits.before_layer(0)
+    assert len(timeouts) >= 3
+    first = LAYOUT.groups[0].span(range(1))
+    assert torch.equal(rig.caches[0][5][: first.nbytes], wanted[0][: first.nbytes])
+    assert waits.arrived()
+    rig.controller.close()

@@ -109,6 +109,43 @@ def test_leaving_a_stream_early_cancels_the_request(runner):
     assert runner.call(lambda engine: engine.manager.stats.num_holds).result() == 0
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_stream_that_is_cancelled_before_it_begins_harms_nobody(runner, is_running):
+    """Its place in the engine's queue was found cancelled, and that ended the engine."""
+    holding, may_go = threading.Event(), threading.Event()
+
+    def hold(_: Engine) -> None:
+        holding.set()
+        assert may_go.wait(60)
+
+    add = Engine.add
+
+    async def leave() -> None:
+        stream = runner.astream("Once upon a time", SamplingParams(temperature=0.0, max_tokens=500))
+        task = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)  # it is in the engine's queue
+        while not holding.is_set():
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    def slow(engine: Engine, *arguments, **options) -> str:
+        hold(engine)
+        return add(engine, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if is_running:
+            patch.setattr(Engine, "add", slow)
+        else:
+            runner.call(hold)
+        asyncio.run(leave())
+        may_go.set()
+        assert runner.call(lambda _: 7).result() == 7
+    assert runner.call(lambda engine: len(engine._live)).result() == 0
+    assert list(runner.stream("Once", GREEDY))
+
+
 def test_errors_reach_the_caller_and_n_answers_all_come(runner):
     with pytest.raises(ArgumentError, match="empty"):
         next(runner.stream([], GREEDY))

@@ -20,7 +20,7 @@ from kvtier.cache.control import CacheControl
 from kvtier.cache.host import HostConfig
 from kvtier.cache.layer_waits import LayerWaits
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Plan
+from kvtier.cache.plan import Plan, Probe
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine import ForwardBatch, Model, ModelConfig, SequenceInput
@@ -337,6 +337,20 @@ def test_what_one_rank_cannot_read_is_a_miss_on_all(asked, wanted, tmp_path):
 
 
 # ---- ranks that are lost -------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_send_more_than_a_pipe_holds_both_ways_do_not_wait_for_each_other(tmp_path):
+    """Plans with the keys of many blocks one way, what stores have of them the other: both ends sent, none read."""
+    engine = engine_of(2, tmp_path)
+    controller = engine.tiers._controller
+    keys, found = b"".join(number.to_bytes(32, "little") for number in range(20_000)), 0
+    for number in range(40):
+        controller.submit(Plan(1000 + number, 0, probes=(Probe(5000 + number, "disk", keys),)))
+    while found < 40 * 2:
+        controller.wait(1.0)
+        for report in controller.poll():
+            found += sum(presence.probe_id >= 5000 for presence in report.presences)
+    engine.close()
 
 
 def test_a_rank_that_is_killed_is_an_error_at_once_and_for_good(asked):
