@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -166,6 +168,20 @@ def test_a_body_that_does_not_come_is_given_up(strict):
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_body_that_comes_byte_by_byte_is_given_up_too(strict):
+    """It would take 10 s, and no byte keeps the server waiting for half a second."""
+    place, told = urlsplit(strict.url), b""
+    with socket.create_connection((place.hostname, place.port), timeout=0.05) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"Content-Length: 200\r\n\r\n")
+        for _ in range(200):
+            connection.sendall(b"x")
+            with contextlib.suppress(TimeoutError):
+                told = connection.recv(1000)
+                break
+    assert told.startswith(b"HTTP/1.1 408 ")
+
+
 # ---- who ----
 
 CONFIG = """
@@ -180,6 +196,12 @@ max_requests = 1
 [[tenants]]
 name = "bits"
 key = "bits-secret-key"
+tokens_per_minute = 30
+
+[[tenants]]
+name = "hasty"
+key = "hasty-secret-key"
+max_requests = 1
 tokens_per_minute = 30
 
 [[tenants]]
@@ -259,6 +281,37 @@ def test_a_tenant_has_its_share_of_tokens(guarded):
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "tenant_tokens"
     assert 1 <= int(refused.headers["retry-after"]) <= 60
+
+
+def test_who_leaves_before_the_first_token_has_spent_the_prompt(guarded):
+    body = {"model": guarded.model, "prompt": "x" * 500, "max_tokens": 1}
+
+    async def ask(client):
+        return await client.post(guarded.url + TEXT, json=body, headers={"Authorization": "Bearer hasty-secret-key"})
+
+    async def leave():
+        """One of two is refused, so the other was let in, and goes away."""
+        async with httpx.AsyncClient(timeout=60) as client:
+            asked = [asyncio.ensure_future(ask(client)) for _ in range(2)]
+            (refused,), (admitted,) = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            admitted.cancel()
+            await asyncio.wait([admitted])
+            return refused.result().json()["error"]["code"]
+
+    os.kill(engine := guarded.engine_pid, signal.SIGSTOP)  # no token comes
+    try:
+        assert asyncio.run(leave()) == "tenant_requests"
+        deadline = time.monotonic() + 30
+        while (code := asyncio.run(_code(ask))) == "tenant_requests":  # until it is noticed
+            assert time.monotonic() < deadline
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert code == "tenant_tokens"
+
+
+async def _code(ask):
+    async with httpx.AsyncClient(timeout=10) as client:
+        return (await ask(client)).json()["error"]["code"]
 
 
 def test_a_tenant_over_its_share_of_blocks_evicts_its_own_only(guarded):

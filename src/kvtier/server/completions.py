@@ -70,6 +70,11 @@ class Job:
         """Over all prompts."""
         return sum(submit.params.n for submit in self.submits)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Over all prompts."""
+        return sum(len(submit.tokens) for submit in self.submits)
+
 
 class Completions:
     """Runs jobs on the engine."""
@@ -169,6 +174,7 @@ class Completions:
 
     def _job(self, body: Sampling, tenant: Tenant | None, ask: Ask, form: type[ChatForm | CompletionForm]) -> Job:
         self.check_tokens(ask.prompts, ask.prompt_name)
+        self.check_tokens([body.stop_token_ids or ()], "stop_token_ids")
         room = self._checked_room(ask, tenant)
         try:
             params = body.sampling_params(max_tokens=ask.max_tokens or room, logprobs=ask.logprobs)
@@ -273,7 +279,7 @@ class Completions:
             usage.completion_tokens += len(output.token_ids)
         # every output of an answer repeats its prompt's numbers; the first answer's are taken
         if not usage.prompt_tokens:
-            usage.prompt_tokens = sum(len(submit.tokens) for submit in job.submits)
+            usage.prompt_tokens = job.num_prompt_tokens
         for output in outputs:
             if output.index == 0 and output.finish_reason is not None:
                 usage.cached_tokens += output.num_cached_tokens
@@ -281,6 +287,8 @@ class Completions:
     def _book(self, job: Job) -> None:
         explanations = list(job.mailbox.explanations.values())
         usage = job.usage
+        if job.finish in ("disconnected", "timeout"):  # the engine had it, whether or not a token came of it
+            usage.prompt_tokens = job.num_prompt_tokens
         record = RequestRecord(
             job.id,
             job.tenant.name if job.tenant is not None else "",

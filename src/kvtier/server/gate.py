@@ -88,6 +88,7 @@ class _Body:
     def __init__(self, receive: Receive, limits: Limits) -> None:
         self._receive = receive
         self._limits = limits
+        self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
         self._num_bytes = 0
         self._is_whole = False
         self.refusal: ApiError | None = None
@@ -101,7 +102,7 @@ class _Body:
         if self._is_whole:
             return await self._receive()
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
+            async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError as error:
             seconds = self._limits.body_seconds
