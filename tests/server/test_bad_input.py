@@ -38,7 +38,7 @@ CASES = {
     "max_tokens": [0, -1, "ten", 2**31],
     "min_tokens": [-1],
     "stop": [[""], "", 5, [["a"]], ["x"] * 17],
-    "stop_token_ids": [[-1], "x", ["a"]],
+    "stop_token_ids": [[-1], "x", ["a"], [259], [5, 10**6]],  # the tiny model has 259 tokens
     "stream": ["yes", 1],
     "cache_salt": ["", 5, "x" * 257],
     "priority": [1001, "high", 1.5],
@@ -54,6 +54,9 @@ CASES = {
     "stream_options": [{"include_usage": "yes"}, {"other": True}],
     "temperatur": [1],
     "logit_bias": [{"5": 1}],
+    "query": [1],
+    "body": [1],
+    "path": ["x"],
 }
 
 
@@ -119,6 +122,28 @@ def test_surrogates_anywhere_are_refused_and_not_met_in_the_template(server):
     for more in ({"tools": [tool]}, {"cache_salt": "\ud800"}, {"user": "\udfff"}):
         data = json.dumps({**body, **more})
         refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
+
+
+DEEP = {
+    "tools": '[{"type": "function", "function": {"name": "f", "parameters": DEEP}}]',
+    "response_format": '{"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}',
+    "messages": '[{"role": "assistant", "tool_calls": [DEEP]}]',
+}
+
+
+@pytest.mark.parametrize("field", DEEP)
+def test_json_that_is_nested_too_deep_is_refused_and_its_field_is_named(server, field):
+    def ask(depth):
+        given = {key: json.dumps(value) for key, value in (("model", server.model), ("messages", MESSAGES))}
+        given[field] = DEEP[field].replace("DEEP", '{"a":' * (depth - 1) + "{}" + "}" * (depth - 1))
+        data = ", ".join(f'"{key}": {value}' for key, value in {**given, "max_tokens": "1"}.items())
+        return server.post(CHAT, content=f"{{{data}}}", headers={"content-type": "application/json"})
+
+    for depth in (101, 300, 900):
+        error = refused(ask(depth))
+        assert error["param"].split(".")[0] == field
+        assert "deeper than 100 levels" in error["message"]
+    assert ask(100).status_code == 200 or field == "response_format"  # "a" means nothing in a schema
 
 
 def test_a_body_of_another_type_is_refused(server):

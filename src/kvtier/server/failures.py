@@ -84,7 +84,7 @@ def install(app: FastAPI) -> None:
 def _of_validation(error: RequestValidationError) -> ApiError:
     """The first of pydantic's findings. What was sent is not repeated: it may be a prompt."""
     found: Mapping[str, Any] = error.errors()[0]
-    place = [str(part) for part in found["loc"] if part not in ("body", "query", "path")]
+    place = [str(part) for part in found["loc"][1:]]  # the first says which part of the request: body, query, path
     if found["type"] == "json_invalid":
         return ApiError(
             400, f"the body is not JSON: {found['ctx']['error']} at {found['loc'][-1]}", code="invalid_json"

@@ -6,13 +6,33 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from kvtier.engine.params import Penalties, SamplingParams
 
 Text = Annotated[str, StringConstraints(max_length=4 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 _INT64 = 1 << 63
+# Of JSON that clients make up: what writes it out again calls itself for every level (pydantic ends at 255).
+_MAX_DEPTH = 100
+
+
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"objects and lists are nested deeper than {_MAX_DEPTH} levels; make it flatter")
+
+
+AnyObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
+"""Anything that JSON can say, but not too deep."""
 
 
 class Strict(BaseModel):
@@ -36,7 +56,7 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
     name: Annotated[str, StringConstraints(max_length=256)] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[AnyObject] | None = None
     tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
 
     @model_validator(mode="after")
@@ -57,7 +77,7 @@ class FunctionDefinition(Strict):
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: AnyObject | None = None
     strict: bool | None = None
 
 
@@ -81,7 +101,7 @@ class JsonSchema(BaseModel):
 
     name: Annotated[str, StringConstraints(max_length=64)] = "answer"
     description: Text | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: AnyObject = Field(alias="schema")
     strict: bool | None = None
 
 
