@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 
+import httpx
 import pytest
 from pydantic import BaseModel, Field
 
@@ -88,3 +90,44 @@ def test_what_cannot_be_followed_is_refused(server, schema, more, param):
     answer = server.post("/v1/completions", body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def one_of_many(count):
+    """An object with one of so many objects in it: 2,000 are what llguidance looks at side by side."""
+    forms = [
+        {"type": "object", "properties": {f"xylophone{i}": {"type": "null"}}, "additionalProperties": False}
+        for i in range(count)
+    ]
+    inner = {"type": "object", "properties": {"xylophone": {"anyOf": forms}}, "required": ["xylophone"]}
+    return {**inner, "additionalProperties": False}
+
+
+def test_a_schema_that_becomes_too_complex_ends_its_own_request_only(server):
+    plain = {"model": server.model, "prompt": "zebra", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": one_of_many(3000)}}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=plain, timeout=60) as beside:
+        lines = beside.iter_lines()
+        next(lines)
+        answer = server.post(
+            "/v1/completions", {"model": server.model, "prompt": "x", "max_tokens": 50, "response_format": form}
+        )
+        told = [line for line in lines if line]
+    assert answer.status_code == 500, answer.text
+    assert "the schema cannot be followed any further" in answer.json()["error"]["message"]
+    assert told[-1] == "data: [DONE]"
+    assert not any('"error"' in line for line in told)
+    assert "cannot be followed any further" in server.log
+    for text in (answer.text, server.log):
+        assert "xylophone" not in text
+
+
+def test_a_tokenizer_that_llguidance_cannot_read_costs_the_request_and_not_the_server(start, tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "odd")
+    made = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**made, "decoder": {"type": "Fuse"}}))
+    server = start("--model", str(folder))
+    body = {"model": server.model, "prompt": "x", "max_tokens": 3}
+    answer = server.post("/v1/completions", {**body, "response_format": {"type": "json_object"}})
+    assert answer.status_code == 500, answer.text
+    assert "not possible with this model: ValueError: can't determine decoder" in answer.json()["error"]["message"]
+    assert server.post("/v1/completions", body).status_code == 200

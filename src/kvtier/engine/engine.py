@@ -146,6 +146,9 @@ class Engine:
     ) -> str:
         """Take a request in; returns its id. Refuses a prompt that can never be run."""
         params = params or SamplingParams()
+        vocab = self.model.config.vocab_size
+        if not all(0 <= token < vocab for token in params.stop_token_ids):
+            raise RangeError(f"stop_token_ids must be in [0, {vocab}), got {params.stop_token_ids}")
         tokens = self._tokens(prompt)
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         if any(generation.id == name for generation, _ in self._live.values()):
@@ -278,6 +281,12 @@ class Engine:
         outputs, results, now = [], [], self._clock()
         for row in step.rows:
             generation = self._live[row.request.id][0]
+            if generation.sampler.error:  # its own, so it ends alone; a result of what is cancelled is ignored
+                self.scheduler.cancel(row.request, now)
+                outputs += self._end(generation, FinishReason.ERROR, generation.sampler.error)
+                generation.siblings = []
+                results.append(RowResult())
+                continue
             samples = self._choose.samples[row.request.id]
             taken = 0
             if samples:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvtier.engine.params import ConstraintError
 from kvtier.engine.schemas import FORM, load_llguidance
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError
@@ -24,11 +25,12 @@ class Grammars:
             raise ArgumentError("the model has no end-of-text token, with which an answer after a schema ends")
         self._llguidance = load_llguidance()
         self._tokenizer = self._llguidance.LLTokenizer(tokenizer.to_json(), vocab_size, list(eos_token_ids))
+        self._limits = self._llguidance.LLParserLimits(verbose_errors=False)  # errors would quote the whole grammar
 
     def json(self, schema: str) -> Callable[[], JsonConstraint]:
         """Constraints, each for one answer, to JSON that this schema describes. Up to a second, without the GIL."""
         grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
-        matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise ArgumentError(f"the schema cannot be followed: {matcher.get_error()}")
         return lambda: JsonConstraint(matcher.deep_copy())
@@ -44,7 +46,8 @@ class JsonConstraint:
         """Make tokens impossible that do not fit what was written."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise ArgumentError(f"the schema cannot be followed any further: {self._matcher.get_error()}")
+            why = self._matcher.stop_reason()  # a name; the error's text may quote the schema
+            raise ConstraintError(f"the schema cannot be followed any further ({why}); a simpler one may be")
         allowed = np.unpackbits(bits, bitorder="little", count=len(logits))
         logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from kvtier.errors import ArgumentError, RangeError
+from kvtier.errors import ArgumentError, RangeError, StateError
 
 if TYPE_CHECKING:
     import torch
@@ -32,11 +32,15 @@ class Penalties:
         _within("frequency penalty", self.frequency, -2.0, 2.0)
 
 
+class ConstraintError(StateError):
+    """A constraint cannot say how its answer goes on, which ends. The message quotes nothing of it: it is logged."""
+
+
 class Constraint(Protocol):
     """What one answer may go on with: a grammar and how far it got."""
 
     def forbid(self, logits: torch.Tensor) -> None:
-        """Make tokens impossible, in a row of logits."""
+        """Make tokens impossible, in a row of logits. Raises ConstraintError if it cannot."""
 
     def accept(self, token_id: int) -> None:
         """This token was taken."""

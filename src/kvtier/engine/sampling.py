@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvtier.engine.native import WISH, native
-from kvtier.engine.params import Logprobs, Penalties, SamplingParams
+from kvtier.engine.params import ConstraintError, Logprobs, Penalties, SamplingParams
 from kvtier.errors import ArgumentError
 
 
@@ -46,12 +46,14 @@ class RequestSampler:
         self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
         self._constraint = params.constraint() if params.constraint is not None else None
         self._has_penalties = params.penalties != Penalties()
+        self.error = ""
+        """Why its constraint gave up, if it did: then what is chosen for it means nothing, and the request ends."""
 
     def accept(self, token_id: int) -> None:
         """Count a token of the output (the sampler does not do it itself: drafted tokens may be refused)."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
         self._num_chosen += 1
-        if self._constraint is not None:
+        if self._constraint is not None and not self.error:
             self._constraint.accept(token_id)
 
     def is_end(self, token_id: int) -> bool:
@@ -100,14 +102,18 @@ def sample(
 ) -> list[Sample]:
     """Choose a token for each row of logits ([rows, vocab], float32); changes them. Accept nothing by itself.
 
-    `to_list` brings the tokens to the host; None: Tensor.tolist.
+    A constraint that gives up is noted in its request's `error` and concerns no other row. `to_list` brings the tokens
+    to the host; None: Tensor.tolist.
     """
     if logits.shape[0] != len(requests):
         raise ArgumentError(f"{logits.shape[0]} rows of logits for {len(requests)} requests: one each")
     reports = _report_later(logits, requests)
     for row, request in enumerate(requests):
         if request.changes_logits:
-            request.adjust(logits[row])
+            try:
+                request.adjust(logits[row])
+            except ConstraintError as error:
+                request.error = str(error)
     random = [row for row, request in enumerate(requests) if not request.params.is_greedy]
     if len(random) == len(requests):
         chosen = _draw(logits, requests)

@@ -26,7 +26,7 @@ from kvtier.engine.output import Explanation, Output
 from kvtier.engine.params import SamplingParams
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.speculate import NgramProposer
-from kvtier.errors import ArgumentError, ClosedError, KvtierError
+from kvtier.errors import ArgumentError, ClosedError, KvtierError, UnavailableError
 from kvtier.replay import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
@@ -154,6 +154,10 @@ class EngineServer:
             params = self._constrained(command)
         except KvtierError as error:
             self._channel.send(Refused(command.id, error))
+            return
+        except Exception as error:  # llguidance's, of a tokenizer it cannot read, say: it concerns this request only
+            why = f"answers after a schema are not possible with this model: {type(error).__name__}: {error}"
+            self._channel.send(Refused(command.id, UnavailableError(why)))
             return
         future = self._runner.submit(
             command.tokens,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine_helpers import Answers, alone, finish, greedy, is_greedy, make_engine, needs_smollm2, prompts, serve
 from kvtier.engine import Model, Penalties, SamplingParams, Tokenizer, load_model, load_tokenizer
 from kvtier.engine.generation import FinishReason
+from kvtier.engine.params import ConstraintError
 from kvtier.errors import ArgumentError, RangeError
 
 
@@ -196,6 +197,15 @@ def test_what_cannot_be_a_prompt_is_refused(model):
         engine.add([1], request_id="mine")
 
 
+@pytest.mark.parametrize("token", [-1, 199])
+def test_stop_tokens_that_the_model_does_not_have_are_refused(model, token):
+    """In a step they would end everybody's: an index beyond the logits."""
+    engine = make_engine(model)
+    with pytest.raises(RangeError, match=rf"stop_token_ids must be in \[0, 199\), got \(5, {token}\)"):
+        engine.add([1], greedy(4, min_tokens=2, stop_token_ids=(5, token)))
+    assert not engine.has_work()
+
+
 # ---- logprobs --------------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +338,39 @@ def test_an_error_ends_the_steps_requests_and_no_others(model, at):
         again = engine.add(prompt, greedy(6))
         assert finish(engine)[again].tokens == alone(model, prompt, greedy(6)).tokens
     assert engine.manager.num_available == 32
+
+
+class GivesUp:
+    """Lets every token pass, and after some of them cannot say what may follow."""
+
+    def __init__(self, num_tokens):
+        self.num_left = num_tokens
+
+    def forbid(self, _):
+        if not self.num_left:
+            raise ConstraintError("this is too much")
+
+    def accept(self, _):
+        self.num_left -= 1
+
+
+@pytest.mark.parametrize(("num_tokens", "n"), [(0, 1), (0, 3), (3, 1), (3, 3)])
+def test_a_constraint_that_gives_up_ends_its_own_request_only(model, num_tokens, n):
+    engine = make_engine(model, 64, 4)
+    mine, others = prompts(18, 9, 14)
+    params = sampled(8, n=n, ignore_eos=False, constraint=lambda: GivesUp(num_tokens))
+    name, other = engine.add(mine, params), engine.add(others, greedy(8))
+    answers = finish(engine)
+    for index in range(n):
+        answer = answers[name, index]
+        assert (answer.reason, answer.error) == (FinishReason.ERROR, "this is too much")
+        assert len(answer.tokens) == num_tokens
+    assert answers[other].tokens == alone(model, others, greedy(8)).tokens
+    assert answers[other].reason is FinishReason.LENGTH
+    assert engine.explain(name).state == "error"
+    assert engine.manager.num_available == 64
+    again = engine.add(mine, greedy(8))
+    assert finish(engine)[again].tokens == alone(model, mine, greedy(8)).tokens
 
 
 def test_an_interrupt_goes_on_its_way_and_the_engine_can_go_on(model):
