@@ -59,6 +59,10 @@ class StateError(KvtierError, RuntimeError):
     """The object is not in a state that allows this call."""
 
 
+class ConstraintError(StateError):
+    """A constraint cannot say how its answer goes on, which ends. The message quotes nothing of it: it is logged."""
+
+
 class ClosedError(StateError):
     """The object was closed, or the memory it borrowed is gone."""
 

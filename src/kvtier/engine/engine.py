@@ -106,7 +106,7 @@ class Engine:
         caches = open_caches(models, config, limit, namespace.fingerprint, stores or {})
         self.groups = caches.groups
         self.model = model = caches.groups[0].model
-        try:
+        try:  # a policy that does not exist, a package that is missing: no process, thread or memory may be left behind
             self.manager = CacheManager(
                 namespace,
                 config.cache,
@@ -114,23 +114,23 @@ class Engine:
                 num_host_ready=caches.controller.num_host_ready if caches.controller is not None else None,
                 ghost=_ghost(config),
             )
-        except BaseException:  # a policy that does not exist: no process, thread or memory may be left behind
+            scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
+            self.scheduler = Scheduler(self.manager, scheduler)
+            self.tiers = Tiers(self.manager, self.groups, caches.controller, caches.stores, self.scheduler, clock)
+            copies = _small_copies(model.weights.device)
+            self._inputs = Inputs(self.groups, copies)
+            self._choose = Choose(self._inputs, copies)
+            self._pipeline = Pipeline(
+                [self._inputs, Compute(self.groups, self._inputs, caches.ranks, self.tiers.proceed), self._choose],
+                phases=1,
+                placement=Placement.parse(str(model.weights.device)),
+                executor=InlineExecutor,
+                timeline=timeline,
+            )
+        except BaseException:
             caches.close()
             raise
-        scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
-        self.scheduler = Scheduler(self.manager, scheduler)
-        self.tiers = Tiers(self.manager, self.groups, caches.controller, caches.stores, self.scheduler, clock)
         self._clock = clock
-        copies = _small_copies(model.weights.device)
-        self._inputs = Inputs(self.groups, copies)
-        self._choose = Choose(self._inputs, copies)
-        self._pipeline = Pipeline(
-            [self._inputs, Compute(self.groups, self._inputs, caches.ranks, self.tiers.proceed), self._choose],
-            phases=1,
-            placement=Placement.parse(str(model.weights.device)),
-            executor=InlineExecutor,
-            timeline=timeline,
-        )
         self._ids = itertools.count()
         self._live: dict[str, tuple[Generation, Ticket]] = {}  # by the scheduler's id
         self._over: dict[str, Explanation] = {}
@@ -179,12 +179,12 @@ class Engine:
             if not outputs:
                 self.tiers.wait()
             return outputs
-        for row in step.rows:
-            self._explain(row.request)
-        self._inputs.plan(step, self.tiers.layer_waits(step.loads))
-        tickets = {row.request.id: self._live[row.request.id][1] for row in step.rows}
-        generating = [tickets[row.request.id] for row in step.rows if row.wants_token and row.num_tokens <= 1]
         try:
+            for row in step.rows:
+                self._explain(row.request)
+            self._inputs.plan(step, self.tiers.layer_waits(step.loads))
+            tickets = {row.request.id: self._live[row.request.id][1] for row in step.rows}
+            generating = [tickets[row.request.id] for row in step.rows if row.wants_token and row.num_tokens <= 1]
             self._pipeline.step(tickets.values(), generating=generating, tokens=[step.num_tokens])
             self._pipeline.drain()
             failed = next((ticket for ticket in tickets.values() if ticket.status is Status.FAILED), None)

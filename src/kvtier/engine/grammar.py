@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvtier.engine.params import ConstraintError
 from kvtier.engine.schemas import FORM, load_llguidance
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.errors import ArgumentError
+from kvtier.errors import ArgumentError, ConstraintError
 
 if TYPE_CHECKING:
     import llguidance

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.errors import ArgumentError, RangeError
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +30,6 @@ class Penalties:
         _within("repetition penalty", self.repetition, 0.0, 1e3, open_low=True)
         _within("presence penalty", self.presence, -2.0, 2.0)
         _within("frequency penalty", self.frequency, -2.0, 2.0)
-
-
-class ConstraintError(StateError):
-    """A constraint cannot say how its answer goes on, which ends. The message quotes nothing of it: it is logged."""
 
 
 class Constraint(Protocol):

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from kvtier.engine.native import WISH, native
-from kvtier.engine.params import ConstraintError, Logprobs, Penalties, SamplingParams
-from kvtier.errors import ArgumentError
+from kvtier.engine.params import Logprobs, Penalties, SamplingParams
+from kvtier.errors import ArgumentError, ConstraintError
 
 
 class Sample(NamedTuple):
