@@ -8,6 +8,7 @@ KvtierError
 │   └── PlacementError               memory, a stream or an allocator in the wrong place
 ├── StateError (RuntimeError)        the object is not in a state that allows the call
 │   ├── ClosedError                  used after close()
+│   ├── ConstraintError              a constraint cannot say how its answer goes on
 │   └── EmptyError                   memory was needed and there is none
 ├── UnavailableError (RuntimeError)  this machine or environment lacks what was asked for
 ├── OutOfMemoryError (MemoryError)   an allocator could not serve a request

@@ -61,9 +61,9 @@ def _replay(
         lease = tree.match(chain)
         num_blocks += chain.num_blocks
         num_hits += lease.num_matched
-        if isinstance(tree.allocate(lease, chain.num_blocks - lease.num_blocks), Shortage):
-            num_too_large += 1
-        else:
+        is_too_large = isinstance(tree.allocate(lease, chain.num_blocks - lease.num_blocks), Shortage)
+        num_too_large += is_too_large
+        if not is_too_large:
             tree.publish(lease, chain.num_tokens)
-        tree.release(lease)
+        tree.release(lease, used=not is_too_large)  # as a scheduler does that refuses it
     return HitReport(num_requests, num_blocks, num_hits, num_too_large)

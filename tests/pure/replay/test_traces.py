@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError, RangeError
@@ -258,6 +258,10 @@ def test_knobs_out_of_range_are_refused():
         ),
         max_size=30,
     ),
+)
+@example(  # one that is too large is refused, and what it found no newer than before
+    num_slots=3,
+    requests=[TraceRequest(0, 512 * len(ids), 1, ids) for ids in [(0,), (1, 0), (0, 0, 0, 0), (2,), (0,)]],
 )
 @settings(deadline=None)
 def test_hits_equal_a_plain_lru_over_prefixes(num_slots, requests):
