@@ -260,8 +260,8 @@ def ghost_cost(trace: Sequence[TraceRequest], rounds: int) -> tuple[list[Row], l
         ghost = max(0.0, with_ghost - without)
         row: Row = {"block": block_tokens, "us": without, "with ghost": with_ghost, "of index": ghost / without}
         rows.append(row | {"request us": request, "of request": ghost / request})
-    shares = [float(str(row["of request"])) for row in rows]
-    names = [f"{row['block']}: GhostCache, share of a request" for row in rows]
+    shares = [float(str(row["of index"])) for row in rows]
+    names = [f"{row['block']}: GhostCache, share of a request's index time" for row in rows]
     return rows, [at_most(name, share, 0.02) for name, share in zip(names, shares, strict=True)]
 
 

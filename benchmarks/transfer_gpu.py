@@ -1,10 +1,10 @@
 """The GPU half of benchmarks/transfer.py: everything of issue 6, with its bars. Medians of device times.
 
 "host us" is per copy handed to the driver in a batch call or to the gather kernel in its parameters: compiling and
-submitting a transfer, divided by these, in the best of many bursts: the machine has slow moments of seconds, in which
-the driver's call alone takes twice as long. Beside it the median burst, the median of single transfers that follow
-20 ms of waiting, and the driver's batch call alone. "wall" is the limit's device time over our time by the clock, from
-the ids to the report, of a transfer that starts at once.
+submitting a transfer, divided by these, in the best of many bursts; the median burst, which the bar is for; the median
+of single transfers that follow 20 ms of waiting; and the driver's batch call alone, which takes twice as long in some
+seconds as in others. "wall" is the limit's device time over our time by the clock, from the ids to the report, of a
+transfer that starts at once.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _bars(alone: list[Row], beside: list[Row], both: list[Row], layers: list[Row
             bars.append(at_least(f"{form} beside {name}: worst share", worst(beside, "of limit", **here), 0.94))
             bars.append(at_most(f"{form} beside {name}: most lost", worst(beside, "lost", most=True, **here), most))
     many = [row for row in alone if row["moved"] == "1 GiB" and int(str(row["copies"])) >= MANY]
-    bars.append(at_most(f"host us per copy, bursts of {BURST} x 1 GiB", worst(many, "host us", most=True), 1.2))
+    bars.append(at_most(f"host us per copy, bursts of {BURST} x 1 GiB", worst(many, "host us median", most=True), 1.2))
     bars += [at_most(f"layer-wise load, {row['form']}: total over allowed", _float(row["over"]), 1.0) for row in layers]
     return bars
 

@@ -24,14 +24,10 @@ from kvtier.transfer.device_cache import DeviceCache, Part
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.moves import Ids, Moves, block_copies, copy_table, sort_moves
 from kvtier.transfer.plane import Direction, Plane
-from kvtier.transfer.strategy import Choice, Shape, choose
+from kvtier.transfer.strategy import FIRST_CHUNK_BYTES, Choice, Shape, choose
 
 _STAGE_ALIGNMENT = 256  # a gather kernel moves 16 bytes per load from aligned addresses only
-# The link is idle during the first gather (or the last scatter), so that chunk is small; but a chunk should outlast the
-# gather of the next, which waits for its turn beside a busy GPU. 64 MiB alone, worst shape: .969 of the link with
-# 4 MiB, .963 with 8, .962 with 12; beside matrix products no difference (H200, 2026-11-15). Large ones begin with a
-# sixteenth.
-_FIRST_BYTES, _FIRST_SHARE = 4 << 20, 16
+_FIRST_SHARE = 16  # of a large transfer, in the first chunk
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +128,7 @@ def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool)
     step = chunk_bytes // stride
     if step < 1:
         raise ArgumentError(f"a block of {span_bytes} bytes does not fit a staging chunk of {chunk_bytes}")
-    first = min(count, step, max(_FIRST_BYTES // stride, count // _FIRST_SHARE, 1)) if ramp else 0
+    first = min(count, step, max(FIRST_CHUNK_BYTES // stride, count // _FIRST_SHARE, 1)) if ramp else 0
     # what is left, in equal chunks: a short one would not hide the kernel of the next
     left = count - first
     num_full = -(-left // step)
