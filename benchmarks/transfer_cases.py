@@ -95,7 +95,7 @@ class Link:
     def raw_batch(self, compiled: CompiledTransfer) -> None:
         """The driver's batch call on the pieces as they lie."""
         for part in compiled.slices:
-            assert self.call.submit(part.copies, self.stream) is None
+            assert self.call.submit(part.tables.copies, self.stream) is None
 
     def timed(self, task: Callable[[], object]) -> float:
         """Device seconds of what `task` enqueues, behind a spinning kernel."""

@@ -103,6 +103,7 @@ def write(page: str, kept: Json) -> str:
     parts = {
         "blocks": _blocks(kept["plan"]["trace"]),
         "rates": _rates(kept["rates"]),
+        "commands": _code(f"{COMMANDS['replay']} --html report.html\n{COMMANDS['plan']} --html plan.html"),
         "plan command": _code(COMMANDS["plan"] + " --html plan.html"),
         "replay command": _code(COMMANDS["replay"]),
         "trace": _trace(kept["plan"]),

@@ -9,8 +9,9 @@ submitted, waited for, and reported as done or failed.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvtier.transfer.config import Strategy, TransferConfig
 from kvtier.transfer.device_cache import DeviceCache, Part
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.moves import Ids, Moves, block_copies, copy_table, sort_moves
-from kvtier.transfer.plane import Direction, Plane
+from kvtier.transfer.plane import Direction
 from kvtier.transfer.strategy import FIRST_CHUNK_BYTES, Choice, Shape, choose
 
 _STAGE_ALIGNMENT = 256  # a gather kernel moves 16 bytes per load from aligned addresses only
@@ -31,18 +32,37 @@ _FIRST_SHARE = 16  # of a large transfer, in the first chunk
 
 
 @dataclass(slots=True, eq=False)
-class Slice:
-    """What is submitted at once."""
+class Tables:
+    """The copies of a slice, rows as in Entries."""
 
-    blocks: I64
-    """Which of the transfer's moves."""
-    layer_group: int
-    nbytes: int
     copies: I64
-    """Rows as in Entries: over the link. If staged, addresses of the staging side count from its start."""
+    """Over the link. If staged, addresses of the staging side count from its start."""
     inside: I64 | None = None
-    """If staged: the copies between cache and staging, likewise."""
-    stage_bytes: int = 0
+    """If staged: those between cache and staging, likewise."""
+
+
+class Slice:
+    """What is submitted at once. Its tables are made when they are first asked for: while the slice before moves."""
+
+    def __init__(self, blocks: I64, layer_group: int, nbytes: int, make: Callable[[], Tables]) -> None:
+        self.blocks = blocks
+        """Which of the transfer's moves."""
+        self.layer_group = layer_group
+        self.nbytes = nbytes
+        self._make = make
+        self._tables: Tables | None = None
+
+    @property
+    def tables(self) -> Tables:
+        """What to copy."""
+        if self._tables is None:
+            self._tables = self._make()
+        return self._tables
+
+    @property
+    def made(self) -> Tables | None:
+        """The same, unless nobody has asked for it yet."""
+        return self._tables
 
 
 @dataclass(slots=True, eq=False)
@@ -60,17 +80,19 @@ class CompiledTransfer:
     cache: DeviceCache
     """Knows whether its tensors are still there; the addresses here are theirs."""
     host: HostMemory
-    nbytes: int = 0
+    nbytes: int
     """Of all slices together."""
-    num_copies: int = 0
-    """Copies over the link."""
-    num_inside: int = 0
-    """Copies between cache and staging."""
 
-    def __post_init__(self) -> None:
-        self.nbytes = sum(each.nbytes for each in self.slices)
-        self.num_copies = sum(each.copies.shape[1] for each in self.slices)
-        self.num_inside = sum(each.inside.shape[1] for each in self.slices if each.inside is not None)
+    @property
+    def num_copies(self) -> int:
+        """Copies over the link, of the slices that were submitted."""
+        return sum(each.made.copies.shape[1] for each in self.slices if each.made is not None)
+
+    @property
+    def num_inside(self) -> int:
+        """Copies between cache and staging, likewise."""
+        made = [each.made.inside for each in self.slices if each.made is not None]
+        return sum(table.shape[1] for table in made if table is not None)
 
 
 def compile_transfer(
@@ -107,13 +129,15 @@ def compile_transfer(
         if choice.strategy == "staged":
             at_end = index == (0 if direction is Direction.D2H else len(layer_groups) - 1)
             sizes = _staged_chunks(count, num_bytes, config.chunk_bytes, ramp=at_end)
-            make, limits = _staged_slice, _limits(sizes if direction is Direction.D2H else sizes[::-1])
+            tables, limits = _staged_tables, _limits(sizes if direction is Direction.D2H else sizes[::-1])
         else:
             step = max(1, slice_bytes // num_bytes)
-            make, limits = _direct_slice, _limits([min(step, count - start) for start in range(0, count, step)])
-        slices += [make(moves, slice(*limit), index, part, plane, direction) for limit in limits]
+            tables, limits = _direct_tables, _limits([min(step, count - start) for start in range(0, count, step)])
+        for start, end in limits:
+            make = functools.partial(tables, moves, slice(start, end), part, host, direction)
+            slices.append(Slice(moves.order[start:end], index, (end - start) * num_bytes, make))
     return CompiledTransfer(
-        group, direction, moves.device_ids, moves.host_ids, layer_groups, slices, choice, cache, host
+        group, direction, moves.device_ids, moves.host_ids, layer_groups, slices, choice, cache, host, shape.nbytes
     )
 
 
@@ -136,34 +160,29 @@ def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool)
     return [size for size in sizes if size]
 
 
-def _direct_slice(
-    moves: Moves, chosen: slice, layer_group: int, part: Part, host: Plane, direction: Direction
-) -> Slice:
-    span, segments = part.span, part.segments
-    blocks, on_device, on_host = moves.order[chosen], moves.sorted_device[chosen], moves.sorted_host[chosen]
+def _direct_tables(moves: Moves, chosen: slice, part: Part, memory: HostMemory, direction: Direction) -> Tables:
+    host = memory.plane()
+    segments, on_device, on_host = part.segments, moves.sorted_device[chosen], moves.sorted_host[chosen]
     if len(segments) == 1:
         device = (int(segments.pointer[0]), int(segments.stride[0]))
         near = (host.pointer + int(segments.offset[0]), host.stride)
-        copies = block_copies(on_device, on_host, device, near, span.nbytes, host.run_blocks, direction)
-    else:
-        device_side = segments.pointer + on_device[:, None] * segments.stride  # [block, segment]
-        host_side = host.addresses(on_host)[:, None] + segments.offset
-        copies = copy_table(device_side, host_side, segments.nbytes, direction)
-    return Slice(blocks, layer_group, len(blocks) * span.nbytes, copies)
+        return Tables(block_copies(on_device, on_host, device, near, part.span.nbytes, host.run_blocks, direction))
+    device_side = segments.pointer + on_device[:, None] * segments.stride  # [block, segment]
+    host_side = host.addresses(on_host)[:, None] + segments.offset
+    return Tables(copy_table(device_side, host_side, segments.nbytes, direction))
 
 
-def _staged_slice(
-    moves: Moves, chosen: slice, layer_group: int, part: Part, host: Plane, direction: Direction
-) -> Slice:
+def _staged_tables(moves: Moves, chosen: slice, part: Part, memory: HostMemory, direction: Direction) -> Tables:
+    host = memory.plane()
     span, segments = part.span, part.segments
-    blocks, on_device, on_host = moves.order[chosen], moves.sorted_device[chosen], moves.sorted_host[chosen]
-    stride, places = _stage_stride(span.nbytes), np.arange(len(blocks))
+    on_device, on_host = moves.sorted_device[chosen], moves.sorted_host[chosen]
+    stride, places = _stage_stride(span.nbytes), np.arange(len(on_host))
     device_side = segments.pointer + on_device[:, None] * segments.stride
     stage_side = (places * stride)[:, None] + (segments.offset - span.offset)
     inside = copy_table(device_side, stage_side, segments.nbytes, direction)
     near = (host.pointer + span.offset, host.stride)
     copies = block_copies(places, on_host, (0, stride), near, span.nbytes, host.run_blocks, direction)
-    return Slice(blocks, layer_group, len(blocks) * span.nbytes, copies, inside, stride * len(blocks))
+    return Tables(copies, inside)
 
 
 def _stage_stride(span_bytes: int) -> int:

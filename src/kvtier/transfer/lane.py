@@ -163,7 +163,7 @@ class Lane:
                     transfer.layers.begin(transfer.begin)
                 if choice.strategy == "staged":
                     return self._ring.run(part, host, choice.path, stream, transfer.after), None
-                self._mover(choice.path, self._job(host, stream), Pieces(part.copies))
+                self._mover(choice.path, self._job(host, stream), Pieces(part.tables.copies))
                 return stream.record(Event(timing=True, blocking=True)), None
             except Exception as error:  # part of it may be under way
                 return stream.record(Event(timing=True, blocking=True)), error
@@ -180,7 +180,7 @@ class Lane:
             try:
                 if after is not None:
                     after.synchronize()  # raises if the compute that was to write the blocks failed
-                self._mover(path, job, Pieces(part.copies))
+                self._mover(path, job, Pieces(part.tables.copies))
             except Exception as error:
                 transfer.failed(index, error)
 

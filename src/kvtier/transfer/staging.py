@@ -109,15 +109,16 @@ class StagingRing:
         """Over the link; `end` is recorded behind it."""
         assert job.stream is not None
         begin = job.stream.record(Event(timing=True)) if part.nbytes >= _TIMED_BYTES else None
-        self._mover(path, job, Pieces(_based(part.copies, row, base)))
+        self._mover(path, job, Pieces(_based(part.tables.copies, row, base)))
         job.stream.record(end)
         if begin is not None:
             self._timed.append(_Timed(begin, end, part.nbytes))
 
     def _inside(self, part: Slice, row: int, base: int, kernels: Stream) -> None:
-        assert part.inside is not None
+        inside = part.tables.inside
+        assert inside is not None
         job = Job(self._placement, self._placement, kernels, blocks=self._config.gather_blocks)
-        self._mover("gather", job, Pieces(_based(part.inside, row, base)))
+        self._mover("gather", job, Pieces(_based(inside, row, base)))
 
     def _look_at_the_rate(self) -> None:
         """Take another kernel stream if most of the copies that are done since the last judgement were slow."""

@@ -133,9 +133,9 @@ def test_neighbours_travel_together_but_not_across_registered_pieces(device):
     group = CacheGroup.mla("main", 2, 128, "u8", 16)  # 4,096 bytes: slots without padding
     manager, _, _ = managed(group, device, form="block-first", num_blocks=17)
     with manager:
-        assert manager.compile("d2h", range(17), range(17)).num_copies == 4  # pieces of 5 slots
-        assert manager.compile("d2h", range(4, -1, -1), range(4, -1, -1)).num_copies == 1
-        assert manager.compile("d2h", [0, 2, 4], [0, 2, 4]).num_copies == 3
+        assert manager.save(range(17), range(17)).wait(60).num_copies == 4  # pieces of 5 slots
+        assert manager.save(range(4, -1, -1), range(4, -1, -1)).wait(60).num_copies == 1
+        assert manager.save([0, 2, 4], [0, 2, 4]).wait(60).num_copies == 3
 
 
 # ---- traffic ----
