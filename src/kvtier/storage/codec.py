@@ -24,15 +24,20 @@ class Compression(Enum):
 
 
 def encode(
-    key: bytes, label: Label, payload: memoryview, compression: Compression = Compression.NONE
+    key: bytes,
+    label: Label,
+    payload: memoryview,
+    compression: Compression = Compression.NONE,
+    known: int | None = None,
 ) -> tuple[Record, memoryview]:
-    """What is stored of an object, and its record; compressed only if that is shorter."""
+    """What is stored of an object, and its record; compressed only if that is shorter. `known`: the payload's checksum,
+    where nothing is compressed and no token ids follow it."""
     stored, flags = payload, Flags.NONE
     if compression is Compression.ZLIB:
         packed = zlib.compress(payload, 1)
         if len(packed) < len(payload):
             stored, flags = memoryview(packed), Flags.ZLIB
-    total = checksum(stored, label.token_ids)
+    total = checksum(stored, label.token_ids) if known is None else known
     sizes = (len(payload), len(stored), total, len(label.token_ids))
     return Record(key, label.namespace, label.token_digest, *sizes, flags), stored
 

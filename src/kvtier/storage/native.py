@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-_FLAGS = ("-O3", "-shared", "-fPIC", "-msse4.1", "-mpclmul")
+_FLAGS = ("-O3", "-shared", "-fPIC", "-msse4.1", "-mpclmul", "-pthread")
 
 
 class NativeCode:
@@ -31,6 +31,8 @@ class NativeCode:
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self.checksum = library.kvtier_checksum
         self.checksum.argtypes, self.checksum.restype = [pointer, size], ctypes.c_uint64
+        self.checksums = library.kvtier_checksums
+        self.checksums.argtypes, self.checksums.restype = [size, pointer, pointer, pointer], None
         self.copy = library.kvtier_copy
         self.copy.argtypes, self.copy.restype = [pointer, pointer, size], None
 

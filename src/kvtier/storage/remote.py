@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 import threading
@@ -385,25 +384,17 @@ class _Parcels:
         return self._envelope.name(self._writes[index][0].key)
 
     def __getitem__(self, index: int) -> Packed:
-        if index not in self._packed:
-            packed = self._envelope.pack(*self._writes[index])
-            if self._batch.is_expired:
-                raise BucketError("the deadline came first")
-            self._packed[index] = packed
-        return self._packed[index]
+        return self.together([index])[0]
 
     def together(self, indices: Sequence[int]) -> list[Packed]:
-        """Several at once, on two threads: nothing is on its way yet, so a core is free."""
-        helper = threading.Thread(target=self._try, args=(indices[1::2],), name="kvtier-pack")
-        helper.start()
-        self._try(indices[::2])
-        helper.join()
-        return [self[index] for index in indices]  # what failed is tried again here, and says why
-
-    def _try(self, indices: Sequence[int]) -> None:
-        with contextlib.suppress(BucketError):
-            for index in indices:
-                self[index]
+        """Several at once."""
+        left = [index for index in indices if index not in self._packed]
+        if left:
+            packed = self._envelope.pack_all([self._writes[index] for index in left])
+            if self._batch.is_expired:
+                raise BucketError("the deadline came first")
+            self._packed.update(zip(left, packed, strict=True))
+        return [self._packed[index] for index in indices]
 
 
 class _Values(Sequence[Parts]):

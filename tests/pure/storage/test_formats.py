@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 
 from kvtier.errors import ChecksumError, FormatError, RangeError, VersionError
-from kvtier.storage import Read, Status
+from kvtier.storage import Read, Status, Write
 from kvtier.storage import native as native_module
-from kvtier.storage.checksum import checksum, checksum_in_python
-from kvtier.storage.codec import copy_bytes, encode
+from kvtier.storage.checksum import checksum, checksum_in_python, checksums
+from kvtier.storage.codec import Compression, copy_bytes, encode
 from kvtier.storage.envelope import Envelope
 from kvtier.storage.record import BLANK, Flags, Record
 from kvtier.storage.segment import Shape
@@ -43,12 +43,28 @@ def test_the_checksum_of_two_parts_is_that_of_the_whole(nbytes):
     assert checksum(memoryview(data)[:split], data[split:]) == checksum(data)
 
 
+@pytest.mark.parametrize("sizes", [(), (1 << 20,) * 5, (1 << 21, 64, 1 << 20), (1 << 21, 0, 1 << 21), (1 << 21, 65)])
+def test_checksums_of_many_are_those_of_each(sizes):
+    random_bytes = random.Random(len(sizes)).randbytes
+    pieces = [memoryview(random_bytes(size + 1))[1:] for size in sizes]
+    assert checksums(pieces) == [checksum_in_python(piece) for piece in pieces]
+
+
+@pytest.mark.parametrize("compression", list(Compression))
+def test_objects_packed_together_are_those_packed_one_by_one(compression):
+    envelope, payloads = Envelope(compression=compression), [memoryview(bytes([n]) * (1 << 20)) for n in range(3)]
+    objects = [(Write(key_of(n), LABEL, payload), payload) for n, payload in enumerate(payloads)]
+    together, alone = envelope.pack_all(objects), [envelope.pack(*each) for each in objects]
+    assert [(each.record, each.parts) for each in together] == [(each.record, each.parts) for each in alone]
+
+
 def test_without_a_compiler_the_twins_do_the_work(monkeypatch):
     data = random.Random(0).randbytes(100_000)
     expected = checksum(data)
     monkeypatch.setattr("kvtier.storage.checksum.native", lambda: native_module.Native(None, "no compiler"))
     monkeypatch.setattr("kvtier.storage.codec.native", lambda: native_module.Native(None, "no compiler"))
     assert checksum(data) == expected
+    assert checksums([memoryview(data)]) == [expected]
     room = bytearray(len(data))
     copy_bytes(memoryview(room), memoryview(data))
     assert room == data
