@@ -141,9 +141,9 @@ def measure_alone(case: Case, direction: Direction, link: Link) -> list[Row]:
                 for key, value in found.items():
                     taken.setdefault(key, []).append(value)
         s = {key: statistics.median(values) for key, values in taken.items()}
-        anywhere = host_time(case, direction, device_ids, host_ids, raw, link)
-        with quiet_core():
-            host = host_time(case, direction, device_ids, host_ids, raw, link)
+        host, anywhere = (
+            host_time(case, direction, device_ids, host_ids, raw, link, quiet=quiet) for quiet in (True, False)
+        )
         rows.append(
             {
                 "shape": case.shape,
@@ -183,9 +183,16 @@ class HostTime:
 
 
 def host_time(
-    case: Case, direction: Direction, device_ids: np.ndarray, host_ids: np.ndarray, raw: CompiledTransfer, link: Link
+    case: Case,
+    direction: Direction,
+    device_ids: np.ndarray,
+    host_ids: np.ndarray,
+    raw: CompiledTransfer,
+    link: Link,
+    *,
+    quiet: bool,
 ) -> HostTime:
-    """While the GPU is idle, or spins."""
+    """While the GPU is idle, or spins; every round on the core that is quiet then, or wherever the system likes."""
 
     def submit(after: Event) -> tuple[Transfer, CompiledTransfer]:
         compiled = case.manager.compile(direction, device_ids, host_ids, urgent=True)
@@ -194,19 +201,20 @@ def host_time(
     taken: dict[int, list[float]] = {1: [], BURST: []}
     raws = []
     for _ in range(4 * ROUNDS):
-        for count, values in taken.items():
-            torch.cuda.synchronize()
-            gate = NO_WAIT if count == 1 else spin()
+        with quiet_core() if quiet else contextlib.nullcontext():
+            for count, values in taken.items():
+                torch.cuda.synchronize()
+                gate = NO_WAIT if count == 1 else spin()
+                start = time.perf_counter()
+                sent = [submit(gate) for _ in range(count)]
+                seconds = time.perf_counter() - start
+                values.append(seconds / sum(each.num_copies + each.num_inside for _, each in sent) * 1e6)
+                torch.cuda.synchronize()  # spins: a thread that slept 20 ms takes twice as long for anything
+                for transfer, _ in sent:
+                    transfer.wait()
             start = time.perf_counter()
-            sent = [submit(gate) for _ in range(count)]
-            seconds = time.perf_counter() - start
-            values.append(seconds / sum(each.num_copies + each.num_inside for _, each in sent) * 1e6)
-            torch.cuda.synchronize()  # spins: a thread that slept 20 ms takes twice as long for anything
-            for transfer, _ in sent:
-                transfer.wait()
-        start = time.perf_counter()
-        link.raw_batch(raw)
-        raws.append((time.perf_counter() - start) / raw.num_copies * 1e6)
+            link.raw_batch(raw)
+            raws.append((time.perf_counter() - start) / raw.num_copies * 1e6)
     return HostTime(*(statistics.median(values) for values in (taken[BURST], taken[1], raws)))
 
 
@@ -218,9 +226,9 @@ def quiet_core() -> Iterator[None]:
     def loop_seconds(core: int) -> float:
         os.sched_setaffinity(0, {core})
         taken = []
-        for _ in range(5):
+        for _ in range(3):
             start = time.perf_counter()
-            sum(range(20_000))
+            sum(range(10_000))
             taken.append(time.perf_counter() - start)
         return statistics.median(taken)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import compress, islice
+from itertools import islice
 
 from kvtier.cache.moves import Mask, Move, Moves, both, runs
 from kvtier.cache.plan import Drop, Presence, Purpose, split_keys
@@ -57,6 +57,15 @@ class StoreConfig:
             )
 
 
+@dataclass(slots=True, eq=False)
+class _Copies:
+    """Which ranks' part of a block a store has, as bits. Blocks that go there together share one: when they have
+    arrived, it is told once for all of them."""
+
+    ranks: int = 0
+    """None: on their way."""
+
+
 class StoreCopies:
     """What is known of one store, and what is written to it."""
 
@@ -64,10 +73,10 @@ class StoreCopies:
         self.config = config
         self.queue = SaveQueue(tree, config.saving, host, self._save, self._num_storing, max_jobs)
         self._tree, self._host, self._moves = tree, host, moves
-        self._known: dict[bytes, int] = {}  # key -> bits of the ranks that have it; those learned of last at the end
+        self._known: dict[bytes, _Copies] = {}  # those it has, and those on their way; learned of last at the end
+        self._found: dict[int, _Copies] = {}  # ranks -> for what was not stored by us
         self._all_ranks = (1 << moves.num_ranks) - 1
-        self._storing: set[bytes] = set()
-        self._writes: dict[int, list[bytes]] = {}  # transfer -> its keys
+        self._writes: dict[int, tuple[list[bytes], _Copies]] = {}  # transfer -> its keys
         self.inventory_probe = 0 if config.is_shared else moves.probe(config.name)
         """The probe for all that it has, until it is answered; then 0."""
 
@@ -76,24 +85,38 @@ class StoreCopies:
     @property
     def num_known(self) -> int:
         """Blocks it is known to have, for some rank."""
-        return len(self._known)
+        known, writes = self._known, self._writes.values()
+        return len(known) - sum(known.get(key) is copies for keys, copies in writes for key in keys)
 
     def num_leading(self, keys: Sequence[bytes], first: int = 0) -> int:
         """How many of these, from `first` on, it is known to have."""
         known, everyone = self._known, self._all_ranks
         for at in range(first, len(keys)):
-            if known.get(keys[at]) != everyone:
+            found = known.get(keys[at])
+            if found is None or found.ranks != everyone:
                 return at - first
         return len(keys) - first
 
     def learn(self, rank: int, presence: Presence) -> None:
-        """It was found to have some, and not to have others."""
+        """It was found to have some, and not to have others. What is on its way there is none of them."""
         known, mine = self._known, 1 << rank
-        self._know({key: known.get(key, 0) | mine for key in split_keys(presence.present)})
+        present = ((key, known.get(key)) for key in split_keys(presence.present))
+        self._know(
+            {
+                key: self._of_ranks((copies.ranks if copies is not None else 0) | mine)
+                for key, copies in present
+                if copies is None or copies.ranks
+            }
+        )
         for key in split_keys(presence.absent):
-            left = known.pop(key, 0) & ~mine
-            if left:
-                known[key] = left
+            copies = known.get(key)
+            if copies is not None and copies.ranks & mine:
+                del known[key]
+                if copies.ranks != mine:
+                    known[key] = self._of_ranks(copies.ranks & ~mine)
+
+    def _of_ranks(self, ranks: int) -> _Copies:
+        return self._found.setdefault(ranks, _Copies(ranks))
 
     def answered(self, probe_id: int) -> None:
         """A probe was answered by every rank."""
@@ -102,22 +125,19 @@ class StoreCopies:
 
     def drop(self, keys: bytes) -> None:
         """Have it forget these blocks."""
-        gone = split_keys(keys)
-        for key in gone:
-            self._known.pop(key, None)
-        self._storing.difference_update(gone)  # what is on its way there is forgotten behind it
+        for key in split_keys(keys):
+            self._known.pop(key, None)  # what is on its way there is forgotten behind it
         if keys:
             self._moves.drop(Drop(self.config.name, keys))
 
     def clear(self) -> None:
         """Have it forget all of this cache."""
         self._known.clear()
-        self._storing.clear()
         self._moves.drop(Drop(self.config.name))
 
-    def _know(self, ranks: dict[bytes, int]) -> None:
+    def _know(self, copies: dict[bytes, _Copies]) -> None:
         """Remember who has these keys; beyond the limit, those learned of first are forgotten."""
-        self._known.update(ranks)
+        self._known.update(copies)
         for key in list(islice(self._known, max(0, len(self._known) - self.config.max_known))):
             del self._known[key]
 
@@ -132,10 +152,11 @@ class StoreCopies:
 
     def ended(self, move: Move, there: Mask) -> None:
         """A write to this store is over."""
-        keys = self._writes.pop(move.transfer.id)
-        arrived = compress(keys, there) if 0 in there else keys
-        self._know(dict.fromkeys(self._storing.intersection(arrived), self._all_ranks))
-        self._storing.difference_update(keys)
+        keys, copies = self._writes.pop(move.transfer.id)
+        for key, ok in zip(keys, there, strict=True) if 0 in there else ():
+            if not ok and self._known.get(key) is copies:
+                del self._known[key]
+        copies.ranks = self._all_ranks
 
     def _save(self, job: SaveJob, lease: Lease, room: int) -> int:
         """Start storing what of a job is on the host and not in the store."""
@@ -154,8 +175,9 @@ class StoreCopies:
             sources = Slots(self._host.name, block_slots(lease, self._host, low, low + count))
             shared, name = self._tree.share(lease), self.config.name
             number = self._moves.start(Purpose.STORE, shared, low, sources, name, b"".join(mine))
-            self._writes[number] = mine
-            self._storing.update(mine)
+            copies = _Copies()
+            self._writes[number] = mine, copies
+            self._know(dict.fromkeys(mine, copies))  # they were looked up just now: the table's places are in the cache
             started += count
         return started
 
@@ -164,7 +186,8 @@ class StoreCopies:
 
     def _are_new(self, keys: list[bytes]) -> Mask:
         """Which of these it is not known to have, nor about to get."""
-        known, everyone, storing = self._known, self._all_ranks, self._storing
-        if known.keys().isdisjoint(keys) and storing.isdisjoint(keys):
+        known = self._known
+        if known.keys().isdisjoint(keys):
             return b"\1" * len(keys)
-        return bytes([known.get(key) != everyone and key not in storing for key in keys])
+        enough = (0, self._all_ranks)
+        return bytes([key not in known or known[key].ranks not in enough for key in keys])

@@ -6,7 +6,7 @@ import pytest
 
 from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Presence, Probe, Purpose, Report, split_keys
+from kvtier.cache.plan import Outcome, Presence, Probe, Purpose, Report, split_keys
 from kvtier.cache.store import Patience
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain
@@ -473,6 +473,26 @@ def test_what_was_dropped_while_it_was_stored_is_not_believed_to_be_there():
     lab.hear()
     assert lab.worker.stores["disk"] == {}
     assert lab.manager.stores["disk"].num_known == 0
+
+
+@pytest.mark.parametrize("num_lost", [0, 1, 4])
+def test_what_is_on_its_way_to_a_store_is_known_when_it_has_arrived_whatever_was_heard_before(num_lost):
+    lab = lab_with()
+    lab.compute(hold := lab.start(prompt(1, 4)))
+    lab.manager.finish(hold)
+    lab.plan()
+    lab.hear()
+    (move,) = lab.plan().transfers
+    keys, store = split_keys(move.keys), lab.manager.stores["disk"]
+    lab.manager.apply(Report(0, 0, presences=(Presence("disk", keys[0], keys[1]),)))  # asked before it was written
+    assert move.purpose is Purpose.STORE
+    assert (store.num_known, store.num_leading(keys)) == (0, 0)
+    arrived = bytes([1] * (4 - num_lost) + [0] * num_lost)
+    lab.manager.apply(Report(0, 0, outcomes=(Outcome(move.id, not num_lost, 0, 0.0, arrived=arrived),)))
+    assert (store.num_known, store.num_leading(keys)) == (4 - num_lost, 4 - num_lost)
+    lab.manager.apply(Report(0, 0, presences=(Presence("disk", b"", keys[0]),)))
+    assert store.num_leading(keys) == 0
+    lab.manager.check()
 
 
 def test_what_is_known_of_a_store_is_bounded():
