@@ -23,7 +23,7 @@ from kvtier.index.shadow import SHADOWS
 from kvtier.index.tokens import TOKEN_BYTES
 
 # Amid the index's own work a line of Python takes three to five times what it takes in a loop. So a request costs one
-# slice and two appends when it is seen, and the rest is done for 4096 at once (docs/log.md, 2026-11-15).
+# slice and three appends when it is seen, and the rest is done for 4096 at once (docs/log.md, 2026-11-15).
 #
 #   prompt  |look . look . look . look . look . look . look ..       a word is four looks, but for a prompt's first;
 #   words   |       w0         |           w1              |         a mark is what the words up to it hold
@@ -93,21 +93,17 @@ class GhostCache:
         self._leads = {name: np.zeros((_GROUPS, len(self._sizes)), np.int64) for name in self._shadows}
         self._factors = np.random.default_rng(seed).integers(2**62, 2**63, 4, dtype=_U64) | _U64(1)
         self._looks = bytearray()
-        self._waiting: list[int] = []  # of each request its blocks and those found
+        self._waiting: list[int] = []  # of each request its bytes, and the blocks found
         self._apart: dict[int, tuple[bytes, bytes, dict[int, bytes]]] = {}
         self._num_blocks = self._num_hits = self._num_looks = self._num_unseen = 0
 
     def saw(self, chain: Chain, num_matched: int) -> None:
         """A request with this chain was run, and so many of its blocks were found."""
-        labels = chain.labels
-        waiting = self._waiting
-        num_blocks = len(labels) // self._block_bytes
+        labels, waiting = chain.labels, self._waiting
         if chain.salt or chain.adapter or chain.extras:
             self._apart[len(waiting) // _FIELDS] = chain.salt, chain.adapter, chain.extras
-        count = (num_blocks * self._block_bytes + _ROUND) // LOOK_BYTES
-        if count:
-            self._looks += b"\0" + labels[: count * LOOK_BYTES - STEP_BYTES : STEP_BYTES]
-        waiting.append(num_blocks)
+        self._looks += labels[::STEP_BYTES]
+        waiting.append(len(labels))
         waiting.append(num_matched)
         if len(waiting) >= _FULL:
             self._play()
@@ -152,25 +148,28 @@ class GhostCache:
         """Play the sampled marks of the waiting requests to every shadow."""
         waiting, self._waiting = self._waiting, []
         looks, self._looks = self._looks, bytearray()
-        num_hits, num_blocks = waiting[1::_FIELDS], np.array(waiting[::_FIELDS])
+        num_bytes, num_hits = np.array(waiting[::_FIELDS]), np.array(waiting[1::_FIELDS])
+        num_blocks = num_bytes // self._block_bytes
         counts = (num_blocks * self._block_bytes + _ROUND) // LOOK_BYTES
         stops = np.cumsum(counts)
-        self._num_hits += sum(num_hits)
+        self._num_hits += int(num_hits.sum())
         self._num_blocks += int(num_blocks.sum())
         self._num_unseen += int(num_blocks[counts == 0].sum())
         self._num_looks += int(stops[-1])
-        marks = self._marks(np.frombuffer(looks, "<u4").astype(_U64), counts, stops - counts)
+        marks = self._marks(_words(looks, num_bytes, counts, stops - counts), counts, stops - counts)
         sampled = np.flatnonzero(marks <= _U64(min(int(self.rate * 2**64), 2**64 - 1)))
-        marks = marks[sampled]
+        marks, owners = marks[sampled], np.searchsorted(stops, sampled, "right")
+        if all(shadow.ignores_repeats for shadow in self._shadows.values()):
+            marks, owners = _without_repeats(marks, owners)
         requests: list[list[int]] = []
         grew: list[bool] = []
         last = -1
-        for owner, mark in zip(np.searchsorted(stops, sampled, "right").tolist(), marks.tolist(), strict=True):
+        for owner, mark in zip(owners.tolist(), marks.tolist(), strict=True):
             if owner == last:
                 requests[-1].append(mark)
             else:
                 requests.append([mark])
-                grew.append(num_hits[owner] < num_blocks[owner])
+                grew.append(bool(num_hits[owner] < num_blocks[owner]))
                 last = owner
         if requests:
             self._compare(requests, grew, marks >> _U64(20) & _U64(_GROUPS - 1))
@@ -210,6 +209,27 @@ class GhostCache:
                 mark = (block * self._block_bytes + _ROUND) // LOOK_BYTES
                 if mark < count:
                     words[start + mark] ^= _digest(extra)
+
+
+def _words(looks: bytearray, num_bytes: _Ints, counts: _Ints, starts: _Ints) -> _Words:
+    """Four looks each, of every prompt as many as count; of a prompt's first word the first look is none."""
+    num_looks = -(-num_bytes // STEP_BYTES)
+    begins = np.cumsum(num_looks) - num_looks
+    padded = b"\0" + looks + b"\0\0\0"
+    anywhere = np.ndarray(len(looks) + 1, "<u4", padded, strides=(1,))
+    words = anywhere[np.repeat(begins - 4 * starts, counts) + np.arange(0, 4 * int(counts.sum()), 4)].astype(_U64)
+    words[starts[counts > 0]] &= ~_U64(0xFF)
+    return words
+
+
+def _without_repeats(marks: _Words, owners: _Ints) -> tuple[_Words, _Ints]:
+    """Without requests whose only mark is the first of the request before: it lies on top, where it stays."""
+    begins = np.flatnonzero(np.diff(owners, prepend=-1))
+    sizes, heads = np.diff(begins, append=len(owners)), marks[begins]
+    is_repeat = (sizes == 1) & (heads == np.roll(heads, 1))
+    is_repeat[:1] = False
+    kept = np.repeat(~is_repeat, sizes)
+    return marks[kept], owners[kept]
 
 
 def _steepness(places: Any, rates: Any) -> Any:

@@ -15,6 +15,9 @@ Hits = np.ndarray[Any, np.dtype[np.bool_]]
 class Shadow(Protocol):
     """Caches of one policy and several sizes."""
 
+    ignores_repeats: bool
+    """Whether a request for the newest mark alone changes nothing, and is a hit in every size."""
+
     def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:
         """Use the marks of requests, each from its head on: of each and for each size, was it there before its request.
 
@@ -34,6 +37,7 @@ class Stack:
         self._sizes = np.array(sizes)
         self._most = max(sizes)
         self._fifo = fifo
+        self.ignores_repeats = not fifo
         self._clock = 0
         self._last: OrderedDict[int, int] = OrderedDict()
         self._times: list[int] = []
@@ -79,6 +83,7 @@ class Each:
     """One cache for each size."""
 
     def __init__(self, new: Callable[[int], S3FIFOMarks], sizes: Sequence[int]) -> None:
+        self.ignores_repeats = False  # uses are counted
         self._caches = [new(size) for size in sizes]
 
     def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:  # noqa: ARG002
