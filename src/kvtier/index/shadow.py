@@ -28,9 +28,12 @@ class Shadow(Protocol):
 class Stack:
     """LRU and FIFO, all sizes at once: a mark is in every cache larger than the number of others used after it.
 
-    `_times` has the time of each mark's last use, ascending, so that this number is what lies behind it. The tail of a
-    path ages before its head. Eviction takes leaves first, so FIFO ages a path by its newest block: it differs from LRU
-    only where a request brings nothing new.
+    The tail of a path ages before its head. Eviction takes leaves first, so FIFO ages a path by its newest block: it
+    differs from LRU only where a request brings nothing new.
+
+        newest   | top: the newest path, its head first | times: of the others' last use, descending |   oldest
+
+    What a request shares with the newest path, such as a system prompt, stays where it is.
     """
 
     def __init__(self, sizes: Sequence[int], *, fifo: bool = False) -> None:
@@ -39,44 +42,53 @@ class Stack:
         self._fifo = fifo
         self.ignores_repeats = not fifo
         self._clock = 0
+        self._top: list[int] = []
         self._last: OrderedDict[int, int] = OrderedDict()
         self._times: list[int] = []
 
     def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:
         """See Shadow."""
-        last, times, clock = self._last, self._times, self._clock
+        top, last, times, clock, most = self._top, self._last, self._times, self._clock, self._most
         behind: list[int] = []
-        before: list[int] = []
         for marks, has_grown in zip(requests, grew, strict=True):
+            shared = 0
+            for mark, above in zip(marks, top, strict=False):
+                if mark != above:
+                    break
+                behind.append(shared)
+                shared += 1
+            if shared == len(marks):
+                continue
             if self._fifo and not has_grown:
-                behind += self._behind(marks)
+                behind += [self._behind(mark, top) for mark in marks[shared:]]
                 continue
-            if marks == before:  # those of a prefix that all share: they lie on top, in this order
-                behind += range(len(marks))
-                continue
-            before = marks
-            if len(marks) > 1:
-                behind += self._behind(marks)
-            for mark in reversed(marks):
-                used, place = last.pop(mark, None), len(times)
-                if used is not None:
-                    place = bisect.bisect_left(times, used)
-                    del times[place]
-                if len(marks) == 1:  # most have one
-                    behind.append(self._most if used is None else len(times) - place)
+            for mark in reversed(top[shared:]):
                 clock += 1
                 times.append(clock)
                 last[mark] = clock
-            while len(times) > self._most:
+            places = []
+            for mark in marks[shared:] if shared else marks:
+                used = last.pop(mark, None)
+                if used is None:
+                    behind.append(most)
+                else:
+                    places.append(bisect.bisect_left(times, used))
+                    behind.append(shared + len(times) - 1 - places[-1])
+            for place in places if len(places) < 2 else sorted(places, reverse=True):
+                del times[place]
+            top = marks
+            while times and len(times) + len(top) > most:
                 last.popitem(last=False)
                 del times[0]
-        self._clock = clock
+        self._top, self._clock = top, clock
         return np.array(behind)[:, None] < self._sizes
 
-    def _behind(self, marks: list[int]) -> list[int]:
-        """How many others were used after each."""
-        times, last, top = self._times, self._last, len(self._times) - 1
-        return [top - bisect.bisect_left(times, last[mark]) if mark in last else self._most for mark in marks]
+    def _behind(self, mark: int, top: list[int]) -> int:
+        """How many others were used after it."""
+        used = self._last.get(mark)
+        if used is not None:
+            return len(top) + len(self._times) - 1 - bisect.bisect_left(self._times, used)
+        return top.index(mark) if mark in top else self._most
 
 
 class Each:
