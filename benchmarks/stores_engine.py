@@ -52,7 +52,7 @@ class Forced:
     def __init__(self, *, load: bool) -> None:
         self._load = load
 
-    def decide(self, num_blocks: object, first: int, num_tokens: int) -> Decision:  # noqa: ARG002
+    def decide(self, num_blocks: object, first: int, num_tokens: int, *, again: bool = False) -> Decision:  # noqa: ARG002
         """As it was told."""
         return Decision(self._load, num_tokens, None, None)
 

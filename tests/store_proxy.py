@@ -89,6 +89,8 @@ class Proxy:
             if server is None:
                 client.close()
                 continue
+            for each in (client, server):  # as Redis and its clients do; else some answers wait 40 ms for an ACK
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets |= {client, server}
             was_answered = threading.Event()

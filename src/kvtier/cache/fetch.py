@@ -169,7 +169,7 @@ class Fetches:
         parts = self._find(keys)
         if any(self._is_busy(store, count) for store, count in parts):
             return  # its turn comes
-        fetch.decision = self._decide(first, parts)
+        fetch.decision = self._decide(first, parts, again=fetch.is_due)
         wanted = sum(count for _, count in parts) if fetch.decision is None or fetch.decision.load else 0
         slots = self._reserve(fetch, wanted) if wanted else None
         if slots is not None and len(slots):
@@ -225,7 +225,7 @@ class Fetches:
                 return parts
         return parts
 
-    def _decide(self, first: int, parts: list[tuple[StoreCopies, int]]) -> Decision | None:
+    def _decide(self, first: int, parts: list[tuple[StoreCopies, int]], *, again: bool) -> Decision | None:
         """Fetch and load, or compute?"""
         if self._speeds is None or not parts:
             return None
@@ -235,7 +235,7 @@ class Fetches:
             way = (Purpose.FETCH, store.config.name)
             ways[way] = ways.get(way, self._moves.num_blocks(*way)) + count
         block_tokens = self._tree.namespace.block_tokens
-        return self._speeds.decide(ways, first * block_tokens, total * block_tokens)
+        return self._speeds.decide(ways, first * block_tokens, total * block_tokens, again=again)
 
     def _move(
         self, fetch: Fetch, lease: Lease, slots: Slots, keys: list[bytes], parts: list[tuple[StoreCopies, int]]

@@ -151,13 +151,16 @@ class Speeds:
         """How long it would take to compute tokens [first, first + num_tokens) of a request."""
         return self._compute.predict((num_tokens, num_tokens * (first + num_tokens / 2)))
 
-    def decide(self, num_blocks: dict[Way, int], first: int, num_tokens: int) -> Decision:
-        """Load, or recompute? `num_blocks` are to be moved for it, those queued before them included."""
+    def decide(self, num_blocks: dict[Way, int], first: int, num_tokens: int, *, again: bool = False) -> Decision:
+        """Load, or recompute? `num_blocks` are to be moved for it, those queued before them included.
+
+        `again`: it was asked for the same request before, which is refused once however often.
+        """
         times = [self.move_seconds(way, count) for way, count in num_blocks.items() if count]
         load = sum(time for time in times if time is not None) if None not in times else None
         compute = self.compute_seconds(first, num_tokens)
         is_faster = load is None or compute is None or load <= compute
-        self._num_refused = 0 if is_faster else self._num_refused + 1
+        self._num_refused = 0 if is_faster else self._num_refused + (not again)
         is_trial = self._num_refused >= _TRY_AFTER
         if is_trial:  # nobody measures a link that nobody uses: doubt what it was like, and see
             self._num_refused = 0

@@ -163,13 +163,13 @@ class GhostCache:
             marks, owners = _without_repeats(marks, owners)
         requests: list[list[int]] = []
         grew: list[bool] = []
-        last = -1
+        has_grown, last = (num_hits < num_blocks).tolist(), -1
         for owner, mark in zip(owners.tolist(), marks.tolist(), strict=True):
             if owner == last:
                 requests[-1].append(mark)
             else:
                 requests.append([mark])
-                grew.append(bool(num_hits[owner] < num_blocks[owner]))
+                grew.append(has_grown[owner])
                 last = owner
         if requests:
             self._compare(requests, grew, marks >> _U64(20) & _U64(_GROUPS - 1))

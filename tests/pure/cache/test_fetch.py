@@ -314,6 +314,28 @@ def test_what_is_missing_is_forgotten_and_what_failed_is_kept():
     assert lab.manager.moves.counts.num_failed[Purpose.FETCH] == 4 + 2
 
 
+def test_a_request_whose_load_is_refused_twice_counts_once():
+    """It is asked again when its turn comes; 32 requests, not 16, until one is loaded to see how long that takes."""
+    lab = lab_with(prompt(1, 4), recompute=True)
+    lab.manager.speeds.moved((Purpose.FETCH, "disk"), 1, 100.0)
+    lab.manager.speeds.moved((Purpose.LOAD, ""), 1, 100.0)
+    lab.manager.speeds.computed(100, 0.0, 1.0)
+    num_refused = 0
+    while True:
+        fetch = lab.manager.prefetch(prompt(1, 4))
+        lab.settle()
+        hold = lab.manager.match(prompt(1, 4), fetch=fetch)
+        lab.manager.fetch_again(fetch, hold)
+        is_loaded = fetch.decision is not None and fetch.decision.load
+        lab.settle()
+        lab.manager.abort(hold)
+        lab.manager.end_fetch(fetch)
+        if is_loaded:
+            break
+        num_refused += 1
+    assert num_refused == 31
+
+
 @pytest.mark.parametrize("num_host", [1, 3])
 def test_a_host_too_small_gets_the_beginning(num_host):
     lab = lab_with(prompt(1, 6), host=HostConfig(num_host))
