@@ -18,11 +18,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError
+from kvtier.files import cache_dir, write_atomically
 from kvtier.memory import BatchCopy, Buffer
 from kvtier.memory.copy_plan import Entries, scan
-from kvtier.memory.files import cache_dir, write_atomically
 from kvtier.memory.gather import fill_rows
-from kvtier.memory.native import Native, NativeCode, native
+from kvtier.memory.native import NativeCode, native
+from kvtier.native_code import Native
 
 MIB = 1 << 20
 KIB = 1 << 10

@@ -14,11 +14,11 @@ import torch
 
 import kvtier
 from kvtier.errors import UnavailableError
+from kvtier.files import cache_dir
 from kvtier.layout import CacheGroup
 from kvtier.memory import CPU, PINNED, CostTable, Placement, best_host, calibrate, numa
 from kvtier.memory.copy_paths import PATH_NAMES, Job, why_not
 from kvtier.memory.costs import saved_costs
-from kvtier.memory.files import cache_dir
 from kvtier.memory.stream import Stream
 from kvtier.transfer.strategy import Shape, choose
 

@@ -1,21 +1,12 @@
-"""Loads native.c: compiled for this machine with its C compiler on first use, and kept in the cache directory.
-
-Without a compiler there is a reason instead of code, and torch computes the same with whole float32 matrices.
-"""
+"""The functions of native.c and its headers, for the CPU. Without a compiler torch computes the same with whole float32
+matrices."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.errors import UnavailableError
-from kvtier.memory.files import cache_dir
+from kvtier.native_code import Native, Source, load
 
 MAX_TOKENS = 16
 """More rows of x than this are worth reading a float32 matrix for."""
@@ -47,14 +37,6 @@ class PackedWeight:
     data: torch.Tensor
     rows: int
     columns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Native:
-    """The compiled functions, or the reason there are none."""
-
-    code: NativeCode | None
-    reason: str
 
 
 class NativeCode:
@@ -208,40 +190,15 @@ def _halves(raw: _U8) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
 
 
 @functools.cache  # compiling and loading once per process is the point
-def native() -> Native:
-    """The native code of this machine; compiles it if the cache has none."""
-    sources = {name: resources.files("kvtier.engine").joinpath(name).read_text() for name in _SOURCES}
-    compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    key = hashlib.sha256("\0".join((*sources.values(), *_FLAGS, _processor())).encode()).hexdigest()
-    try:
-        path = cache_dir() / f"engine-{key[:16]}.so"
-        if not path.exists():
-            if compiler is None:
-                return Native(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
-            _compile(compiler, sources, path)
-        return Native(NativeCode(path), f"compiled in {path}")
-    except UnavailableError as error:
-        return Native(None, str(error))
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        return Native(None, f"compiling with {compiler} failed: {detail}")
-
-
-def _compile(compiler: str, sources: Mapping[str, str], path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = Path(folder) / "native.so"
-        for name, source in sources.items():
-            (Path(folder) / name).write_text(source)
-        command = [*compiler.split(), str(Path(folder) / _SOURCES[0]), *_FLAGS, "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        os.replace(built, path)  # atomic: another process sees all of it or nothing
+def native() -> Native[NativeCode]:
+    """The native code of this machine."""
+    return load(Source("kvtier.engine", _SOURCES, _FLAGS, made_for=_processor()), NativeCode)
 
 
 def _processor() -> str:
-    """What -march=native depends on: a home directory may serve several machines."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))][:1]
-    return "\0".join((platform.machine(), *platform.libc_ver(), *flags))
+    """What -march=native depends on."""
+    told = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in told if line.startswith(("flags", "Features"))), "")
 
 
 def _openmp_of_torch() -> ctypes.CDLL | None:

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from kvtier.errors import FormatError, UnavailableError
+from kvtier.files import cache_dir, write_atomically
 from kvtier.memory import cuda
 from kvtier.memory.buffer import Buffer
 from kvtier.memory.copy_paths import PATH_NAMES, Job, PathName, Pieces, run_path, why_not
 from kvtier.memory.copy_plan import DST, NBYTES, SRC
-from kvtier.memory.files import cache_dir, write_atomically
 from kvtier.memory.links import measure_links, measure_lost
 from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.stream import Stream

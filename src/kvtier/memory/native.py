@@ -1,29 +1,18 @@
-"""Loads native.c: compiled with the machine's C compiler on first use and kept in the cache directory.
-
-The wheel stays pure Python. Without a compiler the reason is recorded, and each function's twin in Python does the
-work.
-"""
+"""The functions of native.c. Each has a twin in Python, for machines without a compiler."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvtier.errors import ArgumentError, UnavailableError
+from kvtier.errors import ArgumentError
 from kvtier.memory.copy_plan import I64, Entries, Scan
-from kvtier.memory.files import cache_dir
+from kvtier.native_code import Native, Source, load
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-pthread")
 # Below this a thread costs more (20 to 60 us to start and join) than it saves: cached memory copies at 50 GB/s.
@@ -160,50 +149,7 @@ def row_addresses(table: I64) -> tuple[int, int, int]:
     return first, first + between_rows, first + 2 * between_rows
 
 
-@dataclass(frozen=True, slots=True)
-class Native:
-    """The compiled functions, or the reason there are none."""
-
-    code: NativeCode | None
-    reason: str
-
-
 @functools.cache  # compiling and loading once per process is the point
-def native() -> Native:
-    """The native code of this machine; compiles it if the cache has none."""
-    source = resources.files("kvtier.memory").joinpath("native.c").read_text()
-    compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    key = hashlib.sha256("\0".join((source, *_FLAGS, platform.machine(), platform.libc_ver()[1])).encode()).hexdigest()
-    try:
-        path = cache_dir() / f"native-{key[:16]}.so"
-        found = _load(path)
-        if found is None:
-            if compiler is None:
-                return Native(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
-            _compile(compiler, source, path)
-            found = NativeCode(path)
-        return Native(found, f"compiled in {path}")
-    except UnavailableError as error:
-        return Native(None, str(error))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        return Native(None, f"compiling with {compiler} failed: {detail}")
-
-
-def _load(path: Path) -> NativeCode | None:
-    """What an earlier process compiled, if it is there and whole."""
-    if not path.exists():
-        return None
-    try:
-        return NativeCode(path)
-    except (OSError, AttributeError):  # cut short by a full disk or a lost machine; compiling replaces it
-        return None
-
-
-def _compile(compiler: str, source: str, path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        code, built = Path(folder) / "native.c", Path(folder) / "native.so"
-        code.write_text(source)
-        command = [*compiler.split(), *_FLAGS, str(code), "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-        os.replace(built, path)  # atomic: another process sees all of it or nothing
+def native() -> Native[NativeCode]:
+    """The native code of this machine."""
+    return load(Source("kvtier.memory", ["native.c"], _FLAGS), NativeCode)

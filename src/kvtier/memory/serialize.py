@@ -42,9 +42,9 @@ from kvtier.errors import (
     TruncatedError,
     VersionError,
 )
+from kvtier.files import write_atomically
 from kvtier.memory.buffer import Buffer
 from kvtier.memory.copy import copy, empty_like
-from kvtier.memory.files import write_atomically
 from kvtier.memory.launch import choose_stream
 from kvtier.memory.placement import CPU, Placement
 

@@ -1,24 +1,17 @@
-"""Loads native.c: compiled with the machine's C compiler on first use and kept in the cache directory.
-
-The third loader of its kind, because those of kvtier.memory and kvtier.engine cannot be imported without torch.
-"""
+"""The functions of native.c. Each has a twin in Python, for other processors and machines without a compiler."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
 import platform
-import shutil
-import subprocess
-import tempfile
 import zlib
-from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
+
+from kvtier.errors import UnavailableError
+from kvtier.native_code import Native, Source, load
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-msse4.1", "-mpclmul", "-pthread")
 
@@ -37,41 +30,22 @@ class NativeCode:
         self.copy.argtypes, self.copy.restype = [pointer, pointer, size], None
 
 
-@dataclass(frozen=True, slots=True)
-class Native:
-    """The compiled functions, or the reason there are none."""
-
-    code: NativeCode | None
-    reason: str
-
-
 @functools.cache  # compiling and loading once per process is the point
-def native() -> Native:
-    """The native code of this machine; compiles it if the cache directory has none."""
+def native() -> Native[NativeCode]:
+    """The native code of this machine."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return Native(None, f"native.c is for x86-64, this is {platform.machine()}")
-    source = resources.files("kvtier.storage").joinpath("native.c").read_text()
-    compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    key = hashlib.sha256("\0".join((source, *_FLAGS, platform.libc_ver()[1])).encode()).hexdigest()
-    try:
-        folder = _cache_folder()
-        path = folder / f"storage-{key[:16]}.so"
-        if not path.exists():
-            if compiler is None:
-                return Native(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
-            _compile(compiler, source, path)
-        return _load(path)
-    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
-        return Native(None, f"compiling with {compiler} failed: {getattr(error, 'stderr', None) or error}")
+    return load(Source("kvtier.storage", ["native.c"], _FLAGS), _tried)
 
 
-def _load(path: Path) -> Native:
+def _tried(path: Path) -> NativeCode:
+    """What decides over wrong bytes is tried before use."""
     if "pclmulqdq" not in Path("/proc/cpuinfo").read_text():
-        return Native(None, "this processor has no carry-less multiplication (PCLMULQDQ)")
+        raise UnavailableError("this processor has no carry-less multiplication (PCLMULQDQ)")
     code, sample = NativeCode(path), bytes(range(256))
     if code.checksum(sample, len(sample)) & 0xFFFFFFFF != zlib.crc32(sample):
-        return Native(None, f"{path} computes something else")  # what decides over wrong bytes is tried before use
-    return Native(code, f"compiled in {path}")
+        raise UnavailableError(f"{path} computes something else")
+    return code
 
 
 def address_of(data: memoryview | bytes | bytearray) -> int:
@@ -82,20 +56,3 @@ def address_of(data: memoryview | bytes | bytearray) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(data))  # at a fifth of the cost
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return address
-
-
-def _cache_folder() -> Path:
-    """As kvtier.memory.files.cache_dir, which cannot be imported without torch."""
-    named = os.environ.get("KVTIER_CACHE_DIR")
-    path = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return path
-
-
-def _compile(compiler: str, source: str, path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        code, built = Path(folder) / "native.c", Path(folder) / "native.so"
-        code.write_text(source)
-        command = [*compiler.split(), *_FLAGS, str(code), "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-        os.replace(built, path)  # atomic: another process sees all of it or nothing

@@ -9,8 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.engine import CpuOps, ForwardBatch, SequenceInput, TorchOps
 from kvtier.engine.attention import fast_paged_attention, paged_attention
-from kvtier.engine.native import Native, native, pack
+from kvtier.engine.native import native, pack
 from kvtier.engine.ops import Heads
+from kvtier.native_code import Native
 
 CPU = torch.device("cpu")
 
@@ -132,7 +133,7 @@ def test_lesser_processors_compute_the_same(monkeypatch, tmp_path, without):
     from kvtier.engine import native as module
 
     gguf = pytest.importorskip("gguf")
-    monkeypatch.setattr(module, "cache_dir", lambda: tmp_path)
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(module, "_FLAGS", (*module._FLAGS, *(f"-U__{name}__" for name in without)))
     code = module.native.__wrapped__().code
     weight = torch.randn(48, 96)
@@ -189,10 +190,10 @@ def test_a_compiler_that_fails_leaves_a_reason(monkeypatch, tmp_path):
     from kvtier.engine import native as module
 
     monkeypatch.setenv("CC", "/nonexistent/cc")
-    monkeypatch.setattr(module, "cache_dir", lambda: tmp_path)
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
     found = module.native.__wrapped__()
     assert found.code is None
     assert "compiling with /nonexistent/cc failed" in found.reason
     monkeypatch.delenv("CC")
-    monkeypatch.setattr(module.shutil, "which", lambda _: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert "no C compiler found" in module.native.__wrapped__().reason

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.memory.native import Native
+from kvtier.native_code import Native
 from kvtier.transfer import Direction, moves
 from kvtier.transfer.moves import block_copies, sort_moves
 

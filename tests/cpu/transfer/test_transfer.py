@@ -574,7 +574,7 @@ def test_checksums_are_those_of_the_blocks_that_arrived(device):
 
 
 def test_checksums_without_a_compiler_are_the_same(monkeypatch):
-    from kvtier.memory.native import Native
+    from kvtier.native_code import Native
     from kvtier.transfer import block_checksums
 
     host = ready_host(SMALL, 4, CPU)

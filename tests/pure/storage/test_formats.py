@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 
 from kvtier.errors import ChecksumError, FormatError, RangeError, VersionError
+from kvtier.native_code import Native
 from kvtier.storage import Read, Status, Write
-from kvtier.storage import native as native_module
 from kvtier.storage.checksum import checksum, checksum_in_python, checksums
 from kvtier.storage.codec import Compression, copy_bytes, encode
 from kvtier.storage.envelope import Envelope
@@ -61,8 +61,8 @@ def test_objects_packed_together_are_those_packed_one_by_one(compression):
 def test_without_a_compiler_the_twins_do_the_work(monkeypatch):
     data = random.Random(0).randbytes(100_000)
     expected = checksum(data)
-    monkeypatch.setattr("kvtier.storage.checksum.native", lambda: native_module.Native(None, "no compiler"))
-    monkeypatch.setattr("kvtier.storage.codec.native", lambda: native_module.Native(None, "no compiler"))
+    monkeypatch.setattr("kvtier.storage.checksum.native", lambda: Native(None, "no compiler"))
+    monkeypatch.setattr("kvtier.storage.codec.native", lambda: Native(None, "no compiler"))
     assert checksum(data) == expected
     assert checksums([memoryview(data)]) == [expected]
     room = bytearray(len(data))
