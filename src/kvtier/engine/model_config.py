@@ -83,6 +83,12 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
+        outside = [each for each in self.eos_token_ids if not 0 <= each < self.vocab_size]
+        if outside:
+            raise CheckpointError(
+                f"answers are to end with token {outside[0]}, but there are {self.vocab_size}: see eos_token_id in "
+                "config.json and generation_config.json"
+            )
 
     @property
     def qkv_bias(self) -> bool:

@@ -188,6 +188,7 @@ def test_gguf_features_that_are_not_computed_are_refused(metadata, match):
         ({"architectures": None}, UnsupportedModelError, "without a named architecture"),
         ({"sliding_window": 512}, UnsupportedModelError, "sliding window of 512"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "'gelu'"),
+        ({"eos_token_id": [1, 1 << 20]}, CheckpointError, "end with token 1048576, but there are"),
         ({"mlp_bias": True}, UnsupportedModelError, "mlp_bias"),
         ({"partial_rotary_factor": 0.5}, UnsupportedModelError, r"only 0\.5 of each head"),
         ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, r"quantised \(awq\)"),
