@@ -22,6 +22,36 @@ _MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024
 
 
 @triton.jit
+def _attend(
+    q, top, total, sums, begin, last, position, table, base, dim, scale, block_stride, kv_stride, token_stride,
+    BLOCK_TOKENS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take KEYS more keys into the running softmax of a tile. If MASKED, a query sees those up to its own position."""
+    key = begin + tl.arange(0, KEYS)
+    k_mask, v_mask = (dim < DIM)[:, None], (dim < DIM)[None, :]
+    if MASKED:
+        known = key < last
+        k_mask, v_mask = k_mask & known[None, :], v_mask & known[:, None]
+        block = tl.load(table + key // BLOCK_TOKENS, mask=known, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + key // BLOCK_TOKENS).to(tl.int64)
+    at = base + block * block_stride + key % BLOCK_TOKENS * token_stride
+    k = tl.load(at[None, :] + dim[:, None], mask=k_mask, other=0.0)
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    if MASKED:
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    seen = new_top
+    if MASKED:
+        seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may see nothing of its share
+    weights, kept = tl.exp2(scores - seen[:, None]), tl.exp2(top - seen)
+    total = total * kept + tl.sum(weights, 1)
+    v = tl.load(at[:, None] + kv_stride + dim[None, :], mask=v_mask, other=0.0)
+    sums = tl.dot(weights.to(v.dtype), v, sums * kept[:, None], input_precision="ieee")
+    return new_top, total, sums
+
+
+@triton.jit
 def _prefill(
     q_ptr, cache_ptr, out_ptr, partial_ptr, top_ptr, total_ptr, tables_ptr, starts_ptr, contexts_ptr, scale,
     q_stride, out_stride, table_stride, block_stride, kv_stride, token_stride, head_stride,
@@ -56,33 +86,15 @@ def _prefill(
     sums = tl.zeros([ROWS, PADDED], tl.float32)
     table, base = tables_ptr + sequence * table_stride, cache_ptr + kv_head * head_stride
     for begin in range(least, tl.minimum(whole, last), KEYS):
-        key = begin + tl.arange(0, KEYS)
-        block = tl.load(table + key // BLOCK_TOKENS).to(tl.int64)
-        at = base + block * block_stride + key % BLOCK_TOKENS * token_stride
-        k = tl.load(at[None, :] + dim[:, None], mask=(dim < DIM)[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights, kept = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-        total = total * kept + tl.sum(weights, 1)
-        v = tl.load(at[:, None] + kv_stride + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
-        sums = tl.dot(weights.to(v.dtype), v, sums * kept[:, None], input_precision="ieee")
-        top = new_top
+        top, total, sums = _attend(
+            q, top, total, sums, begin, last, position, table, base, dim, scale, block_stride, kv_stride, token_stride,
+            BLOCK_TOKENS, DIM, KEYS, False,
+        )  # fmt: skip
     for begin in range(tl.maximum(whole, least), last, KEYS):
-        key = begin + tl.arange(0, KEYS)
-        known = key < last
-        block = tl.load(table + key // BLOCK_TOKENS, mask=known, other=0).to(tl.int64)
-        at = base + block * block_stride + key % BLOCK_TOKENS * token_stride
-        k = tl.load(at[None, :] + dim[:, None], mask=known[None, :] & (dim < DIM)[:, None], other=0.0)
-        scores = tl.where(
-            key[None, :] <= position[:, None], tl.dot(q, k, input_precision="ieee") * scale, float("-inf")
-        )
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that sees nothing of this share
-        weights, kept = tl.exp2(scores - seen[:, None]), tl.exp2(top - seen)
-        total = total * kept + tl.sum(weights, 1)
-        v = tl.load(at[:, None] + kv_stride + dim[None, :], mask=known[:, None] & (dim < DIM)[None, :], other=0.0)
-        sums = tl.dot(weights.to(v.dtype), v, sums * kept[:, None], input_precision="ieee")
-        top = new_top
+        top, total, sums = _attend(
+            q, top, total, sums, begin, last, position, table, base, dim, scale, block_stride, kv_stride, token_stride,
+            BLOCK_TOKENS, DIM, KEYS, True,
+        )  # fmt: skip
     if SPLITS == 1:
         to = out_ptr + place[:, None] * out_stride + head[:, None] * DIM + dim[None, :]
         tl.store(to, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
