@@ -1,4 +1,4 @@
-"""From block ids to tables of copies: done once per transfer, all layers and blocks at a time, in numpy.
+"""From block ids to tables of copies, in numpy: ids are checked and sorted once per transfer, tables made per slice.
 
 A transfer is cut into slices: all layers of some blocks, or a group of layers of some blocks. A slice is what is
 submitted, waited for, and reported as done or failed.
