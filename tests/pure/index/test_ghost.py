@@ -198,3 +198,19 @@ def test_rates_and_policies_it_cannot_have():
         GhostCache(16, 100, rate=1.5)
     with pytest.raises(ArgumentError, match="no shadow of belady"):
         GhostCache(16, 100, "belady")
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_leaving_repeats_out_changes_no_curve(requests):
+    """Prompts with a common beginning, and some with another: the fast way beside the one that plays every request."""
+    namespace = Namespace("model", block_tokens=512)
+    fast, slow = (GhostCache(512, 8, capacities=(1, 2, 4, 16), rate=1.0) for _ in range(2))
+    for shadow in slow._shadows.values():
+        shadow.ignores_repeats = False
+    for system, user, num_blocks in requests:
+        tokens = np.full(num_blocks * 1024, 7 + system, np.int32)
+        tokens[1024:] = 100 + user
+        for ghost in (fast, slow):
+            ghost.saw(Chain(namespace, tokens), 0)
+    assert fast.curve() == slow.curve()
