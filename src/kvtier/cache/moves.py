@@ -227,7 +227,9 @@ class Moves:
         way.num_failed += count - num_arrived
         way.seconds += move.seconds
         there = move.arrived if move.epoch == self.epoch else bytes(count)
-        if move.target is not None:
+        if move.target is not None and 0 not in there:
+            end_write(self._tree, move.lease, move.target, move.first, count, ok=True)
+        elif move.target is not None:
             for ok in (True, False):
                 for first, stop in runs(there, move.first, value=ok):
                     end_write(self._tree, move.lease, move.target, first, stop - first, ok=ok)

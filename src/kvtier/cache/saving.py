@@ -46,9 +46,9 @@ class Saving:
             raise RangeError(f"low_share is in [0, 1], got {self.low_share}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SaveJob:
-    """Blocks [first, stop) of a chain might want a copy."""
+    """Blocks [first, stop) of a chain might want a copy. Not to be changed."""
 
     chain: Chain
     first: int
