@@ -180,14 +180,17 @@ class Engine:
                 self.tiers.wait()
             return outputs
         try:
-            for row in step.rows:
-                self._explain(row.request)
+            live = [self._live[row.request.id] for row in step.rows]
+            for row, (generation, _) in zip(step.rows, live, strict=True):
+                if not generation.miss and row.request.hold is not None:
+                    generation.miss = str(self.manager.explain(row.request.hold))
             self._inputs.plan(step, self.tiers.layer_waits(step.loads))
-            tickets = {row.request.id: self._live[row.request.id][1] for row in step.rows}
-            generating = [tickets[row.request.id] for row in step.rows if row.wants_token and row.num_tokens <= 1]
-            self._pipeline.step(tickets.values(), generating=generating, tokens=[step.num_tokens])
+            tickets = [ticket for _, ticket in live]
+            pairs = zip(step.rows, tickets, strict=True)
+            generating = [ticket for row, ticket in pairs if row.wants_token and row.num_tokens <= 1]
+            self._pipeline.step(tickets, generating=generating, tokens=[step.num_tokens])
             self._pipeline.drain()
-            failed = next((ticket for ticket in tickets.values() if ticket.status is Status.FAILED), None)
+            failed = next((ticket for ticket in tickets if ticket.status is Status.FAILED), None)
             if failed is not None and failed.error is not None:
                 raise failed.error
         except BaseException as error:
@@ -271,11 +274,6 @@ class Engine:
         self._live[generation.request.id] = (generation, self._pipeline.add(generation))
         self.scheduler.add(generation.request, self._clock())
 
-    def _explain(self, request: Request) -> None:
-        generation = self._live[request.id][0]
-        if not generation.miss and request.hold is not None:
-            generation.miss = str(self.manager.explain(request.hold))
-
     def _finish(self, step: Step) -> list[Output]:
         """Give every answer its tokens, tell the scheduler, and let go of those that are done."""
         outputs, results, now = [], [], self._clock()
@@ -288,14 +286,14 @@ class Engine:
                 results.append(RowResult())
                 continue
             samples = self._choose.samples[row.request.id]
-            taken = 0
-            if samples:
-                output, taken = generation.take(samples)
-                if generation.first_token_at is None:
-                    generation.first_token_at = now
-                outputs.append(output)
-            tokens = tuple(one.token_id for one in samples[:taken])
-            results.append(RowResult(tokens, generation.finish_reason is not None))
+            if not samples:
+                results.append(RowResult((), generation.finish_reason is not None))
+                continue
+            output = generation.take(samples)
+            if generation.first_token_at is None:
+                generation.first_token_at = now
+            outputs.append(output)
+            results.append(RowResult(output.token_ids, output.finish_reason is not None))
         self.scheduler.update(step, results, now)
         for row in step.rows:
             self._settle(row.request)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -22,8 +22,7 @@ Table = Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]
 Send = Callable[[np.ndarray[Any, np.dtype[np.uint8]], torch.device], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceInput:
+class SequenceInput(NamedTuple):
     """What one sequence brings to a step."""
 
     token_ids: Sequence[int]
@@ -70,16 +69,20 @@ class ForwardBatch:
         """Lay out a batch. Checks every sequence against its block table. `send` brings bytes to the device."""
         if not sequences:
             raise ArgumentError("a forward pass needs at least one sequence")
-        for index, sequence in enumerate(sequences):
-            _check(index, sequence, block_tokens)
         query_lens = np.array([len(each.token_ids) for each in sequences], np.int64)
         computed = np.array([each.num_computed for each in sequences], np.int64)
+        wanted = np.array([each.num_logits for each in sequences], np.int64)
+        num_blocks = np.array([len(each.block_table) for each in sequences], np.int64)
+        is_wrong = (query_lens < 1) | (computed < 0) | (computed + query_lens > num_blocks * block_tokens)
+        is_wrong |= (wanted < 0) | (wanted > query_lens)
+        if is_wrong.any():
+            index = int(is_wrong.argmax())
+            _explain(index, sequences[index], block_tokens)
         starts = np.concatenate(([0], np.cumsum(query_lens)))
-        tables = _padded([each.block_table for each in sequences])
+        tables = _padded([each.block_table for each in sequences], num_blocks)
         owner = np.repeat(np.arange(len(sequences)), query_lens)
         positions = np.arange(starts[-1]) - starts[owner] + computed[owner]
         slots = tables[owner, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
-        wanted = np.array([each.num_logits for each in sequences], np.int64)
         before = np.cumsum(wanted) - wanted  # the last rows of each sequence
         logit_rows = np.repeat(starts[1:] - wanted - before, wanted) + np.arange(int(wanted.sum()))
         contexts = computed + query_lens
@@ -96,15 +99,17 @@ class ForwardBatch:
         return cls(**tensors, query_lens=tuple(query_lens.tolist()), contexts=tuple(contexts.tolist()))
 
 
-def _padded(tables: Sequence[Table]) -> np.ndarray[Any, np.dtype[np.int32]]:
+def _padded(
+    tables: Sequence[Table], lengths: np.ndarray[Any, np.dtype[np.int64]]
+) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Block tables as rows of one array, with 0 behind each."""
-    lengths = np.array([len(table) for table in tables])
     padded = np.zeros((len(tables), lengths.max()), np.int32)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.concatenate(tables)
     return padded
 
 
-def _check(index: int, sequence: SequenceInput, block_tokens: int) -> None:
+def _explain(index: int, sequence: SequenceInput, block_tokens: int) -> NoReturn:
+    """What is wrong with a sequence."""
     new, room = len(sequence.token_ids), len(sequence.block_table) * block_tokens
     if not new or sequence.num_computed < 0:
         raise ArgumentError(
@@ -115,8 +120,7 @@ def _check(index: int, sequence: SequenceInput, block_tokens: int) -> None:
             f"sequence {index} would reach {sequence.num_computed + new} tokens, but its {len(sequence.block_table)} "
             f"blocks of {block_tokens} hold {room}: allocate before the step"
         )
-    if not 0 <= sequence.num_logits <= new:
-        raise RangeError(f"sequence {index} wants logits of {sequence.num_logits} of its {new} new tokens")
+    raise RangeError(f"sequence {index} wants logits of {sequence.num_logits} of its {new} new tokens")
 
 
 def _to(

@@ -35,8 +35,8 @@ class Generation:
         stream = tokenizer.stream() if tokenizer is not None else None
         return cls(id, index, request, sampler, stream, StopChecker(sampler.params.stop))
 
-    def take(self, samples: list[Sample]) -> tuple[Output, int]:
-        """Tokens were chosen. Returns what to tell, and how many of the tokens count: an end cuts the rest off."""
+    def take(self, samples: list[Sample]) -> Output:
+        """Tokens were chosen. Returns what to tell: an end cuts the rest of the tokens off."""
         text, taken = "", 0
         for sample in samples:
             taken += 1
@@ -51,7 +51,7 @@ class Generation:
                 break
         if self.finish_reason is not None:
             text += self._rest(stopped=self.finish_reason is FinishReason.STOP and not is_end)
-        return self.output(text, samples[:taken]), taken
+        return self.output(text, samples[:taken])
 
     def end(self, reason: FinishReason, error: str = "") -> Output:
         """It ends without another token."""
@@ -64,8 +64,8 @@ class Generation:
             self.id,
             self.index,
             text,
-            tuple(sample.token_id for sample in samples),
-            tuple(sample.logprobs for sample in samples if sample.logprobs is not None),
+            tuple([sample.token_id for sample in samples]),
+            tuple([sample.logprobs for sample in samples if sample.logprobs is not None]),
             self.finish_reason,
             self.request.num_prompt_tokens,
             self.request.num_cached_tokens,

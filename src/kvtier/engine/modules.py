@@ -209,6 +209,10 @@ class Choose(Module):
 def _input(row: Row) -> SequenceInput:
     request = row.request
     assert request.hold is not None
-    tokens = request.chain.token_range(row.first, row.stop - row.num_draft).tolist()
+    known = row.stop - row.num_draft
+    if row.first == known - 1 == request.chain.num_tokens - 1:
+        tokens = [request.chain.last_token]
+    else:
+        tokens = request.chain.token_range(row.first, known).tolist()
     tokens += request.draft[: row.num_draft]
     return SequenceInput(tokens, row.first, request.hold.table, row.num_draft + 1 if row.wants_token else 0)

@@ -89,7 +89,7 @@ class Chain:
     @property
     def last_token(self) -> int:
         """The newest id."""
-        return int(self.token_range(self.num_tokens - 1, self.num_tokens)[0])
+        return int.from_bytes((self._tail or self.labels)[-TOKEN_BYTES:], "little")
 
     def label(self, block: int, stop: int | None = None) -> bytes:
         """The bytes of one block, or of blocks [block, stop)."""

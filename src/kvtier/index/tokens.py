@@ -18,6 +18,7 @@ TokenIds: TypeAlias = "Sequence[int] | array[int] | np.ndarray[Any, Any]"
 TOKEN_BYTES = 4
 MAX_TOKEN = 2**31 - 1
 _INT32 = np.dtype("<i4")
+_PACK_ONE = struct.Struct("<i").pack
 
 
 def token_bytes(tokens: TokenIds) -> bytes:
@@ -49,7 +50,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
 
 def _packed(tokens: Sequence[int]) -> bytes:
     try:
-        packed = struct.pack(f"<{len(tokens)}i", *tokens)
+        packed = _PACK_ONE(*tokens) if len(tokens) == 1 else struct.pack(f"<{len(tokens)}i", *tokens)
     except struct.error:
         for token in tokens:
             if not isinstance(token, int | np.integer):

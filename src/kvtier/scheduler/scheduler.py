@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvtier.cache.hold import BlockCopy, Hold
+from kvtier.cache.hold import Hold
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, LoadError, StateError
 from kvtier.index import Chain, Shortage
@@ -75,10 +75,18 @@ class Scheduler:
         choice = _Choice(self.config.max_step_tokens)
         if not self.is_paused:
             self._choose(choice, now)
-        rows = tuple(row for row in choice.rows if row.request.state is RequestState.RUNNING)
-        for row in rows:
-            self.manager.scheduled(_held(row.request), now=now)
-        copies = tuple(copy for row in rows if (copy := self._first_copy(row)) is not None)
+        rows = tuple([row for row in choice.rows if row.request.state is RequestState.RUNNING])
+        holds = [_held(row.request) for row in rows]
+        for hold in holds:
+            if not hold.lease.committed:  # mostly it is: they generate
+                self.manager.scheduled(hold, now=now)
+        copies = tuple(
+            [
+                hold.copy
+                for row, hold in zip(rows, holds, strict=True)
+                if hold.copy is not None and row.first == hold.num_cached_tokens  # before its first tokens
+            ]
+        )
         plan = self.manager.plan(now=now)
         self._step = Step((), rows, copies, tuple(choice.preempted), tuple(choice.refused), plan)
         return self._step
@@ -91,7 +99,7 @@ class Scheduler:
         for request in sorted(self._running, key=lambda request: not request.is_generating):
             if request.state is RequestState.RUNNING:
                 self._continue(request, choice, now)
-        if not choice.preempted:
+        if not choice.preempted and not choice.is_full:
             self._admit(choice, now)
         if not choice.rows and self.config.starts_early:
             self._start_early(choice)
@@ -123,7 +131,7 @@ class Scheduler:
         if step.rows and not step.loads:
             self.manager.computed(step.num_tokens, step.attended_tokens, now - self._began)
         for row, result in zip(step.rows, results, strict=True):
-            if row.request.state is RequestState.RUNNING and self._has_loaded(row, now):
+            if row.request.state is RequestState.RUNNING and (not row.loads or self._has_loaded(row, now)):
                 self._take_result(row, result, now)
 
     def fail(self, step: Step, now: float) -> tuple[Request, ...]:
@@ -154,7 +162,7 @@ class Scheduler:
 
     def _continue(self, request: Request, choice: _Choice, now: float) -> None:
         """The next tokens of a running request, if need be at the cost of others that run."""
-        if not self._is_ready(request, now):
+        if _held(request).is_loading and not self._is_ready(request, now):
             return
         known = request.chain.num_tokens - request.num_computed
         count = min(known, choice.budget)
@@ -172,6 +180,16 @@ class Scheduler:
                 choice.take(Row.of(request, count))
                 return
             victim = self._victim(request, shortage)
+            if victim is request and self._is_alone(request, shortage):
+                if self._let_fetches_go(request, shortage):
+                    continue
+                # It has all there is. If it waited it would get as far again, at the cost of another like it, for ever.
+                if self._is_moving(request, shortage):
+                    choice.is_full = True
+                else:
+                    self._to_waiting(request, now)
+                    self._refuse(request, choice, _no_room(shortage))
+                return
             self._preempt(victim, choice, now)
             if victim is request:
                 return
@@ -199,7 +217,7 @@ class Scheduler:
                 continue
             if isinstance(hold, Shortage):
                 if self._is_alone(request, hold) and not self._is_moving(request, hold):
-                    self._refuse(request, choice, f"{hold}; what is left is pinned. Unpin something, or ask later")
+                    self._refuse(request, choice, _no_room(hold))
                 elif hold.quota:
                     full.add(tenant_of(request.chain.salt))
                 else:
@@ -229,8 +247,9 @@ class Scheduler:
         return shortage
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:
-        """Whether no request runs that could give it room when it ends."""
-        return not any(_may_help(other.chain, request, shortage) for other in self._running)
+        """Whether no other request runs that could give it room when it ends."""
+        others = (other for other in self._running if other is not request)
+        return not any(_may_help(other.chain, request, shortage) for other in others)
 
     def _is_moving(self, request: Request, shortage: Shortage) -> bool:
         """Whether transfers are under way that could give it room when they are done."""
@@ -269,7 +288,7 @@ class Scheduler:
 
     def _has_loaded(self, row: Row, now: float) -> bool:
         """After a step: whether the blocks it waited for layer by layer have all arrived. If not, it starts again."""
-        if not row.loads or self._is_ready(row.request, now):
+        if self._is_ready(row.request, now):
             return True
         if row.request.state is RequestState.RUNNING:
             raise StateError(f"{row.request!r}: its loads were not reported before update()")
@@ -351,7 +370,7 @@ class Scheduler:
         if row.wants_token != bool(result.tokens) or num_rejected < 0 or num_rejected > row.num_draft:
             raise ArgumentError(f"{request!r}: {len(result.tokens)} tokens for a row with {row.num_draft} guesses")
         # of the guesses that are kept, the KV is there: they were fed
-        self.manager.extend(hold, list(result.tokens))
+        self.manager.extend(hold, result.tokens)
         request.num_computed = row.stop - num_rejected
         request.draft = ()
         self.manager.publish(hold, request.num_computed, now=now)
@@ -375,15 +394,14 @@ class Scheduler:
         request.state = state
         return True
 
-    def _first_copy(self, row: Row) -> BlockCopy | None:
-        """The copy a row needs before its first tokens are computed."""
-        hold = _held(row.request)
-        return hold.copy if hold.copy is not None and row.first == hold.num_cached_tokens else None
-
 
 def _may_help(chain: Chain, request: Request, shortage: Shortage) -> bool:
     """Whether blocks of this chain could be of use: where a quota is in the way, only the tenant's own."""
     return not shortage.quota or tenant_of(chain.salt) == tenant_of(request.chain.salt)
+
+
+def _no_room(shortage: Shortage) -> str:
+    return f"{shortage}; what is left is pinned. Unpin something, or ask later"
 
 
 def _held(request: Request) -> Hold:
@@ -399,6 +417,8 @@ class _Choice:
         self.rows: list[Row] = []
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
+        self.is_full = False
+        """Whether somebody stays without a row until transfers under way give room, or turn out not to."""
 
     def take(self, row: Row) -> None:
         """A row more."""

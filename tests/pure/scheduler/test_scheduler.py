@@ -314,6 +314,20 @@ def test_when_blocks_run_out_the_last_to_come_is_preempted_and_resumes_by_a_hit(
     assert {first.state, second.state} == {RequestState.FINISHED}
 
 
+def test_two_that_do_not_fit_beside_a_pin_do_not_take_turns_for_ever():
+    """Each got as far as there was room, went back to wait, and by then the other had driven its blocks out."""
+    scheduler, device = make(3, max_rows=2, max_step_tokens=4), Device()
+    request(scheduler, "pinned", [1] * 4, 1)
+    run(scheduler, device)
+    scheduler.manager.pin(Chain(scheduler.manager.namespace, [1] * 4))
+    made = [request(scheduler, name, prompt, 9) for name, prompt in (("a", [0, 0]), ("b", [0, 1]))]
+    run(scheduler, device)
+    for each in made:
+        assert each.state is RequestState.REFUSED
+        assert each.chain.num_tokens == 2 * BLOCK + 1, "it has what there was room for"
+        assert "pinned" in each.reason
+
+
 def test_priority_goes_first_and_waiting_counts():
     scheduler = make(50, max_rows=1, age_seconds=10.0)
     low = request(scheduler, "low", [1], 1)
