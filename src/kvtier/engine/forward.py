@@ -95,7 +95,7 @@ class ForwardBatch:
             "block_tables": tables,
             "logit_rows": logit_rows,
         }
-        tensors = dict(zip(arrays, _to(list(arrays.values()), device, send), strict=True))
+        tensors = dict(zip(arrays, to_tensors(list(arrays.values()), device, send), strict=True))
         return cls(**tensors, query_lens=tuple(query_lens.tolist()), contexts=tuple(contexts.tolist()))
 
 
@@ -123,10 +123,10 @@ def _explain(index: int, sequence: SequenceInput, block_tokens: int) -> NoReturn
     raise RangeError(f"sequence {index} wants logits of {sequence.num_logits} of its {new} new tokens")
 
 
-def _to(
+def to_tensors(
     arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device, send: Send | None
 ) -> list[torch.Tensor]:
-    """The same on the device, by one copy."""
+    """The same on the device, by one copy that nobody waits for."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     firsts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)]).tolist()

@@ -175,6 +175,7 @@ class Choose(Module):
     def __init__(self, inputs: Inputs, copies: MappedCopies | None = None) -> None:
         self._inputs = inputs
         self._to_list = copies.to_list if copies is not None else None
+        self._send = copies.to_device if copies is not None else None
         self.samples: dict[str, list[Sample]] = {}
 
     @torch.inference_mode()
@@ -193,7 +194,7 @@ class Choose(Module):
             places = (firsts[alive] + depth).tolist()
             # every row is looked at once, so those of all need no copy
             mine = logits if len(places) == len(logits) else logits[places]
-            chosen = sample(mine, [generations[i].sampler for i in alive], self._to_list)
+            chosen = sample(mine, [generations[i].sampler for i in alive], self._to_list, self._send)
             for i, one in zip(alive, chosen, strict=True):
                 self.samples[generations[i].request.id].append(one)
                 generations[i].sampler.accept(one.token_id)

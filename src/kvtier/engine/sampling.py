@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kvtier.engine.forward import Send, to_tensors
 from kvtier.engine.native import WISH, native
 from kvtier.engine.params import Logprobs, Penalties, SamplingParams
 from kvtier.errors import ArgumentError, ConstraintError
@@ -24,6 +25,14 @@ class Sample(NamedTuple):
 
     token_id: int
     logprobs: Logprobs | None
+
+
+class Order(NamedTuple):
+    """How a row's tokens are looked at. Only rows alike are drawn together, so that none depends on the others."""
+
+    width: int
+    """The most likely ones in order, this many; 0: all."""
+    sorted: bool
 
 
 class RequestSampler:
@@ -45,7 +54,11 @@ class RequestSampler:
         self._num_chosen = 0
         self._ends = tuple({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
         self._constraint = params.constraint() if params.constraint is not None else None
-        self._has_penalties = params.penalties != Penalties()
+        self._always_changes = params.penalties != Penalties() or self._constraint is not None
+        self._min_tokens = params.min_tokens if self._ends else 0
+        self.is_greedy = params.is_greedy
+        self.order = Order(params.top_k, bool(params.top_k) or params.top_p < 1.0)
+        """How its tokens are looked at."""
         self.error = ""
         """Why its constraint gave up, if it did: then what is chosen for it means nothing, and the request ends."""
 
@@ -63,8 +76,7 @@ class RequestSampler:
     @property
     def changes_logits(self) -> bool:
         """Whether `adjust` would do anything now."""
-        is_early = self._num_chosen < self.params.min_tokens and bool(self._ends)
-        return self._has_penalties or is_early or self._constraint is not None
+        return self._always_changes or self._num_chosen < self._min_tokens
 
     @torch.inference_mode()
     def adjust(self, logits: torch.Tensor) -> None:
@@ -79,7 +91,7 @@ class RequestSampler:
         if len(output) and (penalties.presence or penalties.frequency):
             times = torch.tensor(list(self._counts.values()), dtype=logits.dtype, device=logits.device)
             logits[output] -= penalties.presence + penalties.frequency * times
-        if self._num_chosen < self.params.min_tokens and self._ends:
+        if self._num_chosen < self._min_tokens:
             logits[list(self._ends)] = -torch.inf
         if self._constraint is not None:
             self._constraint.forbid(logits)
@@ -99,11 +111,12 @@ def sample(
     logits: torch.Tensor,
     requests: Sequence[RequestSampler],
     to_list: Callable[[torch.Tensor], list[int]] | None = None,
+    send: Send | None = None,
 ) -> list[Sample]:
     """Choose a token for each row of logits ([rows, vocab], float32); changes them. Accept nothing by itself.
 
     A constraint that gives up is noted in its request's `error` and concerns no other row. `to_list` brings the tokens
-    to the host; None: Tensor.tolist.
+    to the host, `send` bytes to the device; None: as torch does it.
     """
     if logits.shape[0] != len(requests):
         raise ArgumentError(f"{logits.shape[0]} rows of logits for {len(requests)} requests: one each")
@@ -114,65 +127,62 @@ def sample(
                 request.adjust(logits[row])
             except ConstraintError as error:
                 request.error = str(error)
-    random = [row for row, request in enumerate(requests) if not request.params.is_greedy]
+    random = [row for row, request in enumerate(requests) if not request.is_greedy]
     if len(random) == len(requests):
-        chosen = _draw(logits, requests)
+        chosen = _draw(logits, requests, send)
     else:
         chosen = logits.argmax(-1)
         if random:
-            chosen[random] = _draw(logits[random], [requests[row] for row in random])
+            chosen[random] = _draw(logits[random], [requests[row] for row in random], send)
     tokens = chosen.tolist() if to_list is None else to_list(chosen)
     return [Sample(token, _logprobs(reports.get(row), token)) for row, token in enumerate(tokens)]
 
 
-class _Order(NamedTuple):
-    """How a row's tokens are looked at. Only rows alike are drawn together, so that none depends on the others."""
-
-    width: int
-    """The most likely ones in order, this many; 0: all."""
-    sorted: bool
-
-
-def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> torch.Tensor:
-    groups: dict[_Order, list[int]] = {}
+def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
+    groups: dict[Order, list[int]] = {}
     for row, request in enumerate(requests):
-        params = request.params
-        order = _Order(min(params.top_k, logits.shape[1]), bool(params.top_k) or params.top_p < 1.0)
-        groups.setdefault(order, []).append(row)
+        groups.setdefault(request.order, []).append(row)
     if len(groups) == 1:
-        return _draw_alike(logits, requests, *groups)
+        return _draw_alike(logits, requests, requests[0].order, send)
     chosen = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
     for order, rows in groups.items():
-        chosen[rows] = _draw_alike(logits[rows], [requests[row] for row in rows], order)
+        chosen[rows] = _draw_alike(logits[rows], [requests[row] for row in rows], order, send)
     return chosen
 
 
-def _draw_alike(logits: torch.Tensor, requests: Sequence[RequestSampler], order: _Order) -> torch.Tensor:
+def _draw_alike(
+    logits: torch.Tensor, requests: Sequence[RequestSampler], order: Order, send: Send | None
+) -> torch.Tensor:
     """One draw for each row. Changes the logits."""
     code = native().code if logits.device.type == "cpu" and not order.width else None
     if code is None or not code.takes(logits):
-        return _draw_in_torch(logits, requests, order)
+        return _draw_in_torch(logits, requests, order, send)
     wishes = [(each.params.temperature, each.params.min_p, each.params.top_p, each.uniform()) for each in requests]
     return code.draw(logits, np.array(wishes, WISH))
 
 
-def _draw_in_torch(logits: torch.Tensor, requests: Sequence[RequestSampler], order: _Order) -> torch.Tensor:
+def _draw_in_torch(
+    logits: torch.Tensor, requests: Sequence[RequestSampler], order: Order, send: Send | None
+) -> torch.Tensor:
     """Temperature, top-k, top-p, min-p, and one draw by inverting the running sum of what is left.
 
-    Sums are running sums, which take the elements of a row in order; torch.sum may not.
+    Sums are running sums, which take the elements of a row in order; torch.sum may not. A GPU is still busy with the
+    logits when this is called: nothing here waits for it, so that all of this is in its queue when they are there.
     """
     params = [request.params for request in requests]
-
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
-
+    columns = (
+        np.array([each.temperature for each in params], np.float32),
+        np.array([each.min_p for each in params], np.float32),
+        np.array([each.top_p for each in params], np.float64),
+        np.array([request.uniform() for request in requests], np.float64),
+    )
+    temperature, min_p, top_p, uniform = (each[:, None] for each in to_tensors(columns, logits.device, send))
     weights = logits.sub_(logits.amax(-1, keepdim=True))
-    weights.div_(column([each.temperature for each in params], weights.dtype)).exp_()
-    top_p, min_p = column([each.top_p for each in params]), column([each.min_p for each in params], weights.dtype)
+    weights.div_(temperature).exp_()
     tokens = None
     if order.sorted:
         if order.width:
-            weights, tokens = weights.topk(order.width, dim=-1)
+            weights, tokens = weights.topk(min(order.width, weights.shape[1]), dim=-1)
             mass = top_p * _running(weights)[:, -1:]
         else:
             mass = top_p * _running(weights)[:, -1:]
@@ -183,7 +193,7 @@ def _draw_in_torch(logits: torch.Tensor, requests: Sequence[RequestSampler], ord
     if any(each.min_p for each in params):
         weights = weights.masked_fill(weights < min_p, 0.0)  # the likeliest has weight 1
     running = _running(weights)
-    target = column([request.uniform() for request in requests]) * running[:, -1:]
+    target = uniform * running[:, -1:]
     # right, because a draw that falls exactly on a border belongs to the token after it
     place = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
     return (place if tokens is None else tokens.gather(-1, place)).squeeze(-1)
