@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.random_weights import random_weights
-from kvtier.engine.sampling import SamplingParams
+from kvtier.engine.sampling import RequestSampler, SamplingParams, sample
 from kvtier.engine.speculate import DraftProposer, NgramProposer
 from kvtier.scheduler import SchedulerConfig
 
@@ -74,3 +75,36 @@ def test_the_same_answers_as_on_the_cpu(wanted, num_blocks, graph_sizes):
 def test_the_same_answers_with_somebody_guessing_ahead(wanted):
     assert answers("cuda", 200, proposer=NgramProposer(3), graph_sizes=(8,)) == wanted
     assert answers("cuda", 60, proposer=DraftProposer(model("cuda"), 3)) == wanted
+
+
+def test_small_copies_use_memory_again_only_when_its_kernel_is_done():
+    """Sends of all sizes behind a busy stream, more than are kept at a time: none is written over before it is read."""
+    from kvtier.engine.mapped_triton import MappedCopies
+
+    copies, device, random_ = MappedCopies(), torch.device("cuda"), np.random.default_rng(0)
+    wanted, there = [], []
+    for number in range(50):
+        if number % 7 == 0:
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+        data = random_.integers(0, 256, 8 * int(random_.integers(0, 40_000)), dtype=np.uint8)
+        wanted.append(data.copy())
+        there.append(copies.to_device(data, device))
+        data[:] = 0  # the caller's to change
+    for expected, found in zip(wanted, there, strict=True):
+        assert np.array_equal(found.cpu().numpy(), expected)
+    for count in (1, 64, 5000, 3):
+        numbers = torch.randint(0, 1 << 40, (count,), device=device)
+        assert copies.to_list(numbers) == numbers.tolist()
+
+
+def test_what_rows_are_drawn_with_comes_whole_to_the_device():
+    from kvtier.engine.mapped_triton import MappedCopies
+
+    copies, logits = MappedCopies(), torch.randn(12, 1000, device="cuda")
+    some = [{}, {"temperature": 0.3}, {"top_p": 0.4}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.9}, {"temperature": 0.0}]
+    params = [SamplingParams(**{"temperature": 1.0, **each}, seed=i) for i, each in enumerate(some * 2)]
+    plain, sent = ([RequestSampler(each) for each in params] for _ in range(2))
+    for _ in range(5):
+        expected = [each.token_id for each in sample(logits.clone(), plain)]
+        found = sample(logits.clone(), sent, copies.to_list, copies.to_device)
+        assert [each.token_id for each in found] == expected

@@ -158,7 +158,8 @@ class CacheController:
             self._take(report)
         outcomes, self._done = [*self._done, *self._stores.take_outcomes()], []
         self._note(outcomes)
-        damaged = slot_bytes(np.array(self._scrubber.take_damaged(), np.int32))
+        found = self._scrubber.take_damaged()
+        damaged = slot_bytes(np.array(found, np.int32)) if found else b""
         presences: list[Presence] = self._stores.take_presences()
         ready = self.num_host_ready
         sizes = (TierSize("host", ready),) if ready > self._told_ready else ()

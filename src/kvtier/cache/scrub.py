@@ -49,6 +49,8 @@ class Scrubber:
 
     def take_damaged(self) -> list[int]:
         """Slots whose block was found not to be what it was, and that were not written since."""
+        if not self._damaged:  # asked several times a step
+            return []
         with self._lock:
             taken, self._damaged = sorted(self._damaged), set()
             return taken

@@ -19,6 +19,8 @@ import torch
 from kvtier.errors import ArgumentError, RangeError
 
 Table = Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]
+# what a step sends; numpy takes 5 us to tell a type's name
+_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("uint8", "int32", "int64", "float32", "float64")}
 Send = Callable[[np.ndarray[Any, np.dtype[np.uint8]], torch.device], torch.Tensor]
 
 
@@ -137,7 +139,8 @@ def to_tensors(
         there = send(packed, device)
     else:
         there = torch.from_numpy(packed).pin_memory().to(device, non_blocking=True)
-    return [
-        there[first : first + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
+    parts = [
+        there[first : first + array.nbytes].view(_DTYPES[array.dtype])
         for first, array in zip(firsts, arrays, strict=False)
     ]
+    return [part if array.ndim == 1 else part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -57,9 +57,11 @@ class DecodeGraphs:
             (inputs.context_lens, batch.context_lens, 1),
         ):
             mine[:count].copy_(given)
-            mine[count:size].fill_(filler)
+            if count < size:
+                mine[count:size].fill_(filler)
         inputs.block_tables[:count, : batch.block_tables.shape[1]].copy_(batch.block_tables)
-        inputs.block_tables[count:size, :1].zero_()
+        if count < size:
+            inputs.block_tables[count:size, :1].zero_()
         self._graphs[size].replay()
         return self._outputs[size][:count]
 

@@ -21,6 +21,7 @@ from kvtier.transfer.compiled import CompiledTransfer
 from kvtier.transfer.config import Strategy
 from kvtier.transfer.layers import LayerDoneCounter
 from kvtier.transfer.plane import Direction
+from kvtier.transfer.strategy import Choice
 
 
 class Status(StrEnum):
@@ -60,9 +61,18 @@ class TransferReport:
     num_copies: int
     seconds: float
     """From the first copy to the end of the last, by the clock of the stream."""
-    strategy: Strategy
-    why: str
-    """Why this strategy."""
+    choice: Choice
+    """How it crossed the link."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """The way that was chosen."""
+        return self.choice.strategy
+
+    @property
+    def why(self) -> str:
+        """Why this one; reckoned when asked, which takes longer than the rest of a report."""
+        return self.choice.why
 
     @property
     def gbs(self) -> float:
@@ -288,12 +298,11 @@ class Transfer:
             compiled.group.name,
             compiled.direction,
             ended if copied else Status.FAILED,
-            tuple(pair for position, pair in enumerate(pairs) if position not in bad),
+            tuple(pair for position, pair in enumerate(pairs) if position not in bad) if bad else tuple(pairs),
             tuple(BlockFailure(*pairs[position], error) for position, error in sorted(bad.items())),
             compiled.nbytes // max(1, len(pairs)) * (len(pairs) - len(bad)),
             compiled.num_copies,
             self.begin.elapsed(self._slices.ends[-1]) / 1e3 if self.begin is not None and self._slices.ends else 0.0,
-            compiled.choice.strategy,
-            compiled.choice.why,
+            compiled.choice,
         )
         self._compiled, self._keep, self.after = None, [], None
