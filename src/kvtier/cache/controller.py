@@ -152,9 +152,9 @@ class CacheController:
         # Nobody waits for a save, and a step of many rows has many of a block each: one copy is 0.3 ms of this thread.
         self._copy(tuple(transfer for transfer in plan.transfers if transfer.purpose is Purpose.SAVE), after)
 
-    def poll(self) -> list[Report]:
-        """What has been done since the last call; never waits."""
-        for report in self._transfers.poll():
+    def poll(self, *, but_for_saves: bool = False) -> list[Report]:
+        """What has been done since the last call, saves or not; never waits."""
+        for report in self._transfers.poll(only_urgent=but_for_saves):
             self._take(report)
         outcomes, self._done = [*self._done, *self._stores.take_outcomes()], []
         self._note(outcomes)
@@ -249,11 +249,14 @@ class CacheController:
         num_blocks = sum(transfer.num_blocks for transfer in under.transfers)
         for transfer in under.transfers:
             del self._under[transfer.id]
+            share = num_bytes * transfer.num_blocks // num_blocks
             slots = transfer.sources if transfer.purpose is Purpose.LOAD else transfer.targets
-            arrived = ~np.isin(slots, lost) if lost else np.ones(1, np.bool_)
-            ok, share = bool(arrived.all()), num_bytes * transfer.num_blocks // num_blocks
-            which = b"" if ok else arrived.astype(np.uint8).tobytes()
-            self._done.append(Outcome(transfer.id, ok, share, seconds, "" if ok else reason, which))
+            arrived = ~np.isin(slots, lost) if lost else None
+            if arrived is None or arrived.all():
+                self._done.append(Outcome(transfer.id, True, share, seconds))
+            else:
+                which = arrived.astype(np.uint8).tobytes()
+                self._done.append(Outcome(transfer.id, False, share, seconds, reason, which))
 
 
 def layout_of(caches: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:

@@ -121,7 +121,7 @@ class Engine:
             self._inputs = Inputs(self.groups, copies)
             self._choose = Choose(self._inputs, copies)
             self._pipeline = Pipeline(
-                [self._inputs, Compute(self.groups, self._inputs, caches.ranks, self.tiers.proceed), self._choose],
+                [self._inputs, Compute(self.groups, self._inputs, caches.ranks, self.tiers.meanwhile), self._choose],
                 phases=1,
                 placement=Placement.parse(str(model.weights.device)),
                 executor=InlineExecutor,
@@ -134,6 +134,7 @@ class Engine:
         self._ids = itertools.count()
         self._live: dict[str, tuple[Generation, Ticket]] = {}  # by the scheduler's id
         self._over: dict[str, Explanation] = {}
+        self._has_heard = False  # of saves, while the last step was computed
 
     def add(
         self,
@@ -166,7 +167,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step; returns what it added to each answer. Does nothing if there is nothing to do."""
         now = self._clock()
-        self.tiers.apply()
+        self.tiers.apply(but_for_saves=self._has_heard)
+        self._has_heard = False
         step = self.scheduler.schedule(now)
         self.tiers.submit(step.plan, step.loads if step.rows and not step.controls else None)
         if step.controls:
@@ -200,7 +202,8 @@ class Engine:
             return outputs
         finally:
             self.tiers.proceed()  # for a step that never came to compute
-        self.tiers.apply()
+        self._has_heard = self.tiers.waits_for_compute
+        self.tiers.apply(but_for_saves=self._has_heard)
         return outputs + self._finish(step)
 
     def abort(self, request_id: str) -> bool:

@@ -18,7 +18,7 @@ from kvtier.cache.controller import CacheController, layout_of
 from kvtier.cache.layer_waits import LayerWaits
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.metrics import CacheMetrics, Counted
-from kvtier.cache.plan import Plan
+from kvtier.cache.plan import Plan, Report
 from kvtier.cache.shards import Sharding
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.parallel import RankedController
@@ -126,18 +126,29 @@ class Tiers:
         self._later = _Later(plan.without(needed), self._controller.present())
 
     def proceed(self) -> None:
-        """The device computes: begin what can be done meanwhile, and tell the manager what is done. Twice is fine."""
+        """Begin what was put off. Twice is fine."""
         later, self._later = self._later, None
         if later is not None and isinstance(self._controller, CacheController):
             self._controller.submit(later.plan, later.after)
+
+    def meanwhile(self) -> None:
+        """The device computes: begin what was put off, and tell the manager what is done."""
+        self.proceed()
+        if self.waits_for_compute:
             self.apply()
 
-    def apply(self) -> None:
-        """Tell the manager what is done."""
-        for report in self._controller.poll() if self._controller is not None else ():
+    def apply(self, *, but_for_saves: bool = False) -> None:
+        """Tell the manager what is done. Nobody waits for saves: where a GPU computes step after step, they are heard
+        of meanwhile, since a report is a tenth of a millisecond of this thread."""
+        for report in self._poll(but_for_saves):
             self._meter.done(report)
             self._manager.apply(report)
             self._lost.update(outcome.transfer_id for outcome in report.outcomes if not outcome.ok)
+
+    def _poll(self, but_for_saves: bool) -> Sequence[Report]:
+        if isinstance(self._controller, CacheController):
+            return self._controller.poll(but_for_saves=but_for_saves)
+        return self._controller.poll() if self._controller is not None else ()
 
     def wait(self) -> None:
         """There is nothing to compute: wait a moment for transfers."""

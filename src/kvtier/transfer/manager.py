@@ -199,10 +199,10 @@ class TransferManager:
         )
         return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
 
-    def poll(self) -> list[TransferReport]:
-        """The reports of transfers that ended since the last call; never waits."""
+    def poll(self, *, only_urgent: bool = False) -> list[TransferReport]:
+        """The reports of transfers that ended since the last call, or of the urgent ones among them; never waits."""
         with self._lock:
-            live = list(self._live.values())
+            live = [each for each in self._live.values() if each.urgent or not only_urgent]
         ended = [report for transfer in live if (report := transfer.report) is not None]
         with self._lock:
             return [report for report in ended if self._live.pop(report.id, None) is not None]
