@@ -98,6 +98,39 @@ def test_what_no_step_needs_is_begun_while_it_is_computed(model):
     engine.close()
 
 
+def test_saves_are_heard_of_while_a_step_is_computed_and_when_none_is(model):
+    """Where nothing is computed, as for a request that waits for a save to give room, they are heard of at once."""
+    engine = make(model, 40, HostConfig(40))
+    engine.tiers.waits_for_compute = True
+    heard: list[str] = []
+    controller, logits = engine.tiers._controller, engine.groups[0].logits
+    poll = controller.poll
+
+    def told(*, but_for_saves=False):
+        heard.append("loads" if but_for_saves else "all")
+        return poll(but_for_saves=but_for_saves)
+
+    def computed(*arguments):
+        heard.append("compute")
+        return logits(*arguments)
+
+    controller.poll, engine.groups[0].logits = told, computed
+    engine.add([1] * 21, greedy(6))
+    engine.step()
+    engine.step()
+    assert heard == ["all", "compute", "all", "loads", "loads", "compute", "all", "loads"]
+    while engine.scheduler.has_work():
+        engine.step()
+    heard.clear()
+    engine.step()
+    engine.step()
+    assert heard == ["loads", "all"]
+    while engine.has_work():
+        engine.step()
+    assert engine.manager.stats.tiers[1].num_used > 0
+    engine.close()
+
+
 def test_a_step_that_fails_before_it_computes_leaves_no_plan_behind(model):
     engine = make(model, 40, HostConfig(40))
     engine.tiers.waits_for_compute = True

@@ -354,6 +354,16 @@ def test_poll_tells_each_end_once(device):
         assert manager.num_live == 0
 
 
+def test_urgent_ones_can_be_polled_by_themselves(device):
+    manager, _, _ = managed(SMALL, device)
+    with manager:
+        save, load = manager.save([0, 1], [0, 1]), manager.load([2, 3], [2, 3])
+        manager.wait_all(60)
+        assert [report.id for report in manager.poll(only_urgent=True)] == [load.id]
+        assert [report.id for report in manager.poll(only_urgent=True)] == []
+        assert [report.id for report in manager.poll()] == [save.id]
+
+
 def test_who_waits_needs_not_poll(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
