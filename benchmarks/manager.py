@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    trace = read_trace(options.trace).requests if options.trace else generate(SyntheticTrace(sessions=800))
+    trace = read_trace(options.trace).requests if options.trace else tuple(generate(SyntheticTrace(sessions=800)))
     rows, bars = [], []
     for block_tokens in (512, 64, 16):
         row, bar = compare(trace[: options.requests], block_tokens, options.rounds)

@@ -153,7 +153,7 @@ class CacheController:
         self._copy(tuple(transfer for transfer in plan.transfers if transfer.purpose is Purpose.SAVE), after)
 
     def poll(self, *, but_for_saves: bool = False) -> list[Report]:
-        """What has been done since the last call, saves or not; never waits."""
+        """What has been done since the last call: all of it, or all but the saves. Never waits."""
         for report in self._transfers.poll(only_urgent=but_for_saves):
             self._take(report)
         outcomes, self._done = [*self._done, *self._stores.take_outcomes()], []

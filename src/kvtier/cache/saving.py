@@ -46,9 +46,9 @@ class Saving:
             raise RangeError(f"low_share is in [0, 1], got {self.low_share}")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Blocks [first, stop) of a chain might want a copy. Not to be changed."""
+    """Blocks [first, stop) of a chain might want a copy."""
 
     chain: Chain
     first: int

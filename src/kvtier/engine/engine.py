@@ -134,7 +134,6 @@ class Engine:
         self._ids = itertools.count()
         self._live: dict[str, tuple[Generation, Ticket]] = {}  # by the scheduler's id
         self._over: dict[str, Explanation] = {}
-        self._has_heard = False  # of saves, while the last step was computed
 
     def add(
         self,
@@ -167,8 +166,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step; returns what it added to each answer. Does nothing if there is nothing to do."""
         now = self._clock()
-        self.tiers.apply(but_for_saves=self._has_heard)
-        self._has_heard = False
+        self.tiers.apply(but_for_saves=self.tiers.has_heard)
         step = self.scheduler.schedule(now)
         self.tiers.submit(step.plan, step.loads if step.rows and not step.controls else None)
         if step.controls:
@@ -202,8 +200,7 @@ class Engine:
             return outputs
         finally:
             self.tiers.proceed()  # for a step that never came to compute
-        self._has_heard = self.tiers.waits_for_compute
-        self.tiers.apply(but_for_saves=self._has_heard)
+        self.tiers.apply(but_for_saves=self.tiers.has_heard)
         return outputs + self._finish(step)
 
     def abort(self, request_id: str) -> bool:

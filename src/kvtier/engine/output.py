@@ -27,7 +27,7 @@ class FinishReason(Enum):
 class Output:
     """What one step added to one answer.
 
-    Not frozen, and not to be changed: a frozen dataclass takes three times as long to make, once per token.
+    Not frozen, and not to be changed: a frozen dataclass takes five times as long to make, once per token.
     """
 
     request_id: str

@@ -75,7 +75,7 @@ class StepWaits:
 
 
 class Tiers:
-    """The tiers of one engine: `submit`, `proceed`, `apply` and `wait` for its step, the rest for operators."""
+    """The tiers of one engine: `submit` to `wait` for its step, the rest for operators."""
 
     def __init__(
         self,
@@ -100,6 +100,8 @@ class Tiers:
         self.is_asleep = False
         self.waits_for_compute = groups[0].model.weights.device.type == "cuda"
         """Whether this thread only waits while a step is computed."""
+        self.has_heard = False
+        """Of saves, while the last step was computed, so that they need not be asked for outside of it."""
         self._later: _Later | None = None
         self._meter = TransferMeter(clock, manager.moves.num_ranks)
         self.metrics = Registry()
@@ -114,6 +116,7 @@ class Tiers:
         it computes, since to begin a copy of hundreds of blocks takes half a millisecond of this thread.
         """
         self.proceed()  # what a step that was interrupted has left
+        self.has_heard = False
         self._lost = {number for number in self._lost if self._manager.moves.is_in_flight(number)}
         if self._controller is None or not plan:
             return
@@ -136,6 +139,7 @@ class Tiers:
         self.proceed()
         if self.waits_for_compute:
             self.apply()
+            self.has_heard = True
 
     def apply(self, *, but_for_saves: bool = False) -> None:
         """Tell the manager what is done. Nobody waits for saves: where a GPU computes step after step, they are heard

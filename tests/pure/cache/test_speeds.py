@@ -311,3 +311,16 @@ def speeds_trial():
         decision = speeds.decide({(Purpose.LOAD, ""): 1}, 0, 100)
         if decision.load:
             yield decision
+
+
+@pytest.mark.parametrize("exponent", range(1, 14))
+def test_amounts_that_are_nearly_alike_still_give_an_answer(exponent):
+    """On both sides of where they cannot be told apart; with noise that makes some costs come out negative."""
+    random = np.random.default_rng(exponent)
+    for in_doubt in (min, max):
+        fit = Fit(2, in_doubt)
+        for x in random.uniform(1, 100, 60).tolist():
+            fit.observe((x, x * (1 + random.normal() * 10.0**-exponent)), x * random.uniform(0.5, 1.5))
+            found = fit.predict((50.0, 50.0))
+            assert found is not None
+            assert 5 < found < 500
