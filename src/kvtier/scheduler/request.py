@@ -57,6 +57,7 @@ class Request:
         "retention",
         "scheduled_at",
         "state",
+        "stuck_at",
         "tokens_from",
         "why_loaded",
     )
@@ -96,6 +97,8 @@ class Request:
         self.why_loaded = ""
         """Whether cached blocks of lower tiers were loaded or computed again, and why; empty if there were none."""
         self.num_preempted = 0
+        self.stuck_at = 0
+        """Tokens it had when it last gave its KV up because there was no room, though nobody else ran."""
         self.may_load = True
         """Whether cached blocks of lower tiers may be waited for; not any more once a load failed."""
         self.draft: tuple[int, ...] = ()

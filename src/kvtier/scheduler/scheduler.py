@@ -183,13 +183,16 @@ class Scheduler:
             if victim is request and self._is_alone(request, shortage):
                 if self._let_fetches_go(request, shortage):
                     continue
-                # It has all there is. If it waited it would get as far again, at the cost of another like it, for ever.
                 if self._is_moving(request, shortage):
                     choice.is_full = True
-                else:
+                    return
+                # It has all there is. To begin again helps once, since copies of its own of what others have published
+                # go; but not twice from the same token: it would get as far, at the cost of another like it, for ever.
+                if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
                     self._refuse(request, choice, _no_room(shortage))
-                return
+                    return
+                request.stuck_at = request.chain.num_tokens
             self._preempt(victim, choice, now)
             if victim is request:
                 return
