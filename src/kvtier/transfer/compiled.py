@@ -24,7 +24,7 @@ from kvtier.transfer.config import Strategy, TransferConfig
 from kvtier.transfer.device_cache import DeviceCache, Part
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.moves import Ids, Moves, block_copies, copy_table, sort_moves
-from kvtier.transfer.plane import Direction
+from kvtier.transfer.plane import Direction, SlotAddresses
 from kvtier.transfer.strategy import FIRST_CHUNK_BYTES, Choice, Shape, choose
 
 _STAGE_ALIGNMENT = 256  # a gather kernel moves 16 bytes per load from aligned addresses only
@@ -109,13 +109,14 @@ def compile_transfer(
     costs: CostTable | None = None,
 ) -> CompiledTransfer:
     """Check the ids, choose a strategy, and write the tables."""
-    group, plane = cache.group, host.plane()
+    group, num_slots = cache.group, host.num_ready
+    host.keep()  # an error once it is freed
     if host.group != group:
         raise ArgumentError(f"the host memory is for other blocks than those of cache group {group.name!r}")
-    moves = sort_moves(device_ids, host_ids, direction, cache.num_blocks, plane.num_blocks)
+    moves = sort_moves(device_ids, host_ids, direction, cache.num_blocks, num_slots)
     count = len(moves)
     parts = [cache.part(layers) for layers in layer_groups]
-    sides = (cache.placement, plane.placement)
+    sides = (cache.placement, host.placement)
     shape = Shape(
         *(sides if direction is Direction.D2H else sides[::-1]),
         nbytes=sum([part.span.nbytes for part in parts]) * count,
@@ -134,7 +135,7 @@ def compile_transfer(
             step = max(1, slice_bytes // num_bytes)
             tables, limits = _direct_tables, _limits([min(step, count - start) for start in range(0, count, step)])
         for start, end in limits:
-            make = functools.partial(tables, moves, slice(start, end), part, host, direction)
+            make = functools.partial(tables, moves, slice(start, end), part, host.addresses, direction)
             slices.append(Slice(moves.order[start:end], index, (end - start) * num_bytes, make))
     return CompiledTransfer(
         group, direction, moves.device_ids, moves.host_ids, layer_groups, slices, choice, cache, host, shape.nbytes
@@ -160,20 +161,18 @@ def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool)
     return [size for size in sizes if size]
 
 
-def _direct_tables(moves: Moves, chosen: slice, part: Part, memory: HostMemory, direction: Direction) -> Tables:
-    host = memory.plane()
+def _direct_tables(moves: Moves, chosen: slice, part: Part, host: SlotAddresses, direction: Direction) -> Tables:
     segments, on_device, on_host = part.segments, moves.sorted_device[chosen], moves.sorted_host[chosen]
     if len(segments) == 1:
         device = (int(segments.pointer[0]), int(segments.stride[0]))
         near = (host.pointer + int(segments.offset[0]), host.stride)
         return Tables(block_copies(on_device, on_host, device, near, part.span.nbytes, host.run_blocks, direction))
     device_side = segments.pointer + on_device[:, None] * segments.stride  # [block, segment]
-    host_side = host.addresses(on_host)[:, None] + segments.offset
+    host_side = (host.pointer + on_host * host.stride)[:, None] + segments.offset
     return Tables(copy_table(device_side, host_side, segments.nbytes, direction))
 
 
-def _staged_tables(moves: Moves, chosen: slice, part: Part, memory: HostMemory, direction: Direction) -> Tables:
-    host = memory.plane()
+def _staged_tables(moves: Moves, chosen: slice, part: Part, host: SlotAddresses, direction: Direction) -> Tables:
     span, segments = part.span, part.segments
     on_device, on_host = moves.sorted_device[chosen], moves.sorted_host[chosen]
     stride, places = _stage_stride(span.nbytes), np.arange(len(on_host))

@@ -29,7 +29,7 @@ from kvtier.layout import CacheGroup
 from kvtier.memory import CPU, PINNED, Buffer, Event, Placement, Stream, numa
 from kvtier.memory.mapped import MappedMemory
 from kvtier.memory.region import Holding
-from kvtier.transfer.plane import Plane
+from kvtier.transfer.plane import Plane, SlotAddresses
 
 # Touching 1 GiB takes 0.8 s and pinning it 0.06 s (H200, 2026-11-15): the first slots are there after 0.2 s.
 PIECE_BYTES = 256 << 20
@@ -73,6 +73,8 @@ class HostMemory:
         self.trouble = ""
         """What did not go as it should: why it stopped growing, why it is not on the GPU's NUMA node."""
         self._memory = MappedMemory(num_slots * self.slot_bytes, huge_pages=huge_pages)
+        self.addresses = SlotAddresses(self._memory.pointer, self.slot_bytes, self.piece_slots)
+        """Where the slots are, ready or not, and until they are freed."""
         self._holding: Holding | None = self._hold()
         self._changed = threading.Condition()
         self._growth = Growth.GROWING

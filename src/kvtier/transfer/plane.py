@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 
@@ -86,6 +87,15 @@ class Plane:
     def addresses(self, ids: I64) -> I64:
         """Where these blocks begin."""
         return self.pointer + ids * self.stride
+
+
+class SlotAddresses(NamedTuple):
+    """Where slots are. Keeps nothing alive: a transfer keeps the memory, from being submitted until its report."""
+
+    pointer: int
+    stride: int
+    run_blocks: int
+    """As in Plane."""
 
 
 def _placement(tensor: torch.Tensor) -> Placement:

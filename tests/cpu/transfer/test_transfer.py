@@ -29,6 +29,7 @@ from kvtier.memory import CPU, Event, Placement
 from kvtier.memory.copy_paths import run_path
 from kvtier.transfer import (
     DeviceCache,
+    Growth,
     HostMemory,
     LayerDoneCounter,
     Status,
@@ -477,6 +478,25 @@ def test_freeing_host_memory_waits_for_the_copies_that_use_it():
     with pytest.raises(ClosedError, match="freed"):
         manager.save([1], [2])
     manager.close()
+
+
+def test_what_is_queued_still_arrives_when_its_host_memory_is_freed():
+    gate, manager, views, host = blocked_manager()
+    slots = host.slots()
+    expected = device_bytes(SMALL, views)[:8]
+    with manager:
+        save = manager.save(range(8), range(8))
+        submitted_slices(save, 2)  # six are queued, their tables not made
+        freed = threading.Thread(target=host.free)
+        freed.start()
+        with host._changed:
+            assert host._changed.wait_for(lambda: host.growth is Growth.FREED, 60)
+        keep = save._keep[-1]  # so that there is something to look at afterwards
+        gate.set()
+        assert save.wait(60).status is Status.DONE
+        assert np.array_equal(slots[:8, : SMALL.block_bytes].numpy(), expected)
+        freed.join(60)
+        del keep
 
 
 # ---- layers ----
