@@ -33,11 +33,17 @@ def fast_paged_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, code: NativeCode | None
 ) -> torch.Tensor:
     """The same on the CPU. k and v are the new tokens' own, which a whole prompt needs no cache to attend to."""
-    if batch.is_decode and code is not None and q.dtype == torch.float32 and q.shape[2] % 16 == 0:
+    if q.dtype != torch.float32 or q.shape[2] % 16:
+        code = None  # not for such heads
+    if code is not None and batch.is_decode:
         return code.attend(q, cache, batch.block_tables, batch.context_lens, max(batch.contexts))
     out = torch.empty(q.shape, dtype=q.dtype)
+    if code is not None and 1 in batch.query_lens:
+        _attend_singles(q, cache, batch, code, out)
     for rows, table, context in _sequences(batch):
         count = rows.stop - rows.start
+        if count == 1 and code is not None:
+            continue
         if count == context:
             out[rows] = _attend(q[rows], k[rows], v[rows], None, causal=True)
             continue
@@ -47,6 +53,17 @@ def fast_paged_attention(
         else:
             out[rows] = _attend(q[rows], keys, values, _visible(rows, context, q.device), causal=False)
     return out
+
+
+def _attend_singles(
+    q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, code: NativeCode, out: torch.Tensor
+) -> None:
+    """Those of a mixed batch that bring one token, as if they were alone: keys are read where they lie."""
+    singles = [index for index, count in enumerate(batch.query_lens) if count == 1]
+    chosen = torch.tensor(singles)
+    rows = batch.query_starts[chosen].long()
+    longest = max(batch.contexts[index] for index in singles)
+    out[rows] = code.attend(q[rows], cache, batch.block_tables[chosen], batch.context_lens[chosen], longest)
 
 
 def _sequences(batch: ForwardBatch) -> Iterator[tuple[slice, torch.Tensor, int]]:
