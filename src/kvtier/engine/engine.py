@@ -200,7 +200,8 @@ class Engine:
             return outputs
         finally:
             self.tiers.proceed()  # for a step that never came to compute
-        self.tiers.apply(but_for_saves=self.tiers.has_heard)
+        if step.loads:  # the rest is told at the start of the next step, a moment from now
+            self.tiers.apply(but_for_saves=self.tiers.has_heard)
         return outputs + self._finish(step)
 
     def abort(self, request_id: str) -> bool:

@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from kvtier.errors import CancelledTransferError, TransferError, TransferTimeoutError
 from kvtier.memory import Event
+from kvtier.memory.copy_plan import I64
 from kvtier.memory.region import Holding
 from kvtier.transfer.compiled import CompiledTransfer
 from kvtier.transfer.config import Strategy
@@ -44,7 +45,7 @@ class BlockFailure:
     error: BaseException
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TransferReport:
     """What became of a transfer."""
 
@@ -52,10 +53,11 @@ class TransferReport:
     group: str
     direction: Direction
     status: Status
-    moved: tuple[tuple[int, int], ...]
-    """(device id, host id) of each block that arrived."""
+    device_ids: I64
+    """As they were asked for, and in that order."""
+    host_ids: I64
     failures: tuple[BlockFailure, ...]
-    """Exactly the blocks that did not."""
+    """Exactly the blocks that did not arrive."""
     nbytes: int
     """Of the blocks that arrived."""
     num_copies: int
@@ -63,6 +65,13 @@ class TransferReport:
     """From the first copy to the end of the last, by the clock of the stream."""
     choice: Choice
     """How it crossed the link."""
+
+    @property
+    def moved(self) -> tuple[tuple[int, int], ...]:
+        """(device id, host id) of each block that arrived. Made when asked: an engine asks for failures only."""
+        lost = {(failure.device_id, failure.host_id) for failure in self.failures}
+        pairs = zip(self.device_ids.tolist(), self.host_ids.tolist(), strict=True)
+        return tuple(pair for pair in pairs if pair not in lost)
 
     @property
     def strategy(self) -> Strategy:
@@ -290,7 +299,8 @@ class Transfer:
         for index, error in sorted(self._slices.errors.items()):
             for position in compiled.slices[index].blocks.tolist():
                 bad.setdefault(position, error)
-        pairs = list(zip(compiled.device_ids.tolist(), compiled.host_ids.tolist(), strict=True))
+        ids, count = (compiled.device_ids, compiled.host_ids), len(compiled.device_ids)
+        lost = [BlockFailure(int(ids[0][at]), int(ids[1][at]), error) for at, error in sorted(bad.items())]
         ended = self._status if self._status in (Status.CANCELLED, Status.LATE) else Status.DONE
         copied = all(isinstance(error, CancelledTransferError | TransferTimeoutError) for error in bad.values())
         self._report = TransferReport(
@@ -298,9 +308,9 @@ class Transfer:
             compiled.group.name,
             compiled.direction,
             ended if copied else Status.FAILED,
-            tuple(pair for position, pair in enumerate(pairs) if position not in bad) if bad else tuple(pairs),
-            tuple(BlockFailure(*pairs[position], error) for position, error in sorted(bad.items())),
-            compiled.nbytes // max(1, len(pairs)) * (len(pairs) - len(bad)),
+            *ids,
+            tuple(lost),
+            compiled.nbytes // max(1, count) * (count - len(bad)),
             compiled.num_copies,
             self.begin.elapsed(self._slices.ends[-1]) / 1e3 if self.begin is not None and self._slices.ends else 0.0,
             compiled.choice,
