@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvtier.cache.speeds import Decision
 from kvtier.index import Chain, Lease
+from kvtier.index.node import NO_SLOT
 from kvtier.index.pool import I32
 
 
@@ -76,3 +79,11 @@ class Hold:
     def table(self) -> I32:
         """The device slot of each block, in order."""
         return self.lease.table
+
+    @property
+    def num_lacking(self) -> int:
+        """Device slots it needs for all tokens it knows, and has not got."""
+        lease = self.lease
+        num_blocks = -(-lease.chain.num_tokens // lease.chain.namespace.block_tokens)
+        to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))  # else they are reserved
+        return max(0, num_blocks - len(lease.table)) + to_load

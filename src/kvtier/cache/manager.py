@@ -311,6 +311,12 @@ class CacheManager:
         """Blocks that are free or could be."""
         return self._device.pool.num_free + self._device.num_evictable
 
+    def lacks(self, num_blocks: int) -> Shortage | None:
+        """Whether so many more blocks than are taken could not be had."""
+        pool, num_evictable = self._device.pool, self._device.num_evictable
+        enough = num_blocks <= pool.num_free + num_evictable
+        return None if enough else Shortage(pool.tier, num_blocks, pool.num_free, num_evictable)
+
     @property
     def stats(self) -> CacheStats:
         """The numbers of now."""

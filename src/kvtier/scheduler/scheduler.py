@@ -243,11 +243,23 @@ class Scheduler:
         if request.fetch is not None and request.may_load and self.manager.fetch_again(request.fetch, hold, now=now):
             self.manager.abort(hold, now=now)
             return None
-        shortage = self.manager.allocate(hold, min(request.chain.num_tokens, hold.num_cached_tokens + budget))
+        shortage = self._lacks_room(request, hold)
+        if shortage is None:
+            shortage = self.manager.allocate(hold, min(request.chain.num_tokens, hold.num_cached_tokens + budget))
         if shortage is None:
             return hold
         self.manager.abort(hold, now=now)
         return shortage
+
+    def _lacks_room(self, request: Request, hold: Hold) -> Shortage | None:
+        """Whether others run, and all of a prompt has no room beside what they still need for theirs.
+
+        Half of it would be computed and then preempted for want of the rest: twice the work, where nothing is cached
+        (16 users and room for 3 prompts, 2026-11-16).
+        """
+        prompts = [_held(each).num_lacking for each in self._running if not each.is_generating]
+        shortage = self.manager.lacks(hold.num_lacking + sum(prompts))
+        return None if shortage is None or self._is_alone(request, shortage) else shortage
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:
         """Whether no other request runs that could give it room when it ends."""

@@ -314,6 +314,42 @@ def test_when_blocks_run_out_the_last_to_come_is_preempted_and_resumes_by_a_hit(
     assert {first.state, second.state} == {RequestState.FINISHED}
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_prompt_is_not_begun_that_has_no_room_to_be_finished_beside_others(caching):
+    """Its first half was computed, and preempted for want of room for the second: over and over, where nothing is kept.
+
+    room     |a a a|b b b b b b b|..|        8 blocks a step; 16 in all: c, of 10, waits until b has gone
+    """
+    scheduler, device = make(16, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
+    prompts = {"a": [1] * 11, "b": [2] * 28, "c": [3] * 40}
+    made = [request(scheduler, name, prompt, 4) for name, prompt in prompts.items()]
+    num_computed = 0
+    while scheduler.has_work():
+        step = scheduler.schedule(0.0)
+        num_computed += sum(row.num_tokens for row in step.rows)
+        scheduler.update(step, device.run(step), 0.0)
+        scheduler.check()
+    assert [each.state for each in made] == [RequestState.FINISHED] * 3
+    assert [each.num_preempted for each in made] == [0, 0, 0]
+    assert num_computed == sum(map(len, prompts.values())) + 3 * 3, "every token once"
+
+
+def test_a_prompt_with_blocks_on_the_host_needs_room_for_them_too():
+    scheduler, device = make(10, host=HostConfig(20), max_step_tokens=BLOCK), Device()
+    request(scheduler, "a", [1] * 24, 1)
+    run(scheduler, device)
+    request(scheduler, "b", [2] * 39, 1)
+    run(scheduler, device)  # a is on the host only
+    first = request(scheduler, "c", [3] * 9, 8)
+    for now in range(3):
+        scheduler.update(step := scheduler.schedule(now), device.run(step), now)
+    # 6 blocks from the host and one to begin with have room beside c, but not the two that come after
+    again = request(scheduler, "a again", [1] * 24 + [4] * 12, 1, now=3.0)
+    run(scheduler, device)
+    assert (first.num_preempted, again.num_preempted) == (0, 0)
+    assert again.num_cached_tokens == 24
+
+
 def test_two_that_do_not_fit_beside_a_pin_do_not_take_turns_for_ever():
     """Each got as far as there was room, went back to wait, and by then the other had driven its blocks out."""
     scheduler, device = make(3, max_rows=2, max_step_tokens=4), Device()
