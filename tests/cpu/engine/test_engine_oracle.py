@@ -53,7 +53,7 @@ def test_random_arrivals_in_every_kind_of_cache(checkpoint, kind):
 
 def test_the_cases_above_do_preempt_evict_hit_and_cut_prompts(checkpoint):
     model = load_model(checkpoint("llama")[0])
-    given = prompts(3, 20, 22, 24, 18, shared=[0, 20, 20, 20])
+    given = prompts(3, *[20, 22, 24, 18] * 2, shared=[0, *[20] * 7])
     engine = make_engine(model, 16, 4, max_step_tokens=16)
     names = [engine.add(prompt, greedy(16)) for prompt in given]
     finish(engine)
