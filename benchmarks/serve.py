@@ -1,6 +1,6 @@
 """Conversations on the CPU: what each tier does to the time to the first token, and to throughput.
 
-python -m benchmarks.serve                       SmolLM2-135M in float32; 35 minutes on 2 cores
+python -m benchmarks.serve                       SmolLM2-135M in float32; 30 minutes on 2 cores
 python -m benchmarks.serve --quick               a trial: fewer, shorter conversations
 
 16 users talk at once over a shared system prompt of 1,000 tokens: 8 turns of 150 tokens in and 24 out. A user sends the
@@ -17,7 +17,7 @@ quarter of all their blocks, so each conversation is evicted between its turns. 
 TTFT is from sending to the first token, waiting for a place included; "in service" is the part of it after the wait.
 Whoever recomputes has no memory, so cache off and transformers could answer every n-th request only (`--every n`): each
 user every n-th of his turns, all lengths alike. That is faster, and kinder to them: with two turns a user, as in the
-rows before 2026-11-16 (n = 4), the queue is full for a moment only.
+rows of 32 requests (n = 4), the queue is full for a moment only.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main() -> None:
     """Serve with each cache, print, keep."""
     parser = arguments("Conversations with each tier, beside transformers.")
     parser.add_argument("--quick", action="store_true", help="a trial")
-    parser.add_argument("--every", type=int, default=1, help="of the requests, those that are recomputed")
+    parser.add_argument("--every", type=int, default=1, help="recompute every n-th request only")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk of + disk")
     options = parser.parse_args()

@@ -312,10 +312,10 @@ class CacheManager:
         return self._device.pool.num_free + self._device.num_evictable
 
     def lacks(self, num_blocks: int) -> Shortage | None:
-        """Whether so many more blocks than are taken could not be had."""
-        pool, num_evictable = self._device.pool, self._device.num_evictable
-        enough = num_blocks <= pool.num_free + num_evictable
-        return None if enough else Shortage(pool.tier, num_blocks, pool.num_free, num_evictable)
+        """Why so many more blocks could not be had; None if they could. Takes nothing."""
+        if num_blocks <= self.num_available:
+            return None
+        return Shortage(self._device.name, num_blocks, self._device.pool.num_free, self._device.num_evictable)
 
     @property
     def stats(self) -> CacheStats:

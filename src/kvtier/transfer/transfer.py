@@ -299,8 +299,8 @@ class Transfer:
         for index, error in sorted(self._slices.errors.items()):
             for position in compiled.slices[index].blocks.tolist():
                 bad.setdefault(position, error)
-        ids, count = (compiled.device_ids, compiled.host_ids), len(compiled.device_ids)
-        lost = [BlockFailure(int(ids[0][at]), int(ids[1][at]), error) for at, error in sorted(bad.items())]
+        device_ids, host_ids, count = compiled.device_ids, compiled.host_ids, len(compiled.device_ids)
+        lost = [BlockFailure(int(device_ids[at]), int(host_ids[at]), error) for at, error in sorted(bad.items())]
         ended = self._status if self._status in (Status.CANCELLED, Status.LATE) else Status.DONE
         copied = all(isinstance(error, CancelledTransferError | TransferTimeoutError) for error in bad.values())
         self._report = TransferReport(
@@ -308,7 +308,8 @@ class Transfer:
             compiled.group.name,
             compiled.direction,
             ended if copied else Status.FAILED,
-            *ids,
+            device_ids,
+            host_ids,
             tuple(lost),
             compiled.nbytes // max(1, count) * (count - len(bad)),
             compiled.num_copies,
