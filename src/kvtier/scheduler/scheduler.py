@@ -252,7 +252,7 @@ class Scheduler:
         return shortage
 
     def _lacks_room(self, request: Request, hold: Hold) -> Shortage | None:
-        """Why a prompt has no room, whole, beside what others that run still need for theirs; None if it has, or is alone.
+        """Why a whole prompt has no room beside what others that run still need for theirs; None: it has, or is alone.
 
         Half of it would be computed and then preempted for want of the rest: twice the work, where nothing is cached
         (16 users and room for 3 prompts, 2026-11-16).
