@@ -46,6 +46,9 @@ class Space:
         self._segments: dict[int, Segment] = {}
         self._blanked: set[int] = set()
         """Segments whose tables have blanks that may not be on disk."""
+        self._going: set[Place] = set()
+        """Of objects that were replaced, and whose records are being blanked."""
+        self._wiped = threading.Condition(self._lock)
         self._folder_lock = FolderLock(folder)
         try:
             self._recover(sync)
@@ -134,7 +137,9 @@ class Space:
         """Let written objects be found. Returns those that go for them: `wipe` them."""
         with self._lock:
             replaced = [self._catalog.publish(record) for record in records]
-        return [entry for entry in replaced if entry is not None]
+            going = [entry for entry in replaced if entry is not None]
+            self._going.update(entry.place for entry in going)
+        return going
 
     def discard(self, key: bytes) -> Entry | None:
         """Let an object not be found any more: `wipe` it."""
@@ -150,7 +155,9 @@ class Space:
         finally:
             with self._lock:
                 for entry in entries:
+                    self._going.discard(entry.place)
                     self._catalog.release(entry, keep_slot=not is_done)
+                self._wiped.notify_all()
 
     def quarantine(self, entry: Entry) -> None:
         """Set a corrupt object aside: not found any more, its record says why, its slot is reused last."""
@@ -189,8 +196,11 @@ class Space:
 
     def sync_blanks(self) -> None:
         """Have it on disk that what is gone is gone: an older record of an object that was replaced, too, or it would
-        come back if the power failed after its successor was removed."""
-        with self._growth:  # no segment is deleted meanwhile
+        come back if the power failed after its successor was removed. Whoever blanks that just now is waited for."""
+        with self._wiped:
+            before = frozenset(self._going)
+            self._wiped.wait_for(lambda: before.isdisjoint(self._going))
+        with self._growth:  # no segment is deleted meanwhile, and nobody is blanking what was evicted
             with self._lock:
                 numbers = self._blanked & self._segments.keys()
                 self._blanked.clear()

@@ -625,6 +625,47 @@ def test_removals_at_the_same_time_are_each_on_disk_when_they_are_reported(opene
     assert has(opened(files=left), 1, 2) == [False, False]
 
 
+@pytest.mark.parametrize("how", ["replaced", "evicted"])
+def test_a_removal_is_not_reported_while_an_older_record_of_its_key_is_still_being_blanked(opened, how):
+    """Else the power fails, and what was reported gone is there again."""
+    disk, blanking, go_on = SimulatedDisk(), threading.Event(), threading.Event()
+    store = opened(128 << 10, files=disk, sync=Sync.WRITE, num_threads=4)
+    put(store, 1)
+    others = [*range(2, 16)]
+    if how == "evicted":
+        put(store, *others)
+    num_writes = 0
+
+    def hold(name, _):
+        nonlocal num_writes
+        num_writes += name == "write"
+        # a new version: its payload, its record, then the blank; one that evicts: the blank comes first
+        if name == "write" and num_writes == (3 if how == "replaced" else 1):
+            blanking.set()
+            go_on.wait()
+
+    disk.before = hold
+    change = (lambda: put(store, 1, version=1)) if how == "replaced" else (lambda: put(store, 100, 101, 102))
+    writer, reported = threading.Thread(target=change), threading.Event()
+    writer.start()
+    blanking.wait()
+    assert how == "replaced" or has(store, 1) == [False]
+
+    def remove():
+        store.remove([key_of(1)])
+        reported.set()
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    left = disk.after_crash(lambda: False) if reported.wait(0.5) else None  # with nothing that was not synced
+    go_on.set()
+    writer.join()
+    remover.join()
+    if left is None:
+        left = disk.after_crash(lambda: False)
+    assert has(opened(files=left), 1) == [False]
+
+
 def test_a_removal_that_could_not_be_synced_is_synced_with_the_next(opened):
     disk = SimulatedDisk()
     store = opened(files=disk, sync=Sync.WRITE)
