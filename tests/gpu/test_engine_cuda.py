@@ -97,6 +97,26 @@ def test_small_copies_use_memory_again_only_when_its_kernel_is_done():
         assert copies.to_list(numbers) == numbers.tolist()
 
 
+def test_small_copies_listen_while_they_wait_for_the_gpu_as_long_as_there_is_something_to_hear():
+    from kvtier.engine.mapped_triton import MappedCopies
+
+    for num_news in (0, 3, 1 << 60):
+        heard = []
+
+        def listen(heard=heard, num_news=num_news):
+            heard.append(None)
+            return len(heard) <= num_news
+
+        numbers = torch.arange(100, device="cuda")
+        torch.cuda.synchronize()
+        copies = MappedCopies(listen)
+        copies.to_list(numbers)  # compiles
+        heard.clear()
+        torch.cuda._sleep(40_000_000)  # about 20 ms
+        assert copies.to_list(numbers) == list(range(100))
+        assert len(heard) == num_news + 1 if num_news < 1 << 60 else len(heard) > 3
+
+
 def test_what_rows_are_drawn_with_comes_whole_to_the_device():
     from kvtier.engine.mapped_triton import MappedCopies
 

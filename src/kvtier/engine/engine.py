@@ -117,7 +117,7 @@ class Engine:
             scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
             self.scheduler = Scheduler(self.manager, scheduler)
             self.tiers = Tiers(self.manager, self.groups, caches.controller, caches.stores, self.scheduler, clock)
-            copies = _small_copies(model.weights.device)
+            copies = _small_copies(model.weights.device, self.tiers.listen)
             self._inputs = Inputs(self.groups, copies)
             self._choose = Choose(self._inputs, copies)
             self._pipeline = Pipeline(
@@ -364,13 +364,13 @@ class Engine:
             del self._over[next(iter(self._over))]
 
 
-def _small_copies(device: torch.device) -> MappedCopies | None:
-    """For CUDA: how a step's inputs and tokens travel beside blocks."""
+def _small_copies(device: torch.device, listen: Callable[[], bool]) -> MappedCopies | None:
+    """For CUDA: how a step's inputs and tokens travel beside blocks; while it waits for them, it listens."""
     if device.type != "cuda":
         return None
     from kvtier.engine.mapped_triton import MappedCopies
 
-    return MappedCopies()
+    return MappedCopies(listen)
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:

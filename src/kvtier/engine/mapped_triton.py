@@ -7,7 +7,9 @@ beside 256 MiB each way; H200, 2026-11-15). A kernel does not use the copy engin
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,9 @@ import triton.language as tl
 _NUM_KEPT = 8
 _BLOCK = 1024
 _WORD = 8
+# Between two looks at the GPU while copies of blocks are under way: other threads have the interpreter meanwhile. 20, 50
+# and 100 us make no difference to a step (H200, 2026-11-16).
+_LISTEN_SECONDS = 50e-6
 
 
 @triton.jit
@@ -44,9 +49,12 @@ class MappedCopies:
     then used again: memory and an event made anew are 100 us of a decode step (H200's host, 2026-11-16).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, listen: Callable[[], bool] = lambda: False) -> None:
+        """`listen` is called again and again while this thread waits for the GPU, until it returns False."""
+        self._listen = listen
         self._sent: deque[_Pinned] = deque()
         self._back = torch.empty(0, dtype=torch.int64)
+        self._came: torch.cuda.Event | None = None
 
     def to_device(self, data: np.ndarray[Any, np.dtype[np.uint8]], device: torch.device) -> torch.Tensor:
         """Bytes as a tensor on the device; their number must be a multiple of 8."""
@@ -64,7 +72,11 @@ class MappedCopies:
         if len(self._back) < count:
             self._back = torch.empty(_rounded(count), dtype=torch.int64, pin_memory=True)
         _run(tensor.contiguous(), self._back, count)
-        torch.cuda.current_stream(tensor.device).synchronize()
+        self._came = self._came or torch.cuda.Event()
+        self._came.record()
+        while not self._came.query() and self._listen():
+            time.sleep(_LISTEN_SECONDS)
+        self._came.synchronize()
         numbers: list[int] = self._back[:count].tolist()
         return numbers
 

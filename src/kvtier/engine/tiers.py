@@ -141,6 +141,16 @@ class Tiers:
             self.apply()
             self.has_heard = True
 
+    def listen(self) -> bool:
+        """While this thread waits for the device: tell the manager what is done; whether there is more to come.
+
+        What is heard now costs nobody anything; at the start of the next step the device would wait for it.
+        """
+        if not isinstance(self._controller, CacheController) or not self._controller.is_busy:
+            return False
+        self.apply()
+        return True
+
     def apply(self, *, but_for_saves: bool = False) -> None:
         """Tell the manager what is done. Nobody waits for saves: where a GPU computes step after step, they are heard
         of meanwhile, since a report is a tenth of a millisecond of this thread."""

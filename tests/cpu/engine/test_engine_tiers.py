@@ -66,8 +66,41 @@ def test_a_host_tier_never_changes_an_answer(model, random, num_blocks, host, be
     talks = conversations(random, 5)
     wanted = talk(make(model, 400, None, caching=False), talks)
     engine = make(model, num_blocks, host)
-    engine.tiers.waits_for_compute = beside_compute  # as on a GPU: what no step needs is begun behind its compute
+    if beside_compute:  # as on a GPU: what no step needs is begun behind its compute, and heard of while it runs
+        engine.tiers.waits_for_compute = True
+        engine._choose._to_list = listening(engine)
     assert talk(engine, talks) == wanted
+
+
+def listening(engine: Engine):
+    """Brings tokens to the host as a GPU's copies do: hears of transfers until there are none."""
+
+    def to_list(tokens: torch.Tensor) -> list[int]:
+        while engine.tiers.listen():
+            engine.tiers.wait()
+        return tokens.tolist()
+
+    return to_list
+
+
+def test_whoever_waits_for_the_device_hears_of_what_is_under_way_and_of_nothing_else(model):
+    engine = make(model, 40, None)
+    assert not engine.tiers.listen()  # there are no tiers below
+    engine.close()
+    engine = make(model, 40, HostConfig(40))
+    assert not engine.tiers.listen()
+    run(engine, [1] * 21, 1)
+    assert engine.manager.moves.counts.num_blocks[Purpose.SAVE] == 5
+    assert not engine.tiers.listen()
+    engine.add([2] * 21, greedy(1))
+    engine.step()
+    engine.step()
+    engine.tiers.submit(engine.manager.plan())
+    while engine.tiers.listen():
+        engine.tiers.wait()
+    assert engine.manager.moves.counts.num_blocks[Purpose.SAVE] == 10
+    assert not engine.manager.moves.in_flight
+    engine.close()
 
 
 def test_what_no_step_needs_is_begun_while_it_is_computed(model):
