@@ -20,8 +20,8 @@ import triton.language as tl
 _NUM_KEPT = 8
 _BLOCK = 1024
 _WORD = 8
-# Between two looks at the GPU while blocks are under way; other threads have the interpreter then. 20 and 100 us made no
-# difference to a step (H200, 2026-11-16).
+# Between two looks at the GPU while blocks are under way; other threads have the interpreter then. 20 and 100 us made
+# no difference to a step (H200, 2026-11-16).
 _LISTEN_SECONDS = 50e-6
 
 
