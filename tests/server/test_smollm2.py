@@ -43,7 +43,7 @@ def test_the_example_of_the_operating_guide_runs(smollm2):
     example = re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1].replace("http://127.0.0.1:8000", smollm2.url)
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.search(r" \d+\n$", done.stdout)
+    assert re.fullmatch(r"The capital of France is Paris. \d+\n", done.stdout)
 
 
 def test_it_follows_a_schema(smollm2):

@@ -104,6 +104,8 @@ def machine(port: int) -> type[RuleBasedStateMachine]:
         def teardown(self):
             for store in getattr(self, "stores", ()):
                 store.close()
+            if hasattr(self, "there"):
+                self.wipe()  # a scan looks at what earlier examples have left, too
 
     return Machine
 
