@@ -81,6 +81,12 @@ class Hold:
         return self.lease.table
 
     @property
+    def num_on_device(self) -> int:
+        """Blocks before the first that is to be loaded."""
+        missing = self.lease.table == NO_SLOT
+        return int(missing.argmax()) if missing.any() else len(missing)
+
+    @property
     def num_lacking(self) -> int:
         """Device slots it needs for all tokens it knows, and has not got."""
         lease = self.lease

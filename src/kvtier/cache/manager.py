@@ -40,8 +40,7 @@ from kvtier.index import (
     Tier,
     make_policy,
 )
-from kvtier.index.node import ABSENT, NO_SLOT, WRITING
-from kvtier.index.pool import I32
+from kvtier.index.node import ABSENT, WRITING
 from kvtier.index.tokens import TokenIds
 from kvtier.index.transfers import block_slots
 
@@ -311,8 +310,10 @@ class CacheManager:
         """Blocks that are free or could be."""
         return self._device.pool.num_free + self._device.num_evictable
 
-    def lacks(self, num_blocks: int) -> Shortage | None:
-        """Why so many more blocks could not be had; None if they could. Takes nothing."""
+    def lacks(self, num_blocks: int, salt: bytes | None = None) -> Shortage | None:
+        """Why so many more blocks could not be had, with `salt` within its tenant's quota; None if they could."""
+        if salt is not None:
+            return self._device.quota_shortage(salt, num_blocks)
         if num_blocks <= self.num_available:
             return None
         return Shortage(self._device.name, num_blocks, self._device.pool.num_free, self._device.num_evictable)
@@ -356,7 +357,7 @@ class CacheManager:
     def _match_below(self, hold: Hold, missing: int, may_load: bool, fetch: Fetch | None, now: float) -> Hold:
         """Some of what was found is not on the device: load it, or go without it."""
         assert self.host is not None
-        block_tokens, on_device = self.namespace.block_tokens, _leading(hold.lease.table)
+        block_tokens, on_device = self.namespace.block_tokens, hold.num_on_device
         decision = None
         if may_load and self.config.recompute:
             ways = {(Purpose.LOAD, ""): missing + self.moves.num_blocks(Purpose.LOAD)}
@@ -447,9 +448,3 @@ class CacheManager:
     def _must_hold(self, hold: Hold) -> None:
         if hold not in self._holds:
             raise StateError("this hold has ended: a request finishes, aborts or is preempted once per match")
-
-
-def _leading(table: I32) -> int:
-    """How many slots there are before the first that is missing."""
-    missing = table == NO_SLOT
-    return int(missing.argmax()) if missing.any() else len(table)

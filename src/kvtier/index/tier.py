@@ -9,7 +9,7 @@ import numpy as np
 from kvtier.errors import StateError
 from kvtier.index.node import NO_SLOT, BlockState, Held, Node
 from kvtier.index.policy import Policy
-from kvtier.index.pool import BlockPool, Slots
+from kvtier.index.pool import BlockPool, Shortage, Slots
 
 
 def tenant_of(salt: bytes) -> bytes:
@@ -98,6 +98,16 @@ class Tier:
     def evictable_by(self, salt: bytes) -> int:
         """Blocks of a tenant with a quota that can go."""
         return self._tenants[tenant_of(salt)].num_blocks
+
+    def quota_shortage(self, salt: bytes, n: int) -> Shortage | None:
+        """Why n more slots do not fit a tenant's quota, whatever of its own goes for them; None: they do."""
+        quota = self.quota(salt)
+        if quota is None:
+            return None
+        used, evictable = self.num_used_by(salt), self.evictable_by(salt)
+        if used + n <= quota + evictable:
+            return None
+        return Shortage(self.name, n, max(0, quota - used), evictable, quota=tenant_of(salt).hex() or "no salt")
 
     def candidates(self, salt: bytes | None = None) -> Candidates:
         """Those of all, or of one tenant with a quota; for looking."""

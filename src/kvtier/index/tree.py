@@ -21,7 +21,7 @@ from kvtier.index.node import NO_SLOT, READY, Node, Usage, device_slots, upwards
 from kvtier.index.pool import I32, Shortage, Slots
 from kvtier.index.removal import Removal
 from kvtier.index.shape import absorb_parent, common_blocks, common_tokens, split, were_one
-from kvtier.index.tier import Tier, tenant_of
+from kvtier.index.tier import Tier
 from kvtier.index.tokens import TOKEN_BYTES
 
 _NO_SLOTS = np.empty(0, np.int32)
@@ -242,11 +242,10 @@ class RadixTree:
         short, over = n - tier.pool.num_free, 0
         quota = tier.quota(salt)
         if quota is not None and n:
-            used = tier.num_used_by(salt)
-            over = max(0, used + n - quota)
-            if over > tier.evictable_by(salt):
-                limit = tenant_of(salt).hex() or "no salt"
-                return Shortage(tier.name, n, max(0, quota - used), tier.evictable_by(salt), quota=limit)
+            shortage = tier.quota_shortage(salt, n)
+            if shortage is not None:
+                return shortage
+            over = max(0, tier.num_used_by(salt) + n - quota)
         if short > tier.num_evictable:
             return Shortage(tier.name, n, tier.pool.num_free, tier.num_evictable)
         if over > n:  # its quota was lowered: the excess goes first

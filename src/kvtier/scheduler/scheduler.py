@@ -257,8 +257,10 @@ class Scheduler:
         Half of it would be computed and then preempted for want of the rest: twice the work, where nothing is cached
         (16 users and room for 3 prompts, 2026-11-16).
         """
-        prompts = [_held(each).num_lacking for each in self._running if not each.is_generating]
-        shortage = self.manager.lacks(hold.num_lacking + sum(prompts))
+        prompts = [hold, *(_held(each) for each in self._running if not each.is_generating)]
+        own = [each for each in prompts if tenant_of(each.chain.salt) == tenant_of(request.chain.salt)]
+        shortage = self.manager.lacks(sum(each.num_lacking for each in prompts))
+        shortage = shortage or self.manager.lacks(sum(each.num_lacking for each in own), request.chain.salt)
         return None if shortage is None or self._is_alone(request, shortage) else shortage
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:

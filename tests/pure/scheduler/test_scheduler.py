@@ -335,6 +335,25 @@ def test_a_prompt_is_not_begun_that_has_no_room_to_be_finished_beside_others(cac
     assert num_computed == sum(map(len, prompts.values())) + 3 * 3, "every token once"
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_prompt_is_not_begun_that_has_no_room_within_its_tenants_quota(caching):
+    """The same where there is room enough, but not for this tenant: its second prompt waits, and another's does not."""
+    scheduler, device = make(100, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
+    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"t", 16)
+    prompts = {"a": (b"t", [1] * 11), "b": (b"t\0x", [2] * 28), "c": (b"t", [3] * 40), "d": (b"", [4] * 40)}
+    made = [request(scheduler, name, prompt, 4, salt=salt) for name, (salt, prompt) in prompts.items()]
+    num_computed, order = 0, []
+    while scheduler.has_work():
+        step = scheduler.schedule(0.0)
+        num_computed += sum(row.num_tokens for row in step.rows)
+        scheduler.update(step, device.run(step), 0.0)
+        scheduler.check()
+        order += [each.id for each in made if each.state is RequestState.FINISHED and each.id not in order]
+    assert [each.num_preempted for each in made] == [0, 0, 0, 0]
+    assert num_computed == sum(len(prompt) for _, prompt in prompts.values()) + 4 * 3, "every token once"
+    assert order[-1] == "c"
+
+
 def test_a_prompt_with_blocks_on_the_host_needs_room_for_them_too():
     scheduler, device = make(10, host=HostConfig(20), max_step_tokens=BLOCK), Device()
     request(scheduler, "a", [1] * 24, 1)
