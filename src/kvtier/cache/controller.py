@@ -173,6 +173,11 @@ class CacheController:
         """Whether reports are still to come."""
         return bool(self._under or self._done or self._stores.is_busy)
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether blocks are on their way between device and host."""
+        return bool(self._under)
+
     def wait(self, timeout: float) -> None:
         """Wait until something may have been done, at most so long. For when there is nothing else to do."""
         under_way = sorted(self._under.values(), key=lambda each: each.transfers[0].purpose is not Purpose.LOAD)

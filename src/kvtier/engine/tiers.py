@@ -142,11 +142,12 @@ class Tiers:
             self.has_heard = True
 
     def listen(self) -> bool:
-        """While this thread waits for the device: tell the manager what is done; whether there is more to come.
+        """While this thread waits for the device: tell the manager what is done; whether copies are still under way.
 
-        What is heard now costs nobody anything; at the start of the next step the device would wait for it.
+        What is heard now costs nobody anything; at the start of the next step the device would wait for it. Stores take
+        longer than a step: nobody listens for them alone.
         """
-        if not isinstance(self._controller, CacheController) or not self._controller.is_busy:
+        if not isinstance(self._controller, CacheController) or not self._controller.is_copying:
             return False
         self.apply()
         return True

@@ -103,6 +103,17 @@ def test_whoever_waits_for_the_device_hears_of_what_is_under_way_and_of_nothing_
     engine.close()
 
 
+def test_nobody_listens_for_a_store_alone(model, tmp_path):
+    engine = make(model, 40, HostConfig(40), disk=StoreConfig("disk"), stores={"disk": DiskStore(tmp_path, 1 << 20)})
+    engine.add([1] * 21, greedy(1))
+    while engine.manager.moves.counts.num_blocks[Purpose.SAVE] < 5:
+        engine.step()
+    engine.tiers.submit(engine.manager.plan())  # what has come to the host goes on
+    assert engine.manager.moves.num_blocks(Purpose.STORE, "disk") > 0
+    assert not engine.tiers.listen()
+    engine.close()
+
+
 def test_what_no_step_needs_is_begun_while_it_is_computed(model):
     """A save waits for the compute to be given to the device; a load that the step starts with does not."""
     engine = make(model, 40, HostConfig(40))
