@@ -54,7 +54,7 @@ class MappedCopies:
         self._listen = listen
         self._sent: deque[_Pinned] = deque()
         self._back = torch.empty(0, dtype=torch.int64)
-        self._came: torch.cuda.Event | None = None
+        self._came = torch.cuda.Event()
 
     def to_device(self, data: np.ndarray[Any, np.dtype[np.uint8]], device: torch.device) -> torch.Tensor:
         """Bytes as a tensor on the device; their number must be a multiple of 8."""
@@ -72,8 +72,7 @@ class MappedCopies:
         if len(self._back) < count:
             self._back = torch.empty(_rounded(count), dtype=torch.int64, pin_memory=True)
         _run(tensor.contiguous(), self._back, count)
-        self._came = self._came or torch.cuda.Event()
-        self._came.record()
+        self._came.record(torch.cuda.current_stream(tensor.device))
         while not self._came.query() and self._listen():
             time.sleep(_LISTEN_SECONDS)
         self._came.synchronize()
