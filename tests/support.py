@@ -1,8 +1,12 @@
-"""What several test files need: host streams to hold back and to close."""
+"""What several test files need: host streams to hold back and to close, processes to stop."""
 
 import contextlib
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvtier.memory import Stream
 
@@ -27,3 +31,11 @@ def new_stream() -> Iterator[Stream]:
     finally:
         with contextlib.suppress(ValueError):
             stream.close()
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP, and wait until every thread stands still: beside others one may go on for a while, and answer."""
+    os.kill(pid, signal.SIGSTOP)
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)

@@ -15,6 +15,7 @@ import pytest
 
 from dashboard_support import CHROMIUM, LOOKS, Traffic, chromium, conversations, hide, take_picture
 from server_support import ServerProcess
+from support import stop_process
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 expect = sync_api.expect
@@ -247,7 +248,7 @@ def test_asleep_slow_and_away_are_said_and_so_is_what_is_old(tiered, opened):
         tiered.post("/control/wake")
     serving(page)
     expect(notice).to_be_empty()
-    os.kill(tiered.engine_pid, signal.SIGSTOP)  # as in the middle of a long step
+    stop_process(tiered.engine_pid)  # as in the middle of a long step
     try:
         expect(status).to_have_text("Slow", timeout=WAIT)
         expect(notice).to_contain_text(re.compile(r"What is shown is of \d\d:\d\d:\d\d"))

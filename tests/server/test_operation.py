@@ -21,6 +21,7 @@ import openai
 import pytest
 
 from server_support import ServerProcess
+from support import stop_process
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -109,7 +110,7 @@ def strict(tiny_model, tmp_path_factory):
 def test_a_full_queue_is_429_with_the_time_to_come_again(start):
     server = start("--max-rows", "1", "--max-waiting", "1")
     client, answer, _ = stream(server)
-    os.kill(engine := server.engine_pid, signal.SIGSTOP)  # the first stays where it is, however fast the machine is
+    stop_process(engine := server.engine_pid)  # the first stays where it is, however fast the machine is
 
     def ask(prompt):
         return server.client().completions.create(model=server.model, prompt=prompt, max_tokens=1)
@@ -136,7 +137,7 @@ def test_an_answer_that_takes_too_long_is_ended(strict):
     body = {"model": strict.model, **LONG, "stream": False}
     thread = threading.Thread(target=lambda: answers.append(strict.post(TEXT, body)))
     client, _, lines = stream(strict)
-    os.kill(engine := strict.engine_pid, signal.SIGSTOP)  # however fast the machine is, this takes too long
+    stop_process(engine := strict.engine_pid)  # however fast the machine is, this takes too long
     try:
         thread.start()  # waits for its turn until its time is over
         told = [line for line in lines if line]
@@ -298,7 +299,7 @@ def test_who_leaves_before_the_first_token_has_spent_the_prompt(guarded):
             await asyncio.wait([admitted])
             return refused.result().json()["error"]["code"]
 
-    os.kill(engine := guarded.engine_pid, signal.SIGSTOP)  # no token comes
+    stop_process(engine := guarded.engine_pid)  # no token comes
     try:
         assert asyncio.run(leave()) == "tenant_requests"
         deadline = time.monotonic() + 30

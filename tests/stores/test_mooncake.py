@@ -19,6 +19,7 @@ from kvtier.storage.remote import RemoteStore, Retry
 from kvtier.storage.workers import Scratch
 from storage_support import LABEL, Clock, get, has, key_of, payload_of, put
 from store_servers import NotInstalled, mooncake_master
+from support import stop_process
 
 
 def test_a_url_opens_it_and_without_the_masters_port_there_is_no_inventory(mooncake):
@@ -137,7 +138,7 @@ def test_a_master_that_hangs_costs_one_deadline_and_its_death_nothing_but_object
             store,
             1,
         ).ok
-        os.kill(place.pid, signal.SIGSTOP)
+        stop_process(place.pid)
         outcome, room = get(store, 1)
         assert (outcome.status, room) == (Status.FAILED, b"\xee" * 5000)
         assert "breaker open" in store.contains([key_of(1)])[0].reason

@@ -19,6 +19,8 @@ from kvtier.engine.native import WISH, native
 from kvtier.engine.params import Logprobs, Penalties, SamplingParams
 from kvtier.errors import ArgumentError, ConstraintError
 
+_COLDEST = float(np.finfo(np.float32).tiny)
+
 
 class Sample(NamedTuple):
     """What the sampler chose for one row."""
@@ -157,7 +159,7 @@ def _draw_alike(
     code = native().code if logits.device.type == "cpu" and not order.width else None
     if code is None or not code.takes(logits):
         return _draw_in_torch(logits, requests, order, send)
-    wishes = [(each.params.temperature, each.params.min_p, each.params.top_p, each.uniform()) for each in requests]
+    wishes = [(_temperature(each), each.params.min_p, each.params.top_p, each.uniform()) for each in requests]
     return code.draw(logits, np.array(wishes, WISH))
 
 
@@ -171,7 +173,7 @@ def _draw_in_torch(
     """
     params = [request.params for request in requests]
     columns = (
-        np.array([each.temperature for each in params], np.float32),
+        np.array([_temperature(request) for request in requests], np.float32),
         np.array([each.min_p for each in params], np.float32),
         np.array([each.top_p for each in params], np.float64),
         np.array([request.uniform() for request in requests], np.float64),
@@ -199,6 +201,11 @@ def _draw_in_torch(
     return (place if tokens is None else tokens.gather(-1, place)).squeeze(-1)
 
 
+def _temperature(request: RequestSampler) -> float:
+    """As a float32 that is not 0: with 0 the likeliest would weigh 0 / 0, and not 1."""
+    return max(request.params.temperature, _COLDEST)
+
+
 def _running(weights: torch.Tensor) -> torch.Tensor:
     return weights.cumsum(-1, dtype=torch.float64)
 
@@ -216,7 +223,7 @@ def _reaching(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) ->
     Tokens lighter than (1 - p) / vocabulary of all weigh less than 1 - p together: the others reach p. Mostly they are
     few, and need no sort of the whole vocabulary.
     """
-    cut = mass * (1 / top_p - 1) / weights.shape[1]
+    cut = (mass * (1 / top_p - 1) / weights.shape[1]).clamp_(max=1.0)  # the likeliest has weight 1; 1 / p may be inf
     is_heavy = weights >= cut.mul_(1 - 1e-6).to(weights.dtype)
     counts = is_heavy.sum(-1)
     rows, tokens = is_heavy.nonzero(as_tuple=True)

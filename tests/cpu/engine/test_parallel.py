@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +34,7 @@ from kvtier.index import Chain, Namespace
 from kvtier.memory import CPU
 from kvtier.scheduler import Scheduler, SchedulerConfig
 from kvtier.storage import MemoryStore
+from support import stop_process
 
 SHAPE = ModelConfig("llama", 3, 32, 48, 8, 4, 8, 199, 512, norm_eps=1e-5, rope=RopeConfig(10000.0))
 DRAFT = replace(SHAPE, num_layers=1, num_heads=3, num_kv_heads=3)
@@ -374,7 +373,7 @@ def test_a_rank_that_hangs_is_an_error_within_the_limit(asked):
     (child,) = children()
     engine.add(asked[0], greedy(50))
     engine.step()
-    os.kill(child.pid, signal.SIGSTOP)
+    stop_process(child.pid)
     with pytest.raises(EngineError, match="go together: close it and start another"):
         finish(engine)
     engine.close()  # by force: it does not listen

@@ -22,7 +22,7 @@ def rows(count, seed=0, scale=3.0, vocab=VOCAB):
 
 def kept_by_hand(logits, params):
     """Token -> probability, one at a time from the likeliest on."""
-    scaled = logits.double().numpy() / params.temperature
+    scaled = logits.double().numpy() / max(params.temperature, 1e-300)
     order = np.argsort(-scaled, kind="stable")
     order = order[: params.top_k or len(order)]
     weights = np.exp(scaled[order] - scaled[order[0]])
@@ -47,6 +47,10 @@ PARAMS = [
     SamplingParams(temperature=1.7, top_k=20, top_p=0.9, min_p=0.02),
     SamplingParams(top_k=1),
     SamplingParams(top_p=1e-9),
+    SamplingParams(top_p=5e-324),  # 1 / p is infinite
+    SamplingParams(top_p=5e-324, top_k=5),
+    SamplingParams(temperature=5e-324),
+    SamplingParams(min_p=5e-324),
 ]
 
 
@@ -106,7 +110,7 @@ def test_native_draws_are_those_of_torch():
         params = [
             SamplingParams(
                 temperature=float(random.choice([1e-3, 0.3, 1.0, 20.0])),
-                top_p=float(random.choice([1e-6, 0.5, 0.95, 0.9999, 1.0])),
+                top_p=float(random.choice([5e-324, 1e-6, 0.5, 0.95, 0.9999, 1.0])),
                 min_p=float(random.choice([0.0, 0.05, 1.0])),
                 seed=seed,
             )
