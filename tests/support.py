@@ -36,6 +36,13 @@ def new_stream() -> Iterator[Stream]:
 def stop_process(pid: int) -> None:
     """SIGSTOP, and wait until every thread stands still: beside others one may go on for a while, and answer."""
     os.kill(pid, signal.SIGSTOP)
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.001)
+    while not all(map(_stands_still, Path(f"/proc/{pid}/task").iterdir())):
+        time.sleep(0.001)
+
+
+def _stands_still(thread: Path) -> bool:
+    try:
+        stat = (thread / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return True
+    return stat.rpartition(")")[2].split()[0] not in "RSD"

@@ -150,7 +150,7 @@ class Tiers:
         if not isinstance(self._controller, CacheController) or not self._controller.is_copying:
             return False
         self.apply()
-        return True
+        return self._controller.is_copying
 
     def apply(self, *, but_for_saves: bool = False) -> None:
         """Tell the manager what is done. Nobody waits for saves: where a GPU computes step after step, they are heard
