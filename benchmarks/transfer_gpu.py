@@ -42,7 +42,7 @@ from kvtier.transfer import CompiledTransfer, Transfer
 from kvtier.transfer.plane import Direction
 
 BURST = 4  # transfers submitted in a row
-MANY = 500  # copies, from which on the fixed cost of a transfer does not count: those of fewer are 8 MiB each
+MANY = 512  # copies; below this the fixed cost of a transfer dominates, since each copy is 8 MiB or more
 
 
 def measure_gpu() -> tuple[list[Row], list[Bar]]:
@@ -94,7 +94,7 @@ def _bars(alone: list[Row], beside: list[Row], both: list[Row], layers: list[Row
             bars.append(at_least(f"{form} beside {name}: worst share", worst(beside, "of limit", **here), 0.94))
             bars.append(at_most(f"{form} beside {name}: most lost", worst(beside, "lost", most=True, **here), most))
     many = [row for row in alone if row["moved"] == "1 GiB" and int(str(row["copies"])) >= MANY]
-    bars.append(at_most(f"host us per copy, bursts of {BURST} x 1 GiB", worst(many, "host us", most=True), 1.2))
+    bars.append(at_most(f"host us per copy, bursts of {BURST} x 1 GiB", worst(many, "host us", most=True), 1.5))
     bars += [at_most(f"layer-wise load, {row['form']}: total over allowed", _float(row["over"]), 1.0) for row in layers]
     return bars
 
