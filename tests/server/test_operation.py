@@ -418,3 +418,28 @@ def test_a_model_that_is_not_there_is_told_in_one_line():
     assert done.returncode == 1
     assert "there is no model at /no/such" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# ---- priority ----
+
+
+def test_priority_between_tenants_keeps_arrival_order(start, tmp_path):
+    config = tmp_path / "tenants.toml"
+    names = ("first", "second", "operator")
+    tables = [f'[[tenants]]\nname = "{name}"\nkey = "{name}-key-key"\n' for name in names]
+    config.write_text("".join(tables) + "admin = true\n")
+    server = start("--max-rows", "1", "--config", str(config))
+    client, answer, _ = stream(server, key="operator-key-key")
+
+    def ask(name, priority):
+        body = {"model": server.model, "prompt": name, "max_tokens": 1, "priority": priority}
+        return server.post(TEXT, body, f"{name}-key-key")
+
+    with ThreadPoolExecutor(2) as threads:
+        for num_waiting, (name, priority) in enumerate((("first", 0), ("second", 1000)), 1):
+            threads.submit(ask, name, priority)
+            server.wait_for(lambda state, n=num_waiting: state["waiting"] == n, key="operator-key-key")
+        answer.close()
+        client.close()
+    state = server.wait_for(drained, key="operator-key-key")
+    assert [record["tenant"] for record in state["recent"]] == ["second", "first", "operator"]

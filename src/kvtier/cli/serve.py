@@ -47,6 +47,9 @@ def add(commands: Commands) -> None:
     add_option("--body-seconds", type=float, default=30.0, help="in which a body must have arrived")
     add_option("--request-seconds", type=float, default=600.0, help="in which an answer must be over")
     add_option("--drain-seconds", type=float, default=30.0, help="for requests to finish after SIGTERM")
+    add_option("--prepare-seconds", type=float, default=5.0, help="to tokenize a long prompt, or to compile a schema")
+    add_option("--prepare-processes", type=int, default=2, help="worker processes that tokenize and compile")
+    add_option("--max-buffered-bytes", type=int, default=64 << 20, help="of all bodies that are being read or prepared")
     add_option("--record", default="", metavar="FILE", help="a log of keys, lengths and times, for kvtier replay")
     add_option("--log-level", default="info", choices=_LEVELS, help="of the log on standard error")
 
@@ -78,6 +81,9 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         waiting=options.max_waiting,
         answers=options.max_answers,
         drain_seconds=options.drain_seconds,
+        prepare_seconds=options.prepare_seconds,
+        prepare_processes=options.prepare_processes,
+        buffered_bytes=options.max_buffered_bytes,
     )
     tenants = _tenants(options.config_file.get("tenants", []), os.environ)
     return ServerConfig(engine_options(options), limits, options.host, options.port, options.name, tenants)

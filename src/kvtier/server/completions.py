@@ -184,8 +184,11 @@ class Completions:
         id = f"{form.kind}-{secrets.token_hex(12)}"
         salt = salt_of(tenant, body.cache_salt)
         names = [id] if len(ask.prompts) == 1 else [f"{id}-{number}" for number in range(len(ask.prompts))]
+        priority = body.priority or 0
+        if tenant is not None:  # or one tenant could delay the others
+            priority = min(priority, tenant.max_priority)
         submits = tuple(
-            Submit(name, tuple(prompt), params, body.priority or 0, salt, body.schema_text)
+            Submit(name, tuple(prompt), params, priority, salt, body.schema_text)
             for name, prompt in zip(names, ask.prompts, strict=True)
         )
         made = form(id, self.model, int(time.time()), self.tokenizer, logprobs=ask.logprobs is not None)

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from kvtier.engine.packaged import DEFAULT_MODEL
 from kvtier.errors import ArgumentError, RangeError
 
+MAX_PRIORITY = 1000
+"""Of a request, and of what a tenant may be allowed; the lowest is its negative."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
@@ -73,6 +76,12 @@ class Limits:
     """n times the number of prompts, of one request."""
     drain_seconds: float = 30.0
     """How long requests may take to finish after SIGTERM."""
+    prepare_seconds: float = 5.0
+    """For a worker process to parse and tokenize one large body, or to compile one JSON schema; 400 after that."""
+    prepare_processes: int = 2
+    """Worker processes for that; each is started when it is first needed."""
+    buffered_bytes: int = 64 << 20
+    """Of request bodies in the front end's memory at a time; more get 503. A tenant may use half of it."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -95,6 +104,8 @@ class Tenant:
     """Of the device tier, under whatever `cache_salt`; whoever needs more evicts its own. 0 for no limit."""
     host_blocks: int = 0
     """The same of the host tier."""
+    max_priority: int = 0
+    """Highest effective `priority` of its requests; higher ones are lowered to it. Every tenant's default is 0."""
 
     def __post_init__(self) -> None:
         if not self.name or "\0" in self.name:
@@ -103,6 +114,11 @@ class Tenant:
             raise ArgumentError(f"the key of tenant {self.name} has {len(self.key)} characters; at least 8 are needed")
         if min(self.max_requests, self.tokens_per_minute, self.device_blocks, self.host_blocks) < 0:
             raise RangeError(f"the quotas of tenant {self.name} must not be negative")
+        if abs(self.max_priority) > MAX_PRIORITY:
+            raise RangeError(
+                f"max_priority of tenant {self.name} must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], "
+                f"got {self.max_priority}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from kvtier.engine.params import Penalties, SamplingParams
+from kvtier.server.config import MAX_PRIORITY
 
 Text = Annotated[str, StringConstraints(max_length=4 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -152,7 +153,7 @@ class Sampling(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     response_format: ResponseFormat | None = None
     # Of OpenAI's own: accepted because clients send them, and without effect here.
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
