@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvtier.errors import StoreError
 from kvtier.storage import DiskStore, Read, Sync
 from storage_support import LABEL, SimulatedDisk, get, key_of, payload_of, write_of
 
@@ -50,14 +53,26 @@ class PowerFailure:
         self._settings = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 1}
         self.folder, self.room = folder, room
         self.disk.before = self._count
-        self.store = DiskStore(folder, room, files=self.disk, sync=sync, **self._settings)
+        self.restart(sync)
 
     def _count(self, _, number: int) -> None:
         if number == self._at:
             self.fail()
 
-    def fail(self) -> None:
-        self.left = self.disk.after_crash(lambda: self._random.random() < 0.5)
+    def restart(self, sync: Sync) -> None:
+        """Open the store on the disk as it is; it is closed or killed before."""
+        self.store = DiskStore(self.folder, self.room, files=self.disk, sync=sync, **self._settings)
+
+    def fail(self, keep: float = 0.5) -> None:
+        """Each unsynced part is kept with this probability."""
+        self.left = self.disk.after_crash(lambda: self._random.random() < keep)
+
+    def kill(self) -> None:
+        """End the store without a sync, as kill -9 does: what it wrote is with the operating system."""
+        self.disk.before = _refuse_sync
+        with contextlib.suppress(StoreError):
+            self.store.close()
+        self.disk.before = self._count
 
     def run(self, call: str, numbers: list[int], nbytes: int) -> None:
         if call == "read":
@@ -106,6 +121,11 @@ class PowerFailure:
             refilled += stored.ok and self.versions.check_read(store, number) == last
         store.close()
         return Checked(found, len(self.durable), lost, refilled, leaked)
+
+
+def _refuse_sync(operation: str, _: int) -> None:
+    if operation == "sync":
+        raise OSError(errno.EIO, "Input/output error")
 
 
 @dataclass(frozen=True)

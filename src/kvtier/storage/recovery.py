@@ -1,6 +1,6 @@
 """Opening a store's folder: one process at a time, nothing newer than we know, nothing deleted that is not ours.
 
-    LOCK                  locked by the process that has the store open
+    LOCK                  locked, as is the folder, by the process that has the store open; holds its process id
     segment-00000012.*    segments (segment.py); one without a table was being made or deleted: its file is deleted
     quarantine/           segments whose tables cannot be read, as they were found: ours to keep, yours to delete
     anything else         is left alone
@@ -11,24 +11,40 @@ and the other is blanked, so that it cannot come back.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
+import functools
 import os
 import stat
+import weakref
 from dataclasses import dataclass, field
 
 from kvtier.errors import FormatError, StoreError, StoreInUseError, VersionError
 from kvtier.storage.files import FILE_MODE, FOLDER_MODE, Files
-from kvtier.storage.record import BLANK, Flags, Record
+from kvtier.storage.record import BLANK, RECORD_BYTES, Flags, Record
 from kvtier.storage.segment import SUPERBLOCK_BYTES, Segment, Shape, segment_number, slots_name, table_name
 
 LOCK = "LOCK"
 QUARANTINE = "quarantine"
+_NO_FOLDER_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of filesystems, such as NFS, that can lock files and not folders."""
 
 
 class FolderLock:
-    """The lock of a store's folder, held until `release`, or the end of the process."""
+    """The lock of a store's folder, held until `release` or the end of the process.
+
+    The folder itself is locked, so that deleting the file LOCK admits no second owner. LOCK is locked, too: it holds
+    the owner's process id, and earlier versions lock nothing else. Both locks are flock(2), which also excludes two
+    stores of one process; POSIX locks do not, and any `close` of the file would drop them. A forked child shares flock
+    locks, so a fork hook closes its copies, and `release` unlocks before it closes: a child never keeps the folder of
+    its parent. Python cannot unregister a fork hook; it holds a weak reference.
+    """
 
     def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._descriptors: list[int] = []
+        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
         try:
             os.makedirs(folder, FOLDER_MODE, exist_ok=True)
             mode = os.stat(folder).st_mode
@@ -37,26 +53,70 @@ class FolderLock:
                     f"{folder!r} can be written by others (mode {stat.S_IMODE(mode):o}), who could plant blocks in it: "
                     f"chmod 700 it, or name a folder of your own"
                 )
-            self._descriptor = os.open(
-                os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
-            )
+            self._lock_folder()
+            self._lock_file()
         except OSError as error:
+            self.release()
             raise StoreError(f"cannot open a store in {folder!r}: {error}") from error
+        except StoreError:
+            self.release()
+            raise
+
+    def _lock_folder(self) -> None:
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._descriptors.append(descriptor)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise self._in_use() from error
         except OSError as error:
-            owner = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._descriptor)
-            raise StoreInUseError(
-                f"{folder!r} is in use by process {owner}: a store has one owner; "
-                f"close it there, or give this one a folder of its own"
-            ) from error
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+            if error.errno not in _NO_FOLDER_LOCKS:
+                raise
+
+    def _lock_file(self) -> None:
+        path = os.path.join(self._folder, LOCK)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        self._descriptors.append(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise self._in_use() from error
+        if not os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False)):
+            raise StoreInUseError(f"{path!r} was replaced while it was being locked: open the store again")
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def _in_use(self) -> StoreInUseError:
+        try:
+            descriptor = os.open(os.path.join(self._folder, LOCK), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # deleted under its owner
+            owner = ""
+        else:
+            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+        return StoreInUseError(
+            f"{self._folder!r} is in use by process {owner or 'unknown'}: a store has one owner; "
+            f"close it there, or give this one a folder of its own"
+        )
 
     def release(self) -> None:
-        """Let others have the folder."""
-        os.close(self._descriptor)
+        """Let others have the folder. Twice is fine."""
+        while self._descriptors:
+            descriptor = self._descriptors.pop()
+            with contextlib.suppress(OSError):  # filesystems without such locks
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def forget(self) -> None:
+        """Close the descriptors and leave the locks to the process that took them."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+def _forget(reference: weakref.ref[FolderLock]) -> None:
+    lock = reference()
+    if lock is not None:
+        lock.forget()
 
 
 @dataclass(slots=True)
@@ -75,16 +135,21 @@ class Recovered:
     """The highest number any segment has, unreadable ones included."""
 
 
-def recover(files: Files, folder: str, *, direct: bool) -> Recovered:
-    """Open all segments of a folder. A VersionError, before anything is changed, if one is from a newer kvtier."""
+def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recovered:
+    """Open all segments of a folder that `max_bytes` has room for one by one; larger ones are deleted.
+
+    A VersionError, before anything is changed, if one is from a newer kvtier.
+    """
     found = Recovered()
     quarantine = os.path.join(folder, QUARANTINE)
+    if os.path.islink(quarantine):
+        raise StoreError(f"{quarantine!r} is a symbolic link, and damaged segments would leave the folder: remove it")
     if os.path.isdir(quarantine):
         found.quarantine_bytes = sum(files.list(quarantine).values())
     names = files.list(folder)
     numbers = {n for n in map(segment_number, names) if n is not None}
     found.last_number = max(numbers, default=0)
-    shapes = {n: _read_shape(files, folder, n) for n in sorted(numbers) if table_name(n) in names}
+    shapes = {n: _read_shape(files, folder, n, names) for n in sorted(numbers) if table_name(n) in names}
     try:
         for number, shape in shapes.items():
             if shape is None:
@@ -93,6 +158,10 @@ def recover(files: Files, folder: str, *, direct: bool) -> Recovered:
                 continue
             if slots_name(number) not in names:  # being deleted, and the disk forgot the slots first
                 files.unlink(os.path.join(folder, table_name(number)))
+                continue
+            if shape.file_bytes > max_bytes:
+                for path in (table_name(number), slots_name(number)):
+                    files.unlink(os.path.join(folder, path))
                 continue
             segment = found.segments[number] = Segment(files, folder, shape, direct=direct)
             records, num_bad = segment.read_table(names[slots_name(number)])
@@ -111,7 +180,8 @@ def recover(files: Files, folder: str, *, direct: bool) -> Recovered:
     return found
 
 
-def _read_shape(files: Files, folder: str, number: int) -> Shape | None:
+def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> Shape | None:
+    """What the superblock says; None if it cannot be true. One of the two files may have been cut short, not both."""
     data = bytearray(SUPERBLOCK_BYTES)
     descriptor = files.open(os.path.join(folder, table_name(number)))
     try:
@@ -124,7 +194,9 @@ def _read_shape(files: Files, folder: str, number: int) -> Shape | None:
         raise VersionError(f"{folder!r}: {error}; upgrade kvtier, or give it another folder") from error
     except FormatError:
         return None
-    return shape if shape.number == number else None
+    table_slots = (names[table_name(number)] - SUPERBLOCK_BYTES) // RECORD_BYTES
+    is_possible = shape.num_slots <= max(table_slots, names.get(slots_name(number), 0) // shape.slot_bytes)
+    return shape if shape.number == number and is_possible else None
 
 
 def _set_aside(files: Files, folder: str, number: int, names: dict[str, int]) -> int:

@@ -42,6 +42,8 @@ from kvtier.storage.workers import ALIGNMENT
 MAGIC = b"\x89KVSEG\r\n"
 VERSION = 1
 SUPERBLOCK_BYTES = 4096
+MAX_SLOTS = 1 << 24
+"""Of a segment: 64 GiB of the smallest slots. More in a superblock would only cost memory when the store is opened."""
 _FIELDS = struct.Struct("<8sHHIQQ4060x")
 _CRC = struct.Struct("<I")
 _NAME = re.compile(r"segment-(\d{8})\.(?:kv|table)(?:\.new)?")
@@ -95,7 +97,7 @@ class Shape:
     def fitting(cls, number: int, slot_bytes: int, segment_bytes: int) -> Shape:
         """The segment with as many slots as fit into so many bytes, but at least one."""
         room = segment_bytes - SUPERBLOCK_BYTES - ALIGNMENT
-        return cls(number, slot_bytes, max(1, room // (slot_bytes + RECORD_BYTES)))
+        return cls(number, slot_bytes, min(MAX_SLOTS, max(1, room // (slot_bytes + RECORD_BYTES))))
 
     def pack(self) -> bytes:
         """The superblock."""
@@ -114,7 +116,8 @@ class Shape:
             raise ChecksumError("the superblock is damaged: its CRC differs")
         if version > VERSION:
             raise VersionError(f"segment {number} has format version {version}, this kvtier reads up to {VERSION}")
-        if version < 1 or record_bytes != RECORD_BYTES or not slot_bytes or slot_bytes % ALIGNMENT or not num_slots:
+        is_sized = 0 < num_slots <= MAX_SLOTS and slot_bytes and not slot_bytes % ALIGNMENT
+        if version < 1 or record_bytes != RECORD_BYTES or not is_sized:
             raise FormatError(f"segment {number} contradicts itself: {num_slots} slots of {slot_bytes} bytes")
         return cls(number, slot_bytes, num_slots)
 

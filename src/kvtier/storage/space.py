@@ -18,6 +18,8 @@ from kvtier.storage.segment import Segment, Shape, round_up
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a disk that is well, but full."""
+_MAX_NAMES = 100
+"""Numbers that one write tries for a new segment; the next write goes on behind them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Space:
             raise
 
     def _recover(self, sync: bool) -> None:
-        found = recover(self._files, self._folder, direct=self._direct)
+        found = recover(self._files, self._folder, self._limits.max_bytes, direct=self._direct)
         self._segments = found.segments
         self._quarantine_bytes, self.num_quarantined = found.quarantine_bytes, found.num_bad
         self._last_number = found.last_number
@@ -321,17 +323,27 @@ class Space:
             return False
         if self._files.free_bytes(self._folder) - shape.file_bytes < limits.min_free_bytes:
             return False
-        self._last_number += 1
         try:
-            segment = Segment.create(self._files, self._folder, shape, direct=self._direct)
+            segment = self._create(shape)
         except OSError as error:
             if error.errno in FULL:
                 return False
             raise
         with self._lock:
-            self._segments[shape.number] = segment
-            self._catalog.add_segment(shape)
+            self._segments[segment.shape.number] = segment
+            self._catalog.add_segment(segment.shape)
         return True
+
+    def _create(self, shape: Shape) -> Segment:
+        """Make a segment of this shape under the next number whose names are free: links and folders may have them."""
+        while True:
+            self._last_number += 1
+            try:
+                numbered = replace(shape, number=self._last_number)
+                return Segment.create(self._files, self._folder, numbered, direct=self._direct)
+            except (FileExistsError, IsADirectoryError):
+                if self._last_number - shape.number >= _MAX_NAMES:
+                    raise
 
     def _drop(self, number: int) -> None:
         with self._lock:

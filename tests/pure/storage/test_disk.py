@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import resource
@@ -406,6 +407,178 @@ except StoreInUseError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert f"process {os.getpid()}" in done.stdout, done.stderr
     assert get(store, 1)[0].ok
+
+
+_FORK = """
+import os, sys, warnings
+from kvtier.storage import DiskStore
+warnings.simplefilter("ignore")
+store = DiskStore(sys.argv[1], 1 << 20, min_free_bytes=0)
+ready, told = os.pipe()
+if not os.fork():
+    if sys.argv[2] == "child-closes":
+        store.close()
+    os.write(told, b"1")
+    sys.stdin.read()
+    os._exit(0)
+os.read(ready, 1)
+if sys.argv[2] == "parent-closes":
+    store.close()
+if sys.argv[2] != "parent-ends":
+    print("ready", flush=True)
+    sys.stdin.read()
+    store.close()
+else:
+    print("ready", flush=True)
+    os._exit(0)
+"""
+
+
+def forked(folder, how: str) -> subprocess.Popen[str]:
+    """A process that has a store open, and a child of it that is still there."""
+    command = [sys.executable, "-c", _FORK, str(folder), how]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("how", ["parent-closes", "parent-ends"])
+def test_folder_lock_with_live_forked_child_is_free(tmp_path, how):
+    with forked(tmp_path / "store", how) as process:
+        if how == "parent-ends":
+            process.wait()
+        DiskStore(tmp_path / "store", ROOM, **SMALL).close()
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("how", ["nothing", "child-closes"])
+def test_folder_lock_of_forking_owner_stays_held(tmp_path, how):
+    with forked(tmp_path / "store", how) as process:
+        with pytest.raises(StoreInUseError, match=f"process {process.pid}"):
+            DiskStore(tmp_path / "store", ROOM)
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["deleted", "replaced"])
+def test_folder_lock_without_lock_file_refuses_second_owner(opened, tmp_path, is_replaced):
+    store = opened()
+    put(store, 1)
+    lock = tmp_path / "store" / "LOCK"
+    lock.unlink()
+    if is_replaced:
+        lock.write_text("")
+    with pytest.raises(StoreInUseError, match="in use by process unknown"):
+        DiskStore(tmp_path / "store", ROOM)
+    assert put(store, *range(2, 20)).ok
+    assert all(get(store, number)[1] == payload_of(number) for number in range(1, 20))
+    store = opened()
+    assert has(store, *range(1, 20)) == [True] * 19
+    assert lock.read_text() == f"{os.getpid()}\n"
+
+
+def test_folder_lock_held_by_earlier_version_is_refused(opened, tmp_path):
+    """Earlier versions lock the file only."""
+    opened().close()
+    with open(tmp_path / "store" / "LOCK", "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
+            DiskStore(tmp_path / "store", ROOM)
+
+
+def test_folder_lock_where_folders_have_no_locks_uses_file(tmp_path, monkeypatch):
+    """As on NFS, which refuses to lock a descriptor that cannot be written."""
+    flock = fcntl.flock
+
+    def refuse_folders(descriptor, operation):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse_folders)
+    store = DiskStore(tmp_path / "store", ROOM, **SMALL)
+    with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
+        DiskStore(tmp_path / "store", ROOM)
+    store.close()
+    DiskStore(tmp_path / "store", ROOM, **SMALL).close()
+
+
+# --- planted names
+
+
+@pytest.mark.parametrize("name", ["segment-00000001.kv", "segment-00000001.table", "segment-00000001.table.new"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "folder"])
+def test_segment_name_taken_by_other_kind_uses_next_number(opened, tmp_path, name, kind):
+    folder, victim = tmp_path / "store", tmp_path / "victim"
+    opened().close()
+    victim.write_text("precious")
+    if kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to(victim if kind == "link" else tmp_path / "nothing")
+    store = opened()
+    assert put(store, *range(30)).ok
+    assert all(get(store, number)[1] == payload_of(number) for number in range(30))
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "nothing").exists()
+    store = opened()
+    assert has(store, *range(30)) == [True] * 30
+
+
+def test_segment_names_taken_without_end_fail_and_reads_go_on(opened, tmp_path):
+    store = opened()
+    put(store, 1)
+    for number in range(2, 200):
+        (tmp_path / "store" / f"segment-{number:08}.kv").symlink_to(tmp_path / "nothing")
+    assert not put(store, *range(2, 60)).ok
+    assert get(store, 1)[1] == payload_of(1)
+
+
+def test_quarantine_that_is_a_link_is_refused(opened, tmp_path):
+    opened().close()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "store" / "quarantine").symlink_to(tmp_path / "outside")
+    (tmp_path / "store" / "segment-00000003.table").write_bytes(b"junk")
+    with pytest.raises(StoreError, match="symbolic link"):
+        opened()
+    assert not list((tmp_path / "outside").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "table_bytes", "slots_bytes"),
+    [(2**31, 4096, 0), (2**31, 2**31 * 256 + 4096, 2**43), (2**24, 4096, 2**23), (2**24, 8192, 4096)],
+    ids=["empty", "sparse", "half", "short"],
+)
+def test_superblock_with_impossible_slots_is_quarantined(opened, tmp_path, num_slots, table_bytes, slots_bytes):
+    store = opened()
+    put(store, 1)
+    store.close()
+    table, slots = (tmp_path / "store" / f"segment-00000009.{kind}" for kind in ("table", "kv"))
+    table.write_bytes(Shape(9, 4096, num_slots).pack())
+    slots.touch()
+    os.truncate(table, table_bytes)
+    os.truncate(slots, slots_bytes)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    store = opened(2**60)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    assert get(store, 1)[1] == payload_of(1)
+    assert store.stats.num_quarantined == 1
+    assert (tmp_path / "store" / "quarantine" / table.name).stat().st_size == table_bytes
+
+
+def test_segment_larger_than_the_limit_is_deleted_unread(opened, tmp_path):
+    store = opened()
+    put(store, 1)
+    store.close()
+    table, slots = (tmp_path / "store" / f"segment-00000009.{kind}" for kind in ("table", "kv"))
+    shape = Shape(9, 4096, 2**20)
+    table.write_bytes(shape.pack())
+    slots.touch()
+    os.truncate(table, shape.table_bytes)
+    os.truncate(slots, shape.slots_bytes)
+    store = opened()
+    assert get(store, 1)[1] == payload_of(1)
+    assert not table.exists()
+    assert not slots.exists()
 
 
 # --- direct I/O

@@ -163,3 +163,20 @@ def test_a_store_that_was_closed_in_order_loses_nothing_in_a_power_failure():
         store = run.reopen()
         assert [run.versions.check_read(store, n) for n in range(12)] == [None if n == 3 else 0 for n in range(12)]
         store.close()
+
+
+def test_store_opened_synced_after_kill_makes_old_objects_durable():
+    """A killed process left its objects to the page cache. Under Sync.WRITE they are reported as stored for good."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = PowerFailure(folder, 1 << 20, Sync.CLOSE, at=0, seed=1)
+        run.run("write", [*range(12)], 5000)
+        run.kill()
+        run.restart(Sync.WRITE)
+        again = run.store.write([write_of(number, 5000) for number in range(12)])
+        assert again.ok
+        assert again.is_durable
+        run.fail(keep=0.0)
+        run.store.close()
+        store = run.reopen()
+        assert [run.versions.check_read(store, number) for number in range(12)] == [0] * 12
+        store.close()
