@@ -10,12 +10,15 @@ PORT ?= 8000
 DISK ?= .kvtier
 # Processes that share the tests, file by file.
 JOBS ?= 2
+# Mutants per group that `make mutate` runs (0: all), and the groups of tests/mutants.toml (empty: all).
+SAMPLE ?= 40
+GROUP ?=
 # Where benchmarks keep their rows.
 RESULTS ?= benchmarks/results
 BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: venv demo serve test soak check docs bench gpu clean
+.PHONY: venv demo serve test soak mutate check docs bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -40,6 +43,9 @@ serve: $(STAMP)  ## serve a model over HTTP: PORT, MODEL, ARGS
 soak: $(STAMP)  ## the state machines for longer: KVTIER_SOAK times as many examples; of the tiers a million steps
 	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest tests/pure tests/stores tests/cpu/test_pipeline.py tests/cpu/engine -k "achine or soak or Pipeline or test_engine or whatever_goes_wrong"
 	KVTIER_SOAK=$${KVTIER_SOAK:-200} $(BIN)/python -m pytest tests/cpu/cache/test_tiers_machine.py
+
+mutate: $(STAMP)  ## change the code in small ways and count which changes the tests miss: GROUP, SAMPLE, JOBS
+	PYTHONPATH=. nice $(BIN)/python -m benchmarks.mutate --group "$(GROUP)" --sample $(SAMPLE) --jobs $(JOBS) --results $(RESULTS)
 
 test: $(STAMP)  ## all tests this machine can run, with the servers it can install
 	.ci/servers
