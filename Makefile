@@ -77,6 +77,7 @@ bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=.:tests $(BIN)/python -m benchmarks.answers --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.serve --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.load --results $(RESULTS)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.hostile --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.restart --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.index --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
 	PYTHONPATH=. $(BIN)/python -m benchmarks.manager --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
