@@ -50,8 +50,23 @@ def add(commands: Commands) -> None:
     add_option("--prepare-seconds", type=float, default=5.0, help="to tokenize a long prompt, or to compile a schema")
     add_option("--prepare-processes", type=int, default=2, help="worker processes that tokenize and compile")
     add_option("--max-buffered-bytes", type=int, default=64 << 20, help="of all bodies that are being read or prepared")
+    _add_connection_options(command)
     add_option("--record", default="", metavar="FILE", help="a log of keys, lengths and times, for kvtier replay")
     add_option("--log-level", default="info", choices=_LEVELS, help="of the log on standard error")
+
+
+def _add_connection_options(command: argparse.ArgumentParser) -> None:
+    add_option = command.add_argument
+    add_option("--max-connections", type=int, default=1024, help="open connections; fewer if ulimit -n is low")
+    add_option("--max-connections-per-address", type=int, default=512, help="open connections from one address")
+    add_option("--max-url-bytes", type=int, default=8 << 10, help="length of a URL; longer ones get 414")
+    add_option("--max-header-bytes", type=int, default=64 << 10, help="size of all headers; larger ones get 431")
+    add_option("--header-seconds", type=float, default=10.0, help="time to receive the headers of a request")
+    add_option("--idle-seconds", type=float, default=15.0, help="time between two requests of a connection")
+    add_option("--send-seconds", type=float, default=60.0, help="time for which a client may read nothing")
+    add_option("--engine-reply-seconds", type=float, default=10.0, help="time for the engine process to reply")
+    add_option("--engine-step-seconds", type=float, default=120.0, help="longest step of the engine")
+    add_option("--control-seconds", type=float, default=120.0, help="longest call of the control API")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,6 +99,16 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         prepare_seconds=options.prepare_seconds,
         prepare_processes=options.prepare_processes,
         buffered_bytes=options.max_buffered_bytes,
+        connections=options.max_connections,
+        connections_per_address=options.max_connections_per_address,
+        url_bytes=options.max_url_bytes,
+        header_bytes=options.max_header_bytes,
+        header_seconds=options.header_seconds,
+        idle_seconds=options.idle_seconds,
+        send_seconds=options.send_seconds,
+        engine_reply_seconds=options.engine_reply_seconds,
+        engine_step_seconds=options.engine_step_seconds,
+        control_seconds=options.control_seconds,
     )
     tenants = _tenants(options.config_file.get("tenants", []), os.environ)
     return ServerConfig(engine_options(options), limits, options.host, options.port, options.name, tenants)

@@ -54,12 +54,19 @@ class Activity:
             "kvtier_delivery_seconds", "From the engine's step to the event for a client, in the front end."
         ).of()
         self._rows = new.gauge("kvtier_answers", "Answers in the engine, by state.", ("state",))
+        self._closed = new.counter(
+            "kvtier_connections_closed_total", "Connections closed by the server, by reason.", ("reason",)
+        )
         self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=_WINDOW_MOST)
 
     def http(self, route: str, status: int) -> None:
         """An HTTP answer was given."""
         self._answers.of(route, str(status)).add()
+
+    def connection_closed(self, reason: str) -> None:
+        """Count a connection that the server closed: evicted, no_place, slow_headers, idle or stalled."""
+        self._closed.of(reason).add()
 
     def delivered(self, seconds: float) -> None:
         """What a step gave is on its way to a client."""

@@ -63,8 +63,24 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client can cost the others."""
+    """Bounds on what one client can cost the others."""
 
+    connections: int = 1024
+    """Open connections; fewer where RLIMIT_NOFILE is low."""
+    connections_per_address: int = 512
+    """Open connections from one IPv4 address or IPv6 /64; at most three quarters of `connections`."""
+    url_bytes: int = 8 << 10
+    header_bytes: int = 64 << 10
+    """Names and values of all headers of a request."""
+    headers: int = 100
+    """Number of headers of a request."""
+    header_seconds: float = 10.0
+    """Time from the first byte of a request to the end of its headers."""
+    idle_seconds: float = 15.0
+    """Time between requests of a connection. httpx and OpenAI's client drop idle connections after 5 s: they close
+    first, and never send a request into a connection that the server closes."""
+    send_seconds: float = 60.0
+    """Time for which a client may leave a full send buffer unread; nginx's send_timeout has the same default."""
     body_bytes: int = 4 << 20
     body_seconds: float = 30.0
     """In which a body must have arrived."""
@@ -82,6 +98,14 @@ class Limits:
     """Worker processes for that; each is started when it is first needed."""
     buffered_bytes: int = 64 << 20
     """Of request bodies in the front end's memory at a time; more get 503. A tenant may use half of it."""
+    engine_reply_seconds: float = 10.0
+    """Time in which the engine process acknowledges a message. Its command thread computes nothing and replies in
+    milliseconds; 10 s allow for a machine that swaps."""
+    engine_step_seconds: float = 120.0
+    """Time in which the engine's thread gets to its next command. The longest step is a prefill of `max_step_tokens`:
+    512 tokens of an 8B model take about 80 s at 100 GFLOP/s, which two CPU cores reach."""
+    control_seconds: float = 120.0
+    """Time for a control call; saving and clearing stores take the longest."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

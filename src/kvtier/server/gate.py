@@ -71,15 +71,22 @@ class Gate:
     def _admit(self, scope: Scope, headers: dict[str, str]) -> None:
         if self._local_only:
             _refuse_lured(headers)
-        path = scope["path"]
-        scope.setdefault("state", {}).update(tenant=None, began=time.monotonic())
+        path, state = scope["path"], scope.setdefault("state", {})
+        state.update(tenant=None, began=time.monotonic())
+        if state.get("health_only") and path != "/health":
+            raise ApiError(
+                503,
+                "every connection of this server, or of your address, is in use",
+                code="too_many_connections",
+                retry_after=5,
+            )
         if path in _OPEN:
             return
         key, peer = headers.get("authorization"), (scope.get("client") or (None,))[0]
         if any(path == each or path.startswith(f"{each}/") for each in _ADMIN):
             self._keys.admit_admin(key, peer)
         else:
-            scope["state"]["tenant"] = self._keys.tenant(key)
+            state["tenant"] = self._keys.tenant(key)
 
 
 class _Body:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -19,7 +21,9 @@ from kvtier.server.admission import Admission
 from kvtier.server.app import make_app
 from kvtier.server.auth import salt_of
 from kvtier.server.config import ServerConfig, Tenant
+from kvtier.server.connections import make_table
 from kvtier.server.engine_client import EngineClient
+from kvtier.server.http_connection import HttpConnection
 
 _log = logging.getLogger("kvtier.server")
 _CLOSE_SECONDS = 60.0  # for the engine to save what is cached
@@ -53,18 +57,21 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
         await engine.close(0.0)
         raise
     admission = Admission(started.max_rows, config.limits.waiting)
-    app = make_app(config, engine, started, tokenizer, admission, Activity())
+    activity = Activity()
+    app = make_app(config, engine, started, tokenizer, admission, activity)
+    protocol = functools.partial(HttpConnection, config.limits, make_table(config.limits), activity)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     server = _Uvicorn(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=cast(Any, protocol),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=cast(int, config.limits.idle_seconds),
             timeout_graceful_shutdown=round(config.limits.drain_seconds),
         ),
         lambda: ready(address),
