@@ -18,6 +18,7 @@ from kvtier.batch import Pipeline, Timeline
 from kvtier.batch.executor import InlineExecutor
 from kvtier.batch.ticket import Status, Ticket
 from kvtier.cache.config import CacheConfig
+from kvtier.cache.hold import Hold
 from kvtier.cache.manager import CacheManager
 from kvtier.engine.caches import StoreOrUrls, open_caches
 from kvtier.engine.generation import Generation
@@ -183,7 +184,7 @@ class Engine:
             live = [self._live[row.request.id] for row in step.rows]
             for row, (generation, _) in zip(step.rows, live, strict=True):
                 if not generation.miss and row.request.hold is not None:
-                    generation.miss = str(self.manager.explain(row.request.hold))
+                    self._explain_miss(generation, row.request.hold)
             self._inputs.plan(step, self.tiers.layer_waits(step.loads))
             tickets = [ticket for _, ticket in live]
             pairs = zip(step.rows, tickets, strict=True)
@@ -210,7 +211,7 @@ class Engine:
         for key in mine:
             generation, ticket = self._live.pop(key)
             self.scheduler.cancel(generation.request, self._clock())
-            generation.end(FinishReason.ABORT)
+            generation.finish_reason = FinishReason.ABORT
             self._remember(generation)
             ticket.cancel()
         return bool(mine)
@@ -275,36 +276,53 @@ class Engine:
         self._live[generation.request.id] = (generation, self._pipeline.add(generation))
         self.scheduler.add(generation.request, self._clock())
 
+    def _explain_miss(self, generation: Generation, hold: Hold) -> None:
+        try:
+            generation.miss = str(self.manager.explain(hold))
+        except Exception as error:  # of this row
+            generation.sampler.fail(error)
+
     def _finish(self, step: Step) -> list[Output]:
-        """Give every answer its tokens, tell the scheduler, and let go of those that are done."""
+        """Give every answer its tokens, update the scheduler, and release requests that are over."""
         outputs, results, now = [], [], self._clock()
         for row in step.rows:
             generation = self._live[row.request.id][0]
-            if generation.sampler.error:  # its own, so it ends alone; a result of what is cancelled is ignored
-                self.scheduler.cancel(row.request, now)
-                outputs += self._end(generation, FinishReason.ERROR, generation.sampler.error)
-                generation.siblings = []
-                results.append(RowResult())
-                continue
-            samples = self._choose.samples[row.request.id]
-            if not samples:
-                results.append(RowResult((), generation.finish_reason is not None))
-                continue
-            output = generation.take(samples)
-            if generation.first_token_at is None:
+            samples = self._choose.samples.get(row.request.id)
+            tokens: tuple[int, ...] = ()
+            try:
+                if samples and not generation.sampler.error:
+                    output = generation.take(samples)
+                    outputs.append(output)
+                    tokens = output.token_ids
+            except Exception as error:  # of its tokenizer or its stop texts
+                generation.sampler.fail(error)
+            if generation.sampler.error:
+                outputs += self._fail_row(generation, now)
+            elif tokens and generation.first_token_at is None:
                 generation.first_token_at = now
-            outputs.append(output)
-            results.append(RowResult(output.token_ids, output.finish_reason is not None))
+            results.append(RowResult(tokens, generation.finish_reason is not None))
         self.scheduler.update(step, results, now)
         for row in step.rows:
             self._settle(row.request)
         if self.proposer is not None:
-            self._propose()
+            self._propose(self.proposer)
+        return outputs
+
+    def _fail_row(self, generation: Generation, now: float) -> list[Output]:
+        """End one request of a step with its own error, and the siblings that wait for its prompt."""
+        _, ticket = self._live.pop(generation.request.id)
+        self.scheduler.cancel(generation.request, now)  # update() ignores the row's result
+        ticket.cancel()
+        outputs = self._end(generation, FinishReason.ERROR, generation.sampler.error)
+        generation.siblings = []
         return outputs
 
     def _settle(self, request: Request) -> None:
-        """After a step: start answers that waited for the prompt, and let go of what is over."""
-        generation, ticket = self._live[request.id]
+        """After a step: start siblings that waited for the prompt, and release a request that is over."""
+        found = self._live.get(request.id)
+        if found is None:  # it failed
+            return
+        generation, ticket = found
         if request.num_new_tokens and generation.siblings:
             for sibling in generation.siblings:
                 self._start(sibling)
@@ -314,23 +332,34 @@ class Engine:
             self._remember(generation)
             ticket.finish()
 
-    def _propose(self) -> None:
-        """Guess ahead for the requests that generate. Whoever fails to guess costs guesses, not answers."""
-        assert self.proposer is not None
-        # whose blocks are on their way again has no table to guess with yet
+    def _propose(self, proposer: Proposer) -> None:
+        """Draft tokens for the requests that generate. A proposer that fails costs drafts, never an answer."""
+        # a request whose blocks are being loaded again has no complete block table
         running = [request for request in self.scheduler.running if request.is_generating]
         ready = [request for request in running if request.hold is not None and not request.hold.is_loading]
         if not ready:
             return
         try:
-            guesses = self.proposer.propose(ready, self.groups[1:])
+            drafts = proposer.propose(ready, self.groups[1:])
+            if len(drafts) != len(ready):
+                raise ArgumentError(f"{len(drafts)} drafts for {len(ready)} requests: one each")
         except Exception as error:
             warnings.warn(f"the proposer failed: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
             return
-        for request, guess in zip(ready, guesses, strict=True):
-            room = request.max_new_tokens - request.num_new_tokens - 1
-            room = min(room, self.scheduler.config.max_context - request.chain.num_tokens - 1)
-            request.draft = guess[: max(0, room)]
+        for request, draft in zip(ready, drafts, strict=True):
+            try:
+                request.draft = self._checked(request, draft)
+            except Exception as error:  # of this row
+                warnings.warn(f"{request!r}: no draft: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
+
+    def _checked(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
+        """Return the draft tokens that fit. Raises for tokens outside the vocabulary: they would fail the forward."""
+        room = request.max_new_tokens - request.num_new_tokens - 1
+        room = min(room, self.scheduler.config.max_context - request.chain.num_tokens - 1)
+        tokens, vocab = tuple(draft[: max(0, room)]), self.model.config.vocab_size
+        if not all(isinstance(token, int) and 0 <= token < vocab for token in tokens):
+            raise RangeError(f"draft tokens must be whole numbers in [0, {vocab}), got {tokens}")
+        return tokens
 
     def _refused(self, request: Request) -> list[Output]:
         generation, ticket = self._live.pop(request.id)
@@ -344,7 +373,8 @@ class Engine:
         for request in self.scheduler.fail(step, self._clock()):
             generation, ticket = self._live.pop(request.id)
             ticket.fail(error)
-            outputs += self._end(generation, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            why = generation.sampler.error or f"{type(error).__name__}: {error}"
+            outputs += self._end(generation, FinishReason.ERROR, why)
         return outputs
 
     def _end(self, generation: Generation, reason: FinishReason, error: str) -> list[Output]:

@@ -54,9 +54,14 @@ class Generation:
         return self.output(text, samples[:taken])
 
     def end(self, reason: FinishReason, error: str = "") -> Output:
-        """It ends without another token."""
+        """End the answer without another token."""
         self.finish_reason = reason
-        return self.output(self._rest(stopped=False), [], error)
+        try:
+            text = self._rest(stopped=False)
+        except Exception as failure:  # of the tokenizer: the answer ends all the same
+            self.sampler.fail(failure)
+            self.finish_reason, text, error = FinishReason.ERROR, "", error or self.sampler.error
+        return self.output(text, [], error)
 
     def output(self, text: str, samples: list[Sample], error: str = "") -> Output:
         """What to tell about this step."""

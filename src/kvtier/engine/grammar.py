@@ -42,14 +42,18 @@ class JsonConstraint:
         self._matcher = matcher
 
     def forbid(self, logits: torch.Tensor) -> None:
-        """Make tokens impossible that do not fit what was written."""
+        """Mask the tokens that cannot follow. Raises ConstraintError if none can, or if the grammar is too complex."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            why = self._matcher.stop_reason()  # a name; the error's text may quote the schema
-            raise ConstraintError(f"the schema cannot be followed any further ({why}); a simpler one may be")
         allowed = np.unpackbits(bits, bitorder="little", count=len(logits))
+        if self._matcher.is_error() or not allowed.any():
+            raise self._error()
         logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
 
     def accept(self, token_id: int) -> None:
-        """This one was taken."""
-        self._matcher.consume_token(token_id)
+        """Advance the grammar by a token. Raises ConstraintError if it cannot follow."""
+        if not self._matcher.consume_token(token_id):
+            raise self._error()
+
+    def _error(self) -> ConstraintError:
+        why = self._matcher.stop_reason()  # a name; the error's text may quote the schema
+        return ConstraintError(f"the schema cannot be followed any further ({why}); use a simpler one")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from kvtier.batch import BATCH, BatchData, Environment, Key, Module
+from kvtier.batch import BATCH, Environment, Key, Module
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.generation import Generation
 from kvtier.engine.graph import DecodeGraphs
@@ -86,7 +86,9 @@ class Inputs(Module):
     def __init__(self, groups: Sequence[CacheGroup], copies: MappedCopies | None = None) -> None:
         self._groups = groups
         self._copies = copies
-        self._rows: Mapping[str, Row] = {}
+        self._planned: Mapping[str, Row] = {}
+        self.rows: list[tuple[Row, Generation]] = []
+        """Rows of the current batch in its order, without those whose inputs could not be built."""
         self._step: Step | None = None
         self._ready: dict[int, ForwardBatch] = {}
         self._sequences: list[SequenceInput] = []
@@ -96,13 +98,23 @@ class Inputs(Module):
     def plan(self, step: Step, waits: StepWaits | None = None) -> None:
         """The step that the next batch runs."""
         self._step = step
-        self._rows = {row.request.id: row for row in step.rows}
+        self._planned = {row.request.id: row for row in step.rows}
         self.waits = waits
 
     def setup(self, env: Environment) -> None:
-        """Build the batch on the host and send it."""
+        """Build the batch on the host and send it. A row whose inputs raise fails alone and is left out."""
         batch = env.at(BATCH)
-        inputs = self._sequences = [_input(row) for row in self.rows(batch)]
+        self.rows, inputs = [], []
+        for ticket in batch.requests:
+            generation: Generation = ticket.request
+            row = self._planned[generation.request.id]
+            try:
+                inputs.append(_input(row))
+            except Exception as error:
+                generation.sampler.fail(error)
+            else:
+                self.rows.append((row, generation))
+        self._sequences = inputs
         group = self._groups[0]
         send = self._copies.to_device if self._copies is not None else None
         device = group.model.weights.device
@@ -122,10 +134,6 @@ class Inputs(Module):
         assert step is not None, "a step is planned before it is computed"
         sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
         return RankStep(tuple(self._sequences), (sources, targets), step.loads)
-
-    def rows(self, batch: BatchData) -> list[Row]:
-        """The scheduler's rows in the batch's order."""
-        return [self._rows[ticket.request.request.id] for ticket in batch.requests]
 
 
 class Compute(Module):
@@ -164,10 +172,10 @@ class Compute(Module):
 
 
 class Choose(Module):
-    """Samples the next tokens, and checks drafted ones.
+    """Samples the next tokens and verifies draft tokens.
 
-    A drafted token is kept if it is what the request would have drawn there: so a request's answer does not depend on
-    who drafts, nor on whether anybody does.
+    A draft token is kept if it equals the token the request samples at its position, so drafts never change an answer.
+    A row that fails gets no more samples; its sampler's `error` says why.
     """
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
@@ -180,31 +188,34 @@ class Choose(Module):
 
     @torch.inference_mode()
     def forward(self, env: Environment) -> None:
-        """Choose for every row that wants a token."""
-        batch, logits = env.at(BATCH), env.at(LOGITS)
-        rows = self._inputs.rows(batch)
-        generations: list[Generation] = [ticket.request for ticket in batch.requests]
-        self.samples = {generation.request.id: [] for generation in generations}
+        """Sample for every row that wants a token."""
+        logits, rows = env.at(LOGITS), self._inputs.rows
+        self.samples = {generation.request.id: [] for _, generation in rows}
         if self._inputs.waits is not None and not self._inputs.waits.arrived():
-            return  # computed from blocks that are not there: the scheduler will run it again
-        counts = np.array([row.num_draft + 1 if row.wants_token else 0 for row in rows], np.int64)
+            return  # computed from blocks that have not arrived: the scheduler runs these rows again
+        counts = np.array([row.num_draft + 1 if row.wants_token else 0 for row, _ in rows], np.int64)
         firsts = np.cumsum(counts) - counts
         alive = [i for i, count in enumerate(counts) if count]
         for depth in range(int(counts.max(initial=0))):
             places = (firsts[alive] + depth).tolist()
             # every row is looked at once, so those of all need no copy
             mine = logits if len(places) == len(logits) else logits[places]
-            chosen = sample(mine, [generations[i].sampler for i in alive], self._to_list, self._send)
-            for i, one in zip(alive, chosen, strict=True):
-                self.samples[generations[i].request.id].append(one)
-                generations[i].sampler.accept(one.token_id)
-            alive = [
-                i
-                for i, one in zip(alive, chosen, strict=True)
-                if depth < rows[i].num_draft and rows[i].request.draft[depth] == one.token_id
-            ]
+            chosen = sample(mine, [rows[i][1].sampler for i in alive], self._to_list, self._send)
+            alive = [i for i, one in zip(alive, chosen, strict=True) if self._accept(*rows[i], one, depth)]
             if not alive:
                 return
+
+    def _accept(self, row: Row, generation: Generation, one: Sample, depth: int) -> bool:
+        """Keep a sample; True if it equals the draft token at this depth, so that the next one counts too."""
+        if generation.sampler.error:
+            return False
+        try:
+            generation.sampler.accept(one.token_id)
+        except Exception as error:  # of its constraint
+            generation.sampler.fail(error)
+            return False
+        self.samples[generation.request.id].append(one)
+        return depth < row.num_draft and row.request.draft[depth] == one.token_id
 
 
 def _input(row: Row) -> SequenceInput:

@@ -132,7 +132,7 @@ class NativeCode:
         )
 
     def draw(self, logits: torch.Tensor, wishes: np.ndarray[Any, Any]) -> torch.Tensor:
-        """A token for each row of logits, which become weights; `wishes` are rows of WISH."""
+        """Sample a token for each row of logits, -1 where not finite. Overwrites them. `wishes`: rows of WISH."""
         rows, vocab = logits.shape
         chosen = torch.empty(rows, dtype=torch.int64)
         heaps = torch.empty(rows if (wishes["top_p"] < 1).any() else 0, vocab, dtype=torch.int64)

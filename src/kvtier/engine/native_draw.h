@@ -31,16 +31,22 @@ INLINE float weight_of(uint64_t entry) {
     return weight;
 }
 
-/* exp((x - top) / temperature) in place, and exactly 0 where it is next to nothing; returns the sum. */
+/* exp((x - top) / temperature) in place, and exactly 0 where it is next to nothing; returns the sum.
+ * Returns -1 if there is no distribution: x has a NaN or +inf, or nothing but -inf. */
 static double weigh(float *x, long vocab, float temperature) {
     f32x16 tops = LOAD(f32x16, x);
-    for (long i = LANES; i < vocab; i += LANES) {
+    i32x16 nans = {0};
+    for (long i = 0; i < vocab; i += LANES) {
         const f32x16 v = LOAD(f32x16, x + i);
         const i32x16 more = v > tops;
+        nans |= v != v;
         tops = (f32x16)(((i32x16)v & more) | ((i32x16)tops & ~more));
     }
     float top = tops[0];
     for (int i = 1; i < LANES; ++i) top = tops[i] > top ? tops[i] : top;
+    int any_nan = 0;
+    for (int i = 0; i < LANES; ++i) any_nan |= nans[i];
+    if (any_nan || !__builtin_isfinite(top)) return -1;
     f64x16 sums = {0};
     for (long i = 0; i < vocab; i += LANES) {
         const f32x16 scaled = (LOAD(f32x16, x + i) - top) / temperature;
@@ -135,13 +141,13 @@ static void draw_share(void *data) {
         float *weights = p->logits + row * p->vocab;
         const Wish *wish = p->wishes + row;
         const double total = weigh(weights, p->vocab, wish->temperature);
-        p->chosen[row] = wish->top_p < 1
-                             ? draw_from_top(weights, p->vocab, wish, total, p->heaps + row * p->vocab)
-                             : draw_from_all(weights, p->vocab, wish, total);
+        p->chosen[row] = total < 0         ? -1
+                         : wish->top_p < 1 ? draw_from_top(weights, p->vocab, wish, total, p->heaps + row * p->vocab)
+                                           : draw_from_all(weights, p->vocab, wish, total);
     }
 }
 
-/* One token for each row; vocab a multiple of 16. Logits become weights. */
+/* One token for each row, -1 if it has no distribution; vocab a multiple of 16. Logits become weights. */
 void kvtier_draw(float *logits, uint64_t *heaps, const Wish *wishes, int64_t *chosen, long rows, long vocab,
                  int threads) {
     Draw p = {logits, heaps, wishes, chosen, rows, vocab, is_alone(threads, rows * vocab) || rows < 2};

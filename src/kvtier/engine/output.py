@@ -20,7 +20,7 @@ class FinishReason(Enum):
     REFUSED = "refused"
     """There is no room for it, and nothing under way will make some; `error` says why."""
     ERROR = "error"
-    """A step failed; `error` says how."""
+    """The request or its whole step failed; `error` says why."""
 
 
 @dataclass(slots=True)

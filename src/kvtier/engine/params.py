@@ -15,6 +15,23 @@ if TYPE_CHECKING:
 _MAX_LOGPROBS = 1024
 
 
+class Bounds(NamedTuple):
+    """Lowest and highest accepted value of a parameter."""
+
+    low: float
+    high: float
+
+
+# The HTTP protocol uses the same numbers. Together with float32 logits they keep every intermediate value finite.
+TEMPERATURE = Bounds(0.0, 100.0)
+"""OpenAI accepts up to 2. Above 100 the distribution is uniform for any model."""
+PENALTY = Bounds(-2.0, 2.0)
+"""Presence and frequency penalty, as OpenAI, vLLM and SGLang define them."""
+REPETITION_PENALTY = Bounds(0.01, 100.0)
+"""vLLM and SGLang accept up to 2; checkpoints ship values of 1.0 to 1.3. A factor of 100 either way already decides
+every choice, and logits below 1e36 stay finite. Without a lower bound, 1e-45 is 0 in float32: x / 0 is infinite."""
+
+
 @dataclass(frozen=True, slots=True)
 class Penalties:
     """Against repeating: all neutral by default."""
@@ -27,19 +44,19 @@ class Penalties:
     """Taken from them once for each time they occur there."""
 
     def __post_init__(self) -> None:
-        _within("repetition penalty", self.repetition, 0.0, 1e3, open_low=True)
-        _within("presence penalty", self.presence, -2.0, 2.0)
-        _within("frequency penalty", self.frequency, -2.0, 2.0)
+        _within("repetition penalty", self.repetition, *REPETITION_PENALTY)
+        _within("presence penalty", self.presence, *PENALTY)
+        _within("frequency penalty", self.frequency, *PENALTY)
 
 
 class Constraint(Protocol):
-    """What one answer may go on with: a grammar and how far it got."""
+    """Restricts the tokens of one answer: a grammar and its position. An exception ends that answer only."""
 
     def forbid(self, logits: torch.Tensor) -> None:
-        """Make tokens impossible, in a row of logits. Raises ConstraintError if it cannot."""
+        """Set the logits of tokens that cannot follow to -inf. Raises ConstraintError if it cannot."""
 
     def accept(self, token_id: int) -> None:
-        """This token was taken."""
+        """Advance by a sampled token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +89,19 @@ class SamplingParams:
     """Makes what limits the tokens of one answer (grammar.Grammars)."""
 
     def __post_init__(self) -> None:
-        _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_k", self.top_k, 0, 1 << 31)
+        _within("temperature", self.temperature, *TEMPERATURE)
+        _whole("top_k", self.top_k, 0, 1 << 31)
         _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _within("min_p", self.min_p, 0.0, 1.0)
-        _within("max_tokens", self.max_tokens, 1, 1 << 31)
-        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _within("n", self.n, 1, 1 << 16)
+        _whole("max_tokens", self.max_tokens, 1, 1 << 31)
+        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _whole("n", self.n, 1, 1 << 16)
         if self.logprobs is not None:
-            _within("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
+            _whole("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
         if self.seed is not None:
-            _within("seed", self.seed, 0, (1 << 64) - 1)
+            _whole("seed", self.seed, 0, (1 << 64) - 1)
+        if not all(isinstance(token, int) for token in self.stop_token_ids):
+            raise ArgumentError(f"stop_token_ids must be whole numbers, got {self.stop_token_ids!r}")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise ArgumentError(f"stop must be a tuple of texts that are not empty, got {self.stop!r}")
         if self.n > 1 and self.is_greedy:
@@ -125,3 +144,8 @@ def _within(name: str, value: float, low: float, high: float, *, open_low: bool 
         raise RangeError(
             f"{name} must be {'above' if open_low else 'at least'} {low} and at most {high}, got {value!r}"
         )
+
+
+def _whole(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or not low <= value <= high:
+        raise RangeError(f"{name} must be a whole number from {low} to {high}, got {value!r}")

@@ -17,15 +17,22 @@ import torch
 from kvtier.engine.forward import Send, to_tensors
 from kvtier.engine.native import WISH, native
 from kvtier.engine.params import Logprobs, Penalties, SamplingParams
-from kvtier.errors import ArgumentError, ConstraintError
+from kvtier.errors import ArgumentError, KvtierError
 
 _COLDEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
+NO_TOKEN = -1
+"""Sampled for a row that has no distribution: a logit is NaN or +inf, or all are -inf."""
+_NO_DISTRIBUTION = (
+    "no token can be sampled: a logit of this request is NaN or infinite, or every token of the vocabulary is forbidden"
+)
 
 
 class Sample(NamedTuple):
-    """What the sampler chose for one row."""
+    """Sampled token of one row."""
 
     token_id: int
+    """NO_TOKEN if the row failed; the request's `error` is set then."""
     logprobs: Logprobs | None
 
 
@@ -62,13 +69,18 @@ class RequestSampler:
         self.order = Order(params.top_k, bool(params.top_k) or params.top_p < 1.0)
         """How its tokens are looked at."""
         self.error = ""
-        """Why its constraint gave up, if it did: then what is chosen for it means nothing, and the request ends."""
+        """Why the request cannot continue; its sampled tokens are invalid then. Set by `fail`."""
+
+    def fail(self, error: Exception) -> None:
+        """Record an error that belongs to this request alone. The first one counts."""
+        named = f"{type(error).__name__}: {error}"
+        self.error = self.error or (str(error) if isinstance(error, KvtierError) and str(error) else named)
 
     def accept(self, token_id: int) -> None:
         """Count a token of the output (the sampler does not do it itself: drafted tokens may be refused)."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
         self._num_chosen += 1
-        if self._constraint is not None and not self.error:
+        if self._constraint is not None:
             self._constraint.accept(token_id)
 
     def is_end(self, token_id: int) -> bool:
@@ -89,10 +101,13 @@ class RequestSampler:
         if penalties.repetition != 1.0:
             seen = torch.from_numpy(np.union1d(self._in_prompt, np.fromiter(self._counts, np.int64))).to(logits.device)
             scores = logits[seen]
-            logits[seen] = torch.where(scores > 0, scores / penalties.repetition, scores * penalties.repetition)
+            logits[seen] = _clamped(
+                torch.where(scores > 0, scores / penalties.repetition, scores * penalties.repetition), scores
+            )
         if len(output) and (penalties.presence or penalties.frequency):
             times = torch.tensor(list(self._counts.values()), dtype=logits.dtype, device=logits.device)
-            logits[output] -= penalties.presence + penalties.frequency * times
+            scores = logits[output]
+            logits[output] = _clamped(scores - (penalties.presence + penalties.frequency * times), scores)
         if self._num_chosen < self._min_tokens:
             logits[list(self._ends)] = -torch.inf
         if self._constraint is not None:
@@ -115,10 +130,11 @@ def sample(
     to_list: Callable[[torch.Tensor], list[int]] | None = None,
     send: Send | None = None,
 ) -> list[Sample]:
-    """Choose a token for each row of logits ([rows, vocab], float32); changes them. Accept nothing by itself.
+    """Sample a token for each row of logits ([rows, vocab], float32), which it overwrites. Accepts no token.
 
-    A constraint that gives up is noted in its request's `error` and concerns no other row. `to_list` brings the tokens
-    to the host, `send` bytes to the device; None: as torch does it.
+    A row that fails (its constraint raises, its logits are not finite) gets NO_TOKEN and sets its request's `error`;
+    the other rows are unaffected. Finiteness is computed on the device and reaches the host with the tokens. `to_list`
+    copies the tokens to the host, `send` copies bytes to the device; None uses torch for both.
     """
     if logits.shape[0] != len(requests):
         raise ArgumentError(f"{logits.shape[0]} rows of logits for {len(requests)} requests: one each")
@@ -127,17 +143,38 @@ def sample(
         if request.changes_logits:
             try:
                 request.adjust(logits[row])
-            except ConstraintError as error:
-                request.error = str(error)
+            except Exception as error:  # a constraint is the caller's code
+                request.fail(error)
     random = [row for row, request in enumerate(requests) if not request.is_greedy]
     if len(random) == len(requests):
         chosen = _draw(logits, requests, send)
     else:
         chosen = logits.argmax(-1)
+        # argmax finds NaN first, then +inf; it finds -inf only if there is nothing else
+        chosen = _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
         if random:
             chosen[random] = _draw(logits[random], [requests[row] for row in random], send)
     tokens = chosen.tolist() if to_list is None else to_list(chosen)
-    return [Sample(token, _logprobs(reports.get(row), token)) for row, token in enumerate(tokens)]
+    return [
+        _sample(request, token, reports.get(row))
+        for row, (request, token) in enumerate(zip(requests, tokens, strict=True))
+    ]
+
+
+def _sample(request: RequestSampler, token: int, report: _Report | None) -> Sample:
+    if token == NO_TOKEN:
+        request.error = request.error or _NO_DISTRIBUTION
+    return Sample(token, None if report is None or request.error else Logprobs(float(report.row[token]), report.top))
+
+
+def _clamped(changed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Limit changed scores to finite numbers; scores that were not finite before stay as they were."""
+    return torch.where(scores.isfinite(), changed.clamp(-_LARGEST, _LARGEST), scores)
+
+
+def _unless_infinite(highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens of rows by their highest logit (NaN if a row has one); NO_TOKEN if that is not finite."""
+    return tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
@@ -179,7 +216,8 @@ def _draw_in_torch(
         np.array([request.uniform() for request in requests], np.float64),
     )
     temperature, min_p, top_p, uniform = (each[:, None] for each in to_tensors(columns, logits.device, send))
-    weights = logits.sub_(logits.amax(-1, keepdim=True))
+    highest = logits.amax(-1, keepdim=True)
+    weights = logits.sub_(highest)
     weights.div_(temperature).exp_()
     tokens = None
     if order.sorted:
@@ -198,7 +236,8 @@ def _draw_in_torch(
     target = uniform * running[:, -1:]
     # right, because a draw that falls exactly on a border belongs to the token after it
     place = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
-    return (place if tokens is None else tokens.gather(-1, place)).squeeze(-1)
+    chosen = place if tokens is None else tokens.gather(-1, place)
+    return _unless_infinite(highest, chosen).squeeze(-1)
 
 
 def _temperature(request: RequestSampler) -> float:
@@ -228,7 +267,7 @@ def _reaching(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) ->
     counts = is_heavy.sum(-1)
     rows, tokens = is_heavy.nonzero(as_tuple=True)
     places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    packed = weights.new_zeros(len(weights), int(counts.max()))
+    packed = weights.new_zeros(len(weights), max(1, int(counts.max())))  # a row of NaN has none
     owners = torch.zeros_like(packed, dtype=torch.int64)
     packed[rows, places], owners[rows, places] = weights[rows, tokens], tokens
     heaviest = packed.sort(dim=-1, descending=True, stable=True)
@@ -255,7 +294,3 @@ def _report_later(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> d
         top = tuple(zip(tokens[i, :count].tolist(), values[i, :count].tolist(), strict=True))
         found[row] = _Report(logprobs[i], top)
     return found
-
-
-def _logprobs(report: _Report | None, token: int) -> Logprobs | None:
-    return None if report is None else Logprobs(float(report.row[token]), report.top)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from kvtier.engine.params import Penalties, SamplingParams
+from kvtier.engine.params import PENALTY, REPETITION_PENALTY, TEMPERATURE, Penalties, SamplingParams
 from kvtier.server.config import MAX_PRIORITY
 
 Text = Annotated[str, StringConstraints(max_length=4 << 20)]
@@ -132,13 +132,13 @@ class Sampling(Strict):
     """What both kinds of completion share."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=512)]
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Annotated[float, Field(ge=TEMPERATURE.low, le=TEMPERATURE.high)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=1000)] | None = None
+    presence_penalty: Annotated[float, Field(ge=PENALTY.low, le=PENALTY.high)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=PENALTY.low, le=PENALTY.high)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTY.low, le=REPETITION_PENALTY.high)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: (
         Annotated[str, StringConstraints(min_length=1, max_length=1024)]

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.engine.sampling import Penalties, RequestSampler, SamplingParams, sample
+from kvtier.engine.params import PENALTY, REPETITION_PENALTY
+from kvtier.engine.sampling import NO_TOKEN, Penalties, RequestSampler, SamplingParams, sample
 from kvtier.engine.stop import StopChecker
 from kvtier.errors import ArgumentError, RangeError
 
@@ -219,7 +220,17 @@ def test_logprobs_are_the_models_own():
         {"n": 0},
         {"logprobs": -1},
         {"seed": -1},
+        {"temperature": 100.1},
+        {"top_k": 2.5},
+        {"max_tokens": 2.0},
+        {"n": 1.5},
+        {"logprobs": 0.5},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-45},
+        {"repetition_penalty": 0.0099},
+        {"repetition_penalty": 100.1},
+        {"repetition_penalty": float("inf")},
+        {"repetition_penalty": float("nan")},
         {"presence_penalty": 3},
         {"frequency_penalty": -3},
     ],
@@ -228,6 +239,67 @@ def test_logprobs_are_the_models_own():
 def test_parameters_out_of_range_are_refused(options):
     with pytest.raises(RangeError, match="must be"):
         SamplingParams.from_dict(options)
+
+
+NOT_FINITE = {
+    "all nan": lambda row: row.fill_(torch.nan),
+    "first nan": lambda row: row[:1].fill_(torch.nan),
+    "last nan": lambda row: row[-1:].fill_(torch.nan),
+    "one +inf": lambda row: row[7:8].fill_(torch.inf),
+    "nan among -inf": lambda row: row.fill_(-torch.inf)[3:4].fill_(torch.nan),
+    "all +inf": lambda row: row.fill_(torch.inf),
+    "all -inf": lambda row: row.fill_(-torch.inf),
+}
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=3),
+    SamplingParams(seed=3, top_p=0.5),
+    SamplingParams(seed=3, top_k=5, min_p=0.1),
+    SamplingParams(seed=3, temperature=5e-324, top_p=5e-324, logprobs=3),
+]
+
+
+@pytest.mark.parametrize("vocab", [50, 64], ids=["torch", "native"])
+@pytest.mark.parametrize("spoil", NOT_FINITE.values(), ids=list(NOT_FINITE))
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_sample_row_not_finite_fails_alone(kind, spoil, vocab):
+    for others in ([], [kind], [kind] * 3, KINDS):
+        logits = rows(len(others) + 1, vocab=vocab)
+        wanted = sample(logits[1:].clone(), [RequestSampler(each) for each in others]) if others else []
+        spoil(logits[0])
+        requests = [RequestSampler(each) for each in (kind, *others)]
+        found = sample(logits, requests)
+        assert found[0] == (NO_TOKEN, None)
+        assert requests[0].error.startswith("no token can be sampled")
+        assert found[1:] == wanted
+        assert not any(each.error for each in requests[1:])
+
+
+@pytest.mark.parametrize("repetition", [REPETITION_PENALTY.low, REPETITION_PENALTY.high])
+@pytest.mark.parametrize("scale", [1.0, 1e30, 3.4e38])
+@pytest.mark.parametrize("vocab", [50, 64], ids=["torch", "native"])
+def test_penalties_at_their_bounds_stay_finite(repetition, scale, vocab):
+    penalties = Penalties(repetition, PENALTY.low, PENALTY.high)
+    request = RequestSampler(SamplingParams(penalties=penalties, top_p=0.5, seed=1), range(20))
+    for token in range(10, 30):
+        request.accept(token)
+    logits = rows(1, vocab=vocab).clamp(-1, 1) * scale
+    adjusted = logits[0].clone()
+    request.adjust(adjusted)
+    assert adjusted.isfinite().all()
+    (found,) = sample(logits, [request])
+    assert 0 <= found.token_id < vocab
+    assert not request.error
+
+
+def test_penalties_keep_scores_that_are_not_finite():
+    request = RequestSampler(SamplingParams(penalties=Penalties(2.0, 1.0, 1.0)), range(8))
+    request.accept(0)
+    logits = torch.tensor([-torch.inf, torch.inf, torch.nan, *[1.0] * 5])
+    request.adjust(logits)
+    assert logits[0] == -torch.inf
+    assert logits[1] == torch.inf
+    assert logits[2].isnan()
 
 
 def test_unknown_options_and_senseless_ones_are_refused():
