@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import zlib
 
 import pytest
 from hypothesis import settings
@@ -19,107 +18,8 @@ from kvtier.cache.plan import Outcome, Plan, Purpose, Report, Transfer
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease, MissReason, Namespace
-from kvtier.scheduler import Control, Request, RequestState, RowResult, Scheduler, SchedulerConfig, Step
-
-BLOCK = 4
-
-
-class Device:
-    """The tiers as dictionaries: (slot, offset) -> the prefix whose KV was computed there.
-
-    Transfers take effect, or fail, when `move` is told to: until then their target holds rubbish.
-    """
-
-    def __init__(self) -> None:
-        self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.host: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.planned: list[tuple[int, Transfer]] = []
-
-    def move(self, scheduler: Scheduler, count: int = 1000, *, ok: bool = True) -> None:
-        """Carry out the oldest transfers, and report them."""
-        for epoch, transfer in self.planned[:count]:
-            if ok:
-                source, target = (self.host, self.kv) if transfer.source == "host" else (self.kv, self.host)
-                for one, other in zip(transfer.sources.tolist(), transfer.targets.tolist(), strict=True):
-                    for offset in range(BLOCK):
-                        target[other, offset] = source[one, offset]
-            outcome = Outcome(transfer.id, ok, 100 * transfer.num_blocks * ok, 0.1)
-            scheduler.manager.apply(Report(epoch, 0, (outcome,)))
-        del self.planned[:count]
-
-    def run(self, step: Step, finish: set[str] = frozenset()) -> list[RowResult]:
-        for transfer in step.plan.transfers:
-            self.planned.append((step.plan.epoch, transfer))
-            for slot in transfer.targets.tolist():
-                for offset in range(BLOCK):
-                    (self.kv if transfer.target == "device" else self.host)[slot, offset] = ("rubbish",)
-        for copy in step.copies:
-            for offset in range(copy.num_tokens):
-                self.kv[copy.target, offset] = self.kv[copy.source, offset]
-        results = []
-        for row in step.rows:
-            request, table = row.request, row.request.hold.table.tolist()
-            tokens = (*request.chain.tokens.tolist(), *request.draft)
-            for position in range(row.first):  # everything before must be there, computed from this very prefix
-                assert self.kv[table[position // BLOCK], position % BLOCK] == tokens[: position + 1]
-            for position in range(row.first, row.stop):
-                self.kv[table[position // BLOCK], position % BLOCK] = tokens[: position + 1]
-            results.append(RowResult(self.sample(row, tokens), request.id in finish))
-        return results
-
-    def sample(self, row, tokens) -> tuple[int, ...]:
-        if not row.wants_token:
-            return ()
-        known = row.stop - row.num_draft
-        new = [next_token(tokens[:known])]
-        for guess in tokens[known : row.stop]:
-            if guess != new[-1]:
-                break
-            new.append(next_token((*tokens[:known], *new)))
-        return tuple(new)
-
-
-def next_token(prefix: tuple[int, ...]) -> int:
-    """What the model says after a prefix."""
-    return zlib.crc32(repr(prefix).encode()) % 3
-
-
-def alone(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    tokens = prompt
-    for _ in range(count):
-        tokens += (next_token(tokens),)
-    return tokens[len(prompt) :]
-
-
-def make(num_blocks: int = 8, *, prefix_caching: bool = True, host: HostConfig | None = None, **limits) -> Scheduler:
-    namespace = Namespace("model", block_tokens=BLOCK)
-    manager = CacheManager(
-        namespace, CacheConfig(num_blocks, prefix_caching=prefix_caching, host=host, recompute=False)
-    )
-    return Scheduler(manager, SchedulerConfig(**{"max_rows": 4, "max_step_tokens": 8, **limits}))
-
-
-def request(
-    scheduler: Scheduler, name: str, prompt, new: int = 4, *, now: float = 0.0, priority: int = 0, salt: bytes = b""
-) -> Request:
-    made = Request(name, Chain(scheduler.manager.namespace, list(prompt), salt=salt), new, priority=priority)
-    scheduler.add(made, now)
-    return made
-
-
-def run(scheduler: Scheduler, device: Device, steps: int = 1000, *, check: bool = True) -> int:
-    """Until there is nothing to do; returns the steps taken."""
-    for taken in range(steps):
-        had_work = scheduler.has_work()
-        step = scheduler.schedule(float(taken))
-        scheduler.update(step, device.run(step), float(taken))
-        device.move(scheduler)
-        if check:
-            scheduler.check()
-        if not had_work and not step.plan:
-            return taken
-    raise AssertionError("no end")
-
+from kvtier.scheduler import Control, Request, RequestState, RowResult, Scheduler, SchedulerConfig
+from scheduler_support import BLOCK, Device, alone, make, request, run, verify_step
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 SALTS = st.sampled_from([b"", b"", b"a", b"a\0x"])
@@ -136,6 +36,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         rows=st.integers(1, 4),
         budget=st.sampled_from([4, 5, 16]),
+        lookahead=st.sampled_from([0, 0, 2, 5]),
+        starts_early=st.booleans(),
         host=st.none()
         | st.builds(
             HostConfig,
@@ -148,8 +50,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
         ),
     )
-    def begin(self, num_blocks, caching, rows, budget, host):
-        self.scheduler = make(num_blocks, prefix_caching=caching, max_rows=rows, max_step_tokens=budget, host=host)
+    def begin(self, num_blocks, caching, rows, budget, lookahead, starts_early, host):
+        limits = {"max_rows": rows, "max_step_tokens": budget, "lookahead_tokens": lookahead}
+        self.scheduler = make(num_blocks, prefix_caching=caching, host=host, starts_early=starts_early, **limits)
         self.device, self.now = Device(), 0.0
         self.requests: list[tuple[Request, tuple[int, ...]]] = []
         self.controls: list[str] = []
@@ -159,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, new=st.integers(1, 9), priority=st.integers(0, 2), salt=SALTS)
     def add(self, prompt, new, priority, salt):
         name = f"r{len(self.requests)}"
-        made = request(self.scheduler, name, prompt, new, priority=priority, salt=salt)
+        made = request(self.scheduler, name, prompt, new, now=self.now, priority=priority, salt=salt)
         self.requests.append((made, tuple(prompt)))
 
     @rule(prompt=PROMPTS, salt=SALTS)
@@ -190,12 +93,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                     room = each.max_new_tokens - each.num_new_tokens - 1
                     each.draft = guess[: max(0, room)]
             step = self.scheduler.schedule(self.now)
-            assert step.num_tokens <= self.scheduler.config.max_step_tokens
-            assert len({row.request.id for row in step.rows}) == len(step.rows) <= self.scheduler.config.max_rows
+            verify_step(self.scheduler, step, running)
             for control in step.controls:
                 control.run()
             finish = {each.id for each in running if data.draw(st.integers(0, 15)) == 0}
-            self.scheduler.update(step, self.device.run(step, finish), self.now)
+            ok = not step.loads or data.draw(st.integers(0, 3)) > 0
+            self.scheduler.update(step, self.device.run(step, finish, scheduler=self.scheduler, ok=ok), self.now)
 
     @rule(count=st.integers(1, 5), ok=st.sampled_from([True, True, False]))
     def move(self, count, ok):

@@ -1,0 +1,529 @@
+"""The scheduler's rules one by one: limits at their borders, order, victims, refusals, lookahead, early starts."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_support import Lab, disk
+from cache_support import prompt as stored_prompt
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Plan, Purpose
+from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.index import Chain
+from kvtier.scheduler import Control, Request, RequestState, Row, RowResult, Scheduler, SchedulerConfig, Step
+from scheduler_support import BLOCK, Device, alone, make, request, run, verify_step
+
+
+def advance(scheduler: Scheduler, device: Device, now: float = 0.0) -> Step:
+    """One step, whose transfers stay under way."""
+    ran = scheduler.running
+    step = scheduler.schedule(now)
+    verify_step(scheduler, step, ran)
+    scheduler.update(step, device.run(step, scheduler=scheduler), now)
+    scheduler.check()
+    return step
+
+
+def sizes(step: Step) -> dict[str, int]:
+    return {row.request.id: row.num_tokens for row in step.rows}
+
+
+def answer(made: Request) -> tuple[int, ...]:
+    return tuple(made.chain.tokens[made.num_prompt_tokens :].tolist())
+
+
+# ---- the order of a step -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Expected:
+    """A request in the reference: how far it is."""
+
+    id: str
+    known: int
+    left: int
+    priority: int
+    arrival: float
+    computed: int = 0
+
+
+def expected_rows(waiting: list[Expected], running: list[Expected], limits: SchedulerConfig, now: float) -> list[tuple]:
+    """The step where memory is ample: (id, first, tokens). Moves requests from `waiting` to `running`."""
+    rows, budget = [], limits.max_step_tokens
+
+    def take(each: Expected) -> None:
+        nonlocal budget
+        count = min(each.known - each.computed, budget)
+        if count:
+            rows.append((each.id, each.computed, count))
+            budget -= count
+
+    generating = [each for each in running if 0 < each.computed == each.known - 1]
+    for each in (*generating, *(each for each in running if each not in generating)):
+        take(each)
+    in_order = sorted(
+        waiting, key=lambda each: (-each.priority - (now - each.arrival) / limits.age_seconds, each.arrival)
+    )
+    for each in in_order:
+        if budget and len(running) < limits.max_rows:
+            waiting.remove(each)
+            running.append(each)
+            take(each)
+    return rows
+
+
+ARRIVALS = st.lists(st.tuples(st.integers(1, 13), st.integers(1, 4), st.integers(0, 2)), max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals=st.lists(ARRIVALS, min_size=1, max_size=6), rows=st.integers(1, 4), more=st.integers(0, 7))
+def test_steps_with_ample_memory_follow_the_reference(arrivals, rows, more):
+    limits = {"max_rows": rows, "max_step_tokens": rows + more, "age_seconds": 2.0}
+    scheduler = make(1000, prefix_caching=False, **limits)
+    waiting: list[Expected] = []
+    running: list[Expected] = []
+    for now in range(400):
+        for number, (length, new, priority) in enumerate(arrivals[now] if now < len(arrivals) else ()):
+            name = f"{now}.{number}"
+            request(scheduler, name, [1] * length, new, now=float(now), priority=priority)
+            waiting.append(Expected(name, length, new, priority, float(now)))
+        wanted = expected_rows(waiting, running, scheduler.config, float(now))
+        step = scheduler.schedule(float(now))
+        assert [(row.request.id, row.first, row.num_tokens) for row in step.rows] == wanted
+        scheduler.update(step, [RowResult((1,) if row.wants_token else ()) for row in step.rows], float(now))
+        by_id = {each.id: each for each in running}
+        for name, first, count in wanted:
+            each = by_id[name]
+            each.computed = first + count
+            if each.computed == each.known:
+                each.known, each.left = each.known + 1, each.left - 1
+        running[:] = [each for each in running if each.left]
+        assert [each.id for each in scheduler.running] == [each.id for each in running]
+        if now >= len(arrivals) and not scheduler.has_work():
+            return
+    raise AssertionError("no end")
+
+
+def test_equal_rank_goes_to_the_earlier_arrival():
+    scheduler = make(50, max_rows=1, age_seconds=10.0)
+    late = Request("late", Chain(scheduler.manager.namespace, [2]), 1, priority=1)
+    early = Request("early", Chain(scheduler.manager.namespace, [1]), 1)
+    scheduler.add(late, 10.0)
+    scheduler.add(early, 0.0)
+    assert (late.arrival, early.arrival) == (10.0, 0.0)
+    assert [row.request.id for row in scheduler.schedule(20.0).rows] == ["early"]
+
+
+def test_draft_is_cut_to_the_budget_and_only_for_generating():
+    scheduler, device = make(50, max_rows=2, max_step_tokens=4), Device()
+    first = request(scheduler, "first", [1, 1], 9)
+    advance(scheduler, device)
+    first.draft = alone(tuple(first.chain.tokens.tolist()), 5)
+    second = request(scheduler, "second", [0, 1, 1], 1)
+    second.draft = (1, 1)  # of a prompt that is not computed: it must not be fed
+    step = advance(scheduler, device)
+    assert [(row.request.id, row.num_tokens, row.num_draft) for row in step.rows] == [("first", 4, 3)]
+    assert answer(first) == alone((1, 1), 1 + 4)
+    step = advance(scheduler, device)
+    assert [(row.request.id, row.num_tokens, row.num_draft) for row in step.rows] == [("first", 1, 0), ("second", 3, 0)]
+    assert answer(second) == alone((0, 1, 1), 1)
+
+
+# ---- limits of the configuration, values ---------------------------------------------------------------------------
+
+
+def test_config_accepts_its_borders_and_refuses_beyond():
+    SchedulerConfig(max_rows=1, max_step_tokens=1, max_context=1, lookahead_tokens=0, age_seconds=0.001)
+    SchedulerConfig(max_rows=4, max_step_tokens=4)
+    cases = {
+        "max_rows": {"max_rows": 0},
+        "max_step_tokens must": {"max_step_tokens": 0},
+        "max_context": {"max_context": 0},
+        "lookahead_tokens": {"lookahead_tokens": -1},
+        "age_seconds": {"age_seconds": 0.0},
+        "5 rows need": {"max_rows": 5, "max_step_tokens": 4},
+    }
+    for name, wrong in cases.items():
+        with pytest.raises(RangeError, match=name):
+            SchedulerConfig(**wrong)
+
+
+def test_step_is_true_if_there_is_anything_to_do():
+    plan = make(8, host=HostConfig(2)).manager.plan()
+    made = Request("r", Chain(make().manager.namespace, [1] * 14), 1)
+    control = Control("reset", lambda: None)
+    row = Row.of(made, 4, (7, 9))
+    assert not Step((), (), (), (), (), plan)
+    assert Step((control,), (), (), (), (), plan)
+    assert Step((), (row,), (), (), (), plan)
+    assert Step((), (), (), (), (made,), plan)
+    some = Lab(8, stores=[disk()])
+    some.manager.prefetch(stored_prompt(1, 2))
+    asked = some.manager.plan()
+    assert isinstance(asked, Plan)
+    assert bool(Step((), (), (), (), (), asked)) is bool(asked.probes) is True
+    made.num_computed = 8
+    both = Step((), (row, Row.of(made, 6, (3,))), (), (), (), plan)
+    assert (both.num_tokens, both.loads) == (10, (7, 9, 3))
+    assert both.attended_tokens == 4 * (0 + 2) + 6 * (8 + 3)
+    assert [(each.stop, each.wants_token) for each in both.rows] == [(4, False), (14, True)]
+
+
+def test_request_travels_without_what_it_holds():
+    lab = Lab(8, stores=[disk()])
+    scheduler = Scheduler(lab.manager)
+    lab.serve(stored_prompt(1, 2))
+    made = Request("r", stored_prompt(1, 2), 3, priority=2)
+    scheduler.add(made, 4.0)
+    made.hold, made.fetch = lab.manager.match(made.chain), lab.manager.prefetch(made.chain)
+    copy = pickle.loads(pickle.dumps(made))
+    assert (copy.hold, copy.fetch) == (None, None)
+    assert (copy.id, copy.max_new_tokens, copy.priority, copy.arrival) == ("r", 3, 2, 4.0)
+    assert copy.chain.tokens.tolist() == made.chain.tokens.tolist()
+    assert copy.retention.priority == 2
+
+
+@pytest.mark.parametrize(("length", "computed", "is_generating"), [(1, 0, False), (2, 0, False), (2, 1, True)])
+def test_request_generates_with_one_token_left_to_compute(length, computed, is_generating):
+    made = Request("r", Chain(make().manager.namespace, [1] * length), 1)
+    made.num_computed = computed
+    assert made.is_generating is is_generating
+
+
+# ---- adding, ending, pausing ---------------------------------------------------------------------------------------
+
+
+def test_has_work_counts_controls_even_when_paused():
+    scheduler, device = make(), Device()
+    assert not scheduler.has_work()
+    request(scheduler, "a", [1], 3)
+    assert scheduler.has_work()
+    advance(scheduler, device)
+    assert (len(scheduler.waiting), len(scheduler.running)) == (0, 1)
+    assert scheduler.has_work()
+    scheduler.pause(0.0)
+    assert not scheduler.has_work()
+    scheduler.control(Control("nothing", lambda: None))
+    assert scheduler.has_work()
+    assert len(advance(scheduler, device).controls) == 1
+    scheduler.resume()
+    assert scheduler.has_work()
+
+
+def test_request_is_added_once():
+    scheduler, device = make(), Device()
+    made = request(scheduler, "a", [1], 2)
+    for _ in range(2):  # waiting, running
+        with pytest.raises(StateError, match="in a scheduler already"):
+            scheduler.add(made, 1.0)
+        advance(scheduler, device)
+    assert made.state is RequestState.FINISHED
+    with pytest.raises(StateError, match="in a scheduler already"):
+        scheduler.add(made, 1.0)
+    stranger = Request("stranger", Chain(scheduler.manager.namespace, [1]), 1)
+    with pytest.raises(StateError, match="not in this scheduler"):
+        scheduler.cancel(stranger, 0.0)
+    assert stranger.state is RequestState.WAITING
+
+
+def test_pause_sends_all_back_and_resume_continues():
+    scheduler, device = make(50, max_rows=2), Device()
+    made = [request(scheduler, name, [number] * 5, 4) for number, name in enumerate("abc")]
+    step = scheduler.schedule(0.0)
+    with pytest.raises(StateError, match="a step is under way"):
+        scheduler.pause(0.0)
+    scheduler.update(step, device.run(step), 0.0)
+    assert not scheduler.is_paused
+    scheduler.pause(1.0)
+    assert (len(scheduler.waiting), scheduler.running) == (3, ())
+    assert [each.num_preempted for each in made] == [1, 1, 0]
+    assert scheduler.manager.stats.num_holds == 0
+    assert advance(scheduler, device, 1.0).rows == ()
+    scheduler.resume()
+    run(scheduler, device)
+    assert [answer(each) for each in made] == [alone((number,) * 5, 4) for number in range(3)]
+
+
+def test_pause_ends_the_fetches_of_those_that_wait():
+    lab = Lab(8, stores=[disk()])
+    lab.serve(stored_prompt(1, 2))
+    lab.evict("device")
+    lab.evict("host")
+    scheduler = Scheduler(lab.manager)
+    made = Request("r", stored_prompt(1, 2), 1)
+    scheduler.add(made, 0.0)
+    step = scheduler.schedule(0.0)
+    scheduler.update(step, [], 0.0)
+    (fetch,) = step.plan.transfers
+    assert fetch.purpose is Purpose.FETCH
+    assert made.fetch is not None
+    scheduler.pause(0.0)
+    assert made.fetch is None
+    for worker in lab.workers:
+        worker.submit(step.plan)
+    lab.hear()
+    assert lab.manager.tree.num_leases == 0
+
+
+def test_failed_step_ends_its_rows_and_no_other_request():
+    scheduler, device = make(50, max_rows=2), Device()
+    first, second, third = (request(scheduler, name, [1, 2], 3) for name in "abc")
+    step = scheduler.schedule(0.0)
+    scheduler.cancel(first, 0.0)
+    assert scheduler.fail(step, 0.0) == (second,)
+    assert [each.state.value for each in (first, second, third)] == ["cancelled", "cancelled", "waiting"]
+    with pytest.raises(StateError, match="once"):
+        scheduler.fail(step, 0.0)
+    scheduler.check()
+    run(scheduler, device)
+    assert answer(third) == alone((1, 2), 3)
+
+
+@pytest.mark.parametrize("tokens", [(), (1, 1, 1, 1)])
+def test_result_of_the_wrong_length_is_refused(tokens):
+    scheduler, device = make(), Device()
+    made = request(scheduler, "a", [1], 9)
+    advance(scheduler, device)
+    made.draft = (0, 1)
+    step = scheduler.schedule(0.0)
+    with pytest.raises(ArgumentError, match=f"{len(tokens)} tokens for a row with 2 guesses"):
+        scheduler.update(step, [RowResult(tokens)], 0.0)
+
+
+def test_token_for_an_unfinished_prompt_is_refused():
+    scheduler = make(max_step_tokens=4)
+    request(scheduler, "a", [1] * 6, 1)
+    with pytest.raises(ArgumentError, match="1 tokens for a row with 0 guesses"):
+        scheduler.update(scheduler.schedule(0.0), [RowResult((1,))], 0.0)
+
+
+def test_step_time_is_measured_from_schedule_to_update():
+    scheduler = make(100, prefix_caching=False, max_step_tokens=64)
+    for number in range(40):
+        length = 4 + number % 13
+        made = request(scheduler, str(number), [1] * length, 1)
+        step = scheduler.schedule(10.0 * number)
+        scheduler.update(step, [RowResult((1,))], 10.0 * number + 0.5 + 0.25 * length)
+        assert made.state is RequestState.FINISHED
+    found = scheduler.manager.speeds.compute_seconds(0, 10)
+    assert found == pytest.approx(0.5 + 0.25 * 10, rel=0.05)
+
+
+# ---- room ----------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_that_leaves_room_for_one_token_runs():
+    for limits, most in (({}, 2 * BLOCK), ({"max_context": 6}, 6)):
+        scheduler, device = make(2, **limits), Device()
+        fits, too_long = (request(scheduler, str(length), [1] * length, 9) for length in (most - 1, most))
+        run(scheduler, device)
+        assert too_long.state is RequestState.REFUSED
+        assert str(min(most, limits.get("max_context", most))) in too_long.reason
+        assert fits.num_new_tokens >= 1
+        assert fits.chain.num_tokens <= most + (not limits)
+
+
+def test_answer_ends_at_max_context():
+    scheduler, device = make(50, max_context=6), Device()
+    made = request(scheduler, "a", [1, 1, 1], 9)
+    run(scheduler, device)
+    assert (made.state, made.num_new_tokens) == (RequestState.FINISHED, 3)
+
+
+def test_quota_above_the_pool_is_no_room():
+    scheduler = make(2)
+    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"a", 50)
+    made = request(scheduler, "a", [1] * 8, 1, salt=b"a")
+    assert scheduler.schedule(0.0).refused == (made,)
+    assert "its tenant has room for 8 tokens" in made.reason
+
+
+@pytest.mark.parametrize(
+    ("who", "priorities", "arrivals", "victim"),
+    [
+        (0, (0, 0, 0), (0.0, 1.0, 2.0), "c"),
+        (0, (1, 0, 1), (0.0, 0.0, 5.0), "b"),
+        (0, (0, 0, 0), (3.0, 3.0, 3.0), "c"),
+        (0, (0, 1, 1), (0.0, 1.0, 2.0), "a"),
+        (1, (0, 0, 0), (9.0, 0.0, 1.0), "a"),
+        (2, (1, 0, 0), (0.0, 1.0, 2.0), "c"),
+        (1, (2, 1, 0), (0.0, 0.0, 0.0), "c"),
+    ],
+)
+def test_victim_is_the_lowest_priority_then_the_latest(who, priorities, arrivals, victim):
+    """Three requests fill the pool; the one that needs a block first takes it from the victim."""
+    scheduler, device = make(6, max_rows=3, max_step_tokens=64, prefix_caching=False), Device()
+    for number, name in enumerate("abc"):
+        tokens = [number] * (2 * BLOCK if number == who else 2 * BLOCK - 3)
+        made = Request(name, Chain(scheduler.manager.namespace, tokens), 9, priority=priorities[number])
+        scheduler.add(made, arrivals[number])
+    assert len(advance(scheduler, device, 9.0).rows) == 3
+    preempted = [each.id for each in advance(scheduler, device, 9.0).preempted]
+    assert preempted == [victim]
+
+
+def test_request_that_resumes_keeps_its_first_figures():
+    scheduler, device = make(6, max_rows=2), Device()
+    first = request(scheduler, "first", [1] * 7, 12)
+    advance(scheduler, device, 0.0)
+    second = request(scheduler, "second", [0] * 7, 8, now=1.0)
+    run(scheduler, device)
+    assert first.num_preempted == 0
+    assert second.num_preempted > 0
+    assert second.scheduled_at is not None
+    assert second.scheduled_at < 3.0
+    assert (second.num_cached_tokens, second.tokens_from["device"]) == (0, 0)  # when resumed, it found its own blocks
+    assert second.stuck_at == 0
+    assert answer(second) == alone((0,) * 7, 8)
+
+
+def test_tokens_of_a_preempted_row_go_to_the_next():
+    """a and b generate, then c needs a block and takes b's: the token of b's row is d's."""
+    scheduler, device = make(7, max_rows=4, max_step_tokens=8, prefix_caching=False), Device()
+    a = request(scheduler, "a", [1, 1], 9, priority=1)
+    b = request(scheduler, "b", [2, 2], 9)
+    advance(scheduler, device)
+    c = request(scheduler, "c", [3] * 14, 1, priority=1)
+    advance(scheduler, device)
+    assert (a.is_generating, b.is_generating, c.num_computed) == (True, True, 6)
+    pin = scheduler.manager.match(Chain(scheduler.manager.namespace, [9]))
+    assert scheduler.manager.allocate(pin, 3 * BLOCK) is None  # all that is left
+    step = scheduler.schedule(0.0)
+    assert step.preempted == (b,)
+    assert sizes(step) == {"a": 1, "c": 6}
+    scheduler.update(step, device.run(step), 0.0)
+    assert b.state is RequestState.WAITING
+    scheduler.manager.abort(pin)
+    run(scheduler, device)
+    assert [answer(each) for each in (a, b, c)] == [alone((1, 1), 9), alone((2, 2), 9), alone((3,) * 14, 1)]
+
+
+# ---- lookahead -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lookahead", "blocks"), [(0, 2), (1, 3), (4, 3), (5, 4)])
+def test_lookahead_reserves_slots_beyond_the_step(lookahead, blocks):
+    scheduler, device = make(50, lookahead_tokens=lookahead), Device()
+    made = request(scheduler, "a", [1] * 8, 9)
+    scheduler.schedule(0.0)
+    assert len(made.hold.table) == blocks
+    scheduler, device = make(50, lookahead_tokens=lookahead), Device()
+    made = request(scheduler, "a", [1] * 5, 9)
+    advance(scheduler, device)
+    advance(scheduler, device)
+    advance(scheduler, device)
+    scheduler.schedule(0.0)  # its 8th token
+    assert made.num_computed == 7
+    assert len(made.hold.table) == blocks
+
+
+def test_lookahead_is_for_the_last_chunk_of_a_prompt_only():
+    scheduler, device = make(50, lookahead_tokens=8, max_step_tokens=4), Device()
+    made = request(scheduler, "a", [1] * 12, 9)
+    tables = []
+    for _ in range(3):
+        advance(scheduler, device)
+        tables.append(len(made.hold.table))
+    assert tables == [1, 2, 5]
+
+
+def test_lookahead_and_guesses_preempt_no_other_request():
+    scheduler, device = make(4, max_rows=2, lookahead_tokens=8), Device()
+    first, second = (request(scheduler, name, [number] * 6, 3) for number, name in enumerate("ab"))
+    advance(scheduler, device)
+    first.draft = (1,)
+    run(scheduler, device)
+    assert (first.num_preempted, second.num_preempted) == (0, 0)
+    assert [answer(each) for each in (first, second)] == [alone((0,) * 6, 3), alone((1,) * 6, 3)]
+
+
+# ---- loads ---------------------------------------------------------------------------------------------------------
+
+
+def on_the_host(**limits) -> tuple[Scheduler, Device]:
+    """A scheduler whose host holds [1] * 8, and whose device nothing of it."""
+    scheduler, device = make(6, host=HostConfig(20), **limits), Device()
+    request(scheduler, "before", [1] * 9, 1)
+    run(scheduler, device)
+    request(scheduler, "after", [0] * 21, 1)
+    run(scheduler, device)
+    return scheduler, device
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_early_start_counts_only_if_its_loads_arrived(ok):
+    scheduler, device = on_the_host(starts_early=True)
+    made = request(scheduler, "again", [1] * 9, 2)
+    step = scheduler.schedule(9.0)
+    loads = [each.id for each in step.plan.transfers if each.purpose is Purpose.LOAD]
+    assert [(row.request, row.first, row.num_tokens, list(row.loads)) for row in step.rows] == [(made, 8, 1, loads)]
+    scheduler.update(step, device.run(step, scheduler=scheduler, ok=ok), 9.0)
+    assert made.num_new_tokens == ok
+    assert made.may_load is ok
+    assert made.state is (RequestState.RUNNING if ok else RequestState.WAITING)
+    run(scheduler, device)
+    assert answer(made) == alone((1,) * 9, 2)
+
+
+def test_early_start_waits_while_another_request_has_work():
+    scheduler, device = on_the_host(starts_early=True)
+    other = request(scheduler, "other", [2, 2], 9)
+    advance(scheduler, device, 9.0)
+    made = request(scheduler, "again", [1] * 9, 2)
+    step = advance(scheduler, device, 9.0)
+    assert (sizes(step), step.loads) == ({"other": 1}, ())
+    assert made.state is RequestState.RUNNING
+    scheduler.cancel(other, 9.0)
+    step = advance(scheduler, device, 9.0)
+    assert (sizes(step), len(step.loads)) == ({"again": 1}, 1)
+    assert answer(made) == alone((1,) * 9, 1)
+
+
+def test_without_early_start_a_load_is_waited_for():
+    scheduler, device = on_the_host()
+    made = request(scheduler, "again", [1] * 9, 2)
+    for _ in range(2):
+        assert advance(scheduler, device, 9.0).rows == ()
+    device.move(scheduler)
+    assert sizes(advance(scheduler, device, 9.0)) == {"again": 1}
+    assert made.why_loaded == ""
+
+
+def test_update_before_the_loads_are_reported_is_refused():
+    scheduler, _ = on_the_host(starts_early=True)
+    request(scheduler, "again", [1] * 9, 2)
+    step = scheduler.schedule(9.0)
+    with pytest.raises(StateError, match="not reported before update"):
+        scheduler.update(step, [RowResult((1,))], 9.0)
+
+
+# ---- the scheduler's own check -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["waits", "waits with KV", "runs", "runs without KV", "twice", "a hold of no request"])
+def test_check_finds_requests_in_the_wrong_place(what):
+    scheduler, device = make(max_rows=1), Device()
+    running, waiting = (request(scheduler, name, [1, 1], 9) for name in "ab")
+    advance(scheduler, device)
+    scheduler.check()
+    manager: CacheManager = scheduler.manager
+    if what == "waits":
+        waiting.state = RequestState.FINISHED
+    elif what == "waits with KV":
+        waiting.hold = running.hold
+    elif what == "runs":
+        running.state = RequestState.WAITING
+    elif what == "runs without KV":
+        running.hold = None
+    elif what == "twice":
+        scheduler._waiting.append(waiting)
+    else:
+        manager.match(Chain(manager.namespace, [1]))
+    with pytest.raises(StateError):
+        scheduler.check()

@@ -1,0 +1,159 @@
+"""A model of the device for tests of the scheduler: every step must find in its slots exactly its own prefix."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.plan import Outcome, Report, Transfer
+from kvtier.index import Chain, Namespace
+from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, SchedulerConfig, Step
+
+BLOCK = 4
+WORTHLESS = RowResult((77,), finished=True)
+"""The result of a row whose loads failed. No model says 77."""
+
+
+class Device:
+    """The tiers as dictionaries: (slot, offset) -> the prefix whose KV was computed there.
+
+    Transfers take effect, or fail, when `move` is told to: until then their target holds rubbish.
+    """
+
+    def __init__(self) -> None:
+        self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.host: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.planned: list[tuple[int, Transfer]] = []
+
+    def move(self, scheduler: Scheduler, count: int = 1000, *, ok: bool = True) -> None:
+        """Carry out the oldest transfers, and report them."""
+        for epoch, transfer in self.planned[:count]:
+            if ok:
+                source, target = (self.host, self.kv) if transfer.source == "host" else (self.kv, self.host)
+                for one, other in zip(transfer.sources.tolist(), transfer.targets.tolist(), strict=True):
+                    for offset in range(BLOCK):
+                        target[other, offset] = source[one, offset]
+            outcome = Outcome(transfer.id, ok, 100 * transfer.num_blocks * ok, 0.1)
+            scheduler.manager.apply(Report(epoch, 0, (outcome,)))
+        del self.planned[:count]
+
+    def run(
+        self, step: Step, finish: set[str] = frozenset(), *, scheduler: Scheduler | None = None, ok: bool = True
+    ) -> list[RowResult]:
+        """Compute a step. Loads it waits for layer by layer are carried out, or fail, and are reported first."""
+        for transfer in step.plan.transfers:
+            self.planned.append((step.plan.epoch, transfer))
+            for slot in transfer.targets.tolist():
+                for offset in range(BLOCK):
+                    (self.kv if transfer.target == "device" else self.host)[slot, offset] = ("rubbish",)
+        if step.loads:
+            self._load(scheduler, step.loads, ok=ok)
+        for copy in step.copies:
+            for offset in range(copy.num_tokens):
+                self.kv[copy.target, offset] = self.kv[copy.source, offset]
+        return [self._compute(row, finish) if ok or not row.loads else WORTHLESS for row in step.rows]
+
+    def _load(self, scheduler: Scheduler, ids: Sequence[int], *, ok: bool) -> None:
+        chosen = [each for each in self.planned if each[1].id in ids]
+        assert len(chosen) == len(ids), "a step waits for loads that are in no plan, or over"
+        self.planned = [*chosen, *(each for each in self.planned if each[1].id not in ids)]
+        self.move(scheduler, len(chosen), ok=ok)
+
+    def _compute(self, row: Row, finish: set[str]) -> RowResult:
+        request, table = row.request, row.request.hold.table.tolist()
+        tokens = (*request.chain.tokens.tolist(), *request.draft)
+        for position in range(row.first):  # everything before must be there, computed from this very prefix
+            assert self.kv[table[position // BLOCK], position % BLOCK] == tokens[: position + 1]
+        for position in range(row.first, row.stop):
+            self.kv[table[position // BLOCK], position % BLOCK] = tokens[: position + 1]
+        return RowResult(self.sample(row, tokens), request.id in finish)
+
+    def sample(self, row, tokens) -> tuple[int, ...]:
+        if not row.wants_token:
+            return ()
+        known = row.stop - row.num_draft
+        new = [next_token(tokens[:known])]
+        for guess in tokens[known : row.stop]:
+            if guess != new[-1]:
+                break
+            new.append(next_token((*tokens[:known], *new)))
+        return tuple(new)
+
+
+def next_token(prefix: tuple[int, ...]) -> int:
+    """What the model says after a prefix."""
+    return zlib.crc32(repr(prefix).encode()) % 3
+
+
+def alone(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    tokens = prompt
+    for _ in range(count):
+        tokens += (next_token(tokens),)
+    return tokens[len(prompt) :]
+
+
+def make(num_blocks: int = 8, *, prefix_caching: bool = True, host: HostConfig | None = None, **limits) -> Scheduler:
+    namespace = Namespace("model", block_tokens=BLOCK)
+    manager = CacheManager(
+        namespace, CacheConfig(num_blocks, prefix_caching=prefix_caching, host=host, recompute=False)
+    )
+    return Scheduler(manager, SchedulerConfig(**{"max_rows": 4, "max_step_tokens": 8, **limits}))
+
+
+def request(
+    scheduler: Scheduler, name: str, prompt, new: int = 4, *, now: float = 0.0, priority: int = 0, salt: bytes = b""
+) -> Request:
+    made = Request(name, Chain(scheduler.manager.namespace, list(prompt), salt=salt), new, priority=priority)
+    scheduler.add(made, now)
+    return made
+
+
+def run(scheduler: Scheduler, device: Device, steps: int = 1000, *, check: bool = True) -> int:
+    """Until there is nothing to do; returns the steps taken."""
+    for taken in range(steps):
+        had_work = scheduler.has_work()
+        step = scheduler.schedule(float(taken))
+        scheduler.update(step, device.run(step, scheduler=scheduler), float(taken))
+        device.move(scheduler)
+        if check:
+            scheduler.check()
+        if not had_work and not step.plan:
+            return taken
+    raise AssertionError("no end")
+
+
+def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> None:
+    """Check what holds for every step; `ran` are the requests that ran before it was chosen."""
+    limits, rows = scheduler.config, step.rows
+    if step.controls:
+        assert not rows, "a control may change what was chosen"
+        return
+    assert step.num_tokens == sum(row.num_tokens for row in rows) <= limits.max_step_tokens
+    assert len({row.request.id for row in rows}) == len(rows)
+    assert len(scheduler.running) <= limits.max_rows
+    for row in rows:
+        _verify_row(row)
+    for request in (*step.preempted, *step.refused):
+        assert (request.hold, request.num_computed, request.draft) == (None, 0, ())
+    assert all(request.state is RequestState.REFUSED and request.reason for request in step.refused)
+    assert all(request.fetch is None for request in step.refused)
+    places = [(row.request not in ran, row.request in ran and not row.request.is_generating) for row in rows]
+    assert places == sorted(places), "generating first, then prompts that were begun, then new ones"
+    if step.preempted:
+        assert all(row.request in ran for row in rows), "a request was admitted beside one that was preempted"
+    elif step.num_tokens < limits.max_step_tokens:
+        assert all(row.wants_token for row in rows), "a prompt was cut though there was room in the step"
+        idle = [each for each in ran if each in scheduler.running and each not in [row.request for row in rows]]
+        assert all(each.hold.is_loading for each in idle) or scheduler.manager.moves.in_flight
+
+
+def _verify_row(row: Row) -> None:
+    request, known = row.request, row.request.chain.num_tokens
+    assert request.state is RequestState.RUNNING
+    assert row.first == request.num_computed
+    assert row.first < row.stop <= len(request.hold.table) * BLOCK
+    assert row.num_draft == max(0, row.stop - known) <= len(request.draft)
+    assert row.wants_token is (row.stop >= known)
