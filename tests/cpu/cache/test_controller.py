@@ -10,110 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier import dtype as dt
+from controller_support import KEYS, LAYOUT, NAMESPACE, SECRET, Hangs, Rig, caches_of, disk_at, draft_of
 from kvtier.cache.controller import CacheController, layout_of
 from kvtier.cache.layer_waits import LayerWaits
-from kvtier.cache.plan import Drop, Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, slot_bytes
+from kvtier.cache.plan import Drop, Plan, Presence, Probe, Purpose, Report, Transfer, slot_bytes
 from kvtier.errors import ArgumentError, LayerSwapTimeoutError
-from kvtier.layout import CacheGroup, KVLayout
 from kvtier.memory import CPU
 from kvtier.memory.copy_paths import run_path
-from kvtier.storage import DiskStore, Label, MemoryStore, Write, digest_tokens
+from kvtier.storage import Label, MemoryStore, Write, digest_tokens
 from storage_support import Fault, FaultyStore
-
-LAYOUT = KVLayout(
-    4, (CacheGroup.attention("main", 3, 2, 8, dt.f16, 4), CacheGroup.attention("draft-1", 1, 1, 8, dt.f32, 4))
-)
-NAMESPACE = hashlib.sha256(b"a model").digest()
-SECRET = b"of the operator"
-KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(8)]
-
-
-def caches_of(num_blocks: int, seed: int = 0) -> list[torch.Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(0, 256, (num_blocks, group.block_bytes), dtype=torch.uint8, generator=random)
-        for group in LAYOUT.groups
-    ]
-
-
-class Rig:
-    """A controller, its device tensors, and the reports it gave."""
-
-    def __init__(self, num_device: int = 8, num_host: int = 8, stores=None, **options) -> None:
-        self.caches = caches_of(num_device)
-        self.controller = CacheController(
-            LAYOUT, self.caches, num_host, stores=stores or {}, namespace=NAMESPACE, secret=SECRET, **options
-        )
-        self.ids = iter(range(1, 1000))
-        self.presences: list[Presence] = []
-        self.sizes: list[int] = []
-
-    def run(self, *tasks: Transfer | Probe | Drop, epoch: int = 0) -> list[Outcome]:
-        """Carry out tasks, all in one plan."""
-        kinds = [tuple(task for task in tasks if isinstance(task, kind)) for kind in (Transfer, Probe, Drop)]
-        self.controller.submit(Plan(1, epoch, *kinds))
-        return self.drain(epoch)
-
-    def drain(self, epoch: int = 0) -> list[Outcome]:
-        outcomes = []
-        while self.controller.is_busy:
-            self.controller.wait(1.0)
-            for report in self.controller.poll():
-                assert (report.epoch, report.rank) == (epoch, 0)
-                outcomes += report.outcomes
-                self.presences += report.presences
-                self.sizes += [size.num_slots for size in report.sizes]
-        return outcomes
-
-    def transfer(self, purpose: Purpose, sources, targets, keys=(), store="disk") -> Transfer:
-        ends = {
-            Purpose.SAVE: ("device", "host"),
-            Purpose.LOAD: ("host", "device"),
-            Purpose.STORE: ("host", store),
-            Purpose.FETCH: (store, "host"),
-        }[purpose]
-        slots = [slot_bytes(np.array(each, np.int32)) if len(each) else b"" for each in (sources, targets)]
-        return Transfer(next(self.ids), purpose, *ends, *slots, b"".join(KEYS[i] for i in keys))
-
-    def save(self, device, host) -> Transfer:
-        return self.transfer(Purpose.SAVE, device, host)
-
-    def load(self, host, device) -> Transfer:
-        return self.transfer(Purpose.LOAD, host, device)
-
-    def store(self, host, keys, store="disk") -> Transfer:
-        return self.transfer(Purpose.STORE, host, [], keys, store)
-
-    def fetch(self, keys, host, store="disk") -> Transfer:
-        return self.transfer(Purpose.FETCH, [], host, keys, store)
-
-    def device(self, slot: int) -> list[bytes]:
-        return [cache[slot].numpy().tobytes() for cache in self.caches]
-
-    def host(self, slot: int) -> list[bytes]:
-        return [host.block(slot).numpy().tobytes() for host in self.controller._hosts]
-
-    def fill_host(self, slot: int, value: int) -> None:
-        for host in self.controller._hosts:
-            host.block(slot).numpy()[:] = value
-
-
-def disk_at(folder) -> DiskStore:
-    return DiskStore(folder / "store", 1 << 24, segment_bytes=1 << 20, min_free_bytes=0, num_threads=2)
-
-
-@pytest.fixture
-def rigs():
-    made: list[Rig] = []
-
-    def make(*arguments, **options) -> Rig:
-        made.append(Rig(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.controller.close()
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -171,11 +76,6 @@ def test_a_store_that_lacks_one_groups_object_has_no_block(rigs):
     (outcome,) = rig.run(rig.fetch([0, 1], [4, 5]))
     assert (outcome.ok, outcome.arrived) == (False, b"\0\1")
     assert rig.presences == [Presence("disk", absent=KEYS[0])]
-
-
-def draft_of(key: bytes) -> bytes:
-    mask = hashlib.sha256(b"group draft-1").digest()
-    return bytes(each ^ other for each, other in zip(key, mask, strict=True))
 
 
 def test_a_probe_for_a_block_whose_draft_is_gone_says_it_is_absent(rigs):
@@ -293,25 +193,6 @@ def test_an_inventory_that_fails_half_way_ends(rigs):
     rig.run(Probe(4, "disk"))
     assert rig.presences[-1] == Presence("disk", probe_id=4)
     assert rig.run(Drop("disk")) == []  # and so does a drop of all
-
-
-class Hangs(MemoryStore):
-    """A store whose calls wait until they may go on."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 20)
-        self.may_go = threading.Event()
-        self.called = threading.Event()
-
-    def read_into(self, reads, *, timeout_s=None):
-        self.called.set()
-        self.may_go.wait(30)
-        return super().read_into(reads, timeout_s=timeout_s)
-
-    def write(self, writes, *, timeout_s=None):
-        self.called.set()
-        self.may_go.wait(30)
-        return super().write(writes, timeout_s=timeout_s)
 
 
 def test_a_store_that_hangs_holds_up_nobody_else(rigs):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvtier import dtype as dt
+from kvtier.cache import scrub
 from kvtier.cache.scrub import Scrubber
 from kvtier.layout import CacheGroup
 from kvtier.transfer import HostMemory
@@ -18,10 +19,10 @@ GROUPS = [CacheGroup.attention("main", 3, 2, 8, dt.f16, 4), CacheGroup.attention
 class Room:
     """Host memory of two groups, and who looks after it all the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_seconds: float = 0.0) -> None:
         self.hosts = self.new(6)
         self.random = np.random.default_rng(1)
-        self.scrubber = Scrubber(self.hosts, every_seconds=0.0)
+        self.scrubber = Scrubber(self.hosts, every_seconds)
 
     def new(self, num_slots: int) -> list[HostMemory]:
         return [HostMemory(group, num_slots, "cpu", background=False) for group in GROUPS]
@@ -55,6 +56,16 @@ class Room:
 @pytest.fixture
 def room():
     made = Room()
+    yield made
+    made.scrubber.close()
+    for host in made.hosts:
+        host.free()
+
+
+@pytest.fixture
+def quiet():
+    """The scrubber's thread sleeps: tests look themselves."""
+    made = Room(every_seconds=3600.0)
     yield made
     made.scrubber.close()
     for host in made.hosts:
@@ -111,3 +122,86 @@ def test_close_ends_the_thread_twice(room):
     room.scrubber.close()
     room.scrubber.close()
     assert not room.scrubber._thread.is_alive()
+
+
+BLOCK_BYTES = sum(group.block_bytes for group in GROUPS)
+
+
+@pytest.mark.parametrize(("num_blocks", "per_look"), [(2, 2), (3, 3), (0, 1)])
+def test_look_takes_as_many_blocks_as_the_rate_allows(quiet, monkeypatch, num_blocks, per_look):
+    monkeypatch.setattr(scrub, "BYTES_PER_SECOND", (num_blocks * BLOCK_BYTES + 1) / 3600.0)
+    quiet.write(0, 1, 2, 3)
+    quiet.scrubber._look()
+    assert list(quiet.scrubber._sums) == [0, 1, 2, 3][:per_look]
+    assert list(quiet.scrubber._new) == [0, 1, 2, 3][per_look:]
+
+
+def test_rate_of_a_scrubber_without_pause_is_that_of_a_tenth_second(monkeypatch):
+    monkeypatch.setattr(scrub, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
+    room = Room()
+    room.scrubber.close()  # its thread; the looks are ours
+    room.write(0, 1, 2)
+    room.scrubber._look()
+    assert list(room.scrubber._sums) == [0, 1]
+    for host in room.hosts:
+        host.free()
+
+
+def test_rounds_come_to_every_block(quiet, monkeypatch):
+    monkeypatch.setattr(scrub, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 3600.0)
+    quiet.write(0, 1, 2, 3, 4)
+    for _ in range(3):
+        quiet.scrubber._look()
+    assert not quiet.scrubber._new
+    for slot in range(5):
+        quiet.flip(slot, 0)
+    found = []
+    for _ in range(3):
+        quiet.scrubber._look()
+        found.append(quiet.scrubber.take_damaged())
+    assert sorted(slot for some in found[:2] for slot in some) == sorted({*found[0], *found[1]})
+    assert {slot for some in found for slot in some} == {0, 1, 2, 3, 4}
+
+
+def test_slot_that_was_never_written_before_is_summed(quiet):
+    quiet.scrubber.note([2])
+    quiet.scrubber._look()
+    assert set(quiet.scrubber._sums) == {2}
+    quiet.flip(2, 1)
+    quiet.scrubber._look()
+    assert quiet.scrubber.take_damaged() == [2]
+    assert quiet.scrubber.take_damaged() == []
+
+
+def test_slot_that_is_written_again_before_a_look_is_left_out(quiet):
+    quiet.write(1, 2)
+    quiet.scrubber.forget([1])
+    quiet.scrubber._look()
+    assert set(quiet.scrubber._sums) == {2}
+
+
+def test_damage_of_a_slot_that_was_written_since_is_forgotten(quiet):
+    quiet.write(1, 2)
+    quiet.scrubber._look()
+    quiet.flip(1, 0)
+    quiet.flip(2, 0)
+    quiet.scrubber._look()
+    quiet.scrubber.forget([1])
+    assert quiet.scrubber.take_damaged() == [2]
+
+
+def test_slots_beyond_other_memory_are_forgotten(quiet):
+    quiet.write(0, 3)
+    quiet.scrubber._look()
+    quiet.write(2, 4)
+    quiet.scrubber.note([3])
+    quiet.hosts, old = quiet.new(3), quiet.hosts
+    quiet.scrubber.use(quiet.hosts, 3)
+    for host in old:
+        host.free()
+    assert (set(quiet.scrubber._new), set(quiet.scrubber._sums)) == ({2}, {0})
+    quiet.scrubber._look()
+    assert set(quiet.scrubber._sums) == {0, 2}
+    quiet.write(1)
+    quiet.scrubber.use(quiet.hosts, 3)
+    assert set(quiet.scrubber._new) == {1}

@@ -24,7 +24,7 @@ from kvtier.cache.store import Patience, StoreConfig
 from kvtier.errors import ArgumentError
 from kvtier.index import Chain, Namespace
 from kvtier.layout import CacheGroup, KVLayout, LayerSpec, TensorSpec
-from kvtier.storage import MemoryStore, open_shards
+from kvtier.storage import MemoryStore, ShardStores, open_shards
 from storage_support import Fault, FaultyStore
 
 NAMESPACE = hashlib.sha256(b"a model").digest()
@@ -254,8 +254,9 @@ def test_stores_of_other_numbers_of_shards_are_misses_and_spared(ranks):
         again.must_hold(blocks_of(layout, num_shards))
 
 
-def test_many_blocks_are_gathered_a_few_at_a_time(ranks, monkeypatch):
-    monkeypatch.setattr(store_worker, "_GATHER_BYTES", 5000)  # two blocks of it
+@pytest.mark.parametrize(("most", "expected"), [(5000, [6, 6, 3]), (1, [3] * 5), (1 << 20, [15])])
+def test_many_blocks_are_gathered_a_few_at_a_time(ranks, monkeypatch, most, expected):
+    monkeypatch.setattr(store_worker, "_GATHER_BYTES", most)  # 5000: two blocks of it
     layout = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f32, 4, extra=[TensorSpec("i", dt.u8, (3,))]),))
     calls: list[int] = []
 
@@ -268,7 +269,7 @@ def test_many_blocks_are_gathered_a_few_at_a_time(ranks, monkeypatch):
     some = ranks(layout, 1, 2, store)
     some.fill(blocks)
     some.down()
-    assert calls == [6, 6, 3]  # of each block two shards, and what they share
+    assert calls == expected  # of each block two shards, and what they share
     other = ranks(layout, 2, 2, store)
     other.up()
     other.must_hold(blocks)
@@ -355,6 +356,32 @@ def test_drops_take_every_shard(ranks):
     assert len(store.objects) == (BLOCKS - 2) * 5
     some.run(Drop("disk"))
     assert not store.objects
+
+
+def test_drop_of_keys_reaches_the_store_of_every_shard(ranks):
+    stores = ShardStores(tuple(MemoryStore(1 << 22) for _ in range(4)))
+    some = ranks(LAYOUT, 1, 4, stores)
+    some.fill(blocks_of(LAYOUT))
+    some.down()
+    assert [len(store.objects) for store in stores.stores] == [2 * BLOCKS, BLOCKS, BLOCKS, BLOCKS]
+    some.run(Drop("disk", KEYS[0] + KEYS[1]))
+    assert [len(store.objects) for store in stores.stores] == [2 * (BLOCKS - 2), *[BLOCKS - 2] * 3]
+    some.run(Probe(5, "disk", b"".join(KEYS)))
+    assert some.presences[0][-1].absent == KEYS[0] + KEYS[1]
+    some.run(Drop("disk"))
+    assert not any(store.objects for store in stores.stores)
+
+
+def test_rank_that_writes_nothing_of_a_block_calls_no_store(ranks):
+    layout = KVLayout(4, (CacheGroup.mla("latent", 2, 9, dt.bf16, 4),))
+    stores = [MemoryStore(1 << 22), MemoryStore(1 << 22)]
+    some, blocks = ranks(layout, 2, 2, stores), blocks_of(layout)
+    some.fill(blocks)
+    some.run(some.transfer(Purpose.SAVE))
+    (first,), (second,) = some.run(some.transfer(Purpose.STORE))
+    assert (first.ok, first.num_bytes) == (True, BLOCKS * layout.groups[0].block_bytes)
+    assert (second.ok, second.num_bytes, second.arrived) == (True, 0, b"")
+    assert [len(store.objects) for store in stores] == [BLOCKS, 0]
 
 
 def test_a_rank_that_cannot_read_leaves_its_slots_as_they_were(ranks):

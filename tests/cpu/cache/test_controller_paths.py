@@ -1,0 +1,454 @@
+"""CacheController and its StoreWorker on every path: freed once, reported once, waited for as long as needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from controller_support import KEYS, LAYOUT, Call, Gate, Hangs, Rig, caches_of, draft_of
+from kvtier.cache.controller import CacheController, layout_of
+from kvtier.cache.plan import Drop, Plan, Presence, Probe, Purpose, Transfer, slot_bytes
+from kvtier.errors import ClosedError, OutOfMemoryError
+from kvtier.memory.copy_paths import run_path
+from kvtier.storage import MemoryStore, Outcome, Results, Status
+from kvtier.transfer import HostMemory, TransferConfig
+from kvtier.transfer.host_memory import Growth
+
+BLOCK_BYTES = sum(group.block_bytes for group in LAYOUT.groups)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_close_frees_the_host_memory_and_ends_every_thread():
+    before = set(threading.enumerate())
+    rig = Rig(stores={"disk": MemoryStore(1 << 20)})
+    rig.run(rig.save([0], [0]))
+    hosts = rig.controller._hosts
+    rig.controller.close()
+    assert [host.growth for host in hosts] == [Growth.FREED] * 2
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+    assert set(threading.enumerate()) <= before
+
+
+def test_close_while_a_copy_runs_waits_for_it():
+    gate = Gate(is_open=False)
+    rig = Rig(mover=gate)
+    rig.controller.submit(Plan(1, 0, (rig.save([0], [0]),)))
+    assert gate.has_come.wait(30)
+    closing = Call(rig.controller.close)
+    closing.must_wait()
+    gate.open()
+    closing.must_end()
+
+
+@pytest.mark.parametrize("num_host", [1, 3, 20])
+def test_resize_frees_the_old_memory_and_reports_the_new(rigs, num_host):
+    rig = rigs(8, 6)
+    (first,) = rig.controller.poll()
+    assert (first.epoch, [(size.tier, size.num_slots) for size in first.sizes]) == (0, [("host", 6)])
+    old = rig.controller._hosts
+    rig.controller.resize_host(num_host, rig.caches)
+    assert [host.growth for host in old] == [Growth.FREED] * 2
+    with pytest.raises(ClosedError):
+        old[0].block(0)
+    (report,) = rig.controller.poll()
+    assert [(size.tier, size.num_slots) for size in report.sizes] == [("host", num_host)]
+    assert rig.controller.poll() == []
+
+
+def test_single_host_block_is_reported(rigs):
+    rig = rigs(2, 1)
+    (report,) = rig.controller.poll()
+    assert [(size.tier, size.num_slots) for size in report.sizes] == [("host", 1)]
+
+
+def test_resize_that_fails_frees_the_new_memory_and_keeps_the_old(rigs, monkeypatch):
+    rig = rigs(8, 6)
+    rig.run(rig.save([3], [2]))
+    made: list[HostMemory] = []
+    make_present = HostMemory._make_present
+
+    def refused(self, offset: int, nbytes: int) -> None:
+        if self.num_slots == 100:
+            made.append(self)
+            raise OutOfMemoryError("the driver pins no more")
+        make_present(self, offset, nbytes)
+
+    monkeypatch.setattr(HostMemory, "_make_present", refused)
+    with pytest.raises(OutOfMemoryError):
+        rig.controller.resize_host(100, rig.caches)
+    assert [memory.growth for memory in made] == [Growth.FREED] * 2
+    (outcome,) = rig.run(rig.load([2], [7]))
+    assert outcome.ok
+    assert rig.device(7) == rig.device(3)
+
+
+def test_resize_keeps_watching_the_slots_that_are_left(rigs):
+    rig = rigs(8, 6)
+    scrubber = rig.controller._scrubber
+    rig.run(rig.save([0, 1, 2], [1, 3, 4]))
+    settle(scrubber)
+    rig.controller.resize_host(4, rig.caches)
+    assert set(scrubber._sums) == {1, 3}
+    rig.controller.resize_host(8, rig.caches)
+    assert set(scrubber._sums) == {1, 3}
+    rig.fill_host(3, 0xEE)
+    settle(scrubber)
+    (report,) = rig.controller.poll()
+    assert np.frombuffer(report.damaged, "<i4").tolist() == [3]
+
+
+def settle(scrubber) -> None:
+    """Until every new slot has been looked at, and all of them once more."""
+    while scrubber._new:
+        scrubber._look()
+    scrubber._look()
+
+
+@pytest.mark.parametrize("purpose", [Purpose.SAVE, Purpose.FETCH])
+def test_slot_that_is_written_again_is_not_damaged(rigs, purpose):
+    rig = rigs(stores={"disk": MemoryStore(1 << 20)})
+    rig.run(rig.save([0, 1], [3, 4]))
+    rig.run(rig.store([4], [0]))
+    settle(rig.controller._scrubber)
+    (outcome,) = rig.run(rig.save([1], [3]) if purpose is Purpose.SAVE else rig.fetch([0], [3]))
+    assert outcome.ok
+    assert rig.host(3) == rig.device(1)
+    settle(rig.controller._scrubber)
+    assert rig.controller.poll() == []
+    rig.fill_host(3, 0xEE)
+    settle(rig.controller._scrubber)
+    (report,) = rig.controller.poll()
+    assert np.frombuffer(report.damaged, "<i4").tolist() == [3]
+
+
+def test_register_needs_a_tensor_for_every_group(rigs):
+    rig = rigs()
+    rig.controller.release()
+    with pytest.raises(ValueError, match="shorter"):
+        rig.controller.register(rig.caches[:1])
+
+
+def test_layout_of_keeps_draft_groups_whole_on_every_rank():
+    caches = [torch.zeros(4, layers, 2, 2, 4, 2) for layers in (2, 1, 1)]
+    layout = layout_of(caches, 2)
+    assert [group.name for group in layout.groups] == ["main", "draft-1", "draft-2"]
+    sizes = [group.block_bytes for group in layout.groups]
+    assert sizes == [cache[0].nbytes for cache in caches]
+    assert [group.block_bytes for group in layout.of_rank(4).groups] == [sizes[0] // 4, *sizes[1:]]
+
+
+# ---- one report for each transfer ----------------------------------------------------------------------------------
+
+
+def test_saves_of_a_plan_are_reported_each_with_its_share(rigs):
+    rig = rigs()
+    transfers = [rig.save([0], [0]), rig.save([1, 2, 3], [1, 2, 3]), rig.save([4, 5], [4, 5])]
+    began = time.perf_counter()
+    outcomes = rig.run(*transfers)
+    elapsed = time.perf_counter() - began
+    assert [outcome.transfer_id for outcome in outcomes] == [transfer.id for transfer in transfers]
+    assert [outcome.num_bytes for outcome in outcomes] == [count * BLOCK_BYTES for count in (1, 3, 2)]
+    assert all(outcome.ok and 0 <= outcome.seconds <= elapsed for outcome in outcomes)
+    assert not rig.controller.is_busy
+    assert rig.controller.poll() == []
+
+
+def test_time_of_a_copy_is_that_of_its_slowest_group(rigs):
+    calls = []
+
+    def slow_at_first(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            began = time.perf_counter()
+            while time.perf_counter() - began < 0.1:
+                pass
+        return run_path(*arguments)
+
+    rig = rigs(mover=slow_at_first)
+    (outcome,) = rig.run(rig.save([0], [0]))
+    assert len(calls) == 2  # one for each group
+    assert outcome.seconds >= 0.1
+
+
+def test_copy_that_loses_some_blocks_fails_their_transfers_only(rigs):
+    """Blocks travel one by one; the third copy fails."""
+    calls = []
+
+    def breaks_once(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("the link is down")
+        return run_path(*arguments)
+
+    rig = rigs(mover=breaks_once, config=TransferConfig(slice_bytes=1))
+    transfers = [rig.save([0, 1], [4, 5]), rig.save([2, 3], [6, 7])]
+    first, second = rig.run(*transfers)
+    assert (first.transfer_id, first.ok, first.arrived) == (transfers[0].id, True, b"")
+    assert (second.transfer_id, second.ok, second.arrived) == (transfers[1].id, False, b"\0\1")
+    assert "the link is down" in second.reason
+    assert [rig.host(slot) for slot in (4, 5, 7)] == [rig.device(slot) for slot in (0, 1, 3)]
+    settle(rig.controller._scrubber)
+    assert set(rig.controller._scrubber._sums) == {4, 5, 7}
+
+
+def test_two_saves_of_which_one_cannot_start_end_apart(rigs):
+    rig = rigs(4, 4)
+    good, bad = rig.save([1], [2]), rig.save([0], [99])
+    outcomes = {outcome.transfer_id: outcome for outcome in rig.run(good, bad)}
+    assert len(outcomes) == 2
+    assert outcomes[good.id].ok
+    assert (outcomes[bad.id].ok, outcomes[bad.id].num_bytes, outcomes[bad.id].arrived) == (False, 0, b"")
+    assert outcomes[bad.id].reason
+    assert rig.host(2) == rig.device(1)
+
+
+def test_copy_that_starts_for_one_group_only_is_over_before_it_is_reported():
+    """The second group's tensor is shorter: its copy cannot start when the first group's is under way."""
+    gate = Gate()
+    caches = [caches_of(8)[0], caches_of(4)[1]]
+    controller = CacheController(LAYOUT, caches, 8, mover=gate)
+    slots = [slot_bytes(np.array([slot], np.int32)) for slot in (0, 6)]
+    gate.close()
+    submitting = Call(lambda: controller.submit(Plan(1, 3, (Transfer(1, Purpose.LOAD, "host", "device", *slots),))))
+    submitting.must_wait()
+    gate.open()
+    submitting.must_end()
+    assert controller.is_busy
+    assert not controller.is_copying
+    assert not controller.layer_waits([1]).arrived()
+    (report,) = [each for each in controller.poll() if each.outcomes]
+    assert (report.epoch, [(each.transfer_id, each.ok) for each in report.outcomes]) == (3, [(1, False)])
+    assert not controller.is_busy
+    assert controller.poll() == []
+    controller.close()
+
+
+def test_layer_waits_are_for_their_own_loads(rigs):
+    rig = rigs(8, 4)
+    rig.run(rig.save([0], [0]))
+    good, bad = rig.load([0], [6]), rig.load([99], [7])
+    rig.controller.submit(Plan(2, 0, (good, bad)))
+    assert rig.controller.layer_waits([good.id]).arrived()
+    assert not rig.controller.layer_waits([good.id, bad.id]).arrived()
+    assert not rig.controller.layer_waits([bad.id]).arrived()
+    assert {outcome.transfer_id: outcome.ok for outcome in rig.drain()} == {good.id: True, bad.id: False}
+
+
+def test_layer_waits_fail_if_one_of_two_loads_does(rigs):
+    broken = threading.Event()
+
+    def mover(*arguments):
+        if broken.is_set():
+            raise RuntimeError("the link is down")
+        return run_path(*arguments)
+
+    rig = rigs(mover=mover)
+    first, second = rig.load([0], [6]), rig.load([1], [7])
+    rig.controller.submit(Plan(1, 0, (first,)))
+    assert rig.controller.layer_waits([first.id]).arrived()
+    broken.set()
+    rig.controller.submit(Plan(2, 0, (second,)))
+    assert not rig.controller.layer_waits([first.id, second.id]).arrived()
+    assert not rig.controller.layer_waits([second.id]).arrived()
+    assert {outcome.transfer_id: outcome.ok for outcome in rig.drain()} == {first.id: True, second.id: False}
+
+
+def test_poll_but_for_saves_leaves_them_for_the_next(rigs):
+    rig = rigs()
+    rig.run(rig.save([0], [0]))
+    save, load = rig.save([1], [1]), rig.load([0], [7])
+    rig.controller.submit(Plan(2, 0, (save, load)))
+    for each in rig.controller._under.values():
+        for copy in each.copies:
+            copy.settle(30)
+    (report,) = rig.controller.poll(but_for_saves=True)
+    assert [outcome.transfer_id for outcome in report.outcomes] == [load.id]
+    assert rig.controller.is_copying
+    assert [outcome.transfer_id for outcome in rig.drain()] == [save.id]
+    assert not rig.controller.is_copying
+
+
+# ---- waiting -------------------------------------------------------------------------------------------------------
+
+
+def test_wait_lasts_until_a_copy_is_over():
+    gate = Gate(is_open=False)
+    caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
+    controller = CacheController(layout_of(caches, 2), caches, 2, mover=gate)
+    controller.poll()
+    slots = slot_bytes(np.array([1], np.int32))
+    controller.submit(Plan(1, 0, (Transfer(1, Purpose.SAVE, "device", "host", slots, slots),)))
+    assert controller.is_busy
+    assert controller.is_copying
+    controller.wait(0.001)  # it takes longer: no error
+    waiting = Call(lambda: controller.wait(60))
+    waiting.must_wait()
+    assert controller.poll() == []
+    gate.open()
+    waiting.must_end()
+    (report,) = controller.poll()
+    assert [outcome.ok for outcome in report.outcomes] == [True]
+    controller.close()
+
+
+def test_wait_is_for_loads_before_saves(rigs):
+    gate = Gate(is_open=False)
+    rig = rigs(mover=gate)
+    rig.controller.submit(Plan(1, 0, (rig.save([0], [0]),)))
+    assert gate.has_come.wait(30)
+    load = rig.load([1], [7])
+    rig.controller.submit(Plan(2, 0, (load,)))
+    waiting = Call(lambda: rig.controller.wait(60))
+    waiting.must_end()  # the save is still held
+    rig.controller._under[load.id].copies[1].settle(30)
+    outcomes = [outcome for report in rig.controller.poll() for outcome in report.outcomes]
+    assert [outcome.transfer_id for outcome in outcomes] == [load.id]
+    gate.open()
+    assert len(rig.drain()) == 1
+
+
+def test_wait_lasts_until_a_store_has_answered(rigs):
+    store = Hangs()
+    rig = rigs(stores={"disk": store})
+    rig.controller.poll()
+    rig.controller.submit(Plan(1, 0, (rig.fetch([0], [0]),)))
+    assert store.called.wait(30)
+    assert rig.controller.is_busy
+    waiting = Call(lambda: rig.controller.wait(60))
+    waiting.must_wait()
+    store.may_go.set()
+    waiting.must_end()
+    (report,) = rig.controller.poll()
+    assert [outcome.ok for outcome in report.outcomes] == [False]
+    assert report.presences == (Presence("disk", absent=KEYS[0]),)
+    assert not rig.controller.is_busy
+
+
+def test_wait_beside_a_store_that_hangs_looks_at_copies_soon(rigs):
+    store, gate = Hangs(), Gate(is_open=False)
+    rig = rigs(stores={"disk": store}, mover=gate)
+    rig.controller.submit(Plan(1, 0, (rig.fetch([0], [0]), rig.save([1], [1]))))
+    assert store.called.wait(30)
+    Call(lambda: rig.controller.wait(60)).must_end()
+    gate.open()
+    store.may_go.set()
+    assert len(rig.drain()) == 2
+
+
+# ---- the store worker ----------------------------------------------------------------------------------------------
+
+
+def test_store_worker_is_busy_until_its_answers_are_taken(rigs):
+    rig = rigs(stores={"disk": MemoryStore(1 << 20)})
+    rig.run(rig.save([0], [0]))
+    worker = rig.controller._stores
+    assert (worker.is_busy, worker.has_news(0.0)) == (False, False)
+    worker.move(rig.store([0], [0]))
+    assert worker.has_news(30) is True
+    assert worker.is_busy
+    assert len(worker.take_outcomes()) == 1
+    assert (worker.take_outcomes(), worker.is_busy) == ([], False)
+    worker.probe(Probe(7, "disk", KEYS[0] + KEYS[1]))
+    assert worker.has_news(30) is True
+    assert worker.is_busy
+    assert worker.take_presences() == [Presence("disk", KEYS[0], KEYS[1], 7)]
+    assert (worker.take_presences(), worker.is_busy) == ([], False)
+
+
+class Small(MemoryStore):
+    """A store whose scans tell two objects at a time."""
+
+    def scan(self, cursor="", limit=1000, *, timeout_s=None):
+        return super().scan(cursor, min(limit, 2), timeout_s=timeout_s)
+
+
+def test_inventory_and_drop_of_all_take_every_page(rigs):
+    store = Small(1 << 20)
+    rig = rigs(stores={"disk": store})
+    rig.run(rig.save([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
+    rig.run(rig.store([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
+    del store.objects[draft_of(KEYS[2])]
+    rig.run(Probe(3, "disk"))
+    found = [
+        key for each in rig.presences for key in [each.present[i : i + 32] for i in range(0, len(each.present), 32)]
+    ]
+    assert sorted(found) == sorted(KEYS[i] for i in (0, 1, 3, 4))
+    assert [each.probe_id for each in rig.presences if each.probe_id] == [3]
+    assert not any(each.absent for each in rig.presences)
+    rig.run(Drop("disk"))
+    assert not store.objects
+
+
+class Wordy(MemoryStore):
+    """A store that fails to write, each object for a reason of its own."""
+
+    def write(self, writes, **_):
+        return Results(tuple(Outcome(Status.FAILED, reason=f"reason {i}") for i in range(len(writes))), 0.0)
+
+
+def test_failure_names_three_reasons_and_no_block_is_absent(rigs):
+    rig = rigs(stores={"disk": Wordy(1 << 20)})
+    rig.run(rig.save([0, 1, 2], [0, 1, 2]))
+    (outcome,) = rig.run(rig.store([0, 1, 2], [0, 1, 2]))
+    assert (outcome.ok, outcome.arrived, outcome.num_bytes) == (False, b"\0\0\0", 0)
+    assert outcome.reason == "reason 0; reason 1; reason 2"
+    assert rig.presences == []
+
+
+def test_time_of_a_fetch_is_at_most_the_time_waited(rigs):
+    rig = rigs(stores={"disk": MemoryStore(1 << 20)})
+    began = time.perf_counter()
+    (outcome,) = rig.run(rig.fetch([0], [0]))
+    assert 0 < outcome.seconds <= time.perf_counter() - began
+
+
+class Leaves(MemoryStore):
+    """A store that takes its time to let go of memory."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.may_go = threading.Event()
+        self.told: list[str] = []
+
+    def register(self, memory: memoryview) -> None:
+        self.told.append("register" if len(memory) else "nothing")
+
+    def unregister(self, memory: memoryview) -> None:
+        assert self.may_go.wait(60)
+        memory[0] = memory[0]  # it is still there
+        self.told.append("unregister")
+
+
+def test_resize_waits_until_every_store_has_let_go(rigs):
+    quick, slow = Leaves(), Leaves()
+    quick.may_go.set()
+    rig = rigs(stores={"quick": quick, "slow": slow})
+    resizing = Call(lambda: rig.controller.resize_host(4, rig.caches))
+    resizing.must_wait()
+    slow.may_go.set()
+    resizing.must_end()
+    rig.run(rig.save([0], [0]))
+    rig.run(rig.store([0], [0], "quick"), rig.store([0], [0], "slow"))  # behind the registration
+    assert quick.told == slow.told == ["register"] * 2 + ["unregister"] * 2 + ["register"] * 2
+
+
+def test_process_that_does_not_close_ends_all_the_same():
+    code = """
+import torch
+from kvtier.cache.controller import CacheController, layout_of
+from kvtier.storage import MemoryStore
+caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
+controller = CacheController(layout_of(caches, 2), caches, 2, stores={"disk": MemoryStore(1 << 20)})
+print("made", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "made\n"
