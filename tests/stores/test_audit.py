@@ -11,6 +11,7 @@ import pytest
 from kvtier.storage import DiskStore, Label, MemoryStore, Status
 from kvtier.storage.audit import take_inventory, verify
 from kvtier.storage.open import open_store
+from kvtier.storage.record import Flags, Record
 from storage_support import NAMESPACE, OTHER_NAMESPACE, Fault, FaultyStore, key_of, put, write_of
 
 
@@ -72,6 +73,22 @@ def test_what_nobody_can_read_is_counted(redis_port):
         assert (take_inventory(store).num_objects, take_inventory(store).num_unreadable) == (1, 1)
         found = verify(store)
         assert (found.ok, found.num_sound, found.num_unreadable) == (False, 1, 1)
+
+
+@pytest.mark.parametrize("claimed", [1 << 40, (1 << 63) - 1])
+def test_verify_of_record_that_claims_too_much_is_a_defect(redis_port, claimed):
+    """Anybody who shares the server can write such a record; its CRC is right."""
+    import redis
+
+    prefix = uuid.uuid4().hex
+    with contextlib.closing(open_store(f"redis://127.0.0.1:{redis_port}?prefix={prefix}")) as store:
+        put(store, 1)
+        planted = Record(key_of(2), NAMESPACE, bytes(16), claimed, claimed, 0, 0, Flags.NONE)
+        redis.Redis(port=redis_port).set(prefix + key_of(2).hex(), planted.pack() + b"short")
+        found = verify(store)
+        assert (found.ok, found.num_sound) == (False, 1)
+        assert [(each.key, each.status) for each in found.defects] == [(key_of(2), Status.CORRUPT)]
+        assert str(claimed) in found.defects[0].reason
 
 
 def test_the_command_line_inspects_and_verifies_any_store(redis_port, capsys):

@@ -11,7 +11,8 @@ import uuid
 import pytest
 
 from kvtier.errors import StoreError
-from kvtier.storage import Breaker, Status, Write
+from kvtier.storage import Breaker, Read, Status, Write
+from kvtier.storage.audit import take_inventory
 from kvtier.storage.open import open_store
 from kvtier.storage.remote import RemoteStore
 from storage_support import LABEL, all_keys, get, key_of, payload_of, put
@@ -107,6 +108,48 @@ def test_a_time_to_live_is_the_servers_too(redis_port):
     with contextlib.closing(open_store(f"redis://127.0.0.1:{redis_port}?prefix={prefix}")) as store:
         put(store, 2)
         assert raw.pttl(prefix + key_of(2).hex()) == -1
+
+
+@pytest.mark.parametrize("options", ["", "&compression=zlib"])
+def test_redis_read_of_grown_values_transfers_no_more_than_asked(redis_port, options):
+    import redis
+
+    prefix, raw = uuid.uuid4().hex, redis.Redis(port=redis_port)
+    with contextlib.closing(open_store(f"redis://127.0.0.1:{redis_port}?prefix={prefix}{options}")) as store:
+        put(store, *range(4))
+        for number in range(4):
+            raw.setrange(prefix + key_of(number).hex(), 20_000_000, b"x")
+        before = raw.info("stats")["total_net_output_bytes"]
+        assert [get(store, number)[1] for number in range(4)] == [payload_of(number) for number in range(4)]
+        assert len(all_keys(store)) == 4
+        assert raw.info("stats")["total_net_output_bytes"] - before < 100_000
+        store.remove([key_of(number) for number in range(4)])
+
+
+@pytest.mark.parametrize("kind", ["redis_port", "cluster_ports"])
+def test_redis_key_of_wrong_type_is_corrupt_and_alone(request, kind):
+    import redis
+
+    port, prefix = request.getfixturevalue(kind), uuid.uuid4().hex
+    is_cluster = kind == "cluster_ports"
+    port = port[0] if is_cluster else port
+    raw = redis.RedisCluster("127.0.0.1", port) if is_cluster else redis.Redis(port=port)
+    url = f"redis://127.0.0.1:{port}?prefix={prefix}{'&cluster=yes' if is_cluster else ''}"
+    with contextlib.closing(open_store(url)) as store:
+        put(store, 0, 2, 4)
+        names = [prefix + key_of(number).hex() for number in range(6)]
+        raw.lpush(names[1], "a")
+        raw.sadd(names[3], "a")
+        raw.hset(names[5], "a", "b")
+        rooms = [bytearray(5000) for _ in range(7)]
+        found = take_inventory(store)
+        assert (found.num_objects, found.num_unreadable, found.reason) == (3, 3, "")
+        results = store.read_into([Read(key_of(number), LABEL, room) for number, room in enumerate(rooms)])
+        assert [each.status.value for each in results] == ["found", "corrupt"] * 3 + ["missing"]
+        assert [bytes(room) for room in rooms[:6:2]] == [payload_of(number) for number in (0, 2, 4)]
+        assert put(store, 1, 3, 5).ok
+        assert get(store, 3)[1] == payload_of(3)
+        assert store.stats.num_refused == 0
 
 
 def test_a_full_server_is_an_outcome_and_no_sickness(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.storage.store import Page, Read, Status, Store, StoredObject
 
 _BATCH_BYTES = 32 << 20
+_MAX_OBJECT_BYTES = 1 << 30
+"""No block is that large: 128 tokens of a model with 8 MiB per token. A record can claim any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,9 @@ def verify(
     reason = ""
     for page in pages(store, timeout_s):
         num_unreadable, reason = num_unreadable + page.num_unreadable, page.reason
-        for batch in _batches(page.objects):
+        oversized = [each for each in page.objects if each.nbytes > _MAX_OBJECT_BYTES]
+        defects += [Defect(each.key, Status.CORRUPT, f"its record claims {each.nbytes} bytes") for each in oversized]
+        for batch in _batches([each for each in page.objects if each.nbytes <= _MAX_OBJECT_BYTES]):
             reads = [Read(each.key, each.label, bytearray(each.nbytes)) for each in batch]
             results = store.read_into(reads, timeout_s=timeout_s)
             total += results.nbytes
@@ -125,7 +129,7 @@ def pages(store: Store, timeout_s: float | None = None) -> Iterator[Page]:
             return
 
 
-def _batches(objects: tuple[StoredObject, ...]) -> Iterator[list[StoredObject]]:
+def _batches(objects: Sequence[StoredObject]) -> Iterator[list[StoredObject]]:
     batch: list[StoredObject] = []
     nbytes = 0
     for each in objects:

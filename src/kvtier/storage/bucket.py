@@ -69,8 +69,10 @@ class Bucket(Protocol):
         ...
 
     def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
-        """Their values, at least the first bytes of one that is longer than its room. None: not there.
+        """Their values, of one that is longer than its room the first bytes. None: not there.
 
+        No more than the room is read, however long the stored value is. What is no string of bytes counts as an empty
+        value, and does not fail the others.
         They may lie in the scratch memory, and hold until it is taken again.
         """
         ...

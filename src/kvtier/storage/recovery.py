@@ -162,6 +162,7 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
             if shape.file_bytes > max_bytes:
                 for path in (table_name(number), slots_name(number)):
                     files.unlink(os.path.join(folder, path))
+                files.sync_folder(folder)  # or its objects would come back after a power failure
                 continue
             segment = found.segments[number] = Segment(files, folder, shape, direct=direct)
             records, num_bad = segment.read_table(names[slots_name(number)])

@@ -1,13 +1,13 @@
 """Blocks on a Redis or Valkey server, or a cluster of them. Needs the extra `redis`.
 
-Every request is one pipeline of GET, SET, EXISTS, UNLINK or GETRANGE; on a cluster one per node. Redis evicts by itself
+Every request is one pipeline of GETRANGE, SET, EXISTS or UNLINK; on a cluster one per node. Redis evicts by itself
 (set `maxmemory` and `maxmemory-policy allkeys-lru`), so objects vanish without notice.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,13 +114,18 @@ class RedisBucket:
         return [bool(reply) for reply in self._pipe([("EXISTS", self._prefix + name) for name in names])]
 
     def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:  # noqa: ARG002
-        """Their values."""
-        replies = self._pipe([("GET", self._prefix + name) for name in names])
-        return [None if reply is None else memoryview(reply) for reply in replies]
+        """The first bytes of their values, as many as there is room for; an empty value counts as none."""
+        return [None if value is None else memoryview(value) for value in self._ranges(names, rooms)]
 
     def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:  # noqa: ARG002
         """The first bytes of their values; an empty value counts as none."""
-        return [reply or None for reply in self._pipe([("GETRANGE", self._prefix + n, 0, nbytes - 1) for n in names])]
+        return self._ranges(names, [nbytes] * len(names))
+
+    def _ranges(self, names: Sequence[str], sizes: Sequence[int]) -> list[bytes | None]:
+        """So many first bytes of each value, none of what is no string. None: not there."""
+        commands = [("GETRANGE", self._prefix + n, 0, size - 1) for n, size in zip(names, sizes, strict=True)]
+        replies = self._pipe(commands, _is_wrong_type)
+        return [b"" if isinstance(reply, Exception) else reply or None for reply in replies]
 
     def put(self, names: Sequence[str], values: Sequence[Parts], scratch: Scratch, *, replace: bool) -> list[Put]:  # noqa: ARG002
         """Set them all, which also renews their time to live; from where they are, without joining their parts."""
@@ -133,7 +138,7 @@ class RedisBucket:
         moved = [index for index, reply in replies.items() if isinstance(reply, (*_MOVED, BucketError))]
         if moved and self._is_cluster:  # its client knows where to ask, but takes only values in one piece
             replies |= self._send_joined(moved, names, values, scratch)
-        wrong = next((reply for reply in replies.values() if _is_error(reply, OutOfMemoryError)), None)
+        wrong = next((reply for reply in replies.values() if _is_error(reply, _is_out_of_memory)), None)
         if wrong is not None:
             raise _explain(wrong) from wrong
         return [Put.STORED if not isinstance(replies[i], Exception) else Put.FULL for i in range(len(names))]
@@ -174,7 +179,9 @@ class RedisBucket:
         primaries = sorted(self._client.get_primaries(), key=lambda node: str(node.name))  # type: ignore[no-untyped-call]
         return [self._client.get_redis_connection(node) for node in primaries]
 
-    def _pipe(self, commands: Sequence[tuple[Any, ...]], expected: type[Exception] | tuple[()] = ()) -> list[Any]:
+    def _pipe(
+        self, commands: Sequence[tuple[Any, ...]], is_expected: Callable[[Exception], bool] = lambda _: False
+    ) -> list[Any]:
         """The replies to commands sent at once; errors among them other than the expected are raised."""
         try:
             pipeline = self._client.pipeline(transaction=False)
@@ -184,7 +191,7 @@ class RedisBucket:
         except _ERRORS as error:
             self.reset()
             raise _explain(error) from error
-        wrong = next((reply for reply in replies if _is_error(reply, expected)), None)
+        wrong = next((reply for reply in replies if _is_error(reply, is_expected)), None)
         if wrong is not None:
             raise _explain(wrong) from wrong
         return replies
@@ -225,7 +232,7 @@ class RedisBucket:
         for index, nbytes in zip(chosen, sizes, strict=True):
             commands.append(("SET", self._prefix + names[index], join(values[index], room[:nbytes]), *self._expiry))
             room = room[nbytes:]
-        return dict(zip(chosen, self._pipe(commands, OutOfMemoryError), strict=True))
+        return dict(zip(chosen, self._pipe(commands, _is_out_of_memory), strict=True))
 
     def _packed(
         self, names: Sequence[str], values: Sequence[Parts], chosen: Sequence[int]
@@ -259,8 +266,17 @@ def _read_reply(connection: Any) -> Any:
         return error
 
 
-def _is_error(reply: object, expected: type[Exception] | tuple[()]) -> bool:
-    return isinstance(reply, Exception) and not isinstance(reply, expected)
+def _is_error(reply: object, is_expected: Callable[[Exception], bool]) -> bool:
+    return isinstance(reply, Exception) and not is_expected(reply)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, OutOfMemoryError)
+
+
+def _is_wrong_type(error: Exception) -> bool:
+    """True if the key holds a list, a set or another type that has no bytes of its own."""
+    return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
 
 
 def _explain(error: Exception) -> BucketError:

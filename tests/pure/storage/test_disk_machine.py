@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvtier.storage import Compression, DiskStore, Sync
+from kvtier.storage import Compression, DiskStore, Status, Sync
 from storage_power import PowerFailure, Versions, same_bytes
 from storage_support import all_keys, key_of, write_of
 
@@ -179,4 +179,23 @@ def test_store_opened_synced_after_kill_makes_old_objects_durable():
         run.store.close()
         store = run.reopen()
         assert [run.versions.check_read(store, number) for number in range(12)] == [0] * 12
+        store.close()
+
+
+@pytest.mark.parametrize("room", [64 << 10, 32 << 10], ids=["one segment fits", "no segment fits"])
+def test_segments_over_a_smaller_limit_stay_gone_after_power_failure(room):
+    with tempfile.TemporaryDirectory() as folder:
+        run = PowerFailure(folder, 1 << 20, Sync.WRITE, at=0, seed=1)
+        run.run("write", [*range(12)], 5000)
+        run.store.close()
+        run.room = room
+        run.restart(Sync.WRITE)
+        removed = run.store.remove([key_of(number) for number in range(12)])
+        assert Status.MISSING in [outcome.status for outcome in removed]
+        assert removed.is_durable
+        run.fail(keep=0.0)
+        run.store.close()
+        run.room = 1 << 20
+        store = run.reopen()
+        assert not all_keys(store)
         store.close()
