@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from kvtier.errors import UnavailableError
@@ -25,6 +26,26 @@ def cache_dir() -> Path:
             f"no directory to keep what is made once per machine: {error}; set KVTIER_CACHE_DIR"
         ) from error
     return path
+
+
+def distrust(path: Path) -> str:
+    """Say why a user other than this one and root could have put something else here; empty if none could.
+
+    The path and all folders above it must belong to this user or root, and no one else may write to them. Folders above
+    that have the sticky bit, such as /tmp, may be writable: entries of others cannot be replaced there. A symbolic link
+    is refused; `Path.resolve` the folder first.
+    """
+    trusted = (0, os.geteuid())
+    for each in (path, *path.parents):
+        found = os.lstat(each)
+        if stat.S_ISLNK(found.st_mode):
+            return f"{each} is a symbolic link"
+        if found.st_uid not in trusted:
+            return f"{each} belongs to user {found.st_uid}, and this is user {os.geteuid()}"
+        is_sticky = each != path and found.st_mode & stat.S_ISVTX
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
+            return f"{each} can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
 
 
 def write_atomically(path: Path, *parts: BytesLike) -> None:

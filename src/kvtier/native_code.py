@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvtier.errors import UnavailableError
-from kvtier.files import cache_dir
+from kvtier.files import cache_dir, distrust
 
 Code = TypeVar("Code")
 _SECONDS = 120  # more than any compiler took here
@@ -50,19 +51,29 @@ class Source:
 
 def load(source: Source, make: Callable[[Path], Code]) -> Native[Code]:
     """What `make` makes of the compiled library. It raises OSError or AttributeError for one that is not whole, which
-    is then compiled anew; UnavailableError if this machine cannot run it."""
+    is then compiled anew; UnavailableError if this machine cannot run it.
+
+    A library runs with all rights of this process. One that another user could have put there is not loaded: the code
+    is compiled for this process alone.
+    """
     compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
     texts, built_on = source.texts(), (platform.machine(), *platform.libc_ver(), source.made_for)
     key = hashlib.sha256("\0".join((*texts.values(), *source.flags, *built_on)).encode()).hexdigest()
     try:
-        path = cache_dir() / f"{source.package.rpartition('.')[2]}-{key[:16]}.so"
-        found = _made_before(path, make)
-        if found is None:
-            if compiler is None:
-                return Native(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
-            _compile(compiler, texts, source.flags, path)
-            found = make(path)
-        return Native(found, f"compiled in {path}")
+        folder = cache_dir().resolve()
+        path = folder / f"{source.package.rpartition('.')[2]}-{key[:16]}.so"
+        refusal = distrust(folder)
+        found = None if refusal else _made_before(path, make)
+        if found is not None:
+            return Native(found, f"compiled in {path}")
+        if compiler is None:
+            return Native(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
+        if not refusal and not os.access(folder, os.W_OK):
+            refusal = f"{folder} cannot be written"
+        if refusal:
+            return _load_privately(compiler, texts, source.flags, make, refusal)
+        _compile(compiler, texts, source.flags, path)
+        return Native(make(path), f"compiled in {path}")
     except UnavailableError as error:
         return Native(None, str(error))
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
@@ -70,13 +81,29 @@ def load(source: Source, make: Callable[[Path], Code]) -> Native[Code]:
 
 
 def _made_before(path: Path, make: Callable[[Path], Code]) -> Code | None:
-    """What an earlier process compiled, if it is there and whole."""
-    if not path.exists():
+    """What an earlier process compiled, if it is there, ours and whole."""
+    if not path.exists() or distrust(path):
         return None
     try:
         return make(path)
     except (OSError, AttributeError):  # cut short by a full disk or a lost machine
         return None
+
+
+def _load_privately(
+    compiler: str, texts: dict[str, str], flags: Sequence[str], make: Callable[[Path], Code], refusal: str
+) -> Native[Code]:
+    """Compile in a folder of this process, which is deleted when the library is loaded."""
+    warnings.warn(
+        f"compiled code is not cached: {refusal}; every process compiles anew until KVTIER_CACHE_DIR names a folder "
+        f"that belongs to this user or root and that only its owner can write (chmod 700)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
+        path = Path(folder) / "private.so"
+        _compile(compiler, texts, flags, path)
+        return Native(make(path), f"compiled for this process alone: {refusal}")
 
 
 def _compile(compiler: str, texts: dict[str, str], flags: Sequence[str], path: Path) -> None:
@@ -86,4 +113,5 @@ def _compile(compiler: str, texts: dict[str, str], flags: Sequence[str], path: P
         built = Path(folder) / "built.so"
         command = [*compiler.split(), str(Path(folder) / next(iter(texts))), *flags, "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+        built.chmod(0o700)  # whatever the umask is: one that a group can write would not be loaded again
         os.replace(built, path)  # atomic: another process sees all of it or nothing

@@ -270,6 +270,144 @@ def test_damaged_code_in_the_cache_is_compiled_anew(monkeypatch, tmp_path):
     check_that_it_copies(found)
 
 
+PLANTED = """
+#include <stdio.h>
+__attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """The library, compiled once."""
+    a_compiler()
+    folder = tmp_path_factory.mktemp("built")
+    with pytest.MonkeyPatch.context() as patch:
+        in_a_new_process(patch, KVTIER_CACHE_DIR=str(folder), CC=None)
+    [library] = folder.iterdir()
+    return library
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch, tmp_path, built) -> None:
+    """A compiler that takes no time: it copies what the real one made."""
+    script = tmp_path / "quick-cc"
+    script.write_text(f'#!/bin/sh\nfor last; do :; done\ncat {built} > "$last"\nchmod +x "$last"\n')
+    script.chmod(0o700)
+    monkeypatch.setenv("CC", str(script))
+
+
+@pytest.fixture
+def planted(monkeypatch, tmp_path, built, quick_compiler):  # noqa: ARG001
+    """A cache directory with a library in it that another user made, and the file it writes when it is loaded."""
+    folder, mark = tmp_path / "shared", tmp_path / "was-loaded"
+    folder.mkdir(mode=0o700)
+    source = tmp_path / "planted.c"
+    source.write_text(PLANTED % mark)
+    subprocess.run([a_compiler(), "-shared", "-fPIC", source, "-o", folder / built.name], check=True)
+    (folder / built.name).chmod(0o755)
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(folder))
+    return folder / built.name, mark
+
+
+def test_native_code_planted_in_an_own_folder_would_be_loaded(monkeypatch, planted):
+    """What the tests below rely on."""
+    _, mark = planted
+    in_a_new_process(monkeypatch)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+def test_native_code_in_folder_others_write_is_not_loaded(monkeypatch, planted, mode):
+    library, mark = planted
+    library.parent.chmod(mode)
+    before = library.read_bytes()
+    with pytest.warns(RuntimeWarning, match=rf"shared can be written by others \(mode {mode:o}\).*KVTIER_CACHE_DIR"):
+        found = in_a_new_process(monkeypatch)
+    check_that_it_copies(found)
+    assert "for this process alone" in found.reason
+    assert not mark.exists()
+    assert library.read_bytes() == before
+
+
+def test_native_code_below_folder_others_write_is_not_loaded(monkeypatch, planted, tmp_path):
+    _, mark = planted
+    tmp_path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="can be written by others"):
+        found = in_a_new_process(monkeypatch)
+    tmp_path.chmod(0o700)
+    check_that_it_copies(found)
+    assert not mark.exists()
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_native_code_below_sticky_folder_is_cached(monkeypatch, tmp_path):
+    """As /tmp is: entries of others cannot be replaced there."""
+    (tmp_path / "sticky").mkdir()
+    (tmp_path / "sticky").chmod(0o1777)
+    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "sticky" / "own"))
+    check_that_it_copies(found)
+    assert len(list((tmp_path / "sticky" / "own").iterdir())) == 1
+
+
+def test_native_code_in_folder_of_another_user_is_not_loaded(monkeypatch, planted):
+    library, mark = planted
+    if os.geteuid():
+        pytest.skip("only root can give a folder to another user")
+    os.chown(library.parent, 12345, 12345)
+    with pytest.warns(RuntimeWarning, match="belongs to user 12345, and this is user 0"):
+        found = in_a_new_process(monkeypatch)
+    check_that_it_copies(found)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("how", ["mode", "owner", "link"])
+def test_native_code_in_file_others_control_is_replaced(monkeypatch, planted, tmp_path, how):
+    library, mark = planted
+    if how == "mode":
+        library.chmod(0o775)
+    elif how == "link":
+        library.rename(tmp_path / "elsewhere.so")
+        library.symlink_to(tmp_path / "elsewhere.so")
+    elif os.geteuid():
+        pytest.skip("only root can give a file to another user")
+    else:
+        os.chown(library, 12345, 12345)
+    found = in_a_new_process(monkeypatch)
+    check_that_it_copies(found)
+    assert not mark.exists()
+    assert stat.S_IMODE(library.lstat().st_mode) == 0o700
+    check_that_it_copies(in_a_new_process(monkeypatch, CC="false"))
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_native_code_compiled_under_open_umask_is_used_again(monkeypatch, tmp_path):
+    before = os.umask(0)
+    try:
+        in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "own"))
+    finally:
+        os.umask(before)
+    check_that_it_copies(in_a_new_process(monkeypatch, CC="false"))
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_native_code_in_folder_reached_by_link_is_cached(monkeypatch, tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "link"))
+    check_that_it_copies(in_a_new_process(monkeypatch, CC="false"))
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_native_code_with_readonly_cache_compiles_privately(monkeypatch, tmp_path):
+    """As in a container with a read-only root whose image has no compiled code."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.warns(RuntimeWarning, match="cannot be written"):
+        found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "own"))
+    check_that_it_copies(found)
+    assert list((tmp_path / "own").iterdir()) == []
+
+
 def test_the_compiler_may_be_named_with_arguments(monkeypatch, tmp_path):
     found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{a_compiler()} -O1")
     check_that_it_copies(found)
