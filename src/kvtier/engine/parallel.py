@@ -85,6 +85,7 @@ class Ranks:
         self._links: list[Link] = []
         self._reports: list[Report] = []
         self._error: EngineError | None = None
+        self._rendezvous: Rendezvous | None = None
         self._threads = torch.get_num_threads()
         device = model.weights.device
         num_threads = max(1, self._threads // config.num_ranks) if device.type == "cpu" else 0
@@ -94,11 +95,11 @@ class Ranks:
             for rank in range(1, config.num_ranks):
                 self._receive(rank, Hello, _SLOW_SECONDS)
                 self._send_model(rank, model, config, num_threads)
-            rendezvous = Rendezvous(config.num_ranks)
-            self._broadcast(Meet(rendezvous.port, config.timeout_seconds))
+            self._rendezvous = Rendezvous(config.num_ranks)
+            self._broadcast(Meet(self._rendezvous.path, config.timeout_seconds))
             weights = split_weights(model.config, model.weights, 0, config.num_ranks)
             mine = Sharding(0, config.num_ranks, config.num_shards)
-            add_up = join_group(mine, device, rendezvous, config.timeout_seconds)
+            add_up = join_group(mine, device, self._rendezvous, config.timeout_seconds)
             self.model = Model(local, weights, type(model.ops)(), add_up)
             ready = [self._receive(rank, Ready, _SLOW_SECONDS) for rank in range(1, config.num_ranks)]
             self.num_host_ready = min(each.num_host_ready for each in ready)
@@ -179,6 +180,8 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         if self._links:
             torch.set_num_threads(self._threads)
         self._links, self._processes = [], []

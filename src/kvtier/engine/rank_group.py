@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from datetime import timedelta
 from typing import Any
 
@@ -17,27 +19,32 @@ _MEET_SECONDS = 300.0
 
 
 class Rendezvous:
-    """Where ranks find each other, at a port of this machine that was free. Rank 0 holds it as long as the group."""
+    """Where ranks find each other: a file in a folder that no other user can open.
 
-    def __init__(self, num_ranks: int, port: int = 0) -> None:
-        """Without a port, a new one."""
+    torch's TCPStore would listen on all interfaces and admit anybody who connects. Rank 0 owns the folder, and keeps it
+    as long as the group: NCCL reads the file again whenever it makes a communicator.
+    """
+
+    def __init__(self, num_ranks: int, path: str = "") -> None:
+        """Without a path, a new one."""
         if not dist.is_available():
             raise UnavailableError("this build of torch has no torch.distributed, which tensor parallelism needs")
-        wait = timedelta(seconds=_MEET_SECONDS)
-        self.store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            _HOST, port, num_ranks, is_master=not port, timeout=wait, wait_for_workers=False
-        )
+        self._folder = None if path else tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # of mode 0700
+        self.path = path if self._folder is None else os.path.join(self._folder.name, "store")
+        self.store: Any = dist.FileStore(self.path, num_ranks)  # type: ignore[attr-defined]
+        self.store.set_timeout(timedelta(seconds=_MEET_SECONDS))
 
-    @property
-    def port(self) -> int:
-        """For the others."""
-        return int(self.store.port)
+    def close(self) -> None:
+        """Delete the folder, if it is this one's. Twice is fine."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def join_group(sharding: Sharding, device: torch.device, rendezvous: Rendezvous, timeout: float) -> AddUp:
     """Meet the other ranks, which must call it, too; returns how to add up. A sum that takes longer is an error."""
     kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
     if device.type == "cuda":  # written for several GPUs, and run on none so far
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # all ranks are on this machine
         options = kind.Options()
     else:
         options = kind._Options()

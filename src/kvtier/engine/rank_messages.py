@@ -49,8 +49,8 @@ class Start:
 class Meet:
     """All ranks are there: join the group that adds up."""
 
-    port: int
-    """Of the rendezvous, on this machine."""
+    path: str
+    """The file of the rendezvous, on this machine."""
     timeout_seconds: float
 
 

@@ -78,7 +78,7 @@ class RankWorker:
             torch.set_num_threads(start.num_threads)
         weights = _receive_weights(link, start.config.num_layers, torch.device(start.device))
         meet: Meet = link.receive()
-        rendezvous = Rendezvous(start.sharding.num_ranks, meet.port)
+        rendezvous = Rendezvous(start.sharding.num_ranks, meet.path)
         add_up = join_group(start.sharding, weights.device, rendezvous, meet.timeout_seconds)
         self._group = _new_group(start, weights, add_up)
         self._stores = _open_stores(start, stack)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import stat
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +29,7 @@ from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import RopeConfig
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.random_weights import random_weights
+from kvtier.engine.rank_group import Rendezvous
 from kvtier.engine.speculate import DraftProposer
 from kvtier.engine.split import split_config, split_weights
 from kvtier.engine.tiers import Tiers
@@ -350,6 +354,43 @@ def test_ranks_that_send_more_than_a_pipe_holds_both_ways_do_not_wait_for_each_o
         for report in controller.poll():
             found += sum(presence.probe_id >= 5000 for presence in report.presences)
     engine.close()
+
+
+def listeners() -> set[tuple[str, int]]:
+    """Addresses at which this process and its ranks listen."""
+    processes = [psutil.Process(), *children()]
+    found = [each for process in processes for each in process.net_connections(kind="inet")]
+    return {tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def test_rendezvous_listens_nowhere_and_is_private(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = listeners()
+    first = Rendezvous(2)
+    second = Rendezvous(2, first.path)
+    assert listeners() == before
+    [folder] = tmp_path.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    first.store.set("name", "value")
+    assert second.store.get("name") == b"value"
+    second.close()
+    assert folder.exists()
+    first.close()
+    assert not folder.exists()
+
+
+def test_ranks_listen_on_loopback_only_and_ignore_strangers(asked, wanted, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = listeners()
+    engine = engine_of(2)
+    new = listeners() - before
+    assert {address for address, _ in new} <= {"127.0.0.1", "::1"}
+    for address in new:
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(b"\0" * 64)
+    must_equal(answers_of(engine, asked), wanted)
+    engine.close()
+    assert not list(tmp_path.glob("kvtier-ranks-*"))
 
 
 def test_a_rank_that_is_killed_is_an_error_at_once_and_for_good(asked):
