@@ -1,0 +1,310 @@
+"""Fault injection per row: requests that fail at one stage of a step, beside others that must not be affected."""
+
+import itertools
+import os
+
+import numpy as np
+import tokenizers
+import torch
+
+from engine_helpers import VOCAB, Answers, finish, prompts
+from kvtier.cache.config import CacheConfig
+from kvtier.engine import Model, NgramProposer, Penalties, SamplingParams, Tokenizer
+from kvtier.engine import modules as engine_modules
+from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.generation import FinishReason
+from kvtier.scheduler import SchedulerConfig
+
+# Steps with a failing row for each stage; KVTIER_SOAK=20, the default of `make soak`, or more: 2,000.
+SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
+NUM_FAULTS = 12 if SOAK < 2 else min(2000, 100 * SOAK)
+POISON = 197  # the only token the broken tokenizer cannot decode; no row samples it unless it is forced to
+NUM_LIVE, NUM_VICTIMS = 4, 2
+
+
+class Break(Exception):
+    """Raised by the broken parts below."""
+
+
+class FaultyModel(Model):
+    """Replaces the logits of victims by `value` (None: never) once they have as many tokens as `ages` says."""
+
+    def __init__(self, model, value=None):
+        super().__init__(model.config, model.weights, model.ops)
+        self.value = value
+        self.ages = {}
+        self.engine = None
+
+    def forward(self, batch, cache, before_layer=None):
+        self.batch = batch
+        return super().forward(batch, cache, before_layer)
+
+    @torch.inference_mode()
+    def logits(self, hidden):
+        found = super().logits(hidden)
+        found[:, POISON] = -1e4
+        at = self.batch.logit_rows
+        positions, blocks = self.batch.positions[at].cpu().numpy(), (self.batch.slots[at] // 4).cpu().numpy()
+        for request in self.engine.scheduler.running if self.value is not None else ():
+            if request.num_new_tokens < self.ages.get(request.id.split("#")[0], 1 << 30):
+                continue
+            table = np.asarray(request.hold.table)
+            places = np.minimum(positions // 4, len(table) - 1)  # a block that is written belongs to one request
+            mine = (table[places] == blocks) & (places == positions // 4)
+            found[torch.from_numpy(mine).to(found.device)] = torch.tensor(self.value, device=found.device)
+        return found
+
+
+class BrokenConstraint:
+    """Allows every token; raises in one method after some tokens, or then allows the poison only."""
+
+    def __init__(self, stage, age):
+        self.stage, self.num_left = stage, age
+
+    def forbid(self, logits):
+        if self.num_left <= 0 and self.stage == "forbid":
+            raise Break(self.stage)
+        if self.num_left <= 0 and self.stage == "forbid everything":
+            logits.fill_(-torch.inf)
+        if self.num_left <= 0 and self.stage == "detokenize":
+            logits[:POISON] = logits[POISON + 1 :] = -torch.inf
+
+    def accept(self, _):
+        if self.num_left <= 0 and self.stage == "accept":
+            raise Break(self.stage)
+        self.num_left -= 1
+
+
+class BrokenPenalties:
+    """Raises when the sampler has read it some times."""
+
+    presence = frequency = 0.0
+
+    def __init__(self, age):
+        self.num_left = age
+
+    @property
+    def repetition(self):
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise Break("penalties")
+        return 1.0
+
+
+class BrokenStop(str):
+    """A stop text that raises when it is compared."""
+
+    __slots__ = ()
+
+    def startswith(self, *_):
+        raise Break("stop")
+
+
+class BrokenBackend:
+    """A tokenizer that cannot decode one token."""
+
+    def __init__(self, backend):
+        self._backend = backend
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+    def decode(self, ids, **options):
+        if POISON in ids:
+            raise Break("detokenize")
+        return self._backend.decode(ids, **options)
+
+
+class BrokenProposer(NgramProposer):
+    """Raises, or drafts what no model has, every few calls."""
+
+    def __init__(self):
+        super().__init__(2, shortest=1)
+        self._calls = itertools.count()
+
+    def propose(self, requests, groups):
+        call = next(self._calls)
+        drafts = super().propose(requests, groups)
+        bad = [(VOCAB,), (-1,), ("a",), None, (1 << 70,)][call % 5]
+        match call % 3:
+            case 0:
+                raise Break("proposer")
+            case 1:
+                drafts[call % len(drafts)] = bad
+            case 2 if call % 2:
+                drafts.append(())
+        return drafts
+
+
+STAGES = {
+    "explain": "Break: explain",
+    "inputs": "Break: inputs",
+    "penalties": "Break: penalties",
+    "forbid": "Break: forbid",
+    "forbid everything": "no token can be sampled",
+    "nan": "no token can be sampled",
+    "one nan": "no token can be sampled",
+    "+inf": "no token can be sampled",
+    "-inf": "no token can be sampled",
+    "nan with logprobs": "no token can be sampled",
+    "accept": "Break: accept",
+    "stop": "Break: stop",
+    "detokenize": "Break: detokenize",
+    "proposer": "",
+}
+VALUES = {
+    "nan": torch.nan,
+    "one nan": [torch.nan] + [1.0] * (VOCAB - 1),
+    "+inf": torch.inf,
+    "-inf": -torch.inf,
+    "nan with logprobs": torch.nan,
+}
+
+
+def other(number):
+    """Request `number` that must not be harmed: greedy or sampled, with everything a request may ask for."""
+    random = np.random.default_rng([1, number])
+    (prompt,) = prompts(number % 7, int(random.integers(1, 25)), shared=[int(random.integers(0, 9))])
+    options = {"max_tokens": int(random.integers(1, 12)), "seed": number, "ignore_eos": bool(random.integers(2))}
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "penalties": Penalties(1.3, 0.5, 0.5)},
+        {"top_p": 0.8},
+        {"top_k": 9, "top_p": 0.9, "n": 2},
+        {"min_p": 0.1, "logprobs": 3},
+        {"logprobs": 0, "stop": ("a", "e!")},
+    ]
+    return prompt, SamplingParams(**options, **kinds[int(random.integers(len(kinds)))])
+
+
+def victim(stage, number):
+    """Request `number` that fails at a stage, and the number of tokens it has by then."""
+    random = np.random.default_rng([2, number])
+    age = int(random.integers(0, 4))
+    (prompt,) = prompts(number % 5, int(random.integers(1, 25)), shared=[int(random.integers(0, 9))])
+    options = {"max_tokens": 12, "seed": number, "temperature": 1.5, "top_p": float(random.choice([0.7, 1.0]))}
+    options |= {"n": int(random.integers(1, 3))}
+    if stage in ("forbid", "forbid everything", "accept", "detokenize"):
+        options["constraint"] = lambda: BrokenConstraint(stage, age)
+    if stage == "penalties":
+        options["penalties"] = BrokenPenalties(age)
+    if stage == "stop":
+        options["stop"] = (BrokenStop("never found"),)
+    if stage == "nan with logprobs":
+        options["logprobs"] = 5
+    return prompt, SamplingParams(**options), age
+
+
+def make_tokenizer():
+    """Every byte is a token; one of them cannot be decoded."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = list(bytes_to_unicode().values())
+    kept = letters[:128] + letters[160:230]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(kept)}, []))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(BrokenBackend(backend))
+
+
+class Run:
+    """An engine under a random load: others all the time, and victims of one stage until enough have failed."""
+
+    def __init__(self, model, tokenizer, stage=None):
+        self.stage = stage
+        self.model = FaultyModel(model, VALUES.get(stage))
+        proposer = BrokenProposer() if stage == "proposer" else NgramProposer(2, shortest=1)
+        # no graphs: they would replay the logits without the faults
+        config = EngineConfig(4, CacheConfig(48), SchedulerConfig(8, 24), graph_sizes=())
+        ticks = itertools.count()
+        self.engine = Engine(self.model, tokenizer, config, proposer=proposer, clock=lambda: float(next(ticks)))
+        self.model.engine = self.engine
+        self.answers = Answers()
+        self.num_others = self.num_victims = self.num_failed_steps = self.num_steps = 0
+
+    def add_other(self):
+        prompt, params = other(self.num_others)
+        self.engine.add(prompt, params, request_id=f"other-{self.num_others}")
+        self.num_others += 1
+
+    def add_victim(self):
+        prompt, params, age = victim(self.stage, self.num_victims)
+        name = f"victim-{self.num_victims}"
+        self.model.ages[name] = age
+        self.engine.add(prompt, params, request_id=name)
+        self.num_victims += 1
+
+    def step(self):
+        outputs = self.engine.step()
+        self.answers.take(outputs)
+        self.engine.scheduler.check()
+        self.num_steps += 1
+        self.num_failed_steps += any(output.finish_reason is FinishReason.ERROR for output in outputs)
+
+    def top_up(self):
+        names = [request.id for request in (*self.engine.scheduler.running, *self.engine.scheduler.waiting)]
+        for _ in range(NUM_LIVE - sum(name.startswith("other") for name in names)):
+            self.add_other()
+        for _ in range(NUM_VICTIMS - sum(name.startswith("victim") for name in names)):
+            self.add_victim()
+
+    def check_end(self):
+        finish(self.engine, self.answers)
+        self.engine._pipeline.check()
+        assert not self.engine._live
+        assert not self.engine.manager.leases
+        assert self.engine.manager.stats.num_holds == 0
+        assert self.engine.manager.num_available == 48
+
+    def of_others(self):
+        """All that a client sees; the number of steps and cache hits depends on the load."""
+        return {
+            key: (each.tokens, each.text, each.logprobs, each.reason, each.error)
+            for key, each in self.answers.items()
+            if key[0].startswith("other")
+        }
+
+
+def inject(run, monkeypatch):
+    """Faults that have no seam for callers: raise in our own code, for victims only."""
+    if run.stage == "explain":
+        explain = run.engine.manager.explain
+
+        def broken_explain(hold):
+            if any(r.hold is hold and r.id.startswith("victim") for r in run.engine.scheduler.running):
+                raise Break("explain")
+            return explain(hold)
+
+        monkeypatch.setattr(run.engine.manager, "explain", broken_explain)
+    if run.stage == "inputs":
+        build = engine_modules._input
+
+        def broken_input(row):
+            if row.request.num_new_tokens >= run.model.ages.get(row.request.id.split("#")[0], 1 << 30):
+                raise Break("inputs")
+            return build(row)
+
+        monkeypatch.setattr(engine_modules, "_input", broken_input)
+
+
+def check_row_faults(model, stage, monkeypatch):
+    """Run others beside victims that fail at a stage, then the others alone, and compare what the others got."""
+    tokenizer = make_tokenizer()
+    run = Run(model, tokenizer, stage)
+    inject(run, monkeypatch)
+    while (run.num_steps if stage == "proposer" else run.num_failed_steps) < NUM_FAULTS:
+        run.top_up()
+        run.step()
+    run.check_end()
+    for (name, _), answer in run.answers.items():
+        if name.startswith("other") or stage == "proposer":
+            assert answer.reason in (FinishReason.STOP, FinishReason.LENGTH), answer
+        elif answer.reason is not FinishReason.STOP:  # the model may end it first
+            assert answer.reason is FinishReason.ERROR
+            assert answer.error.startswith(STAGES[stage])
+    monkeypatch.undo()
+    calm = Run(model, tokenizer)
+    for _ in range(run.num_others):
+        calm.add_other()
+        calm.step()
+    calm.check_end()
+    assert run.of_others() == calm.of_others()

@@ -1,0 +1,67 @@
+"""Rows that fail on CUDA: they end alone, and finding them costs no synchronisation of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine_helpers import VOCAB
+from fault_support import STAGES, check_row_faults
+from kvtier.engine.model import Model
+from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.ops_invariant import InvariantOps
+from kvtier.engine.random_weights import random_weights
+from kvtier.engine.sampling import NO_TOKEN, RequestSampler, SamplingParams, sample
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+TINY = ModelConfig("llama", 2, 64, 96, 4, 2, 16, VOCAB, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
+SPOILT = (torch.nan, torch.inf, -torch.inf)
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "random": {"seed": 1},
+    "top_p": {"seed": 1, "top_p": 0.5},
+    "top_k": {"seed": 1, "top_k": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model(TINY, random_weights(TINY, torch.float32, torch.device("cuda"), seed=1), InvariantOps())
+
+
+@pytest.mark.filterwarnings("ignore:.*(proposer failed|no draft)")
+@pytest.mark.parametrize("stage", STAGES)
+def test_engine_row_fault_on_cuda_ends_that_row_only(model, stage, monkeypatch):
+    check_row_faults(model, stage, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", SPOILT)
+def test_sample_on_cuda_row_not_finite_fails_alone(kind, value):
+    logits = torch.randn(4, 32000, device="cuda")
+    params = SamplingParams(**KINDS[kind])
+    wanted = sample(logits[1:].clone(), [RequestSampler(params) for _ in range(3)])
+    logits[0] = value
+    requests = [RequestSampler(params) for _ in range(4)]
+    found = sample(logits, requests)
+    assert found[0].token_id == NO_TOKEN
+    assert requests[0].error
+    assert found[1:] == wanted
+
+
+@pytest.mark.parametrize("kind", ["greedy", "random", "top_k"])
+def test_sample_on_cuda_synchronises_only_for_the_tokens(kind):
+    from kvtier.engine.mapped_triton import MappedCopies
+
+    copies, params = MappedCopies(), SamplingParams(**KINDS[kind])
+    for mode in ("default", "error"):  # the first call compiles the kernels
+        logits = torch.randn(4, 32000, device="cuda")
+        logits[2] = torch.nan
+        requests = [RequestSampler(params) for _ in range(4)]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            found = sample(logits, requests, copies.to_list, copies.to_device)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert [each.token_id == NO_TOKEN for each in found] == [False, False, True, False]
