@@ -126,6 +126,10 @@ class _Finder(ast.NodeVisitor):
         elif isinstance(node.value, int) and self._in_function:
             self._replace(node, str(node.value + 1))
 
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg != "strict":  # of zip(): an assertion
+            self.generic_visit(node)
+
     def visit_Call(self, node: ast.Call) -> None:
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
         if name in SWAPPED:

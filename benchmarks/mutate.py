@@ -146,12 +146,13 @@ def _kill(pid: int) -> None:
 class Plan:
     """What tests/mutants.toml says."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, quick: bool = False) -> None:
         self._root = root
+        self._quick = quick
         table: dict[str, Any] = tomllib.loads((root / "tests/mutants.toml").read_text())
         self.groups: dict[str, dict[str, Any]] = table["groups"]
         self.equivalent = {(each["file"], each["line"], each["becomes"]) for each in table.get("equivalent", [])}
-        self.on_gpu = {(each["file"], each["function"]) for each in table.get("gpu", [])}
+        self.on_gpu: list[dict[str, Any]] = table.get("gpu", [])
 
     def modules(self, group: str) -> list[str]:
         """The files of a group."""
@@ -161,21 +162,37 @@ class Plan:
     def tests(self, group: str, module: str) -> tuple[str, ...]:
         """The test files of a module, the most specific first."""
         first = self.groups[group].get("first", {}).get(Path(module).name, [])
-        return tuple(dict.fromkeys([*first, *self.groups[group]["tests"]]))
+        others = [] if first and self._quick else self.groups[group]["tests"]
+        return tuple(dict.fromkeys([*first, *others]))
 
     def unmatched(self, mutants: Sequence[Mutant], files: set[str]) -> list[str]:
         """Entries of these files that name no mutant any more."""
-        keys, functions = {each.key for each in mutants}, {(each.file, each.function) for each in mutants}
+        keys = {each.key for each in mutants}
         lost = [f"{file}: {line} -> {new}" for file, line, new in self.equivalent - keys if file in files]
-        return sorted(lost + [f"{file}: {name}" for file, name in self.on_gpu - functions if file in files])
+        for entry in (each for each in self.on_gpu if each["file"] in files):
+            found = [each for each in mutants if _is_inside(each, entry)]
+            texts = {each.line for each in found} | {each.becomes for each in found}
+            missing = [*entry.get("lines", []), *entry.get("becomes", [])]
+            lost += [f"{entry['file']}: {text}" for text in missing if text not in texts]
+            lost += [] if found else [f"{entry['file']}: {entry['function']}"]
+        return sorted(lost)
 
     def outcome(self, mutant: Mutant, *, gpu: bool) -> str | None:
         """Why a mutant is not run; None if it is."""
         if mutant.key in self.equivalent:
             return "equivalent"
-        names = mutant.function.split(".")
-        inside = any((mutant.file, ".".join(names[: k + 1])) in self.on_gpu for k in range(len(names)))
-        return "gpu" if inside and not gpu else None
+        return "gpu" if not gpu and any(_needs_gpu(mutant, entry) for entry in self.on_gpu) else None
+
+
+def _is_inside(mutant: Mutant, entry: dict[str, Any]) -> bool:
+    inside = f"{mutant.function}.".startswith(f"{entry['function']}.")
+    return bool(mutant.file == entry["file"] and inside)
+
+
+def _needs_gpu(mutant: Mutant, entry: dict[str, Any]) -> bool:
+    lines, becomes = entry.get("lines"), entry.get("becomes")
+    named = lines is becomes is None or mutant.line in (lines or []) or mutant.becomes in (becomes or [])
+    return named and _is_inside(mutant, entry)
 
 
 def run_group(group: str, plan: Plan, runner: Runner, options: argparse.Namespace) -> list[dict[str, object]]:
@@ -228,12 +245,13 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=40, help="mutants per group; 0: all of them")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=1, help="mutants in flight")
+    parser.add_argument("--quick", action="store_true", help="only the tests that are listed first for a module")
     parser.add_argument("--gpu", action="store_true", help="show the GPU to the tests, and mutate what runs on it only")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="the repository")
     options = parser.parse_args()
     if not options.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    plan = Plan(options.root)
+    plan = Plan(options.root, quick=options.quick)
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-mutate-") as folder:
         runner = Runner(options.root, Path(folder), options.jobs, gpu=options.gpu)

@@ -1,4 +1,7 @@
-"""Layouts, caches with known bytes, and the numpy oracle of a transfer."""
+"""Layouts, caches with known bytes, the numpy oracle of a transfer, and threads that wait at a known place."""
+
+import threading
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -6,9 +9,11 @@ from hypothesis import strategies as st
 
 from kvtier import dtype as dt
 from kvtier.layout import CacheGroup, KVLayout, LayerSpec, TensorSpec
-from kvtier.memory import Placement
-from kvtier.transfer import DeviceCache, HostMemory
+from kvtier.memory import CPU, Placement
+from kvtier.memory.copy_paths import run_path
+from kvtier.transfer import DeviceCache, HostMemory, TransferConfig, TransferManager
 
+SMALL = CacheGroup.attention("main", 4, 2, 8, "bf16", 4)
 FORMS = ["block-first", "layer-first", "pairs", "interleaved"]
 
 
@@ -86,3 +91,68 @@ def ready_host(group, num_slots, placement, seed=0, **options):
     for slot in range(num_slots):
         host.block(slot).numpy()[:] = random.integers(0, 256, group.block_bytes, dtype=np.uint8)
     return host
+
+
+class WatchedCondition(threading.Condition):
+    """A condition that says when a thread has begun to wait: a notify after that reaches it."""
+
+    def __init__(self):
+        super().__init__()
+        self._begun = threading.Semaphore(0)
+
+    def wait(self, timeout=None):
+        self._begun.release()  # the lock is held until the wait has begun
+        return super().wait(timeout)
+
+    def start_waiter(self, function):
+        """Run a function in a thread, and return its future when the thread waits here, or has ended."""
+        future = run_in_thread(function)
+        future.add_done_callback(lambda _: self._begun.release())
+        self._begun.acquire()
+        return future
+
+
+def run_in_thread(function):
+    """Run a function in a thread of its own; the future has its result."""
+    future = Future()
+
+    def work():
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+class SteppedMover:
+    """Copies once it has a permit for each call. Lists the host slots of each call."""
+
+    def __init__(self):
+        self.permits, self.host, self.slots, self.jobs = threading.Semaphore(0), None, [], []
+
+    def __call__(self, path, job, pieces):
+        self.permits.acquire()
+        source, target, _ = pieces.table
+        on_host = source if self.host.extent[0] <= source[0] < self.host.extent[1] else target
+        self.jobs.append(job)
+        done = run_path(path, job, pieces)
+        self.slots.append(sorted({(int(each) - self.host.extent[0]) // SMALL.slot_bytes for each in on_host}))
+        return done
+
+    def open(self):
+        self.permits.release(1000)
+
+
+def stepped(num_blocks=24, form="block-first", around=None, **config):
+    """A manager on the CPU with one slice per block, its mover (or one `around` it), and the tensors of its cache."""
+    mover = SteppedMover()
+    options = TransferConfig(
+        **{"slice_bytes": SMALL.block_bytes, "max_in_flight_bytes": 2 * SMALL.block_bytes, **config}
+    )
+    manager = TransferManager(layout_of(SMALL), CPU, options, mover=around or mover)
+    cache, views = filled_cache(SMALL, num_blocks, form, CPU, 0)
+    mover.host = ready_host(SMALL, num_blocks, CPU, 1)
+    manager.register(cache, mover.host)
+    return manager, mover, views

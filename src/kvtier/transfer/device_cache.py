@@ -135,7 +135,7 @@ def _layers_of(group: CacheGroup, plane: Plane) -> list[tuple[int, int, Plane]]:
 
 
 def _join(planes: Sequence[tuple[int, int, Plane]]) -> Segments:
-    """Parts of one memory that follow each other in the device's block and in the host's are one."""
+    """Join parts that follow each other in one memory. In the host's block they follow each other anyway."""
     columns: list[list[int]] = []
     memory = None
     for _, offset, plane in planes:
@@ -145,7 +145,6 @@ def _join(planes: Sequence[tuple[int, int, Plane]]) -> Segments:
             and memory == _memory(plane)
             and last[1] == plane.stride
             and last[0] + last[2] == plane.pointer
-            and last[3] + last[2] == offset
         ):
             last[2] += plane.block_bytes
         else:

@@ -80,13 +80,11 @@ class Lane:
     def _pump(self) -> None:
         while True:
             with self._changed:
-                transfer = self._next_queued()
-                if transfer is None:
+                found = self._next_queued()
+                if found is None:
                     return
-                urgent, wanted = transfer.urgent, transfer.next_bytes
-                if wanted is None:
-                    continue
-                in_the_way = self._in_the_way(urgent, wanted)
+                transfer, wanted = found
+                in_the_way = self._in_the_way(transfer.urgent, wanted)
                 if in_the_way is None:
                     index = transfer.claim()
                     if index is not None:
@@ -97,13 +95,14 @@ class Lane:
                 # engine's thread needs the interpreter, and there are more slices on the link
                 in_the_way.settle(patient=True)
 
-    def _next_queued(self) -> Transfer | None:
-        """The first in the queue with something left to submit; waits for one. None: closed, and nothing is left."""
+    def _next_queued(self) -> tuple[Transfer, int] | None:
+        """Wait for a transfer with a slice left to submit. Return it and the bytes of the slice; None if closed."""
         while True:
-            while self._queue and self._queue[0].next_bytes is None:
+            while self._queue:
+                wanted = self._queue[0].next_bytes
+                if wanted is not None:
+                    return self._queue[0], wanted
                 self._queue.pop(0)
-            if self._queue:
-                return self._queue[0]
             if self._closed:
                 return None
             self._changed.wait()

@@ -278,9 +278,8 @@ class Transfer:
             if self._is_over():
                 return False
             for index in range(self._slices.next, len(self.compiled.slices)):
-                self.failed(index, error)
+                self.failed(index, error)  # also wakes threads that wait for a submission
             self._slices.next, self._status = len(self.compiled.slices), status
-            self._changed.notify_all()
             return True
 
     def _wait_for_submission(self, step: int, seconds: float) -> Event | None:

@@ -1,0 +1,231 @@
+"""Tables of copies: staged as direct ones move the same bytes, chunks fit the ring, touching parts are joined."""
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier import dtype as dt
+from kvtier.errors import ArgumentError, PlacementError
+from kvtier.layout import CacheGroup, LayerSpec, TensorSpec
+from kvtier.memory import CPU, PINNED, Buffer
+from kvtier.memory.region import Holding
+from kvtier.transfer import DeviceCache, Direction, Plane, TransferConfig, TransferManager
+from kvtier.transfer.compiled import (
+    _FIRST_SHARE,
+    _STAGE_ALIGNMENT,
+    _direct_tables,
+    _stage_stride,
+    _staged_chunks,
+    _staged_tables,
+    compile_transfer,
+)
+from kvtier.transfer.moves import sort_moves
+from kvtier.transfer.strategy import FIRST_CHUNK_BYTES
+from transfer_support import FORMS, SMALL, device_bytes, filled_cache, groups, host_bytes, layout_of, ready_host
+
+
+def carry_out(table, row=None, base=0):
+    """Make the copies of a table. Addresses of `row` count from `base`."""
+    for copy in table.T.tolist():
+        if row is not None:
+            copy[row] += base
+        ctypes.memmove(copy[1], copy[0], copy[2])
+
+
+@given(data=st.data(), group=groups(), form=st.sampled_from(FORMS), direction=st.sampled_from(Direction))
+@settings(max_examples=60, deadline=None)
+def test_staged_and_direct_tables_move_the_bytes_of_numpy(data, group, form, direction):
+    first = data.draw(st.integers(0, group.num_layers - 1))
+    layers = range(first, data.draw(st.integers(first + 1, group.num_layers)))
+    span = group.span(layers)
+    inside = slice(span.offset, span.offset + span.nbytes)
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    on_device, on_host = random.permutation(7)[:5], random.permutation(9)[:5]
+    chosen = slice(1, 4)
+    for staged in (False, True):
+        cache, views = filled_cache(group, 7, form, CPU, 1)
+        host = ready_host(group, 9, CPU, 2, piece_bytes=group.slot_bytes * 4)
+        moves = sort_moves(on_device, on_host, direction, 7, 9)
+        expected = [device_bytes(group, views), host_bytes(host)]
+        a, b = moves.sorted_device[chosen], moves.sorted_host[chosen]
+        if direction is Direction.D2H:
+            expected[1][b, inside] = expected[0][a, inside]
+        else:
+            expected[0][a, inside] = expected[1][b, inside]
+        if staged:
+            tables = _staged_tables(moves, chosen, cache.part(layers), host.addresses, direction)
+            stage = np.zeros(3 * _stage_stride(span.nbytes), np.uint8)
+            steps = [(tables.inside, 1), (tables.copies, 0)] if direction is Direction.D2H else None
+            for table, row in steps or [(tables.copies, 1), (tables.inside, 0)]:
+                ends = table[row] + table[2]
+                assert table[row].min() >= 0
+                assert ends.max() <= stage.size
+                carry_out(table, row, stage.ctypes.data)
+        else:
+            tables = _direct_tables(moves, chosen, cache.part(layers), host.addresses, direction)
+            assert tables.inside is None
+            carry_out(tables.copies)
+        assert np.array_equal(device_bytes(group, views), expected[0])
+        assert np.array_equal(host_bytes(host), expected[1])
+
+
+@given(st.integers(1, 1 << 20))
+def test_blocks_in_staging_are_aligned_and_close(span_bytes):
+    assert _stage_stride(span_bytes) % _STAGE_ALIGNMENT == 0
+    assert span_bytes <= _stage_stride(span_bytes) < span_bytes + _STAGE_ALIGNMENT
+
+
+@given(st.integers(1, 3000), st.integers(1, 1 << 21), st.integers(1, 40), st.booleans())
+def test_chunks_fill_the_ring_evenly_and_the_first_is_small(count, span_bytes, per_chunk, ramp):
+    stride = _stage_stride(span_bytes)
+    sizes = _staged_chunks(count, span_bytes, per_chunk * stride + stride - 1, ramp=ramp)
+    assert sum(sizes) == count
+    assert all(1 <= size <= per_chunk for size in sizes)
+    others = sizes
+    if ramp:
+        first, *others = sizes
+        assert first <= max(1, FIRST_CHUNK_BYTES // stride, count // _FIRST_SHARE)
+        larger = first + 1
+        assert larger > min(count, per_chunk) or larger * stride > FIRST_CHUNK_BYTES
+        assert larger > min(count, per_chunk) or larger * _FIRST_SHARE > count
+    assert len(others) == -(-sum(others) // per_chunk)
+    assert not others or max(others) - min(others) <= 1
+
+
+def test_a_block_larger_than_a_chunk_is_refused():
+    assert _staged_chunks(2, 512, 512, ramp=False) == [1, 1]
+    with pytest.raises(ArgumentError, match="512 bytes does not fit a staging chunk of 511"):
+        _staged_chunks(2, 512, 511, ramp=False)
+
+
+@given(st.integers(1, 20), st.integers(1, 60))
+@settings(max_examples=40, deadline=None)
+def test_bulk_slices_hold_as_many_blocks_as_fit(count, sixths):
+    cache, _ = filled_cache(SMALL, 20, "block-first", CPU, 1)
+    host = ready_host(SMALL, 20, CPU)
+    slice_bytes = sixths * SMALL.block_bytes // 6
+    ids = np.arange(count)[::-1]
+    parts = [range(SMALL.num_layers)]
+    found = compile_transfer(cache, host, Direction.D2H, ids, ids, parts, TransferConfig(), slice_bytes=slice_bytes)
+    sizes = [len(each.blocks) for each in found.slices]
+    step = max(1, sixths // 6)
+    assert sizes == [step] * (count // step) + ([count % step] if count % step else [])
+    assert [each.nbytes for each in found.slices] == [size * SMALL.block_bytes for size in sizes]
+    assert np.concatenate([each.blocks for each in found.slices]).tolist() == ids.tolist()  # by destination
+    assert (found.num_copies, found.num_inside) == (0, 0)  # tables are made when a slice is submitted
+    assert [each.made for each in found.slices] == [None] * len(sizes)
+    assert found.slices[0].tables is found.slices[0].tables is found.slices[0].made
+    assert (found.num_copies, found.num_inside) == (found.slices[0].tables.copies.shape[1], 0)
+
+
+def test_host_memory_of_another_group_is_refused():
+    cache, _ = filled_cache(SMALL, 4, "block-first", CPU, 1)
+    host = ready_host(CacheGroup.mla("main", 2, 32, "f16", 4), 4, CPU)
+    with pytest.raises(ArgumentError, match="other blocks than those of cache group 'main'"):
+        compile_transfer(cache, host, Direction.D2H, [0], [0], [range(4)], TransferConfig(), slice_bytes=1)
+
+
+# ---- the parts of a block in the device cache ----
+
+PAIR = CacheGroup("main", (LayerSpec((TensorSpec("key", dt.u8, (4, 2)), TensorSpec("value", dt.u8, (4, 4)))),))
+
+
+def view_of(memory, start, stride, nbytes, blocks=3):
+    return torch.as_strided(memory, (blocks, nbytes), (stride, 1), start)
+
+
+def other_allocation(memory, start, stride, nbytes):
+    """The same addresses as another tensor with a storage of its own."""
+    base = Buffer.from_pointer(memory.data_ptr(), memory.numel(), "u8", CPU, owner=memory).numpy()
+    return torch.from_numpy(np.lib.stride_tricks.as_strided(base[start:], (3, nbytes), (stride, 1)))
+
+
+def test_parts_are_joined_if_they_touch_in_one_memory():
+    memory = torch.zeros(256, dtype=torch.uint8)
+    key = view_of(memory, 64, 24, 8)
+    cases = {
+        "touch": (view_of(memory, 72, 24, 16), 1),
+        "a gap between": (view_of(memory, 73, 25, 16), 2),
+        "in the other order": (view_of(memory, 48, 24, 16), 2),
+        "other stride": (view_of(memory, 72, 32, 16), 2),
+        "other allocation": (other_allocation(memory, 72, 24, 16), 2),
+    }
+    for name, (value, expected) in cases.items():
+        segments = DeviceCache.layer_first(PAIR, [{"key": key, "value": value}]).part(range(1)).segments
+        assert len(segments) == expected, name
+        assert int(segments.nbytes.sum()) == 24
+        assert segments.offset.tolist() == [0, 8][:expected]
+        assert segments.pointer.tolist() == [key.data_ptr(), value.data_ptr()][:expected]
+        assert segments.stride.tolist() == [24, value.stride(0)][:expected]
+
+
+def test_parts_on_two_devices_are_refused():
+    planes = [Plane.of(torch.zeros(3, nbytes, dtype=torch.uint8)) for nbytes in (8, 16)]
+    pinned = replace(planes[1], holding=Holding(planes[1].pointer, 48, PINNED))
+    DeviceCache(PAIR, [(0, 0, planes[0]), (0, 8, planes[1])])
+    with pytest.raises(PlacementError, match="one device"):
+        DeviceCache(PAIR, [(0, 0, planes[0]), (0, 8, pinned)])
+
+
+def test_a_cache_may_touch_its_host_memory_but_not_overlap_it():
+    host = ready_host(PAIR, 4, CPU)
+    begin, end = host.extent
+
+    def register(start):
+        memory = Buffer.from_pointer(start, 64, "u8", CPU, owner=host).numpy()  # never read or written
+        key = torch.zeros(2, 8, dtype=torch.uint8)
+        value = torch.from_numpy(np.lib.stride_tricks.as_strided(memory, (2, 16), (24, 1)))
+        with TransferManager(layout_of(PAIR), CPU) as manager:
+            manager.register(DeviceCache.layer_first(PAIR, [{"key": key, "value": value}]), host)
+
+    for start in (end, begin - 40):  # the last byte of the second block is at 39
+        register(start)
+    for start in (end - 1, begin - 39):
+        with pytest.raises(ArgumentError, match="share bytes"):
+            register(start)
+
+
+# ---- planes ----
+
+
+def test_the_end_of_a_plane_is_behind_its_last_block():
+    tensor = torch.zeros(5, 4, 6, dtype=torch.int16)[:, :2]
+    plane = Plane.of(tensor)
+    assert (plane.stride, plane.block_bytes, plane.num_blocks) == (48, 24, 5)
+    assert plane.end - plane.pointer == 4 * 48 + 24
+    assert plane.addresses(np.array([2, 0])).tolist() == [plane.pointer + 96, plane.pointer]
+    assert Plane.of(tensor[:0]).end == 0
+    assert Plane.of(plane) is plane
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 4), (2, 1, 5, 1)], ids=str)
+def test_dense_tensors_of_any_shape_are_planes(shape):
+    tensor = torch.zeros(shape, dtype=torch.float32)
+    plane = Plane.of(tensor)
+    assert plane.block_bytes * shape[0] == tensor.nbytes
+    assert plane.num_blocks == shape[0]
+
+
+def test_tensors_without_blocks_are_refused():
+    for wrong in (torch.tensor(1), np.zeros(3)):
+        with pytest.raises(ArgumentError, match="first dimension of a tensor"):
+            Plane.of(wrong)
+    with pytest.raises(ArgumentError, match="overlap: 8 bytes every 4"):
+        Plane.of(torch.as_strided(torch.zeros(12, dtype=torch.uint8), (2, 8), (4, 1)))
+    assert Plane.of(torch.as_strided(torch.zeros(8, dtype=torch.uint8), (1, 8), (4, 1))).num_blocks == 1
+    with pytest.raises(ArgumentError, match="contiguous"):
+        Plane.of(torch.zeros(3, 2, 4)[:, :, ::2])
+    with pytest.raises(PlacementError, match="meta"):
+        Plane.of(torch.zeros(3, 2, device="meta"))
+
+
+@pytest.mark.parametrize(("nbytes", "block_bytes"), [(10, 4), (10, None), (10, 0)])
+def test_a_buffer_that_is_no_number_of_blocks_is_refused(nbytes, block_bytes):
+    with pytest.raises(ArgumentError, match="is not a number of blocks"):
+        Plane.of(Buffer(nbytes, "u8"), block_bytes)
+    assert Plane.of(Buffer(12, "u8"), 4).num_blocks == 3

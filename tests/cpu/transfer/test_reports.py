@@ -1,0 +1,185 @@
+"""How a transfer ends: deadlines, cancelling, failures, and the figures of its report."""
+
+import dataclasses
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier.errors import ArgumentError, CancelledTransferError, CopyError, TransferError, TransferTimeoutError
+from kvtier.transfer import Status, manager, transfer
+from transfer_support import SMALL, WatchedCondition, run_in_thread, stepped
+
+SIZE = SMALL.block_bytes
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of deadlines; it stands still until the test moves it."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(transfer, "time", clock)
+    monkeypatch.setattr(manager, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Transfers whose condition says when a thread waits."""
+    monkeypatch.setattr(transfer, "threading", SimpleNamespace(Condition=WatchedCondition))
+
+
+def in_flight(save, count):
+    """Wait until so many slices of a queued transfer are in flight."""
+    with save._changed:
+        assert save._changed.wait_for(lambda: len(save._slices.ends) >= count, 60)
+
+
+# ---- deadlines ----
+
+
+def test_a_queued_transfer_is_late_at_its_deadline(clock):
+    moving, mover, _ = stepped()
+    with moving:
+        ahead = moving.save(range(4), range(4))
+        in_flight(ahead, 2)
+        late = moving.save([5, 6], [5, 6], timeout=2.0)
+        clock.now += 1.5
+        assert (late.report, late.status) == (None, Status.QUEUED)
+        clock.now += 0.5
+        assert late.report.status is late.status is Status.LATE
+        assert not late.cancel()
+        mover.open()
+        assert ahead.wait(60).status is Status.DONE
+
+
+def test_a_late_transfer_is_not_moved_by_the_lane():
+    moving, mover, _ = stepped()
+    with moving:
+        ahead = moving.save(range(4), range(4))
+        in_flight(ahead, 2)
+        late = moving.save([5], [5], timeout=0.0)
+        behind = moving.save([7], [7], timeout=3600)
+        mover.open()
+        assert behind.wait(60).status is Status.DONE
+        assert mover.slots == [[0], [1], [2], [3], [7]]
+        assert late.report.status is Status.LATE
+
+
+def test_wait_returns_when_the_deadline_of_the_transfer_passes():
+    moving, mover, _ = stepped()
+    with moving:
+        in_flight(moving.save(range(4), range(4)), 2)
+        late = moving.save([5], [5], timeout=0.05)
+        assert late.wait(3600).status is Status.LATE
+        assert moving.save([6], [6], timeout=0.05).wait().status is Status.LATE
+        mover.open()
+
+
+def test_wait_raises_at_its_own_end_and_not_before(clock):
+    moving, mover, _ = stepped()
+    with moving:
+        save = moving.save([0], [0])
+        with pytest.raises(TransferTimeoutError, match="still running after 0 seconds"):
+            save.wait(0)
+        waiters = [run_in_thread(lambda: save.wait(1.0)), run_in_thread(lambda: moving.wait_all(1.0))]
+        mover.open()
+        assert waiters[0].result(60).status is Status.DONE
+        waiters[1].result(60)
+        clock.now += 5
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("timeout", [None, 3600])
+def test_a_thread_that_waits_for_a_queued_transfer_is_woken(timeout):
+    moving, mover, _ = stepped()
+    with moving:
+        ahead = moving.save(range(3), range(3))
+        in_flight(ahead, 2)
+        cancelled, moved = moving.save([5], [5]), moving.save([6], [6])
+        waiters = [each._changed.start_waiter(lambda each=each: each.settle(timeout)) for each in (cancelled, moved)]
+        layer = moved._changed.start_waiter(lambda: moved.layers.wait(0, timeout=3600))
+        assert cancelled.cancel()
+        assert waiters[0].result(60).status is Status.CANCELLED
+        mover.open()
+        assert waiters[1].result(60).status is Status.DONE
+        layer.result(60)
+
+
+# ---- what is reported ----
+
+
+def test_a_failure_counts_more_than_a_cancelled_rest():
+    moving, mover, _ = stepped()
+    with moving:
+        save = moving.save(range(6), range(6))
+        in_flight(save, 2)
+        save.failed(1, CopyError("the copy failed"))
+        save.failed(1, CopyError("and again"))
+        assert save.cancel()
+        mover.open()
+        report = save.wait(60)
+    assert report.status is Status.FAILED
+    assert report.moved == ((0, 0),)
+    assert report.nbytes == SIZE
+    assert [str(each.error) for each in report.failures][:1] == ["the copy failed"]
+    assert [type(each.error) for each in report.failures[1:]] == [CancelledTransferError] * 4
+
+
+def test_a_report_has_the_time_of_all_slices():
+    times = []
+
+    class TimedMover:
+        def __call__(self, path, job, pieces):
+            times.append(time.perf_counter())
+            done = mover(path, job, pieces)
+            times.append(time.perf_counter())
+            return done
+
+    moving, mover, _ = stepped(around=TimedMover())
+    mover.open()
+    with moving:
+        start = time.perf_counter()
+        report = moving.save(range(9), range(9)).wait(60)
+        assert times[-1] - times[0] <= report.seconds <= time.perf_counter() - start
+        assert (report.strategy, report.why) == ("direct", "the only way between host memories")
+        assert report.num_copies == 9
+        assert dataclasses.replace(report, nbytes=3_000_000_000, seconds=1.5).gbs == 2.0
+        assert dataclasses.replace(report, seconds=0.0).gbs == 0.0
+        forced = moving.save([0], [0], strategy="kernel").wait(60)
+        assert forced.why.startswith("kernel was forced, but there is no GPU")
+
+
+def test_a_strategy_of_the_config_is_used_unless_another_is_given():
+    moving, _, _ = stepped(strategy="staged")
+    with moving:
+        assert moving.compile("d2h", [0], [0]).choice.why.startswith("staged was forced")
+        assert moving.compile("d2h", [0], [0], strategy="kernel").choice.why.startswith("kernel was forced")
+        assert moving.compile("d2h", [0], [0], strategy="direct").choice.why == "forced"
+
+
+# ---- checksums ----
+
+
+def test_checksums_time_out_while_the_blocks_are_under_way():
+    moving, mover, _ = stepped()
+    with moving:
+        save = moving.save([1], [2], checksum=True)
+        with pytest.raises(TransferTimeoutError, match="not there after 0 seconds"):
+            save.checksums(0)
+        mover.open()
+        assert {*save.checksums(60)} == {2}
+        with pytest.raises(ArgumentError, match="whole blocks"):
+            moving.submit(moving.compile("d2h", [3], [0], layers=range(1, 3)), checksum=True)
+
+
+def test_checksums_of_freed_host_memory_are_an_error():
+    moving, mover, _ = stepped()
+    with moving:
+        save = moving.save([1], [2], checksum=True)
+        freed = run_in_thread(mover.host.free)
+        with mover.host._changed:
+            assert mover.host._changed.wait_for(lambda: mover.host.num_ready == 0, 60)
+        mover.open()
+        with pytest.raises(TransferError, match="could not be computed"):
+            save.checksums(60)
+        freed.result(60)
