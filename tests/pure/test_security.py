@@ -1,0 +1,69 @@
+"""docs/security.md names tests that exist, and limits with the defaults that the server and its command have."""
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import add_commands
+from kvtier.cli.parser import Parser
+from kvtier.server.config import Limits
+
+ROOT = Path(__file__).resolve().parents[2]
+SECURITY, OPERATING = ((ROOT / "docs" / name).read_text() for name in ("security.md", "operating.md"))
+NAMED = re.findall(r"^\| (\d+) \| `([^`:]+)::(\w+)` \|$", SECURITY, re.MULTILINE)
+LIMITS = {limit.name: limit.default for limit in fields(Limits)}
+
+
+def written(name, value):
+    """A default as the pages write it."""
+    if name.endswith("_seconds"):
+        return f"{value:g} s"
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if name.endswith("_bytes") and value % size == 0:
+            return f"{value // size} {unit}"
+    return f"{value}"
+
+
+@pytest.fixture(scope="module")
+def options():
+    """The options of `kvtier serve`, with their defaults."""
+    commands = Parser().add_subparsers(parser_class=Parser)
+    add_commands(commands)
+    return {flag: action.default for action in commands.choices["serve"]._actions for flag in action.option_strings}
+
+
+@pytest.mark.parametrize(("path", "name"), sorted({(path, name) for _, path, name in NAMED}))
+def test_named_test_exists(path, name):
+    tree = ast.parse((ROOT / "tests" / path).read_text())
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_promise_names_a_test():
+    promises = re.findall(r"^(\d+)\. ", SECURITY, re.MULTILINE)
+    assert promises == [str(number) for number in range(1, len(promises) + 1)]
+    assert sorted({number for number, _, _ in NAMED}, key=int) == promises
+
+
+def test_every_row_of_the_table_of_tests_is_read():
+    section = SECURITY.partition("| promise | test |")[2].partition("\n\n")[0]
+    assert len(section.splitlines()) - 2 == len(NAMED)
+
+
+def test_limits_are_those_of_the_server(options):
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+?) \| (?:`(--[a-z-]+)`)? *\|", SECURITY, re.MULTILINE)
+    assert {name: default for name, default, _ in rows} == {name: written(name, LIMITS[name]) for name in LIMITS}
+    assert {flag: options[flag] for _, _, flag in rows if flag} == {
+        flag: LIMITS[name] for name, _, flag in rows if flag
+    }
+
+
+def test_operating_guide_has_the_same_defaults(options):
+    limits = re.findall(r"^\| `\w+` \| ([^|]+?) \| `(--[a-z-]+)` *\|", SECURITY, re.MULTILINE)
+    defaults = {flag: default for default, flag in limits}
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]+?) \|", OPERATING.partition("## Limits")[2], re.MULTILINE)
+    there = {flag: default for flag, default in rows if flag in options}
+    assert there
+    assert there == {flag: defaults[flag].removesuffix(" s") for flag in there}
