@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -11,13 +13,24 @@ from typing import TYPE_CHECKING, Any
 from kvtier.engine.chat import ChatTemplate
 from kvtier.engine.gguf_header import read_metadata
 from kvtier.engine.packaged import DEFAULT_MODEL, resolve
-from kvtier.errors import CheckpointError, StateError, UnavailableError, UnsupportedModelError
+from kvtier.engine.special_text import SpecialText
+from kvtier.errors import (
+    ArgumentError,
+    CheckpointError,
+    RangeError,
+    StateError,
+    UnavailableError,
+    UnsupportedModelError,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 Message = Mapping[str, Any]
 _REPLACEMENT = "\ufffd"
+# Text of more than this many characters per token allowed is counted in pieces before it is encoded as a whole.
+_USUAL_CHARS, _PIECE_CHARS = 8, 1 << 14
+_NFC_SHRINKS = 3  # three jamo of 9 bytes become a syllable of 3: no composition saves more
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF that text must not be cut inside of
 # How GGUF's tokenizer.ggml.pre names cut text before byte pairs are merged: a pattern for `Split`, or None where
 # ByteLevel's own is used.
@@ -45,6 +58,7 @@ class Tokenizer:
     ) -> None:
         """`special`: bos_token, eos_token and so on, as chat templates name them."""
         self._backend = backend
+        self._lock = threading.Lock()
         self.special = MappingProxyType(dict(special or {}))
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special)
 
@@ -63,9 +77,54 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Tokens of a text. add_special: with what the model wants before and after a text (often a bos token)."""
-        return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Tokens of a text.
+
+        add_special: with what the model wants before and after a text (often a bos token).
+        parse_special: a special token's text ("<|im_end|>") becomes that token; otherwise it is text like any other.
+        max_tokens: raise RangeError, soon, for a text that has clearly more; a few more are for the caller to refuse.
+        """
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise ArgumentError(f"half a surrogate pair at {error.start} is no text") from error
+        if max_tokens is not None:
+            self.check_size(size, max_tokens)
+            if len(text) > _USUAL_CHARS * max_tokens:
+                self._check_pieces(text, max_tokens)
+        return self._encode(text, add_special=add_special, parse_special=parse_special)
+
+    def check_size(self, num_bytes: int, max_tokens: int) -> None:
+        """Raise RangeError if a text of this size has more tokens for certain."""
+        longest = self.max_token_bytes
+        if longest is not None and num_bytes > max_tokens * longest:
+            raise RangeError(
+                f"{num_bytes} bytes are more than {max_tokens} tokens, of at most {longest} bytes each, can have"
+            )
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """Bytes of text that one token can stand for; None if this kind of tokenizer has no such bound."""
+        made = json.loads(self.to_json())
+        normalizer, longest = made["normalizer"], _longest_token(made, self._backend.get_vocab())
+        if normalizer is None or longest is None:
+            return longest
+        return _NFC_SHRINKS * longest if normalizer["type"] == "NFC" else None
+
+    def _encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        with self._lock:  # the switch is the backend's
+            self._backend.encode_special_tokens = not parse_special
+            return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+
+    def _check_pieces(self, text: str, max_tokens: int) -> None:
+        """Count tokens piece by piece and stop early. A cut may add tokens, so that twice as many are allowed."""
+        count = 0
+        for begin in range(0, len(text), _PIECE_CHARS):
+            count += len(self._encode(text[begin : begin + _PIECE_CHARS], add_special=False, parse_special=True))
+            if count > 2 * max_tokens:
+                raise RangeError(f"the text has more than {max_tokens} tokens")
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of tokens; bytes that are no UTF-8 become U+FFFD."""
@@ -86,9 +145,47 @@ class Tokenizer:
             messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
 
-    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Tokens of a conversation (options as of chat_text). The template has written the special tokens already."""
-        return self.encode(self.chat_text(messages, **options), add_special=False)
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        parse_special: bool = False,
+        max_tokens: int | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Tokens of a conversation (options as of chat_text; max_tokens as of encode).
+
+        The template writes the special tokens. Without parse_special, those in the messages, tools and variables
+        are text like any other.
+        """
+        text = self.chat_text(messages, **options)
+        tokens = self.encode(text, add_special=False, max_tokens=max_tokens)
+        hidden = None if parse_special else self._special_text.hide([list(messages), options])
+        if hidden is None:
+            return tokens
+        hidden_messages, hidden_options = hidden.value
+        marked = self.chat_text(hidden_messages, **hidden_options)
+        with self._lock:
+            self._backend.encode_special_tokens = False
+            found = self._backend.encode(marked, add_special_tokens=False)
+        spans = [(id, *span) for id, span in zip(found.ids, found.offsets, strict=True) if id in self._special_ids]
+        if [id for id, _, _ in spans] == [id for id in tokens if id in self._special_ids]:
+            return tokens  # all of them are the template's
+        kept, last = [], 0
+        for id, begin, end in [*spans, (None, len(marked), len(marked))]:
+            kept += self._encode(hidden.show(marked[last:begin]), add_special=False, parse_special=False)
+            kept += [] if id is None else [id]
+            last = end
+        return kept
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(id for id, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def _special_text(self) -> SpecialText:
+        decoder = self._backend.get_added_tokens_decoder()
+        return SpecialText([decoder[id].content for id in self._special_ids])
 
     def to_json(self) -> str:
         """As a tokenizer.json has it."""
@@ -198,6 +295,20 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             single=f"{bos} $A", special_tokens=[(bos, vocabulary[bos])]
         )
     return Tokenizer(backend, chat_template=metadata.get("tokenizer.chat_template"), special=special)
+
+
+def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
+    """Bytes of the longest token of a byte-level tokenizer; None for others, and where a token swallows white space.
+
+    A character of a token stands for a byte there; text of added tokens is as it is.
+    """
+    steps = made["pre_tokenizer"] or {}
+    if "ByteLevel" not in [step["type"] for step in steps.get("pretokenizers", [steps]) if step]:
+        return None
+    added = made["added_tokens"]
+    if any(token["lstrip"] or token["rstrip"] for token in added):
+        return None
+    return max(*map(len, vocabulary), *(len(token["content"].encode()) for token in added), 1)
 
 
 def _tokenizers() -> Any:

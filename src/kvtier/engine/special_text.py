@@ -1,0 +1,95 @@
+"""Special tokens that users typed: find them in what goes to a chat template, and keep them plain text.
+
+A template renders special tokens ("<|im_start|>") between the strings of a request. The same text inside such a string
+must not become a control token: it would open a turn in another role. `hide` replaces the first character of each by a
+private-use character, which templates pass through, and `Hidden.show` puts it back after the special tokens of the
+template itself have been found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_LAST_MARK, _NUM_MARKS = 0x10FFFD, 0x1000  # the end of the last private-use plane
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """A value with every special token broken, and how to restore it."""
+
+    value: Any
+    marks: Mapping[str, str]
+    """Private-use character -> the character it stands for."""
+
+    def show(self, text: str) -> str:
+        """Restore rendered text. A template may have written a mark as a JSON escape (`tojson(ensure_ascii=true)`)."""
+        for mark, char in self.marks.items():
+            text = text.replace(mark, char).replace(json.dumps(mark)[1:-1], char)
+        return text
+
+
+class SpecialText:
+    """Finds the texts of special tokens in strings, in any case: templates may change it."""
+
+    def __init__(self, tokens: Collection[str]) -> None:
+        ordered = sorted(filter(None, tokens), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)", re.IGNORECASE)
+        folded = [token.lower() for token in ordered]
+        self._prefixes = frozenset(token[:end] for token in folded for end in range(1, len(token)))
+        self._longest = max(map(len, folded), default=0)
+        self._first = {case for token in ordered for case in (token[0].lower(), token[0].upper())}
+
+    def hide(self, value: Any) -> Hidden | None:
+        """Break the special tokens in all strings of a JSON value; None if there are none.
+
+        A string that ends with the beginning of one counts: a template may put another string directly after it.
+        """
+        strings = list(_strings(value))
+        if not any(self._positions(string) for string in strings):
+            return None
+        chars = {string[at] for string in strings for at in self._positions(string)}
+        used = set().union(*strings)
+        free = (chr(_LAST_MARK - i) for i in range(_NUM_MARKS) if chr(_LAST_MARK - i) not in used)
+        mark_of = dict(zip(sorted(chars), free, strict=False))
+        return Hidden(self._replace(value, mark_of), {mark: char for char, mark in mark_of.items()})
+
+    def _positions(self, string: str) -> list[int]:
+        """Where a special token begins, or what may become one."""
+        if not any(char in string for char in self._first):  # 1,800 characters: 0.01 ms instead of 1.5 (2026-11-16)
+            return []
+        found = [match.start() for match in self._pattern.finditer(string)]
+        end = len(string.rstrip())  # templates trim
+        for size in range(1, min(self._longest, end + 1)):
+            if string[end - size : end].lower() in self._prefixes:
+                found.append(end - size)
+        return found
+
+    def _replace(self, value: Any, mark_of: Mapping[str, str]) -> Any:
+        match value:
+            case str():
+                chars = list(value)
+                for at in self._positions(value):
+                    chars[at] = mark_of[chars[at]]
+                return "".join(chars)
+            case Mapping():
+                return {self._replace(key, mark_of): self._replace(inner, mark_of) for key, inner in value.items()}
+            case Sequence():
+                return [self._replace(inner, mark_of) for inner in value]
+        return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for key, inner in value.items():
+                yield from _strings(key)
+                yield from _strings(inner)
+        case Sequence():
+            for inner in value:
+                yield from _strings(inner)
