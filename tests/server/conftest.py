@@ -25,7 +25,9 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     from server_support import ServerProcess
 
     log = tmp_path_factory.mktemp("server") / "log"
-    made = ServerProcess(log, "--model", str(tiny_model), "--blocks", "2048", "--threads", "1")
+    # Tests that run beside this one slow the worker processes down: a deadline is for the tests that want one.
+    options = ("--model", str(tiny_model), "--blocks", "2048", "--threads", "1", "--prepare-seconds", "50")
+    made = ServerProcess(log, *options)
     yield made
     state = made.wait_for(lambda state: state["in_flight"] == 0)
     assert (state["running"], state["waiting"], state["holds"]) == (0, 0, 0)

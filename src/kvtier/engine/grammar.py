@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvtier.engine.schemas import FORM, load_llguidance
+from kvtier.engine.schemas import SchemaCompiler
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.errors import ArgumentError, ConstraintError
+from kvtier.errors import ConstraintError
 
 if TYPE_CHECKING:
     import llguidance
@@ -20,18 +20,11 @@ class Grammars:
     """Makes constraints for one model's tokens."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        if not eos_token_ids:
-            raise ArgumentError("the model has no end-of-text token, with which an answer after a schema ends")
-        self._llguidance = load_llguidance()
-        self._tokenizer = self._llguidance.LLTokenizer(tokenizer.to_json(), vocab_size, list(eos_token_ids))
-        self._limits = self._llguidance.LLParserLimits(verbose_errors=False)  # errors would quote the whole grammar
+        self._compiler = SchemaCompiler(tokenizer.to_json(), vocab_size, eos_token_ids)
 
     def json(self, schema: str) -> Callable[[], JsonConstraint]:
-        """Constraints, each for one answer, to JSON that this schema describes. Up to a second, without the GIL."""
-        grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
-        matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        if matcher.is_error():
-            raise ArgumentError(f"the schema cannot be followed: {matcher.get_error()}")
+        """Constraints, each for one answer, to JSON that this schema describes. Takes seconds for a large one."""
+        matcher = self._compiler.compile(schema)
         return lambda: JsonConstraint(matcher.deep_copy())
 
 

@@ -98,7 +98,7 @@ class Tokenizer:
 
     def check_size(self, num_bytes: int, max_tokens: int) -> None:
         """Raise RangeError if a text of this size has more tokens for certain."""
-        longest = self.max_token_bytes
+        longest = self.max_token_bytes if num_bytes > max_tokens else None
         if longest is not None and num_bytes > max_tokens * longest:
             raise RangeError(
                 f"{num_bytes} bytes are more than {max_tokens} tokens, of at most {longest} bytes each, can have"

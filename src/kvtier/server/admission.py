@@ -13,6 +13,22 @@ from kvtier.server.failures import ApiError
 _MEMORY = 0.9  # of the mean time of a request, at each one that ends
 
 
+class Room:
+    """Tokens that one request can ever have."""
+
+    def __init__(self, max_context: int, block_tokens: int, num_blocks: int) -> None:
+        self._max_context = max_context
+        self._block_tokens = block_tokens
+        self.num_blocks = num_blocks
+        """Of the device tier, now."""
+
+    def of(self, tenant: Tenant | None) -> int:
+        """For a request of this tenant: the model's context, the device tier and the tenant's quota bound it."""
+        quota = tenant.device_blocks if tenant is not None else 0
+        num_blocks = min(quota, self.num_blocks) if quota else self.num_blocks
+        return min(self._max_context, num_blocks * self._block_tokens)
+
+
 class Admission:
     """A bounded queue by counting: whoever does not fit is told when to come again.
 
@@ -60,10 +76,28 @@ class Admission:
             yield
         finally:
             self._num_answers -= num_answers
-            self._requests[name] -= 1
-            if not self._requests[name]:
-                del self._requests[name]
+            self._leave(name)
             self._mean_seconds = _MEMORY * self._mean_seconds + (1 - _MEMORY) * (self._clock() - began)
+
+    @contextmanager
+    def prepare(self, tenant: Tenant | None) -> Iterator[None]:
+        """Count a request against its tenant's limits while it is prepared; raise 429, or 503 when closed."""
+        if self.closed:
+            raise ApiError(503, f"the server takes no new requests: {self.closed}", code="not_ready", retry_after=5)
+        if tenant is None:
+            yield
+            return
+        self._check_quota(tenant)
+        self._requests[tenant.name] = self._requests.get(tenant.name, 0) + 1
+        try:
+            yield
+        finally:
+            self._leave(tenant.name)
+
+    def _leave(self, name: str) -> None:
+        self._requests[name] -= 1
+        if not self._requests[name]:
+            del self._requests[name]
 
     def spend(self, tenant: Tenant | None, num_tokens: int) -> None:
         """A tenant's request cost this much."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -9,11 +10,12 @@ from starlette.responses import Response
 
 import kvtier
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.server import failures
+from kvtier.server import error_handlers
 from kvtier.server.activity import Activity
-from kvtier.server.admission import Admission
+from kvtier.server.admission import Admission, Room
 from kvtier.server.asgi import App
 from kvtier.server.auth import Keys
+from kvtier.server.bodies import Bodies, body_schemas, takes
 from kvtier.server.completions import Completions
 from kvtier.server.config import ServerConfig
 from kvtier.server.control import Control, add_control, add_state
@@ -22,7 +24,11 @@ from kvtier.server.engine_client import EngineClient
 from kvtier.server.failures import ApiError
 from kvtier.server.gate import Gate
 from kvtier.server.messages import Started
+from kvtier.server.prepare import ModelInfo, Preparation
 from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from kvtier.server.responses import to_json
+from kvtier.server.schema_checks import SchemaChecks
+from kvtier.server.worker_pool import WorkerPool
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
@@ -44,11 +50,15 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
+_TOKENIZED = 10  # tokens of /tokenize cost a tenant as much as one of a completion
+
+
 def make_app(
     config: ServerConfig,
     engine: EngineClient,
     started: Started,
     tokenizer: Tokenizer,
+    pool: WorkerPool,
     admission: Admission,
     activity: Activity,
 ) -> App:
@@ -56,28 +66,51 @@ def make_app(
     app = FastAPI(
         title="kvtier", version=kvtier.__version__, docs_url=None, redoc_url=None, responses=_ERRORS, debug=False
     )
-    failures.install(app)
-    completions = Completions(engine, started, tokenizer, config.model_name, config.limits, admission, activity)
-    _add_completions(app, completions)
+    error_handlers.install(app)
+    room = Room(started.max_context, started.block_tokens, started.num_blocks)
+    limits, name = config.limits, config.model_name
+    bodies = Bodies(Preparation(model_info(config, started), tokenizer), pool, limits, admission, room)
+    completions = Completions(engine, SchemaChecks(pool), tokenizer, name, limits, admission, room, activity)
+    _add_completions(app, completions, bodies)
+    _add_tokenize(app, bodies, started.max_context, admission)
     _add_plain(app, completions, started, engine, admission)
     router = APIRouter()
     add_state(router, engine, completions.model, activity, admission)
-    add_control(router, Control(engine, completions, admission, {each.name: each for each in config.tenants}))
+    add_control(router, Control(engine, room, admission, {each.name: each for each in config.tenants}), bodies)
     app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return Gate(app, Keys(config.tenants), config.limits, activity, local_only=not config.tenants)
 
 
-def _add_completions(app: FastAPI, completions: Completions) -> None:
-    @app.post("/v1/chat/completions", responses=_STREAM)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
-        return await completions.answer(await completions.chat(body, request.state.tenant), request)
+def model_info(config: ServerConfig, started: Started) -> ModelInfo:
+    """What preparing requests needs of the model."""
+    limits = config.limits
+    return ModelInfo(config.engine.model, config.model_name, started.vocab_size, started.eos_token_ids, limits.answers)
 
-    @app.post("/v1/completions", responses=_STREAM)
-    async def text_completions(body: CompletionRequest, request: Request) -> Response:
+
+def _add_completions(app: FastAPI, completions: Completions, bodies: Bodies) -> None:
+    @app.post("/v1/chat/completions", responses=_STREAM, openapi_extra=takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        job = await completions.chat(await bodies.read(request, ChatRequest), request)
+        return await completions.answer(job, request)
+
+    @app.post("/v1/completions", responses=_STREAM, openapi_extra=takes(CompletionRequest))
+    async def text_completions(request: Request) -> Response:
         """Continue a text, or several."""
-        return await completions.answer(await completions.completion(body, request.state.tenant), request)
+        job = await completions.completion(await bodies.read(request, CompletionRequest), request)
+        return await completions.answer(job, request)
+
+
+def _add_tokenize(app: FastAPI, bodies: Bodies, max_context: int, admission: Admission) -> None:
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """The tokens of a text, or of a conversation as the model reads it."""
+        with admission.admit(1, request.state.tenant):
+            (tokens,) = (await bodies.read(request, TokenizeRequest)).prompts
+        admission.spend(request.state.tenant, math.ceil(len(tokens) / _TOKENIZED))
+        body = {"tokens": tokens, "count": len(tokens), "max_model_len": max_context}
+        return Response(to_json(body), media_type="application/json")
 
 
 def _add_plain(
@@ -103,15 +136,6 @@ def _add_plain(
             raise ApiError(404, f"there is no model {name!r} here; this server has {completions.model!r}", "model")
         return model
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        """The tokens of a text, or of a conversation as the model reads it."""
-        if body.messages is not None:
-            tokens = await completions.chat_tokens(body.messages)
-        else:
-            tokens = await completions.encode(body.prompt or "", "prompt", add_special=body.add_special_tokens)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": started.max_context}
-
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Whether requests are taken: 200, or 503."""
@@ -131,6 +155,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's, less the 422 that this server never gives."""
     if app.openapi_schema is None:
         made = FastAPI.openapi(app)
+        made.setdefault("components", {}).setdefault("schemas", {}).update(body_schemas())
         for path in made["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)

@@ -1,4 +1,4 @@
-"""Completions: from a request's body to the engine and back to an HTTP answer."""
+"""Completions: from a prepared request to the engine and back to an HTTP answer."""
 
 from __future__ import annotations
 
@@ -9,30 +9,27 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
-from kvtier.engine import schemas
 from kvtier.engine.output import Explanation, FinishReason, Output
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.errors import ArgumentError, KvtierError, StateError
+from kvtier.errors import ArgumentError, KvtierError
 from kvtier.server.activity import Activity, RequestRecord
-from kvtier.server.admission import Admission
+from kvtier.server.admission import Admission, Room
 from kvtier.server.asgi import EventStream, unless_gone
 from kvtier.server.auth import salt_of
 from kvtier.server.config import Limits, Tenant
 from kvtier.server.engine_client import EngineClient, Mailbox
 from kvtier.server.failures import ApiError, of_engine
-from kvtier.server.messages import Started, Submit
-from kvtier.server.protocol import ChatRequest, CompletionRequest, Message, Sampling
+from kvtier.server.messages import Submit
+from kvtier.server.prepare import Prepared
+from kvtier.server.protocol import ChatRequest, CompletionRequest, Sampling
 from kvtier.server.responses import DONE, ChatForm, Choice, CompletionForm, Form, Usage, error_event, to_json
+from kvtier.server.schema_checks import SchemaChecks
 
 _log = logging.getLogger("kvtier.server")
-# Above this many characters text is tokenized on another thread: they take 1.3 ms (SmolLM2's tokenizer, x86-64, 2 busy
-# cores, 2026-11-15).
-_LONG_TEXT = 2000
 _GRACE_SECONDS = 5.0  # beyond the time limit, for a client to take what is there
 
 
@@ -45,6 +42,7 @@ class Ask:
     max_tokens: int | None
     max_tokens_name: str
     logprobs: int | None
+    schema: str | None = None
 
 
 @dataclass(slots=True)
@@ -82,40 +80,40 @@ class Completions:
     def __init__(
         self,
         engine: EngineClient,
-        started: Started,
+        schemas: SchemaChecks,
         tokenizer: Tokenizer,
         model: str,
         limits: Limits,
         admission: Admission,
+        room: Room,
         activity: Activity,
     ) -> None:
         self._engine = engine
-        self._started = started
-        self.tokenizer = tokenizer
+        self._schemas = schemas
+        self._tokenizer = tokenizer
         self.model = model
         self._limits = limits
         self._admission = admission
+        self._room = room
         self._activity = activity
-        self.num_blocks = started.num_blocks
-        """Of the device tier, now."""
 
-    async def chat(self, body: ChatRequest, tenant: Tenant | None) -> Job:
+    async def chat(self, prepared: Prepared[ChatRequest], request: Request) -> Job:
         """The job of a chat request. Raises 4xx for what cannot be run."""
-        await self._check(body, body.n or 1)
-        tokens = await self.chat_tokens(body.messages, body.template_tools, body.chat_template_kwargs or {})
+        body = prepared.body
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise ApiError(400, "max_tokens is the old name of max_completion_tokens: give one", "max_tokens")
         wanted = body.max_completion_tokens or body.max_tokens
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        return self._job(body, tenant, Ask([tokens], "messages", wanted, name, body.num_logprobs), ChatForm)
+        ask = Ask(prepared.prompts, "messages", wanted, name, body.num_logprobs, prepared.schema)
+        await self._check_schema(ask, request)
+        return self._job(body, request.state.tenant, ask, ChatForm)
 
-    async def completion(self, body: CompletionRequest, tenant: Tenant | None) -> Job:
+    async def completion(self, prepared: Prepared[CompletionRequest], request: Request) -> Job:
         """The job of a completion request."""
-        prompts = body.prompts
-        await self._check(body, (body.n or 1) * len(prompts))
-        tokens = [await self.encode(each, "prompt") if isinstance(each, str) else each for each in prompts]
-        ask = Ask(tokens, "prompt", body.max_tokens or 16, "max_tokens", body.logprobs)
-        return self._job(body, tenant, ask, CompletionForm)
+        body = prepared.body
+        ask = Ask(prepared.prompts, "prompt", body.max_tokens or 16, "max_tokens", body.logprobs, prepared.schema)
+        await self._check_schema(ask, request)
+        return self._job(body, request.state.tenant, ask, CompletionForm)
 
     async def answer(self, job: Job, request: Request) -> Response:
         """Run it. Errors before the first token become an HTTP status, later ones an event in the stream."""
@@ -129,52 +127,21 @@ class Completions:
         seconds = job.began + self._limits.request_seconds + _GRACE_SECONDS - time.monotonic()
         return EventStream(first, pieces, headers, seconds)
 
-    async def encode(self, text: str, param: str, *, add_special: bool = True) -> list[int]:
-        """Tokens of a text."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ApiError(400, f"{param}: half a surrogate pair at {error.start} is no text", param) from error
-        if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
-        return self.tokenizer.encode(text, add_special=add_special)
-
-    async def chat_tokens(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, variables: dict[str, Any] | None = None
-    ) -> list[int]:
-        """A conversation as the model reads it."""
-        told = [message.for_template() for message in messages]
-        try:
-            text = self.tokenizer.chat_text(told, tools=tools, **(variables or {}))
-        except StateError as error:
-            raise ApiError(400, f"{error}: use /v1/completions", "messages") from error
-        except (ArgumentError, TypeError) as error:
-            raise ApiError(400, f"messages: {error}", "messages") from error
-        return await self.encode(text, "messages", add_special=False)
-
-    def check_tokens(self, prompts: Sequence[Sequence[int]], param: str) -> None:
-        """Raise 400 for tokens that the model does not have."""
-        highest, vocab = max(max(prompt, default=0) for prompt in prompts), self._started.vocab_size
-        if highest >= vocab:
-            raise ApiError(400, f"{param}: token {highest} is not in [0, {vocab})", param)
-
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    async def _check(self, body: Sampling, num_answers: int) -> None:
-        if body.model != self.model:
-            raise ApiError(404, f"there is no model {body.model!r} here; this server has {self.model!r}", "model")
-        if num_answers > self._limits.answers:
-            raise ApiError(
-                400, f"{num_answers} answers are asked for (n times prompts); at most {self._limits.answers}", "n"
-            )
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options is for streams: set stream: true", "stream_options")
-        if (schema := body.schema_text) is not None:
-            await _check_schema(body, schema)
+    async def _check_schema(self, ask: Ask, request: Request) -> None:
+        if ask.schema is None:
+            return
+        tenant, seconds = request.state.tenant, self._limits.request_seconds
+        with self._admission.prepare(tenant):
+            try:
+                async with asyncio.timeout(request.state.began + seconds - time.monotonic()):
+                    name = tenant.name if tenant is not None else ""
+                    await unless_gone(request.receive, self._schemas.check(ask.schema, name))
+            except TimeoutError as error:
+                raise ApiError(504, f"the request took longer than {seconds:g} s", code="timeout") from error
 
     def _job(self, body: Sampling, tenant: Tenant | None, ask: Ask, form: type[ChatForm | CompletionForm]) -> Job:
-        self.check_tokens(ask.prompts, ask.prompt_name)
-        self.check_tokens([body.stop_token_ids or ()], "stop_token_ids")
         room = self._checked_room(ask, tenant)
         try:
             params = body.sampling_params(max_tokens=ask.max_tokens or room, logprobs=ask.logprobs)
@@ -188,27 +155,18 @@ class Completions:
         if tenant is not None:  # or one tenant could delay the others
             priority = min(priority, tenant.max_priority)
         submits = tuple(
-            Submit(name, tuple(prompt), params, priority, salt, body.schema_text)
+            Submit(name, tuple(prompt), params, priority, salt, ask.schema)
             for name, prompt in zip(names, ask.prompts, strict=True)
         )
-        made = form(id, self.model, int(time.time()), self.tokenizer, logprobs=ask.logprobs is not None)
+        made = form(id, self.model, int(time.time()), self._tokenizer, logprobs=ask.logprobs is not None)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         return Job(id, form.endpoint, tenant, submits, made, bool(body.stream), include_usage)
 
-    def _room(self, tenant: Tenant | None) -> int:
-        """Tokens that one request can ever have."""
-        quota = tenant.device_blocks if tenant is not None else 0
-        num_blocks = min(quota, self.num_blocks) if quota else self.num_blocks
-        return min(self._started.max_context, num_blocks * self._started.block_tokens)
-
     def _checked_room(self, ask: Ask, tenant: Tenant | None) -> int:
         """Tokens that are left for an answer to the longest prompt. Raises 400 if they are too few."""
-        most = self._room(tenant)
-        name, lengths = ask.prompt_name, [len(prompt) for prompt in ask.prompts]
-        if not min(lengths):
-            raise ApiError(400, f"{name} is empty: a request needs at least one token", name)
-        code, longest, room = "context_length_exceeded", max(lengths), most - max(lengths)
-        if room < 1:
+        most, longest = self._room.of(tenant), max(len(prompt) for prompt in ask.prompts)
+        name, code, room = ask.prompt_name, "context_length_exceeded", most - longest
+        if room < 1:  # the device tier was made smaller since the prompt was prepared
             raise ApiError(
                 400, f"{name} has {longest} tokens; with one to generate this server takes {most}", name, code
             )
@@ -320,21 +278,6 @@ class Completions:
 def _sentence(explanation: Explanation) -> str:
     """For people who ask why."""
     return "; ".join(part for part in (explanation.miss, explanation.why_loaded) if part)
-
-
-async def _check_schema(body: Sampling, schema: str) -> None:
-    """Before the engine sees it: what cannot be followed is the client's to know."""
-    name = "response_format"
-    if not schemas.is_available():
-        raise ApiError(
-            400, f"{name}: this server has no llguidance, so only text can be asked for", name, "unavailable"
-        )
-    for other in ("min_tokens", "ignore_eos"):
-        if getattr(body, other):
-            raise ApiError(400, f"{other} does not go with {name}, which says where an answer ends", other)
-    wrong = await asyncio.to_thread(schemas.check_schema, schema)
-    if wrong:
-        raise ApiError(400, f"{name}: this schema cannot be followed: {wrong}", f"{name}.json_schema.schema")
 
 
 def _event(job: Job, outputs: Sequence[Output], opened: set[int]) -> bytes:

@@ -6,18 +6,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from kvtier.errors import ArgumentError
 from kvtier.metrics import CONTENT_TYPE
 from kvtier.server.activity import Activity
-from kvtier.server.admission import Admission
+from kvtier.server.admission import Admission, Room
 from kvtier.server.auth import salt_of
-from kvtier.server.completions import Completions
+from kvtier.server.bodies import Bodies, takes
 from kvtier.server.config import Tenant
 from kvtier.server.engine_client import EngineClient
 from kvtier.server.failures import ApiError
+from kvtier.server.prepare import Prepared
 from kvtier.server.protocol import NameBody, PinBody, PromptBody, ResetBody, ResizeBody
 
 ASLEEP = "it is asleep (POST /control/wake)"
@@ -26,30 +27,21 @@ ASLEEP = "it is asleep (POST /control/wake)"
 class Control:
     """Carries out what an operator asks for, in the engine process."""
 
-    def __init__(
-        self, engine: EngineClient, completions: Completions, admission: Admission, tenants: Mapping[str, Tenant]
-    ) -> None:
+    def __init__(self, engine: EngineClient, room: Room, admission: Admission, tenants: Mapping[str, Tenant]) -> None:
         self._engine = engine
-        self._completions = completions
+        self._room = room
         self._admission = admission
         self._tenants = tenants
 
-    async def on_prompt(self, name: str, body: PromptBody, /, **more: Any) -> dict[str, Any]:
+    async def on_prompt(self, name: str, prepared: Prepared[Any], /, **more: Any) -> dict[str, Any]:
         """A control that takes a prompt."""
+        body: PromptBody = prepared.body
         if body.tenant is not None and body.tenant not in self._tenants:
             known = ", ".join(self._tenants) or "none"
             raise ApiError(400, f"there is no tenant {body.tenant!r}; there are {known}", "tenant")
         tenant = self._tenants[body.tenant] if body.tenant is not None else None
-        if body.messages is not None:
-            tokens = await self._completions.chat_tokens(body.messages)
-        elif isinstance(body.prompt, str):
-            tokens = await self._completions.encode(body.prompt, "prompt")
-        else:
-            tokens = body.prompt or []
-        if not tokens:
-            raise ApiError(400, "prompt: at least one token is needed", "prompt")
-        self._completions.check_tokens([tokens], "prompt")
-        return await self.call(name, tokens=tuple(tokens), salt=salt_of(tenant, body.cache_salt), **more)
+        salt = salt_of(tenant, body.cache_salt)
+        return await self.call(name, tokens=tuple(prepared.prompts[0]), salt=salt, **more)
 
     async def call(self, name: str, /, **arguments: Any) -> dict[str, Any]:
         """A control by its name."""
@@ -80,7 +72,7 @@ class Control:
         """A tier; of the device's size depends how long a request may be."""
         told = await self.call("resize", tier=body.tier, num_blocks=body.num_blocks)
         if body.tier == "device":
-            self._completions.num_blocks = body.num_blocks
+            self._room.num_blocks = body.num_blocks
         return told
 
 
@@ -112,7 +104,7 @@ def add_state(router: APIRouter, engine: EngineClient, model: str, activity: Act
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
 
-def add_control(router: APIRouter, control: Control) -> None:
+def add_control(router: APIRouter, control: Control, bodies: Bodies) -> None:
     """Everything below /control."""
 
     @router.get("/control/explain/{request_id}")
@@ -125,35 +117,35 @@ def add_control(router: APIRouter, control: Control) -> None:
         """The tiers and what is in them."""
         return {"tiers": (await control.call("snapshot"))["tiers"]}
 
-    @router.post("/control/pin")
-    async def pin(body: PinBody) -> dict[str, Any]:
+    @router.post("/control/pin", openapi_extra=takes(PinBody))
+    async def pin(request: Request) -> dict[str, Any]:
         """Keep what is cached of a prompt until it is unpinned."""
-        return await control.on_prompt("pin", body, name=body.name)
+        return await control.on_prompt("pin", prepared := await bodies.read(request, PinBody), name=prepared.body.name)
 
-    @router.post("/control/unpin")
-    async def unpin(body: NameBody) -> dict[str, Any]:
+    @router.post("/control/unpin", openapi_extra=takes(NameBody))
+    async def unpin(request: Request) -> dict[str, Any]:
         """Let a pinned prompt be evicted again."""
-        return await control.call("unpin", name=body.name)
+        return await control.call("unpin", name=(await bodies.read(request, NameBody)).body.name)
 
-    @router.post("/control/prefetch")
-    async def prefetch(body: PromptBody) -> dict[str, Any]:
+    @router.post("/control/prefetch", openapi_extra=takes(PromptBody))
+    async def prefetch(request: Request) -> dict[str, Any]:
         """Bring a prompt's blocks from stores to host memory."""
-        return await control.on_prompt("prefetch", body)
+        return await control.on_prompt("prefetch", await bodies.read(request, PromptBody))
 
-    @router.post("/control/demote")
-    async def demote(body: PromptBody) -> dict[str, Any]:
+    @router.post("/control/demote", openapi_extra=takes(PromptBody))
+    async def demote(request: Request) -> dict[str, Any]:
         """Keep a prompt's blocks below the device only."""
-        return await control.on_prompt("demote", body)
+        return await control.on_prompt("demote", await bodies.read(request, PromptBody))
 
-    @router.post("/control/drop")
-    async def drop(body: PromptBody) -> dict[str, Any]:
+    @router.post("/control/drop", openapi_extra=takes(PromptBody))
+    async def drop(request: Request) -> dict[str, Any]:
         """Forget a prompt in every tier."""
-        return await control.on_prompt("drop", body)
+        return await control.on_prompt("drop", await bodies.read(request, PromptBody))
 
-    @router.post("/control/reset")
-    async def reset(body: ResetBody) -> dict[str, Any]:
+    @router.post("/control/reset", openapi_extra=takes(ResetBody))
+    async def reset(request: Request) -> dict[str, Any]:
         """Forget everything in memory, and in the stores if asked to."""
-        return await control.call("reset", clear_stores=body.clear_stores)
+        return await control.call("reset", clear_stores=(await bodies.read(request, ResetBody)).body.clear_stores)
 
     @router.post("/control/sleep")
     async def sleep() -> dict[str, Any]:
@@ -165,7 +157,7 @@ def add_control(router: APIRouter, control: Control) -> None:
         """Have device memory again, and take requests."""
         return await control.wake()
 
-    @router.post("/control/resize")
-    async def resize(body: ResizeBody) -> dict[str, Any]:
+    @router.post("/control/resize", openapi_extra=takes(ResizeBody))
+    async def resize(request: Request) -> dict[str, Any]:
         """Give a memory tier another number of blocks."""
-        return await control.resize(body)
+        return await control.resize((await bodies.read(request, ResizeBody)).body)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,10 +27,11 @@ from kvtier.engine.output import Explanation, Output
 from kvtier.engine.params import SamplingParams
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.speculate import NgramProposer
-from kvtier.errors import ArgumentError, ClosedError, KvtierError, UnavailableError
+from kvtier.errors import ArgumentError, ClosedError
 from kvtier.replay import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
+from kvtier.server.constraints import Constraints, MakeConstraint
 from kvtier.server.engine_controls import CONTROLS
 from kvtier.server.messages import Abort, Answer, Broken, Call, Channel, Close, Progress, Refused, Started, Submit
 
@@ -102,7 +104,7 @@ def make_llm(options: EngineOptions) -> LLM:
 class EngineServer:
     """Hands commands to an EngineRunner, and what a step gave to the front end in one message.
 
-    The main thread sleeps in `recv`; everything else happens on the runner's thread, so no two threads compute.
+    The main thread reads commands, a thread of low priority compiles schemas, the runner's thread does everything else.
     """
 
     def __init__(self, engine: Engine, channel: Channel) -> None:
@@ -111,7 +113,11 @@ class EngineServer:
         self._runner = EngineRunner(engine, self._break_down)
         self._outputs: list[Output] = []
         self._ended: list[Explanation] = []
-        self._grammars: Grammars | None = None
+        self._constraints = Constraints(self._make_grammars)
+        self._compiling: set[str] = set()
+        """Requests whose schema is being compiled."""
+        self._lock = threading.Lock()
+        """Orders the end of a compilation and the abort of its request."""
 
     def run(self) -> None:
         """Serve until there is nobody to serve."""
@@ -122,6 +128,7 @@ class EngineServer:
             config.block_tokens,
             config.cache.num_blocks,
             config.scheduler.max_rows,
+            tuple(self._engine.model.config.eos_token_ids),
         )
         with contextlib.suppress(OSError, ClosedError):  # the front end died, or the engine broke down
             self._channel.send(started)
@@ -130,7 +137,7 @@ class EngineServer:
                     case Submit():
                         self._submit(command)
                     case Abort():
-                        self._runner.leave(command.id)
+                        self._abort(command.id)
                     case Call():
                         self._call(command)
                     case Close():
@@ -150,15 +157,32 @@ class EngineServer:
         self._channel.end()
 
     def _submit(self, command: Submit) -> None:
-        try:
-            params = self._constrained(command)
-        except KvtierError as error:
-            self._channel.send(Refused(command.id, error))
+        if command.schema is None:
+            self._add(command, command.params)
             return
-        except Exception as error:  # llguidance's, of a tokenizer it cannot read, say: it concerns this request only
-            why = f"answers after a schema are not possible with this model: {type(error).__name__}: {error}"
-            self._channel.send(Refused(command.id, UnavailableError(why)))
-            return
+        with self._lock:
+            self._compiling.add(command.id)
+        tenant, _, _ = command.salt.partition(b"\0")  # of one tenant's times nothing shows in another's
+        self._constraints.get(command.schema, tenant).add_done_callback(partial(self._add_constrained, command))
+
+    def _add_constrained(self, command: Submit, compiled: Future[MakeConstraint]) -> None:
+        """Add a request once its schema is compiled, unless it was aborted. On the compiling thread."""
+        with self._lock, contextlib.suppress(OSError, ClosedError):  # the process ends
+            if command.id not in self._compiling:
+                return
+            self._compiling.remove(command.id)
+            error = compiled.exception()
+            if error is None:
+                self._add(command, replace(command.params, constraint=compiled.result()))
+            elif isinstance(error, Exception):
+                self._channel.send(Refused(command.id, error))
+
+    def _abort(self, name: str) -> None:
+        with self._lock:
+            self._compiling.discard(name)
+            self._runner.leave(name)
+
+    def _add(self, command: Submit, params: SamplingParams) -> None:
         future = self._runner.submit(
             command.tokens,
             params,
@@ -169,15 +193,10 @@ class EngineServer:
         )
         future.add_done_callback(partial(self._tell_refusal, command.id))
 
-    def _constrained(self, command: Submit) -> SamplingParams:
-        """With a constraint if there is a schema: compiled here, beside the engine's thread."""
-        if command.schema is None:
-            return command.params
-        if self._grammars is None:
-            assert self._engine.tokenizer is not None
-            config = self._engine.model.config
-            self._grammars = Grammars(self._engine.tokenizer, config.vocab_size, config.eos_token_ids)
-        return replace(command.params, constraint=self._grammars.json(command.schema))
+    def _make_grammars(self) -> Grammars:
+        assert self._engine.tokenizer is not None
+        config = self._engine.model.config
+        return Grammars(self._engine.tokenizer, config.vocab_size, config.eos_token_ids)
 
     def _tell_refusal(self, name: str, future: Future[str]) -> None:
         error = future.exception()

@@ -1,16 +1,16 @@
-"""Errors as clients see them: OpenAI's shape, the field named, no prompt and no inner detail in it."""
+"""Errors as clients see them: OpenAI's shape, the field named, no prompt and no inner detail in it.
+
+No fastapi: worker processes import this module.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
 
 from kvtier.errors import ArgumentError, ClosedError, KvtierError, StateError
 from kvtier.server.protocol import ChatRequest, CompletionRequest
@@ -54,41 +54,10 @@ def of_engine(error: KvtierError) -> ApiError:
     return ApiError(500, str(error), code="engine_error")
 
 
-def install(app: FastAPI) -> None:
-    """Let the app answer errors in this form."""
-
-    @app.exception_handler(ApiError)
-    async def _(_: Request, error: ApiError) -> JSONResponse:
-        return error.response()
-
-    @app.exception_handler(KvtierError)
-    async def _(_: Request, error: KvtierError) -> JSONResponse:
-        return of_engine(error).response()
-
-    @app.exception_handler(RequestValidationError)
-    async def _(_: Request, error: RequestValidationError) -> JSONResponse:
-        return _of_validation(error).response()
-
-    @app.exception_handler(HTTPException)
-    async def _(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        answer = ApiError(error.status_code, message).response()
-        answer.headers.update(error.headers or {})
-        return answer
-
-    @app.exception_handler(Exception)
-    async def _(_: Request, __: Exception) -> JSONResponse:  # starlette raises it again for the log
-        return ApiError(500, "the server failed; its log has the details").response()
-
-
-def _of_validation(error: RequestValidationError) -> ApiError:
+def of_validation(error: ValidationError) -> ApiError:
     """The first of pydantic's findings. What was sent is not repeated: it may be a prompt."""
-    found: Mapping[str, Any] = error.errors()[0]
-    place = [str(part) for part in found["loc"][1:]]  # the first says which part of the request: body, query, path
-    if found["type"] == "json_invalid":
-        return ApiError(
-            400, f"the body is not JSON: {found['ctx']['error']} at {found['loc'][-1]}", code="invalid_json"
-        )
+    found = error.errors(include_url=False, include_input=False)[0]
+    place = [str(part) for part in found["loc"]]
     where = ".".join(place) or None
     message = str(found["msg"]).removeprefix("Value error, ")
     if found["type"] == "extra_forbidden":

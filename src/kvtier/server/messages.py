@@ -70,6 +70,7 @@ class Started:
     block_tokens: int
     num_blocks: int
     max_rows: int
+    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +111,14 @@ class Answer:
 Event = Started | Broken | Progress | Refused | Answer
 
 
-def frame(message: Command | Event) -> bytes:
+def frame(message: object) -> bytes:
     """A message as it travels."""
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
 
 
 class Channel:
-    """The engine process's end: blocking; one thread reads, any may send."""
+    """The other process's end of a socket pair: blocking; one thread reads, any may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
@@ -125,9 +126,9 @@ class Channel:
         self._stream = connection.makefile("rb")
         self._sending = threading.Lock()
 
-    def send(self, event: Event) -> None:
+    def send(self, message: object) -> None:
         """Raises OSError if the front end is gone."""
-        data = frame(event)
+        data = frame(message)
         with self._sending:
             self._connection.sendall(data)
 
@@ -136,8 +137,8 @@ class Channel:
         with contextlib.suppress(OSError):  # the front end was quicker
             self._connection.shutdown(socket.SHUT_RDWR)
 
-    def __iter__(self) -> Iterator[Command]:
-        """Commands as they come, until the other end closes or dies."""
+    def __iter__(self) -> Iterator[Any]:
+        """Messages as they come, until the other end closes or dies."""
         while len(head := self._stream.read(LENGTH.size)) == LENGTH.size:
             (size,) = LENGTH.unpack(head)
             body = self._stream.read(size)

@@ -18,12 +18,14 @@ from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import UnavailableError
 from kvtier.server.activity import Activity
 from kvtier.server.admission import Admission
-from kvtier.server.app import make_app
+from kvtier.server.app import make_app, model_info
 from kvtier.server.auth import salt_of
 from kvtier.server.config import ServerConfig, Tenant
 from kvtier.server.connections import make_table
 from kvtier.server.engine_client import EngineClient
 from kvtier.server.http_connection import HttpConnection
+from kvtier.server.worker import WorkerSetup
+from kvtier.server.worker_pool import WorkerPool
 
 _log = logging.getLogger("kvtier.server")
 _CLOSE_SECONDS = 60.0  # for the engine to save what is cached
@@ -57,9 +59,13 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
         await engine.close(0.0)
         raise
     admission = Admission(started.max_rows, config.limits.waiting)
+    limits = config.limits
+    setup = WorkerSetup(model_info(config, started), limits.prepare_seconds)
+    pool = WorkerPool(setup, limits.prepare_processes, has_tenants=bool(config.tenants))
+    pool.start()
     activity = Activity()
-    app = make_app(config, engine, started, tokenizer, admission, activity)
-    protocol = functools.partial(HttpConnection, config.limits, make_table(config.limits), activity)
+    app = make_app(config, engine, started, tokenizer, pool, admission, activity)
+    protocol = functools.partial(HttpConnection, limits, make_table(limits), activity)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     server = _Uvicorn(
@@ -87,6 +93,7 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
     watch = asyncio.create_task(_stop_without_engine(engine, stop))
     _log.info("serving model=%s at %s", config.model_name, address)
     await server.serve(sockets=[listener])
+    await pool.close()
     failed = engine.ended.is_set()
     watch.cancel()
     _log.info("saving and ending")

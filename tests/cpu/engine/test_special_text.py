@@ -10,7 +10,7 @@ from kvtier.errors import ArgumentError, RangeError
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "[INST]", "<tool>")
 TEMPLATES = {
-    "plain": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>bot\n",
+    "plain": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>\n",
     "joined": "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}",
     "trimmed": "{% for m in messages %}<|im_start|>{{ m.content | trim }}{{ m.name }}<|im_end|>{% endfor %}",
     "changed": "{% for m in messages %}[INST]{{ m.content | upper }} {{ m.content | lower }}{% endfor %}<|im_end|>",
@@ -20,9 +20,9 @@ TEMPLATES = {
     "tools": "{{ tools | tojson }}<|im_end|>{{ mood }}",
 }
 PLAIN = st.text(st.sampled_from("aB <|>[]_imstoINST\n\té日\U0010fffd"), max_size=12)
-HOSTILE = st.lists(PLAIN | st.sampled_from((*SPECIAL, "<|IM_START|>", "<|im_", "start|>", "[IN", "ST]")), max_size=4).map(
-    "".join
-)
+HOSTILE = st.lists(
+    PLAIN | st.sampled_from((*SPECIAL, "<|IM_START|>", "<|im_", "start|>", "[IN", "ST]")), max_size=4
+).map("".join)
 
 
 def make(template, normalizer=None, **options):

@@ -1,0 +1,266 @@
+"""Preparation: from the bytes of a body to a validated request and its tokens. No asyncio, no fastapi, no torch.
+
+A pure function of its input: it runs in the front end for a small body, and in a worker process (worker.py) for a large
+one, whose time the client controls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from kvtier.engine import schemas
+from kvtier.engine.tokenizer import Tokenizer
+from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.server.failures import ApiError, of_validation
+from kvtier.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    JsonSchemaFormat,
+    Message,
+    PromptBody,
+    Sampling,
+    TokenizeRequest,
+)
+
+Body = TypeVar("Body", bound=BaseModel)
+_SCHEMA = "response_format.json_schema.schema"
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareBody:
+    """Validate a body and tokenize its prompts."""
+
+    model: type[BaseModel]
+    data: bytes | bytearray
+    max_tokens: int
+    """A prompt of more tokens cannot run."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSchema:
+    """Compile a JSON schema, to see that it can be done and how long it takes."""
+
+    schema: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[Body]):
+    """A valid body, without the fields below, which may be large."""
+
+    body: Body
+    prompts: Sequence[Sequence[int]] = ()
+    schema: str | None = None
+    """The JSON schema that the answer follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What preparing needs of the model. Plain values: they travel to worker processes."""
+
+    source: str
+    """Of the tokenizer, as load_tokenizer takes it."""
+    name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_answers: int
+    """n times the number of prompts, of one request."""
+
+
+class Preparation:
+    """Prepares bodies for one model. Every refusal is an ApiError."""
+
+    def __init__(self, model: ModelInfo, tokenizer: Tokenizer) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._compiler: schemas.SchemaCompiler | None = None
+
+    def body(self, job: PrepareBody) -> Prepared[Any]:
+        """Prepare one body."""
+        body = _validate(job.model, job.data)
+        match body:
+            case CompletionRequest():
+                return self._completion(body, job.max_tokens)
+            case ChatRequest():
+                return self._chat(body, job.max_tokens)
+            case TokenizeRequest():
+                tokens = self._one(body, job.max_tokens, add_special=body.add_special_tokens)
+                return Prepared(body.model_copy(update={"prompt": None, "messages": None}), [tokens])
+            case PromptBody():
+                tokens = self._one(body, job.max_tokens, add_special=True)
+                if not tokens:
+                    raise ApiError(400, "prompt: at least one token is needed", "prompt")
+                self._check_prompts([tokens], "prompt", job.max_tokens)
+                return Prepared(body.model_copy(update={"prompt": None, "messages": None}), [tokens])
+        return Prepared(body)
+
+    def check_schema(self, job: CheckSchema) -> None:
+        """Compile a schema."""
+        try:
+            if self._compiler is None:
+                model = self._model
+                self._compiler = schemas.SchemaCompiler(
+                    self._tokenizer.to_json(), model.vocab_size, model.eos_token_ids
+                )
+        except (ArgumentError, ValueError) as error:  # llguidance's, of a tokenizer that it cannot read
+            why = f"answers after a schema are not possible with this model: {type(error).__name__}: {error}"
+            raise ApiError(500, why, code="engine_error") from error
+        try:
+            self._compiler.check(job.schema)
+        except ArgumentError as error:
+            raise ApiError(400, f"response_format: this schema cannot be followed: {error}", _SCHEMA) from error
+
+    def _completion(self, body: CompletionRequest, max_tokens: int) -> Prepared[CompletionRequest]:
+        prompts = body.prompts
+        self._check(body, (body.n or 1) * len(prompts))
+        schema = _schema_text(body)
+        for prompt in prompts:  # all, before the first is tokenized
+            self._check_size(prompt, "prompt", max_tokens)
+        tokens = [self._encode(prompt, body.parse_special, max_tokens) for prompt in prompts]
+        self._check_prompts(tokens, "prompt", max_tokens)
+        self._check_known([body.stop_token_ids or ()], "stop_token_ids")
+        return Prepared(body.model_copy(update={"prompt": "", "response_format": None}), tokens, schema)
+
+    def _chat(self, body: ChatRequest, max_tokens: int) -> Prepared[ChatRequest]:
+        self._check(body, body.n or 1)
+        schema = _schema_text(body)
+        tokens = self._encode_chat(
+            body.messages,
+            max_tokens,
+            parse_special=body.parse_special,
+            tools=body.template_tools,
+            variables=body.chat_template_kwargs or {},
+        )
+        self._check_prompts([tokens], "messages", max_tokens)
+        self._check_known([body.stop_token_ids or ()], "stop_token_ids")
+        return Prepared(
+            body.model_copy(update={"messages": [], "tools": None, "response_format": None}), [tokens], schema
+        )
+
+    def _one(self, body: TokenizeRequest | PromptBody, max_tokens: int, *, add_special: bool) -> list[int]:
+        if body.messages is not None:
+            return self._encode_chat(body.messages, max_tokens, parse_special=bool(body.parse_special))
+        parse_special = body.parse_special is not False
+        prompt = body.prompt or ""
+        self._check_size(prompt, "prompt", max_tokens)
+        return self._encode(prompt, parse_special, max_tokens, add_special=add_special)
+
+    def _encode(
+        self, prompt: str | list[int], parse_special: bool, max_tokens: int, *, add_special: bool = True
+    ) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        try:
+            return self._tokenizer.encode(
+                prompt, add_special=add_special, parse_special=parse_special, max_tokens=max_tokens
+            )
+        except ArgumentError as error:
+            raise _refusal(error, "prompt", max_tokens) from error
+
+    def _encode_chat(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int,
+        *,
+        parse_special: bool,
+        tools: Sequence[Any] | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> list[int]:
+        given = [message.for_template() for message in messages]
+        self._check_size("".join(message["content"] for message in given), "messages", max_tokens)
+        options = {"parse_special": parse_special, "max_tokens": max_tokens, "tools": tools}
+        try:
+            return self._tokenizer.encode_chat(given, **{**(variables or {}), **options})
+        except StateError as error:
+            raise ApiError(400, f"{error}: use /v1/completions", "messages") from error
+        except (ArgumentError, TypeError) as error:
+            raise _refusal(error, "messages", max_tokens) from error
+
+    def _check(self, body: Sampling, num_answers: int) -> None:
+        if body.model != self._model.name:
+            raise ApiError(404, f"there is no model {body.model!r} here; this server has {self._model.name!r}", "model")
+        if num_answers > self._model.max_answers:
+            raise ApiError(
+                400, f"{num_answers} answers are asked for (n times prompts); at most {self._model.max_answers}", "n"
+            )
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options is for streams: set stream: true", "stream_options")
+
+    def _check_size(self, prompt: str | list[int], name: str, max_tokens: int) -> None:
+        """Refuse by length alone what cannot fit."""
+        if not isinstance(prompt, str):
+            self._check_prompts([prompt], name, max_tokens, known=False)
+            return
+        try:
+            self._tokenizer.check_size(len(prompt.encode(errors="surrogatepass")), max_tokens)
+        except RangeError as error:
+            raise _refusal(error, name, max_tokens) from error
+
+    def _check_prompts(
+        self, prompts: Sequence[Sequence[int]], name: str, max_tokens: int, *, known: bool = True
+    ) -> None:
+        lengths = [len(prompt) for prompt in prompts]
+        if not min(lengths):
+            raise ApiError(400, f"{name} is empty: a request needs at least one token", name)
+        if max(lengths) >= max_tokens:
+            raise ApiError(
+                400,
+                f"{name} has {max(lengths)} tokens; with one to generate this server takes {max_tokens}",
+                name,
+                "context_length_exceeded",
+            )
+        if known:
+            self._check_known(prompts, name)
+
+    def _check_known(self, prompts: Sequence[Sequence[int]], name: str) -> None:
+        highest, vocab = max(max(prompt, default=0) for prompt in prompts), self._model.vocab_size
+        if highest >= vocab:
+            raise ApiError(400, f"{name}: token {highest} is not in [0, {vocab})", name)
+
+
+def _validate(model: type[Body], data: bytes | bytearray) -> Body:
+    try:
+        value = json.loads(data)
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not JSON: {error.msg} at {error.pos}", code="invalid_json") from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else "it is nested too deep"
+        raise ApiError(400, f"the body is not JSON: {why}", code="invalid_json") from error
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise of_validation(error) from error
+
+
+def _schema_text(body: Sampling) -> str | None:
+    """The schema that the answer follows, within bounds; it is not compiled yet."""
+    schema, name = body.schema_text, "response_format"
+    if schema is None:
+        return None
+    if not schemas.is_available():
+        raise ApiError(
+            400, f"{name}: this server has no llguidance, so only text can be asked for", name, "unavailable"
+        )
+    for other in ("min_tokens", "ignore_eos"):
+        if getattr(body, other):
+            raise ApiError(400, f"{other} does not go with {name}, which says where an answer ends", other)
+    most = schemas.MAX_SCHEMA_BYTES
+    if len(schema) > most:
+        raise ApiError(400, f"{name}: the schema has {len(schema)} bytes; at most {most} are taken", _SCHEMA)
+    if isinstance(body.response_format, JsonSchemaFormat):
+        try:
+            schemas.check_shape(body.response_format.json_schema.schema_)
+        except ArgumentError as error:
+            raise ApiError(400, f"{name}: {error}", _SCHEMA) from error
+    return schema
+
+
+def _refusal(error: ArgumentError | TypeError, name: str, max_tokens: int) -> ApiError:
+    if isinstance(error, RangeError):
+        message = f"{name}: {error}; with one to generate this server takes {max_tokens} tokens"
+        return ApiError(400, message, name, "context_length_exceeded")
+    return ApiError(400, f"{name}: {error}", name)

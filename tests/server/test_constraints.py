@@ -1,0 +1,82 @@
+"""Compiling schemas in the engine process: once each, on another thread, with aborts in between."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+
+import pytest
+import torch
+
+from kvtier.engine.engine import EngineConfig
+from kvtier.engine.grammar import Grammars
+from kvtier.engine.llm import LLM
+from kvtier.engine.params import SamplingParams
+from kvtier.engine.tokenizer import load_tokenizer
+from kvtier.errors import ArgumentError, UnavailableError
+from kvtier.server.constraints import Constraints
+from kvtier.server.engine_process import EngineServer
+from kvtier.server.messages import Abort, Answer, Call, Channel, Close, Progress, Refused, Started, Submit
+
+pytest.importorskip("llguidance")
+WAIT = 120.0
+# 2 s of compilation, so that what follows finds it running
+SLOW = json.dumps({"type": "object", "properties": {f"some property {i}": {} for i in range(3000)}})
+
+
+def constraints(tiny_model):
+    tokenizer = load_tokenizer(tiny_model)
+    return Constraints(lambda: Grammars(tokenizer, 259, [257]))
+
+
+def test_get_of_the_same_schema_compiles_once_per_tenant(tiny_model):
+    made = constraints(tiny_model)
+    first = made.get('{"type": "object"}', b"a")
+    assert made.get('{"type": "object"}', b"a") is first
+    assert made.get('{"type": "object"}', b"b") is not first
+    logits = torch.zeros(259)
+    first.result(WAIT)().forbid(logits)
+    assert [load_tokenizer(tiny_model).decode([i]) for i in logits.isfinite().nonzero().flatten().tolist()] == ["{"]
+    for number in range(20):
+        made.get(f'{{"const": {number}}}', b"a").result(WAIT)
+    assert made.get('{"type": "object"}', b"a") is not first  # the oldest is forgotten
+
+
+def test_get_of_a_wrong_schema_fails_and_is_not_kept(tiny_model):
+    made = constraints(tiny_model)
+    failed = made.get('{"type": "nonsense"}', b"")
+    assert isinstance(failed.exception(WAIT), ArgumentError)
+    assert made.get('{"type": "nonsense"}', b"") is not failed
+    broken = Constraints(lambda: Grammars(load_tokenizer("/nowhere"), 259, [257]))
+    assert not isinstance(broken.get("{}", b"").exception(WAIT), UnavailableError)
+
+
+def test_engine_serves_and_aborts_while_a_schema_compiles(tiny_model):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = LLM(str(tiny_model), EngineConfig()).engine
+        serving = threading.Thread(target=EngineServer(engine, Channel(theirs)).run)
+        serving.start()
+        channel = Channel(ours)
+        events = iter(channel)
+        assert isinstance(next(events), Started)
+        params = SamplingParams(max_tokens=1, temperature=0)
+        channel.send(Submit("slow", (1, 2), params, schema=SLOW))
+        channel.send(Submit("wrong", (1, 2), params, schema='{"type": "nonsense"}'))
+        channel.send(Submit("plain", (1, 2), params))
+        channel.send(Call(7, "snapshot", {}))
+        channel.send(Abort("slow"))
+        seen = []
+        while not any(isinstance(event, Refused) for event in seen):  # compiled after the slow one
+            seen.append(next(events))
+        assert seen[-1].id == "wrong"
+        outputs = [output.request_id for event in seen if isinstance(event, Progress) for output in event.outputs]
+        assert outputs == ["plain"]
+        assert [event.id for event in seen if isinstance(event, Answer)] == [7]
+        channel.send(Submit("again", (1, 2), params, schema=SLOW))  # compiled already
+        assert next(events).outputs[0].request_id == "again"
+        channel.send(Submit("last", (1, 2), params, schema=SLOW.replace("some", "other")))
+        channel.send(Close())  # does not wait for the compilation
+        serving.join(WAIT)
+        assert not serving.is_alive()

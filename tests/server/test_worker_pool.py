@@ -1,0 +1,219 @@
+"""WorkerPool with real processes: deadlines, deaths, cancellation, turns, and closing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from kvtier.engine.tokenizer import load_tokenizer
+from kvtier.server.failures import ApiError
+from kvtier.server.prepare import CheckSchema, ModelInfo, Preparation, PrepareBody
+from kvtier.server.protocol import CompletionRequest
+from kvtier.server.schema_checks import SchemaChecks
+from kvtier.server.worker import WorkerSetup
+from kvtier.server.worker_pool import WorkerPool
+
+pytest.importorskip("llguidance")
+PATTERNS = [{"type": "string", "pattern": f"^(.*a.{{{i}}}b.*)$"} for i in range(1, 31)]
+ENDLESS = CheckSchema(json.dumps({"allOf": PATTERNS}))
+FINE = CheckSchema('{"type": "object"}')
+WAIT = 120.0  # for what comes at once on an idle machine
+
+
+def body(prompt="hello", max_tokens=2048):
+    data = json.dumps({"model": "tiny", "prompt": prompt}).encode()
+    return PrepareBody(CompletionRequest, data, max_tokens)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return ModelInfo(str(tiny_model), "tiny", 259, (257,), 16)
+
+
+@asynccontextmanager
+async def pool_of(model, size=1, seconds=WAIT, *, has_tenants=True):
+    pool = WorkerPool(WorkerSetup(model, seconds), size, has_tenants=has_tenants)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def until(condition):
+    async with asyncio.timeout(WAIT):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def refusal(awaitable):
+    with pytest.raises(ApiError) as caught:
+        await awaitable
+    return caught.value
+
+
+def test_run_in_worker_equals_run_inline(model):
+    inline = Preparation(model, load_tokenizer(model.source))
+
+    async def main():
+        async with pool_of(model) as pool:
+            for job in (body(), body("<|im_end|> é" * 50), body([1, 2, 3]), body(["a", "b"])):
+                assert await pool.run(job, "a", "body") == inline.body(job)
+            for job in (body(""), body("x" * 30_000), body([300]), body(["x"] * 17), body("x" * 2048)):
+                error = await refusal(pool.run(job, "a", "body"))
+                with pytest.raises(ApiError) as caught:
+                    inline.body(job)
+                assert error == caught.value
+
+    asyncio.run(main())
+
+
+def test_late_job_is_refused_and_its_process_replaced(model):
+    async def main():
+        async with pool_of(model, seconds=5.0) as pool:
+            pool.start()
+            await until(lambda: pool.pids)
+            before = pool.pids
+            error = await refusal(pool.run(ENDLESS, "a", "schema"))
+            assert (error.status, error.code) == (400, "too_complex")
+            prepared = await pool.run(body(), "a", "body")
+            assert len(prepared.prompts[0]) == 5
+            assert pool.pids != before
+            assert not any(map(psutil.pid_exists, before))
+
+    asyncio.run(main())
+
+
+def test_killed_process_job_is_tried_once_more(model):
+    async def main():
+        async with pool_of(model) as pool:
+            job = asyncio.create_task(pool.run(ENDLESS, "a", "schema"))
+            killed = []
+            for _ in range(2):
+                await until(lambda before=killed: pool.num_running and pool.pids != before)
+                killed = pool.pids
+                os.kill(killed[0], signal.SIGKILL)
+            error = await refusal(job)
+            assert (error.status, error.code) == (503, "worker")
+            assert len((await pool.run(body(), "a", "body")).prompts[0]) == 5
+
+    asyncio.run(main())
+
+
+def test_cancelled_jobs_leave_the_queue_and_the_process(model):
+    async def main():
+        async with pool_of(model) as pool:
+            running = asyncio.create_task(pool.run(ENDLESS, "a", "schema"))
+            await until(lambda: pool.num_running)
+            waiting = asyncio.create_task(pool.run(ENDLESS, "a", "schema"))
+            await asyncio.sleep(0)
+            for task in (waiting, running):
+                task.cancel()
+            await asyncio.gather(waiting, running, return_exceptions=True)
+            await pool.run(FINE, "a", "schema")  # it would wait for the deadline behind either
+
+    asyncio.run(asyncio.wait_for(main(), WAIT))
+
+
+def test_waiting_jobs_of_two_tenants_take_turns(model):
+    order = []
+
+    async def main():
+        async with pool_of(model) as pool:
+
+            async def run(tenant):
+                await pool.run(body(), tenant, "body")
+                order.append(tenant)
+
+            async with asyncio.TaskGroup() as group:
+                for tenant in "aaaabbc":
+                    group.create_task(run(tenant))
+
+    asyncio.run(main())
+    assert "".join(order) == "abcabaa"
+
+
+@pytest.mark.parametrize("has_tenants", [True, False])
+def test_endless_jobs_leave_one_process_to_others(model, has_tenants):
+    async def main():
+        async with pool_of(model, 2, has_tenants=has_tenants) as pool:
+            hostile = [asyncio.create_task(pool.run(ENDLESS, "a", "schema")) for _ in range(5)]
+            await until(lambda: pool.num_running == 1)
+            other = "b" if has_tenants else "a"
+            for _ in range(3):
+                assert len((await pool.run(body(), other, "body")).prompts[0]) == 5
+            assert pool.num_running == 1
+            assert not any(task.done() for task in hostile)
+            for task in hostile:
+                task.cancel()
+            await asyncio.gather(*hostile, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_too_many_waiting_jobs_of_a_tenant_are_refused(model):
+    async def main():
+        async with pool_of(model) as pool:
+            jobs = [asyncio.create_task(pool.run(body(), "a", "body")) for _ in range(70)]
+            other = asyncio.create_task(pool.run(body(), "b", "body"))
+            done = await asyncio.gather(*jobs, return_exceptions=True)
+            refused = [each for each in done if isinstance(each, ApiError)]
+            assert {(error.status, error.code) for error in refused} == {(429, "overloaded")}
+            assert len(refused) == 6
+            await other
+
+    asyncio.run(main())
+
+
+def test_close_kills_a_hung_process_at_once(model):
+    async def main():
+        async with pool_of(model) as pool:
+            jobs = [asyncio.create_task(pool.run(ENDLESS, "a", "schema")) for _ in range(2)]
+            await until(lambda: pool.num_running)
+            (process,) = map(psutil.Process, pool.pids)
+            await pool.close()
+            assert {(await refusal(job)).status for job in jobs} == {503}
+            assert (await refusal(pool.run(FINE, "a", "schema"))).status == 503
+            process.wait(WAIT)
+
+    asyncio.run(main())
+
+
+def test_process_that_cannot_start_fails_jobs_with_503(tmp_path):
+    async def main():
+        missing = ModelInfo(str(tmp_path), "tiny", 259, (257,), 16)
+        async with pool_of(missing) as pool:
+            error = await refusal(pool.run(body(), "a", "body"))
+            assert (error.status, error.code) == (503, "worker")
+
+    asyncio.run(main())
+
+
+def test_schema_checks_share_remember_and_forget(model):
+    async def main():
+        async with pool_of(model, seconds=30.0) as pool:
+            checks = SchemaChecks(pool)
+            wrong = '{"type": "nonsense"}'
+            errors = [await refusal(checks.check(wrong, "a")) for _ in range(2)]
+            assert errors[0] == errors[1]
+            assert errors[0] is not errors[1]  # a traceback must not grow with every request
+            await asyncio.gather(*(checks.check(FINE.schema, "a") for _ in range(5)))
+            waiting = [asyncio.create_task(checks.check(ENDLESS.schema, "a")) for _ in range(3)]
+            await until(lambda: pool.num_running)
+            for task in waiting[:2]:
+                task.cancel()
+            await asyncio.sleep(0)
+            assert pool.num_running == 1  # for the third
+            waiting[2].cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await pool.close()
+            await checks.check(FINE.schema, "a")  # no process is needed for what is known
+            assert (await refusal(checks.check(wrong, "a"))) == errors[0]
+            assert (await refusal(checks.check(FINE.schema, "b"))).status == 503  # another tenant's is not
+
+    asyncio.run(main())
