@@ -113,5 +113,5 @@ def _compile(compiler: str, texts: dict[str, str], flags: Sequence[str], path: P
         built = Path(folder) / "built.so"
         command = [*compiler.split(), str(Path(folder) / next(iter(texts))), *flags, "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
-        built.chmod(0o700)  # whatever the umask is: one that a group can write would not be loaded again
+        built.chmod(0o755)  # whatever the umask is: one that a group can write would not be loaded again
         os.replace(built, path)  # atomic: another process sees all of it or nothing

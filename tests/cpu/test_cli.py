@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -144,3 +146,76 @@ def test_doctor_finds_out_what_is_wrong_with_the_cache_directory(monkeypatch, ca
     monkeypatch.setenv("KVTIER_CACHE_DIR", "/dev/null/kvtier")
     assert main(["doctor", "--json"]) == 0
     assert "/dev/null/kvtier" in json.loads(capsys.readouterr().out)["cache directory"]
+
+
+# ---- bytes, pipes and files that fail ----
+
+
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+BAD_BYTES = b"\xff\xfe"
+
+
+def run_raw(*arguments: str | bytes, output: str | None = None, stdin: bytes = b"", **environment: str):
+    """The command as a shell runs it; standard output may be a file of this name."""
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(open(output, "wb")) if output else subprocess.PIPE
+        return subprocess.run(
+            [sys.executable, "-m", "kvtier", *arguments],
+            input=stdin,
+            stdout=target,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **environment},
+        )
+
+
+def must_fail_in_one_line(done, code: int = 1) -> None:
+    assert done.returncode == code, done.stderr
+    assert b"Traceback" not in done.stderr, done.stderr
+    assert b"Exception ignored" not in done.stderr, done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith(b"kvtier")]) == 1, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["completion", "bash"], ["--help"], ["serve", "--help"], ["--version"]])
+def test_cli_with_full_standard_output_fails_in_one_line(arguments):
+    done = run_raw(*arguments, output="/dev/full")
+    must_fail_in_one_line(done)
+    assert b"No space left" in done.stderr
+
+
+def test_cli_with_closed_pipe_ends_without_a_word():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvtier", "completion", "bash"], stdout=closed, stderr=subprocess.PIPE
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("locale", [{}, C_LOCALE], ids=["utf-8", "C"])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ([BAD_BYTES], 2),
+        (["inspect", BAD_BYTES], 1),
+        (["inspect", "/tmp/no-such-f\u00f6lder"], 1),
+        (["replay", BAD_BYTES], 1),
+        (["inspect", "x", "--config", BAD_BYTES], 1),
+        (["generate", BAD_BYTES], 1),
+        (["chat", "--once", BAD_BYTES], 1),
+        (["generate", "--stop", BAD_BYTES, "x"], 1),
+    ],
+)
+def test_cli_with_bytes_that_are_no_text_fails_in_one_line(locale, arguments, code):
+    encoded = [each if isinstance(each, bytes) else each.encode() for each in arguments]
+    must_fail_in_one_line(run_raw(*encoded, **locale), code)
+
+
+def test_cli_with_input_that_is_no_text_fails_in_one_line():
+    must_fail_in_one_line(run_raw("generate", stdin=BAD_BYTES))
+
+
+def test_cli_with_config_that_is_no_file_fails_in_one_line(tmp_path):
+    (tmp_path / "bytes.toml").write_bytes(BAD_BYTES)
+    for path in (tmp_path, tmp_path / "bytes.toml", tmp_path / "none.toml"):
+        must_fail_in_one_line(run_raw("completion", "bash", "--config", str(path)))

@@ -375,7 +375,7 @@ def test_native_code_in_file_others_control_is_replaced(monkeypatch, planted, tm
     found = in_a_new_process(monkeypatch)
     check_that_it_copies(found)
     assert not mark.exists()
-    assert stat.S_IMODE(library.lstat().st_mode) == 0o700
+    assert stat.S_IMODE(library.lstat().st_mode) == 0o755
     check_that_it_copies(in_a_new_process(monkeypatch, CC="false"))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import kvtier
+from kvtier.engine import native as engine_native
 from kvtier.errors import UnavailableError
 from kvtier.files import cache_dir
 from kvtier.layout import CacheGroup
@@ -20,6 +21,7 @@ from kvtier.memory import CPU, PINNED, CostTable, Placement, best_host, calibrat
 from kvtier.memory.copy_paths import PATH_NAMES, Job, why_not
 from kvtier.memory.costs import saved_costs
 from kvtier.memory.stream import Stream
+from kvtier.storage import native as storage_native
 from kvtier.transfer.strategy import Shape, choose
 
 _BLOCKS = {  # what the strategies are shown for
@@ -51,6 +53,8 @@ def doctor(*, as_json: bool = False, recalibrate: bool = False) -> int:
         **{module: _installed(module, extra) for module, extra in _OPTIONAL.items()},
         "best host memory": str(best_host()),
         "cache directory": _cache_directory(),
+        "CPU kernels": engine_native.native().reason,
+        "checksums": storage_native.native().reason,
         **{str(gpu): _describe_gpu(gpu, costs[gpu]) for gpu in gpus},
         **{f"copy {job}": _paths(job) for job in _jobs(gpus)},
     }

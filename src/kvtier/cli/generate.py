@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cli.engine_options import add_engine_options, engine_options
 from kvtier.cli.parser import Commands, Parser, add_command
+from kvtier.errors import ArgumentError
 
 if TYPE_CHECKING:
     from kvtier.engine.llm import LLM
@@ -41,8 +43,9 @@ def add(commands: Commands) -> None:
 
 def generate(options: argparse.Namespace) -> int:
     """Print the continuation of every prompt."""
-    params, llm = _params(options), _llm(options)
-    prompts = options.prompt or [line.rstrip("\n") for line in sys.stdin]
+    params = _params(options)
+    prompts = [_text(prompt) for prompt in options.prompt or [line.rstrip("\n") for line in sys.stdin]]
+    llm = _llm(options)
     num_failed = 0
     for prompt, answers in zip(prompts, llm.generate(prompts, params), strict=True):
         for answer in answers:
@@ -58,14 +61,15 @@ def generate(options: argparse.Namespace) -> int:
 
 def chat(options: argparse.Namespace) -> int:
     """A conversation, each answer printed as it is written."""
-    params, llm = _params(options), _llm(options)
-    messages = [{"role": "system", "content": options.system}] if options.system else []
-    first = options.once or options.first
+    params = _params(options)
+    messages = [{"role": "system", "content": _text(options.system)}] if options.system else []
+    first = _text(options.once or options.first or "")
+    llm = _llm(options)
     if first and not options.json:
         print(f"> {first}")
     is_failed = False
     while not is_failed and (text := first or _ask(options)):
-        first = None
+        first = ""
         messages.append({"role": "user", "content": text})
         answer, last = _answer(llm, messages, params, options)
         messages.append({"role": "assistant", "content": answer})
@@ -108,7 +112,7 @@ def _tell_failure(answer: Output | Any) -> bool:
 
 def _ask(options: argparse.Namespace) -> str:
     try:
-        return input("> " if sys.stdin.isatty() and not options.json else "")
+        return _text(input("> " if sys.stdin.isatty() and not options.json else ""))
     except EOFError:
         return ""
 
@@ -122,7 +126,21 @@ def _counts(answer: Any) -> dict[str, Any]:
 
 
 def _print_json(told: dict[str, Any]) -> None:
-    print(json.dumps(told, ensure_ascii=False), flush=True)
+    is_utf8 = sys.stdout.encoding.lower() in ("utf-8", "utf8")  # what others cannot encode must be a JSON escape
+    print(json.dumps(told, ensure_ascii=not is_utf8), flush=True)
+
+
+def _text(given: str) -> str:
+    """A prompt as UTF-8 text, whatever the locale; an ArgumentError if its bytes are none."""
+    try:
+        given.encode()
+        return given
+    except UnicodeEncodeError:  # Python keeps bytes that the locale cannot decode as surrogates
+        pass
+    try:
+        return os.fsencode(given).decode("utf-8")
+    except UnicodeError as error:
+        raise ArgumentError(f"the prompt {given[:40]!a} is not valid UTF-8: {error}") from error
 
 
 def _note(options: argparse.Namespace, answer: Output | Any) -> None:
@@ -145,7 +163,7 @@ def _params(options: argparse.Namespace) -> SamplingParams:
         top_k=options.top_k,
         seed=options.seed,
         max_tokens=options.max_tokens,
-        stop=tuple(options.stop),
+        stop=tuple(map(_text, options.stop)),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -22,25 +24,53 @@ _EXIT_CODES = """exit codes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 if it went well, 1 if it could not be done, 2 if it was not understood."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what the locale has no letter for is shown as an escape
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else list(arguments))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where an error can be reported
+    except KvtierError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has enough
+        _drop_output()
+        return 1
+    except UnicodeError as error:
+        return _fail(f"input that is not text in the expected encoding: {error}")
+    except OSError as error:
+        _drop_output()
+        return _fail(str(error))
+
+
+def _run(arguments: list[str]) -> int:
     parser = Parser(prog="kvtier", description="A tiered KV-cache runtime for LLM inference.", epilog=_EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"kvtier {kvtier.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     add_commands(commands)
     known: dict[str, Parser] = dict(commands.choices)
-    try:
-        _settle(known, arguments, parser)
-        options, rest = parser.parse_known_args(arguments)
-        options.parser.refuse_unknown(rest)
-        return int(options.run(options))
-    except KvtierError as error:
-        print(f"kvtier: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # whoever read our output has enough
-        sys.stderr.close()
-        return 1
+    _settle(known, arguments, parser)
+    options, rest = parser.parse_known_args(arguments)
+    options.parser.refuse_unknown(rest)
+    return int(options.run(options))
+
+
+def _fail(message: str) -> int:
+    with contextlib.suppress(OSError):  # standard error may be full or closed, too
+        print(f"kvtier: {message}", file=sys.stderr)
+    return 1
+
+
+def _drop_output() -> None:
+    """Send the rest of standard output to /dev/null: the interpreter flushes it at exit, and would fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def add_commands(commands: Commands) -> None:

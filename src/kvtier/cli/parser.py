@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -38,6 +39,11 @@ class Parser(argparse.ArgumentParser):
         if action.option_strings and action.dest not in ("help", "version", "config"):
             self.options[action.dest] = action
         return action
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse's, which hides that help could not be written."""
+        if message and (stream := file or sys.stderr) is not None:
+            stream.write(message)
 
     def refuse_unknown(self, arguments: Iterable[str]) -> None:
         """Exit with code 2 if something is left that nobody knows."""
@@ -108,8 +114,8 @@ def read_config(path: str | None) -> tuple[dict[str, Any], str]:
     if not path:
         return {}, ""
     try:
-        return tomllib.loads(Path(path).read_text()), path
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8")), path
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:  # ValueError: a NUL in the path
         raise ArgumentError(f"{path} cannot be read as TOML: {error}") from error
 
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
+import stat
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from kvtier.cache.plan import Report, split_keys
-from kvtier.errors import StateError
+from kvtier.errors import ArgumentError, StateError
 from kvtier.index.keys import KEY_BYTES
 from kvtier.scheduler import Request, RowResult, Scheduler, Step
 
@@ -41,7 +43,10 @@ class Recorder:
     """
 
     def __init__(self, path: str | Path, *, steps: bool = False, secret: bytes | None = None) -> None:
-        self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 - `close` ends it
+        try:
+            self._file: TextIO = open(path, "w", encoding="utf-8", opener=_create)  # noqa: SIM115 - `close` ends it
+        except OSError as error:
+            raise ArgumentError(f"the log {os.fspath(path)} cannot be created: {error.strerror}") from error
         self._steps = steps
         self._secret = secrets.token_bytes(32) if secret is None else secret
         self._first_tokens: dict[str, float] = {}
@@ -186,6 +191,18 @@ class Recorder:
             trouble = trouble or error
         if trouble is not None:
             warnings.warn(f"the log {self._file.name} ends here: {trouble}", RuntimeWarning, stacklevel=3)
+
+
+def _create(path: str, _: int) -> int:
+    """Create a new file that only its owner can read: it holds times and lengths of all tenants. Links are refused,
+    and so are files that exist, but for devices and pipes."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        mode = 0
+    is_device = stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
+    create = 0 if is_device else os.O_CREAT | os.O_EXCL
+    return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | create, 0o600)
 
 
 def describe(step: Step) -> dict[str, Any]:

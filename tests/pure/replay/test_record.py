@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.plan import Report, slot_bytes
 from kvtier.cache.store import StoreConfig
-from kvtier.errors import FormatError, StateError
+from kvtier.errors import ArgumentError, FormatError, StateError
 from kvtier.index import Chain, Namespace
 from kvtier.replay import read_trace
 from kvtier.replay.following import follow, read_log
@@ -131,6 +133,7 @@ def test_following_a_log_finds_what_the_run_found_tier_by_tier(config, seed, num
 def recorded(tmp_path, config: str = "host", **options) -> tuple[Server, Path]:
     server = Server(CONFIGS[config], random.Random(5))
     path = tmp_path / "log.jsonl"
+    path.unlink(missing_ok=True)  # a log is never overwritten
     with Recorder(path, **options) as recorder:
         recorder.attach(server.scheduler, now=server.now)
         server.serve(prompts(random.Random(5), 20))
@@ -259,3 +262,28 @@ def test_what_cannot_be_followed_is_said(tmp_path):
     (tmp_path / "cut").write_text("".join(left))
     with pytest.raises(StateError, match="r0 is not over in the log"):
         follow(read_log(tmp_path / "cut"), CONFIGS["host"], LIMITS)
+
+
+def test_record_file_is_new_and_for_its_owner_only(tmp_path):
+    before = os.umask(0)
+    try:
+        Recorder(tmp_path / "log.jsonl").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "log.jsonl").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling", "folder"])
+def test_record_file_that_exists_is_refused(tmp_path, kind):
+    path, victim = tmp_path / "log.jsonl", tmp_path / "victim"
+    victim.write_text("precious")
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("precious")
+    else:
+        path.symlink_to(victim if kind == "link" else tmp_path / "none")
+    with pytest.raises(ArgumentError, match=r"log\.jsonl cannot be created: File exists"):
+        Recorder(path)
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "none").exists()
