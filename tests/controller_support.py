@@ -112,12 +112,12 @@ class Hangs(MemoryStore):
 
     def read_into(self, reads, *, timeout_s=None):
         self.called.set()
-        self.may_go.wait(30)
+        self.may_go.wait(120)
         return super().read_into(reads, timeout_s=timeout_s)
 
     def write(self, writes, *, timeout_s=None):
         self.called.set()
-        self.may_go.wait(30)
+        self.may_go.wait(120)
         return super().write(writes, timeout_s=timeout_s)
 
 

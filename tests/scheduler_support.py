@@ -136,6 +136,9 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
     assert len(scheduler.running) <= limits.max_rows
     for row in rows:
         _verify_row(row)
+        if row.request not in ran:
+            ahead = limits.lookahead_tokens if row.wants_token else 0
+            assert len(row.request.hold.table) <= -(-(row.stop + ahead) // BLOCK), "more slots than the step needs"
     for request in (*step.preempted, *step.refused):
         assert (request.hold, request.num_computed, request.draft) == (None, 0, ())
     assert all(request.state is RequestState.REFUSED and request.reason for request in step.refused)

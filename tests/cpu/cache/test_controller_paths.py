@@ -70,6 +70,29 @@ def test_single_host_block_is_reported(rigs):
     assert [(size.tier, size.num_slots) for size in report.sizes] == [("host", 1)]
 
 
+def test_host_is_as_far_as_its_slowest_group(monkeypatch):
+    """Memory comes two slots of the main group at a time, of which only the first two are there at first."""
+    may_go, make_present, made = threading.Event(), HostMemory._make_present, []
+
+    def held(self, offset: int, nbytes: int) -> None:
+        assert not (self.group.name == "main" and offset) or may_go.wait(60)
+        make_present(self, offset, nbytes)
+
+    monkeypatch.setattr(HostMemory, "_make_present", held)
+    monkeypatch.setitem(HostMemory.__init__.__kwdefaults__, "piece_bytes", 2 * LAYOUT.groups[0].slot_bytes)
+    Call(lambda: made.append(Rig(8, 8))).must_end()  # it does not wait for all of it
+    controller = made[0].controller
+    main, draft = controller._hosts
+    assert (draft.wait_ready(), main.num_ready) == (8, 2)
+    assert controller.num_host_ready == 2
+    (report,) = controller.poll()
+    assert [size.num_slots for size in report.sizes] == [2]
+    may_go.set()
+    assert main.wait_ready() == controller.num_host_ready == 8
+    assert [size.num_slots for report in controller.poll() for size in report.sizes] == [8]
+    controller.close()
+
+
 def test_resize_that_fails_frees_the_new_memory_and_keeps_the_old(rigs, monkeypatch):
     rig = rigs(8, 6)
     rig.run(rig.save([3], [2]))

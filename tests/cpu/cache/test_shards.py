@@ -516,6 +516,13 @@ def test_heads_and_shards_that_do_not_divide_are_refused_with_the_numbers():
         Sharding(0, 2, 3)
     with pytest.raises(ArgumentError, match="no rank 2 of 2"):
         Sharding(2, 2, 2)
+    with pytest.raises(ArgumentError, match="no rank -1 of 2"):
+        Sharding(-1, 2, 2)
+    with pytest.raises(ArgumentError, match="no rank 0 of 0"):
+        Sharding(0, 0, 1)
+    with pytest.raises(ArgumentError, match="1 ranks cannot share 0 shards"):
+        Sharding(0, 1, 0)
+    assert [list(Sharding(rank, 3, 6).shards) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(ArgumentError, match="6 KV heads of 8 f16 on each rank: they cannot be cut into 4"):
         parts_of(layout.groups, Sharding(0, 1, 4))
     odd = KVLayout(2, (CacheGroup.attention("main", 1, 4, 1, dt.u4, 2),))

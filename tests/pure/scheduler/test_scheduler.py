@@ -99,6 +99,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             finish = {each.id for each in running if data.draw(st.integers(0, 15)) == 0}
             ok = not step.loads or data.draw(st.integers(0, 3)) > 0
             self.scheduler.update(step, self.device.run(step, finish, scheduler=self.scheduler, ok=ok), self.now)
+            ended = [row.request for row in step.rows if row.request.id in finish and (ok or not row.loads)]
+            assert all(each.state is RequestState.FINISHED for each in ended)
 
     @rule(count=st.integers(1, 5), ok=st.sampled_from([True, True, False]))
     def move(self, count, ok):

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_support import Lab, disk
+from cache_support import Lab, content, disk
 from cache_support import prompt as stored_prompt
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.plan import Plan, Purpose
 from kvtier.errors import ArgumentError, RangeError, StateError
-from kvtier.index import Chain
+from kvtier.index import Chain, Retention
 from kvtier.scheduler import Control, Request, RequestState, Row, RowResult, Scheduler, SchedulerConfig, Step
 from scheduler_support import BLOCK, Device, alone, make, request, run, verify_step
 
@@ -187,6 +187,8 @@ def test_request_travels_without_what_it_holds():
     assert (copy.id, copy.max_new_tokens, copy.priority, copy.arrival) == ("r", 3, 2, 4.0)
     assert copy.chain.tokens.tolist() == made.chain.tokens.tolist()
     assert copy.retention.priority == 2
+    assert repr(copy) == "Request(r, waiting, 0 of 9 computed)"
+    assert Request("r", made.chain, 1, priority=2, retention=Retention(priority=5)).retention.priority == 5
 
 
 @pytest.mark.parametrize(("length", "computed", "is_generating"), [(1, 0, False), (2, 0, False), (2, 1, True)])
@@ -311,8 +313,39 @@ def test_step_time_is_measured_from_schedule_to_update():
         step = scheduler.schedule(10.0 * number)
         scheduler.update(step, [RowResult((1,))], 10.0 * number + 0.5 + 0.25 * length)
         assert made.state is RequestState.FINISHED
+        scheduler.update(scheduler.schedule(10.0 * number), [], 10.0 * number + 9.0)  # nothing was computed
     found = scheduler.manager.speeds.compute_seconds(0, 10)
     assert found == pytest.approx(0.5 + 0.25 * 10, rel=0.05)
+
+
+def test_step_that_waits_for_loads_is_not_measured():
+    scheduler, device = on_the_host(starts_early=True)
+    before = scheduler.manager.speeds.compute_seconds(0, 10)
+    request(scheduler, "again", [1] * 9, 1)
+    step = scheduler.schedule(9.0)
+    assert step.loads
+    scheduler.update(step, device.run(step, scheduler=scheduler), 5000.0)
+    assert scheduler.manager.speeds.compute_seconds(0, 10) == before
+
+
+def test_result_that_is_finished_ends_its_request():
+    scheduler, device = make(), Device()
+    made, other = (request(scheduler, name, [1, 2], 9) for name in "ab")
+    step = scheduler.schedule(0.0)
+    scheduler.update(step, device.run(step, {"a"}), 0.0)
+    assert (made.state, made.num_new_tokens) == (RequestState.FINISHED, 1)
+    assert other.state is RequestState.RUNNING
+    assert scheduler.cancel(made, 0.0) is False
+    assert scheduler.cancel(other, 0.0) is True
+
+
+def test_tokens_asked_for_and_found_are_counted_once():
+    scheduler, device = make(20, max_step_tokens=8), Device()
+    for name in "ab":
+        request(scheduler, name, [1] * 18, 3)
+        run(scheduler, device)
+    stats = scheduler.manager.stats
+    assert (stats.queried_tokens, stats.hit_tokens) == (2 * 18, 17)
 
 
 # ---- room ----------------------------------------------------------------------------------------------------------
@@ -527,3 +560,179 @@ def test_check_finds_requests_in_the_wrong_place(what):
         manager.match(Chain(manager.namespace, [1]))
     with pytest.raises(StateError):
         scheduler.check()
+
+
+# ---- tenants -------------------------------------------------------------------------------------------------------
+
+
+def test_tenant_at_its_quota_is_not_overtaken_by_its_own_request():
+    scheduler, device = make(50, max_rows=8, max_step_tokens=64, prefix_caching=False), Device()
+    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"a", 4)
+    request(scheduler, "first", [1] * 6, 3, salt=b"a")
+    advance(scheduler, device)
+    request(scheduler, "large", [2] * 10, 1, salt=b"a")
+    request(scheduler, "small", [3] * 2, 1, salt=b"a\0part")
+    request(scheduler, "other", [4] * 10, 1, salt=b"b")
+    assert sizes(advance(scheduler, device)) == {"first": 1, "other": 10}
+    order = []
+    while scheduler.has_work():
+        order += [row.request.id for row in advance(scheduler, device).rows]
+    assert order.index("large") <= order.index("small")
+
+
+def test_step_with_a_preemption_admits_no_request():
+    scheduler, device = make(50, max_rows=8, max_step_tokens=64, prefix_caching=False), Device()
+    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"a", 4)
+    for name in ("a0", "a1"):
+        request(scheduler, name, [1] * 8, 3, salt=b"a")
+    advance(scheduler, device)
+    request(scheduler, "b", [2] * 5, 1, salt=b"b")
+    step = advance(scheduler, device)
+    assert ([each.id for each in step.preempted], sizes(step)) == (["a1"], {"a0": 1})
+    assert sizes(advance(scheduler, device)) == {"a0": 1, "b": 5}
+
+
+def test_fetches_are_let_go_for_their_own_tenants_quota_only():
+    """Both tenants wait for blocks of a store and hold two on the device; then one of them needs its quota."""
+    lab = Lab(20, stores=[disk()])
+    for salt in (b"a", b"b"):
+        lab.serve(stored_prompt(1, 4, salt=salt))
+    lab.evict("device")
+    lab.evict("host")
+    for salt in (b"a", b"b"):
+        lab.serve(stored_prompt(1, 2, salt=salt))
+    lab.manager.tree.set_quota(lab.manager.tree.tiers[0], b"a", 4)
+    scheduler = Scheduler(lab.manager)
+    waiting = [Request(f"waits {salt}", stored_prompt(1, 4, salt=salt), 1) for salt in (b"a", b"b")]
+    for each in waiting:
+        scheduler.add(each, 0.0)
+    step = scheduler.schedule(0.0)
+    scheduler.update(step, [], 0.0)
+    assert [transfer.num_blocks for transfer in step.plan.transfers] == [2, 2]
+    needs = Request("needs", stored_prompt(2, 3, salt=b"a"), 1)
+    scheduler.add(needs, 1.0)
+    ends = waiting[0].fetch
+    assert scheduler.schedule(1.0).rows == ()  # the moves that were begun still hold the blocks
+    assert waiting[0].fetch is None
+    assert waiting[1].fetch is not None
+    with pytest.raises(StateError, match="ended already"):
+        lab.manager.end_fetch(ends)
+    scheduler.check()
+
+
+# ---- stores --------------------------------------------------------------------------------------------------------
+
+
+def submit(lab: Lab, step: Step) -> None:
+    """Hand a step's plan to the workers, and write what the rows compute."""
+    for worker in lab.workers:
+        worker.submit(step.plan)
+        for row in step.rows:
+            table = row.request.hold.table.tolist()
+            worker.device.update({slot: content(row.request.chain, block) for block, slot in enumerate(table)})
+
+
+def step_of(scheduler: Scheduler, lab: Lab, now: float) -> Step:
+    """One step whose transfers are carried out."""
+    step = scheduler.schedule(now)
+    submit(lab, step)
+    scheduler.update(step, [RowResult((7,) if row.wants_token else ()) for row in step.rows], now)
+    lab.hear()
+    scheduler.check()
+    return step
+
+
+def stored(num_device: int, **limits) -> tuple[Lab, Scheduler]:
+    """A scheduler whose store has three blocks of prompt 1, two of which are in memory too."""
+    lab = Lab(num_device, stores=[disk()])
+    lab.serve(stored_prompt(1, 3))
+    lab.evict("device")
+    lab.evict("host")
+    lab.serve(stored_prompt(1, 2))
+    return lab, Scheduler(lab.manager, SchedulerConfig(max_step_tokens=64, **limits))
+
+
+def test_running_request_takes_the_room_of_a_fetch_that_waits():
+    lab, scheduler = stored(4, max_rows=1)
+    runs = Request("runs", stored_prompt(2, 1), 9)
+    scheduler.add(runs, 0.0)
+    assert sizes(step_of(scheduler, lab, 0.0)) == {"runs": 5}
+    waits = Request("waits", stored_prompt(1, 3), 1)
+    scheduler.add(waits, 0.0)
+    for now in range(1, 4):  # its blocks 5 to 7 have room
+        assert sizes(step_of(scheduler, lab, float(now))) == {"runs": 1}
+    assert waits.fetch is not None
+    assert waits.fetch.is_over
+    kept = waits.fetch
+    assert sizes(step_of(scheduler, lab, 4.0)) == {"runs": 1}
+    assert waits.fetch is not kept
+    assert (runs.num_preempted, runs.num_new_tokens) == (0, 5)
+
+
+def test_request_is_fetched_for_once_while_others_go_first():
+    lab, scheduler = stored(20, max_rows=4)
+    waits, other = Request("waits", stored_prompt(1, 3), 1), Request("other", stored_prompt(2, 1), 2)
+    scheduler.add(waits, 0.0)
+    scheduler.add(other, 1.0)
+    step = scheduler.schedule(1.0)
+    fetch, leases = waits.fetch, lab.manager.tree.num_leases
+    assert sizes(step) == {"other": 5}
+    scheduler.update(step, [RowResult((7,))], 1.0)
+    again = scheduler.schedule(1.0)
+    assert waits.fetch is fetch
+    assert sizes(again) == {"other": 1}
+    assert lab.manager.tree.num_leases <= leases + 1  # a save of the other's block
+    scheduler.update(again, [RowResult((7,))], 1.0)
+    for each in (step, again):
+        for worker in lab.workers:
+            worker.submit(each.plan)
+            worker.device.update({slot: "other" for slot in range(20) if slot not in worker.device})
+    lab.hear()
+    now = 2.0
+    while not waits.state.is_over:
+        step_of(scheduler, lab, now)
+        now += 1.0
+        assert now < 20.0
+    assert waits.tokens_from == {"disk": BLOCK, "host": 0, "device": 2 * BLOCK}
+    assert waits.fetch is None
+
+
+def test_request_that_waits_once_more_lets_others_pass():
+    """Its blocks were in memory when it came and are gone when its turn comes: they are fetched after all."""
+    lab, scheduler = stored(20, max_rows=2)
+    waits, other = Request("waits", stored_prompt(1, 2), 1), Request("other", stored_prompt(2, 1), 1)
+    running = [Request(f"runs {number}", stored_prompt(3 + number, 1), 2) for number in range(2)]
+    for each in (*running, waits, other):
+        scheduler.add(each, 0.0)
+    assert len(step_of(scheduler, lab, 0.0).rows) == 2
+    assert waits.fetch.is_over
+    step_of(scheduler, lab, 1.0)
+    lab.settle()
+    lab.evict("device")
+    lab.evict("host")
+    assert sizes(step_of(scheduler, lab, 2.0)) == {"other": 5}
+    assert waits.state is RequestState.WAITING
+    assert lab.manager.stats.num_holds == 0
+    assert sizes(step_of(scheduler, lab, 3.0)) == {}
+    assert sizes(step_of(scheduler, lab, 3.0)) == {"waits": 1}
+    assert waits.tokens_from == {"disk": 2 * BLOCK, "host": 0, "device": 0}
+
+
+@pytest.mark.parametrize("how", ["cancel", "refuse"])
+def test_request_that_goes_ends_its_fetch(how):
+    lab, scheduler = stored(20, max_rows=2, max_context=13 if how == "refuse" else 1000)
+    made = Request("goes", stored_prompt(1, 3), 1)
+    scheduler.add(made, 0.0)
+    step = scheduler.schedule(0.0)
+    scheduler.update(step, [], 0.0)
+    if how == "cancel":
+        assert made.fetch is not None
+        assert scheduler.cancel(made, 0.0) is True
+    submit(lab, step)
+    lab.hear()
+    if how == "refuse":
+        step_of(scheduler, lab, 1.0)
+        assert made.state is RequestState.REFUSED
+    assert made.fetch is None
+    assert scheduler.waiting == ()
+    assert lab.manager.tree.num_leases == 0

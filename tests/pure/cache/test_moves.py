@@ -1,0 +1,130 @@
+"""Moves: what is planned, under way and over, over several ranks; masks against a simple reference."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_support import BLOCK, NAMESPACE, prompt
+from kvtier.cache.config import CacheConfig
+from kvtier.cache.host import HostConfig
+from kvtier.cache.manager import CacheManager
+from kvtier.cache.moves import both, runs
+from kvtier.cache.plan import Drop, Outcome, Presence, Purpose, Report, Transfer
+from kvtier.cache.store import StoreConfig
+from kvtier.errors import ArgumentError, StateError
+
+MASKS = st.lists(st.integers(0, 1), max_size=12).map(bytes)
+
+
+@given(MASKS, st.integers(0, 5), st.integers(0, 1))
+def test_runs_are_the_stretches_of_a_value(mask, start, value):
+    expected, at = [], start
+    for each, group in itertools.groupby(mask):
+        count = len(list(group))
+        expected += [(at, at + count)] if each == value else []
+        at += count
+    assert list(runs(mask, start, value=value)) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=12))
+def test_both_masks_are_set_where_each_is(pairs):
+    one, other = (bytes(column) for column in zip(*pairs, strict=True))
+    assert both(one, other) == bytes(a & b for a, b in pairs)
+
+
+def two_ranks() -> tuple[CacheManager, Transfer]:
+    """A manager of two ranks, and the save of three blocks that it has planned."""
+    config = CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),), recompute=False)
+    manager = CacheManager(NAMESPACE, config, num_ranks=2)
+    hold = manager.match(prompt(1, 3))
+    assert manager.allocate(hold, 3 * BLOCK) is None
+    manager.publish(hold, 3 * BLOCK)
+    manager.finish(hold)
+    transfers = [each for each in manager.plan().transfers if each.purpose is Purpose.SAVE]
+    assert [each.num_blocks for each in transfers] == [3]
+    return manager, transfers[0]
+
+
+def test_plan_is_due_for_transfers_probes_and_drops_alike():
+    manager, _ = two_ranks()
+    moves = manager.moves
+    assert not moves.has_plan
+    moves.probe("disk", bytes(32))
+    assert moves.has_plan
+    assert len(moves.plan().probes) == 1
+    assert not moves.has_plan
+    moves.drop(Drop("disk"))
+    assert moves.has_plan
+    assert moves.plan().drops == (Drop("disk"),)
+    assert not moves.has_plan
+
+
+def test_move_is_over_when_every_rank_has_reported():
+    manager, save = two_ranks()
+    moves = manager.moves
+    assert (moves.num_blocks(Purpose.SAVE), moves.num_blocks(Purpose.FETCH, "disk")) == (3, 0)
+    manager.apply(Report(0, 0, (Outcome(save.id, True, 300, 0.25),)))
+    assert (moves.is_in_flight(save.id), moves.in_flight, moves.num_blocks(Purpose.SAVE)) == (True, True, 3)
+    manager.apply(Report(0, 1, (Outcome(save.id, False, 100, 0.125, "lost", b"\1\0\1"),)))
+    assert (moves.is_in_flight(save.id), moves.num_blocks(Purpose.SAVE)) == (False, 0)
+    counts = moves.counts
+    assert counts.num_blocks[Purpose.SAVE] == 2
+    assert counts.num_failed[Purpose.SAVE] == 1
+    assert counts.num_bytes[Purpose.SAVE] == 400
+    assert counts.seconds[Purpose.SAVE] == 0.25  # of the slower rank
+    with pytest.raises(StateError, match="had none to report"):
+        manager.apply(Report(0, 1, (Outcome(save.id, True, 100, 0.1),)))
+    manager.check()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_block_arrived_if_every_rank_says_so(order):
+    manager, save = two_ranks()
+    outcomes = (Outcome(save.id, False, 0, 0.1, "", b"\1\1\0"), Outcome(save.id, False, 0, 0.1, "", b"\0\1\1"))
+    for rank in order:
+        manager.apply(Report(0, rank, (outcomes[rank],)))
+    counts = manager.moves.counts
+    assert (counts.num_blocks[Purpose.SAVE], counts.num_failed[Purpose.SAVE]) == (1, 2)
+    assert manager.tree.tiers[1].pool.num_used == 1
+    manager.check()
+
+
+def test_report_of_the_wrong_size_or_rank_is_refused():
+    manager, save = two_ranks()
+    for arrived in (b"\1", b"\1" * 4):
+        with pytest.raises(ArgumentError, match="has 3 blocks"):
+            manager.apply(Report(0, 0, (Outcome(save.id, False, 0, 0.1, "", arrived),)))
+    for rank in (-1, 2):
+        with pytest.raises(ArgumentError, match=f"rank {rank}"):
+            manager.apply(Report(0, rank))
+    with pytest.raises(StateError, match="transfer 99 was reported"):
+        manager.apply(Report(0, 0, (Outcome(99, True, 0, 0.1),)))
+    assert manager.moves.is_in_flight(save.id)
+
+
+def test_probe_is_answered_when_every_rank_has_answered():
+    moves = two_ranks()[0].moves
+    first, second = moves.probe("disk", bytes(32)), moves.probe("disk", bytes(32))
+    assert first != second
+    assert not moves.answered(0, first)
+    assert not moves.answered(0, first)
+    assert not moves.answered(1, second)
+    assert moves.answered(1, first)
+    assert not moves.answered(1, first)  # once
+    assert not moves.answered(0, 12345)
+    assert moves.answered(0, second)
+
+
+def test_save_reported_after_a_reset_leaves_nothing():
+    manager, save = two_ranks()
+    manager.reset()
+    assert manager.plan().epoch == manager.moves.epoch
+    for rank in range(2):
+        manager.apply(Report(0, rank, (Outcome(save.id, True, 300, 0.1),), (Presence("disk"),)))
+    assert manager.tree.tiers[1].pool.num_used == 0
+    assert manager.tree.num_leases == 0
+    manager.check()
