@@ -38,7 +38,7 @@ from benchmarks.report import arguments, at_least, print_table, report
 
 BAR = 90.0
 OUTCOMES = ("killed", "timeout", "survived", "equivalent", "gpu")
-PASSED, WRONG_SOURCE = 0, 99
+PASSED, FAILED, WRONG_SOURCE = 0, 1, 99
 SLOWER, GRACE = 3.0, 5.0  # a mutant may take so many times as long as the unmutated run, and so many seconds more
 PYTEST = ["-x", "-q", "--no-header", "--tb=short", "-m", "not gpu", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 PLUGINS = ["no:cacheprovider", "_hypothesis_pytestplugin"]  # and no other: they take longer than most tests
@@ -101,13 +101,14 @@ class Runner:
         sys.stdout.flush()
         pid = os.fork()
         if not pid:
+            status = FAILED
             try:
-                self._child(task, slot)
-            finally:
-                os._exit(WRONG_SOURCE)
+                status = self._child(task, slot)
+            finally:  # pytest may raise, too: a warning of an object that dies late is an error
+                os._exit(status)
         return pid
 
-    def _child(self, task: Task, slot: Path) -> None:
+    def _child(self, task: Task, slot: Path) -> int:
         os.setsid()
         with open(slot / "output", "wb") as file:
             os.dup2(file.fileno(), 1)
@@ -128,14 +129,14 @@ class Runner:
         found = importlib.util.find_spec(package)
         if found is None or found.origin is None or not found.origin.startswith(source):
             sys.stderr.write(f"{package} would be imported from {found and found.origin}, not from {source}\n")
-            return
+            return WRONG_SOURCE
         phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]  # the first failure is enough: no shrinking
         hypothesis.settings.register_profile("mutate", derandomize=True, database=None, deadline=None, phases=phases)
         hypothesis.settings.load_profile("mutate")
         plugins = [part for name in PLUGINS for part in ("-p", name)]
         status = pytest.main([*PYTEST, *plugins, f"--basetemp={slot / 'tmp'}", *task.tests])
         sys.stdout.flush()
-        os._exit(int(status))
+        return int(status)
 
 
 def _kill(pid: int) -> None:

@@ -218,6 +218,8 @@ def test_tensors_without_blocks_are_refused():
     with pytest.raises(ArgumentError, match="overlap: 8 bytes every 4"):
         Plane.of(torch.as_strided(torch.zeros(12, dtype=torch.uint8), (2, 8), (4, 1)))
     assert Plane.of(torch.as_strided(torch.zeros(8, dtype=torch.uint8), (1, 8), (4, 1))).num_blocks == 1
+    with pytest.raises(ArgumentError, match="overlap: 16 bytes every 14"):
+        Plane.of(torch.as_strided(torch.zeros(15, dtype=torch.int16), (2, 8), (7, 1)))
     with pytest.raises(ArgumentError, match="contiguous"):
         Plane.of(torch.zeros(3, 2, 4)[:, :, ::2])
     with pytest.raises(PlacementError, match="meta"):

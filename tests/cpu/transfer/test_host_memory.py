@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from kvtier.layout import CacheGroup
 from kvtier.memory import CPU, PINNED, Placement, cuda, numa
 from kvtier.memory.mapped import MappedMemory
 from kvtier.transfer import Growth, HostMemory
+from support import new_stream
+from transfer_support import WatchedCondition
 
 GROUP = CacheGroup.mla("main", 3, 100, "u8", 16)  # 4,800 bytes: two pages
 DEVICES = [CPU, *([Placement("cuda", 0)] if torch.cuda.is_available() else [])]
@@ -157,6 +160,92 @@ def test_a_plane_of_a_tensor_needs_layer_and_name():
     host = HostMemory(GROUP, 2, background=False)
     with pytest.raises(ArgumentError, match="both"):
         host.plane(0)
+
+
+def test_the_smallest_memory_is_one_slot_in_one_piece():
+    host = HostMemory(GROUP, 1, piece_bytes=1, background=False)
+    assert (host.piece_slots, host.num_ready, host.growth) == (1, 1, Growth.READY)
+    assert HostMemory(GROUP, 3, piece_bytes=1, background=False).piece_slots == 1
+    assert HostMemory(GROUP, 3, piece_bytes=1 << 30, background=False).piece_slots == 3
+
+
+def test_slots_and_their_view_are_the_blocks_until_freed():
+    host = HostMemory(GROUP, 3, background=False)
+    for slot in range(3):
+        host.block(slot).fill(slot + 1)
+    assert host.slots().shape == (3, host.slot_bytes)
+    assert host.slots()[:, 0].tolist() == [1, 2, 3]
+    assert len(host.view()) == host.extent[1] - host.extent[0] == 3 * host.slot_bytes
+    assert [host.view()[slot * host.slot_bytes] for slot in range(3)] == [1, 2, 3]
+    for slot in (-1, 3):
+        with pytest.raises(RangeError, match=f"slot {slot} is outside 0..2"):
+            host.block(slot)
+    with pytest.raises(ArgumentError, match="both"):
+        host.plane(name="latent")
+    host.free()
+    for use in (host.slots, host.view):
+        with pytest.raises(ClosedError, match="freed"):
+            use()
+    with new_stream() as stream:
+        host.used_by(stream, stream.record())  # nothing is left to keep
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Host memory whose condition says when a thread waits, and whose clock stands still."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    names = SimpleNamespace(Condition=WatchedCondition, Thread=threading.Thread)
+    monkeypatch.setattr("kvtier.transfer.host_memory.threading", names)
+    monkeypatch.setattr("kvtier.transfer.host_memory.time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("end", ["grown", "refused", "freed", "late"])
+def test_wait_ready_is_woken_by_every_end_of_growth(stuck, watched, end):
+    host = HostMemory(GROUP, 4, piece_bytes=2 * GROUP.slot_bytes)
+    stuck.refuses = end == "refused"
+    waiters = [host._changed.start_waiter(lambda each=each: host.wait_ready(each, 1.0)) for each in (2, None)]
+    if end == "freed":
+        host.free()
+    elif end == "late":
+        watched.now += 1.0
+        with host._changed:
+            host._changed.notify_all()
+    else:
+        stuck.gate.release()
+    if end == "grown":
+        assert waiters[0].result(30) == 2
+        assert not waiters[1].done()
+        stuck.gate.release()
+        assert waiters[1].result(30) == 4
+    elif end == "late":
+        for waiter in waiters:
+            with pytest.raises(TransferTimeoutError, match="0 of"):
+                waiter.result(30)
+    else:
+        with pytest.raises(OutOfMemoryError, match="0 of 2"):
+            waiters[0].result(30)
+        assert waiters[1].result(30) == 0
+    stuck.gate.release(9)
+
+
+def test_a_refusal_after_free_does_not_undo_it(stuck):
+    host = HostMemory(GROUP, 4, piece_bytes=GROUP.slot_bytes)
+    grower = next(each for each in threading.enumerate() if each.name == "kvtier-pin-main" and each.daemon)
+    stuck.reached.wait(60)
+    host.free()
+    stuck.refuses = True
+    stuck.gate.release(9)
+    grower.join(60)
+    assert (host.growth, host.trouble, host.num_ready) == (Growth.FREED, "", 0)
+
+
+def test_pieces_are_touched_one_after_another(monkeypatch):
+    touched = []
+    monkeypatch.setattr(MappedMemory, "touch", lambda _memory, offset, nbytes: touched.append((offset, nbytes)))
+    host = HostMemory(GROUP, 5, piece_bytes=2 * GROUP.slot_bytes, background=False)
+    size = host.slot_bytes
+    assert touched == [(0, 2 * size), (2 * size, 2 * size), (4 * size, size)]
 
 
 # ---- NUMA ----

@@ -106,6 +106,16 @@ def test_a_save_without_an_event_comes_behind_the_current_stream():
         assert set(mover.host.block(2).tolist()) == {9}
 
 
+def test_an_idle_lane_takes_up_what_is_queued_later():
+    manager, mover, _ = stepped()
+    mover.open()
+    with manager:
+        for first in (0, 6, 12):
+            slots = range(first, first + 6)
+            assert manager.save(slots, slots).wait(60).status is Status.DONE
+    assert mover.slots == [[slot] for slot in range(18)]
+
+
 # ---- layers of a load in several slices ----
 
 

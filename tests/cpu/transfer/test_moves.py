@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.native_code import Native
 from kvtier.transfer import Direction, moves
-from kvtier.transfer.moves import block_copies, sort_moves
+from kvtier.transfer.moves import block_copies, check_moves, sort_moves
 
 ids_of_both = st.integers(1, 5000).flatmap(
     lambda most: st.tuples(st.just(most), st.lists(st.tuples(st.integers(0, most - 1), st.integers(0, most - 1))))
@@ -66,6 +66,35 @@ def test_moves_of_millions_of_blocks_are_sorted_digit_by_digit():
 def test_wrong_ids_are_told(device, host, error, match, direction):
     with pytest.raises(error, match=match):
         sort_moves(device, host, direction, 4, 9)
+
+
+@given(
+    st.lists(st.integers(-2, 6), max_size=6),
+    st.lists(st.integers(-2, 6), max_size=6),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.sampled_from(Direction),
+)
+def test_check_moves_accepts_exactly_the_ids_in_range(device, host, num_device, num_host, direction):
+    targets = host if direction is Direction.D2H else device
+    bad = next((k for k, each in enumerate(device) if not 0 <= each < num_device), None)
+    worse = next((k for k, each in enumerate(host) if not 0 <= each < num_host), None)
+    for act in (sort_moves, check_moves):
+        if bad is not None:
+            with pytest.raises(RangeError, match=rf"device_ids\[{bad}\] is {device[bad]}, outside 0..{num_device - 1}"):
+                act(device, host, direction, num_device, num_host)
+        elif worse is not None:
+            with pytest.raises(RangeError, match=rf"host_ids\[{worse}\] is {host[worse]}, outside 0..{num_host - 1}"):
+                act(device, host, direction, num_device, num_host)
+        elif len(device) != len(host):
+            with pytest.raises(ArgumentError, match=f"got {len(device)} and {len(host)}"):
+                act(device, host, direction, num_device, num_host)
+        elif len({*targets}) < len(targets):
+            again = min(each for each in targets if targets.count(each) > 1)
+            with pytest.raises(ArgumentError, match=f"block {again} is twice"):
+                act(device, host, direction, num_device, num_host)
+        else:
+            act(device, host, direction, num_device, num_host)
 
 
 def test_ids_of_other_types_and_views_are_taken():

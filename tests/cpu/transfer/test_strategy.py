@@ -1,12 +1,13 @@
 """The price of each strategy, from a made-up calibration: link time plus what the model loses."""
 
 import pytest
+import torch
 
 from kvtier.memory import CPU, PINNED, CostTable, Placement
 from kvtier.memory.copy_paths import Job
 from kvtier.memory.costs import _SIZES, Cost
 from kvtier.transfer import TransferConfig
-from kvtier.transfer.strategy import Choice, Shape, _Options, _prices, _Reckoning, choose
+from kvtier.transfer.strategy import FIRST_CHUNK_BYTES, Choice, Shape, _Options, _prices, _Reckoning, choose
 
 GPU = Placement("cuda")
 MIB = 1 << 20
@@ -54,6 +55,41 @@ def test_prices_are_times_and_what_is_lost():
     assert prices["staged"] > times["staged"] > times["direct"]
 
 
+def test_prices_of_each_strategy_follow_from_the_calibration():
+    table = CostTable("a test", TABLE.costs, TABLE.links, {"cuda>pinned": {"driver": 0.25, "gather": 0.5}})
+    for nbytes in (2 * MIB, 64 * MIB):  # below and above the first chunk
+        shape = Shape(GPU, PINNED, nbytes, 2048, 32)
+        times, prices = _prices(shape, ALL, table)
+        over_link = table.estimate_us(ALL.link, 2048, nbytes)
+        blocks = table.estimate_us(ALL.link, 32, nbytes)["driver"]
+        gather = table.estimate_us(ALL.inside, 2048, nbytes)["gather"]
+        first = gather * min(1.0, FIRST_CHUNK_BYTES / nbytes)
+        assert times == pytest.approx(
+            {"direct": over_link["driver"], "kernel": over_link["gather"], "staged": blocks + first}
+        )
+        assert prices["direct"] == pytest.approx(1.25 * times["direct"])
+        assert prices["kernel"] == pytest.approx(1.5 * times["kernel"])
+        assert prices["staged"] == pytest.approx(1.25 * times["staged"] + gather)
+    unknown = CostTable("a test", TABLE.costs, TABLE.links, {})
+    times, prices = _prices(Shape(GPU, PINNED, MIB, 64, 64), ALL, unknown)
+    assert (prices["direct"], prices["kernel"]) == pytest.approx((times["direct"], 2 * times["kernel"]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of this machine can do more")
+@pytest.mark.parametrize("sides", [(GPU, PINNED), (PINNED, GPU)], ids=str)
+def test_without_a_driver_only_direct_is_left_and_says_why(sides):
+    choice = choose(Shape(*sides, MIB, 64, 1))
+    assert (choice.strategy, choice.path) == ("direct", "loop")
+    reasons = {each.partition(": ")[0]: each.partition(": ")[2] for each in choice.why.split("; ")}
+    assert [*reasons] == ["no kernel", "no staged"]
+    assert "one piece" not in choice.why
+    assert "no staged: blocks are one piece on both sides" in choose(Shape(*sides, MIB, 64, 64)).why
+    forced = choose(Shape(*sides, MIB, 64, 64), "staged")  # whoever forces staging has no blocks in one piece
+    assert forced.why.startswith(f"staged was forced, but {reasons['no staged']}; no kernel: ")
+    assert "one piece" not in forced.why
+    assert choose(Shape(*sides, MIB, 64, 1), "direct").why == "forced"
+
+
 def test_a_choice_tells_its_reason_and_what_it_expects():
     shape = Shape(GPU, PINNED, 64 * MIB, 2048, 32)
     choice = Choice("staged", "driver", "no kernel: a test; ", _Reckoning(shape, ALL, TABLE))
@@ -69,6 +105,11 @@ def test_between_host_memories_there_is_one_way(forced):
     assert choice.path in ("host", "loop")
     assert choice.expected_us is None
     assert choice.why
+
+
+def test_a_bound_of_one_is_accepted():
+    config = TransferConfig("staged", 1, 1, 1, chunk_bytes=1, num_chunks=1)
+    assert (config.slice_bytes, config.num_chunks) == (1, 1)
 
 
 def test_an_unknown_strategy_or_an_empty_bound_is_refused():

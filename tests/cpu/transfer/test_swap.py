@@ -1,5 +1,7 @@
 """The swap operators against numpy, on every placement this machine has."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from kvtier.transfer import (
     swap_cache_per_layer_async,
 )
 from support import held_back, new_stream
-from transfer_support import groups, host_bytes, ready_host
+from transfer_support import groups, host_bytes, ready_host, run_in_thread
 
 DEVICES = [CPU, *([Placement("cuda", 0)] if torch.cuda.is_available() else [])]
 DTYPES = [torch.bfloat16, torch.float16, torch.uint8, torch.float32, torch.float8_e4m3fn]
@@ -123,6 +125,18 @@ def test_on_a_stream_it_waits_its_turn_and_does_not_block():
             assert host[0].sum() == 0
         stream.synchronize()
         assert host[0].tolist() == [1] * 4
+
+
+def test_a_swap_waits_for_its_own_copies_on_the_stream():
+    cache, host = torch.ones(2, 4, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8)
+    gate = threading.Event()
+    with new_stream() as stream:
+        stream.enqueue(gate.wait)
+        swap = run_in_thread(lambda: swap_cache_per_layer(cache, host, [0], [1], "d2h", stream=stream))
+        opener = run_in_thread(gate.set)
+        assert swap.result(60).num_calls == 1
+        assert host[1].tolist() == [1] * 4
+        opener.result(60)
 
 
 BAD = {
