@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import functools
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,7 @@ _REPLACEMENT = "\ufffd"
 # Text of more than this many characters per token allowed is counted in pieces before it is encoded as a whole.
 _USUAL_CHARS, _PIECE_CHARS = 8, 1 << 14
 _NFC_SHRINKS = 3  # three jamo of 9 bytes become a syllable of 3: no composition saves more
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers with byte fallback
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF that text must not be cut inside of
 # How GGUF's tokenizer.ggml.pre names cut text before byte pairs are merged: a pattern for `Split`, or None where
 # ByteLevel's own is used.
@@ -61,6 +64,7 @@ class Tokenizer:
         self._lock = threading.Lock()
         self.special = MappingProxyType(dict(special or {}))
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special)
+        self._token_bytes: dict[int, bytes] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -104,7 +108,7 @@ class Tokenizer:
                 f"{num_bytes} bytes are more than {max_tokens} tokens, of at most {longest} bytes each, can have"
             )
 
-    @cached_property
+    @functools.cached_property
     def max_token_bytes(self) -> int | None:
         """Bytes of text that one token can stand for; None if this kind of tokenizer has no such bound."""
         made = json.loads(self.to_json())
@@ -129,6 +133,29 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of tokens; bytes that are no UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes a token stands for inside a text; a character may be split over several tokens."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            found = self._token_bytes[token_id] = self._find_bytes(token_id)
+        return found
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Control tokens, which `decode` leaves out unless told otherwise."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        text = self.decode([token_id], skip_special=False)
+        if _REPLACEMENT not in text:  # the second one, since a first token may lose its space
+            return self.decode([token_id, token_id], skip_special=False)[len(text) :].encode()
+        token: str = self._backend.id_to_token(token_id) or ""
+        if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes.fromhex(byte[1])
+        letters = _byte_letters()
+        return bytes(letters[letter] for letter in token) if letters.keys() >= set(token) else text.encode()
 
     def chat_text(
         self,
@@ -168,8 +195,8 @@ class Tokenizer:
         with self._lock:
             self._backend.encode_special_tokens = False
             found = self._backend.encode(marked, add_special_tokens=False)
-        spans = [(id, *span) for id, span in zip(found.ids, found.offsets, strict=True) if id in self._special_ids]
-        if [id for id, _, _ in spans] == [id for id in tokens if id in self._special_ids]:
+        spans = [(id, *span) for id, span in zip(found.ids, found.offsets, strict=True) if id in self.special_ids]
+        if [id for id, _, _ in spans] == [id for id in tokens if id in self.special_ids]:
             return tokens  # all of them are the template's
         kept, last = [], 0
         for id, begin, end in [*spans, (None, len(marked), len(marked))]:
@@ -178,14 +205,10 @@ class Tokenizer:
             last = end
         return kept
 
-    @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        return frozenset(id for id, token in self._backend.get_added_tokens_decoder().items() if token.special)
-
-    @cached_property
+    @functools.cached_property
     def _special_text(self) -> SpecialText:
         decoder = self._backend.get_added_tokens_decoder()
-        return SpecialText([decoder[id].content for id in self._special_ids])
+        return SpecialText([decoder[id].content for id in self.special_ids])
 
     def to_json(self) -> str:
         """As a tokenizer.json has it."""
@@ -199,36 +222,45 @@ class Tokenizer:
 class TokenStream:
     """Text of a growing output: what each token adds, whole characters only.
 
-    Tokens between `_begin` and `_shown` are decoded again and cut off, since how a token reads may depend on what
-    stands before it (a space at the beginning of a text).
+    Held back are the tokens of an incomplete UTF-8 character, at most 3 bytes; bytes that cannot become a character
+    are U+FFFD at once. The tokens before them are decoded again and cut off, since the text of a token may depend on
+    the one before it (a space at the beginning of a text).
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._ids: list[int] = []
-        self._begin = 0
-        self._shown = 0
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._shown: list[int] = []
+        self._held: list[int] = []
+        self._incomplete = b""
 
     def add(self, token_id: int) -> str:
-        """The text this token completes; empty while a character is still missing bytes."""
-        self._ids.append(token_id)
-        text = self._new_text()
-        if text.endswith(_REPLACEMENT):  # perhaps the beginning of a character
+        """Return the text this token completes; empty while a character is missing bytes."""
+        own = self._tokenizer.token_bytes(token_id)
+        if not own or token_id in self._skipped:
             return ""
-        self._begin, self._shown = self._shown, len(self._ids)
-        return text
+        self._held.append(token_id)
+        if self._incomplete or own[-1] >= 0x80:
+            data = self._incomplete + own
+            self._incomplete = data[codecs.utf_8_decode(data, "replace", False)[1] :]
+            if self._incomplete:  # it begins in the first token held, or in this one
+                return self._release(len(self._held) - 1 if len(self._incomplete) <= len(own) else 0)
+        return self._release(len(self._held))
 
     def finish(self) -> str:
-        """The rest, with U+FFFD for a character that was never completed."""
-        text = self._new_text()
-        self._begin = self._shown = len(self._ids)
-        return text
+        """Return the rest, with U+FFFD for a character that was never completed."""
+        self._incomplete = b""
+        return self._release(len(self._held))
 
-    def _new_text(self) -> str:
-        decode = self._tokenizer.decode
-        known = decode(self._ids[self._begin : self._shown], skip_special=self._skip_special)
-        return decode(self._ids[self._begin :], skip_special=self._skip_special)[len(known) :]
+    def _release(self, count: int) -> str:
+        """Return the text of the first tokens held."""
+        if not count:
+            return ""
+        released, decode = self._held[:count], self._tokenizer.decode
+        known = decode(self._shown, skip_special=False)
+        text = decode(self._shown + released, skip_special=False)[len(known) :]
+        self._shown, self._held = released, self._held[count:]
+        return text
 
 
 def load_tokenizer(model: str | Path = DEFAULT_MODEL) -> Tokenizer:
@@ -309,6 +341,16 @@ def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> in
     if any(token["lstrip"] or token["rstrip"] for token in added):
         return None
     return max(*map(len, vocabulary), *(len(token["content"].encode()) for token in added), 1)
+
+
+@functools.cache
+def _byte_letters() -> Mapping[str, int]:
+    """Return the byte of each letter of byte-level BPE: printable Latin-1 is itself, the others count from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return MappingProxyType(
+        {**{chr(byte): byte for byte in printable}, **{chr(0x100 + i): byte for i, byte in enumerate(others)}}
+    )
 
 
 def _tokenizers() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -139,8 +140,9 @@ class ChatForm:
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.decode([token], skip_special=False)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        data = self._tokenizer.token_bytes(token)
+        text = _text(data)
+        return {"token": _escaped(data) if text is None else text, "logprob": _finite(logprob), "bytes": list(data)}
 
 
 class CompletionForm:
@@ -153,7 +155,7 @@ class CompletionForm:
         self._head = _head(self._frame)
         self._tokenizer = tokenizer
         self._logprobs = logprobs
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, _Offset] = {}
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """A text_completion."""
@@ -190,22 +192,42 @@ class CompletionForm:
         }
 
     def _report(self, index: int, choice: Choice) -> dict[str, Any]:
-        """The old form: four lists, with the place of each token's text in the answer."""
-        tokens = [self._text(token) for token in choice.token_ids]
-        begin = self._offsets.get(index, 0)
-        offsets = [begin + sum(map(len, tokens[:place])) for place in range(len(tokens))]
-        self._offsets[index] = begin + sum(map(len, tokens))
+        """The legacy form: four lists. text_offset is the position of each token's first character in the text."""
+        offset = self._offsets.setdefault(index, _Offset())
+        special, bytes_of = self._tokenizer.special_ids, self._tokenizer.token_bytes
         return {
-            "tokens": tokens,
+            "tokens": [self._name(token) for token in choice.token_ids],
             "token_logprobs": [_finite(each.chosen) for each in choice.logprobs],
-            "top_logprobs": [
-                {self._text(token): _finite(value) for token, value in each.top} for each in choice.logprobs
-            ],
-            "text_offset": offsets,
+            "top_logprobs": [self._top(each.top) for each in choice.logprobs],
+            "text_offset": [offset.advance(b"" if token in special else bytes_of(token)) for token in choice.token_ids],
         }
 
-    def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special=False)
+    def _top(self, top: Iterable[tuple[int, float]]) -> dict[str, float]:
+        """Log-probabilities by the name of the token; two tokens of one name are told apart by their ids."""
+        found: dict[str, float] = {}
+        for token, value in top:
+            name = self._name(token)
+            found[f"token_id:{token}" if name in found else name] = _finite(value)
+        return found
+
+    def _name(self, token: int) -> str:
+        data = self._tokenizer.token_bytes(token)
+        text = _text(data)
+        return f"bytes:{_escaped(data)}" if text is None else text
+
+
+class _Offset:
+    """Position in the text of one choice, across pieces of a stream."""
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def advance(self, data: bytes) -> int:
+        """Move behind the bytes of a token; returns the position before it."""
+        before = self._length
+        self._length += len(self._decoder.decode(data))
+        return before
 
 
 def error_event(body: dict[str, Any]) -> bytes:
@@ -225,6 +247,19 @@ def _head(frame: dict[str, Any]) -> bytes:
 
 def _quoted(text: str) -> bytes:
     return _ENCODER.encode(text).encode()
+
+
+def _text(data: bytes) -> str | None:
+    """Text of a token; None if it is not whole characters."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _escaped(data: bytes) -> str:
+    r"""Return bytes as OpenAI writes tokens that are not text: \xe2\x80."""
+    return "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _reason(reason: FinishReason | None) -> str | None:

@@ -1,15 +1,17 @@
 """Tokenizers and chat templates against transformers; streams against the whole text."""
 
+import codecs
 import importlib.util
 import json
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from kvtier.engine import load_tokenizer, resolve
+from kvtier.engine import Tokenizer, load_tokenizer, resolve
 from kvtier.engine.chat import ChatTemplate
 from kvtier.engine.tokenizer import _from_gguf
 from kvtier.errors import ArgumentError, CheckpointError, StateError, UnsupportedModelError
@@ -117,6 +119,71 @@ def test_a_character_of_several_tokens_comes_out_once_it_is_whole(folder):
     assert [broken.add(token) for token in ids[:2]] == ["a", ""]
     assert broken.finish() == "\ufffd"
     assert broken.finish() == ""
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer():
+    """Token i is byte i; token 256 is special, 257 is a whole U+FFFD, 258 the beginning of a character after a text."""
+    letters = bytes_to_unicode()
+    vocabulary = {letters[byte]: byte for byte in range(256)} | {"<|end|>": 256}
+    for token, data in ((257, "\ufffd".encode()), (258, b"ab\xe2\x82")):
+        vocabulary["".join(letters[byte] for byte in data)] = token
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    return Tokenizer(backend)
+
+
+def test_token_bytes_are_the_real_bytes(bytes_tokenizer):
+    assert [bytes_tokenizer.token_bytes(byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert bytes_tokenizer.token_bytes(256) == b"<|end|>"
+    assert bytes_tokenizer.token_bytes(257) == b"\xef\xbf\xbd"
+    assert bytes_tokenizer.token_bytes(258) == b"ab\xe2\x82"
+    assert bytes_tokenizer.token_bytes(10**6) == b""
+
+
+def test_token_bytes_of_byte_fallback_keep_spaces():
+    vocabulary = {"<unk>": 0, "<0xE2>": 1, "\u2581a": 2, "a": 3, "\ufffd": 4}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    steps = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    backend.decoder = tokenizers.decoders.Sequence([*steps, tokenizers.decoders.Strip(" ", 1, 0)])
+    tokenizer = Tokenizer(backend)
+    assert [tokenizer.token_bytes(token) for token in range(1, 5)] == [b"\xe2", b" a", b"a", b"\xef\xbf\xbd"]
+    stream = tokenizer.stream()
+    assert [stream.add(token) for token in (2, 3, 2, 4)] == ["a", "a", " a", "\ufffd"]
+
+
+@given(st.lists(st.integers(0, 258) | st.integers(0x80, 0xF4), max_size=40))
+@example([0xED, 0xA0, 0x80, 0xED, 0xA0, 0xC2, 0xED, 0xA0, 0x61])
+@settings(max_examples=200, deadline=None)
+def test_token_stream_of_any_bytes_holds_back_three_at_most(bytes_tokenizer, ids):
+    stream, shown = bytes_tokenizer.stream(), ""
+    for count, token in enumerate(ids, 1):
+        shown += stream.add(token)
+        whole = bytes_tokenizer.decode(ids[:count])
+        assert whole.startswith(shown)
+        data = b"".join(bytes_tokenizer.token_bytes(each) for each in ids[:count] if each != 256)
+        complete, length = codecs.utf_8_decode(data, "replace", False)
+        assert len(data) - length <= 3
+        # A token may end in half a character; half a surrogate, which is none, is held back too and reads as two.
+        held = {"": "", "\ufffd": "", "\ufffd\ufffd": "", "ab\ufffd": "ab"}[whole[len(shown) :]]
+        assert shown + held == complete
+    assert shown + stream.finish() == bytes_tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("ids", [[257], [0xEF, 0xBF, 0xBD], [0x80], [0xE2, 0x28]])
+def test_token_stream_real_replacement_is_shown_at_once(bytes_tokenizer, ids):
+    stream, calls = bytes_tokenizer.stream(), []
+    decode = bytes_tokenizer.decode
+    for _ in range(50):
+        assert "".join(stream.add(token) for token in ids) == decode(ids)
+        calls.append(len(stream._held) + len(stream._shown))
+    assert max(calls) <= 3  # what is decoded again does not grow
+
+
+def test_token_stream_special_tokens_inside_a_character_are_skipped(bytes_tokenizer):
+    stream = bytes_tokenizer.stream()
+    assert [stream.add(token) for token in (0xE2, 256, 256, 0x82, 256, 0xAC)] == ["", "", "", "", "", "\u20ac"]
 
 
 def test_templates_of_a_folder_are_rendered_as_transformers_does(folder):
