@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +23,11 @@ from kvtier.engine.packaged import DEFAULT_MODEL
 from kvtier.engine.params import Logprobs, SamplingParams
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import load_tokenizer
-from kvtier.errors import ArgumentError
+from kvtier.errors import ArgumentError, ClosedError, StateError
 from kvtier.memory.torch_types import AnyDType
 
 Prompt = str | Sequence[int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,10 @@ class LLM:
 
     `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. `invariant` computes every token
     the same way whatever shares its batch: for proofs, and slower.
+
+    `generate` and `chat` may be called from several threads: the engine runs on one thread of its own and serves the
+    calls one after the other. An interrupt (KeyboardInterrupt) ends the call after the current step and cancels its
+    requests. `engine` itself is for one thread: do not use it during a call. A forked child cannot use the LLM.
     """
 
     def __init__(
@@ -67,6 +75,8 @@ class LLM:
         self.tokenizer = load_tokenizer(model)
         loaded = load_model(model, dtype, device, InvariantOps() if invariant else None)
         self.engine = Engine(loaded, self.tokenizer, config, proposer=proposer, stores=stores)
+        self._process = os.getpid()
+        self._thread = ThreadPoolExecutor(1, "kvtier-llm", _use_device, (loaded.weights.device,))
 
     def generate(
         self,
@@ -82,18 +92,16 @@ class LLM:
             raise ArgumentError(
                 f"{len(asked)} prompts and {len(wanted)} sampling parameters: give one, or one for each"
             )
-        names = [self.engine.add(prompt, each) for prompt, each in zip(asked, wanted, strict=True)]
-        collected: dict[tuple[str, int], list[Output]] = {}
-        with _Progress(sum(each.n for each in wanted), sys.stderr, progress) as bar:
-            try:
-                self._run(collected, bar.update)
-            finally:
-                for name in names:
-                    self.engine.abort(name)
-        return [
-            [_joined(collected[name, index]) for index in range(each.n)]
-            for name, each in zip(names, wanted, strict=True)
-        ]
+        interrupted = threading.Event()
+        work: Future[list[list[Completion]]] | None = None
+        try:
+            work = self._submit(self._generate, asked, wanted, progress, interrupted)
+            return work.result()
+        except BaseException:  # its own error, or an interrupt of this thread: then the engine finishes its step
+            interrupted.set()
+            if work is not None and not work.cancel():
+                wait([work])
+            raise
 
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
@@ -102,17 +110,69 @@ class LLM:
         return self.generate([self.tokenizer.encode_chat(messages, **options)], params, progress=False)[0][0]
 
     def close(self) -> None:
-        """End the engine."""
+        """Wait for calls in progress and close the engine."""
+        self._check_process()
+        self._thread.shutdown()
         self.engine.close()
 
-    def _run(self, collected: dict[tuple[str, int], list[Output]], tell: Callable[[int, int], None]) -> None:
+    def _submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        self._check_process()
+        try:
+            return self._thread.submit(function, *arguments)
+        except RuntimeError as error:  # after shutdown, here or at the interpreter's exit
+            raise ClosedError("this LLM was closed") from error
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise StateError(
+                f"this LLM belongs to process {self._process}; a forked child ({os.getpid()}) has none of its threads. "
+                f"Make an LLM in the child, or start it with the spawn method"
+            )
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        progress: bool | None,
+        interrupted: threading.Event,
+    ) -> list[list[Completion]]:
+        """Run the engine until it has no more work, on its own thread."""
+        collected: dict[tuple[str, int], list[Output]] = {}
+        names: list[str] = []
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                names.append(self.engine.add(prompt, each))
+            with _Progress(sum(each.n for each in params), sys.stderr, progress) as bar:
+                self._run(collected, bar.update, interrupted)
+        finally:
+            for name in names:
+                self.engine.abort(name)
+        if interrupted.is_set():
+            return []
+        return [
+            [_joined(collected[name, index]) for index in range(each.n)]
+            for name, each in zip(names, params, strict=True)
+        ]
+
+    def _run(
+        self,
+        collected: dict[tuple[str, int], list[Output]],
+        update: Callable[[int, int], None],
+        interrupted: threading.Event,
+    ) -> None:
         num_done = num_tokens = 0
-        while self.engine.has_work():
+        while self.engine.has_work() and not interrupted.is_set():
             for output in self.engine.step():
                 collected.setdefault((output.request_id, output.index), []).append(output)
                 num_tokens += len(output.token_ids)
                 num_done += output.finish_reason is not None
-            tell(num_done, num_tokens)
+            update(num_done, num_tokens)
+
+
+def _use_device(device: torch.device) -> None:
+    """Make a GPU the current device of this thread: kernels of Triton start on it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("gguf")
@@ -66,6 +70,79 @@ def test_a_prompt_of_anything_but_whole_numbers_is_refused(llm):
         with pytest.raises(ArgumentError, match=r"whole numbers|token ids must be"):
             llm.engine.add(wrong, GREEDY)
     assert not llm.engine.has_work()
+
+
+def test_llm_bad_prompt_leaves_no_request_behind(llm):
+    with pytest.raises(ArgumentError, match="prompt is empty"):
+        llm.generate(["One", []], GREEDY)
+    assert not llm.engine.has_work()
+
+
+def test_llm_used_by_threads_answers_each_correctly(llm):
+    prompts = [f"The number {number} is" for number in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    wanted = [each[0].token_ids for each in llm.generate(prompts, params)]
+    start = threading.Barrier(4)
+
+    def generate(prompt):
+        start.wait()
+        return [llm.generate(prompt, params)[0][0].token_ids for _ in range(2)]
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(generate, prompts))
+    assert found == [[each] * 2 for each in wanted]
+    assert not llm.engine.has_work()
+
+
+class InterruptsMain:
+    """A constraint that allows every token but the end, and interrupts the main thread once, at the third."""
+
+    def __init__(self):
+        self.num_tokens = 0
+
+    def forbid(self, logits):
+        logits[:17] = -torch.inf  # control tokens
+        if self.num_tokens == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def accept(self, _):
+        self.num_tokens += 1
+
+
+def test_llm_interrupted_cancels_its_requests(llm):
+    wanted = llm.generate("Once upon", GREEDY)
+    interrupts = SamplingParams(max_tokens=400, constraint=InterruptsMain)
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Once", "upon", "a"], [endless, interrupts, endless])
+    assert not llm.engine.has_work()
+    assert llm.engine.manager.stats.num_holds == 0
+    llm.engine.scheduler.check()
+    assert llm.generate("Once upon", GREEDY)[0][0].text == wanted[0][0].text
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_llm_in_forked_child_raises(llm):
+    llm.generate("Once", GREEDY)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            llm.generate("Once", GREEDY)
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        assert "StateError: this LLM belongs to process" in answer.read()
+    os.waitpid(child, 0)
+
+
+def test_llm_closed_refuses_calls():
+    made = LLM(config=EngineConfig(16, CacheConfig(16)))
+    made.close()
+    with pytest.raises(ClosedError, match="this LLM was closed"):
+        made.generate([1], GREEDY)
 
 
 def test_progress_is_shown_when_asked_for(llm, capsys):
