@@ -255,10 +255,10 @@ class Run:
         assert self.engine.manager.stats.num_holds == 0
         assert self.engine.manager.num_available == 48
 
-    def of_others(self):
+    def of_others(self, exact):
         """All that a client sees; the number of steps and cache hits depends on the load."""
         return {
-            key: (each.tokens, each.text, each.logprobs, each.reason, each.error)
+            key: (each.tokens, each.text, each.logprobs if exact else len(each.logprobs), each.reason, each.error)
             for key, each in self.answers.items()
             if key[0].startswith("other")
         }
@@ -286,8 +286,11 @@ def inject(run, monkeypatch):
         monkeypatch.setattr(engine_modules, "_input", broken_input)
 
 
-def check_row_faults(model, stage, monkeypatch):
-    """Run others beside victims that fail at a stage, then the others alone, and compare what the others got."""
+def check_row_faults(model, stage, monkeypatch, *, exact=True):
+    """Run others beside victims that fail at a stage, then the others alone, and compare what the others got.
+
+    `exact`: the model is batch-invariant, so that log-probabilities are equal to the last bit.
+    """
     tokenizer = make_tokenizer()
     run = Run(model, tokenizer, stage)
     inject(run, monkeypatch)
@@ -307,4 +310,4 @@ def check_row_faults(model, stage, monkeypatch):
         calm.add_other()
         calm.step()
     calm.check_end()
-    assert run.of_others() == calm.of_others()
+    assert run.of_others(exact) == calm.of_others(exact)

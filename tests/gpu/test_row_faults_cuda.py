@@ -9,7 +9,6 @@ from engine_helpers import VOCAB
 from fault_support import STAGES, check_row_faults
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.engine.random_weights import random_weights
 from kvtier.engine.sampling import NO_TOKEN, RequestSampler, SamplingParams, sample
 
@@ -26,13 +25,13 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def model():
-    return Model(TINY, random_weights(TINY, torch.float32, torch.device("cuda"), seed=1), InvariantOps())
+    return Model(TINY, random_weights(TINY, torch.float32, torch.device("cuda"), seed=1))
 
 
 @pytest.mark.filterwarnings("ignore:.*(proposer failed|no draft)")
 @pytest.mark.parametrize("stage", STAGES)
 def test_engine_row_fault_on_cuda_ends_that_row_only(model, stage, monkeypatch):
-    check_row_faults(model, stage, monkeypatch)
+    check_row_faults(model, stage, monkeypatch, exact=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,6 +48,7 @@ def test_sample_on_cuda_row_not_finite_fails_alone(kind, value):
     assert found[1:] == wanted
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("kind", ["greedy", "random", "top_k"])
 def test_sample_on_cuda_synchronises_only_for_the_tokens(kind):
     from kvtier.engine.mapped_triton import MappedCopies
