@@ -219,3 +219,40 @@ def test_a_page_of_another_site_gets_nothing_from_a_server_without_keys(server):
     assert server.post(CHAT, json=body, headers={"sec-fetch-site": "cross-site"}).status_code == 403
     assert server.post(CHAT, json=body, headers={"host": "evil.example:8000"}).status_code == 403
     assert server.post(CHAT, json=body, headers={"sec-fetch-site": "same-origin"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("https://evil.example", 403), ("null", 403), ("http://localhost:3000", 403), ("http://[", 403), (None, 200)],
+)
+def test_origin_without_keys_must_be_the_server(server, origin, status):
+    for path in ("/control/wake", "/health"):
+        headers = {"origin": origin or server.url}
+        method = "POST" if path == "/control/wake" else "GET"
+        assert httpx.request(method, server.url + path, headers=headers, timeout=60).status_code == status
+
+
+@pytest.mark.parametrize("path", ["/state/", "/health/", "/v1/models", "/v1/completions/", "/control/tiers/"])
+def test_trailing_slash_is_404_without_redirect(server, path):
+    answer = server.get(path.rstrip("/") + "//" if path == "/v1/models" else path)
+    assert "location" not in answer.headers
+    refused(answer, 404)
+
+
+def raw_status(server, head: bytes) -> bytes:
+    place = urlsplit(server.url)
+    with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+        connection.sendall(head + b"Connection: close\r\n\r\n")
+        return connection.recv(65536).split(b" ")[1]
+
+
+@pytest.mark.parametrize("host", [b"[", b"[::1", b"a b", b"x:port", b"", b"a/b", b"user@localhost", b"\xff"])
+@pytest.mark.parametrize("path", [b"/health", b"/nope", b"/state/", b"/"])
+def test_invalid_host_is_400_on_every_path(server, host, path):
+    assert raw_status(server, b"GET " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\n") == b"400"
+
+
+def test_host_is_required_by_http_1_1_and_unique(server):
+    assert raw_status(server, b"GET /health HTTP/1.1\r\n") == b"400"
+    assert raw_status(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n") == b"400"
+    assert raw_status(server, b"GET /health HTTP/1.1\r\nHost: [::1]:80\r\n") == b"200"

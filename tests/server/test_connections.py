@@ -123,7 +123,7 @@ def keyed(tiny_model, tmp_path_factory):
         made = ServerProcess(
             tmp_path_factory.mktemp("keyed") / "log",
             *("--model", str(tiny_model), "--threads", "1"),
-            *("--header-seconds", "1", "--idle-seconds", "2", "--send-seconds", "1"),
+            *("--header-seconds", "2", "--idle-seconds", "3", "--send-seconds", "1"),
             env={"KVTIER_API_KEY": "user-secret-key", "KVTIER_ADMIN_KEY": "root-secret-key"},
         )
     finally:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from server_support import ServerProcess
@@ -89,6 +90,121 @@ def test_many_that_come_and_go_leave_nothing(server):
     asyncio.run(all_of_them())
     state = server.wait_for(drained)
     assert state["tiers"][0]["num_pinned"] == before["tiers"][0]["num_pinned"] == 0
+
+
+def responses(server, status):
+    """Responses of /v1/completions with this status so far."""
+    wanted = f'kvtier_http_responses_total{{route="{TEXT}",status="{status}"}} '
+    found = [line for line in server.get("/metrics").text.splitlines() if line.startswith(wanted)]
+    return float(found[0].split()[-1]) if found else 0.0
+
+
+def wait_until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def test_disconnect_before_the_answer_is_499(start):
+    server = start()
+    place = urlsplit(server.url)
+    body = json.dumps({"model": server.model, **LONG, "stream": False}).encode()
+    for sent in (body, body[:10]):  # while the engine computes, and while the body arrives
+        before = responses(server, 499)
+        with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+            connection.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n".encode())
+            connection.sendall(b"Content-Type: application/json\r\nExpect: 100-continue\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
+            connection.sendall(sent)
+            if sent is body:
+                server.wait_for(lambda state: state["running"] == 1)
+        wait_until(lambda before=before: responses(server, 499) == before + 1)
+    server.wait_for(drained)
+    assert responses(server, 500) == responses(server, 400) == 0
+    assert '"error"' not in server.log
+
+
+# ---- an engine that does not reply ----
+
+
+def test_health_is_503_while_the_engine_is_stopped(start):
+    server = start("--engine-reply-seconds", "0.5")
+    assert server.get("/health").status_code == 200
+    stop_process(engine := server.engine_pid)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            answers = [*threads.map(server.get, ("/state", "/control/tiers", "/metrics"))]
+        assert [answer.json()["error"]["code"] for answer in answers] == ["engine_unresponsive"] * 3
+        assert {answer.status_code for answer in answers} == {503}
+        assert server.get("/health").status_code == 503
+        refused = server.post("/control/reset", {"clear_stores": False})
+        assert refused.status_code == 503
+        assert "0.5 s" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    wait_until(lambda: server.get("/health").status_code == 200)
+    assert server.state()["status"] == "ok"
+
+
+def test_control_call_beyond_its_time_is_504(start):
+    server = start("--control-seconds", "0.5")
+    stop_process(engine := server.engine_pid)
+    try:
+        answer = server.get("/state")
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+    wait_until(lambda: server.get("/state").status_code == 200)
+
+
+def test_sigterm_with_a_stopped_engine_kills_it(start):
+    server = start("--engine-reply-seconds", "0.5", "--drain-seconds", "1")
+    engine = psutil.Process(server.engine_pid)
+    stop_process(engine.pid)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(50) == 1  # below the 60 s for which an engine that replies may save
+    engine.wait(10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_exits_at_once(start, number):
+    server = start("--engine-reply-seconds", "600", "--drain-seconds", "600")
+    client, answer, _ = stream(server)
+    engine = psutil.Process(server.engine_pid)
+    stop_process(engine.pid)  # neither the stream nor the engine would end
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "another SIGTERM" in server.log)
+    assert server.process.poll() is None
+    server.process.send_signal(number)
+    assert server.process.wait(30) == 128 + number
+    engine.wait(30)
+    answer.close()
+    client.close()
+
+
+HANGING = """
+import asyncio, sys, threading
+from kvtier.server.config import EngineOptions, ServerConfig
+from kvtier.server.serve import serve
+
+def ready(address):
+    asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    print("ready", flush=True)
+
+if __name__ == "__main__":
+    sys.exit(serve(ServerConfig(EngineOptions(sys.argv[1], threads=1), port=0), ready=ready))
+"""
+
+
+def test_exit_does_not_wait_for_a_hanging_thread(tiny_model, tmp_path):
+    (tmp_path / "hanging.py").write_text(HANGING)
+    command = [sys.executable, str(tmp_path / "hanging.py"), str(tiny_model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 # ---- too much ----
@@ -273,6 +389,13 @@ def test_a_tenant_has_its_share_of_requests(guarded):
         client.close()
     guarded.wait_for(drained, key="root-secret-key")
     assert guarded.post(TEXT, body, "acme-secret-key").status_code == 200
+
+
+def test_two_authorization_headers_are_refused(guarded):
+    for keys in (("acme-secret-key", "root-secret-key"), ("root-secret-key", "root-secret-key")):
+        headers = [("Authorization", f"Bearer {key}") for key in keys]
+        answer = httpx.get(f"{guarded.url}/state", headers=headers, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "duplicate_header")
 
 
 def test_a_tenant_has_its_share_of_tokens(guarded):

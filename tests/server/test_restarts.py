@@ -69,7 +69,7 @@ def test_sigterm_lets_answers_finish_then_saves_and_the_next_start_is_warm(start
     assert told[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in told[-2]
     assert "error" not in "".join(told)
-    assert server.stop() == 0
+    assert server.process.wait(60) == 0
     with pytest.raises(httpx.ConnectError):
         server.get("/health")
     assert "Traceback" not in server.log
@@ -83,7 +83,7 @@ def test_sigterm_does_not_wait_longer_than_it_is_told_to(start):
     with pytest.raises(httpx.RemoteProtocolError):  # cut off
         stream.rest()
     stream.close()
-    assert server.stop() == 0
+    assert server.process.wait(60) == 0
 
 
 def test_a_killed_engine_is_told_to_clients_and_ends_the_server(start, disk):

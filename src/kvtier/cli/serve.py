@@ -64,7 +64,7 @@ def _add_connection_options(command: argparse.ArgumentParser) -> None:
     add_option("--header-seconds", type=float, default=10.0, help="time to receive the headers of a request")
     add_option("--idle-seconds", type=float, default=15.0, help="time between two requests of a connection")
     add_option("--send-seconds", type=float, default=60.0, help="time for which a client may read nothing")
-    add_option("--engine-reply-seconds", type=float, default=10.0, help="time for the engine process to reply")
+    add_option("--engine-reply-seconds", type=float, default=5.0, help="time for the engine process to reply")
     add_option("--engine-step-seconds", type=float, default=120.0, help="longest step of the engine")
     add_option("--control-seconds", type=float, default=120.0, help="longest call of the control API")
 

@@ -13,7 +13,7 @@ from kvtier.engine.tokenizer import Tokenizer
 from kvtier.server import error_handlers
 from kvtier.server.activity import Activity
 from kvtier.server.admission import Admission, Room
-from kvtier.server.asgi import App
+from kvtier.server.asgi import App, ClientGone
 from kvtier.server.auth import Keys
 from kvtier.server.bodies import Bodies, body_schemas, takes
 from kvtier.server.completions import Completions
@@ -23,6 +23,7 @@ from kvtier.server.dashboard import load_page
 from kvtier.server.engine_client import EngineClient
 from kvtier.server.failures import ApiError
 from kvtier.server.gate import Gate
+from kvtier.server.heartbeat import Heartbeat
 from kvtier.server.messages import Started
 from kvtier.server.prepare import ModelInfo, Preparation
 from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
@@ -40,6 +41,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         408: "the body came too slowly",
         409: "not possible in this state",
         413: "the body is too large",
+        414: "the URL is too long",
+        431: "the headers are too large",
         429: "too much at once; see Retry-After",
         503: "the server starts, sleeps or ends; see Retry-After",
         504: "the request took too long",
@@ -61,22 +64,33 @@ def make_app(
     pool: WorkerPool,
     admission: Admission,
     activity: Activity,
+    heartbeat: Heartbeat,
 ) -> App:
-    """The app with its gate."""
+    """Make the app with its gate."""
     app = FastAPI(
-        title="kvtier", version=kvtier.__version__, docs_url=None, redoc_url=None, responses=_ERRORS, debug=False
+        title="kvtier",
+        version=kvtier.__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+        redirect_slashes=False,  # a redirect would name the client's Host header
     )
     error_handlers.install(app)
+
+    @app.exception_handler(ClientGone)
+    async def _(_: Request, __: ClientGone) -> Response:
+        return Response(status_code=499)  # not sent: the gate counts it
+
     room = Room(started.max_context, started.block_tokens, started.num_blocks)
     limits, name = config.limits, config.model_name
     bodies = Bodies(Preparation(model_info(config, started), tokenizer), pool, limits, admission, room)
     completions = Completions(engine, SchemaChecks(pool), tokenizer, name, limits, admission, room, activity)
     _add_completions(app, completions, bodies)
     _add_tokenize(app, bodies, started.max_context, admission)
-    _add_plain(app, completions, started, engine, admission)
+    _add_plain(app, completions, started, heartbeat, admission)
     router = APIRouter()
-    add_state(router, engine, completions.model, activity, admission)
-    add_control(router, Control(engine, room, admission, {each.name: each for each in config.tenants}), bodies)
+    add_state(router, heartbeat, completions.model, activity, admission)
+    add_control(router, Control(heartbeat, room, admission, {each.name: each for each in config.tenants}), bodies)
     app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return Gate(app, Keys(config.tenants), config.limits, activity, local_only=not config.tenants)
@@ -114,7 +128,7 @@ def _add_tokenize(app: FastAPI, bodies: Bodies, max_context: int, admission: Adm
 
 
 def _add_plain(
-    app: FastAPI, completions: Completions, started: Started, engine: EngineClient, admission: Admission
+    app: FastAPI, completions: Completions, started: Started, heartbeat: Heartbeat, admission: Admission
 ) -> None:
     model = {
         "id": completions.model,
@@ -138,9 +152,8 @@ def _add_plain(
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether requests are taken: 200, or 503."""
-        if engine.ended.is_set() or admission.closed:
-            why = admission.closed or "the engine has ended"
+        """Return 200 if the server takes requests and its engine replies, 503 otherwise."""
+        if why := admission.closed or heartbeat.failure:
             raise ApiError(503, f"the server takes no requests: {why}", code="not_ready", retry_after=5)
         return {"status": "ok"}
 

@@ -98,9 +98,9 @@ class Limits:
     """Worker processes for that; each is started when it is first needed."""
     buffered_bytes: int = 64 << 20
     """Of request bodies in the front end's memory at a time; more get 503. A tenant may use half of it."""
-    engine_reply_seconds: float = 10.0
+    engine_reply_seconds: float = 5.0
     """Time in which the engine process acknowledges a message. Its command thread computes nothing and replies in
-    milliseconds; 10 s allow for a machine that swaps."""
+    milliseconds; 5 s allow for a machine that swaps."""
     engine_step_seconds: float = 120.0
     """Time in which the engine's thread gets to its next command. The longest step is a prefill of `max_step_tokens`:
     512 tokens of an 8B model take about 80 s at 100 GFLOP/s, which two CPU cores reach."""

@@ -16,8 +16,8 @@ from kvtier.server.admission import Admission, Room
 from kvtier.server.auth import salt_of
 from kvtier.server.bodies import Bodies, takes
 from kvtier.server.config import Tenant
-from kvtier.server.engine_client import EngineClient
 from kvtier.server.failures import ApiError
+from kvtier.server.heartbeat import Heartbeat
 from kvtier.server.prepare import Prepared
 from kvtier.server.protocol import NameBody, PinBody, PromptBody, ResetBody, ResizeBody
 
@@ -27,7 +27,7 @@ ASLEEP = "it is asleep (POST /control/wake)"
 class Control:
     """Carries out what an operator asks for, in the engine process."""
 
-    def __init__(self, engine: EngineClient, room: Room, admission: Admission, tenants: Mapping[str, Tenant]) -> None:
+    def __init__(self, engine: Heartbeat, room: Room, admission: Admission, tenants: Mapping[str, Tenant]) -> None:
         self._engine = engine
         self._room = room
         self._admission = admission
@@ -76,7 +76,7 @@ class Control:
         return told
 
 
-def add_state(router: APIRouter, engine: EngineClient, model: str, activity: Activity, admission: Admission) -> None:
+def add_state(router: APIRouter, engine: Heartbeat, model: str, activity: Activity, admission: Admission) -> None:
     """GET /state and GET /metrics."""
     began = time.time()
 

@@ -23,6 +23,7 @@ from kvtier.server.messages import (
     Close,
     Command,
     Event,
+    Ping,
     Progress,
     Refused,
     Started,
@@ -158,9 +159,16 @@ class EngineClient:
 
     async def call(self, name: str, /, **arguments: Any) -> Any:
         """Run a control in the engine process, between two steps."""
-        number = next(self._numbers)
+        return await self._answer(Call(next(self._numbers), name, arguments))
+
+    async def ping(self) -> None:
+        """Wait for a reply of the engine process, which does not wait for a step."""
+        await self._answer(Ping(next(self._numbers)))
+
+    async def _answer(self, command: Call | Ping) -> Any:
+        number = command.id
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._send(Call(number, name, arguments))
+        self._send(command)
         self._calls[number] = future
         try:
             return await future

@@ -148,6 +148,10 @@ def resize(engine: Engine, tier: str, num_blocks: int) -> dict[str, bool]:
     return {"ok": True}
 
 
+def beat(engine: Engine) -> None:
+    """Reply, which shows that the engine's thread runs."""
+
+
 def set_quota(engine: Engine, tier: str, salt: bytes, num_blocks: int) -> dict[str, bool]:
     """Limit what a tenant has of a tier."""
     engine.tiers.set_quota(tier, salt, num_blocks)
@@ -158,7 +162,7 @@ CONTROLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         each.__name__: each
         for each in (
-            *(snapshot, metrics, explain, set_quota),
+            *(snapshot, metrics, explain, set_quota, beat),
             *(pin, unpin, prefetch, demote, drop, reset, sleep, wake, resize),
         )
     }

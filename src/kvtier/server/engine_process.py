@@ -33,7 +33,7 @@ from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
 from kvtier.server.constraints import Constraints, MakeConstraint
 from kvtier.server.engine_controls import CONTROLS
-from kvtier.server.messages import Abort, Answer, Broken, Call, Channel, Close, Progress, Refused, Started, Submit
+from kvtier.server.messages import Abort, Answer, Broken, Call, Channel, Close, Ping, Progress, Refused, Started, Submit
 
 _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
@@ -140,6 +140,8 @@ class EngineServer:
                         self._abort(command.id)
                     case Call():
                         self._call(command)
+                    case Ping():
+                        self._channel.send(Answer(command.id, None))
                     case Close():
                         break
         self._save()

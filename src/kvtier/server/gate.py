@@ -1,12 +1,13 @@
-"""Gate: what every HTTP request passes before the app sees it. Plain ASGI, so that disconnects pass through.
+"""Gate: checks every HTTP request before the app runs. Plain ASGI, so that disconnects pass through.
 
-size and time of the body · who asks · where from · one line of log and one count afterwards
+Checks headers, origin, key, and size and time of the body; writes one log line and counts one response per request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from urllib.parse import urlsplit
 
@@ -20,6 +21,8 @@ _log = logging.getLogger("kvtier.server")
 _OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")
 _ADMIN = ("/control", "/state", "/metrics")
 _POLLED = ("/health", "/state", "/metrics")  # not worth a line each time
+_ONCE = (b"authorization", b"host", b"origin", b"content-type")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -27,7 +30,7 @@ class Gate:
     """Wraps the app."""
 
     def __init__(self, app: App, keys: Keys, limits: Limits, activity: Activity, *, local_only: bool) -> None:
-        """`local_only`: there are no keys, so what a browser was lured into sending must not come in."""
+        """`local_only`: there are no keys, so requests that another site's page makes a browser send are refused."""
         self._app = app
         self._keys = keys
         self._limits = limits
@@ -35,7 +38,7 @@ class Gate:
         self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it in, or answer in the app's place."""
+        """Run the app, or answer with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -45,12 +48,13 @@ class Gate:
         async def watch(message: Message) -> None:
             nonlocal status
             if body.refusal is not None and not status:
-                return  # the app's opinion of half a body is not asked for
+                return  # the body was rejected: suppress the app's response
             status = message.get("status", status)
             await send(message)
 
         try:
             headers = _headers(scope)
+            _check_host(scope, headers)
             self._admit(scope, headers)
             body.check_announced(headers.get("content-length"))
             await self._app(scope, body.receive, watch)
@@ -70,7 +74,7 @@ class Gate:
 
     def _admit(self, scope: Scope, headers: dict[str, str]) -> None:
         if self._local_only:
-            _refuse_lured(headers)
+            _reject_cross_site(headers)
         path, state = scope["path"], scope.setdefault("state", {})
         state.update(tenant=None, began=time.monotonic())
         if state.get("health_only") and path != "/health":
@@ -98,8 +102,8 @@ class _Body:
         self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
         self._num_bytes = 0
         self._is_whole = False
-        self.refusal: ApiError | None = None
-        """Why the rest is not read."""
+        self.refusal: ApiError | ClientGone | None = None
+        """Reason for which the rest is not read."""
 
     def check_announced(self, length: str | None) -> None:
         if length is not None and length.isdecimal() and int(length) > self._limits.body_bytes:
@@ -115,6 +119,9 @@ class _Body:
             seconds = self._limits.body_seconds
             self.refusal = ApiError(408, f"the body did not arrive within {seconds:g} s", code="body_timeout")
             raise self.refusal from error
+        if message["type"] == "http.disconnect":
+            self.refusal = ClientGone()
+            raise self.refusal
         self._num_bytes += len(message.get("body", b""))
         self._is_whole = not message.get("more_body", False)
         if self._num_bytes > self._limits.body_bytes:
@@ -128,14 +135,39 @@ class _Body:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
+    """Return the headers by lower-case name. Raises 400 if one that must be unique comes twice."""
+    names = [name for name, _ in scope["headers"] if name in _ONCE]
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1).decode()
+        raise ApiError(400, f"the request has two {name} headers", code="duplicate_header")
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-def _refuse_lured(headers: dict[str, str]) -> None:
-    """Without keys: no request of another site's page, and none that reached us under another name (DNS rebinding)."""
-    try:
-        host = urlsplit(f"//{headers.get('host', '')}").hostname
-    except ValueError:
-        host = None
-    if host not in _LOCAL or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site"):
+def _check_host(scope: Scope, headers: dict[str, str]) -> None:
+    """Raise 400 for a missing or invalid Host header (RFC 9112, 3.2). HTTP/1.0 clients need not send one."""
+    host = headers.get("host")
+    if _HOST.fullmatch(host or "") is None and (host is not None or scope["http_version"] != "1.0"):
+        raise ApiError(400, "the Host header is missing or invalid", code="invalid_host")
+
+
+def _reject_cross_site(headers: dict[str, str]) -> None:
+    """Without keys: refuse requests from other origins' pages, and under other host names (DNS rebinding)."""
+    host, origin = headers.get("host", ""), headers.get("origin")
+    is_cross_origin = origin is not None and _netloc(origin) != host
+    is_cross_site = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
+    if _hostname(host) not in _LOCAL or is_cross_origin or is_cross_site:
         raise ApiError(403, "this server has no API keys and answers programs and pages of this machine only")
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
+
+
+def _hostname(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None

@@ -1,6 +1,6 @@
 """What the front end and the engine process tell each other, and how it travels.
 
-    front end --Submit, Abort, Call, Close--> engine process
+    front end --Submit, Abort, Call, Ping, Close--> engine process
     front end <--Started | Broken, Progress, Refused, Answer-- engine process
 
 A frame is a length (four bytes, big-endian) and a pickle. Both ends are ours and joined by a socket pair that nobody
@@ -54,11 +54,18 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Ping:
+    """Answered with an empty `Answer` at once, also during a step."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Cancel what runs, keep what is cached if there is a place for it, and end."""
 
 
-Command = Submit | Abort | Call | Close
+Command = Submit | Abort | Call | Ping | Close
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Run a server: start the engine process, listen, drain when told to end."""
+"""Run a server: start the engine process, listen, drain and save on SIGTERM."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import asyncio
 import contextlib
 import functools
 import logging
+import multiprocessing
+import os
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any, NoReturn, cast
 
 import uvicorn
 import uvloop
@@ -23,33 +29,76 @@ from kvtier.server.auth import salt_of
 from kvtier.server.config import ServerConfig, Tenant
 from kvtier.server.connections import make_table
 from kvtier.server.engine_client import EngineClient
+from kvtier.server.heartbeat import Heartbeat
 from kvtier.server.http_connection import HttpConnection
 from kvtier.server.worker import WorkerSetup
 from kvtier.server.worker_pool import WorkerPool
 
 _log = logging.getLogger("kvtier.server")
-_CLOSE_SECONDS = 60.0  # for the engine to save what is cached
+_CLOSE_SECONDS = 60.0  # for the engine to save the cache
+_THREAD_SECONDS = 5.0  # for threads to end after the engine has; nothing waits for their results
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: None) -> int:
-    """Serve until SIGTERM or SIGINT: 0 then, 1 if the engine ended by itself. `ready` is told the address.
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if the engine ended by itself or was killed.
+
+    `ready` is called with the address once the server listens.
 
     starting -> listening --SIGTERM, SIGINT--> draining --all answered, or drain_seconds--> saving -> over
                 listening, draining --the engine ended--> over, exit code 1
+                any --second SIGTERM or SIGINT--> over at once, exit code 128 + signal, nothing saved
     """
+    executor = ThreadPoolExecutor(thread_name_prefix="kvtier")
     with (
         contextlib.closing(_bind(config.host, config.port)) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_run(config, listener, ready))
+        runner.get_loop().set_default_executor(executor)
+        code = runner.run(_run(config, listener, ready))
+        _end_threads(executor, code)
+        return code
+
+
+def _end_threads(executor: ThreadPoolExecutor, code: int) -> None:
+    """Join the executor's threads. If one hangs, exit here: the interpreter would wait for it without end."""
+    joining = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+    joining.start()
+    joining.join(_THREAD_SECONDS)
+    if joining.is_alive():
+        _log.error("a thread did not end within %g s; exiting without it", _THREAD_SECONDS)
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+class _Signals:
+    """Handles SIGTERM and SIGINT: the first runs `action`, the second ends the process at once."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action = action
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._stop)
+
+    def _stop(self) -> None:
+        for number in _SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, _exit_now)  # runs even if the event loop does not
+        _log.info("stopping; another SIGTERM or SIGINT exits at once and saves nothing")
+        self.action()
+
+
+def _exit_now(number: int, _: FrameType | None) -> NoReturn:
+    """Kill the child processes and exit. No lock, no log and no thread is waited for: any of them may hang."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(128 + number)
 
 
 async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[str], object]) -> int:
     engine = EngineClient(config.engine)
-    loop = asyncio.get_running_loop()
     starting = asyncio.ensure_future(engine.start())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, starting.cancel)
+    signals = _Signals(starting.cancel)
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
         started = await starting
@@ -63,48 +112,49 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
     setup = WorkerSetup(model_info(config, started), limits.prepare_seconds)
     pool = WorkerPool(setup, limits.prepare_processes, has_tenants=bool(config.tenants))
     pool.start()
-    activity = Activity()
-    app = make_app(config, engine, started, tokenizer, pool, admission, activity)
-    protocol = functools.partial(HttpConnection, limits, make_table(limits), activity)
+    activity, heartbeat = Activity(), Heartbeat(engine, limits)
+    app = make_app(config, engine, started, tokenizer, pool, admission, activity, heartbeat)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    server = _Uvicorn(
-        uvicorn.Config(
-            app,
-            http=cast(Any, protocol),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=cast(int, config.limits.idle_seconds),
-            timeout_graceful_shutdown=round(config.limits.drain_seconds),
-        ),
-        lambda: ready(address),
-    )
+    server = _Uvicorn(_uvicorn_config(config, app, activity), lambda: ready(address))
 
     def stop() -> None:
-        server.force_exit = server.should_exit  # asked twice: do not wait
         admission.closed = "it is going down"
         server.should_exit = True
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    watch = asyncio.create_task(_stop_without_engine(engine, stop))
+    signals.action = stop
+    watches = [asyncio.create_task(each) for each in (_stop_without_engine(engine, stop), heartbeat.run())]
     _log.info("serving model=%s at %s", config.model_name, address)
     await server.serve(sockets=[listener])
     await pool.close()
     failed = engine.ended.is_set()
-    watch.cancel()
+    for watch in watches:
+        watch.cancel()
     _log.info("saving and ending")
-    code = await engine.close(_CLOSE_SECONDS)
+    seconds = _CLOSE_SECONDS if await heartbeat.is_responsive() else 0.0
+    code = await engine.close(seconds)
     if failed or code:
         _log.error("the engine process ended with exit code %s", code)
     return 1 if failed or code else 0
 
 
+def _uvicorn_config(config: ServerConfig, app: Any, activity: Activity) -> uvicorn.Config:
+    limits = config.limits
+    return uvicorn.Config(
+        app,
+        http=cast(Any, functools.partial(HttpConnection, limits, make_table(limits), activity)),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=cast(int, limits.idle_seconds),
+        timeout_graceful_shutdown=round(limits.drain_seconds),
+    )
+
+
 class _Uvicorn(uvicorn.Server):
-    """Tells when it listens. Leaves the signals to us: it would raise them again, and then nothing could be saved."""
+    """Calls `ready` once it listens. Leaves signals to `_Signals`: it would raise them again before the save."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
         super().__init__(config)
@@ -117,12 +167,12 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing."""
+        """Install no signal handler."""
         yield
 
 
 async def _set_quotas(engine: EngineClient, tenants: Sequence[Tenant]) -> None:
-    """What each tenant may have of the memory tiers."""
+    """Set each tenant's quota of the memory tiers."""
     for tenant in tenants:
         for tier, num_blocks in (("device", tenant.device_blocks), ("host", tenant.host_blocks)):
             if num_blocks:
@@ -136,7 +186,7 @@ async def _stop_without_engine(engine: EngineClient, stop: Callable[[], object])
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bound, not listening: until the engine is ready, clients are refused and do not hang."""
+    """Bind without listening: until the engine is ready, clients are refused and do not hang."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
