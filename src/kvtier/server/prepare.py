@@ -49,6 +49,11 @@ class CheckSchema:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadCompiler:
+    """Get ready to compile schemas: seconds for a large vocabulary, whatever the schema."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared(Generic[Body]):
     """A valid body, without the fields below, which may be large."""
 
@@ -100,19 +105,22 @@ class Preparation:
 
     def check_schema(self, job: CheckSchema) -> None:
         """Compile a schema."""
+        compiler = self.load_compiler()
         try:
-            if self._compiler is None:
-                model = self._model
-                self._compiler = schemas.SchemaCompiler(
-                    self._tokenizer.to_json(), model.vocab_size, model.eos_token_ids
-                )
-        except (ArgumentError, ValueError) as error:  # llguidance's, of a tokenizer that it cannot read
-            why = f"answers after a schema are not possible with this model: {type(error).__name__}: {error}"
-            raise ApiError(500, why, code="engine_error") from error
-        try:
-            self._compiler.check(job.schema)
+            compiler.check(job.schema)
         except ArgumentError as error:
             raise ApiError(400, f"response_format: this schema cannot be followed: {error}", _SCHEMA) from error
+
+    def load_compiler(self) -> schemas.SchemaCompiler:
+        """The compiler of schemas, made when it is first needed."""
+        if self._compiler is None:
+            model, made = self._model, self._tokenizer.to_json()
+            try:
+                self._compiler = schemas.SchemaCompiler(made, model.vocab_size, model.eos_token_ids)
+            except (ArgumentError, ValueError) as error:  # llguidance's, of a tokenizer that it cannot read
+                why = f"answers after a schema are not possible with this model: {type(error).__name__}: {error}"
+                raise ApiError(500, why, code="engine_error") from error
+        return self._compiler
 
     def _completion(self, body: CompletionRequest, max_tokens: int) -> Prepared[CompletionRequest]:
         prompts = body.prompts

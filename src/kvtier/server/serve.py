@@ -101,6 +101,7 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
     signals = _Signals(starting.cancel)
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
+        await asyncio.to_thread(getattr, tokenizer, "max_token_bytes")  # takes long the first time
         started = await starting
         await _set_quotas(engine, config.tenants)
     except BaseException:

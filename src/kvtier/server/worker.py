@@ -18,7 +18,7 @@ from typing import Any
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.server.failures import ApiError
 from kvtier.server.messages import Channel
-from kvtier.server.prepare import CheckSchema, ModelInfo, Preparation, PrepareBody, Prepared
+from kvtier.server.prepare import CheckSchema, LoadCompiler, ModelInfo, Preparation, PrepareBody, Prepared
 
 # Streams go on while a worker computes. Lower still, a worker would get 2 % of a core that the engine keeps busy.
 _NICE = 10
@@ -50,7 +50,7 @@ class Outcome:
     """For the log, if it is a fault of the server: no text of the request."""
 
 
-Job = PrepareBody | CheckSchema
+Job = PrepareBody | CheckSchema | LoadCompiler
 
 
 def main(descriptor: int) -> None:
@@ -61,23 +61,30 @@ def main(descriptor: int) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     messages = iter(channel)
     setup = next(messages)
-    preparation = Preparation(setup.model, load_tokenizer(setup.model.source))
+    tokenizer = load_tokenizer(setup.model.source)
+    assert tokenizer.max_token_bytes != 0  # computed here, not in the time of the first job
+    preparation = Preparation(setup.model, tokenizer)
     _bound_memory()
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:  # the front end has ended
         channel.send(Ready())
         os.dup2(nothing.fileno(), 2)  # panics of native code may quote a prompt, which no log may contain
         for job in messages:
-            signal.setitimer(signal.ITIMER_REAL, setup.seconds + _ALARM_SECONDS)  # SIGALRM ends the process
+            if not isinstance(job, LoadCompiler):
+                signal.setitimer(signal.ITIMER_REAL, setup.seconds + _ALARM_SECONDS)  # SIGALRM ends the process
             channel.send(_run(preparation, job))
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _run(preparation: Preparation, job: Job) -> Outcome:
     try:
-        if isinstance(job, CheckSchema):
-            preparation.check_schema(job)
-            return Outcome(None)
-        return Outcome(preparation.body(job))
+        match job:
+            case PrepareBody():
+                return Outcome(preparation.body(job))
+            case CheckSchema():
+                preparation.check_schema(job)
+            case LoadCompiler():
+                preparation.load_compiler()
+        return Outcome(None)
     except ApiError as error:
         return Outcome(None, error)
     except MemoryError:

@@ -21,6 +21,7 @@ from typing import Any
 
 from kvtier.server.failures import ApiError
 from kvtier.server.messages import LENGTH, frame
+from kvtier.server.prepare import CheckSchema, LoadCompiler
 from kvtier.server.worker import Job, Outcome, WorkerSetup
 
 _log = logging.getLogger("kvtier.server")
@@ -60,6 +61,7 @@ class _Process:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._socket = ours
+        self.has_compiler = False
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         with contextlib.ExitStack() as undo, theirs:
@@ -262,6 +264,12 @@ class WorkerPool:
 
     async def _do(self, task: _Task, process: _Process) -> None:
         try:
+            if isinstance(task.job, CheckSchema) and not process.has_compiler:
+                async with asyncio.timeout(_START_SECONDS) as task.clock:
+                    await process.call(LoadCompiler())  # an error is the next call's, too
+                process.has_compiler = True
+                if task.future.done():  # its client has gone
+                    return
             async with asyncio.timeout(self._setup.seconds) as task.clock:
                 outcome: Outcome = await process.call(task.job)
         except TimeoutError as error:
