@@ -33,7 +33,9 @@ _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
 
 @functools.cache
 def driver() -> Any:
-    """The driver module of cuda-bindings."""
+    """Return the driver module of cuda-bindings. Raises UnavailableError without the package or without a GPU."""
+    if not torch.cuda.is_available():
+        raise UnavailableError("torch finds no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES")
     try:
         from cuda.bindings import driver as module
     except ImportError as error:

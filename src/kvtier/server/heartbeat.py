@@ -13,7 +13,7 @@ from kvtier.server.engine_client import EngineClient
 from kvtier.server.failures import ApiError
 
 _log = logging.getLogger("kvtier.server")
-_INTERVAL_SECONDS = 1.0  # a round trip wakes an idle engine for about 0.1 ms
+_INTERVAL_SECONDS = 1.0  # a hang is detected after at most this time plus the reply limit
 
 
 class Heartbeat:
