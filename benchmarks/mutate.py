@@ -39,7 +39,7 @@ from benchmarks.report import arguments, at_least, print_table, report
 BAR = 90.0
 OUTCOMES = ("killed", "timeout", "survived", "equivalent", "gpu")
 PASSED, FAILED, WRONG_SOURCE = 0, 1, 99
-SLOWER, GRACE = 3.0, 5.0  # a mutant may take so many times as long as the unmutated run, and so many seconds more
+SLOWER = 3.0  # a mutant may take so many times as long as the unmutated run, and --grace seconds more
 PYTEST = ["-x", "-q", "--no-header", "--tb=short", "-m", "not gpu", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 PLUGINS = ["no:cacheprovider", "_hypothesis_pytestplugin"]  # and no other: they take longer than most tests
 
@@ -206,7 +206,7 @@ def run_group(group: str, plan: Plan, runner: Runner, options: argparse.Namespac
     for task, status, seconds, output in runner.run(Task(None, tests, 3600.0) for tests in sorted(unmutated)):
         if status != PASSED:
             sys.exit(f"{output}\nthe tests of {group} fail without a mutant (status {status})")
-        limits[task.tests] = SLOWER * seconds + GRACE
+        limits[task.tests] = SLOWER * seconds + options.grace
     outcomes = {each: found for each in chosen if (found := plan.outcome(each, gpu=options.gpu)) is not None}
     tests = {each: plan.tests(group, each) for each in modules}
     tasks = [Task(each, tests[each.file], limits[tests[each.file]]) for each in chosen if each not in outcomes]
@@ -246,6 +246,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=40, help="mutants per group; 0: all of them")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=1, help="mutants in flight")
+    parser.add_argument("--grace", type=float, default=5.0, help="seconds a mutant may take beyond 3 unmutated runs")
     parser.add_argument("--quick", action="store_true", help="only the tests that are listed first for a module")
     parser.add_argument("--gpu", action="store_true", help="show the GPU to the tests, and mutate what runs on it only")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="the repository")

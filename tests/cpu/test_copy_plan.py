@@ -132,6 +132,15 @@ def test_what_reads_a_result_waits_for_it():
     assert sorted(pieces_of(plan)[:2]) == [(0, 4, 100), (8, 4, 16)]
 
 
+def test_neighbours_of_two_waves_do_not_merge():
+    plan = plan_copies(entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104)))  # the last reads what the first writes
+    assert pieces_of(plan) == [(50, 4, 4), (0, 4, 100), (4, 4, 104)]
+    assert plan.wave_starts == [0, 2, 3]
+    plan = plan_copies(entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104), (8, 4, 108), (12, 4, 112)))
+    assert pieces_of(plan) == [(50, 4, 4), (0, 4, 100), (8, 8, 108), (4, 4, 104)]
+    assert plan.wave_starts == [0, 3, 4]
+
+
 def test_a_destination_written_twice_keeps_the_last():
     plan = plan_copies(entries_of((0, 4, 100), (8, 4, 102)))
     assert pieces_of(plan) == [(0, 4, 100), (8, 4, 102)]
@@ -153,6 +162,7 @@ def test_an_entry_onto_itself_is_marked():
     plan = plan_copies(entries_of((0, 10, 5)))
     assert plan.overlapping
     assert not plan_copies(entries_of((0, 10, 10))).overlapping
+    assert not plan_copies(entries_of((0, 10, 10), (10, 10, 30))).overlapping
 
 
 def test_long_chains_run_one_by_one():

@@ -103,7 +103,8 @@ def test_find_mutants_changes_one_place_at_a_time(tmp_path):
 
 def test_mutate_of_a_project_reports_every_outcome(tmp_path):
     root = project(tmp_path)
-    command = [sys.executable, "-m", "benchmarks.mutate", "--root", str(root), "--sample", "0", "--jobs", "2"]
+    options = ["--sample", "0", "--jobs", "2", "--grace", "1"]
+    command = [sys.executable, "-m", "benchmarks.mutate", "--root", str(root), *options]
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(ROOT)])}
     done = subprocess.run(
         [*command, "--results", str(tmp_path / "results")], cwd=tmp_path, env=paths, capture_output=True, text=True

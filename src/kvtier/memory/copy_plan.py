@@ -221,10 +221,10 @@ def _conflicts(entries: Entries) -> tuple[I64, I64] | None:
 
 
 def _expand(starts: I64, stops: I64) -> I64:
-    """The concatenation of the ranges starts[i]..stops[i]."""
+    """The concatenation of the ranges starts[i]..stops[i], of which there is at least one."""
     lengths = stops - starts
     ends = np.cumsum(lengths)
-    expanded: I64 = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    expanded: I64 = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)
     return expanded
 
 

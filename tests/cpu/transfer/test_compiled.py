@@ -116,6 +116,7 @@ def test_bulk_slices_hold_as_many_blocks_as_fit(count, sixths):
     step = max(1, sixths // 6)
     assert sizes == [step] * (count // step) + ([count % step] if count % step else [])
     assert [each.nbytes for each in found.slices] == [size * SMALL.block_bytes for size in sizes]
+    assert found.nbytes == count * SMALL.block_bytes
     assert np.concatenate([each.blocks for each in found.slices]).tolist() == ids.tolist()  # by destination
     assert (found.num_copies, found.num_inside) == (0, 0)  # tables are made when a slice is submitted
     assert [each.made for each in found.slices] == [None] * len(sizes)

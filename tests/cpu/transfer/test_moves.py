@@ -148,3 +148,12 @@ def test_copies_of_blocks_are_those_of_the_twin_and_move_the_same_bytes(
         for copy in found.T:
             first = (int(copy[far]) - (1 << 20)) // (64 + far_gap)
             assert first // run == (first + int(copy[2]) // 64 - 1) // run  # no copy spans two runs
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(("run", "sizes"), [(0, [10]), (1, [1] * 10), (4, [2, 4, 4]), (5, [3, 5, 2]), (20, [10])])
+def test_neighbours_are_one_copy_up_to_the_end_of_a_run(run, sizes, direction):
+    ids = np.arange(10)
+    for act in (block_copies, lambda *them: in_numpy(block_copies, *them)):
+        table = act(ids, ids + 2, (1 << 20, 64), (1 << 30, 64), 64, run, direction)
+        assert (table[2] // 64).tolist() == sizes
