@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -136,12 +137,15 @@ class Server:
         return self.held()
 
     def _warm_up(self) -> None:
-        """Make the server start the threads and processes that it keeps: for long texts and for schemas."""
+        """Make the server start the processes and threads that it keeps: both tenants ask for costly work at once."""
+        text = {"prompt": "word " * 5000}
         kind = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-        for _ in range(8):
-            self.post("/tokenize", {"prompt": "word " * 2000}, "victim")
-            chat = [{"role": "user", "content": "x"}]
-            self.post("/v1/chat/completions", {"messages": chat, "max_tokens": 2, "response_format": kind}, "victim")
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "response_format": kind}
+        with ThreadPoolExecutor(8) as threads:
+            posts = [("/tokenize", text), ("/v1/chat/completions", chat)] * 4
+            asked = [threads.submit(self.post, *post, tenant) for post in posts for tenant in ("victim", "attacker")]
+            for each in asked:
+                each.result()
 
 
 def _values(held: Held) -> tuple[int, ...]:
