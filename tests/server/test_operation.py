@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -26,6 +27,10 @@ from support import stop_process
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]
+ODD_PATHS = (
+    *("/%2e%2e/state", "//state", "/./state", "/v1/../state", "/health/../state", "http://x/state"),
+    *("/state%00", "/%73tate", "/%ff", "/control%2Freset", "/STATE", "/state;x", "/state?x", "/state/", "/state#x"),
+)
 LONG = {"prompt": "tell me everything", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 
 
@@ -355,6 +360,18 @@ def test_without_the_right_key_nothing_is_answered(guarded):
         guarded.client("wrong").models.list()
     assert guarded.get("/health").status_code == 200
     assert guarded.post(CHAT, body, "acme-secret-key").status_code == 200
+
+
+@pytest.mark.parametrize("path", ODD_PATHS)
+def test_no_spelling_of_a_path_replaces_a_key(guarded, path):
+    address = urlsplit(guarded.url)
+    for key, refused in (("", (401,)), ("acme-secret-key", (400, 403, 404))):
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
+        with contextlib.closing(connection):
+            connection.putrequest("GET", path)
+            connection.putheader("Authorization", f"Bearer {key}")
+            connection.endheaders()
+            assert connection.getresponse().status in refused
 
 
 def test_only_an_admin_controls(guarded):
