@@ -58,6 +58,7 @@ class Rig:
                 outcomes += report.outcomes
                 self.presences += report.presences
                 self.sizes += [size.num_slots for size in report.sizes]
+        assert len({outcome.transfer_id for outcome in outcomes}) == len(outcomes), "a transfer was reported twice"
         return outcomes
 
     def transfer(self, purpose: Purpose, sources, targets, keys=(), store="disk") -> Transfer:

@@ -72,15 +72,19 @@ def test_single_host_block_is_reported(rigs):
 
 def test_host_is_as_far_as_its_slowest_group(monkeypatch):
     """Memory comes two slots of the main group at a time, of which only the first two are there at first."""
-    may_go, make_present, made = threading.Event(), HostMemory._make_present, []
+    may_begin, may_go, make_present, made = threading.Event(), threading.Event(), HostMemory._make_present, []
 
     def held(self, offset: int, nbytes: int) -> None:
-        assert not (self.group.name == "main" and offset) or may_go.wait(60)
+        if self.group.name == "main":
+            assert (may_go if offset else may_begin).wait(60)
         make_present(self, offset, nbytes)
 
     monkeypatch.setattr(HostMemory, "_make_present", held)
     monkeypatch.setitem(HostMemory.__init__.__kwdefaults__, "piece_bytes", 2 * LAYOUT.groups[0].slot_bytes)
-    Call(lambda: made.append(Rig(8, 8))).must_end()  # it does not wait for all of it
+    making = Call(lambda: made.append(Rig(8, 8)))
+    making.must_wait()  # for the first slots
+    may_begin.set()
+    making.must_end()  # and not for all of them
     controller = made[0].controller
     main, draft = controller._hosts
     assert (draft.wait_ready(), main.num_ready) == (8, 2)

@@ -194,6 +194,7 @@ def test_request_travels_without_what_it_holds():
 @pytest.mark.parametrize(("length", "computed", "is_generating"), [(1, 0, False), (2, 0, False), (2, 1, True)])
 def test_request_generates_with_one_token_left_to_compute(length, computed, is_generating):
     made = Request("r", Chain(make().manager.namespace, [1] * length), 1)
+    assert (made.num_computed, made.num_cached_tokens, made.num_new_tokens) == (0, 0, 0)
     made.num_computed = computed
     assert made.is_generating is is_generating
 
@@ -417,24 +418,24 @@ def test_request_that_resumes_keeps_its_first_figures():
 
 
 def test_tokens_of_a_preempted_row_go_to_the_next():
-    """a and b generate, then c needs a block and takes b's: the token of b's row is d's."""
-    scheduler, device = make(7, max_rows=4, max_step_tokens=8, prefix_caching=False), Device()
-    a = request(scheduler, "a", [1, 1], 9, priority=1)
-    b = request(scheduler, "b", [2, 2], 9)
+    """b has its row when g needs a block and takes b's three: the token of b's row is p's, and two of the blocks."""
+    scheduler, device = make(40, max_rows=4, max_step_tokens=8, prefix_caching=False), Device()
+    b = request(scheduler, "b", [2] * 9, 9)
     advance(scheduler, device)
-    c = request(scheduler, "c", [3] * 14, 1, priority=1)
-    advance(scheduler, device)
-    assert (a.is_generating, b.is_generating, c.num_computed) == (True, True, 6)
-    pin = scheduler.manager.match(Chain(scheduler.manager.namespace, [9]))
-    assert scheduler.manager.allocate(pin, 3 * BLOCK) is None  # all that is left
+    g = request(scheduler, "g", [1] * 7, 9, priority=1)
+    assert sizes(advance(scheduler, device)) == {"b": 1, "g": 7}
+    p = request(scheduler, "p", [3] * 24, 1, priority=1)
+    assert sizes(advance(scheduler, device)) == {"b": 1, "g": 1, "p": 6}
+    manager = scheduler.manager
+    rest = manager.match(Chain(manager.namespace, [9]))
+    assert manager.allocate(rest, manager.num_available * BLOCK) is None
     step = scheduler.schedule(0.0)
-    assert step.preempted == (b,)
-    assert sizes(step) == {"a": 1, "c": 6}
+    assert (step.preempted, sizes(step)) == ((b,), {"g": 1, "p": 7})
     scheduler.update(step, device.run(step), 0.0)
-    assert b.state is RequestState.WAITING
-    scheduler.manager.abort(pin)
+    assert (b.state, b.num_preempted) == (RequestState.WAITING, 1)
+    manager.abort(rest)
     run(scheduler, device)
-    assert [answer(each) for each in (a, b, c)] == [alone((1, 1), 9), alone((2, 2), 9), alone((3,) * 14, 1)]
+    assert [answer(each) for each in (b, g, p)] == [alone((2,) * 9, 9), alone((1,) * 7, 9), alone((3,) * 24, 1)]
 
 
 # ---- lookahead -----------------------------------------------------------------------------------------------------
@@ -516,6 +517,20 @@ def test_early_start_waits_while_another_request_has_work():
     step = advance(scheduler, device, 9.0)
     assert (sizes(step), len(step.loads)) == ({"again": 1}, 1)
     assert answer(made) == alone((1,) * 9, 1)
+
+
+def test_early_start_has_slots_for_all_its_tokens():
+    """It was admitted with what another prompt left of the step; alone, it computes more."""
+    scheduler, device = on_the_host(starts_early=True)
+    other = request(scheduler, "other", [2] * 7, 9)
+    made = request(scheduler, "again", [1] * 8 + [3] * 5, 2)
+    assert sizes(advance(scheduler, device, 9.0)) == {"other": 7}
+    assert (made.state, len(made.hold.table)) == (RequestState.RUNNING, 3)
+    scheduler.cancel(other, 9.0)
+    step = advance(scheduler, device, 9.0)
+    assert (sizes(step), len(step.loads), len(made.hold.table)) == ({"again": 5}, 1, 4)
+    run(scheduler, device)
+    assert answer(made) == alone((1,) * 8 + (3,) * 5, 2)
 
 
 def test_without_early_start_a_load_is_waited_for():
