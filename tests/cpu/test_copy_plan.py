@@ -112,7 +112,8 @@ def test_they_merge_whatever_their_order():
 
 def test_entries_of_no_scope_or_of_two_do_not_merge():
     assert plan_copies(entries_of(*GROUPED, scope=[ALONE] * 5)).num_pieces == 5
-    assert plan_copies(entries_of(*GROUPED, scope=[0, 1, 2, 2, 2])).num_pieces == 4
+    pieces = pieces_of(plan_copies(entries_of(*GROUPED, scope=[0, 1, 2, 2, 2])))
+    assert pieces == [(100, 4, 200), (104, 4, 204), (120, 8, 208), (112, 4, 216)]
 
 
 def test_both_sides_must_continue():
@@ -163,6 +164,8 @@ def test_an_entry_onto_itself_is_marked():
     assert plan.overlapping
     assert not plan_copies(entries_of((0, 10, 10))).overlapping
     assert not plan_copies(entries_of((0, 10, 10), (10, 10, 30))).overlapping
+    beside_another = plan_copies(entries_of((0, 10, 5), (100, 4, 200)))
+    assert (beside_another.overlapping, beside_another.in_order, beside_another.num_waves) == (True, False, 1)
 
 
 def test_long_chains_run_one_by_one():
@@ -183,4 +186,4 @@ def test_ten_thousand_writes_to_one_place_do_not_list_every_pair():
 
 def test_nothing_is_a_plan_of_nothing():
     plan = plan_copies(Entries(np.empty((3, 0), np.int64)))
-    assert (plan.num_pieces, plan.num_waves) == (0, 0)
+    assert (plan.num_pieces, plan.num_waves, plan.nbytes, plan.wave_starts) == (0, 0, 0, [0])
