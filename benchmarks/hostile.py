@@ -12,8 +12,11 @@ and a step takes 10 to 20 ms on 2 cores. It computes with --invariant, so each s
 Gaps are between events of one stream, with the time until a first token. "gap p99" is corrected for coordinated
 omission: a gap g counts as g, g - e, g - 2e .. where e is the median of the baseline, as if tokens had been due all the
 time. The baseline is measured before and after the attacks and taken together. "others" is the number of cores that
-processes outside this benchmark used. After an attack, its server must return to the number of open files, threads and
-processes from before within 30 s. A server that does not, or that does not answer, is replaced for the next attack.
+other processes used, and worker processes that the server started during the phase.
+
+After an attack, its server must return to the number of open files, threads and processes from before within 30 s. A
+server that does not, or that does not answer, is replaced for the next attack. On a shared machine give the benchmark a
+session of its own with a larger share: setsid bash -c 'echo -10 > /proc/self/autogroup; exec python -m ..'.
 """
 
 from __future__ import annotations
