@@ -256,3 +256,12 @@ def test_host_is_required_by_http_1_1_and_unique(server):
     assert raw_status(server, b"GET /health HTTP/1.1\r\n") == b"400"
     assert raw_status(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n") == b"400"
     assert raw_status(server, b"GET /health HTTP/1.1\r\nHost: [::1]:80\r\n") == b"200"
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "tools", "parse_special", "max_tokens"])
+def test_template_variable_with_a_reserved_name_is_400(server, name):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {name: 1}}
+    refused = server.post("/v1/chat/completions", body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "chat_template_kwargs"
+    assert name in refused.json()["error"]["message"]

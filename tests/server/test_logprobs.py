@@ -8,7 +8,7 @@ import tokenizers
 from kvtier.engine import Tokenizer
 from kvtier.engine.output import FinishReason, Output
 from kvtier.engine.params import Logprobs
-from kvtier.server.responses import ChatForm, Choice, CompletionForm, Usage
+from kvtier.server.responses import ChatForm, CompletionForm, Usage
 
 TEXT = "a€😀b"  # 1 + 3 + 4 + 1 bytes
 
@@ -26,9 +26,13 @@ def tokenizer():
     return Tokenizer(backend)
 
 
-def choice(tokens, top=()):
-    logprobs = [Logprobs(-1.0, tuple(top)) for _ in tokens]
-    return Choice([TEXT], list(tokens), logprobs, FinishReason.LENGTH)
+def whole(form, tokens, top=(), step=1):
+    """The response to outputs of `step` tokens each."""
+    for begin in range(0, len(tokens), step):
+        new = tuple(tokens[begin : begin + step])
+        logprobs = tuple(Logprobs(-1.0, tuple(top)) for _ in new)
+        form.add(0, [Output("id", 0, TEXT if begin == 0 else "", new, logprobs, FinishReason.LENGTH, 1, 0)])
+    return json.loads(form.whole(1, Usage(3, 1, len(tokens))))
 
 
 def output(tokens, reason=None):
@@ -38,7 +42,7 @@ def output(tokens, reason=None):
 def test_chat_logprobs_partial_characters_have_their_bytes(tokenizer):
     form = ChatForm("id", "m", 0, tokenizer, logprobs=True)
     tokens = TEXT.encode()
-    body = form.whole([choice(tokens, [(0xE2, -1.0), (0x82, -2.0), (0x41, -3.0)])], Usage())
+    body = whole(form, tokens, [(0xE2, -1.0), (0x82, -2.0), (0x41, -3.0)])
     content = body["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(each["bytes"]) for each in content).decode() == TEXT
     assert [each["token"] for each in content[:3]] == ["a", "\\xe2", "\\x82"]
@@ -49,7 +53,7 @@ def test_chat_logprobs_partial_characters_have_their_bytes(tokenizer):
 def test_completion_top_logprobs_keep_every_token(tokenizer):
     form = CompletionForm("id", "m", 0, tokenizer, logprobs=True)
     top = [(token, -float(token)) for token in (*range(0x80, 0x90), 257, 0x41)]
-    (found,) = form.whole([choice([0x61], top)], Usage())["choices"][0]["logprobs"]["top_logprobs"]
+    (found,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
     assert len(found) == len(top)
     assert found["bytes:\\x80"] == -128.0
     assert list(found.values()) == [value for _, value in top]
@@ -58,17 +62,52 @@ def test_completion_top_logprobs_keep_every_token(tokenizer):
 def test_completion_top_logprobs_same_text_named_by_id(tokenizer):
     form = CompletionForm("id", "m", 0, tokenizer, logprobs=True)
     top = [(0x41, -1.0), (0x41, -2.0)]
-    (found,) = form.whole([choice([0x61], top)], Usage())["choices"][0]["logprobs"]["top_logprobs"]
+    (found,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
     assert found == {"A": -1.0, "token_id:65": -2.0}
 
 
 def test_completion_text_offset_counts_characters(tokenizer):
     tokens = [*TEXT.encode(), 256, 0x63]
     wanted = [0, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4]
-    whole = CompletionForm("id", "m", 0, tokenizer, logprobs=True).whole([choice(tokens)], Usage())
-    assert whole["choices"][0]["logprobs"]["text_offset"] == wanted
+    body = whole(CompletionForm("id", "m", 0, tokenizer, logprobs=True), tokens)
+    assert body["choices"][0]["logprobs"]["text_offset"] == wanted
     form, offsets = CompletionForm("id", "m", 0, tokenizer, logprobs=True), []
     for begin in range(0, len(tokens), 2):
         event = form.piece(0, [output(tokens[begin : begin + 2])])
         offsets += json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"]
     assert offsets == wanted
+
+
+@pytest.mark.parametrize("make", [ChatForm, CompletionForm])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_response_in_pieces_equals_response_at_once(tokenizer, make, logprobs):
+    tokens, top = list(TEXT.encode()), [(0x41, -1.0), (0xE2, -2.0)]
+    at_once, in_pieces = (
+        whole(make("id", "m", 7, tokenizer, logprobs=logprobs), tokens, top, step) for step in (len(tokens), 1)
+    )
+    assert in_pieces == at_once
+    (choice,) = at_once["choices"]
+    assert choice.get("text", choice.get("message", {}).get("content")) == TEXT
+    assert (choice["index"], choice["finish_reason"]) == (0, "length")
+    assert (choice["logprobs"] is not None) == logprobs
+    assert at_once["usage"] == Usage(3, 1, len(tokens)).body
+    assert list(at_once) == ["id", "object", "created", "model", "choices", "usage"]
+
+
+def test_response_counts_the_bytes_it_keeps(tokenizer):
+    form = ChatForm("id", "m", 0, tokenizer, logprobs=True)
+    kept = sum(form.add(0, [output([byte])]) for byte in TEXT.encode())
+    assert 0 < kept <= len(form.whole(1, Usage()))
+
+
+def test_response_over_its_limit_is_refused(start):
+    server = start("--max-response-bytes", "20000")
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 400, "logprobs": 20, "ignore_eos": True}
+    refused = server.post("/v1/completions", body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "response_too_large"
+    server.wait_for(lambda state: state["in_flight"] == state["running"] == 0)
+    streamed = server.post("/v1/completions", body | {"stream": True})
+    assert streamed.status_code == 200
+    assert len(streamed.content) > 20000
+    assert server.post("/v1/completions", body | {"max_tokens": 4}).status_code == 200

@@ -50,6 +50,7 @@ def add(commands: Commands) -> None:
     add_option("--prepare-seconds", type=float, default=5.0, help="to tokenize a long prompt, or to compile a schema")
     add_option("--prepare-processes", type=int, default=2, help="worker processes that tokenize and compile")
     add_option("--max-buffered-bytes", type=int, default=64 << 20, help="of all bodies that are being read or prepared")
+    add_option("--max-response-bytes", type=int, default=64 << 20, help="size of a response that is not streamed")
     _add_connection_options(command)
     add_option("--record", default="", metavar="FILE", help="a log of keys, lengths and times, for kvtier replay")
     add_option("--log-level", default="info", choices=_LEVELS, help="of the log on standard error")
@@ -99,6 +100,7 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         prepare_seconds=options.prepare_seconds,
         prepare_processes=options.prepare_processes,
         buffered_bytes=options.max_buffered_bytes,
+        response_bytes=options.max_response_bytes,
         connections=options.max_connections,
         connections_per_address=options.max_connections_per_address,
         url_bytes=options.max_url_bytes,

@@ -26,7 +26,7 @@ from kvtier.server.failures import ApiError, of_engine
 from kvtier.server.messages import Submit
 from kvtier.server.prepare import Prepared
 from kvtier.server.protocol import ChatRequest, CompletionRequest, Sampling
-from kvtier.server.responses import DONE, ChatForm, Choice, CompletionForm, Form, Usage, error_event, to_json
+from kvtier.server.responses import DONE, ChatForm, CompletionForm, Form, Usage, error_event
 from kvtier.server.schema_checks import SchemaChecks
 
 _log = logging.getLogger("kvtier.server")
@@ -181,12 +181,19 @@ class Completions:
         return room
 
     async def _whole(self, job: Job) -> AsyncGenerator[bytes]:
-        choices = [Choice() for _ in range(job.num_answers)]
+        num_bytes, most = 0, self._limits.response_bytes
         async with aclosing(self._outputs(job)) as batches:
             async for outputs in batches:
-                for output in outputs:
-                    choices[_place(job, output)].add(output)
-        yield to_json(job.form.whole(choices, job.usage))
+                for index, mine in _by_choice(job, outputs).items():
+                    num_bytes += job.form.add(index, mine)
+                if num_bytes > most:
+                    job.finish = "refused"
+                    raise ApiError(
+                        400,
+                        f"the response has more than {most} bytes; set stream: true or ask for fewer log-probabilities",
+                        code="response_too_large",
+                    )
+        yield job.form.whole(job.num_answers, job.usage)
 
     async def _events(self, job: Job) -> AsyncGenerator[bytes]:
         opened: set[int] = set()
@@ -282,16 +289,20 @@ def _sentence(explanation: Explanation) -> str:
 
 def _event(job: Job, outputs: Sequence[Output], opened: set[int]) -> bytes:
     """What the outputs of a step, or of several, add to each choice; those not `opened` yet are opened."""
-    by_choice: dict[int, list[Output]] = {}
-    for output in outputs:
-        by_choice.setdefault(_place(job, output), []).append(output)
     event = b""
-    for index, mine in by_choice.items():
+    for index, mine in _by_choice(job, outputs).items():
         if index not in opened:
             opened.add(index)
             event += job.form.opening(index)
         event += job.form.piece(index, mine)
     return event
+
+
+def _by_choice(job: Job, outputs: Sequence[Output]) -> dict[int, list[Output]]:
+    found: dict[int, list[Output]] = {}
+    for output in outputs:
+        found.setdefault(_place(job, output), []).append(output)
+    return found
 
 
 def _place(job: Job, output: Output) -> int:

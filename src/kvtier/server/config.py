@@ -98,6 +98,8 @@ class Limits:
     """Worker processes for that; each is started when it is first needed."""
     buffered_bytes: int = 64 << 20
     """Of request bodies in the front end's memory at a time; more get 503. A tenant may use half of it."""
+    response_bytes: int = 64 << 20
+    """Size of a response that is not streamed. Only log-probabilities make one this large."""
     engine_reply_seconds: float = 5.0
     """Time in which the engine process acknowledges a message. Its command thread computes nothing and replies in
     milliseconds; 5 s allow for a machine that swaps."""

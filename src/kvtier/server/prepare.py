@@ -181,8 +181,12 @@ class Preparation:
         given = [message.for_template() for message in messages]
         self._check_size("".join(message["content"] for message in given), "messages", max_tokens)
         options = {"parse_special": parse_special, "max_tokens": max_tokens, "tools": tools}
+        variables = variables or {}
+        if taken := sorted({"self", "messages", *options} & variables.keys()):
+            name = "chat_template_kwargs"
+            raise ApiError(400, f"{name}: {', '.join(taken)} cannot be set here; rename the variable", name)
         try:
-            return self._tokenizer.encode_chat(given, **{**(variables or {}), **options})
+            return self._tokenizer.encode_chat(given, **variables, **options)
         except StateError as error:
             raise ApiError(400, f"{error}: use /v1/completions", "messages") from error
         except (ArgumentError, TypeError) as error:
