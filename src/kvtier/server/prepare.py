@@ -180,7 +180,7 @@ class Preparation:
     ) -> list[int]:
         given = [message.for_template() for message in messages]
         self._check_size("".join(message["content"] for message in given), "messages", max_tokens)
-        options = {"parse_special": parse_special, "max_tokens": max_tokens, "tools": tools}
+        options: dict[str, Any] = {"parse_special": parse_special, "max_tokens": max_tokens, "tools": tools}
         variables = variables or {}
         if taken := sorted({"self", "messages", *options} & variables.keys()):
             name = "chat_template_kwargs"
