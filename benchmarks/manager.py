@@ -20,9 +20,9 @@ from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Outcome, Plan, Presence, Report
 from kvtier.cache.store import StoreConfig
 from kvtier.index import Chain, Namespace, RadixTree
+from kvtier.messages import Outcome, Plan, Presence, Report
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
 
 TOKENS = {"device": 1_000_000, "host": 5_000_000}

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from benchmarks.report import arguments, best, print_table, report
-from kvtier.cache.controller import CacheController
-from kvtier.cache.plan import Plan, Purpose, Transfer, slot_bytes
-from kvtier.cache.shards import Sharding, parts_of
 from kvtier.layout import CacheGroup, KVLayout
+from kvtier.messages import Plan, Purpose, Transfer, slot_bytes
 from kvtier.storage import open_shards
+from kvtier.worker.controller import CacheController
+from kvtier.worker.sharding import Sharding, parts_of
 
 BLOCKS, ROUNDS = 64, 5
 LAYOUT = KVLayout(16, (CacheGroup.attention("main", 32, 8, 128, "bf16", 16),))

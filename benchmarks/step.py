@@ -18,12 +18,12 @@ import torch
 from benchmarks.report import Row, arguments, print_table, report
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Purpose
 from kvtier.cache.store import StoreConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.random_weights import random_weights
+from kvtier.messages import Purpose
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import MemoryStore
 

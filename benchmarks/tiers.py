@@ -34,10 +34,10 @@ from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_tabl
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Outcome as TransferOutcome
-from kvtier.cache.plan import Presence, Report
 from kvtier.cache.store import StoreConfig
 from kvtier.index import Chain, Namespace
+from kvtier.messages import Outcome as TransferOutcome
+from kvtier.messages import Presence, Report
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
 from kvtier.storage import DiskStore, Label, Read, Sync, Write
 from kvtier.storage.checksum import checksum, checksum_in_python

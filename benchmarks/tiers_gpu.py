@@ -25,7 +25,6 @@ from kvtier.cache.config import CacheConfig
 from kvtier.cache.control import CacheControl
 from kvtier.cache.hold import Hold
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Purpose
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine.engine import Engine, EngineConfig
@@ -33,6 +32,7 @@ from kvtier.engine.model import Model
 from kvtier.engine.random_weights import random_weights
 from kvtier.engine.sampling import SamplingParams
 from kvtier.index import Chain
+from kvtier.messages import Purpose
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 

@@ -16,11 +16,13 @@ from textwrap import indent
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
 # A package's public names are those of its __all__; of a module without one, all that it defines.
-CACHE = "config saving host store plan hold manager control controller"
-FIRST = "dtype errors layout metrics memory state batch index transfer storage events"
+CACHE = "config saving host store hold manager control"
+WORKER = "controller layer_waits sharding scrubber store_io"
+FIRST = "dtype errors layout metrics messages memory state batch index transfer storage events"
 PAGES = {
     **{name: (f"kvtier.{name}",) for name in FIRST.split()},
     "cache": tuple(f"kvtier.cache.{name}" for name in CACHE.split()),
+    "worker": tuple(f"kvtier.worker.{name}" for name in WORKER.split()),
     "scheduler": ("kvtier.scheduler",),
     "engine": ("kvtier.engine", "kvtier.engine.tiers"),
     "server": ("kvtier.server.config", "kvtier.server.serve", "kvtier.server.load"),

@@ -17,11 +17,11 @@ from kvtier.cache.fetch import Fetch
 from kvtier.cache.hold import Hold
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Drop, Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, split_keys
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.errors import LoadError
 from kvtier.index import BlockState, Chain, Namespace, Shortage
 from kvtier.index.transfers import block_states
+from kvtier.messages import Drop, Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, split_keys
 
 BLOCK = 4
 NAMESPACE = Namespace("model", block_tokens=BLOCK)

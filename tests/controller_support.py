@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from kvtier import dtype as dt
-from kvtier.cache.controller import CacheController
-from kvtier.cache.plan import Drop, Outcome, Plan, Presence, Probe, Purpose, Transfer, slot_bytes
 from kvtier.layout import CacheGroup, KVLayout
 from kvtier.memory.copy_paths import run_path
+from kvtier.messages import Drop, Outcome, Plan, Presence, Probe, Purpose, Transfer, slot_bytes
 from kvtier.storage import DiskStore, MemoryStore
+from kvtier.worker.controller import CacheController
 
 LAYOUT = KVLayout(
     4, (CacheGroup.attention("main", 3, 2, 8, dt.f16, 4), CacheGroup.attention("draft-1", 1, 1, 8, dt.f32, 4))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Outcome, Report, Transfer
 from kvtier.index import Chain, Namespace
+from kvtier.messages import Outcome, Report, Transfer
 from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, SchedulerConfig, Step
 
 BLOCK = 4

@@ -10,13 +10,13 @@ import torch
 from engine_helpers import conversations, greedy, talk
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Purpose
 from kvtier.cache.store import StoreConfig
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.engine.random_weights import random_weights
+from kvtier.messages import Purpose
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import Breaker, Label, Status, Store, Write
 from kvtier.storage.record import RECORD_BYTES

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import KEY_BYTES
 from kvtier.cache.saving import SaveJob
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Tier
 from kvtier.index.node import Node, upwards
 from kvtier.index.shape import common_blocks
+from kvtier.messages import KEY_BYTES
 
 
 class CacheControl:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 from kvtier.cache.host import reserve_up_to
 from kvtier.cache.moves import Mask, Move, Moves
-from kvtier.cache.plan import Presence, Purpose
 from kvtier.cache.speeds import Decision, Speeds
 from kvtier.cache.store import Patience, StoreCopies
 from kvtier.errors import StateError
 from kvtier.index import Chain, Lease, RadixTree, Retention, Slots, Tier
 from kvtier.index.node import WRITING
+from kvtier.messages import Presence, Purpose
 
 
 class Fetch:

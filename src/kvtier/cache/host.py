@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtier.cache.moves import Moves, both, runs
-from kvtier.cache.plan import Purpose
 from kvtier.cache.saving import SaveJob, SaveQueue, Saving
 from kvtier.errors import RangeError
 from kvtier.index import Lease, RadixTree, Shortage, Slots, Tier
 from kvtier.index.node import IS_ABSENT, READABLE
 from kvtier.index.pool import I32
 from kvtier.index.transfers import begin_write, block_slots, block_states
+from kvtier.messages import Purpose
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from kvtier.cache.fetch import Fetch, Fetches, origins
 from kvtier.cache.hold import BlockCopy, CacheStats, Hold, TierStats
 from kvtier.cache.host import HostCopies
 from kvtier.cache.moves import Mask, Move, Moves
-from kvtier.cache.plan import Plan, Purpose, Report
 from kvtier.cache.speeds import Speeds
 from kvtier.cache.store import StoreCopies
 from kvtier.errors import ArgumentError, LoadError, StateError
@@ -43,6 +42,7 @@ from kvtier.index import (
 from kvtier.index.node import ABSENT, WRITING
 from kvtier.index.tokens import TokenIds
 from kvtier.index.transfers import block_slots
+from kvtier.messages import Plan, Purpose, Report
 
 _KEEP = Retention()
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.moves import Move
-from kvtier.cache.plan import Purpose
+from kvtier.messages import Purpose
 from kvtier.metrics import Registry
 from kvtier.storage import StoreStats
 

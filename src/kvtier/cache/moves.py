@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvtier.cache.plan import Drop, Outcome, Plan, Probe, Purpose, Report, Transfer, slot_bytes
 from kvtier.errors import ArgumentError, StateError
 from kvtier.index import Lease, RadixTree, Slots, Tier
 from kvtier.index.transfers import begin_read, end_read, end_write
+from kvtier.messages import Drop, Outcome, Plan, Probe, Purpose, Report, Transfer, slot_bytes
 
 Mask = bytes
 """One byte for each block, 1 or 0: find, count and slices of bytes are the cheapest vector operations Python has."""

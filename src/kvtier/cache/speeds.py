@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.cache.plan import Purpose
+from kvtier.messages import Purpose
 
 # What was seen 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
 _DECAY = 1 - 1 / 40

@@ -12,12 +12,12 @@ from enum import Enum
 from itertools import islice
 
 from kvtier.cache.moves import Mask, Move, Moves, both, runs
-from kvtier.cache.plan import Drop, Presence, Purpose, split_keys
 from kvtier.cache.saving import SaveJob, SaveQueue, Saving, WritePolicy
 from kvtier.errors import RangeError
 from kvtier.index import Lease, RadixTree, Slots, Tier
 from kvtier.index.node import READABLE
 from kvtier.index.transfers import block_slots, block_states
+from kvtier.messages import Drop, Presence, Purpose, split_keys
 
 
 class Patience(Enum):

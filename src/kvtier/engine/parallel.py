@@ -21,10 +21,6 @@ from typing import TypeVar
 
 import torch
 
-from kvtier.cache.controller import CacheController
-from kvtier.cache.layer_waits import LayerWaits
-from kvtier.cache.plan import Plan, Report
-from kvtier.cache.shards import Sharding
 from kvtier.engine.model import Model
 from kvtier.engine.rank_group import Rendezvous, join_group
 from kvtier.engine.rank_messages import (
@@ -45,8 +41,12 @@ from kvtier.engine.rank_messages import (
 )
 from kvtier.engine.split import split_config, split_layer, split_weights, with_tensors, without_layers
 from kvtier.errors import EngineError
+from kvtier.messages import Plan, Report
 from kvtier.storage import ShardStores, StoreStats
 from kvtier.storage.shards import sum_stats
+from kvtier.worker.controller import CacheController
+from kvtier.worker.layer_waits import LayerWaits
+from kvtier.worker.sharding import Sharding
 
 _MAIN = "from kvtier.engine.rank_process import main; main({})"
 _SLOW_SECONDS = 600.0

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kvtier.cache.shards import Sharding
 from kvtier.engine.model import AddUp
 from kvtier.errors import EngineError, UnavailableError
+from kvtier.worker.sharding import Sharding
 
 _HOST = "127.0.0.1"
 _MEET_SECONDS = 300.0

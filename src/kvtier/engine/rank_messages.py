@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvtier.cache.shards import Sharding
 from kvtier.engine.forward import SequenceInput
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.ops import Ops
 from kvtier.errors import EngineError
 from kvtier.storage import StoreStats
+from kvtier.worker.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from kvtier.cache.controller import CacheController
-from kvtier.cache.plan import Plan
 from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.model import AddUp, Model
 from kvtier.engine.modules import CacheGroup
@@ -44,7 +42,9 @@ from kvtier.engine.split import with_tensors
 from kvtier.engine.tiers import new_controller
 from kvtier.engine.weights import LayerWeights, ModelWeights
 from kvtier.errors import EngineError
+from kvtier.messages import Plan
 from kvtier.storage import ShardStores, open_shards
+from kvtier.worker.controller import CacheController
 
 _POLL_SECONDS = 0.001
 """How often a rank looks after its transfers while it has nothing to compute."""

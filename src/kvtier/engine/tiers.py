@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 
 from kvtier.cache.control import CacheControl
-from kvtier.cache.controller import CacheController, layout_of
-from kvtier.cache.layer_waits import LayerWaits
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.metrics import CacheMetrics, Counted
-from kvtier.cache.plan import Plan, Report
-from kvtier.cache.shards import Sharding
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.parallel import RankedController
 from kvtier.engine.traffic import Traffic, TransferMeter
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease
 from kvtier.memory import Event
+from kvtier.messages import Plan, Report
 from kvtier.metrics import Registry
 from kvtier.scheduler import Scheduler
 from kvtier.storage import ShardStores, Store, StoreStats
+from kvtier.worker.controller import CacheController, layout_of
+from kvtier.worker.layer_waits import LayerWaits
+from kvtier.worker.sharding import Sharding
 
 Controller = CacheController | RankedController
 _POLL_SECONDS = 0.005

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtier.cache.plan import Plan, Report
+from kvtier.messages import Plan, Report
 
 WINDOW_SECONDS = 5.0
 

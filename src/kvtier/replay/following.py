@@ -14,9 +14,9 @@ from typing import Any
 
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Outcome, Presence, Report, TierSize, split_keys
 from kvtier.errors import FormatError, StateError
 from kvtier.index import Chain, Namespace
+from kvtier.messages import Outcome, Presence, Report, TierSize, split_keys
 from kvtier.replay.cost import Work
 from kvtier.replay.record import LOG_VERSION, describe
 from kvtier.replay.trace import TraceRequest, parse_line

@@ -26,9 +26,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from kvtier.cache.plan import Report, split_keys
 from kvtier.errors import ArgumentError, StateError
 from kvtier.index.keys import KEY_BYTES
+from kvtier.messages import Report, split_keys
 from kvtier.scheduler import Request, RowResult, Scheduler, Step
 
 LOG_VERSION = 1

@@ -13,8 +13,8 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvtier.cache.plan import Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, split_keys
 from kvtier.errors import ArgumentError, RangeError
+from kvtier.messages import Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, split_keys
 from kvtier.replay.hardware import DiskSpec
 
 TO_HOST, TO_DEVICE = "to host", "to device"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.cache.hold import BlockCopy
-from kvtier.cache.plan import Plan
 from kvtier.errors import RangeError
+from kvtier.messages import Plan
 from kvtier.scheduler.request import Control, Request
 
 

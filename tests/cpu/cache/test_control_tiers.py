@@ -11,7 +11,6 @@ import torch
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Purpose, split_keys
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine.model import Model
@@ -21,6 +20,7 @@ from kvtier.engine.random_weights import random_weights
 from kvtier.engine.tiers import Tiers, new_controller
 from kvtier.errors import ArgumentError, OutOfMemoryError, RangeError, StateError
 from kvtier.index import Chain, Namespace
+from kvtier.messages import Purpose, split_keys
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 from kvtier.storage import MemoryStore
 from kvtier.transfer import HostMemory

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from controller_support import KEYS, LAYOUT, NAMESPACE, SECRET, Hangs, Rig, caches_of, disk_at, draft_of
-from kvtier.cache.controller import CacheController, layout_of
-from kvtier.cache.layer_waits import LayerWaits
-from kvtier.cache.plan import Drop, Plan, Presence, Probe, Purpose, Report, Transfer, slot_bytes
 from kvtier.errors import ArgumentError, LayerSwapTimeoutError
 from kvtier.memory import CPU
 from kvtier.memory.copy_paths import run_path
+from kvtier.messages import Drop, Plan, Presence, Probe, Purpose, Report, Transfer, slot_bytes
 from kvtier.storage import Label, MemoryStore, Write, digest_tokens
+from kvtier.worker.controller import CacheController, layout_of
+from kvtier.worker.layer_waits import LayerWaits
 from storage_support import Fault, FaultyStore
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from controller_support import KEYS, LAYOUT, Call, Gate, Hangs, Rig, caches_of, draft_of
-from kvtier.cache.controller import CacheController, layout_of
-from kvtier.cache.plan import Drop, Plan, Presence, Probe, Purpose, Transfer, slot_bytes
 from kvtier.errors import ClosedError, OutOfMemoryError
 from kvtier.memory.copy_paths import run_path
+from kvtier.messages import Drop, Plan, Presence, Probe, Purpose, Transfer, slot_bytes
 from kvtier.storage import MemoryStore, Outcome, Results, Status
 from kvtier.transfer import HostMemory, TransferConfig
 from kvtier.transfer.host_memory import Growth
+from kvtier.worker.controller import CacheController, layout_of
 
 BLOCK_BYTES = sum(group.block_bytes for group in LAYOUT.groups)
 
@@ -471,7 +471,7 @@ def test_resize_waits_until_every_store_has_let_go(rigs):
 def test_process_that_does_not_close_ends_all_the_same():
     code = """
 import torch
-from kvtier.cache.controller import CacheController, layout_of
+from kvtier.worker.controller import CacheController, layout_of
 from kvtier.storage import MemoryStore
 caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
 controller = CacheController(layout_of(caches, 2), caches, 2, stores={"disk": MemoryStore(1 << 20)})

@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from kvtier.cache.config import CacheConfig
-from kvtier.cache.controller import CacheController
 from kvtier.cache.host import HostConfig
-from kvtier.cache.layer_waits import LayerWaits
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Plan, Report
 from kvtier.cache.saving import Saving, WritePolicy
-from kvtier.cache.shards import Sharding
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine.model import Model
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.random_weights import random_weights
 from kvtier.engine.tiers import Tiers, new_controller
 from kvtier.index import Namespace
+from kvtier.messages import Plan, Report
 from kvtier.scheduler import RowResult, Scheduler, SchedulerConfig, Step
 from kvtier.storage import MemoryStore
+from kvtier.worker.controller import CacheController
+from kvtier.worker.layer_waits import LayerWaits
+from kvtier.worker.sharding import Sharding
 from storage_support import FaultyStore
 from tiers_machine import BLOCK, TINY, Faults, TiersMachine, kv_of, run
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvtier import dtype as dt
-from kvtier.cache import scrub
-from kvtier.cache.scrub import Scrubber
 from kvtier.layout import CacheGroup
 from kvtier.transfer import HostMemory
+from kvtier.worker import scrubber
+from kvtier.worker.scrubber import Scrubber
 
 GROUPS = [CacheGroup.attention("main", 3, 2, 8, dt.f16, 4), CacheGroup.attention("draft-1", 1, 1, 8, dt.f32, 4)]
 
@@ -129,7 +129,7 @@ BLOCK_BYTES = sum(group.block_bytes for group in GROUPS)
 
 @pytest.mark.parametrize(("num_blocks", "per_look"), [(2, 2), (3, 3), (0, 1)])
 def test_look_takes_as_many_blocks_as_the_rate_allows(quiet, monkeypatch, num_blocks, per_look):
-    monkeypatch.setattr(scrub, "BYTES_PER_SECOND", (num_blocks * BLOCK_BYTES + 1) / 3600.0)
+    monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (num_blocks * BLOCK_BYTES + 1) / 3600.0)
     quiet.write(0, 1, 2, 3)
     quiet.scrubber._look()
     assert list(quiet.scrubber._sums) == [0, 1, 2, 3][:per_look]
@@ -137,7 +137,7 @@ def test_look_takes_as_many_blocks_as_the_rate_allows(quiet, monkeypatch, num_bl
 
 
 def test_rate_of_a_scrubber_without_pause_is_that_of_a_tenth_second(monkeypatch):
-    monkeypatch.setattr(scrub, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
+    monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
     room = Room()
     room.scrubber.close()  # its thread; the looks are ours
     room.write(0, 1, 2)
@@ -148,7 +148,7 @@ def test_rate_of_a_scrubber_without_pause_is_that_of_a_tenth_second(monkeypatch)
 
 
 def test_rounds_come_to_every_block(quiet, monkeypatch):
-    monkeypatch.setattr(scrub, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 3600.0)
+    monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 3600.0)
     quiet.write(0, 1, 2, 3, 4)
     for _ in range(3):
         quiet.scrubber._look()

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier import dtype as dt
-from kvtier.cache import store_worker
 from kvtier.cache.config import CacheConfig
-from kvtier.cache.controller import CacheController
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Drop, Outcome, Plan, Presence, Probe, Purpose, Transfer, slot_bytes
-from kvtier.cache.shards import Sharding, parts_of
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.errors import ArgumentError
 from kvtier.index import Chain, Namespace
 from kvtier.layout import CacheGroup, KVLayout, LayerSpec, TensorSpec
+from kvtier.messages import Drop, Outcome, Plan, Presence, Probe, Purpose, Transfer, slot_bytes
 from kvtier.storage import MemoryStore, ShardStores, open_shards
+from kvtier.worker import store_io
+from kvtier.worker.controller import CacheController
+from kvtier.worker.sharding import Sharding, parts_of
 from storage_support import Fault, FaultyStore
 
 NAMESPACE = hashlib.sha256(b"a model").digest()
@@ -256,7 +256,7 @@ def test_stores_of_other_numbers_of_shards_are_misses_and_spared(ranks):
 
 @pytest.mark.parametrize(("most", "expected"), [(5000, [6, 6, 3]), (1, [3] * 5), (1 << 20, [15])])
 def test_many_blocks_are_gathered_a_few_at_a_time(ranks, monkeypatch, most, expected):
-    monkeypatch.setattr(store_worker, "_GATHER_BYTES", most)  # 5000: two blocks of it
+    monkeypatch.setattr(store_io, "_GATHER_BYTES", most)  # 5000: two blocks of it
     layout = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f32, 4, extra=[TensorSpec("i", dt.u8, (3,))]),))
     calls: list[int] = []
 

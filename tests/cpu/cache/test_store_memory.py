@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.cache.controller import CacheController, layout_of
-from kvtier.cache.plan import Plan, Purpose, Transfer, slot_bytes
 from kvtier.errors import StoreError
+from kvtier.messages import Plan, Purpose, Transfer, slot_bytes
 from kvtier.storage import MemoryStore, Results, ShardStores, Write
 from kvtier.storage.native import address_of
+from kvtier.worker.controller import CacheController, layout_of
 
 KEY = bytes(range(32))
 

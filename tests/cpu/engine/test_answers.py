@@ -10,7 +10,6 @@ import torch
 from engine_helpers import greedy
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Purpose
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine.engine import Engine, EngineConfig
@@ -18,6 +17,7 @@ from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.engine.random_weights import random_weights
+from kvtier.messages import Purpose
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore, MemoryStore, Store
 from storage_support import Fault, FaultyStore

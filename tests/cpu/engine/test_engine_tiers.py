@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from engine_helpers import conversations, greedy, talk
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Purpose
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine.engine import Engine, EngineConfig
@@ -21,6 +20,7 @@ from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.engine.random_weights import random_weights
 from kvtier.engine.speculate import DraftProposer
+from kvtier.messages import Purpose
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 

@@ -19,9 +19,7 @@ from engine_helpers import Answer, finish, greedy, prompts
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.control import CacheControl
 from kvtier.cache.host import HostConfig
-from kvtier.cache.layer_waits import LayerWaits
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Plan, Probe
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine import ForwardBatch, Model, ModelConfig, SequenceInput
@@ -36,8 +34,10 @@ from kvtier.engine.tiers import Tiers
 from kvtier.errors import ArgumentError, EngineError, RangeError
 from kvtier.index import Chain, Namespace
 from kvtier.memory import CPU
+from kvtier.messages import Plan, Probe
 from kvtier.scheduler import Scheduler, SchedulerConfig
 from kvtier.storage import MemoryStore
+from kvtier.worker.layer_waits import LayerWaits
 from support import stop_process
 
 SHAPE = ModelConfig("llama", 3, 32, 48, 8, 4, 8, 199, 512, norm_eps=1e-5, rope=RopeConfig(10000.0))

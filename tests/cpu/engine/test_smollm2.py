@@ -9,10 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine_driver import Driver, greedy
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Purpose
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine import InvariantOps, Model, SamplingParams, load_model, load_tokenizer, resolve
 from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.messages import Purpose
 from kvtier.storage import DiskStore
 
 gguf = pytest.importorskip("gguf")

@@ -6,10 +6,10 @@ import pytest
 
 from cache_support import BLOCK, Lab, chain_of, disk, prompt
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Purpose
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, MediaItem
+from kvtier.messages import Purpose
 
 SYSTEM = [7] * 8  # two blocks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from cache_support import Lab, disk, prompt
-from kvtier.cache.plan import Report, slot_bytes
 from kvtier.index.transfers import block_slots
+from kvtier.messages import Report, slot_bytes
 
 
 def slots_of(lab: Lab, chain, first: int, stop: int) -> np.ndarray:

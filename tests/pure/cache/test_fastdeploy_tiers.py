@@ -25,11 +25,11 @@ from kvtier.cache.control import CacheControl
 from kvtier.cache.hold import Hold
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Purpose
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.cache.store import StoreConfig
 from kvtier.errors import StateError
 from kvtier.index import MediaItem, Shortage
+from kvtier.messages import Purpose
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 
 

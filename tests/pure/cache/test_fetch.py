@@ -6,10 +6,10 @@ import pytest
 
 from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Outcome, Presence, Probe, Purpose, Report, split_keys
 from kvtier.cache.store import Patience
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain
+from kvtier.messages import Outcome, Presence, Probe, Purpose, Report, split_keys
 
 
 def stored(chain: Chain, num_blocks: int | None = None) -> dict[bytes, object]:
@@ -564,7 +564,7 @@ def test_a_probe_is_answered_by_every_rank():
 
 
 def test_host_memory_grows_with_the_slowest_rank():
-    from kvtier.cache.plan import TierSize
+    from kvtier.messages import TierSize
 
     lab = Lab(20, num_ranks=2)
     pool = lab.control.tier("host").pool

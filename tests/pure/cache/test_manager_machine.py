@@ -26,11 +26,11 @@ from cache_support import Lab, chain_of, content
 from kvtier.cache.fetch import Fetch
 from kvtier.cache.hold import Hold
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Drop, Purpose, split_keys
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.errors import LoadError
 from kvtier.index import Chain, Lease, MediaItem
+from kvtier.messages import Drop, Purpose, split_keys
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 STEPS = 60

@@ -13,9 +13,9 @@ from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.moves import both, runs
-from kvtier.cache.plan import Drop, Outcome, Presence, Purpose, Report, Transfer
 from kvtier.cache.store import StoreConfig
 from kvtier.errors import ArgumentError, StateError
+from kvtier.messages import Drop, Outcome, Presence, Purpose, Report, Transfer
 
 MASKS = st.lists(st.integers(0, 1), max_size=12).map(bytes)
 

@@ -10,11 +10,11 @@ from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Outcome, Plan, Presence, Purpose, Report, Transfer
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.cache.store import Patience
 from kvtier.errors import ArgumentError, LoadError, RangeError, StateError
 from kvtier.index import MediaItem, Namespace
+from kvtier.messages import Outcome, Plan, Presence, Purpose, Report, Transfer
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 
 CAT, DOG = MediaItem(5, 6, b"a cat"), MediaItem(5, 6, b"a dog")

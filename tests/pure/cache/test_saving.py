@@ -6,10 +6,10 @@ import pytest
 
 from cache_support import BLOCK, Lab, chain_of, disk, prompt
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Purpose
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.errors import RangeError
 from kvtier.index import Namespace
+from kvtier.messages import Purpose
 
 
 def test_what_does_not_fit_under_way_is_saved_later():

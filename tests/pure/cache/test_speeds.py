@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cache_support import BLOCK, Lab, disk, prompt
-from kvtier.cache.plan import Purpose
 from kvtier.cache.speeds import Fit, Speeds
+from kvtier.messages import Purpose
 
 DECAY = 1 - 1 / 40
 LOAD, FETCH = (Purpose.LOAD, ""), (Purpose.FETCH, "disk")

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Report, slot_bytes
 from kvtier.cache.store import StoreConfig
 from kvtier.errors import ArgumentError, FormatError, StateError
 from kvtier.index import Chain, Namespace
+from kvtier.messages import Report, slot_bytes
 from kvtier.replay import read_trace
 from kvtier.replay.following import follow, read_log
 from kvtier.replay.hardware import DiskSpec

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
-from kvtier.cache.plan import Purpose
 from kvtier.cache.store import StoreConfig
 from kvtier.errors import ArgumentError, RangeError
+from kvtier.messages import Purpose
 from kvtier.replay import SyntheticTrace, TraceRequest, generate
 from kvtier.replay.cost import Measured, Roofline, Work
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset

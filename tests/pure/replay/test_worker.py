@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cache.plan import Drop, Plan, Probe, Purpose, Transfer, slot_bytes
 from kvtier.errors import ArgumentError, RangeError
+from kvtier.messages import Drop, Plan, Probe, Purpose, Transfer, slot_bytes
 from kvtier.replay.hardware import DiskSpec
 from kvtier.replay.worker import TO_DEVICE, TO_HOST, SimulatedStore, SimulatedWorker
 

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Outcome, Plan, Purpose, Report, Transfer
 from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease, MissReason, Namespace
+from kvtier.messages import Outcome, Plan, Purpose, Report, Transfer
 from kvtier.scheduler import Control, Request, RequestState, RowResult, Scheduler, SchedulerConfig
 from scheduler_support import BLOCK, Device, alone, make, request, run, verify_step
 

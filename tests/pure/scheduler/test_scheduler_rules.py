@@ -13,9 +13,9 @@ from cache_support import Lab, content, disk
 from cache_support import prompt as stored_prompt
 from kvtier.cache.host import HostConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.plan import Plan, Purpose
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Retention
+from kvtier.messages import Plan, Purpose
 from kvtier.scheduler import Control, Request, RequestState, Row, RowResult, Scheduler, SchedulerConfig, Step
 from scheduler_support import BLOCK, Device, alone, make, request, run, verify_step
 

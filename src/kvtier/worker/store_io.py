@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.cache.plan import KEY_BYTES, Drop, Outcome, Presence, Probe, Purpose, Transfer, split_keys
-from kvtier.cache.shards import Bytes, Part, Sharding, parts_of
 from kvtier.errors import StoreError
 from kvtier.layout import CacheGroup
+from kvtier.messages import KEY_BYTES, Drop, Outcome, Presence, Probe, Purpose, Transfer, split_keys
 from kvtier.storage import Label, Read, Results, ShardStores, Status, Store, UsesMemory, Write, digest_tokens
 from kvtier.transfer import HostMemory
+from kvtier.worker.sharding import Bytes, Part, Sharding, parts_of
 
 _SCAN_PAGE = 4096
 _GATHER_BYTES = 16 << 20

@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvtier.cache.layer_waits import LayerWaits
-from kvtier.cache.plan import I32, Outcome, Plan, Presence, Purpose, Report, TierSize, Transfer, slot_bytes
-from kvtier.cache.scrub import Scrubber
-from kvtier.cache.shards import Sharding
-from kvtier.cache.store_worker import StoreWorker
 from kvtier.errors import ArgumentError, KvtierError, TransferTimeoutError
 from kvtier.layout import CacheGroup, KVLayout
 from kvtier.memory import Event, Placement
 from kvtier.memory.copy_paths import run_path
+from kvtier.messages import I32, Outcome, Plan, Presence, Purpose, Report, TierSize, Transfer, slot_bytes
 from kvtier.storage import ShardStores, Store
 from kvtier.transfer import DeviceCache, HostMemory, TransferConfig, TransferManager, TransferReport
 from kvtier.transfer import Transfer as Copy
 from kvtier.transfer.staging import Mover
+from kvtier.worker.layer_waits import LayerWaits
+from kvtier.worker.scrubber import Scrubber
+from kvtier.worker.sharding import Sharding
+from kvtier.worker.store_io import StoreWorker
 
 
 @dataclass(slots=True)

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.cache.plan import KEY_BYTES, split_keys
 from kvtier.errors import ArgumentError
 from kvtier.layout import CacheGroup, Span, TensorSpec
+from kvtier.messages import KEY_BYTES, split_keys
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
