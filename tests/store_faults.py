@@ -6,8 +6,8 @@ import contextlib
 import uuid
 
 from kvtier.storage import Breaker
-from kvtier.storage.envelope import Envelope
-from kvtier.storage.remote import RemoteStore, Retry
+from kvtier.storage.remote.envelope import Envelope
+from kvtier.storage.remote.store import RemoteStore, Retry
 from store_proxy import Proxy
 from store_servers import S3_KEY, S3_SECRET, raw_s3
 
@@ -67,12 +67,12 @@ class Setup:
 
     def store(self, *, breaker: Breaker | None = None, envelope: Envelope | None = None, timeout_s: float = 30.0):
         if self.kind == "redis":
-            from kvtier.storage.redis import RedisBucket, RedisConfig
+            from kvtier.storage.remote.redis import RedisBucket, RedisConfig
 
             config = RedisConfig(port=self.proxy.port, prefix=self.prefix)
             bucket = RedisBucket(config, num_connections=4, timeout_s=timeout_s)
         else:
-            from kvtier.storage.s3 import S3Bucket, S3Config
+            from kvtier.storage.remote.s3 import S3Bucket, S3Config
 
             endpoint = f"http://127.0.0.1:{self.proxy.port}"
             bucket = S3Bucket(S3Config("test", self.prefix, endpoint, "us-east-1", S3_KEY, S3_SECRET), timeout_s)

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 import store_servers
-from kvtier.storage.remote import RemoteStore
+from kvtier.storage.remote.store import RemoteStore
 from store_faults import Setup
 
 
@@ -49,7 +49,7 @@ def mooncake(tmp_path_factory):
 @pytest.fixture(scope="session")
 def mooncake_client(mooncake):
     """One client for all tests, since closing one takes a second: prefix -> store."""
-    from kvtier.storage.mooncake import MooncakeBucket, MooncakeConfig
+    from kvtier.storage.remote.mooncake import MooncakeBucket, MooncakeConfig
 
     class Lent(MooncakeBucket):
         def __init__(self, prefix):

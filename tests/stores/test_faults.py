@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.storage import Breaker, Label, Outcome, Page, Read, Status
-from kvtier.storage.crypto import Cipher
-from kvtier.storage.envelope import Envelope
 from kvtier.storage.record import RECORD_BYTES, VERSION
-from kvtier.storage.remote import RemoteStore
+from kvtier.storage.remote.crypto import Cipher
+from kvtier.storage.remote.envelope import Envelope
+from kvtier.storage.remote.store import RemoteStore
 from storage_support import (
     LABEL,
     OTHER_NAMESPACE,
@@ -397,7 +397,7 @@ def test_expired_objects_are_not_served_and_go(setup):
 
 
 def test_a_redis_killed_in_the_middle_and_started_again(tmp_path):
-    from kvtier.storage.redis import RedisBucket, RedisConfig
+    from kvtier.storage.remote.redis import RedisBucket, RedisConfig
 
     with contextlib.ExitStack() as stack:
         try:

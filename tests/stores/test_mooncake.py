@@ -15,7 +15,7 @@ from kvtier.errors import ClosedError, StoreError
 from kvtier.storage import Breaker, Read, Status, UsesMemory, Write
 from kvtier.storage.native import address_of
 from kvtier.storage.open import open_store
-from kvtier.storage.remote import RemoteStore, Retry
+from kvtier.storage.remote.store import RemoteStore, Retry
 from kvtier.storage.workers import Scratch
 from storage_support import LABEL, Clock, get, has, key_of, payload_of, put
 from store_servers import NotInstalled, mooncake_master
@@ -31,7 +31,7 @@ def test_a_url_opens_it_and_without_the_masters_port_there_is_no_inventory(moonc
 
 @pytest.fixture
 def bucket(mooncake):
-    from kvtier.storage.mooncake import MooncakeBucket, MooncakeConfig
+    from kvtier.storage.remote.mooncake import MooncakeBucket, MooncakeConfig
 
     return MooncakeBucket(MooncakeConfig(f"127.0.0.1:{mooncake.port}", prefix=uuid.uuid4().hex), timeout_s=20)
 
@@ -123,7 +123,7 @@ def test_a_full_pool_is_an_outcome(tmp_path):
 
 
 def test_a_master_that_hangs_costs_one_deadline_and_its_death_nothing_but_objects(tmp_path):
-    from kvtier.storage.mooncake import MooncakeBucket, MooncakeConfig
+    from kvtier.storage.remote.mooncake import MooncakeBucket, MooncakeConfig
 
     with contextlib.ExitStack() as stack:
         try:

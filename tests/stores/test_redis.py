@@ -14,7 +14,7 @@ from kvtier.errors import StoreError
 from kvtier.storage import Breaker, Read, Status, Write
 from kvtier.storage.audit import take_inventory
 from kvtier.storage.open import open_store
-from kvtier.storage.remote import RemoteStore
+from kvtier.storage.remote.store import RemoteStore
 from storage_support import LABEL, all_keys, get, key_of, payload_of, put
 from store_servers import NotInstalled, free_ports, redis_server, wait_for
 
@@ -186,8 +186,8 @@ def test_a_write_that_goes_on_behind_its_deadline_never_stores_what_the_memory_h
     """A sleeping server takes what the sockets hold; the rest of the request is sent when it wakes."""
     import redis
 
-    from kvtier.storage.bucket import RequestSize
-    from kvtier.storage.redis import RedisBucket, RedisConfig
+    from kvtier.storage.remote.bucket import RequestSize
+    from kvtier.storage.remote.redis import RedisBucket, RedisConfig
 
     with server(tmp_path, "--enable-debug-command", "yes") as port:
         bucket = RedisBucket(RedisConfig(port=port), 2, 60.0)

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvtier.storage import RemoteStore, Status
-from kvtier.storage.crypto import Cipher
-from kvtier.storage.envelope import Envelope
+from kvtier.storage.remote.crypto import Cipher
+from kvtier.storage.remote.envelope import Envelope
 from storage_support import Clock, all_keys, get, has, key_of, payload_of, put
 
 NUMBERS = st.integers(0, 5)
@@ -21,7 +21,7 @@ TTL_S = 100
 def machine(port: int) -> type[RuleBasedStateMachine]:
     import redis
 
-    from kvtier.storage.redis import RedisBucket, RedisConfig
+    from kvtier.storage.remote.redis import RedisBucket, RedisConfig
 
     raw = redis.Redis(port=port)
 

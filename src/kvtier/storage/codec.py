@@ -11,9 +11,8 @@ from kvtier.errors import RangeError
 from kvtier.storage.checksum import checksum
 from kvtier.storage.native import address_of, native
 from kvtier.storage.record import Flags, Record
-from kvtier.storage.segment import round_up
 from kvtier.storage.store import Label, Outcome, Read, Status
-from kvtier.storage.workers import ALIGNMENT, Scratch
+from kvtier.storage.workers import ALIGNMENT, Scratch, round_up
 
 
 class Compression(Enum):

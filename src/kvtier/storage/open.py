@@ -11,14 +11,14 @@ from typing import TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvtier.errors import ArgumentError, StoreError, UnavailableError
-from kvtier.storage.bucket import Bucket, BucketError
 from kvtier.storage.cascade import Cascade
 from kvtier.storage.codec import Compression
-from kvtier.storage.crypto import Cipher
-from kvtier.storage.disk import DiskStore, Sync
-from kvtier.storage.envelope import Envelope
+from kvtier.storage.disk.store import DiskStore, Sync
 from kvtier.storage.memory import MemoryStore
-from kvtier.storage.remote import RemoteStore, Retry
+from kvtier.storage.remote.bucket import Bucket, BucketError
+from kvtier.storage.remote.crypto import Cipher
+from kvtier.storage.remote.envelope import Envelope
+from kvtier.storage.remote.store import RemoteStore, Retry
 from kvtier.storage.store import DEFAULT_TIMEOUT_S, Store
 
 Value = TypeVar("Value")
@@ -180,7 +180,7 @@ def _open_redis(options: _Options, secret: bytes | None) -> Store:
     if not url.hostname or not (database or "0").isdecimal():
         raise ArgumentError(f"{options.shown}: needs a host, and a number for the database: redis://host:6379/0")
     try:
-        from kvtier.storage.redis import RedisBucket, RedisConfig
+        from kvtier.storage.remote.redis import RedisBucket, RedisConfig
     except ImportError as error:
         raise _missing("redis", options, error) from error
     remote = _Remote.of(options, secret, num_threads=4)
@@ -210,7 +210,7 @@ def _open_s3(options: _Options, secret: bytes | None) -> Store:
     if not options.url.hostname:
         raise ArgumentError(f"{options.shown}: needs a bucket: s3://bucket/prefix")
     try:
-        from kvtier.storage.s3 import S3Bucket, S3Config
+        from kvtier.storage.remote.s3 import S3Bucket, S3Config
     except ImportError as error:
         raise _missing("s3", options, error) from error
     remote = _Remote.of(options, secret, num_threads=_S3_THREADS)
@@ -230,7 +230,7 @@ def _open_mooncake(options: _Options, secret: bytes | None) -> Store:
     if not options.url.hostname:
         raise ArgumentError(f"{options.shown}: needs the master: mooncake://host:50051")
     try:
-        from kvtier.storage.mooncake import MooncakeBucket, MooncakeConfig
+        from kvtier.storage.remote.mooncake import MooncakeBucket, MooncakeConfig
     except ImportError as error:
         raise _missing("mooncake", options, error) from error
     remote = _Remote.of(options, secret, num_threads=1)

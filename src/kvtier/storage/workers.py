@@ -64,3 +64,8 @@ class Workers:
         while (job := self._jobs.get()) is not None:
             job(scratch)
             del job  # nothing of a finished call stays alive here until the next one
+
+
+def round_up(nbytes: int, multiple: int = ALIGNMENT) -> int:
+    """The next multiple that is not smaller."""
+    return -(-nbytes // multiple) * multiple

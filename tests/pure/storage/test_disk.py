@@ -16,7 +16,7 @@ import pytest
 
 from kvtier.errors import ArgumentError, StoreError, StoreInUseError, VersionError
 from kvtier.storage import Breaker, Compression, DiskStore, Label, Read, Status, Sync, Write
-from kvtier.storage.segment import Shape
+from kvtier.storage.disk.segment import Shape
 from storage_support import (
     LABEL,
     NAMESPACE,

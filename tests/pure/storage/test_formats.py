@@ -17,10 +17,10 @@ from kvtier.native_code import Native
 from kvtier.storage import Read, Status, Write
 from kvtier.storage.checksum import checksum, checksum_in_python, checksums
 from kvtier.storage.codec import Compression, copy_bytes, encode
-from kvtier.storage.envelope import Envelope
+from kvtier.storage.disk.segment import Shape
+from kvtier.storage.disk.space import slot_bytes_for
 from kvtier.storage.record import BLANK, Flags, Record
-from kvtier.storage.segment import Shape
-from kvtier.storage.space import slot_bytes_for
+from kvtier.storage.remote.envelope import Envelope
 from storage_support import LABEL, key_of, payload_of, resealed
 
 RECORD = Record(key_of(1), LABEL.namespace, bytes(16), 5000, 4000, 2**63 + 5, 64, Flags.ZLIB, 77, 3, 9)

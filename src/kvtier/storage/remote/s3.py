@@ -23,7 +23,7 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
-from kvtier.storage.bucket import BucketError, Listing, Parts, Put, RequestSize, join
+from kvtier.storage.remote.bucket import BucketError, Listing, Parts, Put, RequestSize, join
 from kvtier.storage.workers import Scratch
 
 Answer = TypeVar("Answer")

@@ -17,8 +17,8 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from kvtier.storage.disk.segment import Shape
 from kvtier.storage.record import Flags, Record
-from kvtier.storage.segment import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from mooncake.store import MooncakeDistributedStore
 
-from kvtier.storage.bucket import BucketError, Listing, Parts, Put, RequestSize, join
 from kvtier.storage.native import address_of
+from kvtier.storage.remote.bucket import BucketError, Listing, Parts, Put, RequestSize, join
 from kvtier.storage.workers import Scratch
 
 # What the client answers where it does not count bytes.

@@ -35,9 +35,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import ChecksumError, FormatError, TruncatedError, VersionError
-from kvtier.storage.files import Files
+from kvtier.storage.disk.files import Files
 from kvtier.storage.record import BLANK, RECORD_BYTES, Record
-from kvtier.storage.workers import ALIGNMENT
+from kvtier.storage.workers import ALIGNMENT, round_up
 
 MAGIC = b"\x89KVSEG\r\n"
 VERSION = 1
@@ -47,11 +47,6 @@ MAX_SLOTS = 1 << 24
 _FIELDS = struct.Struct("<8sHHIQQ4060x")
 _CRC = struct.Struct("<I")
 _NAME = re.compile(r"segment-(\d{8})\.(?:kv|table)(?:\.new)?")
-
-
-def round_up(nbytes: int, multiple: int = ALIGNMENT) -> int:
-    """The next multiple that is not smaller."""
-    return -(-nbytes // multiple) * multiple
 
 
 def slots_name(number: int) -> str:

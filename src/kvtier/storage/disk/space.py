@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvtier.errors import StoreError
-from kvtier.storage.catalog import Catalog, Entry, Place
-from kvtier.storage.files import Files
+from kvtier.storage.disk.catalog import Catalog, Entry, Place
+from kvtier.storage.disk.files import Files
+from kvtier.storage.disk.recovery import FolderLock, recover
+from kvtier.storage.disk.segment import Segment, Shape
 from kvtier.storage.record import BLANK, Flags, Record
-from kvtier.storage.recovery import FolderLock, recover
-from kvtier.storage.segment import Segment, Shape, round_up
+from kvtier.storage.workers import round_up
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a disk that is well, but full."""

@@ -12,14 +12,13 @@ from enum import Enum
 
 from kvtier.errors import ArgumentError, ClosedError, StoreError
 from kvtier.storage.calls import Calls
-from kvtier.storage.catalog import Entry, Place
 from kvtier.storage.codec import Compression, copy_bytes, decode, encode, lay_out, mismatch
-from kvtier.storage.files import Files, OsFiles
+from kvtier.storage.disk.catalog import Entry, Place
+from kvtier.storage.disk.files import Files, OsFiles
+from kvtier.storage.disk.space import FULL, Limits, Space
 from kvtier.storage.guard import Batch, Breaker
 from kvtier.storage.meter import Kind, Meter
 from kvtier.storage.record import Record
-from kvtier.storage.segment import round_up
-from kvtier.storage.space import FULL, Limits, Space
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
     Outcome,
@@ -33,7 +32,7 @@ from kvtier.storage.store import (
     check_keys,
     view_of,
 )
-from kvtier.storage.workers import Job, Scratch, Workers
+from kvtier.storage.workers import Job, Scratch, Workers, round_up
 
 MISSING = Outcome(Status.MISSING)
 

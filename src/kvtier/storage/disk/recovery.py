@@ -21,9 +21,9 @@ import weakref
 from dataclasses import dataclass, field
 
 from kvtier.errors import FormatError, StoreError, StoreInUseError, VersionError
-from kvtier.storage.files import FILE_MODE, FOLDER_MODE, Files
+from kvtier.storage.disk.files import FILE_MODE, FOLDER_MODE, Files
+from kvtier.storage.disk.segment import SUPERBLOCK_BYTES, Segment, Shape, segment_number, slots_name, table_name
 from kvtier.storage.record import BLANK, RECORD_BYTES, Flags, Record
-from kvtier.storage.segment import SUPERBLOCK_BYTES, Segment, Shape, segment_number, slots_name, table_name
 
 LOCK = "LOCK"
 QUARANTINE = "quarantine"

@@ -31,7 +31,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from kvtier.storage.bucket import BucketError, Listing, Parts, Put, RequestSize, join
+from kvtier.storage.remote.bucket import BucketError, Listing, Parts, Put, RequestSize, join
 from kvtier.storage.workers import Scratch
 
 _MOVED = (MovedError, AskError, TryAgainError)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.errors import ArgumentError, FormatError, VersionError
-from kvtier.storage.bucket import Parts
 from kvtier.storage.checksum import checksums
 from kvtier.storage.codec import Compression, decode, encode, mismatch
-from kvtier.storage.crypto import SEAL_BYTES, TAG_BYTES, Cipher
 from kvtier.storage.record import RECORD_BYTES, Record
+from kvtier.storage.remote.bucket import Parts
+from kvtier.storage.remote.crypto import SEAL_BYTES, TAG_BYTES, Cipher
 from kvtier.storage.store import Label, Outcome, Read, Status, Write
 
 

@@ -1,0 +1,1 @@
+"""DiskStore: a crash-safe store in a local directory."""

@@ -1,0 +1,1 @@
+"""RemoteStore and its back ends: Redis, S3 and Mooncake."""
