@@ -20,7 +20,7 @@ from kvtier.cache.manager import CacheManager
 from kvtier.cache.store import Patience, StoreConfig
 from kvtier.errors import LoadError
 from kvtier.index import BlockState, Chain, Namespace, Shortage
-from kvtier.index.transfers import block_states
+from kvtier.index.transitions import block_states
 from kvtier.messages import Drop, Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, split_keys
 
 BLOCK = 4

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.index import BlockPool, Chain, Lease, Namespace, RadixTree, Retention, Slots, Tier, make_policy, transfers
+from kvtier.index import BlockPool, Chain, Lease, Namespace, RadixTree, Retention, Slots, Tier, make_policy, transitions
 
 BLOCK = 4
 NAMESPACE = Namespace("model", block_tokens=BLOCK)
@@ -58,8 +58,8 @@ def copy_down(tree: RadixTree, lease: Lease, number: int, first: int = 0, count:
     tier = tree.tiers[number]
     slots = tree.reserve(tier, count, lease.chain.salt)
     assert isinstance(slots, Slots), str(slots)
-    transfers.begin_write(lease, tier, first, slots)
-    transfers.end_write(tree, lease, tier, first, count, ok=True)
+    transitions.begin_write(lease, tier, first, slots)
+    transitions.end_write(tree, lease, tier, first, count, ok=True)
     return slots.ids.tolist()
 
 

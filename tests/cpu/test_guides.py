@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.index.policy import POLICIES
+from kvtier.index.policies import POLICIES
 
 pytest.register_assert_rewrite("store_contract")
 from store_contract import *  # noqa: E402, F403

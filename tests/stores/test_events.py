@@ -202,7 +202,7 @@ def test_closing_sends_what_waits_and_ends_everything():
 def test_the_subscriber_of_an_index_knows_it():
     """The whole way: a tree under pressure, a subscriber that follows, and they agree block by block."""
     from index_cases import chain_of, matched, run, tree_of
-    from kvtier.index.keys import KEY_BYTES as WIDTH
+    from kvtier.index.chain import KEY_BYTES as WIDTH
 
     with heard(int_hashes=False) as (publisher, subscriber):
         tree = tree_of(8, listener=publisher)

@@ -9,7 +9,7 @@ from kvtier.cache.saving import SaveJob
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Tier
 from kvtier.index.node import Node, upwards
-from kvtier.index.shape import common_blocks
+from kvtier.index.tree_edit import common_blocks
 from kvtier.messages import KEY_BYTES
 
 

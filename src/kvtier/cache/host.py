@@ -16,7 +16,7 @@ from kvtier.errors import RangeError
 from kvtier.index import Lease, RadixTree, Shortage, Slots, Tier
 from kvtier.index.node import IS_ABSENT, READABLE
 from kvtier.index.pool import I32
-from kvtier.index.transfers import begin_write, block_slots, block_states
+from kvtier.index.transitions import begin_write, block_slots, block_states
 from kvtier.messages import Purpose
 
 

@@ -39,9 +39,9 @@ from kvtier.index import (
     Tier,
     make_policy,
 )
+from kvtier.index.chain import TokenIds
 from kvtier.index.node import ABSENT, WRITING
-from kvtier.index.tokens import TokenIds
-from kvtier.index.transfers import block_slots
+from kvtier.index.transitions import block_slots
 from kvtier.messages import Plan, Purpose, Report
 
 _KEEP = Retention()

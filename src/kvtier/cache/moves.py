@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import ArgumentError, StateError
 from kvtier.index import Lease, RadixTree, Slots, Tier
-from kvtier.index.transfers import begin_read, end_read, end_write
+from kvtier.index.transitions import begin_read, end_read, end_write
 from kvtier.messages import Drop, Outcome, Plan, Probe, Purpose, Report, Transfer, slot_bytes
 
 Mask = bytes

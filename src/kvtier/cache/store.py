@@ -16,7 +16,7 @@ from kvtier.cache.saving import SaveJob, SaveQueue, Saving, WritePolicy
 from kvtier.errors import RangeError
 from kvtier.index import Lease, RadixTree, Slots, Tier
 from kvtier.index.node import READABLE
-from kvtier.index.transfers import block_slots, block_states
+from kvtier.index.transitions import block_slots, block_states
 from kvtier.messages import Drop, Presence, Purpose, split_keys
 
 

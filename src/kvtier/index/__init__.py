@@ -3,14 +3,13 @@
 Everything here belongs to one thread; `now` is the caller's clock.
 """
 
-from kvtier.index.chain import Chain
+from kvtier.index.chain import KEY_BYTES, Chain, MediaItem, Namespace
 from kvtier.index.events import BlocksRemoved, BlocksStored, Event, IndexCleared, Listener
 from kvtier.index.ghost import Estimate, GhostCache
-from kvtier.index.keys import KEY_BYTES, MediaItem, Namespace
 from kvtier.index.lease import Lease, PartialHit, Path, Published, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
 from kvtier.index.node import BlockState
-from kvtier.index.policy import FIFO, LRU, S3FIFO, CostAware, Policy, make_policy
+from kvtier.index.policies import FIFO, LRU, S3FIFO, CostAware, Policy, make_policy
 from kvtier.index.pool import BlockPool, PoolStats, Shortage, Slots
 from kvtier.index.tier import Tier
 from kvtier.index.tree import RadixTree, TreeStats

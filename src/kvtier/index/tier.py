@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtier.errors import StateError
 from kvtier.index.node import NO_SLOT, BlockState, Held, Node
-from kvtier.index.policy import Policy
+from kvtier.index.policies import Policy
 from kvtier.index.pool import BlockPool, Shortage, Slots
 
 

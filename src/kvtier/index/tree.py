@@ -9,20 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.errors import ArgumentError, RangeError, StateError
-from kvtier.index.chain import Chain
+from kvtier.index.chain import TOKEN_BYTES, Chain, Namespace
 from kvtier.index.check import check_tree
 from kvtier.index.events import IndexCleared, Listener
 from kvtier.index.ghost import GhostCache
-from kvtier.index.growth import Growth
-from kvtier.index.keys import Namespace
 from kvtier.index.lease import Lease, PartialHit, Path, Published, Retention, path_to
 from kvtier.index.misses import Miss, MissList, MissReason
 from kvtier.index.node import NO_SLOT, READY, Node, Usage, device_slots, upwards
 from kvtier.index.pool import I32, Shortage, Slots
-from kvtier.index.removal import Removal
-from kvtier.index.shape import absorb_parent, common_blocks, common_tokens, split, were_one
 from kvtier.index.tier import Tier
-from kvtier.index.tokens import TOKEN_BYTES
+from kvtier.index.tree_edit import Growth, Removal, absorb_parent, common_blocks, common_tokens, split, were_one
 
 _NO_SLOTS = np.empty(0, np.int32)
 _KEEP = Retention()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.index.policy import POLICIES
+from kvtier.index.policies import POLICIES
 from kvtier.replay.hits import replay_paths
 from kvtier.replay.processes import jobs_here, spread
 from kvtier.replay.trace import TraceRequest

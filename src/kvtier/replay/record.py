@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from kvtier.errors import ArgumentError, StateError
-from kvtier.index.keys import KEY_BYTES
+from kvtier.index.chain import KEY_BYTES
 from kvtier.messages import Report, split_keys
 from kvtier.scheduler import Request, RowResult, Scheduler, Step
 

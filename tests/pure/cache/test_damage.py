@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cache_support import Lab, disk, prompt
-from kvtier.index.transfers import block_slots
+from kvtier.index.transitions import block_slots
 from kvtier.messages import Report, slot_bytes
 
 

@@ -8,8 +8,8 @@ from collections import OrderedDict
 import pytest
 
 from index_cases import matched, run, tree_of
-from kvtier.index.arc import ARC
 from kvtier.index.node import Node, Usage
+from kvtier.index.policies import ARC
 
 
 class Blocks:

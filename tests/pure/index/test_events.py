@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, matched, run, tokens_of, tree_of
-from kvtier.index import KEY_BYTES, BlocksRemoved, BlocksStored, Chain, Event, IndexCleared, RadixTree, transfers
+from kvtier.index import KEY_BYTES, BlocksRemoved, BlocksStored, Chain, Event, IndexCleared, RadixTree, transitions
 
 
 def split(keys: bytes) -> list[bytes]:
@@ -137,8 +137,8 @@ def test_each_tier_tells_for_itself():
     router.take()
     copy_down(tree, lease, 1)
     assert router.take() == [BlocksStored("host", ROOT, one + two, token_bytes(1, 2), is_first=True)]
-    transfers.begin_drop(lease, tree.tiers[0], 1, 1)
-    transfers.end_drop(tree, lease, tree.tiers[0], 1, 1)
+    transitions.begin_drop(lease, tree.tiers[0], 1, 1)
+    transitions.end_drop(tree, lease, tree.tiers[0], 1, 1)
     assert router.take() == [BlocksRemoved("device", two)]
     tree.release(lease)
     tree.evict(tree.tiers[1], 1)
@@ -150,13 +150,13 @@ def test_a_copy_that_fails_or_is_dropped_half_way_is_never_told():
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)
     router.take()
-    transfers.begin_write(lease, tree.tiers[1], 0, tree.reserve(tree.tiers[1], 1))
-    transfers.end_write(tree, lease, tree.tiers[1], 0, 1, ok=False)
-    transfers.begin_write(lease, tree.tiers[1], 0, tree.reserve(tree.tiers[1], 1))
+    transitions.begin_write(lease, tree.tiers[1], 0, tree.reserve(tree.tiers[1], 1))
+    transitions.end_write(tree, lease, tree.tiers[1], 0, 1, ok=False)
+    transitions.begin_write(lease, tree.tiers[1], 0, tree.reserve(tree.tiers[1], 1))
     assert router.take() == []
     tree.drop(chain_of(1))
     assert router.take() == [BlocksRemoved("device", keys_of(1)[0])]
-    transfers.end_write(tree, lease, tree.tiers[1], 0, 1, ok=True)
+    transitions.end_write(tree, lease, tree.tiers[1], 0, 1, ok=True)
     tree.release(lease)
     assert router.take() == []
 

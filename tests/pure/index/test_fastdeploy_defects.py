@@ -16,7 +16,7 @@ import pytest
 import kvtier.index
 from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, matched, run, slots, tokens_of, tree_of
 from kvtier.errors import ArgumentError, KvtierError, RangeError, StateError
-from kvtier.index import BlockPool, Chain, MediaItem, MissReason, Namespace, Shortage, Slots, transfers
+from kvtier.index import BlockPool, Chain, MediaItem, MissReason, Namespace, Shortage, Slots, transitions
 
 
 def store(tree, *blocks):
@@ -41,8 +41,8 @@ def test_fix_1_what_came_back_to_the_device_can_be_evicted_again():
     tree.evict(tree.tiers[0], 2)
     lease = tree.match(chain_of(1, 2))
     given = tree.reserve(tree.tiers[0], 2)
-    transfers.begin_write(lease, tree.tiers[0], 0, given)
-    transfers.end_write(tree, lease, tree.tiers[0], 0, 2, ok=True)
+    transitions.begin_write(lease, tree.tiers[0], 0, given)
+    transitions.end_write(tree, lease, tree.tiers[0], 0, 2, ok=True)
     assert (tree.tiers[0].num_evictable, candidates(tree, 0)) == (0, 0)
     tree.release(lease)
     assert (tree.tiers[0].num_evictable, candidates(tree, 0)) == (2, 1)
@@ -169,7 +169,7 @@ def test_fix_25_a_match_that_raises_leaves_nothing_behind():
 
 
 def test_fix_27_tiers_are_objects_and_states_are_numbers():
-    assert {type(state).__name__ for state in transfers.BlockState} == {"BlockState"}
+    assert {type(state).__name__ for state in transitions.BlockState} == {"BlockState"}
     with pytest.raises(ArgumentError, match="numbered"):
         type(tree_of(4))(NAMESPACE, [tree_of(4, 4).tiers[1]])
 
@@ -216,8 +216,8 @@ def test_c2_a_path_is_in_order_whatever_tier_each_block_is_in():
     on_device = lease.table.tolist()
     on_host = copy_down(tree, lease, 1)
     for block in (0, 2):
-        transfers.begin_drop(lease, tree.tiers[0], block, 1)
-        transfers.end_drop(tree, lease, tree.tiers[0], block, 1)
+        transitions.begin_drop(lease, tree.tiers[0], block, 1)
+        transitions.end_drop(tree, lease, tree.tiers[0], block, 1)
     second = tree.match(chain_of(1, 2, 3, 4))
     assert second.num_matched == 4
     assert second.table.tolist() == [-1, on_device[1], -1, on_device[3]]
@@ -268,14 +268,14 @@ def test_c5_a_slot_that_is_read_is_nobody_elses_until_the_copy_is_done():
     store(tree, 1, 2)
     tree.evict(tree.tiers[0], 2)
     lease = tree.match(chain_of(1, 2))
-    transfers.begin_read(lease, tree.tiers[1], 0, 2)
+    transitions.begin_read(lease, tree.tiers[1], 0, 2)
     with pytest.raises(StateError, match="not READY"):
-        transfers.begin_drop(lease, tree.tiers[1], 0, 2)
+        transitions.begin_drop(lease, tree.tiers[1], 0, 2)
     assert isinstance(tree.reserve(tree.tiers[1], 1), Shortage)
-    transfers.end_read(lease, tree.tiers[1], 0, 2)
-    transfers.begin_drop(lease, tree.tiers[1], 0, 2)
+    transitions.end_read(lease, tree.tiers[1], 0, 2)
+    transitions.begin_drop(lease, tree.tiers[1], 0, 2)
     assert isinstance(tree.reserve(tree.tiers[1], 1), Shortage)
-    transfers.end_drop(tree, lease, tree.tiers[1], 0, 2)
+    transitions.end_drop(tree, lease, tree.tiers[1], 0, 2)
     assert isinstance(tree.reserve(tree.tiers[1], 2), Slots)
 
 
@@ -321,13 +321,13 @@ def test_c7_a_copy_can_be_read_when_it_is_reported_done_and_a_failed_one_never()
     lease = tree.match(chain_of(1))
     host = tree.tiers[1]
     for ok in (False, True):
-        transfers.begin_write(lease, host, 0, tree.reserve(host, 1))
+        transitions.begin_write(lease, host, 0, tree.reserve(host, 1))
         with pytest.raises(StateError, match="cannot be read"):
-            transfers.begin_read(lease, host, 0, 1)
-        transfers.end_write(tree, lease, host, 0, 1, ok=ok)
+            transitions.begin_read(lease, host, 0, 1)
+        transitions.end_write(tree, lease, host, 0, 1, ok=ok)
         assert host.pool.num_used == int(ok)
-    transfers.begin_read(lease, host, 0, 1)
-    transfers.end_read(lease, host, 0, 1)
+    transitions.begin_read(lease, host, 0, 1)
+    transitions.end_read(lease, host, 0, 1)
     tree.release(lease)
     tree.check([])
 
@@ -379,9 +379,9 @@ def test_c11_ranges_that_do_not_fit_the_path_are_refused():
     lease = tree.match(chain_of(1, 2))
     three = tree.reserve(tree.tiers[1], 3)
     with pytest.raises(RangeError, match=r"blocks \[0, 3\) of a path of 2"):
-        transfers.begin_write(lease, tree.tiers[1], 0, three)
+        transitions.begin_write(lease, tree.tiers[1], 0, three)
     with pytest.raises(RangeError, match=r"blocks \[1, 3\) of a path of 2"):
-        transfers.begin_read(lease, tree.tiers[0], 1, 2)
+        transitions.begin_read(lease, tree.tiers[0], 1, 2)
     tree.give_back(tree.tiers[1], three)
     tree.check([lease])
 
@@ -421,10 +421,10 @@ def test_c16_a_block_that_is_loading_ends_a_match_and_holds_nothing_after():
     store(tree, 1, 2)
     tree.evict(tree.tiers[0], 1)
     lease = tree.match(chain_of(1, 2))
-    transfers.begin_write(lease, tree.tiers[0], 1, tree.reserve(tree.tiers[0], 1))
+    transitions.begin_write(lease, tree.tiers[0], 1, tree.reserve(tree.tiers[0], 1))
     other = tree.match(chain_of(1, 2))
     assert tree.path(other).tiers.tolist() == [0, 1], "not yet from the device"
-    transfers.end_write(tree, lease, tree.tiers[0], 1, 1, ok=True)
+    transitions.end_write(tree, lease, tree.tiers[0], 1, 1, ok=True)
     assert tree.path(other).tiers.tolist() == [0, 0]
     tree.release(lease)
     tree.release(other, used=False)
@@ -458,10 +458,10 @@ def test_g2_a_copy_is_kept_so_a_second_eviction_moves_nothing():
     for _ in range(2):
         tree.evict(tree.tiers[0], tree.tiers[0].num_evictable)
         lease = tree.match(chain_of(1))
-        transfers.begin_read(lease, tree.tiers[1], 0, 1)
-        transfers.begin_write(lease, tree.tiers[0], 0, tree.reserve(tree.tiers[0], 1))
-        transfers.end_read(lease, tree.tiers[1], 0, 1)
-        transfers.end_write(tree, lease, tree.tiers[0], 0, 1, ok=True)
+        transitions.begin_read(lease, tree.tiers[1], 0, 1)
+        transitions.begin_write(lease, tree.tiers[0], 0, tree.reserve(tree.tiers[0], 1))
+        transitions.end_read(lease, tree.tiers[1], 0, 1)
+        transitions.end_write(tree, lease, tree.tiers[0], 0, 1, ok=True)
         tree.release(lease)
         assert tree.tiers[1].pool.free_slots().tolist() == on_host
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 import kvtier.index
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, GhostCache, MediaItem, Namespace
-from kvtier.index.shadow import SHADOWS, S3FIFOMarks, Stack
+from kvtier.index.ghost import SHADOWS, S3FIFOMarks, Stack
 from kvtier.replay import SyntheticTrace, generate, read_trace
 from kvtier.replay.hits import replay_hits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, run, tokens_of, tree_of
-from kvtier.index import Chain, MediaItem, Miss, MissList, MissReason, Namespace, RadixTree, Retention, transfers
+from kvtier.index import Chain, MediaItem, Miss, MissList, MissReason, Namespace, RadixTree, Retention, transitions
 
 
 def why(tree: RadixTree, *blocks: int, now: float = 0.0, **options) -> Miss:
@@ -89,14 +89,14 @@ def test_it_is_being_written():
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
     copy_down(tree, lease, 1)
-    transfers.begin_drop(lease, tree.tiers[0], 0, 2)
-    transfers.end_drop(tree, lease, tree.tiers[0], 0, 2)
-    transfers.begin_drop(lease, tree.tiers[1], 1, 1)
+    transitions.begin_drop(lease, tree.tiers[0], 0, 2)
+    transitions.end_drop(tree, lease, tree.tiers[0], 0, 2)
+    transitions.begin_drop(lease, tree.tiers[1], 1, 1)
     assert (why(tree, 1, 2).block, why(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
-    transfers.end_drop(tree, lease, tree.tiers[1], 1, 1)
-    transfers.begin_write(lease, tree.tiers[0], 1, tree.reserve(tree.tiers[0], 1))
+    transitions.end_drop(tree, lease, tree.tiers[1], 1, 1)
+    transitions.begin_write(lease, tree.tiers[0], 1, tree.reserve(tree.tiers[0], 1))
     assert (why(tree, 1, 2).block, why(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
-    transfers.end_write(tree, lease, tree.tiers[0], 1, 1, ok=True)
+    transitions.end_write(tree, lease, tree.tiers[0], 1, 1, ok=True)
     assert why(tree, 1, 2).reason is MissReason.NONE
 
 

@@ -13,7 +13,7 @@ from index_cases import BLOCK, begin, chain_of, copy_down, matched, run, tree_of
 from kvtier.errors import ArgumentError
 from kvtier.index import S3FIFO, CostAware, Retention, Shortage, make_policy
 from kvtier.index.node import Node, Usage
-from kvtier.index.policy import CandidateHeap
+from kvtier.index.policies import CandidateHeap
 
 POLICIES = ["lru", "fifo", "arc", "s3fifo", "cost"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from index_cases import BLOCK, begin, chain_of, copy_down, matched, run, slots, tree_of
 from kvtier.errors import ArgumentError, StateError
-from kvtier.index import Retention, transfers
+from kvtier.index import Retention, transitions
 
 
 def test_a_lease_on_dropped_blocks_does_not_pull_the_rest_out_of_the_tree():
@@ -30,7 +30,7 @@ def test_a_copy_takes_only_slots_of_its_tier():
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
     with pytest.raises(ArgumentError, match="device"):
-        transfers.begin_write(lease, tree.tiers[1], 0, slots("device", 0, 1))
+        transitions.begin_write(lease, tree.tiers[1], 0, slots("device", 0, 1))
     tree.check([lease])
 
 
@@ -43,7 +43,7 @@ def test_a_copy_that_is_refused_for_one_block_changes_none():
     given = tree.reserve(tree.tiers[1], 2)
     for _ in range(2):
         with pytest.raises(StateError, match="already"):
-            transfers.begin_write(lease, tree.tiers[1], 0, given)
+            transitions.begin_write(lease, tree.tiers[1], 0, given)
     tree.give_back(tree.tiers[1], given)
     assert tree.path(lease).slots.tolist() == lease.table.tolist()
     assert tree.tiers[1].pool.num_used == 1
@@ -86,21 +86,21 @@ def test_a_block_may_have_any_number_of_readers():
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)
     for _ in range(252):
-        transfers.begin_read(lease, tree.tiers[0], 0, 1)
+        transitions.begin_read(lease, tree.tiers[0], 0, 1)
     with pytest.raises(StateError, match="252 readers"):
-        transfers.begin_read(lease, tree.tiers[0], 0, 1)
+        transitions.begin_read(lease, tree.tiers[0], 0, 1)
     for _ in range(252):
-        transfers.end_read(lease, tree.tiers[0], 0, 1)
+        transitions.end_read(lease, tree.tiers[0], 0, 1)
     with pytest.raises(StateError, match="no reader"):
-        transfers.end_read(lease, tree.tiers[0], 0, 1)
+        transitions.end_read(lease, tree.tiers[0], 0, 1)
 
 
 def test_a_block_dropped_from_the_only_tier_is_gone_with_its_last_lease():
     tree = tree_of(8)
     lease = begin(tree, 1, 2, 3)
     tree.publish(lease, 3 * BLOCK)
-    transfers.begin_drop(lease, tree.tiers[0], 1, 1)
-    transfers.end_drop(tree, lease, tree.tiers[0], 1, 1)
+    transitions.begin_drop(lease, tree.tiers[0], 1, 1)
+    transitions.end_drop(tree, lease, tree.tiers[0], 1, 1)
     tree.release(lease)
     tree.check([])
     assert matched(tree, 1, 2, 3) == 1

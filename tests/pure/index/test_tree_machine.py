@@ -39,7 +39,7 @@ from kvtier.index import (
     Slots,
     Tier,
     make_policy,
-    transfers,
+    transitions,
 )
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
@@ -318,7 +318,7 @@ class Machine(RuleBasedStateMachine):
             lambda: self.tree.allocate(lease, 1),
             lambda: self.tree.publish(lease, 0),
             lambda: self.tree.commit(lease),
-            lambda: transfers.begin_read(lease, self.tiers[0], 0, 0),
+            lambda: transitions.begin_read(lease, self.tiers[0], 0, 0),
         ):
             with pytest.raises(StateError, match="released"):
                 call()
@@ -490,9 +490,9 @@ class TieredMachine(Machine):
         )
         if slots is None:
             return
-        transfers.begin_read(both.lease, self.tiers[source], first, len(run))
+        transitions.begin_read(both.lease, self.tiers[source], first, len(run))
         ids = Slots(self.NAMES[target], np.array(slots, np.int32))
-        transfers.begin_write(both.lease, self.tiers[target], first, ids)
+        transitions.begin_write(both.lease, self.tiers[target], first, ids)
         for block, slot in zip(run, slots, strict=True):
             block.copies[source].readers += 1
             block.copies[target] = Copy(slot, "writing")
@@ -529,7 +529,7 @@ class TieredMachine(Machine):
                 break
             run += 1
         if run:
-            transfers.begin_drop(both.lease, self.tiers[tier], first, run)
+            transitions.begin_drop(both.lease, self.tiers[tier], first, run)
             for block in path[first : first + run]:
                 block.copies[tier].state = "dropping"
             both.num_moves += 1
@@ -543,7 +543,7 @@ class TieredMachine(Machine):
         both.num_moves -= 1
         path = both.holder.path
         if isinstance(move, Drop):
-            transfers.end_drop(self.tree, both.lease, self.tiers[move.tier], move.first, move.count)
+            transitions.end_drop(self.tree, both.lease, self.tiers[move.tier], move.first, move.count)
             for block in path[move.first : move.first + move.count]:
                 del block.copies[move.tier]
             return
@@ -557,8 +557,8 @@ class TieredMachine(Machine):
                 block.copies[move.target].state = "ready"
             else:
                 del block.copies[move.target]
-        transfers.end_read(both.lease, self.tiers[move.source], move.first, count)
-        transfers.end_write(self.tree, both.lease, self.tiers[move.target], move.first, count, ok=ok)
+        transitions.end_read(both.lease, self.tiers[move.source], move.first, count)
+        transitions.end_write(self.tree, both.lease, self.tiers[move.target], move.first, count, ok=ok)
 
     @precondition(lambda self: self.open)
     @rule(which=ANY, tier=ANY, first=ANY)
@@ -572,21 +572,21 @@ class TieredMachine(Machine):
         copy, at, lease = path[first].copies.get(tier), self.tiers[tier], both.lease
         refused = []
         if copy is None or not copy.readable:
-            refused.append(lambda: transfers.begin_read(lease, at, first, 1))
+            refused.append(lambda: transitions.begin_read(lease, at, first, 1))
         if copy is None or not copy.readers:
-            refused.append(lambda: transfers.end_read(lease, at, first, 1))
+            refused.append(lambda: transitions.end_read(lease, at, first, 1))
         if copy is None or copy.state != "ready" or copy.readers:
-            refused.append(lambda: transfers.begin_drop(lease, at, first, 1))
+            refused.append(lambda: transitions.begin_drop(lease, at, first, 1))
         if copy is None or copy.state != "dropping":
-            refused.append(lambda: transfers.end_drop(self.tree, lease, at, first, 1))
+            refused.append(lambda: transitions.end_drop(self.tree, lease, at, first, 1))
         if copy is None or copy.state != "writing":
-            refused.append(lambda: transfers.end_write(self.tree, lease, at, first, 1, ok=False))
+            refused.append(lambda: transitions.end_write(self.tree, lease, at, first, 1, ok=False))
         if any(tier in block.copies for block in path[first:]):
             slots = Slots(at.name, np.arange(len(path) - first, dtype=np.int32))
-            refused.append(lambda: transfers.begin_write(lease, at, first, slots))
+            refused.append(lambda: transitions.begin_write(lease, at, first, slots))
         other = Slots("elsewhere", np.zeros(1, np.int32))
-        refused.append(lambda: transfers.begin_write(lease, at, first, other))
-        refused.append(lambda: transfers.begin_read(lease, at, first, len(path)) if first else at.pool.release(other))
+        refused.append(lambda: transitions.begin_write(lease, at, first, other))
+        refused.append(lambda: transitions.begin_read(lease, at, first, len(path)) if first else at.pool.release(other))
         for call in refused:
             with pytest.raises(KvtierError):
                 call()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError, RangeError, StateError
-from kvtier.index.policy import POLICIES
+from kvtier.index.policies import POLICIES
 from kvtier.replay import OPTIMUM, SyntheticTrace, TraceRequest, generate, read_trace, replay_hits, sweep
 from kvtier.replay.curves import Accesses, count_above, optimum_hits
 from kvtier.replay.processes import spread

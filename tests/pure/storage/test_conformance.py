@@ -63,7 +63,7 @@ def test_an_object_larger_than_the_store_is_refused_and_costs_nothing(store):
 
 
 def test_keys_are_those_of_the_index():
-    from kvtier.index.keys import KEY_BYTES, Namespace
+    from kvtier.index.chain import KEY_BYTES, Namespace
     from kvtier.storage import store as interface
 
     assert (KEY_BYTES, len(Namespace("m").fingerprint)) == (interface.KEY_BYTES, interface.NAMESPACE_BYTES)
