@@ -26,9 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_table, report
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.store import Patience, StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams, load_model
 from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.messages import Purpose

@@ -17,10 +17,8 @@ from typing import Any
 
 from benchmarks.index import BATCH, run_one, tree
 from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.store import StoreConfig
 from kvtier.index import Chain, Namespace, RadixTree
 from kvtier.messages import Outcome, Plan, Presence, Report
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace

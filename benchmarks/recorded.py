@@ -15,9 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.store import StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
 from kvtier.replay.cost import Measured
 from kvtier.replay.following import Log, follow, read_log

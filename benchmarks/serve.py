@@ -37,9 +37,7 @@ import torch
 
 from benchmarks.engine_model import transformers_model
 from benchmarks.report import Bar, arguments, at_least, print_table, report
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.store import StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams, load_model
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore

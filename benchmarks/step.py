@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import Row, arguments, print_table, report
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.store import StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig

@@ -24,10 +24,8 @@ import torch
 
 import store_servers
 from benchmarks.report import Bar, Row, at_least
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.speeds import Decision, Speeds
-from kvtier.cache.store import StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
+from kvtier.cache.cost_model import Decision, Speeds
 from kvtier.engine import SamplingParams
 from kvtier.engine.checkpoint import load_model
 from kvtier.engine.engine import Engine, EngineConfig

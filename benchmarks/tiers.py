@@ -31,10 +31,8 @@ from typing import Any
 
 from benchmarks.index import POOL_TOKENS, run_one, tree
 from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_table, report
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.store import StoreConfig
 from kvtier.index import Chain, Namespace
 from kvtier.messages import Outcome as TransferOutcome
 from kvtier.messages import Presence, Report

@@ -21,12 +21,9 @@ import torch
 
 from benchmarks.engine_gpu import LLAMA3_8B
 from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.control import CacheControl
-from kvtier.cache.hold import Hold
-from kvtier.cache.host import HostConfig
-from kvtier.cache.saving import Saving, WritePolicy
-from kvtier.cache.store import Patience, StoreConfig
+from kvtier.cache.admin import CacheControl
+from kvtier.cache.allocation import Hold
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.random_weights import random_weights

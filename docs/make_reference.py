@@ -16,7 +16,7 @@ from textwrap import indent
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
 # A package's public names are those of its __all__; of a module without one, all that it defines.
-CACHE = "config saving host store hold manager control"
+CACHE = "config writeback allocation manager admin"
 WORKER = "controller layer_waits sharding scrubber store_io"
 FIRST = "dtype errors layout metrics messages memory state batch index transfer storage events"
 PAGES = {

@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.control import CacheControl
-from kvtier.cache.fetch import Fetch
-from kvtier.cache.hold import Hold
-from kvtier.cache.host import HostConfig
+from kvtier.cache.admin import CacheControl
+from kvtier.cache.allocation import Hold
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.store import Patience, StoreConfig
+from kvtier.cache.prefetch import Fetch
 from kvtier.errors import LoadError
 from kvtier.index import BlockState, Chain, Namespace, Shortage
 from kvtier.index.transitions import block_states

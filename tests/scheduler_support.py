@@ -5,8 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
+from kvtier.cache.config import CacheConfig, HostConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.index import Chain, Namespace
 from kvtier.messages import Outcome, Report, Transfer

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from engine_helpers import finish, greedy, prompts
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.store import Patience, StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
 from kvtier.engine import Model, ModelConfig
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import RopeConfig

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from enum import Enum
 
-from kvtier.cache.host import HostConfig
-from kvtier.cache.store import StoreConfig
 from kvtier.errors import ArgumentError, RangeError
 
 
@@ -45,3 +45,91 @@ class CacheConfig:
             raise ArgumentError(f"blocks come from {', '.join(names)} through host memory: give the cache a host tier")
         if len({*names}) < len(names):
             raise ArgumentError(f"stores need different names, got {names}")
+
+
+class WritePolicy(Enum):
+    """When a block is copied to a lower tier."""
+
+    THROUGH = "write_through"
+    """As soon as it is in the tier above."""
+    SELECTIVE = "write_through_selective"
+    """Once it was used again `min_uses` times."""
+    BACK = "write_back"
+    """When the tier above runs low, the ones finished longest ago first; and all of them when the cache is flushed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """How blocks come to a lower tier."""
+
+    write: WritePolicy = WritePolicy.THROUGH
+    min_uses: int = 1
+    max_blocks: int = 256
+    """On their way at a time: saves must not crowd out loads."""
+    low_share: float = 0.25
+    """For write_back: save when less than this share of the tier above is free."""
+    blocks_per_second: float = math.inf
+    """The bandwidth that saves may take, over a second."""
+
+    def __post_init__(self) -> None:
+        if self.max_blocks < 1 or self.min_uses < 1 or self.blocks_per_second <= 0:
+            raise RangeError(
+                f"saving needs max_blocks and min_uses of 1 or more and blocks_per_second above 0, got "
+                f"{self.max_blocks}, {self.min_uses} and {self.blocks_per_second}"
+            )
+        if not 0 <= self.low_share <= 1:
+            raise RangeError(f"low_share is in [0, 1], got {self.low_share}")
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """The host tier."""
+
+    num_blocks: int
+    policy: str = "lru"
+    saving: Saving = field(default_factory=Saving)
+    free_share: float = 0.0
+    """Evict ahead of demand, so that this share of the tier is free."""
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1:
+            raise RangeError(f"a host tier needs blocks, got {self.num_blocks}")
+        if not 0 <= self.free_share < 1:
+            raise RangeError(f"free_share is in [0, 1), got {self.free_share}")
+
+
+class Patience(Enum):
+    """How long a request waits for its blocks from a store before it is scheduled."""
+
+    BEST_EFFORT = "best_effort"
+    """Not at all: what has arrived when its turn comes is used."""
+    DEADLINE = "deadline"
+    """At most `wait_seconds`."""
+    WAIT = "wait"
+    """Until they have arrived, or failed to."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """A store below the host tier."""
+
+    name: str = "disk"
+    saving: Saving = field(default_factory=Saving)
+    patience: Patience = Patience.DEADLINE
+    wait_seconds: float = 5.0
+    is_shared: bool = False
+    """Whether others write to it too: then it is asked what it has, request by request. If not, its inventory is taken
+    once, and what is stored is remembered."""
+    max_fetching_blocks: int = 1024
+    """On their way from it at a time."""
+    max_known: int = 1 << 22
+    """Keys that are remembered of it, at about 150 bytes each: it evicts by itself, and tells nobody."""
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name in ("device", "host"):
+            raise RangeError(f"a store needs a name that is not a memory's, got {self.name!r}")
+        if self.wait_seconds < 0 or self.max_fetching_blocks < 1 or self.max_known < 1:
+            raise RangeError(
+                f"wait_seconds must be 0 or more, max_fetching_blocks and max_known 1 or more, got "
+                f"{self.wait_seconds}, {self.max_fetching_blocks} and {self.max_known}"
+            )

@@ -16,13 +16,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvtier.cache.allocation import BlockCopy, CacheStats, Hold, TierStats
 from kvtier.cache.config import CacheConfig
-from kvtier.cache.fetch import Fetch, Fetches, origins
-from kvtier.cache.hold import BlockCopy, CacheStats, Hold, TierStats
-from kvtier.cache.host import HostCopies
-from kvtier.cache.moves import Mask, Move, Moves
-from kvtier.cache.speeds import Speeds
-from kvtier.cache.store import StoreCopies
+from kvtier.cache.cost_model import Speeds
+from kvtier.cache.in_flight import Mask, Move, Moves
+from kvtier.cache.prefetch import Fetch, Fetches, origins
+from kvtier.cache.writeback import HostCopies, StoreCopies
 from kvtier.errors import ArgumentError, LoadError, StateError
 from kvtier.index import (
     BlockPool,

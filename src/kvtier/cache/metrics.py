@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from kvtier.cache.in_flight import Move
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.moves import Move
 from kvtier.messages import Purpose
 from kvtier.metrics import Registry
 from kvtier.storage import StoreStats

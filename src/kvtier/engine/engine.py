@@ -17,8 +17,8 @@ import torch
 from kvtier.batch import Pipeline, Timeline
 from kvtier.batch.executor import InlineExecutor
 from kvtier.batch.ticket import Status, Ticket
+from kvtier.cache.allocation import Hold
 from kvtier.cache.config import CacheConfig
-from kvtier.cache.hold import Hold
 from kvtier.cache.manager import CacheManager
 from kvtier.engine.caches import StoreOrUrls, open_caches
 from kvtier.engine.generation import Generation

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kvtier.cache.control import CacheControl
+from kvtier.cache.admin import CacheControl
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.metrics import CacheMetrics, Counted
 from kvtier.engine.modules import CacheGroup

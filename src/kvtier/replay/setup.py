@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.store import StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.replay.cost import Roofline
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec

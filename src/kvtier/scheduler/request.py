@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtier.cache.fetch import Fetch
-from kvtier.cache.hold import Hold
+from kvtier.cache.allocation import Hold
+from kvtier.cache.prefetch import Fetch
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, Retention
 

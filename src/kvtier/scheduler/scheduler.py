@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvtier.cache.hold import Hold
+from kvtier.cache.allocation import Hold
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, LoadError, StateError
 from kvtier.index import Chain, Shortage

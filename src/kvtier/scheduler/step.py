@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier.cache.hold import BlockCopy
+from kvtier.cache.allocation import BlockCopy
 from kvtier.errors import RangeError
 from kvtier.messages import Plan
 from kvtier.scheduler.request import Control, Request

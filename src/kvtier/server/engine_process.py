@@ -16,10 +16,7 @@ from urllib.parse import quote
 
 import torch
 
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.saving import Saving, WritePolicy
-from kvtier.cache.store import StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, Saving, StoreConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.grammar import Grammars
 from kvtier.engine.llm import LLM

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.saving import Saving, WritePolicy
-from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.modules import CacheGroup

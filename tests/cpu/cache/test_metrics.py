@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.cache.saving import Saving
-from kvtier.cache.store import Patience
+from kvtier.cache.config import Patience, Saving
 from tiers_machine import BLOCK, TiersMachine
 
 

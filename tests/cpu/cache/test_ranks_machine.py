@@ -12,11 +12,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.saving import Saving, WritePolicy
-from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine.model import Model
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.random_weights import random_weights

@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier import dtype as dt
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.store import Patience, StoreConfig
 from kvtier.errors import ArgumentError
 from kvtier.index import Chain, Namespace
 from kvtier.layout import CacheGroup, KVLayout, LayerSpec, TensorSpec

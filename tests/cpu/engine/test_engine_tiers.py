@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_helpers import conversations, greedy, talk
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.saving import Saving, WritePolicy
-from kvtier.cache.store import Patience, StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig

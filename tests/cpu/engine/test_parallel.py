@@ -16,12 +16,9 @@ import torch
 
 from cache_support import Worker
 from engine_helpers import Answer, finish, greedy, prompts
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.control import CacheControl
-from kvtier.cache.host import HostConfig
+from kvtier.cache.admin import CacheControl
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.saving import Saving, WritePolicy
-from kvtier.cache.store import Patience, StoreConfig
 from kvtier.engine import ForwardBatch, Model, ModelConfig, SequenceInput
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import RopeConfig

@@ -7,9 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine_driver import Driver, greedy
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.store import Patience, StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
 from kvtier.engine import InvariantOps, Model, SamplingParams, load_model, load_tokenizer, resolve
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.messages import Purpose

@@ -20,13 +20,10 @@ import pytest
 
 import kvtier.scheduler.scheduler
 from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.control import CacheControl
-from kvtier.cache.hold import Hold
-from kvtier.cache.host import HostConfig
+from kvtier.cache.admin import CacheControl
+from kvtier.cache.allocation import Hold
+from kvtier.cache.config import CacheConfig, HostConfig, Saving, StoreConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.saving import Saving, WritePolicy
-from kvtier.cache.store import StoreConfig
 from kvtier.errors import StateError
 from kvtier.index import MediaItem, Shortage
 from kvtier.messages import Purpose

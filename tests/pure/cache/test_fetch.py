@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
-from kvtier.cache.host import HostConfig
-from kvtier.cache.store import Patience
+from kvtier.cache.config import HostConfig, Patience
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain
 from kvtier.messages import Outcome, Presence, Probe, Purpose, Report, split_keys

@@ -23,11 +23,9 @@ from hypothesis.stateful import (
 )
 
 from cache_support import Lab, chain_of, content
-from kvtier.cache.fetch import Fetch
-from kvtier.cache.hold import Hold
-from kvtier.cache.host import HostConfig
-from kvtier.cache.saving import Saving, WritePolicy
-from kvtier.cache.store import Patience, StoreConfig
+from kvtier.cache.allocation import Hold
+from kvtier.cache.config import HostConfig, Patience, Saving, StoreConfig, WritePolicy
+from kvtier.cache.prefetch import Fetch
 from kvtier.errors import LoadError
 from kvtier.index import Chain, Lease, MediaItem
 from kvtier.messages import Drop, Purpose, split_keys

@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_support import BLOCK, NAMESPACE, prompt
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
+from kvtier.cache.in_flight import both, runs
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.moves import both, runs
-from kvtier.cache.store import StoreConfig
 from kvtier.errors import ArgumentError, StateError
 from kvtier.messages import Drop, Outcome, Presence, Purpose, Report, Transfer
 

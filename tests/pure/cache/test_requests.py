@@ -7,11 +7,8 @@ import pickle
 import pytest
 
 from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, WritePolicy
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.saving import Saving, WritePolicy
-from kvtier.cache.store import Patience
 from kvtier.errors import ArgumentError, LoadError, RangeError, StateError
 from kvtier.index import MediaItem, Namespace
 from kvtier.messages import Outcome, Plan, Presence, Purpose, Report, Transfer

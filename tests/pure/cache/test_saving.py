@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_support import BLOCK, Lab, chain_of, disk, prompt
-from kvtier.cache.host import HostConfig
-from kvtier.cache.saving import Saving, WritePolicy
+from kvtier.cache.config import HostConfig, Saving, WritePolicy
 from kvtier.errors import RangeError
 from kvtier.index import Namespace
 from kvtier.messages import Purpose

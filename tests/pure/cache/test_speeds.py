@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cache_support import BLOCK, Lab, disk, prompt
-from kvtier.cache.speeds import Fit, Speeds
+from kvtier.cache.cost_model import Fit, Speeds
 from kvtier.messages import Purpose
 
 DECAY = 1 - 1 / 40

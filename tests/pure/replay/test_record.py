@@ -14,10 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.store import StoreConfig
 from kvtier.errors import ArgumentError, FormatError, StateError
 from kvtier.index import Chain, Namespace
 from kvtier.messages import Report, slot_bytes

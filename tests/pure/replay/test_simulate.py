@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
-from kvtier.cache.store import StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.messages import Purpose
 from kvtier.replay import SyntheticTrace, TraceRequest, generate

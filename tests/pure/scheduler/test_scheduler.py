@@ -11,10 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.host import HostConfig
+from kvtier.cache.config import CacheConfig, HostConfig, Saving, WritePolicy
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.saving import Saving, WritePolicy
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease, MissReason, Namespace
 from kvtier.messages import Outcome, Plan, Purpose, Report, Transfer

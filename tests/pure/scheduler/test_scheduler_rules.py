@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cache_support import Lab, content, disk
 from cache_support import prompt as stored_prompt
-from kvtier.cache.host import HostConfig
+from kvtier.cache.config import HostConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Retention

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.cache.speeds import Decision
+from kvtier.cache.cost_model import Decision
 from kvtier.index import Chain, Lease
 from kvtier.index.node import NO_SLOT
 from kvtier.index.pool import I32

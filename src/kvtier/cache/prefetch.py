@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.cache.host import reserve_up_to
-from kvtier.cache.moves import Mask, Move, Moves
-from kvtier.cache.speeds import Decision, Speeds
-from kvtier.cache.store import Patience, StoreCopies
+from kvtier.cache.config import Patience
+from kvtier.cache.cost_model import Decision, Speeds
+from kvtier.cache.in_flight import Mask, Move, Moves
+from kvtier.cache.writeback import StoreCopies, reserve_up_to
 from kvtier.errors import StateError
 from kvtier.index import Chain, Lease, RadixTree, Retention, Slots, Tier
 from kvtier.index.node import WRITING

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.saving import SaveJob
+from kvtier.cache.writeback import SaveJob
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Tier
 from kvtier.index.node import Node, upwards
