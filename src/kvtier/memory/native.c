@@ -214,7 +214,7 @@ int64_t kvtier_fill_pieces(size_t n, const int64_t *src, const int64_t *dst, con
 }
 
 /* kvtier_sort_moves: ids of blocks to move, one of each side, checked and in the order of their destination (twin: sort_moves in
- * transfer/moves.py). `order` says which move came where, and has room for 4 * n: behind the order come the ids of the device, those
+ * transfer/compiled.py). `order` says which move came where, and has room for 4 * n: behind the order come the ids of the device, those
  * of the host, and scratch. Returns 0 if an id is out of range or a destination comes twice: the twin says which. */
 enum { DIGIT = 11 };
 
@@ -247,7 +247,7 @@ int kvtier_sort_moves(size_t n, const int64_t *device, const int64_t *host, int6
     return 1;
 }
 
-/* kvtier_block_copies: the copies of blocks of `nbytes` that are one piece on both sides (twin: block_copies in transfer/moves.py).
+/* kvtier_block_copies: the copies of blocks of `nbytes` that are one piece on both sides (twin: block_copies in transfer/compiled.py).
  * Blocks that follow each other on both sides are one copy, but not across a multiple of `run_blocks` on the host, if there is one.
  * Writes sources, destinations and sizes one behind the other and returns how many of each; `out` has room for 3 * n. */
 size_t kvtier_block_copies(size_t n, const int64_t *device, const int64_t *host, int64_t device_at, int64_t device_stride, int64_t host_at,

@@ -98,7 +98,7 @@ class NativeCode:
     def sort_moves(
         self, device_ids: I64, host_ids: I64, num_device: int, num_host: int, *, to_host: bool
     ) -> I64 | None:
-        """What kvtier.transfer.moves.sort_moves does, as rows order, device ids, host ids. None: an id is wrong."""
+        """What kvtier.transfer.compiled.sort_moves does, as rows order, device ids, host ids. None: an id is wrong."""
         n = len(device_ids)
         flat = np.empty(4 * n, np.int64)
         ids = address_of(device_ids), address_of(host_ids)
@@ -116,7 +116,7 @@ class NativeCode:
         *,
         to_host: bool,
     ) -> I64:
-        """What kvtier.transfer.moves.block_copies does, in one pass."""
+        """What kvtier.transfer.compiled.block_copies does, in one pass."""
         n = len(device_ids)
         flat = np.empty(3 * n, np.int64)
         ids = address_of(device_ids), address_of(host_ids)

@@ -2,19 +2,19 @@
 
 from kvtier.transfer.checksums import block_checksums, verify_blocks
 from kvtier.transfer.compiled import CompiledTransfer
-from kvtier.transfer.config import Strategy, TransferConfig
 from kvtier.transfer.device_cache import DeviceCache
+from kvtier.transfer.handle import BlockFailure, Status, Transfer, TransferReport
 from kvtier.transfer.host_memory import Growth, HostMemory
 from kvtier.transfer.layers import LayerDoneCounter
 from kvtier.transfer.manager import TransferManager
 from kvtier.transfer.plane import Direction, Plane
+from kvtier.transfer.strategy import Strategy, TransferConfig
 from kvtier.transfer.swap import (
     swap_cache_all_layers,
     swap_cache_all_layers_async,
     swap_cache_per_layer,
     swap_cache_per_layer_async,
 )
-from kvtier.transfer.transfer import BlockFailure, Status, Transfer, TransferReport
 
 __all__ = [
     "BlockFailure",

@@ -15,8 +15,8 @@ import numpy as np
 from kvtier.errors import ChecksumError
 from kvtier.memory.copy_plan import I64
 from kvtier.memory.native import native
+from kvtier.transfer.compiled import check_ids
 from kvtier.transfer.host_memory import HostMemory
-from kvtier.transfer.moves import check_ids
 
 
 def block_checksums(host: HostMemory, slots: Sequence[int] | I64, threads: int = 1) -> dict[int, int]:

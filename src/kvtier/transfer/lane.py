@@ -15,10 +15,10 @@ from collections import deque
 
 from kvtier.memory import Event, Placement, Stream, cuda
 from kvtier.memory.copy_paths import Job, Pieces
-from kvtier.transfer.config import TransferConfig
+from kvtier.transfer.handle import Transfer
 from kvtier.transfer.plane import Direction
 from kvtier.transfer.staging import Mover, StagingRing
-from kvtier.transfer.transfer import Transfer
+from kvtier.transfer.strategy import TransferConfig
 
 _URGENT = -1  # stream priority: lower numbers go first
 

@@ -13,15 +13,14 @@ from kvtier.layout import KVLayout
 from kvtier.memory import CPU, CostTable, Event, Placement, Stream, current_stream
 from kvtier.memory.copy_paths import run_path
 from kvtier.transfer.checksums import block_checksums
-from kvtier.transfer.compiled import CompiledTransfer, compile_transfer
-from kvtier.transfer.config import Strategy, TransferConfig
+from kvtier.transfer.compiled import CompiledTransfer, Ids, compile_transfer
 from kvtier.transfer.device_cache import DeviceCache
+from kvtier.transfer.handle import Checksums, Transfer, TransferReport
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import Lane
-from kvtier.transfer.moves import Ids
 from kvtier.transfer.plane import Direction, as_direction
 from kvtier.transfer.staging import Mover
-from kvtier.transfer.transfer import Checksums, Transfer, TransferReport
+from kvtier.transfer.strategy import Strategy, TransferConfig
 
 _UNSLICED = 1 << 62
 

@@ -30,8 +30,8 @@ from kvtier.memory.copy_paths import Job, PathName, Pieces
 from kvtier.memory.copy_plan import DST, I64, SRC
 from kvtier.memory.costs import cost_key, saved_costs
 from kvtier.transfer.compiled import Slice
-from kvtier.transfer.config import TransferConfig
 from kvtier.transfer.plane import Direction
+from kvtier.transfer.strategy import TransferConfig
 
 Mover = Callable[[PathName, Job, Pieces], PathName]
 """Carries out independent copies: copy_paths.run_path, or what a test puts in its place."""

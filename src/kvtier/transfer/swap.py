@@ -14,7 +14,7 @@ from kvtier.errors import ArgumentError
 from kvtier.memory import BatchCopy, Buffer, CopyResult, Stream, context
 from kvtier.memory.copy_paths import PathName
 from kvtier.memory.launch import choose_stream
-from kvtier.transfer.moves import Ids, check_moves
+from kvtier.transfer.compiled import Ids, check_moves
 from kvtier.transfer.plane import Direction, Plane, as_direction
 
 Blocks = torch.Tensor | Buffer | Plane

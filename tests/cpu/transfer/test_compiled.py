@@ -23,8 +23,8 @@ from kvtier.transfer.compiled import (
     _staged_chunks,
     _staged_tables,
     compile_transfer,
+    sort_moves,
 )
-from kvtier.transfer.moves import sort_moves
 from kvtier.transfer.strategy import FIRST_CHUNK_BYTES
 from transfer_support import FORMS, SMALL, device_bytes, filled_cache, groups, host_bytes, layout_of, ready_host
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.native_code import Native
-from kvtier.transfer import Direction, moves
-from kvtier.transfer.moves import block_copies, check_moves, sort_moves
+from kvtier.transfer import Direction, compiled
+from kvtier.transfer.compiled import block_copies, check_moves, sort_moves
 
 ids_of_both = st.integers(1, 5000).flatmap(
     lambda most: st.tuples(st.just(most), st.lists(st.tuples(st.integers(0, most - 1), st.integers(0, most - 1))))
@@ -18,7 +18,7 @@ ids_of_both = st.integers(1, 5000).flatmap(
 def in_numpy(function, *arguments):
     """What the twin gives: the same as on a machine without a compiler."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moves, "native", lambda: Native(None, "a test"))
+        patch.setattr(compiled, "native", lambda: Native(None, "a test"))
         return function(*arguments)
 
 

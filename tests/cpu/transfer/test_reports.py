@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.errors import ArgumentError, CancelledTransferError, CopyError, TransferError, TransferTimeoutError
-from kvtier.transfer import Status, manager, transfer
+from kvtier.transfer import Status, handle, manager
 from transfer_support import SMALL, WatchedCondition, run_in_thread, stepped
 
 SIZE = SMALL.block_bytes
@@ -17,7 +17,7 @@ SIZE = SMALL.block_bytes
 def clock(monkeypatch):
     """The clock of deadlines; it stands still until the test moves it."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(transfer, "time", clock)
+    monkeypatch.setattr(handle, "time", clock)
     monkeypatch.setattr(manager, "time", clock)
     return clock
 
@@ -25,7 +25,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def watched(monkeypatch):
     """Transfers whose condition says when a thread waits."""
-    monkeypatch.setattr(transfer, "threading", SimpleNamespace(Condition=WatchedCondition))
+    monkeypatch.setattr(handle, "threading", SimpleNamespace(Condition=WatchedCondition))
 
 
 def in_flight(save, count):

@@ -19,10 +19,9 @@ from kvtier.memory import Event
 from kvtier.memory.copy_plan import I64
 from kvtier.memory.region import Holding
 from kvtier.transfer.compiled import CompiledTransfer
-from kvtier.transfer.config import Strategy
 from kvtier.transfer.layers import LayerDoneCounter
 from kvtier.transfer.plane import Direction
-from kvtier.transfer.strategy import Choice
+from kvtier.transfer.strategy import Choice, Strategy
 
 
 class Status(StrEnum):
