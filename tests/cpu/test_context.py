@@ -25,7 +25,7 @@ from kvtier.memory import (
     default_allocator,
     empty_like,
 )
-from kvtier.memory.launch import choose_stream
+from kvtier.memory.context import choose_stream
 from support import held_back, new_stream
 
 GPU = Placement("cuda", 0)

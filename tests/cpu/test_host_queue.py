@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvtier.errors import StateError
-from kvtier.memory.host_queue import HostMark, HostQueue
+from kvtier.memory.stream import HostMark, HostQueue
 
 PATIENCE_S = 10  # far more than anything here needs: past it, it hangs
 
@@ -503,7 +503,7 @@ def test_collecting_garbage_while_submitting_may_submit_to_the_same_queue():
     """A deallocate function that frees in stream order submits from a finalizer; the collector runs when it likes."""
     script = """
         import gc
-        from kvtier.memory.host_queue import HostQueue
+        from kvtier.memory.stream import HostQueue
 
         queue, ran = HostQueue("test"), []
         gc.freeze()  # torch's objects would make every collection slow

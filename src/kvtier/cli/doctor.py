@@ -17,7 +17,7 @@ from kvtier.engine import native as engine_native
 from kvtier.errors import UnavailableError
 from kvtier.files import cache_dir
 from kvtier.layout import CacheGroup
-from kvtier.memory import CPU, PINNED, CostTable, Placement, best_host, calibrate, numa
+from kvtier.memory import CPU, PINNED, CostTable, Placement, best_host, calibrate, host_pages
 from kvtier.memory.copy_paths import PATH_NAMES, Job, why_not
 from kvtier.memory.costs import saved_costs
 from kvtier.memory.stream import Stream
@@ -129,7 +129,7 @@ def _measured(gpu: Placement, costs: CostTable) -> Figures:
     """
     ways = {"to host": (gpu, PINNED), "to device": (PINNED, gpu)}
     keys = {way: f"{src.kind}>{dst.kind}" for way, (src, dst) in ways.items()}
-    node, source = numa.node_of_gpu(numa.pci_address(gpu))
+    node, source = host_pages.node_of_gpu(host_pages.pci_address(gpu))
     properties = torch.cuda.get_device_properties(gpu.torch)
     return {
         "name": properties.name,

@@ -1,10 +1,9 @@
 """Memory: typed buffers, placements, allocators, streams, and batched copies, on the CPU and on CUDA."""
 
 from kvtier.memory.allocator import Allocator, AllocatorStats, default_allocator
-from kvtier.memory.batch_copy import BatchCopy, CopyResult
+from kvtier.memory.batch_copy import BatchCopy, CopyResult, clear, copy, empty_like
 from kvtier.memory.buffer import Buffer
 from kvtier.memory.context import context, current_allocator, current_stream
-from kvtier.memory.copy import clear, copy, empty_like
 from kvtier.memory.costs import CostTable, calibrate, cost_table
 from kvtier.memory.placement import CPU, PINNED, Placement, best_host
 from kvtier.memory.serialize import Loaded, load, save, saved_nbytes

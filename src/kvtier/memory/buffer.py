@@ -21,10 +21,9 @@ from kvtier.errors import (
     PlacementError,
     RangeError,
 )
-from kvtier.memory import interop, packing
+from kvtier.memory import interop, torch_types
 from kvtier.memory.allocator import Allocator
-from kvtier.memory.context import allocate
-from kvtier.memory.launch import choose_stream, launch
+from kvtier.memory.context import allocate, choose_stream, launch
 from kvtier.memory.placement import CPU, Placement
 from kvtier.memory.region import Holding, Region, array_interface
 from kvtier.memory.stream import Stream
@@ -128,7 +127,7 @@ class Buffer:
         codes = array.view(np.uint8)
         if array.dtype == np.uint8 and codes.size and int(codes.max()) >> element.bits:
             raise RangeError(f"{element} holds bits 0 to {(1 << element.bits) - 1}, got {int(codes.max())}")
-        packed = packing.pack_codes(element, codes)
+        packed = torch_types.pack_codes(element, codes)
         return cls._make(interop.adopt(packed).region, 0, codes.size, element, CPU)
 
     # ---- what it is ----
@@ -289,7 +288,7 @@ class Buffer:
             return self.slice(index, 1).fill(value)
         first = index - index % self._dtype.per_byte
         shift = (index - first) * self._dtype.bits
-        code = packing.encode(self._dtype, value) << shift
+        code = torch_types.encode(self._dtype, value) << shift
         self.slice(first, index - first + 1)._write_byte(0, code, ((1 << self._dtype.bits) - 1) << shift, None)
 
     def _position(self, key: int) -> int:
@@ -311,18 +310,18 @@ class Buffer:
         if not isinstance(value, numbers.Real | np.generic):
             raise ArgumentError(f"a Buffer of {self._dtype} is filled with a number, got {type(value).__name__}")
         if self._dtype.is_packed:
-            code = packing.repeat(self._dtype, packing.encode(self._dtype, float(value)))
+            code = torch_types.repeat(self._dtype, torch_types.encode(self._dtype, float(value)))
             return self._fill_packed(code, stream)
         if self._dtype.numpy_name.startswith(("int", "uint")):
             limits = np.iinfo(self._dtype.numpy)
-            value = packing.whole_number(self._dtype, value, int(limits.min), int(limits.max))
+            value = torch_types.whole_number(self._dtype, value, int(limits.min), int(limits.max))
         width = BITS[self._dtype.item_bytes]
         encoded = torch.tensor([value], dtype=torch_dtype(self._dtype))
         bits, target = encoded.view(width).item(), self.bytes_tensor(write=True).view(width)
         self._launch(lambda: target.fill_(bits), stream)
 
     def _fill_packed(self, byte: int, stream: Stream | None) -> None:
-        mask = packing.tail_mask(self._dtype, self._size)
+        mask = torch_types.tail_mask(self._dtype, self._size)
         whole = self._size // self._dtype.per_byte
         target = self.bytes_tensor(write=True)[:whole]
         self._launch(lambda: target.fill_(byte), stream)
@@ -349,8 +348,8 @@ class Buffer:
         host = part.bytes_tensor().cpu()
         if self._dtype.is_packed:
             return [
-                packing.decode(self._dtype, code)
-                for code in packing.unpack_codes(self._dtype, host.numpy(), part.size).tolist()
+                torch_types.decode(self._dtype, code)
+                for code in torch_types.unpack_codes(self._dtype, host.numpy(), part.size).tolist()
             ]
         return host.view(torch_dtype(self._dtype)).tolist()
 
@@ -379,7 +378,7 @@ class Buffer:
         """A copy of a packed host Buffer with one ml_dtypes element per byte."""
         if not self._dtype.is_packed:
             raise DTypeError(f"{self._dtype} is not packed; numpy() shows it without copying")
-        codes = packing.unpack_codes(self._dtype, self._host_bytes("unpack()"), self._size)
+        codes = torch_types.unpack_codes(self._dtype, self._host_bytes("unpack()"), self._size)
         return codes.view(self._dtype.numpy)
 
     def memoryview(self) -> builtins.memoryview:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvtier.memory import cuda
+from kvtier.memory.context import hold, launch, run_after
 from kvtier.memory.copy_paths import Direction, Job, PathName, Pieces, run_path, why_not
 from kvtier.memory.copy_plan import ALONE, I64, NBYTES, CopyPlan, Entries, plan_copies, scan
 from kvtier.memory.costs import CostTable, cost_table, saved_costs
-from kvtier.memory.launch import hold, launch, run_after
 from kvtier.memory.native import native
 from kvtier.memory.placement import Placement
 from kvtier.memory.region import Holding

@@ -43,9 +43,9 @@ from kvtier.errors import (
     VersionError,
 )
 from kvtier.files import write_atomically
+from kvtier.memory.batch_copy import copy, empty_like
 from kvtier.memory.buffer import Buffer
-from kvtier.memory.copy import copy, empty_like
-from kvtier.memory.launch import choose_stream
+from kvtier.memory.context import choose_stream
 from kvtier.memory.placement import CPU, Placement
 
 MAGIC = b"\x89KVBUF\r\n"  # a byte no text has, and line ends that a text-mode transfer would change

@@ -26,8 +26,8 @@ from kvtier.errors import (
     TransferTimeoutError,
 )
 from kvtier.layout import CacheGroup
-from kvtier.memory import CPU, PINNED, Buffer, Event, Placement, Stream, numa
-from kvtier.memory.mapped import MappedMemory
+from kvtier.memory import CPU, PINNED, Buffer, Event, Placement, Stream, host_pages
+from kvtier.memory.host_pages import MappedMemory
 from kvtier.memory.region import Holding
 from kvtier.transfer.plane import Plane, SlotAddresses
 
@@ -206,7 +206,7 @@ class HostMemory:
 
     def _bind(self) -> None:
         if self.device.is_device:
-            node, source = numa.node_of_gpu(numa.pci_address(self.device))
+            node, source = host_pages.node_of_gpu(host_pages.pci_address(self.device))
             self.trouble = source if node is None else self._memory.bind(node) or ""
 
     def _make_present(self, offset: int, nbytes: int) -> None:

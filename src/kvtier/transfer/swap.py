@@ -12,8 +12,8 @@ import torch
 
 from kvtier.errors import ArgumentError
 from kvtier.memory import BatchCopy, Buffer, CopyResult, Stream, context
+from kvtier.memory.context import choose_stream
 from kvtier.memory.copy_paths import PathName
-from kvtier.memory.launch import choose_stream
 from kvtier.transfer.compiled import Ids, check_moves
 from kvtier.transfer.plane import Direction, Plane, as_direction
 

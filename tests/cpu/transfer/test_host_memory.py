@@ -12,8 +12,8 @@ import torch
 
 from kvtier.errors import ArgumentError, ClosedError, OutOfMemoryError, RangeError, TransferTimeoutError
 from kvtier.layout import CacheGroup
-from kvtier.memory import CPU, PINNED, Placement, cuda, numa
-from kvtier.memory.mapped import MappedMemory
+from kvtier.memory import CPU, PINNED, Placement, cuda, host_pages
+from kvtier.memory.host_pages import MappedMemory
 from kvtier.transfer import Growth, HostMemory
 from support import new_stream
 from transfer_support import WatchedCondition
@@ -262,16 +262,16 @@ def test_pieces_are_touched_one_after_another(monkeypatch):
     ],
 )
 def test_nvidia_smi_is_asked_first(told, node, tmp_path):
-    assert numa.node_of_gpu("0000:1b:00.0", lambda _address: told, tmp_path)[0] == node
+    assert host_pages.node_of_gpu("0000:1b:00.0", lambda _address: told, tmp_path)[0] == node
 
 
 def test_sysfs_is_asked_next_about_the_very_gpu(tmp_path):
     for address, node in (("0000:1b:00.0", "0\n"), ("0000:9c:00.0", "1\n"), ("0000:ff:00.0", "-1\n")):
         (tmp_path / address).mkdir()
         (tmp_path / address / "numa_node").write_text(node)
-    assert numa.node_of_gpu("0000:9c:00.0", lambda _address: "", tmp_path) == (1, "sysfs")
-    assert numa.node_of_gpu("0000:ff:00.0", lambda _address: "", tmp_path)[0] is None
-    assert numa.node_of_gpu("0000:00:00.0", lambda _address: "", tmp_path)[0] is None
+    assert host_pages.node_of_gpu("0000:9c:00.0", lambda _address: "", tmp_path) == (1, "sysfs")
+    assert host_pages.node_of_gpu("0000:ff:00.0", lambda _address: "", tmp_path)[0] is None
+    assert host_pages.node_of_gpu("0000:00:00.0", lambda _address: "", tmp_path)[0] is None
 
 
 def test_memory_is_bound_or_the_reason_is_told():
