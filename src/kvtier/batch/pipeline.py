@@ -1,22 +1,149 @@
-"""Pipeline: drives batches through the eight ops, with up to `phases` of them in flight."""
+"""Pipeline: runs modules over batches, in phases that overlap.
+
+Ticket: one request's way through a pipeline, from add to its one terminal status.
+
+Order: which request has which row, from one batch to the next.
+
+Pipeline: drives batches through the eight ops, with up to `phases` of them in flight.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from enum import Enum
 from typing import Any
 
-from kvtier.batch.data import BATCH, COPY, BatchData
-from kvtier.batch.executor import Executor, ThreadExecutor, Work
-from kvtier.batch.module import Module, check_modules
-from kvtier.batch.op import BatchOp
-from kvtier.batch.order import Order
-from kvtier.batch.streams import Streams
-from kvtier.batch.ticket import Status, Ticket
+import numpy as np
+
+from kvtier.batch.data import BATCH, COPY, BatchData, BatchOp, Module, check_modules
+from kvtier.batch.executor import Executor, Streams, ThreadExecutor, Work
 from kvtier.batch.timeline import Span, Timeline
 from kvtier.errors import ArgumentError, ClosedError, StateError
 from kvtier.memory import CPU, Placement
+from kvtier.state import Permutation
+
+
+class Status(Enum):
+    """Where a request stands. The last three are terminal: a request gets exactly one of them."""
+
+    WAITING = "waiting"
+    """In no batch: new, or preempted."""
+    ACTIVE = "active"
+    """In the batch issued last."""
+    RETIRING = "retiring"
+    """Decided; leaves when none of its batches is in flight."""
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether nothing follows."""
+        return self in (Status.FINISHED, Status.CANCELLED, Status.FAILED)
+
+
+class Ticket:
+    """A request in a pipeline, which fills it. Anybody on the engine thread may call `finish` and `cancel`.
+
+    WAITING <-> ACTIVE          by being left out of a step, or taken in again
+    WAITING, ACTIVE -> RETIRING by finish(), cancel() or an error; the first one decides
+    RETIRING -> terminal        once `num_in_flight` is 0
+    """
+
+    __slots__ = ("_in_flight", "_on_retire", "_outcome", "error", "has_run", "request", "status")
+
+    def __init__(
+        self,
+        request: Any,
+        in_flight: Sequence[Container[Ticket]] = (),
+        on_retire: Callable[[Ticket], object] = lambda _: None,
+    ) -> None:
+        self.request = request
+        self.status = Status.WAITING
+        self.error: BaseException | None = None
+        self.has_run = False
+        """Whether it was in a batch before: then its next row is resumed, not new."""
+        self._outcome = Status.FINISHED
+        self._in_flight = in_flight
+        self._on_retire = on_retire
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.request!r}, {self.status.value}, {self.num_in_flight} in flight)"
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches issued that hold this request and are not collected.
+
+        Looked up in those batches: a count of its own would have to change for every row in every step.
+        """
+        return sum(self in rows for rows in self._in_flight)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it may still be put into a batch."""
+        return self.status in (Status.WAITING, Status.ACTIVE)
+
+    def finish(self) -> None:
+        """It has all it wanted."""
+        self.retire(Status.FINISHED)
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        self.retire(Status.CANCELLED)
+
+    def fail(self, error: BaseException) -> None:
+        """It cannot go on."""
+        if self.is_running:
+            self.error = error
+        self.retire(Status.FAILED)
+
+    def retire(self, outcome: Status) -> None:
+        """Decide the outcome, unless it is decided already."""
+        if self.is_running:
+            self.status, self._outcome = Status.RETIRING, outcome
+            self._on_retire(self)
+
+    def release(self) -> None:
+        """Reach the terminal status; the pipeline calls it once, when nothing is in flight."""
+        if self.status is not Status.RETIRING or self.num_in_flight:
+            raise StateError(f"{self!r} cannot be released")
+        self.status = self._outcome
+
+
+class Order:
+    """The rows of a batch. Made when rows change, and shared by all batches in which they do not: those cost nothing.
+
+    Rows: those that generate first; among them, and among the others, existing ones in their order, then resumed, then
+    new.
+    """
+
+    __slots__ = ("row_of", "stay", "tickets")
+
+    def __init__(self, tickets: Iterable[Ticket] = ()) -> None:
+        self.tickets = tuple(tickets)
+        self.row_of = dict(zip(self.tickets, range(len(self.tickets)), strict=True))
+        self.stay = Permutation.identity(len(self.tickets))
+        """The permutation of a batch with the rows of the one before."""
+
+    def next(self, chosen: dict[Ticket, None], generating: Collection[Ticket]) -> tuple[Order, Permutation]:
+        """The order of a batch of the chosen requests, and how it comes out of this one."""
+        first = chosen.keys() & generating
+        if chosen.keys() == self.row_of.keys() and self._begins_with(first):
+            return self, self.stay
+        newcomers = [ticket for ticket in chosen if ticket not in self.row_of]
+        rows = [ticket for ticket in self.tickets if ticket in chosen]
+        rows += [ticket for ticket in newcomers if ticket.has_run]
+        rows += [ticket for ticket in newcomers if not ticket.has_run]
+        if 0 < len(first) < len(rows):
+            rows = [ticket for ticket in rows if ticket in first] + [ticket for ticket in rows if ticket not in first]
+        size0 = len(self.tickets)
+        index = np.fromiter(map(self.row_of.get, rows, itertools.repeat(size0)), np.int64, len(rows))
+        return Order(rows), Permutation(index, size0)
+
+    def _begins_with(self, first: Collection[Ticket]) -> bool:
+        return max(map(self.row_of.__getitem__, first), default=-1) == len(first) - 1
 
 
 class Pipeline:

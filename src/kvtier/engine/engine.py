@@ -16,7 +16,7 @@ import torch
 
 from kvtier.batch import Pipeline, Timeline
 from kvtier.batch.executor import InlineExecutor
-from kvtier.batch.ticket import Status, Ticket
+from kvtier.batch.pipeline import Status, Ticket
 from kvtier.cache.allocation import Hold
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
