@@ -24,7 +24,7 @@ PAGES = {
     "cache": tuple(f"kvtier.cache.{name}" for name in CACHE.split()),
     "worker": tuple(f"kvtier.worker.{name}" for name in WORKER.split()),
     "scheduler": ("kvtier.scheduler",),
-    "engine": ("kvtier.engine", "kvtier.engine.tiers"),
+    "engine": ("kvtier.engine", "kvtier.engine.cache_runtime"),
     "server": ("kvtier.server.config", "kvtier.server.serve", "kvtier.server.load"),
     "replay": ("kvtier.replay",),
 }

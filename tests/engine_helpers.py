@@ -16,9 +16,9 @@ import torch
 
 from kvtier.cache.config import CacheConfig
 from kvtier.engine import ForwardBatch, Model, SamplingParams
+from kvtier.engine.checkpoint import GgufFile
 from kvtier.engine.engine import Engine, EngineConfig
-from kvtier.engine.generation import FinishReason, Output
-from kvtier.engine.gguf import GgufFile
+from kvtier.engine.sequence import FinishReason, Output
 from kvtier.scheduler import SchedulerConfig
 
 VOCAB = 199

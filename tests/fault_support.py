@@ -12,7 +12,7 @@ from kvtier.cache.config import CacheConfig
 from kvtier.engine import Model, NgramProposer, Penalties, SamplingParams, Tokenizer
 from kvtier.engine import modules as engine_modules
 from kvtier.engine.engine import Engine, EngineConfig
-from kvtier.engine.generation import FinishReason
+from kvtier.engine.sequence import FinishReason
 from kvtier.scheduler import SchedulerConfig
 
 # Steps with a failing row for each stage; KVTIER_SOAK=20, the default of `make soak`, or more: 2,000.

@@ -26,11 +26,11 @@ from hypothesis.stateful import (
 
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
+from kvtier.engine.cache_runtime import Tiers, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.random_weights import random_weights
-from kvtier.engine.tiers import Tiers, new_controller
 from kvtier.index import Chain, Namespace
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
 from kvtier.storage import MemoryStore

@@ -55,8 +55,7 @@ def test_the_model_gives_tokens(capsys):
 
 def test_kv_of_a_token_is_as_large_as_the_pictures_say():
     from kvtier.engine import ModelConfig
-    from kvtier.engine.checkpoint import resolve
-    from kvtier.engine.gguf import GgufFile
+    from kvtier.engine.checkpoint import GgufFile, resolve
 
     told = (ROOT / "docs" / "concepts.md").read_text()
     small = GgufFile(resolve("smollm2")).config.kv_token_elements * 2 / 1024

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.engine.attention import paged_attention
 from kvtier.engine.forward import ForwardBatch, SequenceInput
-from kvtier.engine.ops import Heads, TorchOps
+from kvtier.engine.ops import Heads, TorchOps, paged_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 GPU = torch.device("cuda")

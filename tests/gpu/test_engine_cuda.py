@@ -79,7 +79,7 @@ def test_the_same_answers_with_somebody_guessing_ahead(wanted):
 
 def test_small_copies_use_memory_again_only_when_its_kernel_is_done():
     """Sends of all sizes behind a busy stream, more than are kept at a time: none is written over before it is read."""
-    from kvtier.engine.mapped_triton import MappedCopies
+    from kvtier.engine.pinned_copier import MappedCopies
 
     copies, device, random_ = MappedCopies(), torch.device("cuda"), np.random.default_rng(0)
     wanted, there = [], []
@@ -98,7 +98,7 @@ def test_small_copies_use_memory_again_only_when_its_kernel_is_done():
 
 
 def test_small_copies_listen_while_they_wait_for_the_gpu_as_long_as_there_is_something_to_hear():
-    from kvtier.engine.mapped_triton import MappedCopies
+    from kvtier.engine.pinned_copier import MappedCopies
 
     for num_news in (0, 3, 1 << 60):
         heard = []
@@ -118,7 +118,7 @@ def test_small_copies_listen_while_they_wait_for_the_gpu_as_long_as_there_is_som
 
 
 def test_what_rows_are_drawn_with_comes_whole_to_the_device():
-    from kvtier.engine.mapped_triton import MappedCopies
+    from kvtier.engine.pinned_copier import MappedCopies
 
     copies, logits = MappedCopies(), torch.randn(12, 1000, device="cuda")
     some = [{}, {"temperature": 0.3}, {"top_p": 0.4}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.9}, {"temperature": 0.0}]

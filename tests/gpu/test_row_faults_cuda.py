@@ -51,7 +51,7 @@ def test_sample_on_cuda_row_not_finite_fails_alone(kind, value):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("kind", ["greedy", "random", "top_k"])
 def test_sample_on_cuda_synchronises_only_for_the_tokens(kind):
-    from kvtier.engine.mapped_triton import MappedCopies
+    from kvtier.engine.pinned_copier import MappedCopies
 
     copies, params = MappedCopies(), SamplingParams(**KINDS[kind])
     for mode in ("default", "error"):  # the first call compiles the kernels

@@ -6,8 +6,7 @@ import pytest
 import tokenizers
 
 from kvtier.engine import Tokenizer
-from kvtier.engine.output import FinishReason, Output
-from kvtier.engine.params import Logprobs
+from kvtier.engine.params import FinishReason, Logprobs, Output
 from kvtier.server.responses import ChatForm, CompletionForm, Usage
 
 TEXT = "a€😀b"  # 1 + 3 + 4 + 1 bytes

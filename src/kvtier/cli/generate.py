@@ -14,8 +14,7 @@ from kvtier.errors import ArgumentError
 
 if TYPE_CHECKING:
     from kvtier.engine.llm import LLM
-    from kvtier.engine.output import Output
-    from kvtier.engine.params import SamplingParams
+    from kvtier.engine.params import Output, SamplingParams
 
 
 def add(commands: Commands) -> None:
@@ -102,7 +101,7 @@ def _answer(
 
 def _tell_failure(answer: Output | Any) -> bool:
     """Whether an answer is missing, or half of it is; then say why."""
-    from kvtier.engine.output import FinishReason
+    from kvtier.engine.params import FinishReason
 
     if answer.finish_reason not in (FinishReason.REFUSED, FinishReason.ERROR):
         return False

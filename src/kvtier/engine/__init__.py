@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from kvtier.engine.model_config import ModelConfig, RopeConfig
     from kvtier.engine.ops import CpuOps, Ops, TorchOps
     from kvtier.engine.ops_invariant import InvariantOps
-    from kvtier.engine.output import Explanation, FinishReason, Output
     from kvtier.engine.packaged import DEFAULT_MODEL, resolve
-    from kvtier.engine.params import Logprobs, Penalties, SamplingParams
+    from kvtier.engine.params import Explanation, FinishReason, Logprobs, Output, Penalties, SamplingParams
     from kvtier.engine.runner import EngineRunner
     from kvtier.engine.sampling import RequestSampler, Sample, sample
+    from kvtier.engine.sequence import Released, StopChecker
     from kvtier.engine.speculate import DraftProposer, NgramProposer, Proposer
-    from kvtier.engine.stop import Released, StopChecker
     from kvtier.engine.tokenizer import Tokenizer, TokenStream, load_tokenizer
     from kvtier.engine.weights import LayerWeights, Linear, ModelWeights
 
@@ -75,19 +74,18 @@ _HOMES = MappingProxyType(
             "checkpoint": "load_model",
             "engine": "Engine EngineConfig",
             "forward": "ForwardBatch SequenceInput",
-            "llm": "LLM Completion",
+            "llm": "Completion LLM",
             "model": "Model default_ops",
             "model_config": "ModelConfig RopeConfig",
             "ops": "CpuOps Ops TorchOps",
             "ops_invariant": "InvariantOps",
-            "output": "Explanation FinishReason Output",
             "packaged": "DEFAULT_MODEL resolve",
-            "params": "Logprobs Penalties SamplingParams",
+            "params": "Explanation FinishReason Logprobs Output Penalties SamplingParams",
             "runner": "EngineRunner",
             "sampling": "RequestSampler Sample sample",
+            "sequence": "Released StopChecker",
             "speculate": "DraftProposer NgramProposer Proposer",
-            "stop": "Released StopChecker",
-            "tokenizer": "Tokenizer TokenStream load_tokenizer",
+            "tokenizer": "TokenStream Tokenizer load_tokenizer",
             "weights": "LayerWeights Linear ModelWeights",
         }.items()
         for name in names.split()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.metrics import Counted
+from kvtier.engine.cache_runtime import Controller, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.parallel import RankConfig, RankedController, RankedStore, Ranks
-from kvtier.engine.tiers import Controller, new_controller
 from kvtier.errors import ArgumentError
 from kvtier.storage import ShardStores, Store, open_shards
 from kvtier.worker.sharding import Sharding

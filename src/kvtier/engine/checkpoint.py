@@ -1,18 +1,155 @@
-"""`load_model`: from a name or a path to a model that computes."""
+"""Load a model from a Hugging Face folder or a GGUF file.
+
+GGUF files: metadata and tensors under their Hugging Face names. Dequantising is the `gguf` package's.
+
+Two things differ from Hugging Face: shapes are written innermost first, and files of the llama architecture hold the
+rows of q and k with the halves of each head interleaved.
+
+`load_model`: from a name or a path to a model that computes.
+"""
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
+from kvtier.engine.gguf_header import GgufTensor, read_header
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig
+from kvtier.engine.native import PACKED_KINDS
 from kvtier.engine.ops import Ops
 from kvtier.engine.packaged import DEFAULT_MODEL, resolve
-from kvtier.engine.weights import SafetensorsFolder, assemble
-from kvtier.errors import CheckpointError
+from kvtier.engine.weights import RawMatrix, SafetensorsFolder, assemble
+from kvtier.errors import CheckpointError, UnavailableError
 from kvtier.memory.torch_types import AnyDType, element_type, torch_dtype
+
+_LAYER_NAMES: Mapping[str, str] = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_TOP_NAMES: Mapping[str, str] = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+class GgufFile:
+    """The tensors of a GGUF file under their Hugging Face names."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import gguf
+        except ImportError as error:
+            raise UnavailableError("reading GGUF files needs the gguf package: pip install 'kvtier[engine]'") from error
+        self._gguf = gguf
+        self._path = path
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._header = read_header(self._map, path)
+        tied = "output.weight" not in self._header.tensors
+        self.config = ModelConfig.from_gguf(self._header.metadata, tied_embeddings=tied)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The key-value pairs, arrays as lists."""
+        return self._header.metadata
+
+    def __contains__(self, name: str) -> bool:
+        return _gguf_name(name) in self._header.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape, outermost first."""
+        return self._header.tensors[_gguf_name(name)].shape
+
+    def raw(self, name: str) -> RawMatrix | None:
+        """The quantised rows, in the order Hugging Face has them."""
+        tensor = self._header.tensors[_gguf_name(name)]
+        kind = self._kind(tensor).name
+        if len(tensor.shape) != 2 or kind not in PACKED_KINDS:
+            return None
+        rows = self._stored(tensor)
+        order = self._row_order(name)
+        # a copy, because a mapped file is read-only memory, which torch warns about
+        chosen = torch.from_numpy(rows.copy() if order is None else rows[order])
+        return RawMatrix(kind, chosen.view(torch.bfloat16) if kind == "BF16" else chosen)
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Dequantise into `out`."""
+        tensor = self._header.tensors[_gguf_name(name)]
+        stored = self._stored(tensor)
+        order = self._row_order(name)
+        if order is not None:
+            stored = stored[order]
+        kind = self._kind(tensor)
+        try:
+            values = self._gguf.quants.dequantize(stored, kind)
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{name} in {self._path} is quantised as {kind.name}, which gguf cannot read"
+            ) from error
+        if not values.flags.writeable:
+            values = values.copy()
+        out.copy_(torch.from_numpy(values).view(out.shape))
+
+    def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
+        """Those of the configuration, divided by the file's own factors (how GGUF tells llama3 scaling)."""
+        base = config.rope.inverse_frequencies(config.head_dim)
+        tensor = self._header.tensors.get("rope_freqs.weight")
+        if tensor is None:
+            return base
+        return base / torch.from_numpy(self._stored(tensor).view(np.float32).reshape(-1).copy())
+
+    def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes, one row per row of the tensor (a vector is one row)."""
+        block_elements, block_bytes = self._gguf.GGML_QUANT_SIZES[self._kind(tensor)]
+        *outer, inner = tensor.shape
+        rows, row_bytes = int(np.prod(outer)), inner // block_elements * block_bytes
+        begin = self._header.data_offset + tensor.offset
+        if begin + rows * row_bytes > len(self._bytes):
+            raise CheckpointError(
+                f"{self._path} ends at byte {len(self._bytes)}, inside a tensor that ends at "
+                f"{begin + rows * row_bytes}: the download is incomplete"
+            )
+        return self._bytes[begin : begin + rows * row_bytes].reshape(rows, row_bytes)
+
+    def _kind(self, tensor: GgufTensor) -> Any:
+        try:
+            return self._gguf.GGMLQuantizationType(tensor.type)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._path} has a tensor of type {tensor.type}, which this gguf package does not know; upgrade it"
+            ) from error
+
+    def _row_order(self, name: str) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """Rows of q and k as Hugging Face orders them: the even ones of a head, then the odd ones."""
+        if self.config.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
+            return None
+        rows = np.arange(self.shape(name)[0]).reshape(-1, self.config.head_dim // 2, 2)
+        return rows.swapaxes(1, 2).reshape(-1)
+
+
+def _gguf_name(name: str) -> str:
+    if not name.startswith("model.layers."):
+        return _TOP_NAMES.get(name, name)
+    layer, rest = name.removeprefix("model.layers.").split(".", 1)
+    part, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{_LAYER_NAMES[part]}.{kind}"
 
 
 def load_model(
@@ -29,7 +166,6 @@ def load_model(
         config = ModelConfig.from_folder(path)
         with SafetensorsFolder(path) as folder:
             return Model(config, assemble(config, folder, kind, place), ops)
-    from kvtier.engine.gguf import GgufFile
 
     file = GgufFile(path)
     return Model(file.config, assemble(file.config, file, kind, place), ops)

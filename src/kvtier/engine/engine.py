@@ -20,15 +20,14 @@ from kvtier.batch.pipeline import Status, Ticket
 from kvtier.cache.allocation import Hold
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
+from kvtier.engine.cache_runtime import Tiers
 from kvtier.engine.caches import StoreOrUrls, open_caches
-from kvtier.engine.generation import Generation
 from kvtier.engine.model import Model
 from kvtier.engine.modules import Choose, Compute, Inputs
-from kvtier.engine.output import Explanation, FinishReason, Output
-from kvtier.engine.params import SamplingParams
+from kvtier.engine.params import Explanation, FinishReason, Output, SamplingParams
 from kvtier.engine.sampling import RequestSampler
+from kvtier.engine.sequence import Generation
 from kvtier.engine.speculate import Proposer
-from kvtier.engine.tiers import Tiers
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, DTypeError, EngineError, RangeError
 from kvtier.index import Chain, GhostCache, Namespace
@@ -36,7 +35,7 @@ from kvtier.memory import Placement
 from kvtier.scheduler import Control, Request, RowResult, Scheduler, SchedulerConfig, Step
 
 if TYPE_CHECKING:
-    from kvtier.engine.mapped_triton import MappedCopies
+    from kvtier.engine.pinned_copier import MappedCopies
 
 IdArray = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -398,7 +397,7 @@ def _small_copies(device: torch.device, listen: Callable[[], bool]) -> MappedCop
     """For CUDA: how a step's inputs and tokens travel beside blocks; while it waits for them, it listens."""
     if device.type != "cuda":
         return None
-    from kvtier.engine.mapped_triton import MappedCopies
+    from kvtier.engine.pinned_copier import MappedCopies
 
     return MappedCopies(listen)
 

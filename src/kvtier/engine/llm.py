@@ -18,9 +18,8 @@ from kvtier.engine.caches import StoreOrUrls
 from kvtier.engine.checkpoint import load_model
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.ops_invariant import InvariantOps
-from kvtier.engine.output import FinishReason, Output
 from kvtier.engine.packaged import DEFAULT_MODEL
-from kvtier.engine.params import Logprobs, SamplingParams
+from kvtier.engine.params import FinishReason, Logprobs, Output, SamplingParams
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError, ClosedError, StateError

@@ -18,17 +18,17 @@ import torch
 
 from kvtier.batch import BATCH, Environment, Key, Module
 from kvtier.engine.forward import ForwardBatch, SequenceInput
-from kvtier.engine.generation import Generation
 from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
 from kvtier.engine.rank_messages import Step as RankStep
 from kvtier.engine.sampling import Sample, sample
+from kvtier.engine.sequence import Generation
 from kvtier.scheduler import Row, Step
 
 if TYPE_CHECKING:
-    from kvtier.engine.mapped_triton import MappedCopies
+    from kvtier.engine.cache_runtime import StepWaits
     from kvtier.engine.parallel import Ranks
-    from kvtier.engine.tiers import StepWaits
+    from kvtier.engine.pinned_copier import MappedCopies
 
 LOGITS = Key("logits", torch.Tensor)
 FORWARD_BATCH = Key("forward batch", ForwardBatch)

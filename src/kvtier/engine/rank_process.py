@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kvtier.engine.cache_runtime import new_controller
 from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.model import AddUp, Model
 from kvtier.engine.modules import CacheGroup
@@ -39,7 +40,6 @@ from kvtier.engine.rank_messages import (
     Wake,
 )
 from kvtier.engine.split import with_tensors
-from kvtier.engine.tiers import new_controller
 from kvtier.engine.weights import LayerWeights, ModelWeights
 from kvtier.errors import EngineError
 from kvtier.messages import Plan

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtier.engine.engine import Engine
-from kvtier.engine.output import Output
-from kvtier.engine.params import SamplingParams
+from kvtier.engine.params import Output, SamplingParams
 from kvtier.errors import ClosedError
 
 T = TypeVar("T")

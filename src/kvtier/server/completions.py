@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 from starlette.responses import Response
 
-from kvtier.engine.output import Explanation, FinishReason, Output
+from kvtier.engine.params import Explanation, FinishReason, Output
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, KvtierError
 from kvtier.server.activity import Activity, RequestRecord

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from kvtier.engine.output import Explanation, Output
+from kvtier.engine.params import Explanation, Output
 from kvtier.errors import ClosedError, StateError
 from kvtier.server.config import EngineOptions
 from kvtier.server.messages import (

@@ -20,8 +20,7 @@ from kvtier.cache.config import CacheConfig, HostConfig, Saving, StoreConfig, Wr
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.grammar import Grammars
 from kvtier.engine.llm import LLM
-from kvtier.engine.output import Explanation, Output
-from kvtier.engine.params import SamplingParams
+from kvtier.engine.params import Explanation, Output, SamplingParams
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.speculate import NgramProposer
 from kvtier.errors import ArgumentError, ClosedError

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.engine.output import Explanation, Output
-from kvtier.engine.params import SamplingParams
+from kvtier.engine.params import Explanation, Output, SamplingParams
 
 LENGTH = struct.Struct(">I")
 

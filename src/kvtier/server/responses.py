@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvtier.engine.output import FinishReason, Output
-from kvtier.engine.params import Logprobs
+from kvtier.engine.params import FinishReason, Logprobs, Output
 from kvtier.engine.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

@@ -10,11 +10,11 @@ import torch
 
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
+from kvtier.engine.cache_runtime import Tiers, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.random_weights import random_weights
-from kvtier.engine.tiers import Tiers, new_controller
 from kvtier.errors import ArgumentError, OutOfMemoryError, RangeError, StateError
 from kvtier.index import Chain, Namespace
 from kvtier.messages import Purpose, split_keys

@@ -14,10 +14,10 @@ from hypothesis.stateful import initialize
 
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
+from kvtier.engine.cache_runtime import Tiers, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.modules import CacheGroup
 from kvtier.engine.random_weights import random_weights
-from kvtier.engine.tiers import Tiers, new_controller
 from kvtier.index import Namespace
 from kvtier.messages import Plan, Report
 from kvtier.scheduler import RowResult, Scheduler, SchedulerConfig, Step

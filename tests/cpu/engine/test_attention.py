@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.engine import CpuOps, ForwardBatch, SequenceInput, TorchOps
-from kvtier.engine.attention import fast_paged_attention, paged_attention
 from kvtier.engine.native import native, pack
-from kvtier.engine.ops import Heads
+from kvtier.engine.ops import Heads, fast_paged_attention, paged_attention
 from kvtier.native_code import Native
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine_helpers import Answers, Recorder, alone, finish, greedy, prompts, recorded, serve
 from kvtier.engine import InvariantOps, Model, SamplingParams, load_model
-from kvtier.engine.generation import FinishReason
+from kvtier.engine.sequence import FinishReason
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 

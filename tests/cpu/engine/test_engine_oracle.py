@@ -11,7 +11,7 @@ from engine_helpers import finish, greedy, is_greedy, make_engine, needs_smollm2
 from kvtier.cache.config import CacheConfig
 from kvtier.engine import SamplingParams, load_model, load_tokenizer, resolve
 from kvtier.engine.engine import Engine, EngineConfig
-from kvtier.engine.generation import FinishReason
+from kvtier.engine.sequence import FinishReason
 from kvtier.scheduler import SchedulerConfig
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine_helpers import Answers, alone, finish, greedy, is_greedy, make_engine, needs_smollm2, prompts, serve
 from kvtier.engine import Model, Penalties, SamplingParams, Tokenizer, load_model, load_tokenizer
-from kvtier.engine.generation import FinishReason
+from kvtier.engine.sequence import FinishReason
 from kvtier.errors import ArgumentError, ConstraintError, RangeError
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine_helpers import VOCAB, alone, finish, greedy, make_engine, prompts, serve
 from kvtier.engine import InvariantOps, Model, Penalties, SamplingParams, load_model
-from kvtier.engine.generation import FinishReason
+from kvtier.engine.sequence import FinishReason
 from kvtier.engine.speculate import DraftProposer, NgramProposer
 from kvtier.errors import ArgumentError, RangeError
 

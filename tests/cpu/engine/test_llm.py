@@ -20,10 +20,10 @@ pytest.importorskip("gguf")
 from kvtier.cache.config import CacheConfig
 from kvtier.cli.main import main
 from kvtier.engine.engine import Engine, EngineConfig
-from kvtier.engine.generation import FinishReason
 from kvtier.engine.llm import LLM
 from kvtier.engine.runner import EngineRunner
 from kvtier.engine.sampling import SamplingParams
+from kvtier.engine.sequence import FinishReason
 from kvtier.errors import ArgumentError, CheckpointError, ClosedError
 
 ROOT = Path(__file__).resolve().parents[3]

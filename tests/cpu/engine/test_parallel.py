@@ -20,6 +20,7 @@ from kvtier.cache.admin import CacheControl
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.engine import ForwardBatch, Model, ModelConfig, SequenceInput
+from kvtier.engine.cache_runtime import Tiers
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import RopeConfig
 from kvtier.engine.modules import CacheGroup
@@ -27,7 +28,6 @@ from kvtier.engine.random_weights import random_weights
 from kvtier.engine.rank_group import Rendezvous
 from kvtier.engine.speculate import DraftProposer
 from kvtier.engine.split import split_config, split_weights
-from kvtier.engine.tiers import Tiers
 from kvtier.errors import ArgumentError, EngineError, RangeError
 from kvtier.index import Chain, Namespace
 from kvtier.memory import CPU

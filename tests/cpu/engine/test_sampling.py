@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtier.engine.params import PENALTY, REPETITION_PENALTY
 from kvtier.engine.sampling import NO_TOKEN, Penalties, RequestSampler, SamplingParams, sample
-from kvtier.engine.stop import StopChecker
+from kvtier.engine.sequence import StopChecker
 from kvtier.errors import ArgumentError, RangeError
 
 VOCAB = 50

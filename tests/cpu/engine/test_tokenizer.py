@@ -12,8 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvtier.engine import Tokenizer, load_tokenizer, resolve
-from kvtier.engine.chat import ChatTemplate
-from kvtier.engine.tokenizer import _from_gguf
+from kvtier.engine.tokenizer import ChatTemplate, _from_gguf
 from kvtier.errors import ArgumentError, CheckpointError, StateError, UnsupportedModelError
 
 TEXTS = [
