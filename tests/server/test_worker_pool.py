@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvtier.engine.tokenizer import load_tokenizer
-from kvtier.server.failures import ApiError
+from kvtier.server.errors import ApiError
 from kvtier.server.prepare import CheckSchema, ModelInfo, Preparation, PrepareBody
 from kvtier.server.protocol import CompletionRequest
 from kvtier.server.schema_checks import SchemaChecks

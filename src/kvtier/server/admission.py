@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvtier.server.config import Tenant
-from kvtier.server.failures import ApiError
+from kvtier.server.errors import ApiError
 
 _MEMORY = 0.9  # of the mean time of a request, at each one that ends
 

@@ -1,8 +1,16 @@
-"""The HTTP interface: which path does what."""
+"""The FastAPI application and the dashboard page.
+
+The dashboard: one page put together from the files in static/, with headers that let in nothing else.
+
+The HTTP interface: which path does what.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -11,25 +19,53 @@ from starlette.responses import Response
 import kvtier
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.server import error_handlers
-from kvtier.server.activity import Activity
 from kvtier.server.admission import Admission, Room
-from kvtier.server.asgi import App, ClientGone
 from kvtier.server.auth import Keys
 from kvtier.server.bodies import Bodies, body_schemas, takes
 from kvtier.server.completions import Completions
 from kvtier.server.config import ServerConfig
 from kvtier.server.control import Control, add_control, add_state
-from kvtier.server.dashboard import load_page
 from kvtier.server.engine_client import EngineClient
-from kvtier.server.failures import ApiError
-from kvtier.server.gate import Gate
+from kvtier.server.errors import ApiError
 from kvtier.server.heartbeat import Heartbeat
 from kvtier.server.messages import Started
+from kvtier.server.middleware import App, ClientGone, Gate
 from kvtier.server.prepare import ModelInfo, Preparation
 from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from kvtier.server.request_log import Activity
 from kvtier.server.responses import to_json
 from kvtier.server.schema_checks import SchemaChecks
 from kvtier.server.worker_pool import WorkerPool
+
+_STATIC = Path(__file__).parent / "static"
+_SCRIPTS = ("format.js", "history.js", "charts.js", "panels.js", "page.js")
+
+
+def load_page() -> Response:
+    """The page and its headers, to be given as often as it is asked for.
+
+    The policy names the hash of the one script and the one style there is: what found its way into the page otherwise
+    does not run, and the page talks to this server only.
+    """
+    style = (_STATIC / "dashboard.css").read_text()
+    script = "\n".join((_STATIC / name).read_text() for name in _SCRIPTS)
+    page = (_STATIC / "dashboard.html").read_text().replace("@STYLE@", style).replace("@SCRIPT@", script)
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    )
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Response(page, media_type="text/html", headers=headers)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}

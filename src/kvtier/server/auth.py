@@ -7,7 +7,7 @@ import hmac
 from collections.abc import Sequence
 
 from kvtier.server.config import Tenant
-from kvtier.server.failures import ApiError
+from kvtier.server.errors import ApiError
 
 ANYONE = ""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")

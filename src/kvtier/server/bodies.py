@@ -13,9 +13,9 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from kvtier.server.admission import Admission, Room
-from kvtier.server.asgi import ClientGone, unless_gone
 from kvtier.server.config import Limits
-from kvtier.server.failures import ApiError
+from kvtier.server.errors import ApiError
+from kvtier.server.middleware import ClientGone, unless_gone
 from kvtier.server.prepare import Preparation, PrepareBody, Prepared
 from kvtier.server.protocol import (
     ChatRequest,

@@ -16,16 +16,16 @@ from starlette.responses import Response
 from kvtier.engine.params import Explanation, FinishReason, Output
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, KvtierError
-from kvtier.server.activity import Activity, RequestRecord
 from kvtier.server.admission import Admission, Room
-from kvtier.server.asgi import EventStream, unless_gone
 from kvtier.server.auth import salt_of
 from kvtier.server.config import Limits, Tenant
 from kvtier.server.engine_client import EngineClient, Mailbox
-from kvtier.server.failures import ApiError, of_engine
+from kvtier.server.errors import ApiError, of_engine
 from kvtier.server.messages import Submit
+from kvtier.server.middleware import EventStream, unless_gone
 from kvtier.server.prepare import Prepared
 from kvtier.server.protocol import ChatRequest, CompletionRequest, Sampling
+from kvtier.server.request_log import Activity, RequestRecord
 from kvtier.server.responses import DONE, ChatForm, CompletionForm, Form, Usage, error_event
 from kvtier.server.schema_checks import SchemaChecks
 

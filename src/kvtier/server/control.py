@@ -11,15 +11,15 @@ from starlette.responses import PlainTextResponse, Response
 
 from kvtier.errors import ArgumentError
 from kvtier.metrics import CONTENT_TYPE
-from kvtier.server.activity import Activity
 from kvtier.server.admission import Admission, Room
 from kvtier.server.auth import salt_of
 from kvtier.server.bodies import Bodies, takes
 from kvtier.server.config import Tenant
-from kvtier.server.failures import ApiError
+from kvtier.server.errors import ApiError
 from kvtier.server.heartbeat import Heartbeat
 from kvtier.server.prepare import Prepared
 from kvtier.server.protocol import NameBody, PinBody, PromptBody, ResetBody, ResizeBody
+from kvtier.server.request_log import Activity
 
 ASLEEP = "it is asleep (POST /control/wake)"
 

@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from kvtier.errors import KvtierError
-from kvtier.server.failures import ApiError, of_engine
+from kvtier.server.errors import ApiError, of_engine
 
 
 def install(app: FastAPI) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from kvtier.errors import ClosedError
 from kvtier.server.config import Limits
 from kvtier.server.engine_client import EngineClient
-from kvtier.server.failures import ApiError
+from kvtier.server.errors import ApiError
 
 _log = logging.getLogger("kvtier.server")
 _INTERVAL_SECONDS = 1.0  # a hang is detected after at most this time plus the reply limit

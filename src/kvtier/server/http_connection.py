@@ -17,10 +17,10 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from kvtier.server.activity import Activity
 from kvtier.server.config import Limits
 from kvtier.server.connections import ConnectionTable, Place, address_group
-from kvtier.server.failures import ApiError
+from kvtier.server.errors import ApiError
+from kvtier.server.request_log import Activity
 
 _log = logging.getLogger("kvtier.server")
 # After an error response the rest of the request is read and discarded, within these bounds. Closing with unread input

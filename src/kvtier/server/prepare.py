@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from kvtier.engine import schemas
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, RangeError, StateError
-from kvtier.server.failures import ApiError, of_validation
+from kvtier.server.errors import ApiError, of_validation
 from kvtier.server.protocol import (
     ChatRequest,
     CompletionRequest,

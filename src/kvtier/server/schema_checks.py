@@ -7,7 +7,7 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from kvtier.server.failures import ApiError
+from kvtier.server.errors import ApiError
 from kvtier.server.lru import TenantLru
 from kvtier.server.prepare import CheckSchema
 from kvtier.server.worker_pool import WorkerPool

@@ -22,7 +22,6 @@ import uvloop
 
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import UnavailableError
-from kvtier.server.activity import Activity
 from kvtier.server.admission import Admission
 from kvtier.server.app import make_app, model_info
 from kvtier.server.auth import salt_of
@@ -31,6 +30,7 @@ from kvtier.server.connections import make_table
 from kvtier.server.engine_client import EngineClient
 from kvtier.server.heartbeat import Heartbeat
 from kvtier.server.http_connection import HttpConnection
+from kvtier.server.request_log import Activity
 from kvtier.server.worker import WorkerSetup
 from kvtier.server.worker_pool import WorkerPool
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.engine.tokenizer import load_tokenizer
-from kvtier.server.failures import ApiError
+from kvtier.server.errors import ApiError
 from kvtier.server.messages import Channel
 from kvtier.server.prepare import CheckSchema, LoadCompiler, ModelInfo, Preparation, PrepareBody, Prepared
 

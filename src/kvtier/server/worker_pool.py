@@ -19,7 +19,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.server.failures import ApiError
+from kvtier.server.errors import ApiError
 from kvtier.server.messages import LENGTH, frame
 from kvtier.server.prepare import CheckSchema, LoadCompiler
 from kvtier.server.worker import Job, Outcome, WorkerSetup
