@@ -22,7 +22,7 @@ from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.index import BlockPool, Chain, GhostCache, Namespace, RadixTree, Slots, Tier, make_policy
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
-from kvtier.replay.hits import replay_hits
+from kvtier.replay.curves import replay_hits
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig
 
 POOL_TOKENS = 5_120_000

@@ -20,7 +20,7 @@ from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
 from kvtier.replay.cost import Measured
 from kvtier.replay.following import Log, follow, read_log
 from kvtier.replay.hardware import DiskSpec
-from kvtier.replay.record import Recorder
+from kvtier.replay.recorder import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 

@@ -27,8 +27,8 @@ from kvtier.engine import load_model
 from kvtier.replay import OPTIMUM, SyntheticTrace, TraceRequest, generate, read_trace, sweep
 from kvtier.replay.following import follow
 from kvtier.replay.planner import capacities
+from kvtier.replay.sim_worker import SimulatedStore, SimulatedWorker
 from kvtier.replay.simulator import Simulation, Simulator
-from kvtier.replay.worker import SimulatedStore, SimulatedWorker
 
 REFERENCE = {  # ../shared/reference/index_baseline.md
     "lru": {1_000: 0.0470, 5_000: 0.1237, 10_000: 0.2243, 30_000: 0.3448, 50_000: 0.3715, 100_000: 0.3795},

@@ -10,8 +10,8 @@ import pytest
 from kvtier.cli import main
 from kvtier.cli.replay import seconds, size
 from kvtier.replay import SyntheticTrace, generate, read_trace, write_trace
+from kvtier.replay.deployment import GIB, Setup, simulate
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
-from kvtier.replay.setup import GIB, Setup, simulate
 
 MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, "kv_bytes": 64.0}
 

@@ -16,8 +16,8 @@ from kvtier.cli.progress import Progress
 from kvtier.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from kvtier.replay.deployment import Setup
     from kvtier.replay.hardware import PriceSpec
-    from kvtier.replay.setup import Setup
     from kvtier.replay.trace import Trace
 
 PRICES = "2026-q1"
@@ -58,9 +58,9 @@ def add(commands: Commands) -> None:
 def replay(options: argparse.Namespace) -> int:
     """One run for each policy."""
     from kvtier.replay.curves import OPTIMUM, sweep
+    from kvtier.replay.deployment import simulate
     from kvtier.replay.planner import capacities
-    from kvtier.replay.results import describe_setup, describe_trace, replay_result
-    from kvtier.replay.setup import simulate
+    from kvtier.replay.report import describe_setup, describe_trace, replay_result
 
     trace, policies = _trace(options), [name.strip() for name in options.policy.split(",")]
     setups = {policy: _setup(options, policy, host=options.host, disk=options.disk) for policy in policies}
@@ -79,7 +79,7 @@ def replay(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> int:
     """Sweep sizes and give advice."""
     from kvtier.replay.planner import plan
-    from kvtier.replay.results import describe_setup, describe_trace, plan_result
+    from kvtier.replay.report import describe_setup, describe_trace, plan_result
 
     trace = _trace(options)
     setup = _setup(options, options.policy)
@@ -144,7 +144,7 @@ def _add_options(command: Parser) -> None:
 
 
 def _trace(options: argparse.Namespace) -> Trace:
-    from kvtier.replay.routing import scale_time
+    from kvtier.replay.deployment import scale_time
     from kvtier.replay.trace import Trace, read_trace
 
     paths = [name for name in options.traces if not name.startswith("synthetic:")]
@@ -172,7 +172,7 @@ def _trace(options: argparse.Namespace) -> Trace:
 
 def _synthetic(text: str, seed: int) -> tuple[Any, ...]:
     """`sessions=500,turns=6` as a trace."""
-    from kvtier.replay.generate import SyntheticTrace, generate
+    from kvtier.replay.synth import SyntheticTrace, generate
 
     known = {field.name: field.type for field in fields(SyntheticTrace)}
     knobs: dict[str, Any] = {"seed": seed}
@@ -191,9 +191,8 @@ def _synthetic(text: str, seed: int) -> tuple[Any, ...]:
 
 def _setup(options: argparse.Namespace, policy: str, *, host: int = 0, disk: int = 0) -> Setup:
     from kvtier.index import make_policy
+    from kvtier.replay.deployment import Routing, Setup
     from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, from_doctor, preset
-    from kvtier.replay.routing import Routing
-    from kvtier.replay.setup import Setup
 
     make_policy(policy)
     gpu = preset(GpuSpec, options.gpu)

@@ -1,14 +1,12 @@
 """Replay: production traces, and synthetic ones, through the code that runs in production. docs/planner.md."""
 
-from kvtier.replay.curves import OPTIMUM, HitPoint, sweep
+from kvtier.replay.curves import OPTIMUM, HitPoint, HitReport, replay_hits, sweep
+from kvtier.replay.deployment import Routing, Setup, Summary, route, scale_time, simulate
 from kvtier.replay.following import Followed, Log, follow, read_log
-from kvtier.replay.generate import SyntheticTrace, generate
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, PriceSpec, preset
-from kvtier.replay.hits import HitReport, replay_hits
 from kvtier.replay.planner import Advice, PlanResult, plan
-from kvtier.replay.record import Recorder
-from kvtier.replay.routing import Routing, route, scale_time
-from kvtier.replay.setup import Setup, Summary, simulate
+from kvtier.replay.recorder import Recorder
+from kvtier.replay.synth import SyntheticTrace, generate
 from kvtier.replay.trace import TRACE_BLOCK_TOKENS, Trace, TraceProblem, TraceRequest, read_trace, write_trace
 
 __all__ = [

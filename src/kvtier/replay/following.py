@@ -18,7 +18,7 @@ from kvtier.errors import FormatError, StateError
 from kvtier.index import Chain, Namespace
 from kvtier.messages import Outcome, Presence, Report, TierSize, split_keys
 from kvtier.replay.cost import Work
-from kvtier.replay.record import LOG_VERSION, describe
+from kvtier.replay.recorder import LOG_VERSION, describe
 from kvtier.replay.trace import TraceRequest, parse_line
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
 

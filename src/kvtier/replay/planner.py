@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from kvtier.errors import RangeError
 from kvtier.replay.curves import OPTIMUM, Accesses, HitPoint, sweep
+from kvtier.replay.deployment import GIB, Setup, Summary, simulate
 from kvtier.replay.hardware import PriceSpec
-from kvtier.replay.setup import GIB, Setup, Summary, simulate
 from kvtier.replay.trace import TraceRequest
 
 STEP = 100 * GIB

@@ -15,7 +15,7 @@ from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.random_weights import random_weights
 from kvtier.replay import read_trace
 from kvtier.replay.following import follow, read_log
-from kvtier.replay.record import Recorder
+from kvtier.replay.recorder import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 

@@ -16,7 +16,7 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, GhostCache, MediaItem, Namespace
 from kvtier.index.ghost import SHADOWS, S3FIFOMarks, Stack
 from kvtier.replay import SyntheticTrace, generate, read_trace
-from kvtier.replay.hits import replay_hits
+from kvtier.replay.curves import replay_hits
 
 TRACE = Path(__file__).parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
 SIZES = (1, 2, 3, 5, 8, 13)

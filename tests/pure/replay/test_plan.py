@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvtier.replay import OPTIMUM, SyntheticTrace, generate, sweep
+from kvtier.replay.deployment import GIB, Setup, simulate
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, PriceSpec, preset
 from kvtier.replay.planner import STEP, PlanResult, capacities, plan, setups
-from kvtier.replay.results import advice_text, plan_result, size_text
-from kvtier.replay.setup import GIB, Setup, simulate
+from kvtier.replay.report import advice_text, plan_result, size_text
 
 TRACE = tuple(generate(SyntheticTrace(sessions=25, session_rate=0.5)))
 SETUP = Setup(

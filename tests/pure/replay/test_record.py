@@ -22,8 +22,8 @@ from kvtier.messages import Report, slot_bytes
 from kvtier.replay import read_trace
 from kvtier.replay.following import follow, read_log
 from kvtier.replay.hardware import DiskSpec
-from kvtier.replay.record import Recorder
-from kvtier.replay.worker import SimulatedStore, SimulatedWorker
+from kvtier.replay.recorder import Recorder
+from kvtier.replay.sim_worker import SimulatedStore, SimulatedWorker
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 
 BLOCK = 4

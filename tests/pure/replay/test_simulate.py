@@ -14,10 +14,10 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.messages import Purpose
 from kvtier.replay import SyntheticTrace, TraceRequest, generate
 from kvtier.replay.cost import Measured, Roofline, Work
+from kvtier.replay.deployment import GIB, Setup, simulate, summarise
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
-from kvtier.replay.setup import GIB, Setup, simulate, summarise
+from kvtier.replay.sim_worker import SimulatedStore, SimulatedWorker
 from kvtier.replay.simulator import Simulator
-from kvtier.replay.worker import SimulatedStore, SimulatedWorker
 from kvtier.scheduler import SchedulerConfig
 
 DISK = DiskSpec(100.0, 100.0, 0.0)

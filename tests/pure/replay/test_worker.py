@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.messages import Drop, Plan, Probe, Purpose, Transfer, slot_bytes
 from kvtier.replay.hardware import DiskSpec
-from kvtier.replay.worker import TO_DEVICE, TO_HOST, SimulatedStore, SimulatedWorker
+from kvtier.replay.sim_worker import TO_DEVICE, TO_HOST, SimulatedStore, SimulatedWorker
 
 ENDS = {
     Purpose.LOAD: ("host", "device"),
