@@ -26,7 +26,7 @@ import store_servers
 from benchmarks import stores_engine
 from benchmarks.report import Bar, Row, arguments, at_least, print_table, report
 from kvtier.storage import Label, Read, Store, Write
-from kvtier.storage.native import address_of
+from kvtier.storage.checksum import address_of
 from kvtier.storage.open import open_store
 
 OBJECT_BYTES = 1 << 20

@@ -38,9 +38,8 @@ from kvtier.messages import Outcome as TransferOutcome
 from kvtier.messages import Presence, Report
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
 from kvtier.storage import DiskStore, Label, Read, Sync, Write
-from kvtier.storage.checksum import checksum, checksum_in_python
+from kvtier.storage.checksum import checksum, checksum_in_python, native
 from kvtier.storage.disk.store import default_threads
-from kvtier.storage.native import native
 
 OBJECT_BYTES = 1 << 20
 BATCH = 32

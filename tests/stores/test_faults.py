@@ -11,8 +11,7 @@ import pytest
 
 from kvtier.storage import Breaker, Label, Outcome, Page, Read, Status
 from kvtier.storage.record import RECORD_BYTES, VERSION
-from kvtier.storage.remote.crypto import Cipher
-from kvtier.storage.remote.envelope import Envelope
+from kvtier.storage.remote.envelope import Cipher, Envelope
 from kvtier.storage.remote.store import RemoteStore
 from storage_support import (
     LABEL,

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.errors import ClosedError, StoreError
 from kvtier.storage import Breaker, Read, Status, UsesMemory, Write
-from kvtier.storage.native import address_of
+from kvtier.storage.checksum import address_of
 from kvtier.storage.open import open_store
 from kvtier.storage.remote.store import RemoteStore, Retry
 from kvtier.storage.workers import Scratch

@@ -10,8 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvtier.storage import RemoteStore, Status
-from kvtier.storage.remote.crypto import Cipher
-from kvtier.storage.remote.envelope import Envelope
+from kvtier.storage.remote.envelope import Cipher, Envelope
 from storage_support import Clock, all_keys, get, has, key_of, payload_of, put
 
 NUMBERS = st.integers(0, 5)

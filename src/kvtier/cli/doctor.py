@@ -21,7 +21,7 @@ from kvtier.memory import CPU, PINNED, CostTable, Placement, best_host, calibrat
 from kvtier.memory.copy_paths import PATH_NAMES, Job, why_not
 from kvtier.memory.costs import saved_costs
 from kvtier.memory.stream import Stream
-from kvtier.storage import native as storage_native
+from kvtier.storage import checksum as storage_native
 from kvtier.transfer.strategy import Shape, choose
 
 _BLOCKS = {  # what the strategies are shown for

@@ -43,7 +43,7 @@ from kvtier.engine.split import split_config, split_layer, split_weights, with_t
 from kvtier.errors import EngineError
 from kvtier.messages import Plan, Report
 from kvtier.storage import ShardStores, StoreStats
-from kvtier.storage.shards import sum_stats
+from kvtier.storage.open import sum_stats
 from kvtier.worker.controller import CacheController
 from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.sharding import Sharding

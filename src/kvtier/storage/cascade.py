@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvtier.errors import ArgumentError, ClosedError, StoreError
-from kvtier.storage.meter import Kind, Meter
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
+    Kind,
+    Meter,
     Outcome,
     Page,
     Read,

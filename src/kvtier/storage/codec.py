@@ -8,8 +8,7 @@ from enum import Enum
 import numpy as np
 
 from kvtier.errors import RangeError
-from kvtier.storage.checksum import checksum
-from kvtier.storage.native import address_of, native
+from kvtier.storage.checksum import address_of, checksum, native
 from kvtier.storage.record import Flags, Record
 from kvtier.storage.store import Label, Outcome, Read, Status
 from kvtier.storage.workers import ALIGNMENT, Scratch, round_up

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from kvtier.errors import ArgumentError, ClosedError
 from kvtier.storage.checksum import checksum
 from kvtier.storage.codec import copy_bytes, encode, mismatch
-from kvtier.storage.meter import Kind, Meter
 from kvtier.storage.record import RECORD_BYTES, Record
 from kvtier.storage.store import (
+    Kind,
+    Meter,
     Outcome,
     Page,
     Read,

@@ -1,13 +1,18 @@
-"""Store: one small batched interface, behind which a disk, a server or a bucket keeps blocks.
+"""The Store interface: batched calls, one outcome per object, traffic counters.
+
+Store: one small batched interface, behind which a disk, a server or a bucket keeps blocks.
 
 Every call takes a batch and answers each object of it: found, stored, removed, missing, corrupt or failed, with the
 reason in words. A miss is never an exception; exceptions are for calls no store could carry out. Every call ends by its
 deadline: what did not finish by then is failed, and memory given to `read_into` is not touched after it returned.
+
+Counts calls of a store.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -272,3 +277,33 @@ def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
     if not view.c_contiguous or (writable and view.readonly):
         raise ArgumentError(f"need contiguous {'writable ' if writable else ''}memory, got {view.format} {view.shape}")
     return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+class Kind(Enum):
+    """The calls that are counted."""
+
+    LOOKUP = "lookup"
+    READ = "read"
+    WRITE = "write"
+    REMOVAL = "removal"
+
+
+class Meter:
+    """Traffic by kind, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._traffic = {kind: Traffic() for kind in Kind}
+
+    def count(self, kind: Kind, results: Results) -> Results:
+        """Add a call; returns its results."""
+        with self._lock:
+            self._traffic[kind] = self._traffic[kind].plus(results)
+        return results
+
+    @property
+    def stats(self) -> StoreStats:
+        """The traffic; what the store holds is for the store to fill in."""
+        with self._lock:
+            of = self._traffic
+            return StoreStats(of[Kind.LOOKUP], of[Kind.READ], of[Kind.WRITE], of[Kind.REMOVAL])

@@ -11,7 +11,7 @@ import torch
 from kvtier.errors import StoreError
 from kvtier.messages import Plan, Purpose, Transfer, slot_bytes
 from kvtier.storage import MemoryStore, Results, ShardStores, Write
-from kvtier.storage.native import address_of
+from kvtier.storage.checksum import address_of
 from kvtier.worker.controller import CacheController, layout_of
 
 KEY = bytes(range(32))

@@ -11,16 +11,16 @@ from dataclasses import replace
 from enum import Enum
 
 from kvtier.errors import ArgumentError, ClosedError, StoreError
-from kvtier.storage.calls import Calls
+from kvtier.storage.calls import Batch, Breaker, Calls
 from kvtier.storage.codec import Compression, copy_bytes, decode, encode, lay_out, mismatch
 from kvtier.storage.disk.catalog import Entry, Place
 from kvtier.storage.disk.files import Files, OsFiles
 from kvtier.storage.disk.space import FULL, Limits, Space
-from kvtier.storage.guard import Batch, Breaker
-from kvtier.storage.meter import Kind, Meter
 from kvtier.storage.record import Record
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
+    Kind,
+    Meter,
     Outcome,
     Page,
     Read,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from mooncake.store import MooncakeDistributedStore
 
-from kvtier.storage.native import address_of
+from kvtier.storage.checksum import address_of
 from kvtier.storage.remote.bucket import BucketError, Listing, Parts, Put, RequestSize, join
 from kvtier.storage.workers import Scratch
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from kvtier.errors import ArgumentError, ClosedError, FormatError, StoreError
-from kvtier.storage.calls import Calls
+from kvtier.storage.calls import Batch, Breaker, Calls
 from kvtier.storage.codec import copy_bytes
-from kvtier.storage.guard import Batch, Breaker
-from kvtier.storage.meter import Kind, Meter
 from kvtier.storage.remote.bucket import Bucket, BucketError, Listing, Parts, Put
 from kvtier.storage.remote.envelope import Envelope, Packed
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
+    Kind,
+    Meter,
     Outcome,
     Page,
     Read,
