@@ -12,8 +12,7 @@ import urllib.request
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from kvtier.cli.parser import Commands, add_command
-from kvtier.cli.progress import Progress
+from kvtier.cli.parser import Commands, Progress, add_command
 from kvtier.errors import ArgumentError, UnavailableError
 
 if TYPE_CHECKING:

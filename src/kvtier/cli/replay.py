@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.parser import Commands, Parser, add_command
-from kvtier.cli.progress import Progress
+from kvtier.cli.parser import Commands, Parser, Progress, add_command
 from kvtier.errors import ArgumentError
 
 if TYPE_CHECKING:

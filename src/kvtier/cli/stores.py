@@ -9,8 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.parser import Commands, add_command
-from kvtier.cli.progress import Progress
+from kvtier.cli.parser import Commands, Progress, add_command
 from kvtier.errors import ArgumentError, StoreError
 
 if TYPE_CHECKING:

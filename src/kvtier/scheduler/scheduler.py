@@ -14,8 +14,7 @@ from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, LoadError, StateError
 from kvtier.index import Chain, Shortage
 from kvtier.index.tier import tenant_of
-from kvtier.scheduler.request import Control, Request, RequestState
-from kvtier.scheduler.step import Row, RowResult, SchedulerConfig, Step
+from kvtier.scheduler.request import Control, Request, RequestState, Row, RowResult, SchedulerConfig, Step
 
 
 class Scheduler:
