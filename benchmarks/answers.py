@@ -29,7 +29,7 @@ from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_tabl
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams, load_model
 from kvtier.engine.ops_invariant import InvariantOps
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore, MemoryStore, Store
 from storage_support import Fault, FaultyStore
@@ -258,13 +258,13 @@ def compared(wanted: Kept, found: Kept) -> dict[str, object]:
 def row_of(mode: str, case: Case, engine: Engine, begin: float) -> dict[str, object]:
     """What the tiers did."""
     stats = {tier.name: tier.hit_tokens for tier in engine.manager.stats.tiers}
-    failed = engine.manager.moves.counts.num_failed
+    failed = engine.manager.transfers.counts.num_failed
     return {
         "mode": mode,
         "cache": case.name,
         "seconds": time.perf_counter() - begin,
         **{tier: stats.get(tier, 0) for tier in ("device", "host", "disk")},
-        "loaded": engine.manager.moves.counts.num_blocks[Purpose.LOAD],
+        "loaded": engine.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE],
         "failed": sum(failed.values()),
     }
 

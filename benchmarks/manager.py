@@ -20,7 +20,7 @@ from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.index import Chain, Namespace, RadixTree
-from kvtier.messages import Outcome, Plan, Presence, Report
+from kvtier.messages import Plan, Report, StoreLookup, TransferResult
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
 
 TOKENS = {"device": 1_000_000, "host": 5_000_000}
@@ -70,7 +70,7 @@ def compare(trace: Sequence[TraceRequest], block_tokens: int, rounds: int) -> tu
         manager.check()
     gc.enable()
     us = {name: sum(taken) / len(prompts) * 1e6 for name, taken in best.items()}
-    ratio, counts = us["manager"] / us["index with keys"], manager.moves.counts.num_blocks
+    ratio, counts = us["manager"] / us["index with keys"], manager.transfers.counts.num_blocks
     row: Row = {
         "block tokens": block_tokens,
         "requests": len(prompts),
@@ -111,15 +111,15 @@ def decide(manager: CacheManager, prompt: Any, now: float) -> float:
     start = clock()
     hold = manager.match(chain, now=now, fetch=fetch)
     if fetch is not None:
-        manager.end_fetch(fetch)
+        manager.end_prefetch(fetch)
     assert manager.allocate(hold, chain.num_tokens) is None
     plan = manager.plan(now=now)
     taken += clock() - start + answer(manager, plan)
     start = clock()
     assert manager.is_ready(hold)
-    manager.scheduled(hold, now=now)
+    manager.on_scheduled(hold, now=now)
     num_computed = chain.num_tokens - hold.num_cached_tokens
-    manager.computed(num_computed, num_computed * chain.num_tokens / 2, num_computed * TOKEN_SECONDS)
+    manager.on_computed(num_computed, num_computed * chain.num_tokens / 2, num_computed * TOKEN_SECONDS)
     manager.publish(hold, chain.num_tokens, now=now)
     manager.finish(hold, now=now)
     return taken + clock() - start
@@ -129,8 +129,10 @@ def answer(manager: CacheManager, plan: Plan) -> float:
     """Say that all of it is done; returns the CPU seconds the manager takes to hear it."""
     if not plan:
         return 0.0
-    outcomes = tuple(Outcome(each.id, True, each.num_blocks * BLOCK_BYTES, TOKEN_SECONDS) for each in plan.transfers)
-    presences = tuple(Presence(probe.store, probe_id=probe.id) for probe in plan.probes)
+    outcomes = tuple(
+        TransferResult(each.id, True, each.num_blocks * BLOCK_BYTES, TOKEN_SECONDS) for each in plan.transfers
+    )
+    presences = tuple(StoreLookup(probe.store, probe_id=probe.id) for probe in plan.probes)
     start = time.process_time()
     manager.apply(Report(plan.epoch, 0, outcomes, presences))
     return time.process_time() - start

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.report import arguments, best, print_table, report
 from kvtier.layout import CacheGroup, KVLayout
-from kvtier.messages import Plan, Purpose, Transfer, slot_bytes
+from kvtier.messages import Plan, Route, TransferRequest, slot_bytes
 from kvtier.storage import open_shards
 from kvtier.worker.controller import CacheController
 from kvtier.worker.sharding import Sharding, parts_of
@@ -55,18 +55,18 @@ def _measure(num_shards: int, folder: Path) -> dict[str, object]:
 
     rounds = itertools.count()
 
-    def run(purpose: Purpose, number: int = 0) -> None:
+    def run(purpose: Route, number: int = 0) -> None:
         keys = b"".join(hashlib.sha256(b"%d %d" % (number, block)).digest() for block in range(BLOCKS))
         ends = (
             ("host", "disk", slot_bytes(slots), b"")
-            if purpose is Purpose.STORE
+            if purpose is Route.HOST_TO_STORE
             else ("disk", "host", b"", slot_bytes(slots))
         )
-        controller.submit(Plan(1, 0, (Transfer(1, purpose, *ends, keys),)))
+        controller.submit(Plan(1, 0, (TransferRequest(1, purpose, *ends, keys),)))
         while controller.is_busy:
             controller.wait(1.0)
             for found in controller.poll():
-                assert all(outcome.ok for outcome in found.outcomes), found
+                assert all(outcome.ok for outcome in found.results), found
 
     def gather() -> None:
         for at, slot in enumerate(slots.tolist()):
@@ -74,8 +74,8 @@ def _measure(num_shards: int, folder: Path) -> dict[str, object]:
                 part.gather(host[slot], objects[part][at])
 
     tasks = {
-        "write": lambda: run(Purpose.STORE, next(rounds)),  # what is there already is not written
-        "read": lambda: run(Purpose.FETCH),
+        "write": lambda: run(Route.HOST_TO_STORE, next(rounds)),  # what is there already is not written
+        "read": lambda: run(Route.STORE_TO_HOST),
         "gather": gather,
         "copy": lambda: np.copyto(whole, host),
     }

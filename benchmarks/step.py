@@ -21,7 +21,7 @@ from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.random_weights import random_weights
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import MemoryStore
 
@@ -81,7 +81,7 @@ def measure(name: str, num_steps: int) -> Row:
     for _ in range(ROWS * PROMPT // 1024 + 16):
         engine.step()
     wall, cpu = [], []
-    before = engine.manager.moves.counts
+    before = engine.manager.transfers.counts
     for number in range(num_steps):
         if beside and number % EVERY == 0:
             prompt = beside[number // EVERY % len(beside)]
@@ -92,8 +92,8 @@ def measure(name: str, num_steps: int) -> Row:
             engine.step()
         wall.append(whole.wall - forward.wall - wall_before)
         cpu.append(whole.cpu - forward.cpu - cpu_before)
-    after = engine.manager.moves.counts
-    moved = {purpose.value: after.num_blocks[purpose] - before.num_blocks[purpose] for purpose in Purpose}
+    after = engine.manager.transfers.counts
+    moved = {purpose.value: after.num_blocks[purpose] - before.num_blocks[purpose] for purpose in Route}
     engine.close()
     return {
         "case": name,

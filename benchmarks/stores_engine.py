@@ -25,7 +25,7 @@ import torch
 import store_servers
 from benchmarks.report import Bar, Row, at_least
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
-from kvtier.cache.cost_model import Decision, Speeds
+from kvtier.cache.cost_model import CostModel, LoadDecision
 from kvtier.engine import SamplingParams
 from kvtier.engine.checkpoint import load_model
 from kvtier.engine.engine import Engine, EngineConfig
@@ -50,9 +50,9 @@ class Forced:
     def __init__(self, *, load: bool) -> None:
         self._load = load
 
-    def decide(self, num_blocks: object, first: int, num_tokens: int, *, again: bool = False) -> Decision:  # noqa: ARG002
+    def decide(self, num_blocks: object, first: int, num_tokens: int, *, again: bool = False) -> LoadDecision:  # noqa: ARG002
         """As it was told."""
-        return Decision(self._load, num_tokens, None, None)
+        return LoadDecision(self._load, num_tokens, None, None)
 
     def moved(self, *_: object) -> None:
         """Nothing is learned."""
@@ -77,11 +77,11 @@ class Bench:
         self.first_token(prompt, Forced(load=False))
         self._engine.tiers.save(self._engine.chain(prompt))
 
-    def first_token(self, prompt: list[int], speeds: Speeds | Forced) -> tuple[float, bool]:
+    def first_token(self, prompt: list[int], speeds: CostModel | Forced) -> tuple[float, bool]:
         """Seconds to it, with nothing of the prompt in memory, and whether its blocks came from the store."""
         engine = self._engine
         engine.tiers.reset()  # waits for what is under way
-        engine.manager.speeds = engine.manager._fetches._speeds = speeds  # type: ignore[assignment, union-attr]
+        engine.manager.cost_model = engine.manager._prefetcher._speeds = speeds  # type: ignore[assignment, union-attr]
         begin = time.perf_counter()
         name = engine.add(prompt, FIRST_TOKEN)
         while not (outputs := engine.step()):
@@ -166,7 +166,7 @@ def decision(folder: Path, rounds: int) -> tuple[list[Row], list[Bar]]:
 
 
 def _decided(bench: Bench, prompts: dict[int, list[int]], latency_s: float, rounds: int) -> list[Row]:
-    speeds = Speeds()
+    speeds = CostModel()
     new = [prompt_of(length, SWEEP_MODEL.vocab_size, seed=f"{latency_s}") for length in prompts]
     seen = [*prompts.values(), *new]
     random.Random(1).shuffle(seen)

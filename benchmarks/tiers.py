@@ -34,8 +34,8 @@ from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_tabl
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.index import Chain, Namespace
-from kvtier.messages import Outcome as TransferOutcome
-from kvtier.messages import Presence, Report
+from kvtier.messages import Report, StoreLookup
+from kvtier.messages import TransferResult as TransferOutcome
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
 from kvtier.storage import DiskStore, Label, Read, Sync, Write
 from kvtier.storage.checksum import checksum, checksum_in_python, native
@@ -278,12 +278,12 @@ def decide(manager: CacheManager, prompt: Any) -> None:
     obey(manager)
     hold = manager.match(chain, fetch=fetch)
     assert fetch is not None
-    manager.end_fetch(fetch)
+    manager.end_prefetch(fetch)
     shortage = manager.allocate(hold, chain.num_tokens)
     assert shortage is None, shortage
     obey(manager)
     assert manager.is_ready(hold)
-    manager.scheduled(hold)
+    manager.on_scheduled(hold)
     manager.publish(hold, chain.num_tokens)
     manager.finish(hold)
 
@@ -293,7 +293,7 @@ def obey(manager: CacheManager) -> None:
     plan = manager.plan()
     if plan:
         outcomes = tuple(TransferOutcome(each.id, True, each.num_blocks << 20, 1e-3) for each in plan.transfers)
-        presences = tuple(Presence(probe.store, probe_id=probe.id) for probe in plan.probes)
+        presences = tuple(StoreLookup(probe.store, probe_id=probe.id) for probe in plan.probes)
         manager.apply(Report(plan.epoch, 0, outcomes, presences))
 
 

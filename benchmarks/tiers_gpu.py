@@ -22,14 +22,14 @@ import torch
 from benchmarks.engine_gpu import LLAMA3_8B
 from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
 from kvtier.cache.admin import CacheControl
-from kvtier.cache.allocation import Hold
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
+from kvtier.cache.allocation import Allocation
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.random_weights import random_weights
 from kvtier.engine.sampling import SamplingParams
 from kvtier.index import Chain
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 
@@ -48,7 +48,7 @@ def main() -> None:
     cache = CacheConfig(
         2 * num_prefix + BATCH * CONTEXT // BLOCK_TOKENS + 4096,
         host=HostConfig(3 * num_prefix),
-        stores=(StoreConfig("disk", Saving(WritePolicy.BACK, low_share=0.0), Patience.WAIT),),
+        stores=(StoreConfig("disk", WritebackConfig(WritePolicy.BACK, low_share=0.0), Patience.WAIT),),
         recompute=False,
     )
     config = EngineConfig(BLOCK_TOKENS, cache, SchedulerConfig(max_rows=BATCH, max_step_tokens=8192), (1, BATCH))
@@ -139,7 +139,7 @@ class Visitors:
         drain(engine)
         for chain in self._known:
             self._control.demote(chain)
-        self._loading: Hold | None = None
+        self._loading: Allocation | None = None
 
     def come(self) -> None:
         """Before a step: let those go that have arrived, and the next ones in."""
@@ -152,9 +152,9 @@ class Visitors:
             self._known.append(self._known.pop(0))
             self._loading = manager.match(self._known[-1])
             assert manager.allocate(self._loading, self._known[-1].num_tokens) is None
-            manager.scheduled(self._loading)
+            manager.on_scheduled(self._loading)
             assert self._loading.is_loading
-        if not manager.moves.num_blocks(Purpose.SAVE):
+        if not manager.transfers.num_blocks(Route.DEVICE_TO_HOST):
             self._new()
 
     def _new(self) -> Chain:
@@ -163,7 +163,7 @@ class Visitors:
         chain = self._engine.chain(self._random.integers(1, 100_000, count + 1).tolist())
         hold = manager.match(chain)
         assert manager.allocate(hold, count) is None
-        manager.scheduled(hold)
+        manager.on_scheduled(hold)
         manager.publish(hold, count)
         manager.finish(hold)
         return chain

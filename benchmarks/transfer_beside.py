@@ -13,7 +13,7 @@ import torch
 from benchmarks.report import Row, print_table
 from benchmarks.transfer_cases import GPU, LARGE, NO_WAIT, ROUNDS, Case, Link, make_case, spin
 from kvtier.memory import Event, Stream, cost_table
-from kvtier.transfer import LayerDoneCounter, Transfer, TransferConfig
+from kvtier.transfer import LayerDoneCounter, TransferConfig, TransferHandle
 from kvtier.transfer.plane import Direction
 
 MLP = (4096, 4096, 14336)  # 4,096 tokens through the widest matrix of the 8B model: 0.6 ms
@@ -114,7 +114,7 @@ def measure_layers(case: Case) -> Row:
     compute = Products((2048, 2048, 2048))
     stream = compute.stream
 
-    def load() -> Transfer:
+    def load() -> TransferHandle:
         return case.manager.load(device_ids, host_ids, layer_wise=True, after=NO_WAIT)
 
     def run(repeats: int, counter: LayerDoneCounter | None = None) -> None:

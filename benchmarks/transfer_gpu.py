@@ -38,7 +38,7 @@ from benchmarks.transfer_cases import (
 )
 from benchmarks.transfer_peers import AncestorSwap
 from kvtier.memory import Event, calibrate, cost_table
-from kvtier.transfer import CompiledTransfer, Transfer
+from kvtier.transfer import CompiledTransfer, TransferHandle
 from kvtier.transfer.plane import Direction
 
 BURST = 4  # transfers submitted in a row
@@ -194,7 +194,7 @@ def host_time(
 ) -> HostTime:
     """While the GPU is idle, or spins; every round on the core that is quiet then, or wherever the system likes."""
 
-    def submit(after: Event) -> tuple[Transfer, CompiledTransfer]:
+    def submit(after: Event) -> tuple[TransferHandle, CompiledTransfer]:
         compiled = case.manager.compile(direction, device_ids, host_ids, urgent=True)
         return case.manager.submit(compiled, urgent=True, after=after), compiled
 

@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtier.cache.admin import CacheControl
-from kvtier.cache.allocation import Hold
+from kvtier.cache.allocation import Allocation
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.prefetch import Fetch
+from kvtier.cache.prefetch import Prefetch
 from kvtier.errors import LoadError
 from kvtier.index import BlockState, Chain, Namespace, Shortage
 from kvtier.index.transitions import block_states
-from kvtier.messages import Drop, Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, split_keys
+from kvtier.messages import Drop, Plan, Probe, Report, Route, StoreLookup, TransferRequest, TransferResult, split_keys
 
 BLOCK = 4
 NAMESPACE = Namespace("model", block_tokens=BLOCK)
 RUBBISH = "rubbish"
-Lose = Callable[[Transfer, int], Sequence[bool]]
+Lose = Callable[[TransferRequest, int], Sequence[bool]]
 """Of a transfer and a rank: for each block whether it is lost on the way."""
 
 
@@ -54,8 +54,8 @@ class Worker:
         self.device: dict[int, object] = {}
         self.host: dict[int, object] = {}
         self.stores: dict[str, dict[bytes, object]] = {name: {} for name in stores}
-        self.todo: deque[tuple[int, Transfer | Probe | Drop]] = deque()
-        self.done: list[Transfer] = []
+        self.todo: deque[tuple[int, TransferRequest | Probe | Drop]] = deque()
+        self.done: list[TransferRequest] = []
 
     def submit(self, plan: Plan) -> None:
         for task in (*plan.drops, *plan.probes, *plan.transfers):
@@ -75,46 +75,46 @@ class Worker:
                 store.pop(key, None)
             return Report(epoch, self.rank)
         if isinstance(task, Probe):
-            return Report(epoch, self.rank, presences=self._answer(task))
+            return Report(epoch, self.rank, lookups=self._answer(task))
         return self._move(epoch, task, lose)
 
-    def _answer(self, probe: Probe) -> tuple[Presence, ...]:
+    def _answer(self, probe: Probe) -> tuple[StoreLookup, ...]:
         store = self.stores[probe.store]
         if probe.keys:
             keys = split_keys(probe.keys)
             here = b"".join(key for key in keys if key in store)
             gone = b"".join(key for key in keys if key not in store)
-            return (Presence(probe.store, here, gone, probe.id),)
+            return (StoreLookup(probe.store, here, gone, probe.id),)
         keys = sorted(store)
-        pages = [Presence(probe.store, b"".join(keys[at : at + 2])) for at in range(0, len(keys), 2)]
-        return (*pages, Presence(probe.store, probe_id=probe.id))
+        pages = [StoreLookup(probe.store, b"".join(keys[at : at + 2])) for at in range(0, len(keys), 2)]
+        return (*pages, StoreLookup(probe.store, probe_id=probe.id))
 
-    def _move(self, epoch: int, transfer: Transfer, lose: Lose | None) -> Report:
+    def _move(self, epoch: int, transfer: TransferRequest, lose: Lose | None) -> Report:
         lost = np.array(lose(transfer, self.rank) if lose else [False] * transfer.num_blocks, np.bool_)
         sources, targets = self._ends(transfer)
         gone = []
         for i, (source, target) in enumerate(zip(*self._places(transfer), strict=True)):
-            if transfer.purpose is Purpose.FETCH and source not in sources:
+            if transfer.route is Route.STORE_TO_HOST and source not in sources:
                 lost[i] = True
                 gone.append(source)
             elif not lost[i]:
-                assert sources[source] != RUBBISH, f"{transfer.purpose} read {source} before it was written"
+                assert sources[source] != RUBBISH, f"{transfer.route} read {source} before it was written"
                 targets[target] = sources[source]
         self.done.append(transfer)
         arrived = (~lost).astype(np.uint8).tobytes() if lost.any() else b""
         moved = int((~lost).sum())
-        outcome = Outcome(transfer.id, not lost.any(), 100 * moved, 0.001 * transfer.num_blocks, "", arrived)
-        presences = (Presence(transfer.source, absent=b"".join(gone)),) if gone else ()
+        outcome = TransferResult(transfer.id, not lost.any(), 100 * moved, 0.001 * transfer.num_blocks, "", arrived)
+        presences = (StoreLookup(transfer.source, absent=b"".join(gone)),) if gone else ()
         return Report(epoch, self.rank, (outcome,), presences)
 
-    def _ends(self, transfer: Transfer):
+    def _ends(self, transfer: TransferRequest):
         places = {"device": self.device, "host": self.host, **self.stores}
         return places[transfer.source], places[transfer.target]
 
-    def _places(self, transfer: Transfer):
+    def _places(self, transfer: TransferRequest):
         keys = split_keys(transfer.keys)
-        sources = keys if transfer.purpose is Purpose.FETCH else transfer.sources.tolist()
-        targets = keys if transfer.purpose is Purpose.STORE else transfer.targets.tolist()
+        sources = keys if transfer.route is Route.STORE_TO_HOST else transfer.sources.tolist()
+        targets = keys if transfer.route is Route.HOST_TO_STORE else transfer.targets.tolist()
         return sources, targets
 
 
@@ -171,7 +171,7 @@ class Lab:
 
     # ---- a request -------------------------------------------------------------------------------------------------
 
-    def fetched(self, chain: Chain, lose: Lose | None = None) -> Fetch:
+    def fetched(self, chain: Chain, lose: Lose | None = None) -> Prefetch:
         """A fetch that is over."""
         fetch = self.manager.prefetch(chain, now=self.now)
         assert fetch is not None
@@ -182,7 +182,7 @@ class Lab:
             self.hear(lose=lose)
         raise AssertionError("the fetch has no end")
 
-    def start(self, chain: Chain, fetch: Fetch | None = None, lose: Lose | None = None) -> Hold:
+    def start(self, chain: Chain, fetch: Prefetch | None = None, lose: Lose | None = None) -> Allocation:
         """A request that holds KV, ready to compute; what it was given is checked. None fits: an error."""
         may_load = True
         while True:
@@ -200,26 +200,26 @@ class Lab:
         self.verify(hold)
         return hold
 
-    def verify(self, hold: Hold) -> None:
+    def verify(self, hold: Allocation) -> None:
         """Every cached block is what it should be, on every rank."""
         for worker in self.workers:
             for block in range(hold.lease.num_matched):
                 assert worker.device[int(hold.table[block])] == content(hold.chain, block), block
 
-    def compute(self, hold: Hold) -> None:
+    def compute(self, hold: Allocation) -> None:
         """All tokens of a request, as one step."""
-        self.manager.scheduled(hold, now=self.now)
+        self.manager.on_scheduled(hold, now=self.now)
         for worker in self.workers:
             for block in range(hold.lease.num_matched, len(hold.table)):
                 worker.device[int(hold.table[block])] = content(hold.chain, block)
         self.manager.publish(hold, hold.chain.num_tokens, now=self.now)
 
-    def serve(self, chain: Chain, lose: Lose | None = None) -> Hold:
+    def serve(self, chain: Chain, lose: Lose | None = None) -> Allocation:
         """One request from beginning to end, and all that follows from it; returns its hold, which is over."""
         fetch = self.fetched(chain, lose) if self.manager.stores else None
         hold = self.start(chain, fetch, lose)
         if fetch is not None:
-            self.manager.end_fetch(fetch)
+            self.manager.end_prefetch(fetch)
         self.compute(hold)
         self.manager.finish(hold, now=self.now)
         self.settle(lose)

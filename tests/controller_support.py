@@ -11,7 +11,7 @@ import torch
 from kvtier import dtype as dt
 from kvtier.layout import CacheGroup, KVLayout
 from kvtier.memory.copy_paths import run_path
-from kvtier.messages import Drop, Outcome, Plan, Presence, Probe, Purpose, Transfer, slot_bytes
+from kvtier.messages import Drop, Plan, Probe, Route, StoreLookup, TransferRequest, TransferResult, slot_bytes
 from kvtier.storage import DiskStore, MemoryStore
 from kvtier.worker.controller import CacheController
 
@@ -40,48 +40,48 @@ class Rig:
             LAYOUT, self.caches, num_host, stores=stores or {}, namespace=NAMESPACE, secret=SECRET, **options
         )
         self.ids = iter(range(1, 1000))
-        self.presences: list[Presence] = []
+        self.presences: list[StoreLookup] = []
         self.sizes: list[int] = []
 
-    def run(self, *tasks: Transfer | Probe | Drop, epoch: int = 0) -> list[Outcome]:
+    def run(self, *tasks: TransferRequest | Probe | Drop, epoch: int = 0) -> list[TransferResult]:
         """Carry out tasks, all in one plan."""
-        kinds = [tuple(task for task in tasks if isinstance(task, kind)) for kind in (Transfer, Probe, Drop)]
+        kinds = [tuple(task for task in tasks if isinstance(task, kind)) for kind in (TransferRequest, Probe, Drop)]
         self.controller.submit(Plan(1, epoch, *kinds))
         return self.drain(epoch)
 
-    def drain(self, epoch: int = 0) -> list[Outcome]:
+    def drain(self, epoch: int = 0) -> list[TransferResult]:
         outcomes = []
         while self.controller.is_busy:
             self.controller.wait(1.0)
             for report in self.controller.poll():
                 assert (report.epoch, report.rank) == (epoch, 0)
-                outcomes += report.outcomes
-                self.presences += report.presences
-                self.sizes += [size.num_slots for size in report.sizes]
+                outcomes += report.results
+                self.presences += report.lookups
+                self.sizes += [size.num_slots for size in report.capacities]
         assert len({outcome.transfer_id for outcome in outcomes}) == len(outcomes), "a transfer was reported twice"
         return outcomes
 
-    def transfer(self, purpose: Purpose, sources, targets, keys=(), store="disk") -> Transfer:
+    def transfer(self, purpose: Route, sources, targets, keys=(), store="disk") -> TransferRequest:
         ends = {
-            Purpose.SAVE: ("device", "host"),
-            Purpose.LOAD: ("host", "device"),
-            Purpose.STORE: ("host", store),
-            Purpose.FETCH: (store, "host"),
+            Route.DEVICE_TO_HOST: ("device", "host"),
+            Route.HOST_TO_DEVICE: ("host", "device"),
+            Route.HOST_TO_STORE: ("host", store),
+            Route.STORE_TO_HOST: (store, "host"),
         }[purpose]
         slots = [slot_bytes(np.array(each, np.int32)) if len(each) else b"" for each in (sources, targets)]
-        return Transfer(next(self.ids), purpose, *ends, *slots, b"".join(KEYS[i] for i in keys))
+        return TransferRequest(next(self.ids), purpose, *ends, *slots, b"".join(KEYS[i] for i in keys))
 
-    def save(self, device, host) -> Transfer:
-        return self.transfer(Purpose.SAVE, device, host)
+    def save(self, device, host) -> TransferRequest:
+        return self.transfer(Route.DEVICE_TO_HOST, device, host)
 
-    def load(self, host, device) -> Transfer:
-        return self.transfer(Purpose.LOAD, host, device)
+    def load(self, host, device) -> TransferRequest:
+        return self.transfer(Route.HOST_TO_DEVICE, host, device)
 
-    def store(self, host, keys, store="disk") -> Transfer:
-        return self.transfer(Purpose.STORE, host, [], keys, store)
+    def store(self, host, keys, store="disk") -> TransferRequest:
+        return self.transfer(Route.HOST_TO_STORE, host, [], keys, store)
 
-    def fetch(self, keys, host, store="disk") -> Transfer:
-        return self.transfer(Purpose.FETCH, [], host, keys, store)
+    def fetch(self, keys, host, store="disk") -> TransferRequest:
+        return self.transfer(Route.STORE_TO_HOST, [], host, keys, store)
 
     def device(self, slot: int) -> list[bytes]:
         return [cache[slot].numpy().tobytes() for cache in self.caches]

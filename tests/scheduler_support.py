@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvtier.cache.config import CacheConfig, HostConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.index import Chain, Namespace
-from kvtier.messages import Outcome, Report, Transfer
+from kvtier.messages import Report, TransferRequest, TransferResult
 from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, SchedulerConfig, Step
 
 BLOCK = 4
@@ -25,7 +25,7 @@ class Device:
     def __init__(self) -> None:
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.planned: list[tuple[int, Transfer]] = []
+        self.planned: list[tuple[int, TransferRequest]] = []
 
     def move(self, scheduler: Scheduler, count: int = 1000, *, ok: bool = True) -> None:
         """Carry out the oldest transfers, and report them."""
@@ -35,7 +35,7 @@ class Device:
                 for one, other in zip(transfer.sources.tolist(), transfer.targets.tolist(), strict=True):
                     for offset in range(BLOCK):
                         target[other, offset] = source[one, offset]
-            outcome = Outcome(transfer.id, ok, 100 * transfer.num_blocks * ok, 0.1)
+            outcome = TransferResult(transfer.id, ok, 100 * transfer.num_blocks * ok, 0.1)
             scheduler.manager.apply(Report(epoch, 0, (outcome,)))
         del self.planned[:count]
 
@@ -149,7 +149,7 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
     elif step.num_tokens < limits.max_step_tokens:
         assert all(row.wants_token for row in rows), "a prompt was cut though there was room in the step"
         idle = [each for each in ran if each in scheduler.running and each not in [row.request for row in rows]]
-        assert all(each.hold.is_loading for each in idle) or scheduler.manager.moves.in_flight
+        assert all(each.hold.is_loading for each in idle) or scheduler.manager.transfers.in_flight
 
 
 def _verify_row(row: Row) -> None:

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.storage import DiskStore, Read, Status, Sync
+from kvtier.storage import DiskStore, ObjectStatus, Read, Sync
 from storage_support import LABEL, key_of, payload_of, write_of
 
 NUMBERS = 48
@@ -104,7 +104,7 @@ class Victim:
             outcome = store.read_into([Read(key_of(number), LABEL, room)])[0]
             there = {v for v in possible if v is not None and payload_of(number, len(room), v) == room}
             found += outcome.ok
-            corrupt += not ((outcome.ok and there) or outcome.status is Status.MISSING)
+            corrupt += not ((outcome.ok and there) or outcome.status is ObjectStatus.MISSING)
             lost += not outcome.ok and None not in possible
             self.possible[number] = there if outcome.ok else {None}
         store.check()  # every slot is an object's or free

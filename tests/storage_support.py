@@ -14,11 +14,11 @@ from pathlib import Path
 from kvtier.storage import (
     Label,
     MemoryStore,
-    Outcome,
+    ObjectResult,
+    ObjectStatus,
     Page,
     Read,
     Results,
-    Status,
     Store,
     StoredObject,
     StoreStats,
@@ -49,7 +49,7 @@ def put(store: Store, *numbers: int, nbytes: int = 5000, version: int = 0) -> Re
     return store.write([write_of(number, nbytes, version) for number in numbers])
 
 
-def get(store: Store, number: int, nbytes: int = 5000, label: Label = LABEL) -> tuple[Outcome, bytes]:
+def get(store: Store, number: int, nbytes: int = 5000, label: Label = LABEL) -> tuple[ObjectResult, bytes]:
     """The outcome, and what is in memory then; it was all 0xEE before."""
     room = bytearray(b"\xee" * nbytes)
     results = store.read_into([Read(key_of(number), label, room)])
@@ -132,7 +132,7 @@ class FaultyStore:
         spared = [i for i, is_hit in enumerate(hit) if not (is_hit and reason)]
         results = call(spared)
         answers = dict(zip(spared, results, strict=True))
-        failed = Outcome(Status.FAILED, reason=reason)
+        failed = ObjectResult(ObjectStatus.FAILED, reason=reason)
         return Results(tuple(answers.get(i, failed) for i in range(len(keys))), seconds + results.seconds)
 
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:

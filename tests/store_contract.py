@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtier.errors import ArgumentError, ClosedError
-from kvtier.storage import Label, Read, Status, Write
+from kvtier.storage import Label, ObjectStatus, Read, Write
 from storage_support import (
     LABEL,
     NAMESPACE,
@@ -28,12 +28,12 @@ from storage_support import (
 
 def test_what_was_written_is_read_back_byte_for_byte(store):
     written = put(store, 1, 2, 3)
-    assert [outcome.status for outcome in written] == [Status.STORED] * 3
+    assert [outcome.status for outcome in written] == [ObjectStatus.STORED] * 3
     assert written.nbytes == 15000
     assert written.seconds > 0
     for number in (3, 1, 2):
         outcome, room = get(store, number)
-        assert (outcome.status, outcome.nbytes, outcome.reason) == (Status.FOUND, 5000, "")
+        assert (outcome.status, outcome.nbytes, outcome.reason) == (ObjectStatus.FOUND, 5000, "")
         assert room == payload_of(number)
 
 
@@ -48,7 +48,7 @@ def test_a_batch_is_answered_object_by_object_in_its_order(store):
 
 def test_a_miss_is_no_exception_and_leaves_memory_alone(store):
     outcome, room = get(store, 1)
-    assert outcome.status is Status.MISSING
+    assert outcome.status is ObjectStatus.MISSING
     assert room == b"\xee" * 5000
 
 
@@ -112,7 +112,7 @@ def test_arguments_no_store_could_serve_are_errors(store):
 def test_an_object_of_another_model_other_tokens_or_another_length_is_a_miss(store, label, nbytes, reason):
     put(store, 1)
     outcome, room = get(store, 1, nbytes, label)
-    assert outcome.status is Status.MISSING
+    assert outcome.status is ObjectStatus.MISSING
     assert reason in outcome.reason
     assert room == b"\xee" * nbytes
     assert get(store, 1)[0].ok
@@ -141,7 +141,7 @@ def test_the_last_of_one_key_in_a_batch_counts(store):
 def test_what_is_removed_is_missing(store):
     put(store, 1, 2)
     results = store.remove([key_of(1), key_of(3)])
-    assert [outcome.status for outcome in results] == [Status.REMOVED, Status.MISSING]
+    assert [outcome.status for outcome in results] == [ObjectStatus.REMOVED, ObjectStatus.MISSING]
     assert has(store, 1, 2, 3) == [False, True, False]
     assert not get(store, 1)[0].ok
     assert get(store, 2)[0].ok
@@ -201,7 +201,7 @@ def test_many_threads_never_see_bytes_that_are_not_the_objects(store):
                 rooms = [bytearray(30_000) for _ in numbers]
                 results = store.read_into([Read(key_of(n), LABEL, r) for n, r in zip(numbers, rooms, strict=True)])
                 for number, room, outcome in zip(numbers, rooms, results, strict=True):
-                    if outcome.status not in (Status.FOUND, Status.MISSING) or (
+                    if outcome.status not in (ObjectStatus.FOUND, ObjectStatus.MISSING) or (
                         outcome.ok and bytes(room) != payload_of(number, 30_000)
                     ):
                         problems.append((number, outcome))

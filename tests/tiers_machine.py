@@ -24,12 +24,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
-from kvtier.engine.cache_runtime import Tiers, new_controller
+from kvtier.engine.cache_runtime import CacheRuntime, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.modules import CacheGroup
+from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.random_weights import random_weights
 from kvtier.index import Chain, Namespace
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
@@ -82,7 +82,7 @@ class TiersMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from([9, 12, 20]),
         num_host=st.sampled_from([3, 10, 60]),
         saving=st.builds(
-            Saving,
+            WritebackConfig,
             st.sampled_from(WritePolicy),
             max_blocks=st.sampled_from([1, 4, 100]),
             low_share=st.sampled_from([0.3, 1.0]),
@@ -98,7 +98,7 @@ class TiersMachine(RuleBasedStateMachine):
     def begin(self, num_blocks, num_host, saving, patience, is_shared, recompute, free_share, store_bytes, seed, share):
         namespace = Namespace("model", block_tokens=BLOCK)
         model = Model(TINY, random_weights(TINY, torch.float32, torch.device(self.device), seed=1))
-        self.groups = [CacheGroup(model, num_blocks, BLOCK)]
+        self.groups = [DeviceCacheGroup(model, num_blocks, BLOCK)]
         self.share = share
         self.memory = MemoryStore(store_bytes)
         stores = {"disk": FaultyStore(self.memory, Faults(seed, share))}
@@ -111,7 +111,7 @@ class TiersMachine(RuleBasedStateMachine):
         limits = SchedulerConfig(max_rows=3, max_step_tokens=12, starts_early=True)
         self.scheduler = Scheduler(self.manager, limits)
         self.now = 0.0
-        self.tiers = Tiers(self.manager, self.groups, self.controller, stores, self.scheduler, lambda: self.now)
+        self.tiers = CacheRuntime(self.manager, self.groups, self.controller, stores, self.scheduler, lambda: self.now)
         self.requests: list[Request] = []
         self.num_requests = 0
         self.pins: list[str] = []
@@ -269,7 +269,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert not self.manager.has_plans
         self.hear()
         self.scheduler.check()
-        assert not self.manager.moves.in_flight
+        assert not self.manager.transfers.in_flight
         assert self.manager.tree.num_leases == 0
         self.tiers.close()
 

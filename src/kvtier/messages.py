@@ -23,25 +23,25 @@ I32 = np.ndarray[Any, np.dtype[np.int32]]
 KEY_BYTES = 32
 
 
-class Purpose(StrEnum):
+class Route(StrEnum):
     """Why blocks are moved. A load and a fetch are waited for, the others are not."""
 
-    LOAD = "load"
+    HOST_TO_DEVICE = "load"
     """Host to device."""
-    SAVE = "save"
+    DEVICE_TO_HOST = "save"
     """Device to host."""
-    FETCH = "fetch"
+    STORE_TO_HOST = "fetch"
     """A store to the host."""
-    STORE = "store"
+    HOST_TO_STORE = "store"
     """Host to a store."""
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TransferRequest:
     """Blocks from one tier to another, the i-th source to the i-th target. A store's side has keys instead of slots."""
 
     id: int
-    purpose: Purpose
+    route: Route
     source: str
     target: str
     source_slots: bytes = b""
@@ -61,9 +61,9 @@ class Transfer:
     @property
     def store(self) -> str:
         """The store on one side, if there is one."""
-        if self.purpose is Purpose.FETCH:
+        if self.route is Route.STORE_TO_HOST:
             return self.source
-        return self.target if self.purpose is Purpose.STORE else ""
+        return self.target if self.route is Route.HOST_TO_STORE else ""
 
     @property
     def num_blocks(self) -> int:
@@ -104,7 +104,7 @@ class Plan:
 
     id: int
     epoch: int
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[TransferRequest, ...] = ()
     probes: tuple[Probe, ...] = ()
     drops: tuple[Drop, ...] = ()
 
@@ -119,12 +119,12 @@ class Plan:
         """All but these transfers."""
         return replace(self, transfers=self._where(transfer_ids, False)) if transfer_ids else self
 
-    def _where(self, transfer_ids: Collection[int], wanted: bool) -> tuple[Transfer, ...]:
+    def _where(self, transfer_ids: Collection[int], wanted: bool) -> tuple[TransferRequest, ...]:
         return tuple(each for each in self.transfers if (each.id in transfer_ids) is wanted)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TransferResult:
     """What became of one transfer."""
 
     transfer_id: int
@@ -138,7 +138,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
+class StoreLookup:
     """These keys are in a store, those are not: the answer to a probe, or what a read that found nothing has shown."""
 
     store: str
@@ -162,9 +162,9 @@ class Report:
 
     epoch: int
     rank: int
-    outcomes: tuple[Outcome, ...] = ()
-    presences: tuple[Presence, ...] = ()
-    sizes: tuple[TierSize, ...] = ()
+    results: tuple[TransferResult, ...] = ()
+    lookups: tuple[StoreLookup, ...] = ()
+    capacities: tuple[TierSize, ...] = ()
     damaged: bytes = b""
     """Host slots whose block is no longer what was put there."""
 

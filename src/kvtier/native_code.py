@@ -35,7 +35,7 @@ class Native(Generic[Code]):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class NativeSource:
     """Files of a package of ours, the first of which is compiled."""
 
     package: str
@@ -49,7 +49,7 @@ class Source:
         return {name: resources.files(self.package).joinpath(name).read_text() for name in self.files}
 
 
-def load(source: Source, make: Callable[[Path], Code]) -> Native[Code]:
+def load(source: NativeSource, make: Callable[[Path], Code]) -> Native[Code]:
     """What `make` makes of the compiled library. It raises OSError or AttributeError for one that is not whole, which
     is then compiled anew; UnavailableError if this machine cannot run it.
 

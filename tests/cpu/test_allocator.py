@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtier.errors import ArgumentError, KvtierError, OutOfMemoryError, PlacementError, RangeError, UnavailableError
 from kvtier.memory import CPU, PINNED, Allocator, BatchCopy, Buffer, Placement, Stream, context, copy, default_allocator
-from kvtier.memory.region import Holding
+from kvtier.memory.region import MemoryRef
 from support import held_back, new_stream
 
 MIB = 1 << 20
@@ -396,7 +396,7 @@ def test_memory_marked_as_used_by_a_stream_is_given_back_behind_its_event():
     with new_stream() as stream:
         with held_back(stream):
             event = stream.record()
-            holdings = [Holding(4096, 8, CPU, release=lambda: reached.append(event.query()))]
+            holdings = [MemoryRef(4096, 8, CPU, release=lambda: reached.append(event.query()))]
             holdings[0].used_by(stream, event)
             dropping = threading.Thread(target=holdings.clear)
             dropping.start()

@@ -10,7 +10,7 @@ import pytest
 from kvtier.cli import main
 from kvtier.cli.replay import seconds, size
 from kvtier.replay import SyntheticTrace, generate, read_trace, write_trace
-from kvtier.replay.deployment import GIB, Setup, simulate
+from kvtier.replay.deployment import GIB, Deployment, simulate
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
 
 MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, "kv_bytes": 64.0}
@@ -35,7 +35,7 @@ def test_replay_tells_what_the_simulation_says(files, capsys):
     sizes = ["--host", "4GiB", "--disk", "64GiB", "--policy", "lru,arc,s3fifo", "--capacities", "5"]
     result = told(capsys, "replay", *files, *sizes)
     setups = [
-        Setup(
+        Deployment(
             preset(ModelSpec, files[2]),
             preset(GpuSpec, "h200"),
             device_bytes=4 * GIB,

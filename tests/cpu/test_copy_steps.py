@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.memory import CPU, PINNED, BatchCopy, Buffer, Placement, context
-from kvtier.memory.copy_paths import Job, Pieces, run_path, why_not
+from kvtier.memory.copy_paths import CopyContext, Pieces, run_path, why_not
 from kvtier.memory.copy_plan import MAX_WAVES, Entries, plan_copies
-from kvtier.memory.copy_steps import BatchPlan, Step, plan_steps
+from kvtier.memory.copy_steps import BatchPlan, CopyStep, plan_steps
 from kvtier.memory.native import native
 from support import held_back, new_stream
 
@@ -275,12 +275,12 @@ def test_offsets_count_elements_of_two_bytes():
     ],
 )
 def test_a_job_says_what_it_crosses(src, dst, on_device, over_link, name):
-    job = Job(src, dst, None)
+    job = CopyContext(src, dst, None)
     assert (job.on_device, job.over_link, str(job)) == (on_device, over_link, name)
 
 
 def test_paths_that_cannot_serve_a_job_say_why():
-    between_hosts, to_gpu = Job(CPU, CPU, None), Job(CPU, GPU, None)
+    between_hosts, to_gpu = CopyContext(CPU, CPU, None), CopyContext(CPU, GPU, None)
     assert why_not("loop", between_hosts) is why_not("loop", to_gpu) is None
     assert why_not("host", between_hosts) == (None if native().code else native().reason)
     for path in ("driver", "gather"):
@@ -320,13 +320,13 @@ def test_a_path_returns_its_name_and_moves_the_pieces(path):
     memory = numbers(32)
     base = memory.ctypes.data
     pieces = Pieces(np.array([[base, base + 4], [base + 16, base + 24], [4, 8]]))
-    assert run_path(path, Job(CPU, CPU, None), pieces) == path
+    assert run_path(path, CopyContext(CPU, CPU, None), pieces) == path
     assert memory[16:32].tolist() == [*numbers(32)[:4], *numbers(32)[20:24], *numbers(32)[4:12]]
 
 
 def test_the_reason_of_a_step_ranks_the_estimates():
     pieces = Pieces(np.array([[0], [8], [8]]))
-    job = Job(CPU, CPU, None)
-    step = Step(job, pieces, "gather", "no loop: a test; ", {"driver": 30.2, "gather": 11.4})
+    job = CopyContext(CPU, CPU, None)
+    step = CopyStep(job, pieces, "gather", "no loop: a test; ", {"driver": 30.2, "gather": 11.4})
     assert step.reason == "no loop: a test; estimated gather 11 us, driver 30 us"
-    assert Step(job, pieces, "host", "forced; ").reason == "forced"
+    assert CopyStep(job, pieces, "host", "forced; ").reason == "forced"

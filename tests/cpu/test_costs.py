@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from kvtier.errors import FormatError
 from kvtier.memory import CPU, PINNED, CostTable, Placement
-from kvtier.memory.copy_paths import Job
+from kvtier.memory.copy_paths import CopyContext
 from kvtier.memory.costs import _SIZES, Cost
 
 GPU = Placement("cuda")
-TO_HOST = Job(GPU, PINNED, None)
+TO_HOST = CopyContext(GPU, PINNED, None)
 EMPTY = {"format": 2, "origin": "", "seconds": 0, "costs": {}, "links": {}, "lost": {}}
 
 
@@ -47,7 +47,7 @@ def test_below_them_a_piece_costs_what_the_smallest_does(size, count):
 
 def test_only_what_was_measured_is_estimated():
     assert set(table(driver=(1, 1), loop=(1, 1)).estimate_us(TO_HOST, 1, 1)) == {"driver", "loop"}
-    assert table(driver=(1, 1)).estimate_us(Job(CPU, GPU, None), 1, 1) == {}
+    assert table(driver=(1, 1)).estimate_us(CopyContext(CPU, GPU, None), 1, 1) == {}
 
 
 def test_a_table_survives_its_file():

@@ -22,7 +22,7 @@ from kvtier.files import cache_dir, write_atomically
 from kvtier.memory import BatchCopy, Buffer
 from kvtier.memory.copy_plan import Entries, scan
 from kvtier.memory.gather import fill_rows
-from kvtier.memory.native import NativeCode, native
+from kvtier.memory.native import MemoryNative, native
 from kvtier.native_code import Native
 
 MIB = 1 << 20
@@ -30,7 +30,7 @@ KIB = 1 << 10
 NOT_A_FOLDER = "/dev/null/kvtier"
 
 
-def compiled() -> NativeCode:
+def compiled() -> MemoryNative:
     found = native()
     return found.code or pytest.skip(found.reason)
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, Status, ThreadExecutor, Timeline
+from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, ThreadExecutor, TicketStatus, Timeline
 from kvtier.errors import ArgumentError, ClosedError
 from kvtier.memory import CPU, Stream, current_stream
 from kvtier.state import State
@@ -153,22 +153,22 @@ def test_a_request_leaves_when_none_of_its_batches_is_in_flight():
     pipeline.step([a, b])
     a.cancel()
     a.finish()  # decided already
-    assert a.status is Status.RETIRING
+    assert a.status is TicketStatus.RETIRING
     pipeline.step([a, b])  # a is left out
     assert names(pipeline) == ["b"]
     assert a.request.removed == 0
     pipeline.drain()
-    assert (a.status, a.request.removed) == (Status.CANCELLED, 1)
+    assert (a.status, a.request.removed) == (TicketStatus.CANCELLED, 1)
     with pytest.raises(ArgumentError, match="has left"):
         pipeline.step([a])
     pipeline.close()
-    assert (b.status, b.request.removed) == (Status.CANCELLED, 1)
+    assert (b.status, b.request.removed) == (TicketStatus.CANCELLED, 1)
 
 
 def test_a_request_that_is_refused_fails_at_once():
     pipeline, _ = pipeline_of(1, 0)
     ticket = pipeline.add(Request("refused"))
-    assert ticket.status is Status.FAILED
+    assert ticket.status is TicketStatus.FAILED
     assert isinstance(ticket.error, Planned)
     pipeline.close()
 
@@ -185,7 +185,7 @@ def test_a_module_that_raises_fails_its_batch_and_the_pipeline_goes_on(op, phase
     counter.fail_at = op
     pipeline.step([a])
     pipeline.drain()
-    assert a.status is Status.FAILED
+    assert a.status is TicketStatus.FAILED
     assert str(a.error) == op.name
     assert (a.request.removed, b.status.is_terminal) == (1, False)
     for _ in range(4):
@@ -340,7 +340,7 @@ def test_an_interrupt_on_the_engine_goes_on_its_way_and_leaves_the_books_right(o
         pipeline.step([a])
         pipeline.drain()
     pipeline.check()
-    assert (a.status, pipeline.num_in_flight) == (Status.FAILED, 0)
+    assert (a.status, pipeline.num_in_flight) == (TicketStatus.FAILED, 0)
     pipeline.step([b])
     pipeline.close()
     assert b.request.count == 1
@@ -374,7 +374,7 @@ def test_work_that_fails_on_the_stream_fails_its_batch_and_no_other(phases):
         pipeline.step([b])
         pipeline.check()
     pipeline.drain()
-    assert (a.status, str(a.error)) == (Status.FAILED, "on the stream")
+    assert (a.status, str(a.error)) == (TicketStatus.FAILED, "on the stream")
     assert b.is_running
     before = b.request.count
     for _ in range(3):
@@ -396,7 +396,7 @@ def test_an_exit_in_a_module_does_not_end_the_executor():
     pipeline.drain()
     pipeline.step([b])
     pipeline.drain()
-    assert (a.status, b.is_running) == (Status.FAILED, True)
+    assert (a.status, b.is_running) == (TicketStatus.FAILED, True)
     pipeline.close()
 
 
@@ -420,7 +420,7 @@ def test_an_error_on_leaving_is_told_and_the_threads_end():
     pipeline.step([a, b])
     with pytest.raises(Planned, match="a"):
         pipeline.close()
-    assert [a.status, b.status] == [Status.CANCELLED] * 2
+    assert [a.status, b.status] == [TicketStatus.CANCELLED] * 2
     pipeline.close()
 
 

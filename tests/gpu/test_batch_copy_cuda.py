@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import StateError, UnavailableError
 from kvtier.memory import CPU, PINNED, BatchCopy, Buffer, CostTable, Placement, Stream, calibrate, context, copy, cuda
-from kvtier.memory.copy_paths import Job, why_not
+from kvtier.memory.copy_paths import CopyContext, why_not
 from kvtier.memory.gather import gather_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -279,7 +279,7 @@ def test_pieces_that_touch_across_two_allocations_are_copied(path):
 
 
 def test_pageable_memory_is_not_for_the_kernel():
-    job = Job(CPU, GPU, Stream(GPU))
+    job = CopyContext(CPU, GPU, Stream(GPU))
     assert "not pinned" in why_not("gather", job)
     src, values = filled(4096, CPU, 0)
     dst = Buffer(4096, "u8", GPU)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, Status, ThreadExecutor, Timeline
+from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, ThreadExecutor, TicketStatus, Timeline
 from kvtier.memory import PINNED, Buffer, Placement, Stream, current_stream
 from kvtier.state import State
 
@@ -123,7 +123,7 @@ def test_a_module_that_raises_fails_its_batch_and_the_pipeline_goes_on(op, phase
     for _ in range(4):
         pipeline.step([b])
     pipeline.drain()
-    assert (a.status, str(a.error), a.request.removed) == (Status.FAILED, op.name, 1)
+    assert (a.status, str(a.error), a.request.removed) == (TicketStatus.FAILED, op.name, 1)
     assert b.error is None
     before = b.request.count
     for _ in range(3):

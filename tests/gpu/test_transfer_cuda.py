@@ -17,7 +17,14 @@ from kvtier.errors import LayerSwapTimeoutError
 from kvtier.layout import CacheGroup
 from kvtier.memory import PINNED, Event, Placement, Stream, calibrate, cuda
 from kvtier.memory.costs import saved_costs
-from kvtier.transfer import DeviceCache, HostMemory, Status, TransferConfig, TransferManager, swap_cache_per_layer
+from kvtier.transfer import (
+    DeviceCache,
+    HostMemory,
+    TransferConfig,
+    TransferManager,
+    TransferStatus,
+    swap_cache_per_layer,
+)
 from transfer_support import layout_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -55,13 +62,13 @@ def test_hundreds_of_megabytes_both_ways_at_once_are_exact(form, strategy):
     half, slots = random.permutation(NUM), random.permutation(NUM)
     out, into, kept, free = half[:300], half[300:], slots[:300], slots[300:]
     with manager:
-        assert manager.save(into, free, strategy=strategy).wait(60).status is Status.DONE
+        assert manager.save(into, free, strategy=strategy).wait(60).status is TransferStatus.DONE
         for tensor in (each for pair in tensors for each in pair):
             tensor[torch.from_numpy(into).cuda()] = 0
         torch.cuda.synchronize()
         save = manager.save(out, kept, strategy=strategy, checksum=True)
         load = manager.load(into, free, strategy=strategy, layer_wise=True)
-        assert save.wait(60).status is load.wait(60).status is Status.DONE
+        assert save.wait(60).status is load.wait(60).status is TransferStatus.DONE
         assert torch.equal(picture(tensors), before)
         stored = np.stack([host.block(int(slot)).numpy() for slot in kept[:40]])
         assert np.array_equal(stored, before[torch.from_numpy(out[:40]).cuda()].cpu().numpy())
@@ -89,7 +96,7 @@ def test_a_save_waits_for_the_kernel_that_writes_its_blocks(form):
                 tensor.fill_(7)
             save = manager.save([5, 9], [2, 4], urgent=True)  # behind the current stream, without being told
         assert save.report is None
-        assert save.wait(60).status is Status.DONE
+        assert save.wait(60).status is TransferStatus.DONE
         assert set(np.unique(host.block(4).numpy()).tolist()) == {7}
 
 
@@ -116,7 +123,7 @@ def test_compute_of_a_layer_waits_for_the_layer_and_the_host_does_not(form):
             load.layers.wait(7, timeout=0)
         compute.synchronize()
         assert seen.tolist() == [tensors[0][0][:300].numel()] * 8
-        assert load.wait(60).status is Status.DONE
+        assert load.wait(60).status is TransferStatus.DONE
         assert 0 < load.layers.arrival_ms(0) < load.layers.arrival_ms(7)
 
 
@@ -127,9 +134,9 @@ def test_urgent_loads_pass_bulk_that_is_held_up():
         with torch.cuda.stream(gate.native):
             torch.cuda._sleep(400_000_000)
         bulk = manager.load(range(300), range(300), urgent=False, after=gate.record())
-        assert manager.load([400], [400], after=Event()).wait(60).status is Status.DONE
+        assert manager.load([400], [400], after=Event()).wait(60).status is TransferStatus.DONE
         assert bulk.report is None
-        assert bulk.wait(60).status is Status.DONE
+        assert bulk.wait(60).status is TransferStatus.DONE
 
 
 def test_bulk_in_flight_stays_within_its_bound():
@@ -142,7 +149,7 @@ def test_bulk_in_flight_stays_within_its_bound():
         bulk = manager.save(range(NUM), range(NUM), after=gate.record())
         while bulk.report is None:
             assert manager.in_flight_bytes("d2h", urgent=False) <= 32 << 20
-        assert bulk.wait().status is Status.DONE
+        assert bulk.wait().status is TransferStatus.DONE
 
 
 def test_tensors_dropped_during_a_copy_live_until_it_is_done():
@@ -157,7 +164,7 @@ def test_tensors_dropped_during_a_copy_live_until_it_is_done():
         del tensors
         gc.collect()
         junk = [torch.full((64 << 20,), 9, dtype=torch.uint8, device="cuda") for _ in range(8)]
-        assert save.wait(60).status is Status.DONE
+        assert save.wait(60).status is TransferStatus.DONE
         assert torch.equal(torch.stack([host.block(slot).torch() for slot in range(300)]), wanted)
         del junk
 
@@ -195,7 +202,7 @@ def test_fresh_threads_use_the_right_device_and_leave_the_current_one():
             thread.start()
         for thread in threads:
             thread.join()
-        assert found == [(Status.DONE, 0)] * 6
+        assert found == [(TransferStatus.DONE, 0)] * 6
         both = picture(tensors)
         assert torch.equal(both[[1, 2]], both[[3, 4]])
 
@@ -206,10 +213,10 @@ def test_a_ring_whose_copies_are_slow_goes_on_with_another_kernel_stream():
     with manager:
         used = set()
         for _ in range(4):
-            assert manager.save(np.arange(NUM), slots, urgent=True).wait(60).status is Status.DONE
+            assert manager.save(np.arange(NUM), slots, urgent=True).wait(60).status is TransferStatus.DONE
             for tensor in (each for pair in tensors for each in pair):
                 tensor.zero_()
-            assert manager.load(np.arange(NUM), slots).wait(60).status is Status.DONE
+            assert manager.load(np.arange(NUM), slots).wait(60).status is TransferStatus.DONE
             assert torch.equal(picture(tensors), before)
             for lane in manager._lanes.values():
                 used.add((lane.direction, lane._ring._kernels.handle))

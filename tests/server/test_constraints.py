@@ -17,7 +17,7 @@ from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError, UnavailableError
 from kvtier.server.constraints import Constraints
 from kvtier.server.engine_process import EngineServer
-from kvtier.server.messages import Abort, Answer, Call, Channel, Close, Progress, Refused, Started, Submit
+from kvtier.server.messages import Abort, Call, Channel, ControlResult, Refused, Shutdown, Started, StepOutputs, Submit
 
 pytest.importorskip("llguidance")
 WAIT = 120.0
@@ -71,12 +71,12 @@ def test_engine_serves_and_aborts_while_a_schema_compiles(tiny_model):
         while not any(isinstance(event, Refused) for event in seen):  # compiled after the slow one
             seen.append(next(events))
         assert seen[-1].id == "wrong"
-        outputs = [output.request_id for event in seen if isinstance(event, Progress) for output in event.outputs]
+        outputs = [output.request_id for event in seen if isinstance(event, StepOutputs) for output in event.outputs]
         assert outputs == ["plain"]
-        assert [event.id for event in seen if isinstance(event, Answer)] == [7]
+        assert [event.id for event in seen if isinstance(event, ControlResult)] == [7]
         channel.send(Submit("again", (1, 2), params, schema=SLOW))  # compiled already
         assert next(events).outputs[0].request_id == "again"
         channel.send(Submit("last", (1, 2), params, schema=SLOW.replace("some", "other")))
-        channel.send(Close())  # does not wait for the compilation
+        channel.send(Shutdown())  # does not wait for the compilation
         serving.join(WAIT)
         assert not serving.is_alive()

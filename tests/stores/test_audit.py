@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from kvtier.storage import DiskStore, Label, MemoryStore, Status
+from kvtier.storage import DiskStore, Label, MemoryStore, ObjectStatus
 from kvtier.storage.audit import take_inventory, verify
 from kvtier.storage.open import open_store
 from kvtier.storage.record import Flags, Record
@@ -51,7 +51,7 @@ def test_damage_is_named_and_quarantined():
     store.objects[key_of(2)].payload[0] ^= 1
     found = verify(store)
     assert not found.ok
-    assert [(defect.key, defect.status) for defect in found.defects] == [(key_of(2), Status.CORRUPT)]
+    assert [(defect.key, defect.status) for defect in found.defects] == [(key_of(2), ObjectStatus.CORRUPT)]
     assert found.num_sound == 2
     assert verify(store).ok
 
@@ -87,7 +87,7 @@ def test_verify_of_record_that_claims_too_much_is_a_defect(redis_port, claimed):
         redis.Redis(port=redis_port).set(prefix + key_of(2).hex(), planted.pack() + b"short")
         found = verify(store)
         assert (found.ok, found.num_sound) == (False, 1)
-        assert [(each.key, each.status) for each in found.defects] == [(key_of(2), Status.CORRUPT)]
+        assert [(each.key, each.status) for each in found.defects] == [(key_of(2), ObjectStatus.CORRUPT)]
         assert str(claimed) in found.defects[0].reason
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from kvtier.errors import ArgumentError, StoreError
-from kvtier.storage import DiskStore, MemoryStore, Read, ShardStores, Status, Sync
+from kvtier.storage import DiskStore, MemoryStore, ObjectStatus, Read, ShardStores, Sync
 from kvtier.storage.cascade import Cascade
 from storage_support import LABEL, Clock, Fault, FaultyStore, all_keys, get, has, key_of, payload_of, put
 
@@ -32,7 +32,7 @@ def test_writes_go_to_all_and_succeed_if_one_takes_them():
     near, far = MemoryStore(ROOM), MemoryStore(ROOM)
     store = Cascade([FaultyStore(near, [Fault(error="no route")]), far])
     outcome = put(store, 1)[0]
-    assert (outcome.status, outcome.nbytes, outcome.reason) == (Status.STORED, 5000, "no route")
+    assert (outcome.status, outcome.nbytes, outcome.reason) == (ObjectStatus.STORED, 5000, "no route")
     assert (has(near, 1), has(far, 1)) == ([False], [True])
     put(store, 2)
     assert (has(near, 2), has(far, 2)) == ([True], [True])
@@ -49,9 +49,9 @@ def test_a_store_that_is_only_read_is_neither_written_nor_emptied():
 
 def test_where_one_could_not_say_nobody_knows_that_it_is_missing():
     store = Cascade([FaultyStore(MemoryStore(ROOM), [Fault(error="no route")] * 4), MemoryStore(ROOM)])
-    assert store.contains([key_of(1)])[0].status is Status.FAILED
+    assert store.contains([key_of(1)])[0].status is ObjectStatus.FAILED
     assert get(store, 1)[0].reason == "no route"
-    assert store.remove([key_of(1)])[0].status is Status.FAILED
+    assert store.remove([key_of(1)])[0].status is ObjectStatus.FAILED
     assert store.scan().reason == "no route"
 
 

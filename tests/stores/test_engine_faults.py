@@ -14,9 +14,9 @@ from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.engine.random_weights import random_weights
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 from kvtier.scheduler import SchedulerConfig
-from kvtier.storage import Breaker, Label, Status, Store, Write
+from kvtier.storage import Breaker, Label, ObjectStatus, Store, Write
 from kvtier.storage.record import RECORD_BYTES
 from storage_support import OTHER_NAMESPACE, Clock, all_objects
 from store_proxy import Mood
@@ -63,11 +63,11 @@ def filled(model: Model, setup, talks, **options) -> None:
 
 
 def num_fetched(engine: Engine) -> int:
-    return engine.manager.moves.counts.num_blocks[Purpose.FETCH]
+    return engine.manager.transfers.counts.num_blocks[Route.STORE_TO_HOST]
 
 
 def num_failed(engine: Engine) -> int:
-    return engine.manager.moves.counts.num_failed[Purpose.FETCH]
+    return engine.manager.transfers.counts.num_failed[Route.STORE_TO_HOST]
 
 
 def test_another_engine_finds_what_one_has_stored(model, setup, talks, wanted):
@@ -162,7 +162,7 @@ def test_objects_of_a_wrong_model_are_never_used(model, setup, talks, wanted):
             setup.raw.set(mine.hex(), value)
         else:  # their block, with a record as ours but for the model
             wrong = Label(OTHER_NAMESPACE, label.token_digest)
-            assert store.write([Write(mine, wrong, value[RECORD_BYTES:])])[0].status is Status.STORED
+            assert store.write([Write(mine, wrong, value[RECORD_BYTES:])])[0].status is ObjectStatus.STORED
     engine = make_engine(model, setup.store())
     assert talk(engine, talks) == wanted
     assert num_failed(engine) > 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.storage import Breaker, Label, Outcome, Page, Read, Status
+from kvtier.storage import Breaker, Label, ObjectResult, ObjectStatus, Page, Read
 from kvtier.storage.record import RECORD_BYTES, VERSION
 from kvtier.storage.remote.envelope import Cipher, Envelope
 from kvtier.storage.remote.store import RemoteStore
@@ -33,7 +33,7 @@ from store_servers import NotInstalled, redis_server, wait_for
 SHORT_S = 1.0  # where something hangs; elsewhere nobody waits for the deadline
 
 
-def check_read(store, number, nbytes=5000) -> Outcome:
+def check_read(store, number, nbytes=5000) -> ObjectResult:
     """An outcome; and the bytes are the object's, or nobody touched them."""
     outcome, room = get(store, number, nbytes)
     assert room == (payload_of(number, nbytes) if outcome.ok else b"\xee" * nbytes)
@@ -42,7 +42,7 @@ def check_read(store, number, nbytes=5000) -> Outcome:
 
 def healthy(store) -> None:
     """Until it answers again: what hung must come back first."""
-    wait_for(lambda: store.contains([key_of(0)])[0].status is not Status.FAILED, "the store to be well", 20)
+    wait_for(lambda: store.contains([key_of(0)])[0].status is not ObjectStatus.FAILED, "the store to be well", 20)
 
 
 def random_mood(rng: random.Random) -> Mood:
@@ -76,7 +76,7 @@ def test_whatever_goes_wrong_no_wrong_byte_is_served(setup, is_sealed, seed):
         ):
             assert room == (payload_of(number, 30_000) if outcome.ok else b"\xee" * 30_000), outcome
             seen.add(outcome.status)
-    assert {Status.FOUND, Status.FAILED} <= seen
+    assert {ObjectStatus.FOUND, ObjectStatus.FAILED} <= seen
     setup.proxy.set(Mood())
     healthy(store)
     assert put(store, *range(6), nbytes=30_000).ok
@@ -102,7 +102,7 @@ def test_a_hang_costs_one_deadline_and_then_nothing_reaches_the_store(setup):
     put(store, 1)
     setup.proxy.set(Mood(hangs=True))
     outcome = check_read(store, 1)  # returns, though the server never answers
-    assert outcome.status is Status.FAILED
+    assert outcome.status is ObjectStatus.FAILED
     assert "not done within 1 s" in outcome.reason
     asked = setup.proxy.num_asked, setup.proxy.num_connections
     for _ in range(20):
@@ -129,7 +129,7 @@ def test_errors_are_retried_then_told_and_three_calls_in_a_row_open_the_breaker(
     setup.proxy.drop()
     for _ in range(3):
         before = setup.proxy.num_connections
-        assert check_read(store, 1).status is Status.FAILED
+        assert check_read(store, 1).status is ObjectStatus.FAILED
         assert setup.proxy.num_connections - before >= 2, "not tried again"
     before = setup.proxy.num_connections
     assert "breaker open" in check_read(store, 1).reason
@@ -187,7 +187,7 @@ def test_a_store_wiped_under_us_is_empty(setup):
     store = setup.store()
     put(store, 1, 2)
     setup.raw.wipe()
-    assert [check_read(store, n).status for n in (1, 2)] == [Status.MISSING] * 2
+    assert [check_read(store, n).status for n in (1, 2)] == [ObjectStatus.MISSING] * 2
     assert (has(store, 1, 2), all_keys(store)) == ([False, False], [])
     assert put(store, 1).ok
     assert check_read(store, 1).ok
@@ -213,10 +213,10 @@ def test_damage_anywhere_in_a_stored_object_is_found_and_the_object_goes(setup, 
     for changed in changes:
         setup.raw.set(name, changed)
         outcome = check_read(store, 1)
-        assert outcome.status is Status.CORRUPT, outcome
+        assert outcome.status is ObjectStatus.CORRUPT, outcome
         assert outcome.reason
         assert setup.raw.get(name) is None
-        assert check_read(store, 1).status is Status.MISSING
+        assert check_read(store, 1).status is ObjectStatus.MISSING
     assert store.stats.num_quarantined == len(changes)
     assert put(store, 1).ok
     assert check_read(store, 1).ok
@@ -231,7 +231,7 @@ def test_an_object_that_tells_two_lengths_is_not_served_though_its_checksums_are
     setup.raw.set(name, resealed(value[:RECORD_BYTES], 112, (5000).to_bytes(8, "little")) + value[RECORD_BYTES:])
     room = bytearray(b"\xee" * 8000)
     outcome = store.read_into([Read(key_of(1), LABEL, memoryview(room)[:5000])])[0]
-    assert (outcome.status, room) == (Status.CORRUPT, b"\xee" * 8000)
+    assert (outcome.status, room) == (ObjectStatus.CORRUPT, b"\xee" * 8000)
     assert setup.raw.get(name) is None
 
 
@@ -241,7 +241,7 @@ def test_an_object_under_anothers_name_is_not_served(setup, is_sealed):
     store = setup.store(envelope=envelope)
     put(store, 1, 2)
     setup.raw.set(envelope.name(key_of(1)), setup.raw.get(envelope.name(key_of(2))))
-    assert check_read(store, 1).status is Status.CORRUPT
+    assert check_read(store, 1).status is ObjectStatus.CORRUPT
     assert check_read(store, 2).ok
 
 
@@ -275,7 +275,7 @@ def overtaken(setup, wrong: dict[int, int], times: int = 1, event: Callable[[str
     return store
 
 
-def read_many(store, *numbers) -> list[Outcome]:
+def read_many(store, *numbers) -> list[ObjectResult]:
     rooms = [bytearray(b"\xee" * 5000) for _ in numbers]
     outcomes = store.read_into([Read(key_of(n), LABEL, room) for n, room in zip(numbers, rooms, strict=True)])
     for number, room, outcome in zip(numbers, rooms, outcomes, strict=True):
@@ -288,14 +288,18 @@ def test_a_read_that_a_removal_overtook_is_made_again_and_nothing_good_is_delete
     put(other, 1, 2, 3)
     gone = key_of(2)
     store = overtaken(setup, {1: 3, 2: 3, 3: 1}, event=lambda name: name == gone.hex() and other.remove([gone]))
-    assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [Status.FOUND, Status.MISSING, Status.FOUND]
+    assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [
+        ObjectStatus.FOUND,
+        ObjectStatus.MISSING,
+        ObjectStatus.FOUND,
+    ]
     assert (has(other, 1, 2, 3), store.stats.num_quarantined) == ([True, False, True], 0)
 
 
 def test_what_is_damaged_twice_is_damaged(setup):
     store = overtaken(setup, {1: 4, 2: 4, 3: 4}, times=2)  # 4 stays: what is damaged is deleted beside other reads
     put(store, 1, 2, 3, 4)
-    assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [Status.CORRUPT] * 3
+    assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [ObjectStatus.CORRUPT] * 3
     assert (has(store, 1, 2, 3), store.stats.num_quarantined) == ([False] * 3, 3)
 
 
@@ -313,7 +317,11 @@ def test_a_server_that_dies_before_the_second_look_spoils_only_what_was_doubtful
             reset()
 
         store._bucket.reset = die
-        assert [each.status for each in read_many(store, 1, 2, 3)] == [Status.FOUND, Status.FAILED, Status.FOUND]
+        assert [each.status for each in read_many(store, 1, 2, 3)] == [
+            ObjectStatus.FOUND,
+            ObjectStatus.FAILED,
+            ObjectStatus.FOUND,
+        ]
 
 
 def test_halves_of_two_sealed_versions_are_no_object(setup):
@@ -326,7 +334,7 @@ def test_halves_of_two_sealed_versions_are_no_object(setup):
     second = setup.raw.get(name)
     assert first != second
     setup.raw.set(name, first[: envelope.head_bytes] + second[envelope.head_bytes :])
-    assert check_read(store, 1).status is Status.CORRUPT
+    assert check_read(store, 1).status is ObjectStatus.CORRUPT
 
 
 def test_objects_of_another_model_are_misses_and_stay(setup):
@@ -334,7 +342,7 @@ def test_objects_of_another_model_are_misses_and_stay(setup):
     theirs = Label(OTHER_NAMESPACE)
     store.write([write_of(1, label=theirs)])
     outcome = check_read(store, 1)
-    assert (outcome.status, "another namespace" in outcome.reason) == (Status.MISSING, True)
+    assert (outcome.status, "another namespace" in outcome.reason) == (ObjectStatus.MISSING, True)
     assert get(store, 1, label=theirs)[0].ok
 
 
@@ -345,14 +353,14 @@ def test_objects_of_a_newer_format_are_misses_and_stay(setup):
     newer = resealed(value[:RECORD_BYTES], 8, (VERSION + 1).to_bytes(2, "little")) + value[RECORD_BYTES:]
     setup.raw.set(name, newer)
     outcome = check_read(store, 1)
-    assert (outcome.status, "format version" in outcome.reason) == (Status.MISSING, True)
+    assert (outcome.status, "format version" in outcome.reason) == (ObjectStatus.MISSING, True)
     assert setup.raw.get(name) == newer
 
 
 def test_another_secret_sees_nothing(setup):
     ours, theirs = (setup.store(envelope=Envelope(Cipher(bytes([n]) * 32))) for n in (1, 2))
     put(ours, 1)
-    assert check_read(theirs, 1).status is Status.MISSING
+    assert check_read(theirs, 1).status is ObjectStatus.MISSING
     pages = [theirs.scan()]
     while pages[-1].cursor:  # a page may be empty, and not the last
         pages.append(theirs.scan(pages[-1].cursor))
@@ -408,10 +416,10 @@ def test_a_redis_killed_in_the_middle_and_started_again(tmp_path):
         )
         put(store, *range(8), nbytes=200_000)
     outcome = check_read(store, 1, 200_000)
-    assert (outcome.status, "redis" in outcome.reason) == (Status.FAILED, True)
+    assert (outcome.status, "redis" in outcome.reason) == (ObjectStatus.FAILED, True)
     with redis_server(tmp_path, port=port):
         healthy(store)
-        assert check_read(store, 1, 200_000).status is Status.MISSING
+        assert check_read(store, 1, 200_000).status is ObjectStatus.MISSING
         assert put(store, 1).ok
         assert check_read(store, 1).ok
     store.close()

@@ -12,7 +12,7 @@ import uuid
 import pytest
 
 from kvtier.errors import ClosedError, StoreError
-from kvtier.storage import Breaker, Read, Status, UsesMemory, Write
+from kvtier.storage import Breaker, ObjectStatus, Read, UsesMemory, Write
 from kvtier.storage.checksum import address_of
 from kvtier.storage.open import open_store
 from kvtier.storage.remote.store import RemoteStore, Retry
@@ -115,7 +115,7 @@ def test_a_full_pool_is_an_outcome(tmp_path):
             pytest.skip(str(missing))
         store = stack.enter_context(contextlib.closing(open_store(f"mooncake://127.0.0.1:{place.port}?timeout=20s")))
         outcomes = [put(store, number, nbytes=3 << 20)[0] for number in range(12)]
-        assert {outcome.status for outcome in outcomes} <= {Status.STORED, Status.FAILED}
+        assert {outcome.status for outcome in outcomes} <= {ObjectStatus.STORED, ObjectStatus.FAILED}
         for number, outcome in enumerate(outcomes):
             assert outcome.ok or "no room" in outcome.reason
             found, room = get(store, number, 3 << 20)
@@ -140,7 +140,7 @@ def test_a_master_that_hangs_costs_one_deadline_and_its_death_nothing_but_object
         ).ok
         stop_process(place.pid)
         outcome, room = get(store, 1)
-        assert (outcome.status, room) == (Status.FAILED, b"\xee" * 5000)
+        assert (outcome.status, room) == (ObjectStatus.FAILED, b"\xee" * 5000)
         assert "breaker open" in store.contains([key_of(1)])[0].reason
         os.kill(place.pid, signal.SIGKILL)
         clock.now = 1000.0

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvtier.errors import ArgumentError, StoreError, UnavailableError
-from kvtier.storage import DiskStore, MemoryStore, Status
+from kvtier.storage import DiskStore, MemoryStore, ObjectStatus
 from kvtier.storage.cascade import Cascade
 from kvtier.storage.open import open_store
 from storage_support import get, payload_of, put
@@ -163,4 +163,4 @@ def test_a_secret_in_a_file_is_the_same_as_one_given(redis_port, tmp_path):
     ):
         put(one, 1)
         assert get(other, 1)[1] == payload_of(1)
-        assert get(plain, 1)[0].status is Status.MISSING
+        assert get(plain, 1)[0].status is ObjectStatus.MISSING

@@ -11,7 +11,7 @@ import uuid
 import pytest
 
 from kvtier.errors import StoreError
-from kvtier.storage import Breaker, Read, Status, Write
+from kvtier.storage import Breaker, ObjectStatus, Read, Write
 from kvtier.storage.audit import take_inventory
 from kvtier.storage.open import open_store
 from kvtier.storage.remote.store import RemoteStore
@@ -47,7 +47,7 @@ def test_users_and_passwords(tmp_path):
         assert "wrong-password" not in str(refused.value)
         with contextlib.closing(open_store(f"redis://kv:p%40ss%3Aword@127.0.0.1:{port}?prefix=other:")) as store:
             outcome = put(store, 1)[0]
-            assert outcome.status is Status.FAILED
+            assert outcome.status is ObjectStatus.FAILED
             assert "permission" in outcome.reason.lower()
 
 
@@ -160,7 +160,7 @@ def test_a_full_server_is_an_outcome_and_no_sickness(tmp_path):
         results = store.write([])
         for number in range(60):
             results = put(store, number, nbytes=200_000)
-        assert results[0].status is Status.FAILED
+        assert results[0].status is ObjectStatus.FAILED
         assert "no room" in results[0].reason
         assert get(store, 0, 200_000)[1] == payload_of(0, 200_000)
         store.remove([key_of(n) for n in range(60)])
@@ -178,7 +178,7 @@ def test_a_server_that_evicts_loses_objects_and_nothing_else(tmp_path):
         outcomes = [get(store, number, 200_000) for number in range(60)]
         for number, (outcome, room) in enumerate(outcomes):
             assert room == (payload_of(number, 200_000) if outcome.ok else b"\xee" * 200_000)
-            assert outcome.status in (Status.FOUND, Status.MISSING)
+            assert outcome.status in (ObjectStatus.FOUND, ObjectStatus.MISSING)
         assert 0 < sum(outcome.ok for outcome, _ in outcomes) < 60
 
 
@@ -202,7 +202,7 @@ def test_a_write_that_goes_on_behind_its_deadline_never_stores_what_the_memory_h
             each[:] = b"\xaa" * len(each)
         assert not results.ok
         sleep.join()
-        wait_for(lambda: store.contains([key_of(0)])[0].status is not Status.FAILED, "the store to be well")
+        wait_for(lambda: store.contains([key_of(0)])[0].status is not ObjectStatus.FAILED, "the store to be well")
         for number in range(40):
             outcome, room = get(store, number, 1 << 20)
             assert room == (payload_of(number, 1 << 20) if outcome.ok else b"\xee" * (1 << 20)), outcome

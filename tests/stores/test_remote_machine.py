@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvtier.storage import RemoteStore, Status
+from kvtier.storage import ObjectStatus, RemoteStore
 from kvtier.storage.remote.envelope import Cipher, Envelope
 from storage_support import Clock, all_keys, get, has, key_of, payload_of, put
 
@@ -53,17 +53,17 @@ def machine(port: int) -> type[RuleBasedStateMachine]:
         def read(self, who, number):
             outcome, room = get(self.stores[who], number, 3000)
             if number in self.sound():
-                assert (outcome.status, room) == (Status.FOUND, payload_of(number, 3000, self.there[number][0]))
+                assert (outcome.status, room) == (ObjectStatus.FOUND, payload_of(number, 3000, self.there[number][0]))
                 return
             assert room == b"\xee" * 3000
             is_damaged = number in self.there and self.there[number][2]
-            assert outcome.status is (Status.CORRUPT if is_damaged else Status.MISSING)
+            assert outcome.status is (ObjectStatus.CORRUPT if is_damaged else ObjectStatus.MISSING)
             self.there.pop(number, None)  # what is damaged or over is gone once somebody has read it
 
         @rule(who=st.integers(0, 1), numbers=st.sets(NUMBERS, min_size=1))
         def remove(self, who, numbers):
             results = self.stores[who].remove([key_of(n) for n in numbers])
-            told = [outcome.status is Status.REMOVED for outcome in results]
+            told = [outcome.status is ObjectStatus.REMOVED for outcome in results]
             assert told == [number in self.there for number in numbers]
             for number in numbers:
                 self.there.pop(number, None)

@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from kvtier.errors import StoreError
-from kvtier.storage import Status
+from kvtier.storage import ObjectStatus
 from kvtier.storage.open import open_store
 from storage_support import get, key_of, payload_of, put
 from store_servers import S3_KEY, S3_SECRET, raw_s3
@@ -58,4 +58,4 @@ def test_objects_of_others_under_the_prefix_are_left_out(s3_port):
     with contextlib.closing(open_store(url_of(s3_port, prefix))) as store:
         put(store, 1)
         assert [each.key for each in store.scan().objects] == [key_of(1)]
-        assert store.contains([key_of(2)])[0].status is Status.MISSING
+        assert store.contains([key_of(2)])[0].status is ObjectStatus.MISSING

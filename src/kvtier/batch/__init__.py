@@ -2,7 +2,7 @@
 
 from kvtier.batch.data import BATCH, COPY, BatchData, BatchOp, Environment, Key, Module, check_modules
 from kvtier.batch.executor import InlineExecutor, ThreadExecutor
-from kvtier.batch.pipeline import Pipeline, Status, Ticket
+from kvtier.batch.pipeline import Pipeline, Ticket, TicketStatus
 from kvtier.batch.timeline import Timeline
 
 __all__ = [
@@ -15,9 +15,9 @@ __all__ = [
     "Key",
     "Module",
     "Pipeline",
-    "Status",
     "ThreadExecutor",
     "Ticket",
+    "TicketStatus",
     "Timeline",
     "check_modules",
 ]

@@ -2,7 +2,7 @@
 
 Ticket: one request's way through a pipeline, from add to its one terminal status.
 
-Order: which request has which row, from one batch to the next.
+RowOrder: which request has which row, from one batch to the next.
 
 Pipeline: drives batches through the eight ops, with up to `phases` of them in flight.
 """
@@ -19,13 +19,13 @@ import numpy as np
 
 from kvtier.batch.data import BATCH, COPY, BatchData, BatchOp, Module, check_modules
 from kvtier.batch.executor import Executor, Streams, ThreadExecutor, Work
-from kvtier.batch.timeline import Span, Timeline
+from kvtier.batch.timeline import Timeline, TimelineSpan
 from kvtier.errors import ArgumentError, ClosedError, StateError
 from kvtier.memory import CPU, Placement
 from kvtier.state import Permutation
 
 
-class Status(Enum):
+class TicketStatus(Enum):
     """Where a request stands. The last three are terminal: a request gets exactly one of them."""
 
     WAITING = "waiting"
@@ -41,7 +41,7 @@ class Status(Enum):
     @property
     def is_terminal(self) -> bool:
         """Whether nothing follows."""
-        return self in (Status.FINISHED, Status.CANCELLED, Status.FAILED)
+        return self in (TicketStatus.FINISHED, TicketStatus.CANCELLED, TicketStatus.FAILED)
 
 
 class Ticket:
@@ -61,11 +61,11 @@ class Ticket:
         on_retire: Callable[[Ticket], object] = lambda _: None,
     ) -> None:
         self.request = request
-        self.status = Status.WAITING
+        self.status = TicketStatus.WAITING
         self.error: BaseException | None = None
         self.has_run = False
         """Whether it was in a batch before: then its next row is resumed, not new."""
-        self._outcome = Status.FINISHED
+        self._outcome = TicketStatus.FINISHED
         self._in_flight = in_flight
         self._on_retire = on_retire
 
@@ -83,36 +83,36 @@ class Ticket:
     @property
     def is_running(self) -> bool:
         """Whether it may still be put into a batch."""
-        return self.status in (Status.WAITING, Status.ACTIVE)
+        return self.status in (TicketStatus.WAITING, TicketStatus.ACTIVE)
 
     def finish(self) -> None:
         """It has all it wanted."""
-        self.retire(Status.FINISHED)
+        self.retire(TicketStatus.FINISHED)
 
     def cancel(self) -> None:
         """Nobody wants it any more."""
-        self.retire(Status.CANCELLED)
+        self.retire(TicketStatus.CANCELLED)
 
     def fail(self, error: BaseException) -> None:
         """It cannot go on."""
         if self.is_running:
             self.error = error
-        self.retire(Status.FAILED)
+        self.retire(TicketStatus.FAILED)
 
-    def retire(self, outcome: Status) -> None:
+    def retire(self, outcome: TicketStatus) -> None:
         """Decide the outcome, unless it is decided already."""
         if self.is_running:
-            self.status, self._outcome = Status.RETIRING, outcome
+            self.status, self._outcome = TicketStatus.RETIRING, outcome
             self._on_retire(self)
 
     def release(self) -> None:
         """Reach the terminal status; the pipeline calls it once, when nothing is in flight."""
-        if self.status is not Status.RETIRING or self.num_in_flight:
+        if self.status is not TicketStatus.RETIRING or self.num_in_flight:
             raise StateError(f"{self!r} cannot be released")
         self.status = self._outcome
 
 
-class Order:
+class RowOrder:
     """The rows of a batch. Made when rows change, and shared by all batches in which they do not: those cost nothing.
 
     Rows: those that generate first; among them, and among the others, existing ones in their order, then resumed, then
@@ -127,7 +127,7 @@ class Order:
         self.stay = Permutation.identity(len(self.tickets))
         """The permutation of a batch with the rows of the one before."""
 
-    def next(self, chosen: dict[Ticket, None], generating: Collection[Ticket]) -> tuple[Order, Permutation]:
+    def next(self, chosen: dict[Ticket, None], generating: Collection[Ticket]) -> tuple[RowOrder, Permutation]:
         """The order of a batch of the chosen requests, and how it comes out of this one."""
         first = chosen.keys() & generating
         if chosen.keys() == self.row_of.keys() and self._begins_with(first):
@@ -140,7 +140,7 @@ class Order:
             rows = [ticket for ticket in rows if ticket in first] + [ticket for ticket in rows if ticket not in first]
         size0 = len(self.tickets)
         index = np.fromiter(map(self.row_of.get, rows, itertools.repeat(size0)), np.int64, len(rows))
-        return Order(rows), Permutation(index, size0)
+        return RowOrder(rows), Permutation(index, size0)
 
     def _begins_with(self, first: Collection[Ticket]) -> bool:
         return max(map(self.row_of.__getitem__, first), default=-1) == len(first) - 1
@@ -176,7 +176,7 @@ class Pipeline:
         self._executor = executor(self._execute)
         self._free = [BatchData(phase) for phase in range(phases)]
         self._steps = itertools.count()
-        self._order = Order()  # the rows of the batch issued last
+        self._order = RowOrder()  # the rows of the batch issued last
         self._in_flight: list[Collection[Ticket]] = []  # the requests of each batch issued and not collected
         self._running: dict[Ticket, None] = {}  # those that may be put into a batch
         self._retiring: list[Ticket] = []  # decided, and not gone yet
@@ -336,7 +336,7 @@ class Pipeline:
 
     def _span(
         self, name: str, op: BatchOp, batch: BatchData | None = None
-    ) -> contextlib.AbstractContextManager[Span | None]:
+    ) -> contextlib.AbstractContextManager[TimelineSpan | None]:
         if self._timeline is None:
             return contextlib.nullcontext()
         if batch is None:
@@ -348,15 +348,15 @@ class Pipeline:
 
     # ---- rows and requests ----
 
-    def _take(self, order: Order) -> None:
+    def _take(self, order: RowOrder) -> None:
         """Make this the order of the batch issued last."""
         if order is self._order:
             return
         for ticket in self._order.row_of.keys() - order.row_of.keys():
-            if ticket.status is Status.ACTIVE:
-                ticket.status = Status.WAITING
+            if ticket.status is TicketStatus.ACTIVE:
+                ticket.status = TicketStatus.WAITING
         for ticket in order.row_of.keys() - self._order.row_of.keys():
-            ticket.status, ticket.has_run = Status.ACTIVE, True
+            ticket.status, ticket.has_run = TicketStatus.ACTIVE, True
         self._order = order
 
     def _give_up(self, batch: BatchData, rows: Sequence[Ticket], error: BaseException) -> None:
@@ -383,7 +383,7 @@ class Pipeline:
     def _start_anew(self) -> None:
         """After a failure on the device, once all that was in flight is collected: no row is anywhere."""
         if self._broken_at is not None and not self.num_in_flight:
-            self._take(Order())
+            self._take(RowOrder())
             self._broken_at = None
 
     def _retire(self, ticket: Ticket) -> None:
@@ -418,5 +418,5 @@ class Pipeline:
         for ticket in (*self._running, *self._retiring):
             if ticket.status.is_terminal or ticket.is_running != (ticket in self._running):
                 raise AssertionError(f"{ticket!r} is kept where it does not belong")
-            if ticket.status is Status.ACTIVE and ticket not in order.row_of:
+            if ticket.status is TicketStatus.ACTIVE and ticket not in order.row_of:
                 raise AssertionError(f"{ticket!r} is active in no row")

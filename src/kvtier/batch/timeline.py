@@ -16,7 +16,7 @@ from kvtier.memory import CopyResult, Event, Placement, Stream
 
 
 @dataclass(slots=True)
-class Span:
+class TimelineSpan:
     """One thing that took time, in seconds of time.perf_counter."""
 
     name: str
@@ -40,7 +40,7 @@ class Span:
 class _OnStream(NamedTuple):
     """A span's beginning and end on its stream, and an earlier place there with the time at which it was reached."""
 
-    span: Span
+    span: TimelineSpan
     origin: Event
     origin_time: float
     begin: Event
@@ -55,7 +55,7 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._spans: list[TimelineSpan] = []
         self._on_streams: list[_OnStream] = []
         self._origins: dict[Placement, tuple[Event, float]] = {}
         self._lock = threading.Lock()
@@ -63,10 +63,10 @@ class Timeline:
     @contextmanager
     def span(
         self, name: str, *, track: str, phase: int, step: int, num_rows: int, stream: Stream | None = None
-    ) -> Iterator[Span]:
+    ) -> Iterator[TimelineSpan]:
         """Record what the block takes, also if it raises; what it enqueues on `stream` too."""
         origin, begin = self._origin(stream), _mark(stream)
-        span = Span(name, track, phase, step, num_rows, time.perf_counter())
+        span = TimelineSpan(name, track, phase, step, num_rows, time.perf_counter())
         try:
             yield span
         finally:
@@ -78,12 +78,12 @@ class Timeline:
                     self._on_streams.append(_OnStream(span, *origin, begin, end))
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[TimelineSpan, ...]:
         """All spans of the host that have ended, in the order of their ends."""
         with self._lock:
             return tuple(self._spans)
 
-    def stream_spans(self) -> tuple[Span, ...]:
+    def stream_spans(self) -> tuple[TimelineSpan, ...]:
         """All spans of streams, in the order they were enqueued; waits for them. Work that failed there has none."""
         with self._lock:
             recorded = tuple(self._on_streams)
@@ -123,7 +123,7 @@ def _mark(stream: Stream | None) -> Event | None:
     return None if stream is None else stream.record(Event(timing=True))
 
 
-def _event(span: Span, track: int, zero: float) -> dict[str, object]:
+def _event(span: TimelineSpan, track: int, zero: float) -> dict[str, object]:
     said = {"phase": span.phase, "step": span.step, "rows": span.num_rows, "bytes": span.copied_bytes}
     if span.num_pieces:
         said["pieces"] = span.num_pieces

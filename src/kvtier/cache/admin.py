@@ -94,7 +94,7 @@ class CacheControl:
 
     def _must_be_still(self) -> None:
         manager = self._manager
-        if manager.moves.in_flight or manager.stats.num_holds:
+        if manager.transfers.in_flight or manager.stats.num_holds:
             raise StateError(
                 f"{manager.stats.num_holds} requests hold blocks or transfers are under way: pause and wait first"
             )

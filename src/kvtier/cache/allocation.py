@@ -1,4 +1,4 @@
-"""Hold: a request's cached KV, and the manager's numbers."""
+"""Allocation: a request's cached KV, and the manager's numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.cache.cost_model import Decision
+from kvtier.cache.cost_model import LoadDecision
 from kvtier.index import Chain, Lease
 from kvtier.index.node import NO_SLOT
 from kvtier.index.pool import I32
@@ -47,7 +47,7 @@ class CacheStats:
     tiers: tuple[TierStats, ...]
 
 
-class Hold:
+class Allocation:
     """A request's cached KV: a lease on what was found, and slots of its own. The manager changes it; callers read.
 
     `num_cached_tokens` tokens need not be computed, once `copy` (if there is one) is made.
@@ -67,7 +67,7 @@ class Hold:
         self.source: Lease | None = None
         """Holds the block that the beginning of the next one is copied from, until that is computed."""
         self.copy: BlockCopy | None = None
-        self.decision: Decision | None = None
+        self.decision: LoadDecision | None = None
         """Whether blocks below the device were to be loaded, if there were any."""
 
     @property

@@ -59,7 +59,7 @@ class WritePolicy(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
+class WritebackConfig:
     """How blocks come to a lower tier."""
 
     write: WritePolicy = WritePolicy.THROUGH
@@ -87,7 +87,7 @@ class HostConfig:
 
     num_blocks: int
     policy: str = "lru"
-    saving: Saving = field(default_factory=Saving)
+    saving: WritebackConfig = field(default_factory=WritebackConfig)
     free_share: float = 0.0
     """Evict ahead of demand, so that this share of the tier is free."""
 
@@ -114,7 +114,7 @@ class StoreConfig:
     """A store below the host tier."""
 
     name: str = "disk"
-    saving: Saving = field(default_factory=Saving)
+    saving: WritebackConfig = field(default_factory=WritebackConfig)
     patience: Patience = Patience.DEADLINE
     wait_seconds: float = 5.0
     is_shared: bool = False

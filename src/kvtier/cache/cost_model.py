@@ -1,4 +1,4 @@
-"""Speeds: how long loading and computing will take, learned from before: what decides between the two."""
+"""CostModel: how long loading and computing will take, learned from before: what decides between the two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 
 # What was seen 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
 _DECAY = 1 - 1 / 40
@@ -18,12 +18,12 @@ _ALIKE = 1e-7  # what is left of an amount's squares, of 1, beside the others: f
 _TRY_AFTER = 32  # loads refused in a row, after which one is made to see whether it is still that slow
 _STILL = 0.7  # of what was expected: a trial that takes longer is no news
 Matrix = list[list[float]]
-Way = tuple[Purpose, str]
+Way = tuple[Route, str]
 """How blocks are moved, and from or to which store: each has a speed of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LoadDecision:
     """Whether cached blocks below the device are loaded, and the numbers it was decided by."""
 
     load: bool
@@ -44,7 +44,7 @@ class Decision:
         )
 
 
-class Fit:
+class OnlineLeastSquares:
     """Seconds as a sum of costs times amounts, by least squares over what was seen, old samples fading.
 
     Costs are not negative. As long as what was seen does not tell them apart, such as a single sample, several are as
@@ -149,30 +149,30 @@ def _dot(one: Iterable[float], other: Iterable[float]) -> float:
     return float(sum(map(operator.mul, one, other)))
 
 
-class Speeds:
+class CostModel:
     """What moving blocks and computing tokens costs on this machine, as measured."""
 
     def __init__(self) -> None:
-        self._moves: dict[Way, Fit] = {}
-        self._doubted: dict[Way, Fit] = {}
+        self._moves: dict[Way, OnlineLeastSquares] = {}
+        self._doubted: dict[Way, OnlineLeastSquares] = {}
         """What was known of ways that are being tried again."""
-        self._compute = Fit(2, in_doubt=max)  # in doubt it is loaded, which shows what that takes
+        self._compute = OnlineLeastSquares(2, in_doubt=max)  # in doubt it is loaded, which shows what that takes
         self._num_refused = 0
 
-    def moved(self, way: Way, num_blocks: int, seconds: float) -> None:
+    def observe_transfer(self, way: Way, num_blocks: int, seconds: float) -> None:
         """A move of so many blocks took so long."""
         before = self._doubted.pop(way, None)
         if before is not None and seconds >= _STILL * (before.predict((num_blocks,)) or 0.0):
             self._moves[way] = before
         if way not in self._moves:
-            self._moves[way] = Fit(1, in_doubt=min)
+            self._moves[way] = OnlineLeastSquares(1, in_doubt=min)
         self._moves[way].observe((num_blocks,), seconds)
 
-    def computed(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
+    def observe_compute(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
         """A step of so many tokens took so long; `attended_tokens` sums the context each of them looked back on."""
         self._compute.observe((num_tokens, attended_tokens), seconds)
 
-    def move_seconds(self, way: Way, num_blocks: int) -> float | None:
+    def transfer_seconds(self, way: Way, num_blocks: int) -> float | None:
         """How long it would take to move so many; None before anything was seen."""
         return self._moves[way].predict((num_blocks,)) if way in self._moves else None
 
@@ -180,12 +180,12 @@ class Speeds:
         """How long it would take to compute tokens [first, first + num_tokens) of a request."""
         return self._compute.predict((num_tokens, num_tokens * (first + num_tokens / 2)))
 
-    def decide(self, num_blocks: dict[Way, int], first: int, num_tokens: int, *, again: bool = False) -> Decision:
+    def decide(self, num_blocks: dict[Way, int], first: int, num_tokens: int, *, again: bool = False) -> LoadDecision:
         """Load, or recompute? `num_blocks` are to be moved for it, those queued before them included.
 
         `again`: it was asked for the same request before, which is refused once however often.
         """
-        times = [self.move_seconds(way, count) for way, count in num_blocks.items() if count]
+        times = [self.transfer_seconds(way, count) for way, count in num_blocks.items() if count]
         load = sum(time for time in times if time is not None) if None not in times else None
         compute = self.compute_seconds(first, num_tokens)
         is_faster = load is None or compute is None or load <= compute
@@ -194,4 +194,4 @@ class Speeds:
         if is_trial:  # nobody measures a link that nobody uses: doubt what it was like, and see
             self._num_refused = 0
             self._doubted |= {way: self._moves.pop(way) for way in num_blocks if way in self._moves}
-        return Decision(is_faster or is_trial, num_tokens, load, compute)
+        return LoadDecision(is_faster or is_trial, num_tokens, load, compute)

@@ -1,4 +1,4 @@
-"""Moves: the transfers a manager has planned and not heard of yet, and what they hold until then.
+"""TransferTracker: the transfers a manager has planned and not heard of yet, and what they hold until then.
 
     planned: WRITING in the target, READING in the source, a lease  ──every rank's outcome──>  READY or gone, released
 
@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 from kvtier.errors import ArgumentError, StateError
 from kvtier.index import Lease, RadixTree, Slots, Tier
 from kvtier.index.transitions import begin_read, end_read, end_write
-from kvtier.messages import Drop, Outcome, Plan, Probe, Purpose, Report, Transfer, slot_bytes
+from kvtier.messages import Drop, Plan, Probe, Report, Route, TransferRequest, TransferResult, slot_bytes
 
 Mask = bytes
 """One byte for each block, 1 or 0: find, count and slices of bytes are the cheapest vector operations Python has."""
 
 
 @dataclass(slots=True)
-class Way:
+class RouteStats:
     """What goes for one purpose, of fetches and stores from and to one store, in numbers."""
 
-    purpose: Purpose
+    route: Route
     store: str
-    num_moving: int = 0
+    num_in_flight: int = 0
     """Blocks under way."""
     num_blocks: int = 0
     num_bytes: int = 0
@@ -37,11 +37,11 @@ class Way:
 
 
 @dataclass(slots=True)
-class Move:
+class PendingTransfer:
     """One transfer under way: blocks [first, first + count) of a lease's path."""
 
-    transfer: Transfer
-    way: Way
+    transfer: TransferRequest
+    stats: RouteStats
     lease: Lease
     first: int
     source: Tier | None
@@ -69,17 +69,17 @@ class Move:
 class MoveCounts:
     """What became of moves so far."""
 
-    num_blocks: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
-    num_bytes: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
-    num_failed: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
+    num_blocks: dict[Route, int] = field(default_factory=lambda: dict.fromkeys(Route, 0))
+    num_bytes: dict[Route, int] = field(default_factory=lambda: dict.fromkeys(Route, 0))
+    num_failed: dict[Route, int] = field(default_factory=lambda: dict.fromkeys(Route, 0))
     """Blocks that did not arrive."""
-    seconds: dict[Purpose, float] = field(default_factory=lambda: dict.fromkeys(Purpose, 0.0))
+    seconds: dict[Route, float] = field(default_factory=lambda: dict.fromkeys(Route, 0.0))
 
 
-class Moves:
+class TransferTracker:
     """Plans transfers and takes their reports, for `num_ranks` ranks that each do every transfer."""
 
-    def __init__(self, tree: RadixTree, num_ranks: int, on_end: Callable[[Move, Mask], None]) -> None:
+    def __init__(self, tree: RadixTree, num_ranks: int, on_end: Callable[[PendingTransfer, Mask], None]) -> None:
         """`on_end` is told of each move that is over, and which of its blocks are where they should be."""
         self.epoch = 0
         self.num_ranks = num_ranks
@@ -88,12 +88,12 @@ class Moves:
         self._on_end = on_end
         self._ids = itertools.count(1)
         self._plan_ids = itertools.count(1)
-        self._planned: list[Transfer] = []
+        self._planned: list[TransferRequest] = []
         self._probes: list[Probe] = []
         self._drops: list[Drop] = []
         self._asked: dict[int, set[int]] = {}
-        self._in_flight: dict[int, Move] = {}
-        self._ways: dict[tuple[Purpose, str], Way] = {}
+        self._in_flight: dict[int, PendingTransfer] = {}
+        self._ways: dict[tuple[Route, str], RouteStats] = {}
 
     @property
     def leases(self) -> list[Lease]:
@@ -114,25 +114,25 @@ class Moves:
         """Whether something was planned that no plan has told yet."""
         return bool(self._planned or self._probes or self._drops)
 
-    def num_blocks(self, purpose: Purpose, store: str = "") -> int:
+    def num_blocks(self, purpose: Route, store: str = "") -> int:
         """Blocks under way; of fetches and stores, from and to one store."""
         way = self._ways.get((purpose, store))
-        return way.num_moving if way is not None else 0
+        return way.num_in_flight if way is not None else 0
 
     @property
     def counts(self) -> MoveCounts:
         """What became of moves so far, by purpose."""
         counts = MoveCounts()
         for way in self._ways.values():
-            counts.num_blocks[way.purpose] += way.num_blocks
-            counts.num_bytes[way.purpose] += way.num_bytes
-            counts.num_failed[way.purpose] += way.num_failed
-            counts.seconds[way.purpose] += way.seconds
+            counts.num_blocks[way.route] += way.num_blocks
+            counts.num_bytes[way.route] += way.num_bytes
+            counts.num_failed[way.route] += way.num_failed
+            counts.seconds[way.route] += way.seconds
         return counts
 
     def start(
         self,
-        purpose: Purpose,
+        purpose: Route,
         lease: Lease,
         first: int,
         source: Slots | str,
@@ -147,7 +147,7 @@ class Moves:
         source_tier, source_name, source_slots = self._end(source)
         target_tier, target_name, target_slots = self._end(target)
         number = next(self._ids)
-        transfer = Transfer(number, purpose, source_name, target_name, source_slots, target_slots, keys)
+        transfer = TransferRequest(number, purpose, source_name, target_name, source_slots, target_slots, keys)
         count = transfer.num_blocks
         if source_tier is not None:
             begin_read(lease, source_tier, first, count)
@@ -155,10 +155,10 @@ class Moves:
         store = transfer.store
         way = self._ways.get((purpose, store))
         if way is None:
-            way = self._ways[purpose, store] = Way(purpose, store)
-        way.num_moving += count
+            way = self._ways[purpose, store] = RouteStats(purpose, store)
+        way.num_in_flight += count
         waiting, arrived = set(range(self.num_ranks)), b"\1" * count
-        self._in_flight[number] = Move(
+        self._in_flight[number] = PendingTransfer(
             transfer, way, lease, first, source_tier, target_tier, self.epoch, waiting, arrived
         )
         return number
@@ -174,7 +174,7 @@ class Moves:
         self._asked[self._probes[-1].id] = set(range(self.num_ranks))
         return self._probes[-1].id
 
-    def answered(self, rank: int, probe_id: int) -> bool:
+    def on_probe_result(self, rank: int, probe_id: int) -> bool:
         """A rank has answered a probe; whether that was the last."""
         waiting_for = self._asked.get(probe_id, set())
         waiting_for.discard(rank)
@@ -194,14 +194,14 @@ class Moves:
         """Take a rank's outcomes. A move is over when every rank has reported it; a block arrived if all say so."""
         if not 0 <= report.rank < self.num_ranks:
             raise ArgumentError(f"a report of rank {report.rank}, there are {self.num_ranks}")
-        for outcome in report.outcomes:
+        for outcome in report.results:
             self._take(report.rank, outcome)
 
     def reset(self) -> None:
         """What is in flight counts for nothing from now on; its slots come back with its reports."""
         self.epoch += 1
 
-    def _take(self, rank: int, outcome: Outcome) -> None:
+    def _take(self, rank: int, outcome: TransferResult) -> None:
         move = self._in_flight.get(outcome.transfer_id)
         if move is None or rank not in move.waiting_for:
             raise StateError(f"transfer {outcome.transfer_id} was reported by rank {rank}, which had none to report")
@@ -211,18 +211,18 @@ class Moves:
             )
         move.waiting_for.discard(rank)
         if outcome.arrived:
-            move.arrived = both(move.arrived, outcome.arrived)
+            move.arrived = mask_and(move.arrived, outcome.arrived)
         elif not outcome.ok:
             move.arrived = bytes(move.count)
         move.seconds = max(move.seconds, outcome.seconds)
-        move.way.num_bytes += outcome.num_bytes
+        move.stats.num_bytes += outcome.num_bytes
         if not move.waiting_for:
             self._finish(move)
 
-    def _finish(self, move: Move) -> None:
-        way, count, num_arrived = move.way, move.count, move.arrived.count(1)
+    def _finish(self, move: PendingTransfer) -> None:
+        way, count, num_arrived = move.stats, move.count, move.arrived.count(1)
         del self._in_flight[move.transfer.id]
-        way.num_moving -= count
+        way.num_in_flight -= count
         way.num_blocks += num_arrived
         way.num_failed += count - num_arrived
         way.seconds += move.seconds
@@ -231,7 +231,7 @@ class Moves:
             end_write(self._tree, move.lease, move.target, move.first, count, ok=True)
         elif move.target is not None:
             for ok in (True, False):
-                for first, stop in runs(there, move.first, value=ok):
+                for first, stop in mask_runs(there, move.first, value=ok):
                     end_write(self._tree, move.lease, move.target, first, stop - first, ok=ok)
         if move.source is not None:
             end_read(move.lease, move.source, move.first, count)
@@ -239,7 +239,7 @@ class Moves:
         self._tree.release(move.lease, used=False)
 
 
-def runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int]]:
+def mask_runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int]]:
     """The stretches [first, stop) where a mask has a value, numbered from `start`: mostly none or one."""
     first = mask.find(value)
     while first >= 0:
@@ -249,7 +249,7 @@ def runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int]]:
         first = mask.find(value, stop)
 
 
-def both(one: Mask, other: Mask) -> Mask:
+def mask_and(one: Mask, other: Mask) -> Mask:
     """Where both masks are 1."""
     if 0 not in other:
         return one

@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvtier.cache.allocation import BlockCopy, CacheStats, Hold, TierStats
+from kvtier.cache.allocation import Allocation, BlockCopy, CacheStats, TierStats
 from kvtier.cache.config import CacheConfig
-from kvtier.cache.cost_model import Speeds
-from kvtier.cache.in_flight import Mask, Move, Moves
-from kvtier.cache.prefetch import Fetch, Fetches, origins
+from kvtier.cache.cost_model import CostModel
+from kvtier.cache.in_flight import Mask, PendingTransfer, TransferTracker
+from kvtier.cache.prefetch import Prefetch, Prefetcher, origins
 from kvtier.cache.writeback import HostCopies, StoreCopies
 from kvtier.errors import ArgumentError, LoadError, StateError
 from kvtier.index import (
@@ -41,7 +41,7 @@ from kvtier.index import (
 from kvtier.index.chain import TokenIds
 from kvtier.index.node import ABSENT, WRITING
 from kvtier.index.transitions import block_slots
-from kvtier.messages import Plan, Purpose, Report
+from kvtier.messages import Plan, Report, Route
 
 _KEEP = Retention()
 
@@ -70,55 +70,56 @@ class CacheManager:
         self.tree = RadixTree(
             namespace, tiers, enabled=config.prefix_caching, with_keys=keyed, listener=listener, ghost=ghost
         )
-        self.moves = Moves(self.tree, num_ranks, self._ended)
-        self.speeds = Speeds()
+        self.transfers = TransferTracker(self.tree, num_ranks, self._ended)
+        self.cost_model = CostModel()
         self.decisions = {"load": 0, "recompute": 0}
         """How often blocks below the device were loaded, and computed again instead."""
-        self.observer: Callable[[Move], None] | None = None
+        self.observer: Callable[[PendingTransfer], None] | None = None
         """Told of every move that is over."""
         self.host: HostCopies | None = None
         self.stores: dict[str, StoreCopies] = {}
         if host is not None:
             most = max(1024, config.num_blocks + host.num_blocks)  # jobs: prompts that can be in memory
-            self.host = HostCopies(self.tree, self._device, tiers[1], host, self.moves, most)
+            self.host = HostCopies(self.tree, self._device, tiers[1], host, self.transfers, most)
             self.stores = {
-                each.name: StoreCopies(self.tree, tiers[1], each, self.moves, most) for each in config.stores
+                each.name: StoreCopies(self.tree, tiers[1], each, self.transfers, most) for each in config.stores
             }
         self.queues = tuple(copies.queue for copies in (self.host, *self.stores.values()) if copies is not None)
         """What is to be saved, to the host and to each store."""
         stores = list(self.stores.values())
-        speeds = self.speeds if config.recompute else None
-        self._fetches = Fetches(self.tree, tiers[-1], stores, self.moves, speeds) if stores else None
-        self._holds: set[Hold] = set()
+        speeds = self.cost_model if config.recompute else None
+        self._prefetcher = Prefetcher(self.tree, tiers[-1], stores, self.transfers, speeds) if stores else None
+        self._allocations: set[Allocation] = set()
         self._pins: set[Lease] = set()
         self._queried_tokens = 0
         self._hit_tokens = dict.fromkeys((*(tier.name for tier in tiers), *self.stores), 0)
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
-    def prefetch(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP) -> Fetch | None:
+    def prefetch(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP) -> Prefetch | None:
         """Begin to bring what stores have of a prompt to the host; None if there is no store.
 
-        A request waits until `is_fetched`, then gives the fetch to `match`; or it goes, and `end_fetch` is called.
+        A request waits until `is_prefetched`, then gives the fetch to `match`; or it goes, and `end_prefetch` is
+        called.
         """
-        if self._fetches is None or not chain.num_tokens:
+        if self._prefetcher is None or not chain.num_tokens:
             return None
-        return self._fetches.start(chain, self._most_blocks(chain), retention, now)
+        return self._prefetcher.start(chain, self._most_blocks(chain), retention, now)
 
-    def is_fetched(self, fetch: Fetch, *, now: float = 0.0) -> bool:
+    def is_prefetched(self, fetch: Prefetch, *, now: float = 0.0) -> bool:
         """Whether its request need not wait for it any more: it has arrived, or patience is over."""
-        assert self._fetches is not None
-        return self._fetches.is_over(fetch, now)
+        assert self._prefetcher is not None
+        return self._prefetcher.is_over(fetch, now)
 
-    def fetch_again(self, fetch: Fetch, hold: Hold, *, now: float = 0.0) -> bool:
+    def fetch_again(self, fetch: Prefetch, hold: Allocation, *, now: float = 0.0) -> bool:
         """Whether its request, whose turn has come, should wait once more: what was in memory is gone to a store."""
-        assert self._fetches is not None
-        return self._fetches.again(fetch, hold.lease.num_matched, now, hold.lease.retention)
+        assert self._prefetcher is not None
+        return self._prefetcher.retry(fetch, hold.lease.num_matched, now, hold.lease.retention)
 
-    def end_fetch(self, fetch: Fetch) -> None:
+    def end_prefetch(self, fetch: Prefetch) -> None:
         """Nobody waits for it any more."""
-        assert self._fetches is not None
-        self._fetches.end(fetch)
+        assert self._prefetcher is not None
+        self._prefetcher.end(fetch)
 
     def match(
         self,
@@ -127,24 +128,24 @@ class CacheManager:
         now: float = 0.0,
         retention: Retention = _KEEP,
         may_load: bool = True,
-        fetch: Fetch | None = None,
-    ) -> Hold:
+        fetch: Prefetch | None = None,
+    ) -> Allocation:
         """Hold the longest cached prefix, at least one token short of all: the last must be computed for its logits.
 
         Without `may_load` only what is on the device counts. `fetch` is what was brought for it, which stays open.
         """
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
-        hold = Hold(self.tree.match(chain, now=now, max_blocks=self._most_blocks(chain), retention=retention))
+        hold = Allocation(self.tree.match(chain, now=now, max_blocks=self._most_blocks(chain), retention=retention))
         if self.host is not None and (missing := self.host.device_states(hold.lease).count(ABSENT)):
             hold = self._match_below(hold, missing, may_load, fetch, now)
-        self._holds.add(hold)
+        self._allocations.add(hold)
         if self.config.prefix_caching:
             self._match_partly(hold, now)
             hold.tokens_from["device"] = hold.num_cached_tokens - sum(hold.tokens_from.values())
         return hold
 
-    def allocate(self, hold: Hold, num_tokens: int) -> Shortage | None:
+    def allocate(self, hold: Allocation, num_tokens: int) -> Shortage | None:
         """Slots for the first `num_tokens` tokens, evicting what is cold; or nothing, and why.
 
         Where the block to copy from is in the way, it is given up: then `num_cached_tokens` is less than it was.
@@ -165,7 +166,7 @@ class CacheManager:
             hold.copy = BlockCopy(int(hold.source.table[block]), int(hold.table[block]), num_reused)
         return None
 
-    def is_ready(self, hold: Hold) -> bool:
+    def is_ready(self, hold: Allocation) -> bool:
         """Whether everything the hold found is on the device. A load that failed raises LoadError: abort the hold."""
         self._must_hold(hold)
         if not hold.is_loading or self.host is None:
@@ -179,7 +180,7 @@ class CacheManager:
         self._fill_table(hold.lease)
         return True
 
-    def overlap(self, hold: Hold) -> tuple[int, ...]:
+    def overlap(self, hold: Allocation) -> tuple[int, ...]:
         """The loads that a step of this hold must wait for layer by layer, if it may start before they are done.
 
         Empty where others bring some of the blocks, or where nothing is on its way. The step's results count only if
@@ -191,7 +192,7 @@ class CacheManager:
         self._fill_table(hold.lease)
         return hold.loads
 
-    def scheduled(self, hold: Hold, *, now: float = 0.0) -> None:
+    def on_scheduled(self, hold: Allocation, *, now: float = 0.0) -> None:
         """The request is in a step: what it was given counts as used, once."""
         self._must_hold(hold)
         if hold.lease.committed:
@@ -202,38 +203,38 @@ class CacheManager:
         if hold.decision is not None:
             self.decisions["load" if hold.decision.load else "recompute"] += 1
         for queue in self.queues:
-            queue.used_again(hold.lease)
+            queue.on_reuse(hold.lease)
         self.tree.commit(hold.lease, now=now)
 
-    def publish(self, hold: Hold, computed_tokens: int, *, now: float = 0.0) -> None:
+    def publish(self, hold: Allocation, computed_tokens: int, *, now: float = 0.0) -> None:
         """So many tokens are computed: their full blocks can be matched by others."""
         self._must_hold(hold)
         first = hold.lease.num_blocks
         if computed_tokens >= (first + 1) * self.namespace.block_tokens:  # most tokens fill no block
             self.tree.publish(hold.lease, computed_tokens, now=now)
             if self.host is not None:
-                self.host.queue.came(hold.lease, first, hold.lease.num_blocks)
+                self.host.queue.on_blocks_ready(hold.lease, first, hold.lease.num_blocks)
         if hold.source is not None and computed_tokens > hold.num_cached_tokens:
             self._let_source_go(hold)
 
-    def extend(self, hold: Hold, tokens: TokenIds) -> None:
+    def extend(self, hold: Allocation, tokens: TokenIds) -> None:
         """Tokens were generated. Their KV is computed when they are fed back."""
         self._must_hold(hold)
         hold.chain.append(tokens)
 
-    def finish(self, hold: Hold, *, now: float = 0.0) -> None:
+    def finish(self, hold: Allocation, *, now: float = 0.0) -> None:
         """The request has all it wanted; what it published stays."""
         self._end(hold, used=True, now=now)
 
-    def preempt(self, hold: Hold, *, now: float = 0.0) -> None:
+    def preempt(self, hold: Allocation, *, now: float = 0.0) -> None:
         """Its slots are needed. What it published stays until evicted, so to resume is to match again."""
         self._end(hold, used=True, now=now)
 
-    def abort(self, hold: Hold, *, now: float = 0.0) -> None:
+    def abort(self, hold: Allocation, *, now: float = 0.0) -> None:
         """It was cancelled, or could not be scheduled: as if it had not been, unless a step ran."""
         self._end(hold, used=hold.lease.committed, now=now)
 
-    def explain(self, hold: Hold) -> Miss:
+    def explain(self, hold: Allocation) -> Miss:
         """Why the match ended where it did."""
         return self.tree.explain(hold.lease)
 
@@ -251,9 +252,9 @@ class CacheManager:
     def reset(self, namespace: Namespace | None = None) -> None:
         """Forget everything that is in memory. Running requests keep what they hold; stores keep what they have."""
         self.tree.reset(namespace)
-        self.moves.reset()
-        if self._fetches is not None:
-            self._fetches.reset()
+        self.transfers.reset()
+        if self._prefetcher is not None:
+            self._prefetcher.reset()
         for queue in self.queues:
             queue.clear()
 
@@ -261,36 +262,36 @@ class CacheManager:
 
     def plan(self, *, now: float = 0.0) -> Plan:
         """What the workers are to do now: what was asked for, and some saves. Evicts ahead where that is wanted."""
-        if self._fetches is not None:
-            self._fetches.advance(now)
+        if self._prefetcher is not None:
+            self._prefetcher.advance(now)
         for queue in self.queues:
             queue.plan(now)
         if self.host is not None and self.config.host is not None:
             self._evict_ahead(self.host.host, self.config.host.free_share)
         self._evict_ahead(self._device, self.config.free_share)
-        return self.moves.plan()
+        return self.transfers.plan()
 
     @property
     def has_plans(self) -> bool:
         """Whether a plan now would have something to do, or reports are still to come."""
-        return self.moves.in_flight or self.moves.has_plan or any(queue.is_due for queue in self.queues)
+        return self.transfers.in_flight or self.transfers.has_plan or any(queue.is_due for queue in self.queues)
 
     def apply(self, report: Report) -> None:
         """What became of it, from one rank."""
-        self.moves.apply(report)
-        for presence in report.presences:
-            self.stores[presence.store].learn(report.rank, presence)
-            if self.moves.answered(report.rank, presence.probe_id) and self._fetches is not None:
-                self._fetches.answered(presence)
+        self.transfers.apply(report)
+        for presence in report.lookups:
+            self.stores[presence.store].on_lookup(report.rank, presence)
+            if self.transfers.on_probe_result(report.rank, presence.probe_id) and self._prefetcher is not None:
+                self._prefetcher.on_lookup(presence)
         if report.damaged and self.host is not None:
-            self.host.damaged(np.frombuffer(report.damaged, "<i4"))
-        for size in report.sizes:
+            self.host.invalidate(np.frombuffer(report.damaged, "<i4"))
+        for size in report.capacities:
             if self.host is not None and size.tier == "host":
-                self.host.grew(report.rank, size.num_slots)
+                self.host.set_capacity(report.rank, size.num_slots)
 
-    def computed(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
+    def on_computed(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
         """A step of so many tokens took so long: what computing costs, for loading or recomputing."""
-        self.speeds.computed(num_tokens, attended_tokens, seconds)
+        self.cost_model.observe_compute(num_tokens, attended_tokens, seconds)
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
@@ -309,7 +310,7 @@ class CacheManager:
         """Blocks that are free or could be."""
         return self._device.pool.num_free + self._device.num_evictable
 
-    def lacks(self, num_blocks: int, salt: bytes | None = None) -> Shortage | None:
+    def shortage_for(self, num_blocks: int, salt: bytes | None = None) -> Shortage | None:
         """Why so many more blocks could not be had, with `salt` within its tenant's quota; None if they could."""
         if salt is not None:
             return self._device.quota_shortage(salt, num_blocks)
@@ -330,7 +331,7 @@ class CacheManager:
             pool.num_slots,
             pool.num_free,
             self._device.num_evictable,
-            len(self._holds),
+            len(self._allocations),
             self._queried_tokens,
             sum(hits.values()),
             tuple(tiers),
@@ -339,9 +340,9 @@ class CacheManager:
     @property
     def leases(self) -> list[Lease]:
         """All that are open."""
-        sources = [hold.source for hold in self._holds if hold.source is not None]
-        fetched = self._fetches.leases if self._fetches is not None else []
-        return [*(hold.lease for hold in self._holds), *sources, *self._pins, *self.moves.leases, *fetched]
+        sources = [hold.source for hold in self._allocations if hold.source is not None]
+        fetched = self._prefetcher.leases if self._prefetcher is not None else []
+        return [*(hold.lease for hold in self._allocations), *sources, *self._pins, *self.transfers.leases, *fetched]
 
     def check(self) -> None:
         """Raise unless every invariant of the index holds for exactly these holds."""
@@ -353,21 +354,23 @@ class CacheManager:
         """Full blocks that may be cached of a prompt: its last token is computed in any case."""
         return (chain.num_tokens - 1) // self.namespace.block_tokens
 
-    def _match_below(self, hold: Hold, missing: int, may_load: bool, fetch: Fetch | None, now: float) -> Hold:
+    def _match_below(
+        self, hold: Allocation, missing: int, may_load: bool, fetch: Prefetch | None, now: float
+    ) -> Allocation:
         """Some of what was found is not on the device: load it, or go without it."""
         assert self.host is not None
         block_tokens, on_device = self.namespace.block_tokens, hold.num_on_device
         decision = None
         if may_load and self.config.recompute:
-            ways = {(Purpose.LOAD, ""): missing + self.moves.num_blocks(Purpose.LOAD)}
+            ways = {(Route.HOST_TO_DEVICE, ""): missing + self.transfers.num_blocks(Route.HOST_TO_DEVICE)}
             first, stop = on_device * block_tokens, hold.lease.num_matched_tokens
-            decision = self.speeds.decide(ways, first, stop - first)
+            decision = self.cost_model.decide(ways, first, stop - first)
         if may_load and (decision is None or decision.load):
             hold.tokens_from = origins(fetch, missing, block_tokens)
         else:
             self.tree.release(hold.lease, used=False)
             lease = self.tree.match(hold.chain, now=now, max_blocks=on_device, retention=hold.lease.retention)
-            hold = Hold(lease)
+            hold = Allocation(lease)
         hold.decision = decision or (fetch.decision if fetch is not None else None)
         return hold
 
@@ -381,24 +384,24 @@ class CacheManager:
         if wanted > 0:
             self.tree.evict(tier, min(wanted, tier.num_evictable))
 
-    def _ended(self, move: Move, there: Mask) -> None:
+    def _ended(self, move: PendingTransfer, there: Mask) -> None:
         """A move is over: learn its speed, and go on with its blocks."""
-        purpose, transfer = move.transfer.purpose, move.transfer
+        purpose, transfer = move.transfer.route, move.transfer
         if self.observer is not None:
             self.observer(move)
-        if purpose is Purpose.SAVE:
+        if purpose is Route.DEVICE_TO_HOST:
             for store in self.stores.values() if 1 in there else ():
-                store.came(move.lease, move.first, move.stop)
+                store.on_blocks_ready(move.lease, move.first, move.stop)
             return
-        if purpose is Purpose.STORE:
-            self.stores[transfer.target].ended(move, there)
+        if purpose is Route.HOST_TO_STORE:
+            self.stores[transfer.target].on_transfer_done(move, there)
             return
         if 0 not in there:  # what a request waits for: how long that takes is asked again
-            self.speeds.moved((purpose, transfer.store), len(there), move.seconds)
-        if purpose is Purpose.FETCH and self._fetches is not None:
-            self._fetches.ended(move, there)
+            self.cost_model.observe_transfer((purpose, transfer.store), len(there), move.seconds)
+        if purpose is Route.STORE_TO_HOST and self._prefetcher is not None:
+            self._prefetcher.on_transfer_done(move, there)
 
-    def _match_partly(self, hold: Hold, now: float) -> None:
+    def _match_partly(self, hold: Allocation, now: float) -> None:
         """Find a cached block that begins as the first one that was not found does: as much of it is copied.
 
         prompt   |b0|b1|t t t t v v|..      the last token of the prompt must be computed in any case
@@ -412,7 +415,7 @@ class CacheManager:
             hold.source = found.lease
             hold.num_cached_tokens += found.num_tokens
 
-    def _reserve(self, hold: Hold, num_tokens: int) -> Shortage | None:
+    def _reserve(self, hold: Allocation, num_tokens: int) -> Shortage | None:
         """Slots for tokens that have none, and for blocks that come from the host, which then are on their way."""
         lease = hold.lease
         num_new, states = lease.num_missing(num_tokens), b""
@@ -431,19 +434,19 @@ class CacheManager:
         hold.is_loading = hold.is_loading or is_waiting or num_to_load > 0
         return None
 
-    def _let_source_go(self, hold: Hold) -> None:
+    def _let_source_go(self, hold: Allocation) -> None:
         if hold.source is not None:
             self.tree.release(hold.source, used=False)
             hold.source = None
 
-    def _end(self, hold: Hold, *, used: bool, now: float) -> None:
+    def _end(self, hold: Allocation, *, used: bool, now: float) -> None:
         self._must_hold(hold)
-        self._holds.remove(hold)
+        self._allocations.remove(hold)
         self._let_source_go(hold)
         for queue in self.queues if used else ():
-            queue.finished(hold.lease)
+            queue.on_finish(hold.lease)
         self.tree.release(hold.lease, used=used, now=now)
 
-    def _must_hold(self, hold: Hold) -> None:
-        if hold not in self._holds:
+    def _must_hold(self, hold: Allocation) -> None:
+        if hold not in self._allocations:
             raise StateError("this hold has ended: a request finishes, aborts or is preempted once per match")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from kvtier.cache.in_flight import Move
+from kvtier.cache.in_flight import PendingTransfer
 from kvtier.cache.manager import CacheManager
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 from kvtier.metrics import Registry
 from kvtier.storage import StoreStats
 
@@ -46,19 +46,19 @@ class CacheMetrics:
         manager.observer = self.moved
         registry.before_render(self.update)
 
-    def moved(self, move: Move) -> None:
+    def moved(self, move: PendingTransfer) -> None:
         """A transfer is over."""
-        self._seconds.of(move.transfer.purpose.value).observe(move.seconds)
+        self._seconds.of(move.transfer.route.value).observe(move.seconds)
 
     def update(self) -> None:
         """Take over what the manager and the stores have counted."""
-        manager, counts, stats = self._manager, self._manager.moves.counts, self._manager.stats
-        for purpose in Purpose:
+        manager, counts, stats = self._manager, self._manager.transfers.counts, self._manager.stats
+        for purpose in Route:
             name = purpose.value
             self._moved.of(name).raise_to(counts.num_blocks[purpose])
             self._bytes.of(name).raise_to(counts.num_bytes[purpose])
             self._failed.of(name).raise_to(counts.num_failed[purpose])
-            self._queue.of(name).set(manager.moves.num_blocks(purpose))
+            self._queue.of(name).set(manager.transfers.num_blocks(purpose))
         if manager.host is not None:
             self._failed.of("scrub").raise_to(manager.host.num_damaged)
         for tier in stats.tiers:

@@ -1,4 +1,4 @@
-"""Fetches: blocks on their way from stores to the host, for requests that wait.
+"""Prefetcher: blocks on their way from stores to the host, for requests that wait.
 
     start ──> asking ──(what stores have is known)──> waiting ──(nobody else brings it)──> moving ──(reports)──> over
                 └────────── nothing to fetch, no room, or computing it is faster ──────────────────────────────^
@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.cache.config import Patience
-from kvtier.cache.cost_model import Decision, Speeds
-from kvtier.cache.in_flight import Mask, Move, Moves
+from kvtier.cache.cost_model import CostModel, LoadDecision
+from kvtier.cache.in_flight import Mask, PendingTransfer, TransferTracker
 from kvtier.cache.writeback import StoreCopies, reserve_up_to
 from kvtier.errors import StateError
 from kvtier.index import Chain, Lease, RadixTree, Retention, Slots, Tier
 from kvtier.index.node import WRITING
-from kvtier.messages import Presence, Purpose
+from kvtier.messages import Route, StoreLookup
 
 
-class Fetch:
+class Prefetch:
     """One request's blocks from stores. Made by CacheManager.prefetch; callers read."""
 
     __slots__ = (
@@ -54,31 +54,36 @@ class Fetch:
         """That were to be fetched."""
         self.num_fetched: dict[str, int] = {}
         """That have arrived, by store."""
-        self.decision: Decision | None = None
+        self.decision: LoadDecision | None = None
 
 
-class Fetches:
+class Prefetcher:
     """Brings blocks from stores to the host, the first store that has a block first."""
 
     def __init__(
-        self, tree: RadixTree, host: Tier, stores: Sequence[StoreCopies], moves: Moves, speeds: Speeds | None
+        self,
+        tree: RadixTree,
+        host: Tier,
+        stores: Sequence[StoreCopies],
+        moves: TransferTracker,
+        speeds: CostModel | None,
     ) -> None:
         """With `speeds`, what is expected to be computed faster is not fetched."""
         self._tree, self._host, self._moves, self._speeds = tree, host, moves, speeds
         self._stores = stores
-        self._open: dict[Fetch, None] = {}
-        self._by_move: dict[int, Fetch] = {}
+        self._open: dict[Prefetch, None] = {}
+        self._by_move: dict[int, Prefetch] = {}
 
     @property
     def leases(self) -> list[Lease]:
         """What fetches hold, for checking."""
         return [fetch.lease for fetch in self._open if fetch.lease is not None]
 
-    def start(self, chain: Chain, max_blocks: int, retention: Retention, now: float) -> Fetch:
+    def start(self, chain: Chain, max_blocks: int, retention: Retention, now: float) -> Prefetch:
         """Begin to fetch what of a chain is in no memory."""
         lease = self._tree.match(chain, now=now, max_blocks=max_blocks, retention=retention)
         chain.take_keys(lease.node)
-        fetch = Fetch(chain, lease, max_blocks, now)
+        fetch = Prefetch(chain, lease, max_blocks, now)
         self._open[fetch] = None
         for store in self._stores:
             if store.inventory_probe:
@@ -89,7 +94,7 @@ class Fetches:
         self._begin(fetch, lease, now)
         return fetch
 
-    def again(self, fetch: Fetch, num_found: int, now: float, retention: Retention) -> bool:
+    def retry(self, fetch: Prefetch, num_found: int, now: float, retention: Retention) -> bool:
         """Its request's turn has come, with so many blocks in memory: whether it should wait for more, from a store.
 
         Once, as somebody else's blocks may drive out these again.
@@ -103,7 +108,7 @@ class Fetches:
         self._begin(fetch, fetch.lease, now)
         return not self.is_over(fetch, now)
 
-    def is_over(self, fetch: Fetch, now: float) -> bool:
+    def is_over(self, fetch: Prefetch, now: float) -> bool:
         """Whether its request need not wait any more."""
         if fetch.is_over:
             return True
@@ -114,7 +119,7 @@ class Fetches:
             for store in self._stores
         )
 
-    def end(self, fetch: Fetch) -> None:
+    def end(self, fetch: Prefetch) -> None:
         """Whoever asked for it has what it wants, or wants it no longer. What is on its way still arrives."""
         if fetch not in self._open:
             raise StateError("this fetch has ended already")
@@ -127,10 +132,10 @@ class Fetches:
             if not fetch.is_over and not fetch.waiting_for:
                 self._begin(fetch, self._look_again(fetch, now), now)
 
-    def answered(self, presence: Presence) -> None:
+    def on_lookup(self, presence: StoreLookup) -> None:
         """A probe was answered, by every rank."""
         for store in self._stores:
-            store.answered(presence.probe_id)
+            store.on_probe_result(presence.probe_id)
         for fetch in self._open:
             fetch.waiting_for.discard(presence.probe_id)
 
@@ -139,7 +144,7 @@ class Fetches:
         for fetch in self._open:
             fetch.is_over = True
 
-    def ended(self, move: Move, there: Mask) -> None:
+    def on_transfer_done(self, move: PendingTransfer, there: Mask) -> None:
         """A fetch's move is over."""
         fetch = self._by_move.pop(move.transfer.id)
         fetch.waiting_for.discard(move.transfer.id)
@@ -147,7 +152,7 @@ class Fetches:
         fetch.num_fetched[store] = fetch.num_fetched.get(store, 0) + there.count(1)
         fetch.is_over = fetch.is_over or not fetch.waiting_for
 
-    def _begin(self, fetch: Fetch, lease: Lease, now: float) -> None:
+    def _begin(self, fetch: Prefetch, lease: Lease, now: float) -> None:
         """Start the moves, if it is known where the blocks are and there is room."""
         if fetch.waiting_for:
             return
@@ -163,7 +168,7 @@ class Fetches:
         if fetch.is_over:
             self._let_go(fetch)
 
-    def _begin_moves(self, fetch: Fetch, lease: Lease, now: float) -> None:
+    def _begin_moves(self, fetch: Prefetch, lease: Lease, now: float) -> None:
         first = lease.num_blocks
         keys = fetch.chain.key_list(first, fetch.wanted)
         parts = self._find(keys)
@@ -180,7 +185,7 @@ class Fetches:
         else:
             fetch.is_over = slots is not None or not wanted or not fetch.is_due
 
-    def _reserve(self, fetch: Fetch, num_blocks: int) -> Slots | None:
+    def _reserve(self, fetch: Prefetch, num_blocks: int) -> Slots | None:
         """Host slots for all of it; or for as much as fits, if nobody will give more; or None: others are to go first.
 
         Others have room because of what was brought for them, until their turn has come.
@@ -192,17 +197,17 @@ class Fetches:
             return None
         return reserve_up_to(self._tree, self._host, num_blocks, fetch.chain.salt)
 
-    def _let_go(self, fetch: Fetch) -> None:
+    def _let_go(self, fetch: Prefetch) -> None:
         if fetch.lease is not None:
             self._tree.release(fetch.lease, used=False)
             fetch.lease = None
 
     def _is_busy(self, store: StoreCopies, count: int) -> bool:
         """Whether so many more from a store are too many at a time. Any number may go alone."""
-        under_way = self._moves.num_blocks(Purpose.FETCH, store.config.name)
+        under_way = self._moves.num_blocks(Route.STORE_TO_HOST, store.config.name)
         return under_way > 0 and under_way + count > store.config.max_fetching_blocks
 
-    def _look_again(self, fetch: Fetch, now: float) -> Lease:
+    def _look_again(self, fetch: Prefetch, now: float) -> Lease:
         """What is in memory may be more than it was."""
         before = fetch.lease
         assert before is not None, "it would be over"
@@ -225,20 +230,20 @@ class Fetches:
                 return parts
         return parts
 
-    def _decide(self, first: int, parts: list[tuple[StoreCopies, int]], *, again: bool) -> Decision | None:
+    def _decide(self, first: int, parts: list[tuple[StoreCopies, int]], *, again: bool) -> LoadDecision | None:
         """Fetch and load, or compute?"""
         if self._speeds is None or not parts:
             return None
         total = sum(count for _, count in parts)
-        ways = {(Purpose.LOAD, ""): total + self._moves.num_blocks(Purpose.LOAD)}
+        ways = {(Route.HOST_TO_DEVICE, ""): total + self._moves.num_blocks(Route.HOST_TO_DEVICE)}
         for store, count in parts:
-            way = (Purpose.FETCH, store.config.name)
+            way = (Route.STORE_TO_HOST, store.config.name)
             ways[way] = ways.get(way, self._moves.num_blocks(*way)) + count
         block_tokens = self._tree.namespace.block_tokens
         return self._speeds.decide(ways, first * block_tokens, total * block_tokens, again=again)
 
     def _move(
-        self, fetch: Fetch, lease: Lease, slots: Slots, keys: list[bytes], parts: list[tuple[StoreCopies, int]]
+        self, fetch: Prefetch, lease: Lease, slots: Slots, keys: list[bytes], parts: list[tuple[StoreCopies, int]]
     ) -> None:
         at, first = 0, lease.num_blocks - len(slots)
         for store, count in parts:
@@ -248,13 +253,13 @@ class Fetches:
             target = Slots(slots.tier, slots.ids[at : at + count])
             shared, name = self._tree.share(lease), store.config.name
             mine = b"".join(keys[at : at + count])
-            number = self._moves.start(Purpose.FETCH, shared, first + at, name, target, mine)
+            number = self._moves.start(Route.STORE_TO_HOST, shared, first + at, name, target, mine)
             self._by_move[number] = fetch
             fetch.waiting_for.add(number)
             at += count
 
 
-def origins(fetch: Fetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
+def origins(fetch: Prefetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
     """Where blocks below the device come from, in tokens: those fetched for this request from their stores."""
     origins: dict[str, int] = {}
     for store, count in fetch.num_fetched.items() if fetch is not None else ():

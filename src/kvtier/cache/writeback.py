@@ -23,13 +23,13 @@ from itertools import islice
 
 import numpy as np
 
-from kvtier.cache.config import HostConfig, Saving, StoreConfig, WritePolicy
-from kvtier.cache.in_flight import Mask, Move, Moves, both, runs
+from kvtier.cache.config import HostConfig, StoreConfig, WritebackConfig, WritePolicy
+from kvtier.cache.in_flight import Mask, PendingTransfer, TransferTracker, mask_and, mask_runs
 from kvtier.index import Chain, Lease, RadixTree, Shortage, Slots, Tier
 from kvtier.index.node import IS_ABSENT, READABLE
 from kvtier.index.pool import I32
 from kvtier.index.transitions import begin_write, block_slots, block_states
-from kvtier.messages import Drop, Presence, Purpose, split_keys
+from kvtier.messages import Drop, Route, StoreLookup, split_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,13 @@ class SaveQueue:
     """Jobs in the order they came, by policy, and how many blocks of them may go now."""
 
     def __init__(
-        self, tree: RadixTree, saving: Saving, above: Tier, save: Save, num_moving: Callable[[], int], max_jobs: int
+        self,
+        tree: RadixTree,
+        saving: WritebackConfig,
+        above: Tier,
+        save: Save,
+        num_moving: Callable[[], int],
+        max_jobs: int,
     ) -> None:
         """For what is in tier `above`. `num_moving` tells how many blocks are on their way.
 
@@ -73,7 +79,7 @@ class SaveQueue:
 
     # ---- what might want a copy ------------------------------------------------------------------------------------
 
-    def came(self, lease: Lease, first: int, stop: int) -> None:
+    def on_blocks_ready(self, lease: Lease, first: int, stop: int) -> None:
         """Blocks of a path are in the tier above since now: with write_through they go at once, if nobody waits.
 
         While the path is held they need not be looked for.
@@ -86,12 +92,12 @@ class SaveQueue:
         else:
             self._jobs.append(job)
 
-    def used_again(self, lease: Lease) -> None:
+    def on_reuse(self, lease: Lease) -> None:
         """A request was given cached blocks."""
         if self.saving.write is WritePolicy.SELECTIVE and lease.num_matched and lease.node.attached:
             self._jobs.append(SaveJob(lease.chain, 0, lease.num_matched))
 
-    def finished(self, lease: Lease) -> None:
+    def on_finish(self, lease: Lease) -> None:
         """A request is over; its blocks are the next to get cold."""
         if self.saving.write is WritePolicy.BACK and lease.num_blocks and lease.node.attached:
             self._jobs.append(SaveJob(lease.chain, 0, lease.num_blocks))
@@ -100,7 +106,7 @@ class SaveQueue:
         """Another job."""
         self._jobs.append(job)
 
-    def put_back(self, job: SaveJob) -> None:
+    def requeue(self, job: SaveJob) -> None:
         """It is next again."""
         self._jobs.appendleft(job)
 
@@ -149,7 +155,7 @@ class HostCopies:
     """Decides saves and loads between the two memories of a tree, and plans them as moves."""
 
     def __init__(
-        self, tree: RadixTree, device: Tier, host: Tier, config: HostConfig, moves: Moves, max_jobs: int
+        self, tree: RadixTree, device: Tier, host: Tier, config: HostConfig, moves: TransferTracker, max_jobs: int
     ) -> None:
         self.host = host
         self.queue = SaveQueue(tree, config.saving, device, self._save, self._num_saving, max_jobs)
@@ -158,20 +164,20 @@ class HostCopies:
         self.num_damaged = 0
         """Blocks that were found to have changed."""
 
-    def grew(self, rank: int, num_slots: int) -> None:
+    def set_capacity(self, rank: int, num_slots: int) -> None:
         """A rank has so many slots by now: what all of them have can be used."""
         self._sizes[rank] = num_slots
         if min(self._sizes) > self.host.pool.num_slots:
             self.host.pool.resize(min(self._sizes))
 
-    def damaged(self, slots: I32) -> None:
+    def invalidate(self, slots: I32) -> None:
         """The blocks in these slots changed by themselves: they are no copies any more, but for those being read."""
         self.num_damaged += self._tree.lose(self.host, slots)
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 
     def _num_saving(self) -> int:
-        return self._moves.num_blocks(Purpose.SAVE)
+        return self._moves.num_blocks(Route.DEVICE_TO_HOST)
 
     def _save(self, job: SaveJob, lease: Lease, room: int) -> int:
         """Start saving what of a job is on the device and not on the host, as far as the host has room."""
@@ -179,19 +185,19 @@ class HostCopies:
         if stop <= first:
             return 0
         on_device, on_host = (block_states(lease, tier, first, stop) for tier in (self._device, self.host))
-        wanted = both(on_device.translate(READABLE), on_host.translate(IS_ABSENT))
-        for low, high in runs(wanted, first):
+        wanted = mask_and(on_device.translate(READABLE), on_host.translate(IS_ABSENT))
+        for low, high in mask_runs(wanted, first):
             slots = reserve_up_to(self._tree, self.host, min(high - low, room - started), job.chain.salt)
             count = len(slots)
             if count:
                 sources = Slots(self._device.name, block_slots(lease, self._device, low, low + count))
                 shared = self._tree.share(lease)
                 begin_write(shared, self.host, low, slots)
-                self._moves.start(Purpose.SAVE, shared, low, sources, slots)
+                self._moves.start(Route.DEVICE_TO_HOST, shared, low, sources, slots)
                 started += count
             if low + count < high:
                 if started == room:  # else the host is full of leased blocks
-                    self.queue.put_back(job.after(low + count))
+                    self.queue.requeue(job.after(low + count))
                 break
         return started
 
@@ -205,13 +211,13 @@ class HostCopies:
         """Start loading what of a path is not on the device, into slots reserved there. Returns the moves' ids."""
         absent = self.device_states(lease).translate(IS_ABSENT)
         at, ids = 0, []
-        for first, stop in runs(absent, 0):
+        for first, stop in mask_runs(absent, 0):
             sources = Slots(self.host.name, block_slots(lease, self.host, first, stop))
             targets = Slots(slots.tier, slots.ids[at : at + stop - first])
             at += stop - first
             shared = self._tree.share(lease)
             begin_write(shared, self._device, first, targets)
-            ids.append(self._moves.start(Purpose.LOAD, shared, first, sources, targets))
+            ids.append(self._moves.start(Route.HOST_TO_DEVICE, shared, first, sources, targets))
         return ids
 
 
@@ -235,7 +241,7 @@ class _Copies:
 class StoreCopies:
     """What is known of one store, and what is written to it."""
 
-    def __init__(self, tree: RadixTree, host: Tier, config: StoreConfig, moves: Moves, max_jobs: int) -> None:
+    def __init__(self, tree: RadixTree, host: Tier, config: StoreConfig, moves: TransferTracker, max_jobs: int) -> None:
         self.config = config
         self.queue = SaveQueue(tree, config.saving, host, self._save, self._num_storing, max_jobs)
         self._tree, self._host, self._moves = tree, host, moves
@@ -263,7 +269,7 @@ class StoreCopies:
                 return at - first
         return len(keys) - first
 
-    def learn(self, rank: int, presence: Presence) -> None:
+    def on_lookup(self, rank: int, presence: StoreLookup) -> None:
         """It was found to have some, and not to have others. What is on its way there is none of them."""
         known, mine = self._known, 1 << rank
         present = ((key, known.get(key)) for key in split_keys(presence.present))
@@ -284,7 +290,7 @@ class StoreCopies:
     def _of_ranks(self, ranks: int) -> _Copies:
         return self._found.setdefault(ranks, _Copies(ranks))
 
-    def answered(self, probe_id: int) -> None:
+    def on_probe_result(self, probe_id: int) -> None:
         """A probe was answered by every rank."""
         if probe_id == self.inventory_probe:
             self.inventory_probe = 0
@@ -309,14 +315,14 @@ class StoreCopies:
 
     # ---- what it gets ----------------------------------------------------------------------------------------------
 
-    def came(self, lease: Lease, first: int, stop: int) -> None:
+    def on_blocks_ready(self, lease: Lease, first: int, stop: int) -> None:
         """Blocks of a path are on the host since now. Whether they are stored is the policy's to say."""
         if self.config.saving.write is WritePolicy.THROUGH:
-            self.queue.came(lease, first, stop)
+            self.queue.on_blocks_ready(lease, first, stop)
         elif lease.node.attached:
             self.queue.put(SaveJob(lease.chain, first, stop))
 
-    def ended(self, move: Move, there: Mask) -> None:
+    def on_transfer_done(self, move: PendingTransfer, there: Mask) -> None:
         """A write to this store is over."""
         keys, copies = self._writes.pop(move.transfer.id)
         for key, ok in zip(keys, there, strict=True) if 0 in there else ():
@@ -330,17 +336,17 @@ class StoreCopies:
         if stop <= first:
             return 0
         keys = job.chain.key_list(first, stop)
-        wanted = both(block_states(lease, self._host, first, stop).translate(READABLE), self._are_new(keys))
-        for low, high in runs(wanted, first):
+        wanted = mask_and(block_states(lease, self._host, first, stop).translate(READABLE), self._are_new(keys))
+        for low, high in mask_runs(wanted, first):
             count = min(high - low, room - started)
             if count < high - low:
-                self.queue.put_back(job.after(low + count))
+                self.queue.requeue(job.after(low + count))
             if not count:
                 break
             mine = keys[low - first : low - first + count]
             sources = Slots(self._host.name, block_slots(lease, self._host, low, low + count))
             shared, name = self._tree.share(lease), self.config.name
-            number = self._moves.start(Purpose.STORE, shared, low, sources, name, b"".join(mine))
+            number = self._moves.start(Route.HOST_TO_STORE, shared, low, sources, name, b"".join(mine))
             copies = _Copies()
             self._writes[number] = mine, copies
             self._know(dict.fromkeys(mine, copies))  # they were looked up just now: the table's places are in the cache
@@ -348,7 +354,7 @@ class StoreCopies:
         return started
 
     def _num_storing(self) -> int:
-        return self._moves.num_blocks(Purpose.STORE, self.config.name)
+        return self._moves.num_blocks(Route.HOST_TO_STORE, self.config.name)
 
     def _are_new(self, keys: list[bytes]) -> Mask:
         """Which of these it is not known to have, nor about to get."""

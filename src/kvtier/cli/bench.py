@@ -12,7 +12,7 @@ import urllib.request
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from kvtier.cli.parser import Commands, Progress, add_command
+from kvtier.cli.parser import Commands, ProgressLine, add_command
 from kvtier.errors import ArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def bench(options: argparse.Namespace) -> int:
         disconnect_share=options.disconnect,
         key=key,
     )
-    with Progress(options.requests, "requests") as bar:
+    with ProgressLine(options.requests, "requests") as bar:
         report = asyncio.run(
             run_load(load, lambda now: bar.update(sum(now.statuses.values()), f"{now.num_tokens} tokens"))
         )

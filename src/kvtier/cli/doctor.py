@@ -18,11 +18,11 @@ from kvtier.errors import UnavailableError
 from kvtier.files import cache_dir
 from kvtier.layout import CacheGroup
 from kvtier.memory import CPU, PINNED, CostTable, Placement, best_host, calibrate, host_pages
-from kvtier.memory.copy_paths import PATH_NAMES, Job, why_not
+from kvtier.memory.copy_paths import PATH_NAMES, CopyContext, why_not
 from kvtier.memory.costs import saved_costs
 from kvtier.memory.stream import Stream
 from kvtier.storage import checksum as storage_native
-from kvtier.transfer.strategy import Shape, choose
+from kvtier.transfer.strategy import TransferShape, choose
 
 _BLOCKS = {  # what the strategies are shown for
     "Llama-3-8B, 16 tokens": CacheGroup.attention("main", 32, 8, 128, "bf16", 16),
@@ -106,15 +106,15 @@ def _describe_gpu(gpu: Placement, costs: CostTable) -> str:
     return f"{properties.name}, {properties.total_memory / (1 << 30):.0f} GiB, costs measured in {costs.seconds:.1f} s"
 
 
-def _jobs(gpus: list[Placement]) -> list[Job]:
-    jobs = [Job(CPU, CPU, None)]
+def _jobs(gpus: list[Placement]) -> list[CopyContext]:
+    jobs = [CopyContext(CPU, CPU, None)]
     for gpu in gpus:
         stream = Stream(gpu)
-        jobs += [Job(src, dst, stream) for src, dst in ((gpu, gpu), (gpu, PINNED), (PINNED, gpu))]
+        jobs += [CopyContext(src, dst, stream) for src, dst in ((gpu, gpu), (gpu, PINNED), (PINNED, gpu))]
     return jobs
 
 
-def _paths(job: Job) -> str:
+def _paths(job: CopyContext) -> str:
     verdicts = {path: why_not(path, job) for path in PATH_NAMES if job.on_device == (path != "host") or path == "loop"}
     return ", ".join(path if refusal is None else f"no {path} ({refusal})" for path, refusal in verdicts.items())
 
@@ -151,7 +151,7 @@ def _measured(gpu: Placement, costs: CostTable) -> Figures:
 
 def _expected(src: Placement, dst: Placement, group: CacheGroup, parts: int, costs: CostTable) -> Figures:
     nbytes = group.block_bytes * _NUM_BLOCKS
-    choice = choose(Shape(src, dst, nbytes, parts * _NUM_BLOCKS, _NUM_BLOCKS), costs=costs)
+    choice = choose(TransferShape(src, dst, nbytes, parts * _NUM_BLOCKS, _NUM_BLOCKS), costs=costs)
     microseconds = choice.expected_us
     return {
         "strategy": choice.strategy,

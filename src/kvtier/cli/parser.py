@@ -22,7 +22,7 @@ from typing import Any
 from kvtier.errors import ArgumentError
 
 
-class Progress:
+class ProgressLine:
     """One line that says how far it is; nothing unless standard error is a terminal."""
 
     def __init__(self, total: int, unit: str) -> None:
@@ -40,7 +40,7 @@ class Progress:
             sys.stderr.write(f"\r[{bar}] {num_done}/{self._total} {self._unit} {note}\x1b[K")
             sys.stderr.flush()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(self, *exception: object) -> None:

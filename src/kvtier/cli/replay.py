@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.parser import Commands, Parser, Progress, add_command
+from kvtier.cli.parser import Commands, Parser, ProgressLine, add_command
 from kvtier.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from kvtier.replay.deployment import Setup
+    from kvtier.replay.deployment import Deployment
     from kvtier.replay.hardware import PriceSpec
     from kvtier.replay.trace import Trace
 
@@ -188,16 +188,16 @@ def _synthetic(text: str, seed: int) -> tuple[Any, ...]:
     return tuple(generate(SyntheticTrace(**knobs)))
 
 
-def _setup(options: argparse.Namespace, policy: str, *, host: int = 0, disk: int = 0) -> Setup:
+def _setup(options: argparse.Namespace, policy: str, *, host: int = 0, disk: int = 0) -> Deployment:
     from kvtier.index import make_policy
-    from kvtier.replay.deployment import Routing, Setup
+    from kvtier.replay.deployment import Deployment, Routing
     from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, from_doctor, preset
 
     make_policy(policy)
     gpu = preset(GpuSpec, options.gpu)
     if options.machine:
         gpu = from_doctor(options.machine, gpu)
-    return Setup(
+    return Deployment(
         preset(ModelSpec, options.model),
         gpu.times(options.gpus),
         device_bytes=options.device,
@@ -225,7 +225,7 @@ def _prices(options: argparse.Namespace) -> PriceSpec:
     return prices
 
 
-def _names(options: argparse.Namespace, setup: Setup) -> dict[str, str]:
+def _names(options: argparse.Namespace, setup: Deployment) -> dict[str, str]:
     gpu = setup.gpu.name or options.gpu
     return {
         "model": options.model,
@@ -238,7 +238,7 @@ class _bar:
     """A progress bar for shares of one thing after the other."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._progress = what, Progress(100, "%")
+        self._what, self._progress = what, ProgressLine(100, "%")
 
     def __enter__(self) -> Callable[..., None]:
         return lambda share, what=self._what: self._progress.update(int(share * 100), what)

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.parser import Commands, Progress, add_command
+from kvtier.cli.parser import Commands, ProgressLine, add_command
 from kvtier.errors import ArgumentError, StoreError
 
 if TYPE_CHECKING:
@@ -68,19 +68,19 @@ def inspect(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Read everything. The store compares checksums and quarantines by itself."""
-    from kvtier.storage import Status
+    from kvtier.storage import ObjectStatus
     from kvtier.storage.audit import verify as read_all
 
     with closing(_open(options.where)) as store:
         unreadable = store.stats.num_quarantined
-        with Progress(store.stats.num_objects, "objects") as bar:
+        with ProgressLine(store.stats.num_objects, "objects") as bar:
             found = read_all(store, progress=lambda count, nbytes: bar.update(count, f"{nbytes / 1e9:.1f} GB"))
     for defect in found.defects:
         row = {"key": defect.key.hex(), "status": defect.status.value, "reason": defect.reason}
         _tell(options, row, "{key}  {status}: {reason}")
     if found.reason:
         raise StoreError(f"{_shown(options.where)} could not be read to its end: {found.reason}")
-    damaged = sum(defect.status is Status.CORRUPT for defect in found.defects)
+    damaged = sum(defect.status is ObjectStatus.CORRUPT for defect in found.defects)
     told = {
         "store": _shown(options.where),
         "objects": found.num_sound + len(found.defects),

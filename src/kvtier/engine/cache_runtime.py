@@ -1,4 +1,4 @@
-"""Tiers: an engine's cache memory, and what an operator may do with it.
+"""CacheRuntime: an engine's cache memory, and what an operator may do with it.
 
 Ties the two sides together: the manager's plans go to the controller, its reports to the manager. Operations that
 change memory wait until no transfer is under way; they are for the engine's thread, between two steps.
@@ -16,9 +16,9 @@ import torch
 from kvtier.cache.admin import CacheControl
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.metrics import CacheMetrics, Counted
-from kvtier.engine.modules import CacheGroup
+from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.parallel import RankedController
-from kvtier.engine.traffic import Traffic, TransferMeter
+from kvtier.engine.traffic import TierTraffic, TransferMeter
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease
 from kvtier.memory import Event
@@ -51,7 +51,7 @@ class TierState:
 
 
 @dataclass(frozen=True, slots=True)
-class _Later:
+class _Deferred:
     """What is begun when the device computes, and behind what its copies come."""
 
     plan: Plan
@@ -61,7 +61,7 @@ class _Later:
 class StepWaits:
     """For a step that starts before its blocks are loaded: holds each layer back; tells afterwards, for all ranks."""
 
-    def __init__(self, own: LayerWaits, transfer_ids: Sequence[int], tiers: Tiers) -> None:
+    def __init__(self, own: LayerWaits, transfer_ids: Sequence[int], tiers: CacheRuntime) -> None:
         self._own, self._ids, self._tiers = own, transfer_ids, tiers
 
     def before_layer(self, layer: int, group: int = 0) -> None:
@@ -71,16 +71,16 @@ class StepWaits:
     def arrived(self) -> bool:
         """Wait until all of it is over here; whether every block is there, on every rank that has told."""
         arrived = self._own.arrived()
-        return self._tiers.have_arrived(self._ids) and arrived
+        return self._tiers.all_arrived(self._ids) and arrived
 
 
-class Tiers:
+class CacheRuntime:
     """The tiers of one engine: `submit` to `wait` for its step, the rest for operators."""
 
     def __init__(
         self,
         manager: CacheManager,
-        groups: Sequence[CacheGroup],
+        groups: Sequence[DeviceCacheGroup],
         controller: Controller | None,
         stores: Mapping[str, Counted],
         scheduler: Scheduler,
@@ -102,8 +102,8 @@ class Tiers:
         """Whether this thread only waits while a step is computed."""
         self.has_heard = False
         """Of saves, while the last step was computed, so that they need not be asked for outside of it."""
-        self._later: _Later | None = None
-        self._meter = TransferMeter(clock, manager.moves.num_ranks)
+        self._later: _Deferred | None = None
+        self._meter = TransferMeter(clock, manager.transfers.num_ranks)
         self.metrics = Registry()
         CacheMetrics(manager, stores, self.metrics)
 
@@ -112,12 +112,13 @@ class Tiers:
     def submit(self, plan: Plan, needed: Collection[int] | None = None) -> None:
         """Begin what the manager has decided.
 
-        With `needed` a step follows that needs these loads and no other: on a GPU the rest is begun by `proceed`, while
+        With `needed` a step follows that needs these loads and no other: on a GPU the rest is begun by
+        `submit_deferred`, while
         it computes, since to begin a copy of hundreds of blocks takes half a millisecond of this thread.
         """
-        self.proceed()  # what a step that was interrupted has left
+        self.submit_deferred()  # what a step that was interrupted has left
         self.has_heard = False
-        self._lost = {number for number in self._lost if self._manager.moves.is_in_flight(number)}
+        self._lost = {number for number in self._lost if self._manager.transfers.is_in_flight(number)}
         if self._controller is None or not plan:
             return
         self._meter.began(plan)
@@ -126,22 +127,22 @@ class Tiers:
             return
         if needed:
             self._controller.submit(plan.only(needed))
-        self._later = _Later(plan.without(needed), self._controller.present())
+        self._later = _Deferred(plan.without(needed), self._controller.present())
 
-    def proceed(self) -> None:
+    def submit_deferred(self) -> None:
         """Begin what was put off. Twice is fine."""
         later, self._later = self._later, None
         if later is not None and isinstance(self._controller, CacheController):
             self._controller.submit(later.plan, later.after)
 
-    def meanwhile(self) -> None:
+    def on_forward_launched(self) -> None:
         """The device computes: begin what was put off, and tell the manager what is done."""
-        self.proceed()
+        self.submit_deferred()
         if self.waits_for_compute:
             self.apply()
             self.has_heard = True
 
-    def listen(self) -> bool:
+    def poll_while_waiting(self) -> bool:
         """While this thread waits for the device: tell the manager what is done; whether copies are still under way.
 
         What is heard now costs nobody anything; at the start of the next step the device would wait for it. Stores take
@@ -158,7 +159,7 @@ class Tiers:
         for report in self._poll(but_for_saves):
             self._meter.done(report)
             self._manager.apply(report)
-            self._lost.update(outcome.transfer_id for outcome in report.outcomes if not outcome.ok)
+            self._lost.update(outcome.transfer_id for outcome in report.results if not outcome.ok)
 
     def _poll(self, but_for_saves: bool) -> Sequence[Report]:
         if isinstance(self._controller, CacheController):
@@ -176,7 +177,7 @@ class Tiers:
             return None
         return StepWaits(self._controller.layer_waits(transfer_ids), transfer_ids, self)
 
-    def have_arrived(self, transfer_ids: Sequence[int]) -> bool:
+    def all_arrived(self, transfer_ids: Sequence[int]) -> bool:
         """Whether no rank has told that it failed to do one of these."""
         self.apply()
         return self._lost.isdisjoint(transfer_ids)
@@ -205,7 +206,7 @@ class Tiers:
             )
         return states
 
-    def traffic(self) -> list[Traffic]:
+    def traffic(self) -> list[TierTraffic]:
         """What went between tiers, direction by direction."""
         return self._meter.traffic()
 
@@ -230,7 +231,7 @@ class Tiers:
         if fetch is None:
             return 0
         self._drain(lambda: fetch.is_over)
-        self._manager.end_fetch(fetch)
+        self._manager.end_prefetch(fetch)
         return sum(fetch.num_fetched.values())
 
     def save(self, chain: Chain) -> None:
@@ -353,7 +354,7 @@ class Tiers:
     @property
     def _block_bytes(self) -> int:
         """Of one block of all groups, on all ranks."""
-        others = (self._manager.moves.num_ranks - 1) * self._groups[0].block_bytes
+        others = (self._manager.transfers.num_ranks - 1) * self._groups[0].block_bytes
         return sum(group.block_bytes for group in self._groups) + others
 
     def _must_fit(self, tier: str, num_blocks: int) -> None:
@@ -376,7 +377,11 @@ class Tiers:
         while self._controller is not None:
             self.submit(self._manager.plan(now=self._clock()))
             self.apply()
-            if is_done() if is_done is not None else not (self._controller.is_busy or self._manager.moves.in_flight):
+            if (
+                is_done()
+                if is_done is not None
+                else not (self._controller.is_busy or self._manager.transfers.in_flight)
+            ):
                 return
             self._controller.wait(_POLL_SECONDS)
 
@@ -399,7 +404,7 @@ def _free_bytes(device: torch.device) -> int:
 
 def new_controller(
     manager_host_blocks: int,
-    groups: Sequence[CacheGroup],
+    groups: Sequence[DeviceCacheGroup],
     stores: Mapping[str, Store | ShardStores],
     namespace: bytes,
     sharding: Sharding | None = None,

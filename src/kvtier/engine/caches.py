@@ -11,7 +11,7 @@ from kvtier.cache.config import CacheConfig
 from kvtier.cache.metrics import Counted
 from kvtier.engine.cache_runtime import Controller, new_controller
 from kvtier.engine.model import Model
-from kvtier.engine.modules import CacheGroup
+from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.parallel import RankConfig, RankedController, RankedStore, Ranks
 from kvtier.errors import ArgumentError
 from kvtier.storage import ShardStores, Store, open_shards
@@ -28,7 +28,7 @@ StoreOrUrls = Store | str | Sequence[str]
 class Caches:
     """What rank 0 has of them, and how it reaches the rest."""
 
-    groups: list[CacheGroup]
+    groups: list[DeviceCacheGroup]
     controller: Controller | None
     stores: Mapping[str, Counted]
     ranks: Ranks | None
@@ -70,7 +70,7 @@ def open_caches(
         # a graph with sums over ranks in it was never captured: none with several ranks
         graphs = config.graph_sizes if ranks is None else ()
         groups = [
-            CacheGroup(
+            DeviceCacheGroup(
                 each,
                 cache.num_blocks,
                 config.block_tokens,

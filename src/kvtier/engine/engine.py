@@ -16,23 +16,23 @@ import torch
 
 from kvtier.batch import Pipeline, Timeline
 from kvtier.batch.executor import InlineExecutor
-from kvtier.batch.pipeline import Status, Ticket
-from kvtier.cache.allocation import Hold
+from kvtier.batch.pipeline import Ticket, TicketStatus
+from kvtier.cache.allocation import Allocation
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
-from kvtier.engine.cache_runtime import Tiers
+from kvtier.engine.cache_runtime import CacheRuntime
 from kvtier.engine.caches import StoreOrUrls, open_caches
 from kvtier.engine.model import Model
-from kvtier.engine.modules import Choose, Compute, Inputs
+from kvtier.engine.modules import InputBuilder, ModelForward, Sampler
 from kvtier.engine.params import Explanation, FinishReason, Output, SamplingParams
 from kvtier.engine.sampling import RequestSampler
-from kvtier.engine.sequence import Generation
+from kvtier.engine.sequence import EngineSequence
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, DTypeError, EngineError, RangeError
 from kvtier.index import Chain, GhostCache, Namespace
 from kvtier.memory import Placement
-from kvtier.scheduler import Control, Request, RowResult, Scheduler, SchedulerConfig, Step
+from kvtier.scheduler import ControlOp, Request, RowResult, Scheduler, SchedulerConfig, Step
 
 if TYPE_CHECKING:
     from kvtier.engine.pinned_copier import MappedCopies
@@ -116,12 +116,18 @@ class Engine:
             )
             scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
             self.scheduler = Scheduler(self.manager, scheduler)
-            self.tiers = Tiers(self.manager, self.groups, caches.controller, caches.stores, self.scheduler, clock)
-            copies = _small_copies(model.weights.device, self.tiers.listen)
-            self._inputs = Inputs(self.groups, copies)
-            self._choose = Choose(self._inputs, copies)
+            self.tiers = CacheRuntime(
+                self.manager, self.groups, caches.controller, caches.stores, self.scheduler, clock
+            )
+            copies = _small_copies(model.weights.device, self.tiers.poll_while_waiting)
+            self._inputs = InputBuilder(self.groups, copies)
+            self._choose = Sampler(self._inputs, copies)
             self._pipeline = Pipeline(
-                [self._inputs, Compute(self.groups, self._inputs, caches.ranks, self.tiers.meanwhile), self._choose],
+                [
+                    self._inputs,
+                    ModelForward(self.groups, self._inputs, caches.ranks, self.tiers.on_forward_launched),
+                    self._choose,
+                ],
                 phases=1,
                 placement=Placement.parse(str(model.weights.device)),
                 executor=InlineExecutor,
@@ -132,7 +138,7 @@ class Engine:
             raise
         self._clock = clock
         self._ids = itertools.count()
-        self._live: dict[str, tuple[Generation, Ticket]] = {}  # by the scheduler's id
+        self._live: dict[str, tuple[EngineSequence, Ticket]] = {}  # by the scheduler's id
         self._over: dict[str, Explanation] = {}
 
     def add(
@@ -190,7 +196,7 @@ class Engine:
             generating = [ticket for row, ticket in pairs if row.wants_token and row.num_tokens <= 1]
             self._pipeline.step(tickets, generating=generating, tokens=[step.num_tokens])
             self._pipeline.drain()
-            failed = next((ticket for ticket in tickets if ticket.status is Status.FAILED), None)
+            failed = next((ticket for ticket in tickets if ticket.status is TicketStatus.FAILED), None)
             if failed is not None and failed.error is not None:
                 raise failed.error
         except BaseException as error:
@@ -199,7 +205,7 @@ class Engine:
                 raise
             return outputs
         finally:
-            self.tiers.proceed()  # for a step that never came to compute
+            self.tiers.submit_deferred()  # for a step that never came to compute
         if step.loads:  # the rest is told at the start of the next step, a moment from now
             self.tiers.apply(but_for_saves=self.tiers.has_heard)
         return outputs + self._finish(step)
@@ -221,7 +227,7 @@ class Engine:
 
     def control(self, name: str, run: Callable[[], None]) -> None:
         """Do something between two steps, once."""
-        self.scheduler.control(Control(name, run))
+        self.scheduler.control(ControlOp(name, run))
 
     def explain(self, request_id: str) -> Explanation:
         """What is known of a request, also for a while after it is over."""
@@ -264,18 +270,18 @@ class Engine:
 
     def _generation(
         self, name: str, index: int, tokens: IdArray, params: SamplingParams, priority: int, salt: bytes
-    ) -> Generation:
+    ) -> EngineSequence:
         room = self.scheduler.config.max_context - len(tokens)
         chain = Chain(self.manager.namespace, tokens, salt=salt)
         request = Request(f"{name}#{index}", chain, min(params.max_tokens, room), priority=priority)
         ends = self.model.config.eos_token_ids
-        return Generation.of(name, index, request, RequestSampler(params, tokens, ends, index), self.tokenizer)
+        return EngineSequence.of(name, index, request, RequestSampler(params, tokens, ends, index), self.tokenizer)
 
-    def _start(self, generation: Generation) -> None:
+    def _start(self, generation: EngineSequence) -> None:
         self._live[generation.request.id] = (generation, self._pipeline.add(generation))
         self.scheduler.add(generation.request, self._clock())
 
-    def _explain_miss(self, generation: Generation, hold: Hold) -> None:
+    def _explain_miss(self, generation: EngineSequence, hold: Allocation) -> None:
         try:
             generation.miss = str(self.manager.explain(hold))
         except Exception as error:  # of this row
@@ -307,7 +313,7 @@ class Engine:
             self._propose(self.proposer)
         return outputs
 
-    def _fail_row(self, generation: Generation, now: float) -> list[Output]:
+    def _fail_row(self, generation: EngineSequence, now: float) -> list[Output]:
         """End one request of a step with its own error, and the siblings that wait for its prompt."""
         _, ticket = self._live.pop(generation.request.id)
         self.scheduler.cancel(generation.request, now)  # update() ignores the row's result
@@ -376,18 +382,18 @@ class Engine:
             outputs += self._end(generation, FinishReason.ERROR, why)
         return outputs
 
-    def _end(self, generation: Generation, reason: FinishReason, error: str) -> list[Output]:
+    def _end(self, generation: EngineSequence, reason: FinishReason, error: str) -> list[Output]:
         """An answer ends without another token, and with it those that waited for its prompt."""
         outputs = [each.end(reason, error) for each in (generation, *generation.siblings)]
         self._remember(generation)
         return outputs
 
-    def _run(self, controls: Sequence[Control]) -> None:
+    def _run(self, controls: Sequence[ControlOp]) -> None:
         with contextlib.ExitStack() as stack:  # all of them, also if one raises
             for control in reversed(controls):
                 stack.callback(control.run)
 
-    def _remember(self, generation: Generation) -> None:
+    def _remember(self, generation: EngineSequence) -> None:
         self._over[generation.id] = generation.explain()
         while len(self._over) > self.config.keep_explanations:
             del self._over[next(iter(self._over))]

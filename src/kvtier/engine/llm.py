@@ -141,7 +141,7 @@ class LLM:
         try:
             for prompt, each in zip(prompts, params, strict=True):
                 names.append(self.engine.add(prompt, each))
-            with _Progress(sum(each.n for each in params), sys.stderr, progress) as bar:
+            with _ProgressBar(sum(each.n for each in params), sys.stderr, progress) as bar:
                 self._run(collected, bar.update, interrupted)
         finally:
             for name in names:
@@ -194,7 +194,7 @@ def _joined(outputs: Sequence[Output]) -> Completion:
     )
 
 
-class _Progress:
+class _ProgressBar:
     """One line on a terminal that says how far it is."""
 
     def __init__(self, total: int, file: TextIO, show: bool | None) -> None:
@@ -209,7 +209,7 @@ class _Progress:
             self._file.write(f"\r[{bar}] {num_done}/{self._total} answers, {num_tokens} tokens")
             self._file.flush()
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _ProgressBar:
         return self
 
     def __exit__(self, *exception: object) -> None:

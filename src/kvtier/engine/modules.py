@@ -1,9 +1,9 @@
 """The engine's modules: a scheduler's Step on its way through the eight ops.
 
-SETUP     Inputs     rows of the batch -> ForwardBatch on the device
-PREPARE   Inputs     copies of blocks a row begins from
-FORWARD   Compute    hidden states and logits; then Choose samples
-UPDATE    Choose     samples -> the engine
+SETUP     InputBuilder     rows of the batch -> ForwardBatch on the device
+PREPARE   InputBuilder     copies of blocks a row begins from
+FORWARD   ModelForward    hidden states and logits; then Choose samples
+UPDATE    Sampler     samples -> the engine
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvtier.batch import BATCH, Environment, Key, Module
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
-from kvtier.engine.rank_messages import Step as RankStep
+from kvtier.engine.rank_messages import RankStep
 from kvtier.engine.sampling import Sample, sample
-from kvtier.engine.sequence import Generation
+from kvtier.engine.sequence import EngineSequence
 from kvtier.scheduler import Row, Step
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ LOGITS = Key("logits", torch.Tensor)
 FORWARD_BATCH = Key("forward batch", ForwardBatch)
 
 
-class CacheGroup:
+class DeviceCacheGroup:
     """A model and its device cache: layers that share block tables (the main model, a draft model, MTP layers)."""
 
     def __init__(
@@ -78,16 +78,16 @@ class CacheGroup:
         self.cache[list(targets)] = self.cache[list(sources)]
 
 
-class Inputs(Module):
+class InputBuilder(Module):
     """Lays out what the scheduler chose, in the pipeline's order of rows."""
 
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
 
-    def __init__(self, groups: Sequence[CacheGroup], copies: MappedCopies | None = None) -> None:
+    def __init__(self, groups: Sequence[DeviceCacheGroup], copies: MappedCopies | None = None) -> None:
         self._groups = groups
         self._copies = copies
         self._planned: Mapping[str, Row] = {}
-        self.rows: list[tuple[Row, Generation]] = []
+        self.rows: list[tuple[Row, EngineSequence]] = []
         """Rows of the current batch in its order, without those whose inputs could not be built."""
         self._step: Step | None = None
         self._ready: dict[int, ForwardBatch] = {}
@@ -106,7 +106,7 @@ class Inputs(Module):
         batch = env.at(BATCH)
         self.rows, inputs = [], []
         for ticket in batch.requests:
-            generation: Generation = ticket.request
+            generation: EngineSequence = ticket.request
             row = self._planned[generation.request.id]
             try:
                 inputs.append(_input(row))
@@ -136,7 +136,7 @@ class Inputs(Module):
         return RankStep(tuple(self._sequences), (sources, targets), step.loads)
 
 
-class Compute(Module):
+class ModelForward(Module):
     """Runs every cache group's model over the batch; the first one's logits are wanted."""
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
@@ -144,23 +144,23 @@ class Compute(Module):
 
     def __init__(
         self,
-        groups: Sequence[CacheGroup],
-        inputs: Inputs,
+        groups: Sequence[DeviceCacheGroup],
+        inputs: InputBuilder,
         ranks: Ranks | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
+        on_launched: Callable[[], None] = lambda: None,
     ) -> None:
         """`meanwhile` is called when a GPU has been given the step: this thread only waits until it ends."""
         self._groups = groups
         self._inputs = inputs
         self._ranks = ranks
-        self._meanwhile = meanwhile
+        self._on_launched = on_launched
 
     def forward(self, env: Environment) -> None:
         """Fill the caches; logits of the rows that want a token. Layers wait for blocks that are being loaded."""
         beside = self._ranks.step(self._inputs.for_ranks()) if self._ranks is not None else contextlib.nullcontext()
         with beside:
             self._compute(env)
-        self._meanwhile()
+        self._on_launched()
 
     def _compute(self, env: Environment) -> None:
         batch, waits = env.at(FORWARD_BATCH), self._inputs.waits
@@ -171,7 +171,7 @@ class Compute(Module):
         env.produce(LOGITS, logits)
 
 
-class Choose(Module):
+class Sampler(Module):
     """Samples the next tokens and verifies draft tokens.
 
     A draft token is kept if it equals the token the request samples at its position, so drafts never change an answer.
@@ -180,7 +180,7 @@ class Choose(Module):
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 
-    def __init__(self, inputs: Inputs, copies: MappedCopies | None = None) -> None:
+    def __init__(self, inputs: InputBuilder, copies: MappedCopies | None = None) -> None:
         self._inputs = inputs
         self._to_list = copies.to_list if copies is not None else None
         self._send = copies.to_device if copies is not None else None
@@ -205,7 +205,7 @@ class Choose(Module):
             if not alive:
                 return
 
-    def _accept(self, row: Row, generation: Generation, one: Sample, depth: int) -> bool:
+    def _accept(self, row: Row, generation: EngineSequence, one: Sample, depth: int) -> bool:
         """Keep a sample; True if it equals the draft token at this depth, so that the next one counts too."""
         if generation.sampler.error:
             return False

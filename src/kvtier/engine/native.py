@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.native_code import Native, Source, load
+from kvtier.native_code import Native, NativeSource, load
 
 MAX_TOKENS = 16
 """More rows of x than this are worth reading a float32 matrix for."""
@@ -23,7 +23,7 @@ _SOURCES = ("native.c", "native_amx.h", "native_draw.h")
 # No -ffast-math: it lets the compiler reorder sums, and so make them depend on how many tokens there are.
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2})
-WISH = np.dtype([("temperature", "f4"), ("min_p", "f4"), ("top_p", "f8"), ("uniform", "f8")])
+SAMPLING_ROW = np.dtype([("temperature", "f4"), ("min_p", "f4"), ("top_p", "f8"), ("uniform", "f8")])
 """What a row of logits is drawn with, as native_draw.h has it."""
 PACKED_KINDS = frozenset(_KINDS)
 """Types of stored matrices that `pack` takes, as GGUF names them."""
@@ -39,7 +39,7 @@ class PackedWeight:
     columns: int
 
 
-class NativeCode:
+class EngineNative:
     """The compiled functions. All of them release the GIL and use torch's threads."""
 
     def __init__(self, path: Path) -> None:
@@ -190,9 +190,9 @@ def _halves(raw: _U8) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
 
 
 @functools.cache  # compiling and loading once per process is the point
-def native() -> Native[NativeCode]:
+def native() -> Native[EngineNative]:
     """The native code of this machine."""
-    return load(Source("kvtier.engine", _SOURCES, _FLAGS, made_for=_processor()), NativeCode)
+    return load(NativeSource("kvtier.engine", _SOURCES, _FLAGS, made_for=_processor()), EngineNative)
 
 
 def _processor() -> str:

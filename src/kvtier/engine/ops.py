@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from kvtier.engine.forward import ForwardBatch
-from kvtier.engine.native import MAX_TOKENS, NativeCode, native
+from kvtier.engine.native import MAX_TOKENS, EngineNative, native
 from kvtier.engine.weights import Linear
 
 
@@ -41,7 +41,12 @@ def paged_attention(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch) -
 
 
 def fast_paged_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, code: NativeCode | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: torch.Tensor,
+    batch: ForwardBatch,
+    code: EngineNative | None,
 ) -> torch.Tensor:
     """The same on the CPU. k and v are the new tokens' own, which a whole prompt needs no cache to attend to."""
     if q.dtype != torch.float32 or q.shape[2] % 16:
@@ -67,7 +72,7 @@ def fast_paged_attention(
 
 
 def _attend_singles(
-    q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, code: NativeCode, out: torch.Tensor
+    q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, code: EngineNative, out: torch.Tensor
 ) -> None:
     """Those of a mixed batch that bring one token, as if they were alone: keys are read where they lie."""
     singles = [index for index, count in enumerate(batch.query_lens) if count == 1]

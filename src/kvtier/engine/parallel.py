@@ -24,18 +24,18 @@ import torch
 from kvtier.engine.model import Model
 from kvtier.engine.rank_group import Rendezvous, join_group
 from kvtier.engine.rank_messages import (
-    Answer,
-    Ask,
     Close,
     Failed,
+    GetStatus,
     Hello,
-    Link,
     Meet,
-    Ready,
+    RankLink,
+    RankReady,
+    RankStatus,
+    RankStep,
     ResizeHost,
     Sleep,
     Start,
-    Step,
     StepDone,
     Wake,
 )
@@ -82,7 +82,7 @@ class Ranks:
         local = split_config(model.config, config.num_ranks)
         self._timeout = config.timeout_seconds
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._links: list[Link] = []
+        self._links: list[RankLink] = []
         self._reports: list[Report] = []
         self._error: EngineError | None = None
         self._rendezvous: Rendezvous | None = None
@@ -101,7 +101,7 @@ class Ranks:
             mine = Sharding(0, config.num_ranks, config.num_shards)
             add_up = join_group(mine, device, self._rendezvous, config.timeout_seconds)
             self.model = Model(local, weights, type(model.ops)(), add_up)
-            ready = [self._receive(rank, Ready, _SLOW_SECONDS) for rank in range(1, config.num_ranks)]
+            ready = [self._receive(rank, RankReady, _SLOW_SECONDS) for rank in range(1, config.num_ranks)]
             self.num_host_ready = min(each.num_host_ready for each in ready)
         except BaseException:
             self.close()
@@ -112,7 +112,7 @@ class Ranks:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def step(self, step: Step) -> Iterator[None]:
+    def step(self, step: RankStep) -> Iterator[None]:
         """Around rank 0's part of a step. What its loads came to is in `take_reports` afterwards, of every rank."""
         self._broadcast(step)
         try:
@@ -159,11 +159,11 @@ class Ranks:
     @property
     def is_busy(self) -> bool:
         """Whether reports are still to come."""
-        return any(answer.is_busy for answer in self._all(Ask())) or bool(self._reports)
+        return any(answer.is_busy for answer in self._all(GetStatus())) or bool(self._reports)
 
     def stats(self, store: str) -> list[StoreStats]:
         """Of every rank's part of a store."""
-        return [answer.stats[store] for answer in self._all(Ask()) if answer.stats is not None]
+        return [answer.stats[store] for answer in self._all(GetStatus()) if answer.stats is not None]
 
     def close(self) -> None:
         """End the processes, by force those that do not end by themselves. Twice is fine."""
@@ -199,7 +199,7 @@ class Ranks:
             self._processes.append(
                 subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, bufsize=0)
             )
-        self._links.append(Link(ours))
+        self._links.append(RankLink(ours))
 
     def _send_model(self, rank: int, model: Model, config: RankConfig, num_threads: int) -> None:
         device = model.weights.device
@@ -222,9 +222,9 @@ class Ranks:
             mine = split_layer(model.config, layer, rank, config.num_ranks)
             self._send(rank, with_tensors(mine, _own))
 
-    def _all(self, message: object) -> list[Answer]:
+    def _all(self, message: object) -> list[RankStatus]:
         self._broadcast(message)
-        return [self._receive(rank, Answer, _SLOW_SECONDS) for rank in self._ranks]
+        return [self._receive(rank, RankStatus, _SLOW_SECONDS) for rank in self._ranks]
 
     def _broadcast(self, message: object) -> None:
         for rank in self._ranks:

@@ -49,9 +49,9 @@ class MappedCopies:
     then used again: memory and an event made anew are 100 us of a decode step (H200's host, 2026-11-16).
     """
 
-    def __init__(self, listen: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, poll: Callable[[], bool] = lambda: False) -> None:
         """`listen` is called again and again while this thread waits for the GPU, until it returns False."""
-        self._listen = listen
+        self._poll = poll
         self._sent: deque[_Pinned] = deque()
         self._back = torch.empty(0, dtype=torch.int64)
         self._came = torch.cuda.Event()
@@ -73,7 +73,7 @@ class MappedCopies:
             self._back = torch.empty(_rounded(count), dtype=torch.int64, pin_memory=True)
         _run(tensor.contiguous(), self._back, count)
         self._came.record(torch.cuda.current_stream(tensor.device))
-        while not self._came.query() and self._listen():
+        while not self._came.query() and self._poll():
             time.sleep(_LISTEN_SECONDS)
         self._came.synchronize()
         numbers: list[int] = self._back[:count].tolist()

@@ -55,7 +55,7 @@ class Meet:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RankStep:
     """Compute a batch."""
 
     inputs: tuple[SequenceInput, ...]
@@ -85,7 +85,7 @@ class ResizeHost:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GetStatus:
     """How are you?"""
 
 
@@ -100,7 +100,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class RankReady:
     """It can compute; so many host slots can be used by now."""
 
     num_host_ready: int
@@ -112,7 +112,7 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankStatus:
     """To Sleep, Wake, ResizeHost and Ask."""
 
     is_busy: bool = False
@@ -128,7 +128,7 @@ class Failed:
     reason: str
 
 
-class Link:
+class RankLink:
     """One end of the pipe between two ranks. A message that does not come in time, or at all, is an EngineError."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:

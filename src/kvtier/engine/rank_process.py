@@ -21,21 +21,21 @@ import torch
 from kvtier.engine.cache_runtime import new_controller
 from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.model import AddUp, Model
-from kvtier.engine.modules import CacheGroup
+from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.rank_group import Rendezvous, join_group
 from kvtier.engine.rank_messages import (
-    Answer,
-    Ask,
     Close,
     Failed,
+    GetStatus,
     Hello,
-    Link,
     Meet,
-    Ready,
+    RankLink,
+    RankReady,
+    RankStatus,
+    RankStep,
     ResizeHost,
     Sleep,
     Start,
-    Step,
     StepDone,
     Wake,
 )
@@ -57,7 +57,7 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # whoever sends them to all processes means rank 0
         signal.signal(number, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(descriptor)
-    link = Link(connection)
+    link = RankLink(connection)
     with contextlib.suppress(EOFError, OSError):  # rank 0 is gone: nobody to tell
         try:
             link.send(Hello())
@@ -70,7 +70,7 @@ def main(descriptor: int) -> None:
 class RankWorker:
     """Does what rank 0 says, in order."""
 
-    def __init__(self, link: Link, stack: contextlib.ExitStack) -> None:
+    def __init__(self, link: RankLink, stack: contextlib.ExitStack) -> None:
         """What is opened is closed with `stack`."""
         self._link = link
         start: Start = link.receive()
@@ -89,7 +89,7 @@ class RankWorker:
                 *(start.namespace, start.sharding, start.secret),
             )
             stack.callback(self._controller.close)
-        link.send(Ready(self._controller.num_host_ready if self._controller is not None else 0))
+        link.send(RankReady(self._controller.num_host_ready if self._controller is not None else 0))
 
     def run(self) -> None:
         """Until told to end."""
@@ -114,7 +114,7 @@ class RankWorker:
 
     def _do(self, message: object) -> None:
         match message:
-            case Step():
+            case RankStep():
                 self._step(message)
             case Plan():
                 assert self._controller is not None, "without a host tier there is nothing to plan"
@@ -131,12 +131,12 @@ class RankWorker:
                 resize = partial(CacheController.resize_host, num_blocks=message.num_blocks, caches=[self._group.cache])
                 self._with_controller(resize)
                 self._answer()
-            case Ask():
+            case GetStatus():
                 self._answer()
             case _:
                 raise EngineError(f"rank 0 sent a {type(message).__name__}, which this rank does not know")
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: RankStep) -> None:
         group, controller = self._group, self._controller
         device = group.model.weights.device
         waits = controller.layer_waits(step.loads) if controller is not None and step.loads else None
@@ -157,10 +157,10 @@ class RankWorker:
     def _answer(self) -> None:
         self._report()
         is_busy = self._controller is not None and self._controller.is_busy
-        self._link.send(Answer(is_busy, {name: store.stats for name, store in self._stores.items()}))
+        self._link.send(RankStatus(is_busy, {name: store.stats for name, store in self._stores.items()}))
 
 
-def _read(link: Link, came: queue.SimpleQueue[object]) -> None:
+def _read(link: RankLink, came: queue.SimpleQueue[object]) -> None:
     """Take in whatever comes, also while this rank sends. A pipe holds 200 KB: two ends that both send more than that,
     a plan's or a report's keys, and read only when it is sent, would wait for each other for good."""
     try:
@@ -170,15 +170,15 @@ def _read(link: Link, came: queue.SimpleQueue[object]) -> None:
         came.put(error)
 
 
-def _receive_weights(link: Link, num_layers: int, device: torch.device) -> ModelWeights:
+def _receive_weights(link: RankLink, num_layers: int, device: torch.device) -> ModelWeights:
     """As Ranks sends them: all but the layers, then each of these."""
     rest: ModelWeights = link.receive()
     layers: list[LayerWeights] = [link.receive() for _ in range(num_layers)]
     return with_tensors(replace(rest, layers=tuple(layers)), lambda tensor: tensor.to(device))
 
 
-def _new_group(start: Start, weights: ModelWeights, add_up: AddUp) -> CacheGroup:
-    return CacheGroup(Model(start.config, weights, start.ops(), add_up), start.num_blocks, start.block_tokens)
+def _new_group(start: Start, weights: ModelWeights, add_up: AddUp) -> DeviceCacheGroup:
+    return DeviceCacheGroup(Model(start.config, weights, start.ops(), add_up), start.num_blocks, start.block_tokens)
 
 
 def _open_stores(start: Start, stack: contextlib.ExitStack) -> dict[str, ShardStores]:

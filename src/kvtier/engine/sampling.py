@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvtier.engine.forward import Send, to_tensors
-from kvtier.engine.native import WISH, native
+from kvtier.engine.native import SAMPLING_ROW, native
 from kvtier.engine.params import Logprobs, Penalties, SamplingParams
 from kvtier.errors import ArgumentError, KvtierError
 
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
     logprobs: Logprobs | None
 
 
-class Order(NamedTuple):
+class CandidateOrder(NamedTuple):
     """How a row's tokens are looked at. Only rows alike are drawn together, so that none depends on the others."""
 
     width: int
@@ -66,7 +66,7 @@ class RequestSampler:
         self._always_changes = params.penalties != Penalties() or self._constraint is not None
         self._min_tokens = params.min_tokens if self._ends else 0
         self.is_greedy = params.is_greedy
-        self.order = Order(params.top_k, bool(params.top_k) or params.top_p < 1.0)
+        self.order = CandidateOrder(params.top_k, bool(params.top_k) or params.top_p < 1.0)
         """How its tokens are looked at."""
         self.error = ""
         """Why the request cannot continue; its sampled tokens are invalid then. Set by `fail`."""
@@ -178,7 +178,7 @@ def _unless_infinite(highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
-    groups: dict[Order, list[int]] = {}
+    groups: dict[CandidateOrder, list[int]] = {}
     for row, request in enumerate(requests):
         groups.setdefault(request.order, []).append(row)
     if len(groups) == 1:
@@ -190,18 +190,18 @@ def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send |
 
 
 def _draw_alike(
-    logits: torch.Tensor, requests: Sequence[RequestSampler], order: Order, send: Send | None
+    logits: torch.Tensor, requests: Sequence[RequestSampler], order: CandidateOrder, send: Send | None
 ) -> torch.Tensor:
     """One draw for each row. Changes the logits."""
     code = native().code if logits.device.type == "cpu" and not order.width else None
     if code is None or not code.takes(logits):
         return _draw_in_torch(logits, requests, order, send)
     wishes = [(_temperature(each), each.params.min_p, each.params.top_p, each.uniform()) for each in requests]
-    return code.draw(logits, np.array(wishes, WISH))
+    return code.draw(logits, np.array(wishes, SAMPLING_ROW))
 
 
 def _draw_in_torch(
-    logits: torch.Tensor, requests: Sequence[RequestSampler], order: Order, send: Send | None
+    logits: torch.Tensor, requests: Sequence[RequestSampler], order: CandidateOrder, send: Send | None
 ) -> torch.Tensor:
     """Temperature, top-k, top-p, min-p, and one draw by inverting the running sum of what is left.
 

@@ -2,7 +2,7 @@
 
 Stop texts in a stream: nothing that may turn out to be the beginning of one is let out.
 
-Generation: one answer being written, from its tokens to its text, and what is told about it.
+EngineSequence: one answer being written, from its tokens to its text, and what is told about it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StopChecker:
 
 
 @dataclass(slots=True)
-class Generation:
+class EngineSequence:
     """An answer in the making. The engine owns it."""
 
     id: str
@@ -72,13 +72,13 @@ class Generation:
     miss: str = ""
     finish_reason: FinishReason | None = None
     first_token_at: float | None = None
-    siblings: list[Generation] = field(default_factory=list)
+    siblings: list[EngineSequence] = field(default_factory=list)
     """The other answers to the same prompt; they start when its blocks are there to be shared."""
 
     @classmethod
     def of(
         cls, id: str, index: int, request: Request, sampler: RequestSampler, tokenizer: Tokenizer | None
-    ) -> Generation:
+    ) -> EngineSequence:
         """For a request that has not run yet."""
         stream = tokenizer.stream() if tokenizer is not None else None
         return cls(id, index, request, sampler, stream, StopChecker(sampler.params.stop))

@@ -14,7 +14,7 @@ from kvtier.index.pool import I32
 from kvtier.scheduler import Request
 
 if TYPE_CHECKING:
-    from kvtier.engine.modules import CacheGroup
+    from kvtier.engine.modules import DeviceCacheGroup
 
 
 class Proposer(Protocol):
@@ -23,7 +23,7 @@ class Proposer(Protocol):
     num_tokens: int
     models: tuple[Model, ...]
 
-    def propose(self, requests: Sequence[Request], groups: Sequence[CacheGroup]) -> list[tuple[int, ...]]:
+    def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
         """At most `num_tokens` guesses for each request, all of whose tokens but the newest are computed."""
 
 
@@ -42,7 +42,7 @@ class NgramProposer:
         self.num_tokens = num_tokens
         self._longest, self._shortest = longest, shortest
 
-    def propose(self, requests: Sequence[Request], groups: Sequence[CacheGroup]) -> list[tuple[int, ...]]:
+    def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
         """What followed the last place that ends as each request does now."""
         del groups
         return [self._guess(request.chain.tokens) for request in requests]
@@ -66,7 +66,7 @@ class DraftProposer:
         self.models = (model,)
         self.num_tokens = num_tokens
 
-    def propose(self, requests: Sequence[Request], groups: Sequence[CacheGroup]) -> list[tuple[int, ...]]:
+    def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
         """Run the small model over the newest token, then over its own guesses."""
         if len(groups) != 1:
             raise ArgumentError(f"a draft model has one cache group, got {len(groups)}")

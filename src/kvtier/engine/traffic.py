@@ -12,7 +12,7 @@ WINDOW_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TierTraffic:
     """One direction."""
 
     source: str
@@ -47,7 +47,7 @@ class TransferMeter:
     def done(self, report: Report) -> None:
         """Some of them are over."""
         now = self._clock()
-        for outcome in report.outcomes:
+        for outcome in report.results:
             ends = self._ends_of(outcome.transfer_id)
             if ends is not None and outcome.num_bytes:
                 direction = self._directions.setdefault(ends, _Direction())
@@ -63,14 +63,14 @@ class TransferMeter:
         del self._num_told[transfer_id]
         return self._under_way.pop(transfer_id, None)
 
-    def traffic(self) -> list[Traffic]:
+    def traffic(self) -> list[TierTraffic]:
         """Every direction that was ever used."""
         now = self._clock()
         told = []
         for (source, target), direction in self._directions.items():
             _forget(direction, now)
             lately = sum(num_bytes for _, num_bytes in direction.lately)
-            told.append(Traffic(source, target, direction.num_bytes, lately / WINDOW_SECONDS))
+            told.append(TierTraffic(source, target, direction.num_bytes, lately / WINDOW_SECONDS))
         return told
 
 

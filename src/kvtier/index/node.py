@@ -40,7 +40,7 @@ IS_ABSENT = bytes(int(value == BlockState.ABSENT) for value in range(256))
 NO_SLOT = -1
 
 
-class Held:
+class Residency:
     """What one tier holds of a node: a slot (or NO_SLOT) and a state for each block.
 
     States are bytes because find, count, slices and translate on bytes are the cheapest vector operations Python has.
@@ -53,22 +53,22 @@ class Held:
         self.states = states
         self.num_held = len(states) - states.count(ABSENT)
 
-    def cut(self, first: int, stop: int) -> Held:
+    def cut(self, first: int, stop: int) -> Residency:
         """Blocks [first, stop) of it."""
-        return Held(self.slots[first:stop], self.states[first:stop])
+        return Residency(self.slots[first:stop], self.states[first:stop])
 
-    def joined(self, other: Held) -> Held:
+    def joined(self, other: Residency) -> Residency:
         """This one's blocks, then the other's."""
-        return Held(np.concatenate((self.slots, other.slots)), self.states + other.states)
+        return Residency(np.concatenate((self.slots, other.slots)), self.states + other.states)
 
     @classmethod
-    def nothing(cls, num_blocks: int) -> Held:
+    def nothing(cls, num_blocks: int) -> Residency:
         """For a node of which this tier holds nothing yet."""
         return cls(np.full(num_blocks, NO_SLOT, np.int32), bytearray(num_blocks))
 
 
 @dataclass(slots=True)
-class Usage:
+class AccessStats:
     """What eviction policies look at. Times are the tree's logical clock, but for `expires`, which is the caller's."""
 
     created: int
@@ -77,9 +77,9 @@ class Usage:
     priority: int = 0
     expires: float = math.inf
 
-    def copy(self) -> Usage:
+    def copy(self) -> AccessStats:
         """For the two halves of a node that is split."""
-        return Usage(self.created, self.used, self.uses, self.priority, self.expires)
+        return AccessStats(self.created, self.used, self.uses, self.priority, self.expires)
 
 
 class Node:
@@ -115,7 +115,7 @@ class Node:
         start: int,
         num_blocks: int,
         labels: memoryview,
-        usage: Usage,
+        usage: AccessStats,
         num_tiers: int,
         extras: dict[int, bytes] | None = None,
         keys: bytes = b"",
@@ -130,7 +130,7 @@ class Node:
         self.extras = extras
         self.keys = keys
         self.children: dict[bytes, Node] = {}
-        self.held: list[Held | None] = [None] * num_tiers
+        self.held: list[Residency | None] = [None] * num_tiers
         self.below = [0] * num_tiers
         self.leases = 0
         self.attached = True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvtier.errors import StateError
-from kvtier.index.node import NO_SLOT, BlockState, Held, Node
+from kvtier.index.node import NO_SLOT, BlockState, Node, Residency
 from kvtier.index.policies import Policy
 from kvtier.index.pool import BlockPool, Shortage, Slots
 
@@ -140,11 +140,11 @@ class Tier:
         """Blocks [first, first + len(slots)) of a node are here now. The caller holds a lease on the node."""
         held, count = node.held[self.number], len(slots.ids)
         if held is None and count == node.num_blocks:
-            node.held[self.number] = Held(slots.ids, bytearray((state,)) * count)
+            node.held[self.number] = Residency(slots.ids, bytearray((state,)) * count)
             self._gained(node)
             return
         if held is None:
-            held = node.held[self.number] = Held.nothing(node.num_blocks)
+            held = node.held[self.number] = Residency.nothing(node.num_blocks)
             self._gained(node)
         if held.states.count(BlockState.ABSENT, first, first + count) != count:
             raise StateError(f"{self.name} already holds some of blocks [{first}, {first + count}) of the node")
@@ -175,7 +175,7 @@ class Tier:
             held.states[first:stop] = bytes(len(held.states[first:stop]))
         return Slots(self.name, slots)
 
-    def _lose(self, node: Node, held: Held, count: int) -> bool:
+    def _lose(self, node: Node, held: Residency, count: int) -> bool:
         """Count blocks out; True if nothing is left of the node."""
         if node.leases == 0 and node.attached:
             self._count(node, -count)

@@ -20,8 +20,8 @@ from kvtier.index.node import (
     READY,
     WRITING,
     BlockState,
-    Held,
     Node,
+    Residency,
 )
 from kvtier.index.pool import I32, Slots
 from kvtier.index.tier import Tier
@@ -122,7 +122,7 @@ def _parts(lease: Lease, first: int, count: int) -> list[tuple[Node, int, int, i
     return parts
 
 
-def _held(node: Node, tier: Tier) -> Held:
+def _held(node: Node, tier: Tier) -> Residency:
     held = node.held[tier.number]
     if held is None:
         raise StateError(f"{tier.name} holds nothing of blocks [{node.start}, {node.stop})")

@@ -15,10 +15,18 @@ from kvtier.index.events import IndexCleared, Listener
 from kvtier.index.ghost import GhostCache
 from kvtier.index.lease import Lease, PartialHit, Path, Published, Retention, path_to
 from kvtier.index.misses import Miss, MissList, MissReason
-from kvtier.index.node import NO_SLOT, READY, Node, Usage, device_slots, upwards
+from kvtier.index.node import NO_SLOT, READY, AccessStats, Node, device_slots, upwards
 from kvtier.index.pool import I32, Shortage, Slots
 from kvtier.index.tier import Tier
-from kvtier.index.tree_edit import Growth, Removal, absorb_parent, common_blocks, common_tokens, split, were_one
+from kvtier.index.tree_edit import (
+    TreeEvictor,
+    TreeInserter,
+    absorb_parent,
+    common_blocks,
+    common_tokens,
+    split,
+    were_one,
+)
 
 _NO_SLOTS = np.empty(0, np.int32)
 _KEEP = Retention()
@@ -63,8 +71,8 @@ class RadixTree:
         self.clock = self.num_leases = 0
         self._listener = listener
         self._roots: dict[tuple[bytes, bytes], Node] = {}
-        self._removal = Removal(self.tiers, self._roots, self.misses, listener)
-        self._growth = Growth(namespace, self.tiers, self.misses, listener, self.with_keys, self._hold)
+        self._removal = TreeEvictor(self.tiers, self._roots, self.misses, listener)
+        self._growth = TreeInserter(namespace, self.tiers, self.misses, listener, self.with_keys, self._hold)
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
@@ -144,7 +152,7 @@ class RadixTree:
             block = node.stop
         num_duplicate = block - first - num_adopted
         if block < stop:
-            usage = Usage(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
+            usage = AccessStats(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
             node = self._growth.grow(lease, node, block, stop, usage)
         lease.node, lease.num_blocks = node, stop
         return Published(stop - first - num_duplicate, num_duplicate)
@@ -164,7 +172,7 @@ class RadixTree:
             )
         if not self.enabled or not lease.node.attached or lease.chain.key_at(first) in lease.node.children:
             return False
-        usage = Usage(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
+        usage = AccessStats(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
         lease.node = self._growth.graft(lease, lease.node, tier, slots, usage)
         lease.num_blocks = stop
         lease.table = np.concatenate((lease.table, np.full(len(slots), NO_SLOT, np.int32)))
@@ -348,7 +356,7 @@ class RadixTree:
         domain = (chain.salt, chain.adapter)
         root = self._roots.get(domain)
         if root is None:
-            usage = Usage(self.clock, self.clock)
+            usage = AccessStats(self.clock, self.clock)
             root = self._roots[domain] = Node(None, domain, b"", 0, 0, memoryview(b""), usage, len(self.tiers))
         return root
 

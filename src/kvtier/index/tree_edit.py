@@ -2,9 +2,9 @@
 
 The shape of the tree: edges compared, split, joined and cut. No policy, no pools' slots freed here.
 
-Growth: how computed blocks come into the tree.
+TreeInserter: how computed blocks come into the tree.
 
-Removal: everything that takes blocks out of the tree or out of a tier.
+TreeEvictor: everything that takes blocks out of the tree or out of a tier.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtier.index.chain import KEY_BYTES, Chain, Namespace, as_ids, chain_keys
 from kvtier.index.events import BlocksRemoved, BlocksStored, Listener
 from kvtier.index.lease import Lease
 from kvtier.index.misses import MissList, MissReason
-from kvtier.index.node import NO_SLOT, READY, BlockState, Held, Node, Usage, upwards
+from kvtier.index.node import NO_SLOT, READY, AccessStats, BlockState, Node, Residency, upwards
 from kvtier.index.pool import I32, Slots
 from kvtier.index.tier import Tier
 
@@ -100,8 +100,8 @@ def absorb_parent(node: Node, tiers: Sequence[Tier]) -> None:
         high, low = upper.held[tier.number], node.held[tier.number]
         tier.withdraw(upper)
         if high is not None or low is not None:
-            high = high or Held.nothing(upper.num_blocks)
-            low = low or Held.nothing(node.num_blocks)
+            high = high or Residency.nothing(upper.num_blocks)
+            low = low or Residency.nothing(node.num_blocks)
             node.held[tier.number] = high.joined(low)
     node.usage.uses = max(node.usage.uses, upper.usage.uses)
     node.start, node.num_blocks = upper.start, upper.num_blocks + node.num_blocks
@@ -126,7 +126,7 @@ def were_one(upper: Node, node: Node, priority: int, expires: float) -> bool:
     )
 
 
-def can_grow(node: Node, usage: Usage) -> bool:
+def can_grow(node: Node, usage: AccessStats) -> bool:
     """A leaf that is its lease's alone, kept no longer than what is added, short enough to copy."""
     return (
         node.leases == 1
@@ -141,10 +141,10 @@ def can_grow(node: Node, usage: Usage) -> bool:
 
 def lengthen(node: Node, labels: memoryview, keys: bytes, extras: dict[int, bytes] | None, slots: I32) -> None:
     """More blocks at the end of a leaf, on the device only."""
-    new = Held(slots, bytearray((BlockState.READY,)) * len(slots))
+    new = Residency(slots, bytearray((BlockState.READY,)) * len(slots))
     for number, held in enumerate(node.held):
         if held is not None:
-            node.held[number] = held.joined(Held.nothing(len(slots)) if number else new)
+            node.held[number] = held.joined(Residency.nothing(len(slots)) if number else new)
     node.num_blocks += len(slots)
     node.labels = memoryview(bytes(node.labels) + bytes(labels))
     node.keys += keys
@@ -168,7 +168,7 @@ def _own(labels: memoryview) -> memoryview:
     return memoryview(bytes(labels))
 
 
-class Growth:
+class TreeInserter:
     """Shares the tree's tiers and list of misses. `hold` puts a lease on a node; `time` is the tree's logical clock."""
 
     def __init__(
@@ -209,7 +209,7 @@ class Growth:
         lease.spare.append(own)
         return child, False
 
-    def grow(self, lease: Lease, node: Node, block: int, stop: int, usage: Usage) -> Node:
+    def grow(self, lease: Lease, node: Node, block: int, stop: int, usage: AccessStats) -> Node:
         """Blocks [block, stop) of the chain are new: at the end of the leaf the lease grew before, or in a new node."""
         device, slots = self._tiers[0], lease.table[block:stop].copy()
         if node is lease.grown and can_grow(node, usage):
@@ -223,7 +223,7 @@ class Growth:
         self.stored(device, new, 0)
         return new
 
-    def graft(self, lease: Lease, node: Node, tier: Tier, slots: Slots, usage: Usage) -> Node:
+    def graft(self, lease: Lease, node: Node, tier: Tier, slots: Slots, usage: AccessStats) -> Node:
         """The next blocks of the lease's chain, which nobody has, are being written to a tier from outside the tree."""
         new = self._add(lease.chain, node, node.stop, node.stop + len(slots), usage)
         tier.put(new, 0, slots, BlockState.WRITING)
@@ -242,7 +242,7 @@ class Growth:
         extras = {i: extra for i, extra in chain.extras.items() if block <= i < stop} if chain.extras else None
         return labels, keys, extras
 
-    def _add(self, chain: Chain, node: Node, block: int, stop: int, usage: Usage) -> Node:
+    def _add(self, chain: Chain, node: Node, block: int, stop: int, usage: AccessStats) -> Node:
         """A new node of blocks [block, stop) below another, held by the one lease that brings it."""
         labels, keys, extras = self._content(chain, node, block, stop)
         key = chain.key_at(block)
@@ -273,7 +273,7 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _NO_SLOTS = np.empty(0, np.int32)
 
 
-class Removal:
+class TreeEvictor:
     """Shares the tree's tiers, roots and list of misses. `time` is the tree's logical clock."""
 
     def __init__(
@@ -309,7 +309,7 @@ class Removal:
                 freed.append(self._take_last(tier, node, held, count, time))
         return freed
 
-    def _take_last(self, tier: Tier, node: Node, held: Held, count: int, time: int) -> I32:
+    def _take_last(self, tier: Tier, node: Node, held: Residency, count: int, time: int) -> I32:
         """The last blocks that a tier holds of a node, which others may hold too; what none holds then is cut off."""
         if held.num_held == len(held.states):
             first = len(held.states) - count

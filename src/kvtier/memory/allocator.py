@@ -15,7 +15,7 @@ import torch
 
 from kvtier.errors import ArgumentError, OutOfMemoryError, RangeError
 from kvtier.memory.placement import CPU, PINNED, Placement
-from kvtier.memory.region import Holding
+from kvtier.memory.region import MemoryRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Grant:
     """Whether the owner is a tensor of torch's CUDA pool."""
 
 
-class Source(Protocol):
+class MemorySource(Protocol):
     """Where an Allocator gets its memory. May be called from several threads."""
 
     def allocate(self, nbytes: int) -> Grant:
@@ -63,7 +63,7 @@ class AllocatorStats:
 class Allocator:
     """Hands out uninitialised memory of one placement and keeps count. Thread-safe."""
 
-    def __init__(self, placement: Placement | str, source: Source) -> None:
+    def __init__(self, placement: Placement | str, source: MemorySource) -> None:
         self.placement = Placement.parse(placement)
         self._source = source
         # re-entrant: an allocation may trigger the collection of a Buffer, whose release takes the lock on this very
@@ -84,7 +84,7 @@ class Allocator:
     def __repr__(self) -> str:
         return f"Allocator({str(self.placement)!r}, {self.stats})"
 
-    def allocate(self, nbytes: int) -> Holding:
+    def allocate(self, nbytes: int) -> MemoryRef:
         """Memory of `nbytes`, given back when the Holding is no longer referred to.
 
         OutOfMemoryError with the numbers.
@@ -113,7 +113,7 @@ class Allocator:
             self._num_live += 1
             self._num_allocations += 1
         release = functools.partial(self._release, grant, nbytes)
-        return Holding(grant.pointer, nbytes, self.placement, grant.owner, release, pooled=grant.pooled)
+        return MemoryRef(grant.pointer, nbytes, self.placement, grant.owner, release, pooled=grant.pooled)
 
     @property
     def stats(self) -> AllocatorStats:

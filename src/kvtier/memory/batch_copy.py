@@ -26,10 +26,10 @@ from kvtier.memory.buffer import Buffer
 from kvtier.memory.context import choose_stream, launch
 from kvtier.memory.copy_paths import PATH_NAMES, Direction, PathName
 from kvtier.memory.copy_plan import ALONE, DST, I64, NBYTES, SRC, any_of
-from kvtier.memory.copy_steps import Chunk, Step, plan_chunks, plan_steps, run_steps
+from kvtier.memory.copy_steps import Chunk, CopyStep, plan_chunks, plan_steps, run_steps
 from kvtier.memory.costs import CostTable
 from kvtier.memory.placement import Placement
-from kvtier.memory.region import Holding
+from kvtier.memory.region import MemoryRef
 from kvtier.memory.stream import Stream
 from kvtier.memory.torch_types import AnyDType
 
@@ -135,7 +135,7 @@ class CopyResult:
     nbytes: int
     num_waves: int
     """Groups of independent copies, run one after another."""
-    steps: tuple[Step, ...]
+    steps: tuple[CopyStep, ...]
     """The copies as they ran, with the path of each step and why."""
 
     @property
@@ -184,7 +184,7 @@ class BatchCopy:
         self._chunks: list[Chunk] = []
         self._single: list[tuple[int, int, int]] = []  # calls not yet turned into a chunk
         self._single_key: tuple[Direction, int] | None = None
-        self._holdings: dict[int, Holding] = {}
+        self._holdings: dict[int, MemoryRef] = {}
         self._next_scope = 0 if self._scope == ALONE else self._scope + 1
 
     # ---- collecting ----
@@ -279,7 +279,7 @@ class BatchCopy:
         *,
         src_placement: Placement,
         dst_placement: Placement,
-        keep: Iterable[Holding] = (),
+        keep: Iterable[MemoryRef] = (),
         nbytes: int | None = None,
     ) -> None:
         """Add many copies at once as the rows of one array: source addresses, destination addresses, byte counts.

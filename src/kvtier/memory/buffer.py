@@ -25,7 +25,7 @@ from kvtier.memory import interop, torch_types
 from kvtier.memory.allocator import Allocator
 from kvtier.memory.context import allocate, choose_stream, launch
 from kvtier.memory.placement import CPU, Placement
-from kvtier.memory.region import Holding, Region, array_interface
+from kvtier.memory.region import MemoryRef, Region, array_interface
 from kvtier.memory.stream import Stream
 from kvtier.memory.torch_types import BITS, AnyDType, element_type, memory_type, torch_dtype
 
@@ -78,7 +78,7 @@ class Buffer:
         self._size = size
         self._dtype = dtype
         self.placement = placement
-        self._exported: Holding | None = None
+        self._exported: MemoryRef | None = None
 
     @classmethod
     def _make(cls, region: Region | None, offset_bytes: int, size: int, dtype: DType, placement: Placement) -> Buffer:
@@ -100,7 +100,7 @@ class Buffer:
             raise AlignmentError(
                 f"address {pointer:#x} is not a multiple of {element.item_bytes}, the bytes of one {element}"
             )
-        return cls._make(Region(Holding(pointer, nbytes, where, owner)), 0, size, element, where)
+        return cls._make(Region(MemoryRef(pointer, nbytes, where, owner)), 0, size, element, where)
 
     @classmethod
     def wrap(cls, source: Any) -> Buffer:
@@ -158,7 +158,7 @@ class Buffer:
         return self._region is not None and self._region.readonly
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> MemoryRef:
         """What keeps the memory alive; for code that issues copies of its own. An error if empty or closed."""
         return self._open().holding
 

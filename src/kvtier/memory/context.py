@@ -19,7 +19,7 @@ from kvtier.errors import ArgumentError, PlacementError, StateError
 from kvtier.memory.allocator import Allocator, default_allocator
 from kvtier.memory.cuda import is_capturing
 from kvtier.memory.placement import CPU, Placement
-from kvtier.memory.region import Holding
+from kvtier.memory.region import MemoryRef
 from kvtier.memory.stream import Event, Stream
 
 
@@ -72,7 +72,7 @@ def current_stream(placement: Placement, *others: Placement) -> Stream | None:
     return stream
 
 
-def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = None) -> Holding:
+def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = None) -> MemoryRef:
     """Memory from `allocator`, else the current one, for use on the stream in force.
 
     torch's pool hands out memory that work on its own current stream may still be using, in the order of that stream;
@@ -102,7 +102,9 @@ def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | Non
     return stream
 
 
-def launch(task: Callable[[], object], stream: Stream | None, *, on_device: bool, holdings: Iterable[Holding]) -> None:
+def launch(
+    task: Callable[[], object], stream: Stream | None, *, on_device: bool, holdings: Iterable[MemoryRef]
+) -> None:
     """Run `task` in the order of `stream`. `on_device` says whether it touches GPU memory.
 
     On a host stream, `task` itself must keep its memory alive (its closure does); on CUDA the holdings are kept.
@@ -130,7 +132,7 @@ def run_after(stream: Stream, task: Callable[[], object]) -> None:
     task()
 
 
-def hold(stream: Stream, holdings: Iterable[Holding]) -> None:
+def hold(stream: Stream, holdings: Iterable[MemoryRef]) -> None:
     """Keep this memory from being reused until what `stream` has been given so far is done."""
     event: Event | None = None
     for holding in holdings:

@@ -21,7 +21,7 @@ from kvtier.memory.copy_plan import I64, NBYTES, CopyPlan
 from kvtier.memory.gather import gather_kernels
 from kvtier.memory.native import native
 from kvtier.memory.placement import Placement
-from kvtier.memory.region import Holding
+from kvtier.memory.region import MemoryRef
 from kvtier.memory.stream import Stream
 
 PathName = Literal["host", "loop", "driver", "gather"]
@@ -30,7 +30,7 @@ Direction = tuple[Placement, Placement]
 
 
 @dataclass(slots=True)
-class Job:
+class CopyContext:
     """What pieces have in common: from where, to where, on which stream (None: at once, on the host)."""
 
     src: Placement
@@ -82,7 +82,7 @@ class Pieces:
         return Pieces(table, self.plan, ids[chosen])
 
 
-def why_not(path: PathName, job: Job) -> str | None:
+def why_not(path: PathName, job: CopyContext) -> str | None:
     """Why `path` cannot do `job`; None if it can."""
     if not job.on_device:
         if path == "host":
@@ -109,7 +109,7 @@ def why_not(path: PathName, job: Job) -> str | None:
     return None
 
 
-def run_path(path: PathName, job: Job, pieces: Pieces) -> PathName:
+def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
     """Carry out independent pieces, and return the path that did. CopyError names an entry that could not be copied."""
     if path == "loop":
         run_in_order(job, pieces)
@@ -126,7 +126,7 @@ def run_path(path: PathName, job: Job, pieces: Pieces) -> PathName:
     return path
 
 
-def run_in_order(job: Job, pieces: Pieces) -> None:
+def run_in_order(job: CopyContext, pieces: Pieces) -> None:
     """One piece after another, each reading its source before writing: right for any pieces, fast for few."""
     columns = zip(*pieces.table.tolist(), strict=True)
     if not job.on_device:
@@ -141,7 +141,7 @@ def run_in_order(job: Job, pieces: Pieces) -> None:
             _retry_parts(job, pieces, k)
 
 
-def _copy_one(job: Job, src: int, dst: int, nbytes: int) -> int:
+def _copy_one(job: CopyContext, src: int, dst: int, nbytes: int) -> int:
     """The CUDA status of one copy."""
     assert job.stream is not None
     if abs(src - dst) >= nbytes:
@@ -152,7 +152,7 @@ def _copy_one(job: Job, src: int, dst: int, nbytes: int) -> int:
     return cuda.memcpy_async(scratch, src, nbytes, job.stream) or cuda.memcpy_async(dst, scratch, nbytes, job.stream)
 
 
-def _retry_parts(job: Job, pieces: Pieces, k: int) -> None:
+def _retry_parts(job: CopyContext, pieces: Pieces, k: int) -> None:
     """Piece k was refused: copy the entries it was merged from, and name the one that cannot be.
 
     The driver refuses a copy across two allocations, even if they touch; then each entry by itself is right.
@@ -175,7 +175,7 @@ def _retry_parts(job: Job, pieces: Pieces, k: int) -> None:
             )
 
 
-def _run_driver(job: Job, pieces: Pieces) -> PathName:
+def _run_driver(job: CopyContext, pieces: Pieces) -> PathName:
     assert job.stream is not None
     failed = cuda.batch_call(_device(job)).submit(pieces.table, job.stream)
     if failed is not None:
@@ -187,14 +187,14 @@ def _run_driver(job: Job, pieces: Pieces) -> PathName:
     return "driver"
 
 
-def _run_with_torch(job: Job, pieces: Pieces) -> None:
+def _run_with_torch(job: CopyContext, pieces: Pieces) -> None:
     """Without cuda-bindings: torch makes the same copies, at its own cost per call."""
     assert job.stream is not None
     with torch.cuda.stream(job.stream.native):
         for src, dst, nbytes in zip(*pieces.table.tolist(), strict=True):
-            source, target = Holding(src, nbytes, job.src).tensor(), Holding(dst, nbytes, job.dst).tensor()
+            source, target = MemoryRef(src, nbytes, job.src).tensor(), MemoryRef(dst, nbytes, job.dst).tensor()
             target.copy_(source.clone() if abs(src - dst) < nbytes else source, non_blocking=True)
 
 
-def _device(job: Job) -> Placement:
+def _device(job: CopyContext) -> Placement:
     return job.dst if job.dst.is_device else job.src

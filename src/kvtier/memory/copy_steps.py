@@ -12,12 +12,12 @@ import numpy as np
 
 from kvtier.memory import cuda
 from kvtier.memory.context import hold, launch, run_after
-from kvtier.memory.copy_paths import Direction, Job, PathName, Pieces, run_path, why_not
+from kvtier.memory.copy_paths import CopyContext, Direction, PathName, Pieces, run_path, why_not
 from kvtier.memory.copy_plan import ALONE, I64, NBYTES, CopyPlan, Entries, plan_copies, scan
 from kvtier.memory.costs import CostTable, cost_table, saved_costs
 from kvtier.memory.native import native
 from kvtier.memory.placement import Placement
-from kvtier.memory.region import Holding
+from kvtier.memory.region import MemoryRef
 from kvtier.memory.stream import Stream
 
 _DEVICE_PATHS: tuple[PathName, ...] = ("gather", "driver", "loop")
@@ -49,10 +49,10 @@ class BatchPlan:
 
 
 @dataclass(slots=True)
-class Step:
+class CopyStep:
     """Pieces that run together. With path "loop" they run one after another and need not be independent."""
 
-    job: Job
+    job: CopyContext
     pieces: Pieces
     path: PathName
     why: str
@@ -115,18 +115,18 @@ def _join(chunks: Sequence[Chunk]) -> tuple[Entries, tuple[Direction, ...], I64 
 
 def plan_steps(
     plan: BatchPlan, stream: Stream | None, forced: PathName | None, costs: CostTable | None
-) -> tuple[Step, ...]:
+) -> tuple[CopyStep, ...]:
     """Choose a path for the pieces of each wave and direction."""
     merged = plan.merged
     capturing = stream is not None and stream.placement.is_device and cuda.is_capturing(stream)
-    jobs = [Job(src, dst, stream, capturing) for src, dst in plan.directions]
+    jobs = [CopyContext(src, dst, stream, capturing) for src, dst in plan.directions]
     pieces = Pieces(merged.table, merged)
     if plan.kinds is None and merged.num_waves == 1 and not (merged.in_order or merged.overlapping):
         return (_choose(jobs[0], pieces, forced, costs),)  # the usual case, spared the detours below
     kinds = None if plan.kinds is None else plan.kinds[merged.first_entries()]
     if merged.in_order:
         reason = _only_loop("the pieces depend on each other too much for waves, so they run one by one", forced)
-        return tuple(Step(jobs[kind], pieces.part(run), "loop", reason) for kind, run in _runs(kinds, len(pieces)))
+        return tuple(CopyStep(jobs[kind], pieces.part(run), "loop", reason) for kind, run in _runs(kinds, len(pieces)))
     return tuple(
         step
         for kind, group in _groups(pieces, merged, kinds)
@@ -134,7 +134,7 @@ def plan_steps(
     )
 
 
-def run_steps(steps: Sequence[Step], stream: Stream | None, holdings: list[Holding]) -> None:
+def run_steps(steps: Sequence[CopyStep], stream: Stream | None, holdings: list[MemoryRef]) -> None:
     """Run the steps in order. Memory in `holdings` is kept until they are done."""
     if not steps:
         return
@@ -153,7 +153,7 @@ def run_steps(steps: Sequence[Step], stream: Stream | None, holdings: list[Holdi
             hold(stream, holdings)
 
 
-def _run_all(steps: Sequence[Step], _kept: list[Holding]) -> None:
+def _run_all(steps: Sequence[CopyStep], _kept: list[MemoryRef]) -> None:
     for step in steps:
         step.run()
 
@@ -181,14 +181,14 @@ def _groups(pieces: Pieces, merged: CopyPlan, kinds: I64 | None) -> Iterator[tup
 
 
 def _independent_steps(
-    job: Job, pieces: Pieces, overlapping: bool, forced: PathName | None, costs: CostTable | None
-) -> Iterator[Step]:
+    job: CopyContext, pieces: Pieces, overlapping: bool, forced: PathName | None, costs: CostTable | None
+) -> Iterator[CopyStep]:
     if overlapping:
         src, dst, nbytes = pieces.table
         onto_itself = np.abs(src - dst) < nbytes
         if onto_itself.any():
             reason = _only_loop("source and destination of a piece overlap", forced)
-            yield Step(job, pieces.part(onto_itself), "loop", reason)
+            yield CopyStep(job, pieces.part(onto_itself), "loop", reason)
             pieces = pieces.part(~onto_itself)
     if len(pieces):
         yield _choose(job, pieces, forced, costs)
@@ -198,16 +198,16 @@ def _only_loop(why: str, forced: PathName | None) -> str:
     return why if forced in (None, "loop") else f"{forced} was forced, but {why}"
 
 
-def _choose(job: Job, pieces: Pieces, forced: PathName | None, costs: CostTable | None) -> Step:
+def _choose(job: CopyContext, pieces: Pieces, forced: PathName | None, costs: CostTable | None) -> CopyStep:
     if costs is None and forced is None and job.on_device:
         device = job.dst if job.dst.is_device else job.src
         costs = saved_costs(device) if job.capturing else cost_table(device)  # nothing can be measured in a capture
     choice = _decide(job.src, job.dst, job.capturing, forced, costs, len(pieces), pieces.nbytes)
-    return Step(job, pieces, choice.path, choice.why, choice.estimates_us)
+    return CopyStep(job, pieces, choice.path, choice.why, choice.estimates_us)
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _PathChoice:
     path: PathName
     why: str
     estimates_us: Mapping[PathName, float] = field(default_factory=dict)
@@ -223,26 +223,26 @@ def _decide(
     costs: CostTable | None,
     num_pieces: int,
     nbytes: int,
-) -> _Choice:
+) -> _PathChoice:
     """The path to take, and why the others cannot or would take longer."""
-    job = Job(src, dst, None, capturing)
+    job = CopyContext(src, dst, None, capturing)
     why = ""
     if forced is not None:
         refusal = why_not(forced, job)
         if refusal is None:
-            return _Choice(forced, "forced")
+            return _PathChoice(forced, "forced")
         why = f"{forced} was forced, but {refusal}; "
     if not job.on_device:
         refusal = why_not("host", job)
         if refusal is None:
-            return _Choice("host", f"{why}compiled copier")
-        return _Choice("loop", f"{why}no host: {refusal}")
+            return _PathChoice("host", f"{why}compiled copier")
+        return _PathChoice("loop", f"{why}no host: {refusal}")
     refusals = {path: why_not(path, job) for path in _DEVICE_PATHS}
     able = [path for path in _DEVICE_PATHS if refusals[path] is None]
     why += "".join(f"no {path}: {refusal}; " for path, refusal in refusals.items() if refusal is not None)
     if len(able) == 1:
-        return _Choice(able[0], why)
+        return _PathChoice(able[0], why)
     if costs is None:  # in a capture, or another path was forced
-        return _Choice(able[0], f"{why}no costs known")
+        return _PathChoice(able[0], f"{why}no costs known")
     estimates = costs.estimate_us(job, num_pieces, nbytes)
-    return _Choice(min(able, key=lambda path: estimates.get(path, math.inf)), why, estimates)
+    return _PathChoice(min(able, key=lambda path: estimates.get(path, math.inf)), why, estimates)

@@ -29,7 +29,7 @@ from kvtier.errors import FormatError, UnavailableError
 from kvtier.files import cache_dir, write_atomically
 from kvtier.memory import cuda
 from kvtier.memory.buffer import Buffer
-from kvtier.memory.copy_paths import PATH_NAMES, Job, PathName, Pieces, run_path, why_not
+from kvtier.memory.copy_paths import PATH_NAMES, CopyContext, PathName, Pieces, run_path, why_not
 from kvtier.memory.copy_plan import DST, NBYTES, SRC
 from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.stream import Stream
@@ -67,14 +67,16 @@ def measure_lost(
     alone = min(_time_products(a, b, out, compute) for _ in range(_ROUNDS))
     lost: dict[str, dict[PathName, float]] = {}
     for src, dst in ((device, host), (host, device)):
-        job, pieces = Job(src.placement, dst.placement, stream), _pieces(src, dst)
+        job, pieces = CopyContext(src.placement, dst.placement, stream), _pieces(src, dst)
         for path in _BESIDE:
             if why_not(path, job) is not None:
                 continue
             seconds = pieces.nbytes / limits[_key(src, dst)] / 1e9
             copies = int(2 * alone / seconds) + 1  # so that a copy is under way all the time
 
-            def start(path: PathName = path, job: Job = job, pieces: Pieces = pieces, copies: int = copies) -> None:
+            def start(
+                path: PathName = path, job: CopyContext = job, pieces: Pieces = pieces, copies: int = copies
+            ) -> None:
                 for _ in range(copies):
                     run_path(path, job, pieces)
 
@@ -159,7 +161,7 @@ class CostTable:
     seconds: float = 0.0
     """What measuring took."""
 
-    def estimate_us(self, job: Job, num_pieces: int, nbytes: int) -> dict[PathName, float]:
+    def estimate_us(self, job: CopyContext, num_pieces: int, nbytes: int) -> dict[PathName, float]:
         """Expected microseconds of each measured path for `num_pieces` pieces of `nbytes` together."""
         size = nbytes / num_pieces
         # between rows k and k + 1, this share of the way; beyond the last row a piece costs its bytes
@@ -213,7 +215,7 @@ def _read_cost(row: Mapping[str, float]) -> Cost:
     return cost
 
 
-def cost_key(job: Job) -> str:
+def cost_key(job: CopyContext) -> str:
     """The key of a job's costs: kinds of memory, whichever GPU."""
     return f"{job.src.kind}>{job.dst.kind}"
 
@@ -269,7 +271,7 @@ def _measure_all(
         (placement, CPU),
         (CPU, placement),
     ):
-        job = Job(src, dst, stream)
+        job = CopyContext(src, dst, stream)
         target = other if src == dst else pools[dst]
         for path in PATH_NAMES:
             if why_not(path, job) is None:
@@ -283,7 +285,7 @@ def _measure_all(
     return costs, links, measure_lost(placement, pools[placement], pools[PINNED], links)
 
 
-def _measure(path: PathName, job: Job, src: Buffer, dst: Buffer, size: int) -> Cost:
+def _measure(path: PathName, job: CopyContext, src: Buffer, dst: Buffer, size: int) -> Cost:
     few = _FEW_PIECES
     # a loop's time is a line from the start, and pageable memory is slow: fewer pieces tell as much
     brief = path == "loop" or CPU in (job.src, job.dst)
@@ -301,7 +303,7 @@ def _measure(path: PathName, job: Job, src: Buffer, dst: Buffer, size: int) -> C
     return Cost(size, max(few_us - few * per_piece, 0.0), per_piece)
 
 
-def _time_us(path: PathName, job: Job, pieces: Pieces) -> float:
+def _time_us(path: PathName, job: CopyContext, pieces: Pieces) -> float:
     """Best of a few runs, from the call until the copy is done; the first one warms up."""
     assert job.stream is not None
     best = math.inf

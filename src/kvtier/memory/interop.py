@@ -19,7 +19,7 @@ from kvtier.dtype import DType
 from kvtier.errors import AlignmentError, ArgumentError, DTypeError, PlacementError
 from kvtier.memory.context import current_stream
 from kvtier.memory.placement import CPU, PINNED, Placement, gpu, has_gpu
-from kvtier.memory.region import Holding, Region, gpu_of
+from kvtier.memory.region import MemoryRef, Region, gpu_of
 from kvtier.memory.stream import Stream
 from kvtier.memory.torch_types import from_torch
 
@@ -63,7 +63,7 @@ def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool, pooled: bool) -> Adop
     return Adopted(region, tensor.numel() * dtype.per_byte, dtype)
 
 
-def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> Holding:
+def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> MemoryRef:
     """The memory of a contiguous tensor, kept alive. `pooled`: on a GPU it is of torch's pool, not another's."""
     if not tensor.is_contiguous():
         raise ArgumentError(
@@ -78,7 +78,7 @@ def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> Holding:
     if not (tensor.is_cuda or tensor.is_cpu):
         raise PlacementError(f"kvtier has no placement for torch device {tensor.device}")
     where = gpu(tensor.device.index or 0) if tensor.is_cuda else _host_placement(tensor)
-    return Holding(tensor.data_ptr(), tensor.nbytes, where, owner=tensor.detach(), pooled=pooled)
+    return MemoryRef(tensor.data_ptr(), tensor.nbytes, where, owner=tensor.detach(), pooled=pooled)
 
 
 def _host_placement(tensor: torch.Tensor) -> Placement:
@@ -100,7 +100,7 @@ def _adopt_ndarray(array: np.ndarray[Any, Any]) -> Adopted:
         raise DTypeError(
             f"ml_dtypes keeps one {dtype} per byte, kvtier packs {dtype.per_byte}: use Buffer.pack(array), which copies"
         )
-    holding = Holding(array.ctypes.data, array.nbytes, CPU, owner=array)
+    holding = MemoryRef(array.ctypes.data, array.nbytes, CPU, owner=array)
     if has_gpu():  # numpy cannot say whether its memory is pinned
         holding.placement = _host_placement(holding.tensor())
     return Adopted(Region(holding, readonly=not array.flags.writeable), array.size, dtype)
@@ -123,7 +123,7 @@ def _adopt_cuda_array(source: Any) -> Adopted:
         ours = current_stream(where)
         if ours is not None and ours.handle != interface["stream"]:
             ours.wait(Stream.wrap(int(interface["stream"]), where).record())
-    return Adopted(Region(Holding(pointer, dtype.nbytes(size), where, owner=source), readonly=readonly), size, dtype)
+    return Adopted(Region(MemoryRef(pointer, dtype.nbytes(size), where, owner=source), readonly=readonly), size, dtype)
 
 
 def _adopt_dlpack(source: Any) -> Adopted:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtier.errors import ArgumentError
 from kvtier.memory.copy_plan import I64, Entries, Scan
-from kvtier.native_code import Native, Source, load
+from kvtier.native_code import Native, NativeSource, load
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-pthread")
 # Below this a thread costs more (20 to 60 us to start and join) than it saves: cached memory copies at 50 GB/s.
@@ -25,7 +25,7 @@ class _ScanResult(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("disjoint", "independent", "nbytes", "num_pieces")]
 
 
-class NativeCode:
+class MemoryNative:
     """The compiled functions. All of them release the GIL."""
 
     def __init__(self, path: Path) -> None:
@@ -150,6 +150,6 @@ def row_addresses(table: I64) -> tuple[int, int, int]:
 
 
 @functools.cache  # compiling and loading once per process is the point
-def native() -> Native[NativeCode]:
+def native() -> Native[MemoryNative]:
     """The native code of this machine."""
-    return load(Source("kvtier.memory", ["native.c"], _FLAGS), NativeCode)
+    return load(NativeSource("kvtier.memory", ["native.c"], _FLAGS), MemoryNative)

@@ -20,7 +20,7 @@ from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Event, Stream
 
 
-class Holding:
+class MemoryRef:
     """Keeps memory alive, and gives it back once nothing refers to it and no copy in flight uses it."""
 
     __slots__ = ("__weakref__", "_in_flight", "_pooled", "_release", "nbytes", "owner", "placement", "pointer")
@@ -80,7 +80,7 @@ class Holding:
 class _ArrayView:
     """Bytes at an address, as the numpy and CUDA array protocols show them. The array made from it keeps it alive."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: MemoryRef) -> None:
         self.holding = holding
         name = "__cuda_array_interface__" if holding.placement.is_device else "__array_interface__"
         setattr(self, name, array_interface(holding.pointer, holding.nbytes, "|u1", readonly=False))
@@ -88,7 +88,7 @@ class _ArrayView:
 
 def gpu_of(pointer: int) -> int:
     """Which GPU this device address is on; torch asks the driver when it is not told."""
-    view = _ArrayView(Holding(pointer, 1, Placement("cuda")))
+    view = _ArrayView(MemoryRef(pointer, 1, Placement("cuda")))
     return int(torch.as_tensor(view).device.index)
 
 
@@ -105,10 +105,10 @@ class Region:
 
     __slots__ = ("_borrowed", "_holding", "_tensor", "pointer", "readonly")
 
-    def __init__(self, holding: Holding, *, readonly: bool = False) -> None:
+    def __init__(self, holding: MemoryRef, *, readonly: bool = False) -> None:
         self.pointer = holding.pointer
-        self._holding: Holding | None = holding
-        self._borrowed: weakref.ref[Holding] | None = None
+        self._holding: MemoryRef | None = holding
+        self._borrowed: weakref.ref[MemoryRef] | None = None
         self._tensor: torch.Tensor | None = None
         self.readonly = readonly
 
@@ -120,7 +120,7 @@ class Region:
         return borrowed
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> MemoryRef:
         """What keeps the memory alive; an error once closed."""
         holding = self._holding if self._borrowed is None else self._borrowed()
         if holding is None:

@@ -1,8 +1,8 @@
 """Replay: production traces, and synthetic ones, through the code that runs in production. docs/planner.md."""
 
 from kvtier.replay.curves import OPTIMUM, HitPoint, HitReport, replay_hits, sweep
-from kvtier.replay.deployment import Routing, Setup, Summary, route, scale_time, simulate
-from kvtier.replay.following import Followed, Log, follow, read_log
+from kvtier.replay.deployment import Deployment, Routing, Summary, route, scale_time, simulate
+from kvtier.replay.following import Log, ReplayDiff, follow, read_log
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, PriceSpec, preset
 from kvtier.replay.planner import Advice, PlanResult, plan
 from kvtier.replay.recorder import Recorder
@@ -13,8 +13,8 @@ __all__ = [
     "OPTIMUM",
     "TRACE_BLOCK_TOKENS",
     "Advice",
+    "Deployment",
     "DiskSpec",
-    "Followed",
     "GpuSpec",
     "HitPoint",
     "HitReport",
@@ -23,8 +23,8 @@ __all__ = [
     "PlanResult",
     "PriceSpec",
     "Recorder",
+    "ReplayDiff",
     "Routing",
-    "Setup",
     "Summary",
     "SyntheticTrace",
     "Trace",

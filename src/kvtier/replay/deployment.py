@@ -2,7 +2,7 @@
 
 Which replica serves which request, and how fast time runs.
 
-Setup: what a service would run on. Simulating a trace on it gives a Summary: what an operator wants to know.
+Deployment: what a service would run on. Simulating a trace on it gives a Summary: what an operator wants to know.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class Deployment:
     """One kind of replica, and how many there are. Sizes are a replica's."""
 
     model: ModelSpec
@@ -230,7 +230,7 @@ class Summary:
 
 def simulate(
     trace: Sequence[TraceRequest],
-    setups: Sequence[Setup],
+    setups: Sequence[Deployment],
     *,
     num_simulated: int | None = None,
     jobs: int = 1,
@@ -261,7 +261,9 @@ def simulate(
     return [summarise([run for which, run in in_order if which == number]) for number in range(len(setups))]
 
 
-def _parts(trace: Sequence[TraceRequest], setup: Setup, num_simulated: int | None) -> list[tuple[TraceRequest, ...]]:
+def _parts(
+    trace: Sequence[TraceRequest], setup: Deployment, num_simulated: int | None
+) -> list[tuple[TraceRequest, ...]]:
     """What each replica that is simulated serves."""
     parts = [part for part in route(trace, setup.replicas, setup.routing, seed=setup.seed) if part]
     if num_simulated is not None and num_simulated < len(parts):

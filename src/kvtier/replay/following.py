@@ -16,7 +16,7 @@ from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import FormatError, StateError
 from kvtier.index import Chain, Namespace
-from kvtier.messages import Outcome, Presence, Report, TierSize, split_keys
+from kvtier.messages import Report, StoreLookup, TierSize, TransferResult, split_keys
 from kvtier.replay.cost import Work
 from kvtier.replay.recorder import LOG_VERSION, describe
 from kvtier.replay.trace import TraceRequest, parse_line
@@ -53,7 +53,7 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class ReplayDiff:
     """What the replay found: tokens by tier for each request, as many steps as the log has, and what they took then."""
 
     tokens_from: dict[str, dict[str, int]]
@@ -86,7 +86,7 @@ def read_log(path: str | Path) -> Log:
     return Log(block_tokens, slots, tuple(events), requests, numbers, num_ranks)
 
 
-def follow(log: Log, cache: CacheConfig, scheduler: SchedulerConfig) -> Followed:
+def follow(log: Log, cache: CacheConfig, scheduler: SchedulerConfig) -> ReplayDiff:
     """Do what the log says; raises where a decision is another than it was. The configuration must be the run's."""
     return _Follower(log, cache, scheduler).run()
 
@@ -108,7 +108,7 @@ class _Follower:
         self._outcomes: list[tuple[str, int, float]] = []
         self._num_steps = 0
 
-    def run(self) -> Followed:
+    def run(self) -> ReplayDiff:
         do: dict[str, Callable[[dict[str, Any]], None]] = {
             "add": self._add,
             "step": self._schedule,
@@ -120,7 +120,7 @@ class _Follower:
         for event in self._log.events:
             do[event["event"]](event)
         found = {name: dict(request.tokens_from) for name, request in self._requests.items()}
-        return Followed(found, self._num_steps, tuple(self._steps), tuple(self._outcomes))
+        return ReplayDiff(found, self._num_steps, tuple(self._steps), tuple(self._outcomes))
 
     def _keys_of_names(self, namespace: Namespace) -> dict[int, bytes]:
         """The key here of every block that some request has, by its number in the log."""
@@ -158,11 +158,11 @@ class _Follower:
     def _report(self, event: dict[str, Any]) -> None:
         outcomes = []
         for number, ok, num_bytes, seconds, arrived in event["outcomes"]:
-            outcomes.append(Outcome(number, ok, num_bytes, seconds, "", bytes.fromhex(arrived)))
+            outcomes.append(TransferResult(number, ok, num_bytes, seconds, "", bytes.fromhex(arrived)))
             if ok:
                 self._outcomes.append((self._purposes[number], num_bytes, seconds))
         presences = [
-            Presence(store, self._known(present), self._known(absent), probe)
+            StoreLookup(store, self._known(present), self._known(absent), probe)
             for store, present, absent, probe in event["presences"]
         ]
         sizes = tuple(TierSize(tier, count) for tier, count in event["sizes"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.errors import RangeError
 from kvtier.replay.curves import OPTIMUM, Accesses, HitPoint, sweep
-from kvtier.replay.deployment import GIB, Setup, Summary, simulate
+from kvtier.replay.deployment import GIB, Deployment, Summary, simulate
 from kvtier.replay.hardware import PriceSpec
 from kvtier.replay.trace import TraceRequest
 
@@ -58,7 +58,7 @@ class PlanResult:
 
 def plan(
     trace: Sequence[TraceRequest],
-    setup: Setup,
+    setup: Deployment,
     target_ttft_p99: float,
     prices: PriceSpec,
     *,
@@ -111,7 +111,7 @@ def capacities(num_blocks: int, count: int = 20) -> list[int]:
     return sorted({round(least * (most / least) ** (i / (count - 1))) for i in range(count)})
 
 
-def setups(setup: Setup, footprint: int) -> list[tuple[int, int]]:
+def setups(setup: Deployment, footprint: int) -> list[tuple[int, int]]:
     """Sizes of host memory and disk that are worth a look: powers of two, up to the first that holds everything."""
     hosts = [0, *_powers(32 * GIB, footprint)]
     sizes = [(host, 0) for host in hosts]

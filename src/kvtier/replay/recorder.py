@@ -60,7 +60,7 @@ class Recorder:
         self._begin = now
         slots = {tier.name: tier.pool.num_slots for tier in scheduler.manager.tree.tiers}
         block_tokens = scheduler.manager.namespace.block_tokens
-        ranks = scheduler.manager.moves.num_ranks
+        ranks = scheduler.manager.transfers.num_ranks
         self._tap(scheduler, "add", self._add)
         self._tap(scheduler, "schedule", self._schedule)
         self._tap(scheduler, "update", self._update)
@@ -141,11 +141,11 @@ class Recorder:
                 event="report",
                 epoch=report.epoch,
                 rank=report.rank,
-                outcomes=[[o.transfer_id, o.ok, o.num_bytes, o.seconds, o.arrived.hex()] for o in report.outcomes],
+                outcomes=[[o.transfer_id, o.ok, o.num_bytes, o.seconds, o.arrived.hex()] for o in report.results],
                 presences=[
-                    [p.store, self._names(p.present), self._names(p.absent), p.probe_id] for p in report.presences
+                    [p.store, self._names(p.present), self._names(p.absent), p.probe_id] for p in report.lookups
                 ],
-                sizes=[[size.tier, size.num_slots] for size in report.sizes],
+                sizes=[[size.tier, size.num_slots] for size in report.capacities],
                 damaged=report.damaged.hex(),
             )
         inner(report)
@@ -209,6 +209,6 @@ def describe(step: Step) -> dict[str, Any]:
     """A step as the log has it."""
     return {
         "rows": [[row.request.id, row.first, row.num_tokens, row.num_draft] for row in step.rows],
-        "transfers": [[t.id, t.purpose.value, t.num_blocks] for t in step.plan.transfers],
+        "transfers": [[t.id, t.route.value, t.num_blocks] for t in step.plan.transfers],
         "probes": [[p.id, p.store, len(p.keys) // KEY_BYTES] for p in step.plan.probes],
     }

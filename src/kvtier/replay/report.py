@@ -18,7 +18,7 @@ from typing import Any
 import kvtier
 from kvtier.errors import ArgumentError
 from kvtier.replay.curves import Accesses, HitPoint
-from kvtier.replay.deployment import Setup, Summary
+from kvtier.replay.deployment import Deployment, Summary
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec
 from kvtier.replay.planner import Advice, PlanPoint, PlanResult
 from kvtier.replay.trace import Trace
@@ -46,7 +46,7 @@ def describe_trace(trace: Trace, names: Sequence[str]) -> Json:
     }
 
 
-def describe_setup(setup: Setup, names: Mapping[str, str]) -> Json:
+def describe_setup(setup: Deployment, names: Mapping[str, str]) -> Json:
     """The setup in numbers; `names` are those of the model, the GPU and the disk."""
     specs: dict[str, ModelSpec | GpuSpec | DiskSpec] = {"model": setup.model, "gpu": setup.gpu}
     if setup.disk is not None:

@@ -14,16 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.messages import Outcome, Plan, Presence, Probe, Purpose, Report, Transfer, split_keys
+from kvtier.messages import Plan, Probe, Report, Route, StoreLookup, TransferRequest, TransferResult, split_keys
 from kvtier.replay.hardware import DiskSpec
 
 TO_HOST, TO_DEVICE = "to host", "to device"
-_URGENT = (Purpose.LOAD, Purpose.FETCH)
+_URGENT = (Route.HOST_TO_DEVICE, Route.STORE_TO_HOST)
 
 
 @dataclass(slots=True)
 class _Job:
-    transfer: Transfer
+    transfer: TransferRequest
     num_bytes: int
     seconds_left: float
     began: float | None = None
@@ -39,7 +39,7 @@ class LinkUse:
     busy_seconds: float
 
 
-class Link:
+class SimulatedLink:
     """One thing at a time, the urgent first; what is not urgent is put aside for it."""
 
     def __init__(self, name: str) -> None:
@@ -52,7 +52,7 @@ class Link:
 
     def add(self, job: _Job) -> None:
         """The link must have been advanced to the time the job began."""
-        (self._urgent if job.transfer.purpose in _URGENT else self._bulk).append(job)
+        (self._urgent if job.transfer.route in _URGENT else self._bulk).append(job)
 
     def advance(self, now: float) -> list[tuple[_Job, float]]:
         """Go on to a time; what ended until then, and when."""
@@ -153,10 +153,10 @@ class SimulatedWorker:
         self._block_bytes = block_bytes
         self._link = link_bandwidth, latency_seconds
         self._disk = disk
-        self.links = {name: Link(name) for name in (TO_DEVICE, TO_HOST, *self.stores)}
+        self.links = {name: SimulatedLink(name) for name in (TO_DEVICE, TO_HOST, *self.stores)}
         self._epoch = 0
-        self._ended: list[Outcome] = []
-        self._found: list[Presence] = []
+        self._ended: list[TransferResult] = []
+        self._found: list[StoreLookup] = []
 
     def submit(self, plan: Plan, now: float) -> None:
         """Begin what a plan says."""
@@ -196,7 +196,7 @@ class SimulatedWorker:
         """Of every link."""
         return tuple(LinkUse(link.name, link.num_bytes, link.busy_seconds) for link in self.links.values())
 
-    def _way(self, transfer: Transfer) -> tuple[Link, float]:
+    def _way(self, transfer: TransferRequest) -> tuple[SimulatedLink, float]:
         """The link a transfer takes, and how long it takes alone."""
         num_bytes = transfer.num_blocks * self._block_bytes
         ends = transfer.source, transfer.target
@@ -221,23 +221,23 @@ class SimulatedWorker:
             for job, end in link.advance(now):
                 self._ended.append(self._outcome(job, end))
 
-    def _outcome(self, job: _Job, end: float) -> Outcome:
+    def _outcome(self, job: _Job, end: float) -> TransferResult:
         # as workers measure: without the wait for others, which whoever decides by it counts by itself
         transfer, seconds = job.transfer, end - (end if job.began is None else job.began)
-        if transfer.purpose is Purpose.STORE:
+        if transfer.route is Route.HOST_TO_STORE:
             self.stores[transfer.target].write(split_keys(transfer.keys))
-        if transfer.purpose is not Purpose.FETCH:
-            return Outcome(transfer.id, True, job.num_bytes, seconds)
+        if transfer.route is not Route.STORE_TO_HOST:
+            return TransferResult(transfer.id, True, job.num_bytes, seconds)
         keys = split_keys(transfer.keys)
         there = self.stores[transfer.source].read(keys)
         if 0 not in there:
-            return Outcome(transfer.id, True, job.num_bytes, seconds)
+            return TransferResult(transfer.id, True, job.num_bytes, seconds)
         absent = b"".join(key for key, found in zip(keys, there, strict=True) if not found)
-        self._found.append(Presence(transfer.source, absent=absent))
+        self._found.append(StoreLookup(transfer.source, absent=absent))
         num_bytes = sum(there) * self._block_bytes
-        return Outcome(transfer.id, False, num_bytes, seconds, "evicted from the store", there)
+        return TransferResult(transfer.id, False, num_bytes, seconds, "evicted from the store", there)
 
-    def _answer(self, probe: Probe) -> Presence:
+    def _answer(self, probe: Probe) -> StoreLookup:
         """At once: what a look-up takes is nothing beside a read."""
         present, absent = self._store(probe.store).has(split_keys(probe.keys))
-        return Presence(probe.store, b"".join(present), b"".join(absent), probe.id)
+        return StoreLookup(probe.store, b"".join(present), b"".join(absent), probe.id)

@@ -1,6 +1,6 @@
 """Simulator: the scheduler and the cache on a trace, with simulated time.
 
-Grain: several steps of a scheduler simulated as one, so that an hour of a service takes a minute.
+StepCoalescer: several steps of a scheduler simulated as one, so that an hour of a service takes a minute.
 
 A trace through the real scheduler and the real cache manager, with simulated time instead of a GPU.
 
@@ -28,7 +28,7 @@ MAX_GRAIN = 64
 _GUESSES = (0,) * (MAX_GRAIN - 1)
 
 
-class Grain:
+class StepCoalescer:
     """How many steps the next one stands for.
 
     Steps that take no more than `quantum` seconds together are one: answers grow by several tokens, as if all had been
@@ -172,7 +172,7 @@ class Simulator:
         self.manager = CacheManager(Namespace("replay", block_tokens=block_tokens), cache)
         self.scheduler = Scheduler(self.manager, scheduler)
         self._worker, self._num_layers = worker, num_layers
-        self._grain = Grain(self.scheduler, cost, quantum)
+        self._grain = StepCoalescer(self.scheduler, cost, quantum)
         self._next_arrival = math.inf
         self._has_news = False
         """Whether something was reported since the scheduler was last asked."""

@@ -1,10 +1,10 @@
 """Which requests run next: continuous batching over a CacheManager. No torch, no threads, no clock of its own."""
 
-from kvtier.scheduler.request import Control, Request, RequestState, Row, RowResult, SchedulerConfig, Step
+from kvtier.scheduler.request import ControlOp, Request, RequestState, Row, RowResult, SchedulerConfig, Step
 from kvtier.scheduler.scheduler import Scheduler
 
 __all__ = [
-    "Control",
+    "ControlOp",
     "Request",
     "RequestState",
     "Row",

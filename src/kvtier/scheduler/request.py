@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from kvtier.cache.allocation import BlockCopy, Hold
-from kvtier.cache.prefetch import Fetch
+from kvtier.cache.allocation import Allocation, BlockCopy
+from kvtier.cache.prefetch import Prefetch
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, Retention
 from kvtier.messages import Plan
@@ -93,9 +93,9 @@ class Request:
         self.arrival = 0.0
         self.scheduled_at: float | None = None
         """When it was first given KV."""
-        self.fetch: Fetch | None = None
+        self.fetch: Prefetch | None = None
         """Its blocks on their way from stores to the host, while it waits."""
-        self.hold: Hold | None = None
+        self.hold: Allocation | None = None
         self.num_computed = 0
         self.num_cached_tokens = 0
         """Of the prompt, found when it was first scheduled."""
@@ -131,7 +131,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class ControlOp:
     """Something to be done once, between two steps: a reset, a resize, a pause. Never mixed up with a request."""
 
     name: str
@@ -199,7 +199,7 @@ class Row(NamedTuple):  # as RowResult made for every token: a frozen dataclass 
 class Step:
     """What to do now: controls and nothing else, or copies of blocks and then compute the rows."""
 
-    controls: tuple[Control, ...]
+    controls: tuple[ControlOp, ...]
     rows: tuple[Row, ...]
     copies: tuple[BlockCopy, ...]
     preempted: tuple[Request, ...]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvtier.cache.allocation import Hold
+from kvtier.cache.allocation import Allocation
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, LoadError, StateError
 from kvtier.index import Chain, Shortage
 from kvtier.index.tier import tenant_of
-from kvtier.scheduler.request import Control, Request, RequestState, Row, RowResult, SchedulerConfig, Step
+from kvtier.scheduler.request import ControlOp, Request, RequestState, Row, RowResult, SchedulerConfig, Step
 
 
 class Scheduler:
@@ -25,7 +25,7 @@ class Scheduler:
         self.config = config or SchedulerConfig()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._controls: deque[Control] = deque()
+        self._controls: deque[ControlOp] = deque()
         self._step: Step | None = None
         self._began = 0.0
         self.is_paused = False
@@ -52,9 +52,9 @@ class Scheduler:
         request.arrival = now
         self._waiting.append(request)
 
-    def control(self, control: Control) -> None:
+    def control(self, control: ControlOp) -> None:
         """Do something before the next step, once."""
-        if not isinstance(control, Control):
+        if not isinstance(control, ControlOp):
             raise ArgumentError(f"a control is wanted, got {type(control).__name__}; requests go to add()")
         self._controls.append(control)
 
@@ -71,14 +71,14 @@ class Scheduler:
             self._controls.clear()
             return self._step
         self._began = now
-        choice = _Choice(self.config.max_step_tokens)
+        choice = _StepBuilder(self.config.max_step_tokens)
         if not self.is_paused:
             self._choose(choice, now)
         rows = tuple([row for row in choice.rows if row.request.state is RequestState.RUNNING])
         holds = [_held(row.request) for row in rows]
         for hold in holds:
             if not hold.lease.committed:  # mostly it is: they generate
-                self.manager.scheduled(hold, now=now)
+                self.manager.on_scheduled(hold, now=now)
         copies = tuple(
             [
                 hold.copy
@@ -90,7 +90,7 @@ class Scheduler:
         self._step = Step((), rows, copies, tuple(choice.preempted), tuple(choice.refused), plan)
         return self._step
 
-    def _choose(self, choice: _Choice, now: float) -> None:
+    def _choose(self, choice: _StepBuilder, now: float) -> None:
         for request in self._waiting:
             if request.fetch is None and request.may_load:
                 request.fetch = self.manager.prefetch(request.chain, now=now, retention=request.retention)
@@ -128,7 +128,7 @@ class Scheduler:
             raise ArgumentError(f"{len(step.rows)} rows were run, {len(results)} results given")
         self._step = None
         if step.rows and not step.loads:
-            self.manager.computed(step.num_tokens, step.attended_tokens, now - self._began)
+            self.manager.on_computed(step.num_tokens, step.attended_tokens, now - self._began)
         for row, result in zip(step.rows, results, strict=True):
             if row.request.state is RequestState.RUNNING and (not row.loads or self._has_loaded(row, now)):
                 self._take_result(row, result, now)
@@ -159,7 +159,7 @@ class Scheduler:
 
     # ---- choosing --------------------------------------------------------------------------------------------------
 
-    def _continue(self, request: Request, choice: _Choice, now: float) -> None:
+    def _continue(self, request: Request, choice: _StepBuilder, now: float) -> None:
         """The next tokens of a running request, if need be at the cost of others that run."""
         if _held(request).is_loading and not self._is_ready(request, now):
             return
@@ -196,7 +196,7 @@ class Scheduler:
             if victim is request:
                 return
 
-    def _admit(self, choice: _Choice, now: float) -> None:
+    def _admit(self, choice: _StepBuilder, now: float) -> None:
         """New and resumed requests, in order of priority and time waited; the first that does not fit ends it.
 
         So a large request is not overtaken for ever by small ones behind it. Where only a tenant's quota is in its way,
@@ -208,7 +208,7 @@ class Scheduler:
         for request in sorted(self._waiting, key=lambda request: self._rank(request, now)):
             if not choice.budget or len(self._running) >= self.config.max_rows:
                 return
-            if request.fetch is not None and not self.manager.is_fetched(request.fetch, now=now):
+            if request.fetch is not None and not self.manager.is_prefetched(request.fetch, now=now):
                 continue  # its blocks are on their way; others go first
             if tenant_of(request.chain.salt) in full or self._never_fits(request, choice):
                 continue
@@ -234,7 +234,7 @@ class Scheduler:
             if self._is_ready(request, now):
                 choice.take(Row.of(request, min(stop - hold.num_cached_tokens, choice.budget)))
 
-    def _take_in(self, request: Request, budget: int, now: float) -> Hold | Shortage | None:
+    def _take_in(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
         """KV for the first step of a request, or why there is no room; None if it waits for its blocks once more."""
         hold = self.manager.match(
             request.chain, now=now, retention=request.retention, may_load=request.may_load, fetch=request.fetch
@@ -250,7 +250,7 @@ class Scheduler:
         self.manager.abort(hold, now=now)
         return shortage
 
-    def _lacks_room(self, request: Request, hold: Hold) -> Shortage | None:
+    def _lacks_room(self, request: Request, hold: Allocation) -> Shortage | None:
         """Why a whole prompt has no room beside what others that run still need for theirs; None: it has, or is alone.
 
         Half of it would be computed and then preempted for want of the rest: twice the work, where nothing is cached
@@ -258,8 +258,8 @@ class Scheduler:
         """
         prompts = [hold, *(_held(each) for each in self._running if not each.is_generating)]
         own = [each for each in prompts if tenant_of(each.chain.salt) == tenant_of(request.chain.salt)]
-        shortage = self.manager.lacks(sum(each.num_lacking for each in prompts))
-        shortage = shortage or self.manager.lacks(sum(each.num_lacking for each in own), request.chain.salt)
+        shortage = self.manager.shortage_for(sum(each.num_lacking for each in prompts))
+        shortage = shortage or self.manager.shortage_for(sum(each.num_lacking for each in own), request.chain.salt)
         return None if shortage is None or self._is_alone(request, shortage) else shortage
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:
@@ -269,7 +269,7 @@ class Scheduler:
 
     def _is_moving(self, request: Request, shortage: Shortage) -> bool:
         """Whether transfers are under way that could give it room when they are done."""
-        return any(_may_help(lease.chain, request, shortage) for lease in self.manager.moves.leases)
+        return any(_may_help(lease.chain, request, shortage) for lease in self.manager.transfers.leases)
 
     def _let_fetches_go(self, request: Request | None = None, shortage: Shortage | None = None) -> bool:
         """Those that wait hold what was fetched for them, on the device too: if that is in somebody's way, let go."""
@@ -280,7 +280,7 @@ class Scheduler:
             self._end_fetch(other)
         return bool(holding)
 
-    def _admitted(self, request: Request, hold: Hold, now: float) -> None:
+    def _admitted(self, request: Request, hold: Allocation, now: float) -> None:
         request.state, request.hold = RequestState.RUNNING, hold
         request.num_computed = hold.num_cached_tokens
         self._end_fetch(request)
@@ -289,7 +289,7 @@ class Scheduler:
             request.num_cached_tokens, request.tokens_from = hold.num_cached_tokens, hold.tokens_from
             request.why_loaded = str(hold.decision or "")
 
-    def _start_early(self, choice: _Choice) -> None:
+    def _start_early(self, choice: _StepBuilder) -> None:
         """Nobody else has work: the first whose blocks are on their way starts, and waits for them layer by layer.
 
         Beside others it would hold them up, so then it waits for its blocks first.
@@ -312,7 +312,7 @@ class Scheduler:
 
     def _end_fetch(self, request: Request) -> None:
         if request.fetch is not None:
-            self.manager.end_fetch(request.fetch)
+            self.manager.end_prefetch(request.fetch)
             request.fetch = None
 
     def _is_ready(self, request: Request, now: float) -> bool:
@@ -324,7 +324,7 @@ class Scheduler:
             request.may_load = False
             return False
 
-    def _never_fits(self, request: Request, choice: _Choice) -> bool:
+    def _never_fits(self, request: Request, choice: _StepBuilder) -> bool:
         """Refuse a request that could not run even alone."""
         tokens, num_blocks = request.chain.num_tokens, self.manager.num_blocks
         quota = self.manager.tree.tiers[0].quota(request.chain.salt)
@@ -341,7 +341,7 @@ class Scheduler:
         self._refuse(request, choice, why)
         return True
 
-    def _refuse(self, request: Request, choice: _Choice, why: str) -> None:
+    def _refuse(self, request: Request, choice: _StepBuilder, why: str) -> None:
         request.reason = why
         self._waiting.remove(request)
         self._end_fetch(request)
@@ -361,7 +361,7 @@ class Scheduler:
         ]
         return self._running[max(others)[2]]
 
-    def _preempt(self, request: Request, choice: _Choice, now: float) -> None:
+    def _preempt(self, request: Request, choice: _StepBuilder, now: float) -> None:
         self._to_waiting(request, now)
         request.num_preempted += 1
         choice.give_back(request)
@@ -420,12 +420,12 @@ def _no_room(shortage: Shortage) -> str:
     return f"{shortage}; what is left is pinned. Unpin something, or ask later"
 
 
-def _held(request: Request) -> Hold:
+def _held(request: Request) -> Allocation:
     assert request.hold is not None
     return request.hold
 
 
-class _Choice:
+class _StepBuilder:
     """A step being put together."""
 
     def __init__(self, budget: int) -> None:

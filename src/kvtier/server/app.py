@@ -20,19 +20,19 @@ import kvtier
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.server import error_handlers
 from kvtier.server.admission import Admission, Room
-from kvtier.server.auth import Keys
+from kvtier.server.auth import ApiKeys
 from kvtier.server.bodies import Bodies, body_schemas, takes
 from kvtier.server.completions import Completions
 from kvtier.server.config import ServerConfig
-from kvtier.server.control import Control, add_control, add_state
+from kvtier.server.control import AdminApi, add_control, add_state
 from kvtier.server.engine_client import EngineClient
 from kvtier.server.errors import ApiError
 from kvtier.server.heartbeat import Heartbeat
 from kvtier.server.messages import Started
-from kvtier.server.middleware import App, ClientGone, Gate
+from kvtier.server.middleware import App, ClientGone, GuardMiddleware
 from kvtier.server.prepare import ModelInfo, Preparation
 from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
-from kvtier.server.request_log import Activity
+from kvtier.server.request_log import RequestLog
 from kvtier.server.responses import to_json
 from kvtier.server.schema_checks import SchemaChecks
 from kvtier.server.worker_pool import WorkerPool
@@ -99,7 +99,7 @@ def make_app(
     tokenizer: Tokenizer,
     pool: WorkerPool,
     admission: Admission,
-    activity: Activity,
+    activity: RequestLog,
     heartbeat: Heartbeat,
 ) -> App:
     """Make the app with its gate."""
@@ -126,10 +126,10 @@ def make_app(
     _add_plain(app, completions, started, heartbeat, admission)
     router = APIRouter()
     add_state(router, heartbeat, completions.model, activity, admission)
-    add_control(router, Control(heartbeat, room, admission, {each.name: each for each in config.tenants}), bodies)
+    add_control(router, AdminApi(heartbeat, room, admission, {each.name: each for each in config.tenants}), bodies)
     app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    return Gate(app, Keys(config.tenants), config.limits, activity, local_only=not config.tenants)
+    return GuardMiddleware(app, ApiKeys(config.tenants), config.limits, activity, local_only=not config.tenants)
 
 
 def model_info(config: ServerConfig, started: Started) -> ModelInfo:

@@ -13,7 +13,7 @@ ANYONE = ""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class Keys:
+class ApiKeys:
     """Finds the tenant of a key. Every key is compared, in constant time, so that the time tells nothing."""
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:

@@ -25,7 +25,7 @@ from kvtier.server.messages import Submit
 from kvtier.server.middleware import EventStream, unless_gone
 from kvtier.server.prepare import Prepared
 from kvtier.server.protocol import ChatRequest, CompletionRequest, Sampling
-from kvtier.server.request_log import Activity, RequestRecord
+from kvtier.server.request_log import RequestLog, RequestRecord
 from kvtier.server.responses import DONE, ChatForm, CompletionForm, Form, Usage, error_event
 from kvtier.server.schema_checks import SchemaChecks
 
@@ -34,7 +34,7 @@ _GRACE_SECONDS = 5.0  # beyond the time limit, for a client to take what is ther
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionSpec:
     """What is to be generated, and what the client calls it."""
 
     prompts: Sequence[Sequence[int]]
@@ -46,7 +46,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Job:
+class HttpJob:
     """One HTTP request on its way: what is asked for, and what is known of it so far."""
 
     id: str
@@ -86,7 +86,7 @@ class Completions:
         limits: Limits,
         admission: Admission,
         room: Room,
-        activity: Activity,
+        activity: RequestLog,
     ) -> None:
         self._engine = engine
         self._schemas = schemas
@@ -97,25 +97,27 @@ class Completions:
         self._room = room
         self._activity = activity
 
-    async def chat(self, prepared: Prepared[ChatRequest], request: Request) -> Job:
+    async def chat(self, prepared: Prepared[ChatRequest], request: Request) -> HttpJob:
         """The job of a chat request. Raises 4xx for what cannot be run."""
         body = prepared.body
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise ApiError(400, "max_tokens is the old name of max_completion_tokens: give one", "max_tokens")
         wanted = body.max_completion_tokens or body.max_tokens
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        ask = Ask(prepared.prompts, "messages", wanted, name, body.num_logprobs, prepared.schema)
+        ask = CompletionSpec(prepared.prompts, "messages", wanted, name, body.num_logprobs, prepared.schema)
         await self._check_schema(ask, request)
         return self._job(body, request.state.tenant, ask, ChatForm)
 
-    async def completion(self, prepared: Prepared[CompletionRequest], request: Request) -> Job:
+    async def completion(self, prepared: Prepared[CompletionRequest], request: Request) -> HttpJob:
         """The job of a completion request."""
         body = prepared.body
-        ask = Ask(prepared.prompts, "prompt", body.max_tokens or 16, "max_tokens", body.logprobs, prepared.schema)
+        ask = CompletionSpec(
+            prepared.prompts, "prompt", body.max_tokens or 16, "max_tokens", body.logprobs, prepared.schema
+        )
         await self._check_schema(ask, request)
         return self._job(body, request.state.tenant, ask, CompletionForm)
 
-    async def answer(self, job: Job, request: Request) -> Response:
+    async def answer(self, job: HttpJob, request: Request) -> Response:
         """Run it. Errors before the first token become an HTTP status, later ones an event in the stream."""
         job.began = request.state.began
         pieces = self._events(job) if job.stream else self._whole(job)
@@ -129,7 +131,7 @@ class Completions:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    async def _check_schema(self, ask: Ask, request: Request) -> None:
+    async def _check_schema(self, ask: CompletionSpec, request: Request) -> None:
         if ask.schema is None:
             return
         tenant, seconds = request.state.tenant, self._limits.request_seconds
@@ -141,7 +143,9 @@ class Completions:
             except TimeoutError as error:
                 raise ApiError(504, f"the request took longer than {seconds:g} s", code="timeout") from error
 
-    def _job(self, body: Sampling, tenant: Tenant | None, ask: Ask, form: type[ChatForm | CompletionForm]) -> Job:
+    def _job(
+        self, body: Sampling, tenant: Tenant | None, ask: CompletionSpec, form: type[ChatForm | CompletionForm]
+    ) -> HttpJob:
         room = self._checked_room(ask, tenant)
         try:
             params = body.sampling_params(max_tokens=ask.max_tokens or room, logprobs=ask.logprobs)
@@ -160,9 +164,9 @@ class Completions:
         )
         made = form(id, self.model, int(time.time()), self._tokenizer, logprobs=ask.logprobs is not None)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        return Job(id, form.endpoint, tenant, submits, made, bool(body.stream), include_usage)
+        return HttpJob(id, form.endpoint, tenant, submits, made, bool(body.stream), include_usage)
 
-    def _checked_room(self, ask: Ask, tenant: Tenant | None) -> int:
+    def _checked_room(self, ask: CompletionSpec, tenant: Tenant | None) -> int:
         """Tokens that are left for an answer to the longest prompt. Raises 400 if they are too few."""
         most, longest = self._room.of(tenant), max(len(prompt) for prompt in ask.prompts)
         name, code, room = ask.prompt_name, "context_length_exceeded", most - longest
@@ -180,7 +184,7 @@ class Completions:
             )
         return room
 
-    async def _whole(self, job: Job) -> AsyncGenerator[bytes]:
+    async def _whole(self, job: HttpJob) -> AsyncGenerator[bytes]:
         num_bytes, most = 0, self._limits.response_bytes
         async with aclosing(self._outputs(job)) as batches:
             async for outputs in batches:
@@ -195,7 +199,7 @@ class Completions:
                     )
         yield job.form.whole(job.num_answers, job.usage)
 
-    async def _events(self, job: Job) -> AsyncGenerator[bytes]:
+    async def _events(self, job: HttpJob) -> AsyncGenerator[bytes]:
         opened: set[int] = set()
         try:
             async with aclosing(self._outputs(job)) as batches:
@@ -209,7 +213,7 @@ class Completions:
                 raise
             yield error_event(error.body) + DONE
 
-    async def _outputs(self, job: Job) -> AsyncGenerator[list[Output]]:
+    async def _outputs(self, job: HttpJob) -> AsyncGenerator[list[Output]]:
         """What the engine gives, under the limits; whatever happens, the request is on the books once it is over."""
         try:
             with self._admission.admit(job.num_answers, job.tenant):
@@ -232,7 +236,7 @@ class Completions:
         finally:
             self._book(job)
 
-    def _count(self, job: Job, outputs: Sequence[Output]) -> None:
+    def _count(self, job: HttpJob, outputs: Sequence[Output]) -> None:
         now = time.monotonic()
         self._activity.delivered(now - job.mailbox.sent)
         if job.ttft is None:
@@ -252,7 +256,7 @@ class Completions:
             if output.index == 0 and output.finish_reason is not None:
                 usage.cached_tokens += output.num_cached_tokens
 
-    def _book(self, job: Job) -> None:
+    def _book(self, job: HttpJob) -> None:
         explanations = list(job.mailbox.explanations.values())
         usage = job.usage
         if job.finish in ("disconnected", "timeout"):  # the engine had it, whether or not a token came of it
@@ -287,7 +291,7 @@ def _sentence(explanation: Explanation) -> str:
     return "; ".join(part for part in (explanation.miss, explanation.why_loaded) if part)
 
 
-def _event(job: Job, outputs: Sequence[Output], opened: set[int]) -> bytes:
+def _event(job: HttpJob, outputs: Sequence[Output], opened: set[int]) -> bytes:
     """What the outputs of a step, or of several, add to each choice; those not `opened` yet are opened."""
     event = b""
     for index, mine in _by_choice(job, outputs).items():
@@ -298,14 +302,14 @@ def _event(job: Job, outputs: Sequence[Output], opened: set[int]) -> bytes:
     return event
 
 
-def _by_choice(job: Job, outputs: Sequence[Output]) -> dict[int, list[Output]]:
+def _by_choice(job: HttpJob, outputs: Sequence[Output]) -> dict[int, list[Output]]:
     found: dict[int, list[Output]] = {}
     for output in outputs:
         found.setdefault(_place(job, output), []).append(output)
     return found
 
 
-def _place(job: Job, output: Output) -> int:
+def _place(job: HttpJob, output: Output) -> int:
     """Which choice of the answer an output belongs to: prompts in order, and for each its n answers."""
     if len(job.submits) == 1:
         return output.index

@@ -19,12 +19,12 @@ from kvtier.server.errors import ApiError
 from kvtier.server.heartbeat import Heartbeat
 from kvtier.server.prepare import Prepared
 from kvtier.server.protocol import NameBody, PinBody, PromptBody, ResetBody, ResizeBody
-from kvtier.server.request_log import Activity
+from kvtier.server.request_log import RequestLog
 
 ASLEEP = "it is asleep (POST /control/wake)"
 
 
-class Control:
+class AdminApi:
     """Carries out what an operator asks for, in the engine process."""
 
     def __init__(self, engine: Heartbeat, room: Room, admission: Admission, tenants: Mapping[str, Tenant]) -> None:
@@ -76,7 +76,7 @@ class Control:
         return told
 
 
-def add_state(router: APIRouter, engine: Heartbeat, model: str, activity: Activity, admission: Admission) -> None:
+def add_state(router: APIRouter, engine: Heartbeat, model: str, activity: RequestLog, admission: Admission) -> None:
     """GET /state and GET /metrics."""
     began = time.time()
 
@@ -104,7 +104,7 @@ def add_state(router: APIRouter, engine: Heartbeat, model: str, activity: Activi
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
 
-def add_control(router: APIRouter, control: Control, bodies: Bodies) -> None:
+def add_control(router: APIRouter, control: AdminApi, bodies: Bodies) -> None:
     """Everything below /control."""
 
     @router.get("/control/explain/{request_id}")

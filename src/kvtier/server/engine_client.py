@@ -17,16 +17,16 @@ from kvtier.server.config import EngineOptions
 from kvtier.server.messages import (
     LENGTH,
     Abort,
-    Answer,
-    Broken,
     Call,
-    Close,
     Command,
+    ControlResult,
+    EngineFailed,
     Event,
     Ping,
-    Progress,
     Refused,
+    Shutdown,
     Started,
+    StepOutputs,
     Submit,
     frame,
 )
@@ -178,7 +178,7 @@ class EngineClient:
     async def close(self, seconds: float) -> int | None:
         """Let the engine keep what it can and end; kill it if that takes longer. Returns its exit code."""
         if self._writer is not None and not self.ended.is_set():
-            self._send(Close())
+            self._send(Shutdown())
         try:
             async with asyncio.timeout(seconds):
                 await self.ended.wait()
@@ -215,9 +215,9 @@ class EngineClient:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Progress():
+            case StepOutputs():
                 self._deliver(event)
-            case Answer():
+            case ControlResult():
                 call = self._calls.get(event.id)
                 if call is not None and not call.done():
                     call.set_exception(event.error) if event.error is not None else call.set_result(event.value)
@@ -226,10 +226,10 @@ class EngineClient:
                     box.fail(event.error)
             case Started():
                 self._started.set_result(event)
-            case Broken():
+            case EngineFailed():
                 self.why = event.why
 
-    def _deliver(self, progress: Progress) -> None:
+    def _deliver(self, progress: StepOutputs) -> None:
         for explanation in progress.ended:  # before the output that says it is over
             if (box := self._boxes.get(explanation.request_id)) is not None:
                 box.explanations[explanation.request_id] = explanation

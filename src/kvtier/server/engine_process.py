@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import torch
 
-from kvtier.cache.config import CacheConfig, HostConfig, Saving, StoreConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.grammar import Grammars
 from kvtier.engine.llm import LLM
@@ -29,7 +29,19 @@ from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
 from kvtier.server.constraints import Constraints, MakeConstraint
 from kvtier.server.engine_controls import CONTROLS
-from kvtier.server.messages import Abort, Answer, Broken, Call, Channel, Close, Ping, Progress, Refused, Started, Submit
+from kvtier.server.messages import (
+    Abort,
+    Call,
+    Channel,
+    ControlResult,
+    EngineFailed,
+    Ping,
+    Refused,
+    Shutdown,
+    Started,
+    StepOutputs,
+    Submit,
+)
 
 _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
@@ -44,7 +56,7 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
         engine = make_llm(options).engine
         recorder = _record(engine, options.record)
     except Exception as error:  # whatever it is, the front end is told and ends with it
-        channel.send(Broken(f"{type(error).__name__}: {error}"))
+        channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
         return
     with recorder:
         EngineServer(engine, channel).run()
@@ -65,7 +77,7 @@ def make_llm(options: EngineOptions) -> LLM:
     """A model and an engine as the options say."""
     tiers = options.tiers
     below: list[tuple[StoreConfig, str | tuple[str, ...]]] = []
-    saving, waits = Saving(WritePolicy(tiers.write)), tiers.wait_seconds
+    saving, waits = WritebackConfig(WritePolicy(tiers.write)), tiers.wait_seconds
     if tiers.disk:
         disk = StoreConfig("disk", saving, wait_seconds=waits)
         below.append((disk, f"disk:{quote(tiers.disk)}?bytes={tiers.disk_bytes}"))
@@ -137,8 +149,8 @@ class EngineServer:
                     case Call():
                         self._call(command)
                     case Ping():
-                        self._channel.send(Answer(command.id, None))
-                    case Close():
+                        self._channel.send(ControlResult(command.id, None))
+                    case Shutdown():
                         break
         self._save()
         self._runner.close()
@@ -151,7 +163,7 @@ class EngineServer:
     def _break_down(self, error: Exception) -> None:
         """The engine cannot go on: say why, and end `run`, so that the process ends and whoever waits knows."""
         with contextlib.suppress(OSError):  # the front end died
-            self._channel.send(Broken(f"{type(error).__name__}: {error}"))
+            self._channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
         self._channel.end()
 
     def _submit(self, command: Submit) -> None:
@@ -208,9 +220,9 @@ class EngineServer:
     def _tell_answer(self, number: int, future: Future[object]) -> None:
         error = future.exception()
         if error is None:
-            self._channel.send(Answer(number, future.result()))
+            self._channel.send(ControlResult(number, future.result()))
         elif isinstance(error, Exception):
-            self._channel.send(Answer(number, None, error))
+            self._channel.send(ControlResult(number, None, error))
 
     def _take(self, output: Output | None) -> None:
         """On the engine's thread, for each output of a step; what they are collected for runs after the last one."""
@@ -223,5 +235,5 @@ class EngineServer:
             self._ended.append(self._engine.explain(output.request_id))
 
     def _flush(self) -> None:
-        self._channel.send(Progress(tuple(self._outputs), tuple(self._ended), time.monotonic()))
+        self._channel.send(StepOutputs(tuple(self._outputs), tuple(self._ended), time.monotonic()))
         self._outputs, self._ended = [], []

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from kvtier.server.config import Limits
 from kvtier.server.connections import ConnectionTable, Place, address_group
 from kvtier.server.errors import ApiError
-from kvtier.server.request_log import Activity
+from kvtier.server.request_log import RequestLog
 
 _log = logging.getLogger("kvtier.server")
 # After an error response the rest of the request is read and discarded, within these bounds. Closing with unread input
@@ -32,7 +32,7 @@ _LINGER_BYTES = 1 << 20
 class HttpConnection(HttpToolsProtocol):
     """One client connection."""
 
-    def __init__(self, limits: Limits, table: ConnectionTable, activity: Activity, **options: Any) -> None:
+    def __init__(self, limits: Limits, table: ConnectionTable, activity: RequestLog, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
         self._table = table

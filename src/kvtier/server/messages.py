@@ -60,11 +60,11 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class Shutdown:
     """Cancel what runs, keep what is cached if there is a place for it, and end."""
 
 
-Command = Submit | Abort | Call | Ping | Close
+Command = Submit | Abort | Call | Ping | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,14 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class EngineFailed:
     """The engine could not start, or cannot go on."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class StepOutputs:
     """All that one step added, in one message."""
 
     outputs: tuple[Output, ...]
@@ -106,7 +106,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ControlResult:
     """What a call gave."""
 
     id: int
@@ -114,7 +114,7 @@ class Answer:
     error: Exception | None = None
 
 
-Event = Started | Broken | Progress | Refused | Answer
+Event = Started | EngineFailed | StepOutputs | Refused | ControlResult
 
 
 def frame(message: object) -> bytes:

@@ -2,7 +2,7 @@
 
 Between the app and a connection: streams of events, and noticing that a client has gone.
 
-Gate: checks every HTTP request before the app runs. Plain ASGI, so that disconnects pass through.
+GuardMiddleware: checks every HTTP request before the app runs. Plain ASGI, so that disconnects pass through.
 
 Checks headers, origin, key, and size and time of the body; writes one log line and counts one response per request.
 """
@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 from starlette.responses import Response
 
-from kvtier.server.auth import Keys
+from kvtier.server.auth import ApiKeys
 from kvtier.server.config import Limits
 from kvtier.server.errors import ApiError
-from kvtier.server.request_log import Activity
+from kvtier.server.request_log import RequestLog
 
 T = TypeVar("T")
 Message = MutableMapping[str, Any]
@@ -92,10 +92,10 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-class Gate:
+class GuardMiddleware:
     """Wraps the app."""
 
-    def __init__(self, app: App, keys: Keys, limits: Limits, activity: Activity, *, local_only: bool) -> None:
+    def __init__(self, app: App, keys: ApiKeys, limits: Limits, activity: RequestLog, *, local_only: bool) -> None:
         """`local_only`: there are no keys, so requests that another site's page makes a browser send are refused."""
         self._app = app
         self._keys = keys

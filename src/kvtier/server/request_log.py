@@ -1,4 +1,4 @@
-"""Activity: what the front end counts and remembers of the requests it served. No text of any of them."""
+"""RequestLog: what the front end counts and remembers of the requests it served. No text of any of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RequestRecord:
     """Why the match with the cache ended where it did, and whether blocks were loaded or computed again."""
 
 
-class Activity:
+class RequestLog:
     """Counters for /metrics, a window of times to first token, and the last requests."""
 
     def __init__(self) -> None:

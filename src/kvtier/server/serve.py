@@ -30,7 +30,7 @@ from kvtier.server.connections import make_table
 from kvtier.server.engine_client import EngineClient
 from kvtier.server.heartbeat import Heartbeat
 from kvtier.server.http_connection import HttpConnection
-from kvtier.server.request_log import Activity
+from kvtier.server.request_log import RequestLog
 from kvtier.server.worker import WorkerSetup
 from kvtier.server.worker_pool import WorkerPool
 
@@ -113,7 +113,7 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
     setup = WorkerSetup(model_info(config, started), limits.prepare_seconds)
     pool = WorkerPool(setup, limits.prepare_processes, has_tenants=bool(config.tenants))
     pool.start()
-    activity, heartbeat = Activity(), Heartbeat(engine, limits)
+    activity, heartbeat = RequestLog(), Heartbeat(engine, limits)
     app = make_app(config, engine, started, tokenizer, pool, admission, activity, heartbeat)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -139,7 +139,7 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
     return 1 if failed or code else 0
 
 
-def _uvicorn_config(config: ServerConfig, app: Any, activity: Activity) -> uvicorn.Config:
+def _uvicorn_config(config: ServerConfig, app: Any, activity: RequestLog) -> uvicorn.Config:
     limits = config.limits
     return uvicorn.Config(
         app,

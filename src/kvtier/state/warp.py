@@ -18,7 +18,7 @@ from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.memory import BatchCopy, Buffer, Placement, empty_like
 from kvtier.memory.interop import hold_tensor
 from kvtier.memory.native import native
-from kvtier.memory.region import Holding
+from kvtier.memory.region import MemoryRef
 from kvtier.state.permutation import I64, Permutation, find_runs
 
 
@@ -31,7 +31,7 @@ class CopyTable(Protocol):
         *,
         src_placement: Placement,
         dst_placement: Placement,
-        keep: Iterable[Holding],
+        keep: Iterable[MemoryRef],
         nbytes: int | None = None,
     ) -> None:
         """Copy, in order, now or later: rows of `table` are source addresses, destination addresses and byte counts.
@@ -55,7 +55,7 @@ class Rows:
 
     __slots__ = ("address", "holding", "name", "num_rows", "placement", "row_bytes", "row_kind", "tensor")
 
-    def __init__(self, name: str, tensor: torch.Tensor, holding: Holding | None = None) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, holding: MemoryRef | None = None) -> None:
         shape = tensor.shape
         if not shape:
             raise ArgumentError(f"{name} must have rows, got a tensor without dimensions")

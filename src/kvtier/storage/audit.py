@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.storage.store import Page, Read, Status, Store, StoredObject
+from kvtier.storage.store import ObjectStatus, Page, Read, Store, StoredObject
 
 _BATCH_BYTES = 32 << 20
 _MAX_OBJECT_BYTES = 1 << 30
@@ -14,7 +14,7 @@ _MAX_OBJECT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class NamespaceUsage:
     """Objects and bytes of one namespace."""
 
     namespace: bytes
@@ -26,7 +26,7 @@ class Usage:
 class Inventory:
     """What a store holds."""
 
-    usages: tuple[Usage, ...]
+    usages: tuple[NamespaceUsage, ...]
     """By namespace, the largest first."""
     num_unreadable: int
     """Objects nobody can tell what they are."""
@@ -50,7 +50,7 @@ class Defect:
     """An object that could not be read."""
 
     key: bytes
-    status: Status
+    status: ObjectStatus
     reason: str
 
 
@@ -84,7 +84,7 @@ def take_inventory(store: Store, *, timeout_s: float | None = None) -> Inventory
         for each in page.objects:
             count, nbytes = counts.get(each.label.namespace, (0, 0))
             counts[each.label.namespace] = (count + 1, nbytes + each.nbytes)
-    usages = [Usage(namespace, *totals) for namespace, totals in counts.items()]
+    usages = [NamespaceUsage(namespace, *totals) for namespace, totals in counts.items()]
     usages.sort(key=lambda usage: (-usage.nbytes, usage.namespace))
     return Inventory(tuple(usages), num_unreadable, time.perf_counter() - begin, reason)
 
@@ -103,15 +103,17 @@ def verify(
     for page in pages(store, timeout_s):
         num_unreadable, reason = num_unreadable + page.num_unreadable, page.reason
         oversized = [each for each in page.objects if each.nbytes > _MAX_OBJECT_BYTES]
-        defects += [Defect(each.key, Status.CORRUPT, f"its record claims {each.nbytes} bytes") for each in oversized]
+        defects += [
+            Defect(each.key, ObjectStatus.CORRUPT, f"its record claims {each.nbytes} bytes") for each in oversized
+        ]
         for batch in _batches([each for each in page.objects if each.nbytes <= _MAX_OBJECT_BYTES]):
             reads = [Read(each.key, each.label, bytearray(each.nbytes)) for each in batch]
             results = store.read_into(reads, timeout_s=timeout_s)
             total += results.nbytes
             for each, outcome in zip(batch, results, strict=True):
                 num_sound += outcome.ok
-                num_gone += outcome.status is Status.MISSING
-                if outcome.status in (Status.CORRUPT, Status.FAILED):
+                num_gone += outcome.status is ObjectStatus.MISSING
+                if outcome.status in (ObjectStatus.CORRUPT, ObjectStatus.FAILED):
                     defects.append(Defect(each.key, outcome.status, outcome.reason))
             progress(num_sound + num_gone + len(defects), total)
     seconds = time.perf_counter() - begin

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from kvtier.errors import ArgumentError
-from kvtier.storage.store import Outcome, Status
+from kvtier.storage.store import ObjectResult, ObjectStatus
 from kvtier.storage.workers import Job, Scratch, Workers
 
 
@@ -32,7 +32,7 @@ class Batch:
 
     def __init__(self, num_objects: int) -> None:
         self._condition = threading.Condition()
-        self._outcomes: list[Outcome | None] = [None] * num_objects
+        self._outcomes: list[ObjectResult | None] = [None] * num_objects
         self._num_open = self.num_objects = num_objects
         self._num_settling = 0
         self._num_jobs = 0
@@ -42,13 +42,13 @@ class Batch:
         self.trouble = ""
         """What an unhealthy store did to this call; nothing if it was well."""
 
-    def settle(self, outcomes: Mapping[int, Outcome], act: Callable[[], object] | None = None) -> bool:
+    def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
         """Give objects their outcomes, after `act`, which must be brief. False: the call has returned, nothing done."""
         with self._condition:
             if self._is_expired:
                 return False
             self._num_settling += 1
-        settled: Mapping[int, Outcome] = {}
+        settled: Mapping[int, ObjectResult] = {}
         try:
             if act is not None:
                 act()
@@ -68,9 +68,9 @@ class Batch:
         with self._condition:
             self.trouble = trouble
             left = [index for index, outcome in enumerate(self._outcomes) if outcome is None]
-        self.settle(dict.fromkeys(left, Outcome(Status.FAILED, reason=trouble)))
+        self.settle(dict.fromkeys(left, ObjectResult(ObjectStatus.FAILED, reason=trouble)))
 
-    def wait(self, timeout_s: float) -> tuple[Outcome, ...]:
+    def wait(self, timeout_s: float) -> tuple[ObjectResult, ...]:
         """The outcomes, when all are there or the time is over. Nothing of the caller's is touched from then on."""
         with self._condition:
             self._condition.wait_for(lambda: not self._num_open, timeout_s)
@@ -79,7 +79,7 @@ class Batch:
             if self._num_open:
                 self.is_late = True
                 self.trouble = f"{self._num_open} of {len(self._outcomes)} objects not done within {timeout_s:g} s"
-            late = Outcome(Status.FAILED, reason=f"not done within {timeout_s:g} s")
+            late = ObjectResult(ObjectStatus.FAILED, reason=f"not done within {timeout_s:g} s")
             return tuple(outcome or late for outcome in self._outcomes)
 
     @property
@@ -183,17 +183,17 @@ class Breaker:
                 self._wait_s = min(2 * self._wait_s, self._max_retry_s)
 
 
-class Calls:
+class CallRunner:
     """Has the jobs of a call done by its deadline, unless the breaker is open."""
 
     def __init__(self, workers: Workers, breaker: Breaker, timeout_s: float) -> None:
         self._workers, self._breaker, self._timeout_s = workers, breaker, timeout_s
 
-    def run(self, count: int, plan: Callable[[Batch], list[Job]], timeout_s: float | None) -> Sequence[Outcome]:
+    def run(self, count: int, plan: Callable[[Batch], list[Job]], timeout_s: float | None) -> Sequence[ObjectResult]:
         """The outcomes of so many objects. `plan` settles what needs no work and returns the jobs for the rest."""
         refusal = self._breaker.refusal()
         if refusal:
-            return [Outcome(Status.FAILED, reason=refusal)] * count
+            return [ObjectResult(ObjectStatus.FAILED, reason=refusal)] * count
         batch = Batch(count)
         jobs = plan(batch)
         batch.add_jobs(len(jobs))

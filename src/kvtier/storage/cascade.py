@@ -13,11 +13,11 @@ from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
     Kind,
     Meter,
-    Outcome,
+    ObjectResult,
+    ObjectStatus,
     Page,
     Read,
     Results,
-    Status,
     Store,
     StoreStats,
     UsesMemory,
@@ -26,7 +26,7 @@ from kvtier.storage.store import (
     view_of,
 )
 
-_WORSE = (Status.MISSING, Status.CORRUPT, Status.FAILED)
+_WORSE = (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
 """Of several bad answers the last of these is told: where one store could not say, nobody knows that it is missing."""
 
 
@@ -149,14 +149,14 @@ class Cascade:
         check_keys(keys)
         return time.perf_counter()
 
-    def _end(self, kind: Kind, outcomes: Sequence[Outcome], begin: float) -> Results:
+    def _end(self, kind: Kind, outcomes: Sequence[ObjectResult], begin: float) -> Results:
         return self._meter.count(kind, Results(tuple(outcomes), time.perf_counter() - begin))
 
     def _in_turn(
         self, count: int, ask: Callable[[Store, Sequence[int], float], Results], timeout_s: float | None
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[ObjectResult]:
         give_up = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        outcomes = [Outcome(Status.MISSING)] * count
+        outcomes = [ObjectResult(ObjectStatus.MISSING)] * count
         left: Sequence[int] = range(count)
         for number, store in enumerate(self._stores):
             if not left:
@@ -168,28 +168,28 @@ class Cascade:
         return outcomes
 
 
-def _better(one: Outcome, other: Outcome) -> Outcome:
+def _better(one: ObjectResult, other: ObjectResult) -> ObjectResult:
     """The answer of two stores, neither of them asked after the other had the object."""
     if other.ok:
         return other
     return max(other, one, key=lambda outcome: (_WORSE.index(outcome.status), bool(outcome.reason)))
 
 
-def _stored_somewhere(outcomes: Sequence[Outcome]) -> Outcome:
+def _stored_somewhere(outcomes: Sequence[ObjectResult]) -> ObjectResult:
     if not outcomes:
-        return Outcome(Status.FAILED, reason="no store takes writes")
+        return ObjectResult(ObjectStatus.FAILED, reason="no store takes writes")
     reasons = "; ".join(outcome.reason for outcome in outcomes if not outcome.ok)
     stored = [outcome for outcome in outcomes if outcome.ok]
     if not stored:
-        return Outcome(Status.FAILED, reason=reasons)
-    return Outcome(Status.STORED, max(outcome.nbytes for outcome in stored), reasons or stored[0].reason)
+        return ObjectResult(ObjectStatus.FAILED, reason=reasons)
+    return ObjectResult(ObjectStatus.STORED, max(outcome.nbytes for outcome in stored), reasons or stored[0].reason)
 
 
-def _removed_everywhere(outcomes: Sequence[Outcome]) -> Outcome:
-    failed = [outcome for outcome in outcomes if outcome.status is Status.FAILED]
+def _removed_everywhere(outcomes: Sequence[ObjectResult]) -> ObjectResult:
+    failed = [outcome for outcome in outcomes if outcome.status is ObjectStatus.FAILED]
     if failed:
         return failed[0]
-    return next((outcome for outcome in outcomes if outcome.ok), Outcome(Status.MISSING))
+    return next((outcome for outcome in outcomes if outcome.ok), ObjectResult(ObjectStatus.MISSING))
 
 
 def _at_once(calls: Sequence[Callable[[], Results]]) -> list[Results]:

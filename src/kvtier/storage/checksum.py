@@ -22,12 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import UnavailableError
-from kvtier.native_code import Native, Source, load
+from kvtier.native_code import Native, NativeSource, load
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-msse4.1", "-mpclmul", "-pthread")
 
 
-class NativeCode:
+class StorageNative:
     """The compiled functions. They release the GIL."""
 
     def __init__(self, path: Path) -> None:
@@ -42,18 +42,18 @@ class NativeCode:
 
 
 @functools.cache  # compiling and loading once per process is the point
-def native() -> Native[NativeCode]:
+def native() -> Native[StorageNative]:
     """The native code of this machine."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return Native(None, f"native.c is for x86-64, this is {platform.machine()}")
-    return load(Source("kvtier.storage", ["native.c"], _FLAGS), _tried)
+    return load(NativeSource("kvtier.storage", ["native.c"], _FLAGS), _tried)
 
 
-def _tried(path: Path) -> NativeCode:
+def _tried(path: Path) -> StorageNative:
     """What decides over wrong bytes is tried before use."""
     if "pclmulqdq" not in Path("/proc/cpuinfo").read_text():
         raise UnavailableError("this processor has no carry-less multiplication (PCLMULQDQ)")
-    code, sample = NativeCode(path), bytes(range(256))
+    code, sample = StorageNative(path), bytes(range(256))
     if code.checksum(sample, len(sample)) & 0xFFFFFFFF != zlib.crc32(sample):
         raise UnavailableError(f"{path} computes something else")
     return code

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.errors import RangeError
 from kvtier.storage.checksum import address_of, checksum, native
 from kvtier.storage.record import Flags, Record
-from kvtier.storage.store import Label, Outcome, Read, Status
+from kvtier.storage.store import Label, ObjectResult, ObjectStatus, Read
 from kvtier.storage.workers import ALIGNMENT, Scratch, round_up
 
 
@@ -91,7 +91,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def mismatch(label: Label, nbytes: int, read: Read, wanted: int) -> Outcome | None:
+def mismatch(label: Label, nbytes: int, read: Read, wanted: int) -> ObjectResult | None:
     """The miss of a reader who expects something else than what is stored."""
     reason = label.difference(read.label) or (nbytes != wanted and f"stored {nbytes} bytes, asked for {wanted}")
-    return Outcome(Status.MISSING, reason=reason) if reason else None
+    return ObjectResult(ObjectStatus.MISSING, reason=reason) if reason else None

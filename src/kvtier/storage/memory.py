@@ -15,11 +15,11 @@ from kvtier.storage.record import RECORD_BYTES, Record
 from kvtier.storage.store import (
     Kind,
     Meter,
-    Outcome,
+    ObjectResult,
+    ObjectStatus,
     Page,
     Read,
     Results,
-    Status,
     StoredObject,
     StoreStats,
     Write,
@@ -60,7 +60,9 @@ class MemoryStore:
         """Which of these objects are there."""
         begin = self._begin(keys)
         with self._lock:
-            outcomes = [Outcome(Status.FOUND if key in self.objects else Status.MISSING) for key in keys]
+            outcomes = [
+                ObjectResult(ObjectStatus.FOUND if key in self.objects else ObjectStatus.MISSING) for key in keys
+            ]
         return self._end(Kind.LOOKUP, outcomes, begin)
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
@@ -83,7 +85,7 @@ class MemoryStore:
         """Forget objects."""
         begin = self._begin(keys)
         with self._lock:
-            outcomes = [Outcome(Status.REMOVED if self._drop(key) else Status.MISSING) for key in keys]
+            outcomes = [ObjectResult(ObjectStatus.REMOVED if self._drop(key) else ObjectStatus.MISSING) for key in keys]
         return self._end(Kind.REMOVAL, outcomes, begin)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:  # noqa: ARG002
@@ -122,13 +124,13 @@ class MemoryStore:
         check_keys(keys)
         return time.perf_counter()
 
-    def _end(self, kind: Kind, outcomes: Sequence[Outcome], begin: float) -> Results:
+    def _end(self, kind: Kind, outcomes: Sequence[ObjectResult], begin: float) -> Results:
         return self._meter.count(kind, Results(tuple(outcomes), time.perf_counter() - begin))
 
-    def _read(self, read: Read, into: memoryview) -> Outcome:
+    def _read(self, read: Read, into: memoryview) -> ObjectResult:
         held = self.objects.get(read.key)
         if held is None:
-            return Outcome(Status.MISSING)
+            return ObjectResult(ObjectStatus.MISSING)
         missed = mismatch(held.record.label, held.record.nbytes, read, len(into))
         if missed:
             return missed
@@ -136,22 +138,22 @@ class MemoryStore:
         if len(held.payload) != held.record.nbytes or checksum(held.payload, held.token_ids) != held.record.checksum:
             self._drop(read.key)
             self._num_quarantined += 1
-            return Outcome(Status.CORRUPT, reason="the checksum differs")
+            return ObjectResult(ObjectStatus.CORRUPT, reason="the checksum differs")
         copy_bytes(into, memoryview(held.payload))
-        return Outcome(Status.FOUND, len(into))
+        return ObjectResult(ObjectStatus.FOUND, len(into))
 
-    def _write(self, write: Write, payload: memoryview) -> Outcome:
+    def _write(self, write: Write, payload: memoryview) -> ObjectResult:
         record, _ = encode(write.key, write.label, payload)
         new = MemoryObject(record, bytearray(payload), write.label.token_ids)
         if new.nbytes > self._max_bytes:
-            return Outcome(Status.FAILED, reason=f"{new.nbytes} bytes in a store of {self._max_bytes}")
+            return ObjectResult(ObjectStatus.FAILED, reason=f"{new.nbytes} bytes in a store of {self._max_bytes}")
         self._drop(write.key)
         while self._used_bytes + new.nbytes > self._max_bytes:
             self._drop(next(iter(self.objects)))
             self._num_evicted += 1
         self.objects[write.key] = new
         self._used_bytes += new.nbytes
-        return Outcome(Status.STORED, len(payload))
+        return ObjectResult(ObjectStatus.STORED, len(payload))
 
     def _drop(self, key: bytes) -> bool:
         gone = self.objects.pop(key, None)

@@ -29,7 +29,7 @@ from kvtier.storage.memory import MemoryStore
 from kvtier.storage.remote.bucket import Bucket, BucketError
 from kvtier.storage.remote.envelope import Cipher, Envelope
 from kvtier.storage.remote.store import RemoteStore, Retry
-from kvtier.storage.store import DEFAULT_TIMEOUT_S, Store, StoreStats, Traffic, UsesMemory
+from kvtier.storage.store import DEFAULT_TIMEOUT_S, CallStats, Store, StoreStats, UsesMemory
 
 Value = TypeVar("Value")
 
@@ -61,7 +61,7 @@ def open_store(
     writable: list[bool] = []
     with contextlib.ExitStack() as opened:  # if one cannot be opened, those before it are closed
         for url in urls:
-            options = _Options.of(url, shard, num_shards)
+            options = _UrlOptions.of(url, shard, num_shards)
             writable.append(options.flag("write", True))
             stores.append(_open(options, secret))
             opened.callback(stores[-1].close)
@@ -75,7 +75,7 @@ def is_folder(url: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class _UrlOptions:
     """The options of a URL; each is taken out when it is asked for, and what is left at the end was a mistake."""
 
     url: SplitResult
@@ -87,7 +87,7 @@ class _Options:
     num_shards: int = 1
 
     @classmethod
-    def of(cls, url: str, shard: int = 0, num_shards: int = 1) -> _Options:
+    def of(cls, url: str, shard: int = 0, num_shards: int = 1) -> _UrlOptions:
         try:
             parts = urlsplit(url)
             shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
@@ -136,7 +136,7 @@ def _amount(text: str, units: dict[str, float] | dict[str, int]) -> float:
     return float(match[1]) * units[match[2]]
 
 
-def _open(options: _Options, secret: bytes | None) -> Store:
+def _open(options: _UrlOptions, secret: bytes | None) -> Store:
     openers = {
         "disk": _open_disk,
         "memory": _open_memory,
@@ -154,7 +154,7 @@ def _open(options: _Options, secret: bytes | None) -> Store:
     return opener(options, secret)
 
 
-def _open_disk(options: _Options, _: bytes | None) -> Store:
+def _open_disk(options: _UrlOptions, _: bytes | None) -> Store:
     max_bytes = options.nbytes("bytes", 0)
     settings = {
         "segment_bytes": options.nbytes("segment", 256 << 20),
@@ -176,7 +176,7 @@ def _open_disk(options: _Options, _: bytes | None) -> Store:
     return DiskStore(path, max_bytes, sync=sync, compression=compression, direct=direct, **settings)  # type: ignore[arg-type]
 
 
-def _open_memory(options: _Options, _: bytes | None) -> Store:
+def _open_memory(options: _UrlOptions, _: bytes | None) -> Store:
     max_bytes = options.nbytes("bytes", 1 << 30)
     options.finish()
     if options.url.netloc or options.url.path:
@@ -184,7 +184,7 @@ def _open_memory(options: _Options, _: bytes | None) -> Store:
     return MemoryStore(max_bytes)
 
 
-def _open_redis(options: _Options, secret: bytes | None) -> Store:
+def _open_redis(options: _UrlOptions, secret: bytes | None) -> Store:
     with_tls, url = options.url.scheme == "rediss", options.url
     database = url.path.strip("/")
     if not url.hostname or not (database or "0").isdecimal():
@@ -216,7 +216,7 @@ def _open_redis(options: _Options, secret: bytes | None) -> Store:
     return remote.open(lambda: RedisBucket(config, remote.num_threads, remote.timeout_s))
 
 
-def _open_s3(options: _Options, secret: bytes | None) -> Store:
+def _open_s3(options: _UrlOptions, secret: bytes | None) -> Store:
     if not options.url.hostname:
         raise ArgumentError(f"{options.shown}: needs a bucket: s3://bucket/prefix")
     try:
@@ -236,7 +236,7 @@ def _open_s3(options: _Options, secret: bytes | None) -> Store:
     return remote.open(lambda: S3Bucket(config, remote.timeout_s))
 
 
-def _open_mooncake(options: _Options, secret: bytes | None) -> Store:
+def _open_mooncake(options: _UrlOptions, secret: bytes | None) -> Store:
     if not options.url.hostname:
         raise ArgumentError(f"{options.shown}: needs the master: mooncake://host:50051")
     try:
@@ -271,7 +271,7 @@ class _Remote:
     retry: Retry
 
     @classmethod
-    def of(cls, options: _Options, secret: bytes | None, *, num_threads: int) -> _Remote:
+    def of(cls, options: _UrlOptions, secret: bytes | None, *, num_threads: int) -> _Remote:
         file = options.text("secret")
         ttl_s = options.seconds("ttl", 0.0) or None
         cipher = Cipher(_read_secret(options, file) if file else secret or b"") if file or secret is not None else None
@@ -293,22 +293,22 @@ class _Remote:
         return RemoteStore(bucket, self.shown, envelope=self.envelope, retry=self.retry, **shared)  # type: ignore[arg-type]
 
 
-def _read_secret(options: _Options, file: str) -> bytes:
+def _read_secret(options: _UrlOptions, file: str) -> bytes:
     try:
         return Path(file).read_bytes()
     except OSError as error:
         raise ArgumentError(f"{options.shown}: the secret cannot be read: {error}") from error
 
 
-def _compression(options: _Options) -> Compression:
+def _compression(options: _UrlOptions) -> Compression:
     return _choice(options, "compression", Compression, Compression.NONE)
 
 
-def _choice(options: _Options, name: str, kind: Callable[[str], Value], default: Value) -> Value:
+def _choice(options: _UrlOptions, name: str, kind: Callable[[str], Value], default: Value) -> Value:
     return options._parsed(name, default, "one of its values", kind)
 
 
-def _missing(extra: str, options: _Options, error: ImportError) -> UnavailableError:
+def _missing(extra: str, options: _UrlOptions, error: ImportError) -> UnavailableError:
     return UnavailableError(
         f"{options.shown} needs the extra `{extra}`: pip install 'kvtier[{extra}]' ({error})"
         + ("; its libraries: apt-get install libibverbs1 librdmacm1 libnuma1" if extra == "mooncake" else "")
@@ -374,9 +374,9 @@ def sum_stats(stats: Sequence[StoreStats]) -> StoreStats:
     totals: dict[str, Any] = {}
     for each in fields(StoreStats):
         values = [getattr(one, each.name) for one in stats]
-        totals[each.name] = _sum_traffic(values) if isinstance(values[0], Traffic) else sum(values)
+        totals[each.name] = _sum_traffic(values) if isinstance(values[0], CallStats) else sum(values)
     return StoreStats(**totals)
 
 
-def _sum_traffic(parts: Sequence[Traffic]) -> Traffic:
-    return Traffic(**{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(Traffic)})
+def _sum_traffic(parts: Sequence[CallStats]) -> CallStats:
+    return CallStats(**{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(CallStats)})

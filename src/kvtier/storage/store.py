@@ -29,7 +29,7 @@ Buffer = bytes | bytearray | memoryview
 """Memory of any kind that shows itself as a contiguous buffer; for `read_into` a writable one."""
 
 
-class Status(Enum):
+class ObjectStatus(Enum):
     """What became of one object of a batch."""
 
     FOUND = "found"
@@ -44,14 +44,14 @@ class Status(Enum):
     """The store could not say: an error, a deadline, no room, or a breaker that is open."""
 
 
-_OK = frozenset((Status.FOUND, Status.STORED, Status.REMOVED))
+_OK = frozenset((ObjectStatus.FOUND, ObjectStatus.STORED, ObjectStatus.REMOVED))
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ObjectResult:
     """What became of one object, how many bytes of it moved, and why it is not better than that."""
 
-    status: Status
+    status: ObjectStatus
     nbytes: int = 0
     reason: str = ""
 
@@ -65,7 +65,7 @@ class Outcome:
 class Results:
     """The outcomes of a batch in its order, and the seconds the call took."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ObjectResult, ...]
     seconds: float
     is_durable: bool = False
     """Whether what was stored or removed is so after a power failure, too, and not only after the process is killed."""
@@ -73,10 +73,10 @@ class Results:
     def __len__(self) -> int:
         return len(self.outcomes)
 
-    def __getitem__(self, index: int) -> Outcome:
+    def __getitem__(self, index: int) -> ObjectResult:
         return self.outcomes[index]
 
-    def __iter__(self) -> Iterator[Outcome]:
+    def __iter__(self) -> Iterator[ObjectResult]:
         return iter(self.outcomes)
 
     @property
@@ -170,7 +170,7 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class CallStats:
     """What one kind of call has done so far."""
 
     num_done: int = 0
@@ -181,11 +181,13 @@ class Traffic:
     seconds: float = 0.0
     num_calls: int = 0
 
-    def plus(self, results: Results) -> Traffic:
+    def plus(self, results: Results) -> CallStats:
         """With one more call."""
         statuses = [outcome.status for outcome in results]
-        missing, corrupt, failed = (statuses.count(s) for s in (Status.MISSING, Status.CORRUPT, Status.FAILED))
-        return Traffic(
+        missing, corrupt, failed = (
+            statuses.count(s) for s in (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
+        )
+        return CallStats(
             self.num_done + len(statuses) - missing - corrupt - failed,
             self.num_missing + missing,
             self.num_corrupt + corrupt,
@@ -200,10 +202,10 @@ class Traffic:
 class StoreStats:
     """A snapshot of a store."""
 
-    lookups: Traffic = field(default_factory=Traffic)
-    reads: Traffic = field(default_factory=Traffic)
-    writes: Traffic = field(default_factory=Traffic)
-    removals: Traffic = field(default_factory=Traffic)
+    lookups: CallStats = field(default_factory=CallStats)
+    reads: CallStats = field(default_factory=CallStats)
+    writes: CallStats = field(default_factory=CallStats)
+    removals: CallStats = field(default_factory=CallStats)
     num_objects: int = 0
     """0, as the next two, where a server keeps the objects: `scan` tells what is there."""
     used_bytes: int = 0
@@ -293,7 +295,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._traffic = {kind: Traffic() for kind in Kind}
+        self._traffic = {kind: CallStats() for kind in Kind}
 
     def count(self, kind: Kind, results: Results) -> Results:
         """Add a call; returns its results."""

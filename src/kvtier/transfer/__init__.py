@@ -3,11 +3,11 @@
 from kvtier.transfer.checksums import block_checksums, verify_blocks
 from kvtier.transfer.compiled import CompiledTransfer
 from kvtier.transfer.device_cache import DeviceCache
-from kvtier.transfer.handle import BlockFailure, Status, Transfer, TransferReport
-from kvtier.transfer.host_memory import Growth, HostMemory
+from kvtier.transfer.handle import BlockFailure, TransferHandle, TransferReport, TransferStatus
+from kvtier.transfer.host_memory import GrowthState, HostMemory
 from kvtier.transfer.layers import LayerDoneCounter
 from kvtier.transfer.manager import TransferManager
-from kvtier.transfer.plane import Direction, Plane
+from kvtier.transfer.plane import BlockView, Direction
 from kvtier.transfer.strategy import Strategy, TransferConfig
 from kvtier.transfer.swap import (
     swap_cache_all_layers,
@@ -18,19 +18,19 @@ from kvtier.transfer.swap import (
 
 __all__ = [
     "BlockFailure",
+    "BlockView",
     "CompiledTransfer",
     "DeviceCache",
     "Direction",
-    "Growth",
+    "GrowthState",
     "HostMemory",
     "LayerDoneCounter",
-    "Plane",
-    "Status",
     "Strategy",
-    "Transfer",
     "TransferConfig",
+    "TransferHandle",
     "TransferManager",
     "TransferReport",
+    "TransferStatus",
     "block_checksums",
     "swap_cache_all_layers",
     "swap_cache_all_layers_async",

@@ -26,16 +26,16 @@ from kvtier.layout import CacheGroup
 from kvtier.memory import CostTable
 from kvtier.memory.copy_plan import DST, I64, NBYTES, SRC, Entries, scan
 from kvtier.memory.native import native
-from kvtier.transfer.device_cache import DeviceCache, Part
+from kvtier.transfer.device_cache import DeviceCache, LayerRange
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.plane import Direction, SlotAddresses
-from kvtier.transfer.strategy import FIRST_CHUNK_BYTES, Choice, Shape, Strategy, TransferConfig, choose
+from kvtier.transfer.strategy import FIRST_CHUNK_BYTES, Strategy, StrategyChoice, TransferConfig, TransferShape, choose
 
 Ids = Sequence[int] | I64
 
 
 @dataclass(slots=True, eq=False)
-class Moves:
+class SortedBlockIds:
     """Blocks to move, as they were asked for and in the order of their destination."""
 
     device_ids: I64
@@ -49,7 +49,7 @@ class Moves:
         return len(self.order)
 
 
-def sort_moves(device_ids: Ids, host_ids: Ids, direction: Direction, num_device: int, num_host: int) -> Moves:
+def sort_moves(device_ids: Ids, host_ids: Ids, direction: Direction, num_device: int, num_host: int) -> SortedBlockIds:
     """Check the ids (see check_moves) and put them in the order of their destination."""
     # copies: they outlive this call, and the arrays given are their owner's to change
     on_device, on_host = np.array(device_ids, order="C"), np.array(host_ids, order="C")
@@ -58,10 +58,10 @@ def sort_moves(device_ids: Ids, host_ids: Ids, direction: Direction, num_device:
         to_host = direction is Direction.D2H
         rows = code.sort_moves(on_device, on_host, num_device, num_host, to_host=to_host)
         if rows is not None:  # else the checks below say what is wrong
-            return Moves(on_device, on_host, *rows)
+            return SortedBlockIds(on_device, on_host, *rows)
     on_device, on_host = check_moves(device_ids, host_ids, direction, num_device, num_host)
     order = np.argsort(on_host if direction is Direction.D2H else on_device, kind="stable")
-    return Moves(on_device, on_host, order, on_device[order], on_host[order])
+    return SortedBlockIds(on_device, on_host, order, on_device[order], on_host[order])
 
 
 def block_copies(
@@ -177,7 +177,7 @@ class CompiledTransfer:
     host_ids: I64
     layer_groups: list[range]
     slices: list[Slice]
-    choice: Choice
+    choice: StrategyChoice
     cache: DeviceCache
     """Knows whether its tensors are still there; the addresses here are theirs."""
     host: HostMemory
@@ -218,13 +218,15 @@ def compile_transfer(
     count = len(moves)
     parts = [cache.part(layers) for layers in layer_groups]
     sides = (cache.placement, host.placement)
-    shape = Shape(
+    shape = TransferShape(
         *(sides if direction is Direction.D2H else sides[::-1]),
         nbytes=sum([part.span.nbytes for part in parts]) * count,
         num_parts=sum([len(part.segments) for part in parts]) * count,
         num_spans=len(layer_groups) * count,
     )
-    choice = choose(shape, strategy or config.strategy, costs) if count else Choice("direct", "loop", "no blocks")
+    choice = (
+        choose(shape, strategy or config.strategy, costs) if count else StrategyChoice("direct", "loop", "no blocks")
+    )
     slices = []
     for index, part in enumerate(parts):
         num_bytes = part.span.nbytes
@@ -262,7 +264,9 @@ def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool)
     return [size for size in sizes if size]
 
 
-def _direct_tables(moves: Moves, chosen: slice, part: Part, host: SlotAddresses, direction: Direction) -> Tables:
+def _direct_tables(
+    moves: SortedBlockIds, chosen: slice, part: LayerRange, host: SlotAddresses, direction: Direction
+) -> Tables:
     segments, on_device, on_host = part.segments, moves.sorted_device[chosen], moves.sorted_host[chosen]
     if len(segments) == 1:
         device = (int(segments.pointer[0]), int(segments.stride[0]))
@@ -273,7 +277,9 @@ def _direct_tables(moves: Moves, chosen: slice, part: Part, host: SlotAddresses,
     return Tables(copy_table(device_side, host_side, segments.nbytes, direction))
 
 
-def _staged_tables(moves: Moves, chosen: slice, part: Part, host: SlotAddresses, direction: Direction) -> Tables:
+def _staged_tables(
+    moves: SortedBlockIds, chosen: slice, part: LayerRange, host: SlotAddresses, direction: Direction
+) -> Tables:
     span, segments = part.span, part.segments
     on_device, on_host = moves.sorted_device[chosen], moves.sorted_host[chosen]
     stride, places = _stage_stride(span.nbytes), np.arange(len(on_host))

@@ -12,8 +12,8 @@ from kvtier.errors import ArgumentError, ClosedError, PlacementError
 from kvtier.layout import CacheGroup, Span
 from kvtier.memory import Placement
 from kvtier.memory.copy_plan import I64
-from kvtier.memory.region import Holding
-from kvtier.transfer.plane import Plane
+from kvtier.memory.region import MemoryRef
+from kvtier.transfer.plane import BlockView
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class LayerRange:
     """Some layers of a block: where they lie in it, and what they consist of in the device cache."""
 
     span: Span
@@ -47,7 +47,7 @@ class DeviceCache:
     Layer-first tensors may be views into one (such as tensor[:, 0]); parts that touch in memory travel together.
     """
 
-    def __init__(self, group: CacheGroup, planes: Sequence[tuple[int, int, Plane]]) -> None:
+    def __init__(self, group: CacheGroup, planes: Sequence[tuple[int, int, BlockView]]) -> None:
         """`planes`: layer, offset in the block, and blocks of each part, in the order of the block."""
         first = planes[0][2]
         if any(plane.placement != first.placement for _, _, plane in planes):
@@ -60,15 +60,15 @@ class DeviceCache:
         self.group = group
         self.num_blocks = first.num_blocks
         self.placement: Placement = first.placement
-        self._planes: list[tuple[int, int, Plane]] = list(planes)
-        self.holdings: list[Holding] = list({id(plane.holding): plane.holding for _, _, plane in planes}.values())
+        self._planes: list[tuple[int, int, BlockView]] = list(planes)
+        self.holdings: list[MemoryRef] = list({id(plane.holding): plane.holding for _, _, plane in planes}.values())
         """What keeps the tensors alive: whoever copies holds these."""
-        self._parts: dict[range, Part] = {}
+        self._parts: dict[range, LayerRange] = {}
 
     @classmethod
     def block_first(cls, group: CacheGroup, tensor: torch.Tensor) -> DeviceCache:
         """A tensor whose first dimension is blocks and whose block is, byte for byte, a block of the group."""
-        plane = Plane.of(tensor)
+        plane = BlockView.of(tensor)
         if plane.block_bytes != group.block_bytes:
             raise ArgumentError(
                 f"a block of this tensor of shape {tuple(tensor.shape)} has {plane.block_bytes} bytes, "
@@ -90,7 +90,7 @@ class DeviceCache:
             )
         planes = []
         for layer, spec, span in group.tensors():
-            plane = Plane.of(layers[layer][spec.name])
+            plane = BlockView.of(layers[layer][spec.name])
             if plane.block_bytes != span.nbytes:
                 raise ArgumentError(
                     f"{spec.name} of layer {layer} has {plane.block_bytes} bytes per block, group {group.name!r} says "
@@ -114,18 +114,18 @@ class DeviceCache:
         self._planes, self.holdings = [], []
         self._parts = {}
 
-    def part(self, layers: range) -> Part:
+    def part(self, layers: range) -> LayerRange:
         """What these layers of a block consist of, in the order of the block."""
         found = self._parts.get(layers)  # asked for every transfer
         if found is None:
             if self.is_released:
                 raise ClosedError(f"the cache of group {self.group.name!r} was released; register the new one")
             planes = [each for each in self._planes if each[0] in layers]
-            found = self._parts[layers] = Part(self.group.span(layers), _join(planes))
+            found = self._parts[layers] = LayerRange(self.group.span(layers), _join(planes))
         return found
 
 
-def _layers_of(group: CacheGroup, plane: Plane) -> list[tuple[int, int, Plane]]:
+def _layers_of(group: CacheGroup, plane: BlockView) -> list[tuple[int, int, BlockView]]:
     """Whole blocks as the parts that each layer has of them."""
     spans = [group.span(range(layer, layer + 1)) for layer in range(group.num_layers)]
     return [
@@ -134,7 +134,7 @@ def _layers_of(group: CacheGroup, plane: Plane) -> list[tuple[int, int, Plane]]:
     ]
 
 
-def _join(planes: Sequence[tuple[int, int, Plane]]) -> Segments:
+def _join(planes: Sequence[tuple[int, int, BlockView]]) -> Segments:
     """Join parts that follow each other in one memory. In the host's block they follow each other anyway."""
     columns: list[list[int]] = []
     memory = None
@@ -153,7 +153,7 @@ def _join(planes: Sequence[tuple[int, int, Plane]]) -> Segments:
     return Segments(*np.array(columns, np.int64).T.copy())
 
 
-def _memory(plane: Plane) -> int:
+def _memory(plane: BlockView) -> int:
     """The allocation a plane lies in: the driver refuses a copy across two, even if they touch."""
     owner = plane.holding.owner
     return owner.untyped_storage().data_ptr() if isinstance(owner, torch.Tensor) else id(plane.holding)

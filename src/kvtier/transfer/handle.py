@@ -17,14 +17,14 @@ from enum import StrEnum
 from kvtier.errors import CancelledTransferError, TransferError, TransferTimeoutError
 from kvtier.memory import Event
 from kvtier.memory.copy_plan import I64
-from kvtier.memory.region import Holding
+from kvtier.memory.region import MemoryRef
 from kvtier.transfer.compiled import CompiledTransfer
 from kvtier.transfer.layers import LayerDoneCounter
 from kvtier.transfer.plane import Direction
-from kvtier.transfer.strategy import Choice, Strategy
+from kvtier.transfer.strategy import Strategy, StrategyChoice
 
 
-class Status(StrEnum):
+class TransferStatus(StrEnum):
     """Where a transfer is, or how it ended."""
 
     QUEUED = "queued"
@@ -51,7 +51,7 @@ class TransferReport:
     id: int
     group: str
     direction: Direction
-    status: Status
+    status: TransferStatus
     device_ids: I64
     """As they were asked for, and in that order."""
     host_ids: I64
@@ -62,7 +62,7 @@ class TransferReport:
     num_copies: int
     seconds: float
     """From the first copy to the end of the last, by the clock of the stream."""
-    choice: Choice
+    choice: StrategyChoice
     """How it crossed the link."""
 
     @property
@@ -98,7 +98,7 @@ class Checksums:
 
 
 @dataclass(slots=True)
-class _Progress:
+class _SliceProgress:
     """How far the slices of a transfer are."""
 
     next: int = 0
@@ -110,7 +110,7 @@ class _Progress:
     """By slice."""
 
 
-class Transfer:
+class TransferHandle:
     """A transfer given to a TransferManager. `wait()` for its report, or ask the manager's `poll()`."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Transfer:
         urgent: bool,
         after: Event | None,
         deadline: float | None,
-        keep: list[Holding],
+        keep: list[MemoryRef],
     ) -> None:
         self.id = number
         self.urgent = urgent
@@ -133,8 +133,8 @@ class Transfer:
         self._compiled: CompiledTransfer | None = compiled
         self._deadline = deadline
         self._keep = keep
-        self._slices = _Progress()
-        self._status = Status.QUEUED
+        self._slices = _SliceProgress()
+        self._status = TransferStatus.QUEUED
         self._report: TransferReport | None = None
         self._checksums: Checksums | None = None
         self.was_waited_for = False
@@ -144,7 +144,7 @@ class Transfer:
                 self.layers.submitted(group, Event())
 
     @property
-    def status(self) -> Status:
+    def status(self) -> TransferStatus:
         """Where it is."""
         return self._status if self._report is None else self._report.status
 
@@ -185,7 +185,8 @@ class Transfer:
     def cancel(self) -> bool:
         """Do not submit what has not been; what has been is finished. False if there was nothing left to stop."""
         return self._drop_rest(
-            CancelledTransferError(f"transfer {self.id} was cancelled before this block was moved"), Status.CANCELLED
+            CancelledTransferError(f"transfer {self.id} was cancelled before this block was moved"),
+            TransferStatus.CANCELLED,
         )
 
     def checksums(self, timeout: float | None = None) -> Mapping[int, int]:
@@ -227,8 +228,8 @@ class Transfer:
         """Slice `index` was submitted and ends with the event; with an error, only part of it may have been."""
         with self._changed:
             slices = self.compiled.slices
-            if self._status is Status.QUEUED:
-                self._status = Status.RUNNING
+            if self._status is TransferStatus.QUEUED:
+                self._status = TransferStatus.RUNNING
             self._slices.ends.append(end)
             self._slices.num_claimed -= 1
             if error is not None:
@@ -270,9 +271,9 @@ class Transfer:
     def _expire(self) -> None:
         if self._deadline is not None and not self._is_over() and time.monotonic() >= self._deadline:
             error = TransferTimeoutError(f"the deadline of transfer {self.id} passed before this block was moved")
-            self._drop_rest(error, Status.LATE)
+            self._drop_rest(error, TransferStatus.LATE)
 
-    def _drop_rest(self, error: BaseException, status: Status) -> bool:
+    def _drop_rest(self, error: BaseException, status: TransferStatus) -> bool:
         with self._changed:
             if self._is_over():
                 return False
@@ -299,13 +300,13 @@ class Transfer:
                 bad.setdefault(position, error)
         device_ids, host_ids, count = compiled.device_ids, compiled.host_ids, len(compiled.device_ids)
         lost = [BlockFailure(int(device_ids[at]), int(host_ids[at]), error) for at, error in sorted(bad.items())]
-        ended = self._status if self._status in (Status.CANCELLED, Status.LATE) else Status.DONE
+        ended = self._status if self._status in (TransferStatus.CANCELLED, TransferStatus.LATE) else TransferStatus.DONE
         copied = all(isinstance(error, CancelledTransferError | TransferTimeoutError) for error in bad.values())
         self._report = TransferReport(
             self.id,
             compiled.group.name,
             compiled.direction,
-            ended if copied else Status.FAILED,
+            ended if copied else TransferStatus.FAILED,
             device_ids,
             host_ids,
             tuple(lost),

@@ -28,14 +28,14 @@ from kvtier.errors import (
 from kvtier.layout import CacheGroup
 from kvtier.memory import CPU, PINNED, Buffer, Event, Placement, Stream, host_pages
 from kvtier.memory.host_pages import MappedMemory
-from kvtier.memory.region import Holding
-from kvtier.transfer.plane import Plane, SlotAddresses
+from kvtier.memory.region import MemoryRef
+from kvtier.transfer.plane import BlockView, SlotAddresses
 
 # Touching 1 GiB takes 0.8 s and pinning it 0.06 s (H200, 2026-11-15): the first slots are there after 0.2 s.
 PIECE_BYTES = 256 << 20
 
 
-class Growth(Enum):
+class GrowthState(Enum):
     """Whether more slots are to come."""
 
     GROWING = auto()
@@ -75,9 +75,9 @@ class HostMemory:
         self._memory = MappedMemory(num_slots * self.slot_bytes, huge_pages=huge_pages)
         self.addresses = SlotAddresses(self._memory.pointer, self.slot_bytes, self.piece_slots)
         """Where the slots are, ready or not, and until they are freed."""
-        self._holding: Holding | None = self._hold()
+        self._holding: MemoryRef | None = self._hold()
         self._changed = threading.Condition()
-        self._growth = Growth.GROWING
+        self._growth = GrowthState.GROWING
         self._num_ready = 0
         if background:
             grow = _weak_method(self)
@@ -86,10 +86,10 @@ class HostMemory:
             while self._grow_piece():
                 pass
 
-    def _hold(self) -> Holding:
+    def _hold(self) -> MemoryRef:
         memory = self._memory
         # the last one who uses it, be that a copy in flight, frees it
-        return Holding(memory.pointer, memory.nbytes, self.placement, memory.tensor, release=memory.free)
+        return MemoryRef(memory.pointer, memory.nbytes, self.placement, memory.tensor, release=memory.free)
 
     @property
     def num_ready(self) -> int:
@@ -97,7 +97,7 @@ class HostMemory:
         return self._num_ready
 
     @property
-    def growth(self) -> Growth:
+    def growth(self) -> GrowthState:
         """Whether more are to come."""
         return self._growth
 
@@ -109,7 +109,7 @@ class HostMemory:
         wanted = self.num_slots if num_slots is None else num_slots
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while self._num_ready < wanted and self._growth is Growth.GROWING:
+            while self._num_ready < wanted and self._growth is GrowthState.GROWING:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise TransferTimeoutError(
@@ -122,13 +122,13 @@ class HostMemory:
 
     # ---- the slots ----
 
-    def plane(self, layer: int | None = None, name: str | None = None) -> Plane:
+    def plane(self, layer: int | None = None, name: str | None = None) -> BlockView:
         """The usable slots, as whole blocks, or as one tensor of one layer of them: what the swap operators take."""
         holding = self._open()
         if (layer is None) != (name is None):
             raise ArgumentError("a plane of one tensor needs both its layer and its name")
         span = self.group.span() if layer is None or name is None else self.group.tensor_span(layer, name)
-        return Plane(
+        return BlockView(
             holding.pointer + span.offset, self.slot_bytes, span.nbytes, self._num_ready, holding, self.piece_slots
         )
 
@@ -160,7 +160,7 @@ class HostMemory:
         if self._holding is not None:
             self._holding.used_by(stream, event)
 
-    def keep(self) -> Holding:
+    def keep(self) -> MemoryRef:
         """What keeps the memory alive; an error once freed."""
         return self._open()
 
@@ -168,12 +168,12 @@ class HostMemory:
         """Give the memory back, once copies in flight are done with it. Using it then is an error; twice is fine."""
         with self._changed:
             holding, self._holding = self._holding, None
-            self._growth, self._num_ready = Growth.FREED, 0
+            self._growth, self._num_ready = GrowthState.FREED, 0
             self._changed.notify_all()
         if holding is not None:
             holding.wait()
 
-    def _open(self) -> Holding:
+    def _open(self) -> MemoryRef:
         holding = self._holding
         if holding is None:
             raise ClosedError(f"the host memory of group {self.group.name!r} was freed")
@@ -184,7 +184,7 @@ class HostMemory:
     def _grow_piece(self) -> bool:
         """Make the next piece usable. False if there is none left, or none to be had."""
         holding = self._holding  # kept while the piece is made, also from free()
-        if holding is None or self._growth is not Growth.GROWING:
+        if holding is None or self._growth is not GrowthState.GROWING:
             return False
         first = self._num_ready
         count = min(self.piece_slots, self.num_slots - first)
@@ -193,16 +193,16 @@ class HostMemory:
                 self._bind()
             self._make_present(first * self.slot_bytes, count * self.slot_bytes)
         except (KvtierError, RuntimeError, MemoryError) as error:
-            self._end(Growth.STOPPED, str(error))
+            self._end(GrowthState.STOPPED, str(error))
             return False
         with self._changed:
-            if self._growth is not Growth.GROWING:
+            if self._growth is not GrowthState.GROWING:
                 return False
             self._num_ready = first + count
             if self._num_ready == self.num_slots:
-                self._growth = Growth.READY
+                self._growth = GrowthState.READY
             self._changed.notify_all()
-        return self._growth is Growth.GROWING
+        return self._growth is GrowthState.GROWING
 
     def _bind(self) -> None:
         if self.device.is_device:
@@ -214,9 +214,9 @@ class HostMemory:
         if self.device.is_device:
             self._memory.pin(offset, nbytes, self.device)
 
-    def _end(self, growth: Growth, trouble: str) -> None:
+    def _end(self, growth: GrowthState, trouble: str) -> None:
         with self._changed:
-            if self._growth is Growth.GROWING:
+            if self._growth is GrowthState.GROWING:
                 self._growth, self.trouble = growth, trouble
             self._changed.notify_all()
 

@@ -14,8 +14,8 @@ import threading
 from collections import deque
 
 from kvtier.memory import Event, Placement, Stream, cuda
-from kvtier.memory.copy_paths import Job, Pieces
-from kvtier.transfer.handle import Transfer
+from kvtier.memory.copy_paths import CopyContext, Pieces
+from kvtier.transfer.handle import TransferHandle
 from kvtier.transfer.plane import Direction
 from kvtier.transfer.staging import Mover, StagingRing
 from kvtier.transfer.strategy import TransferConfig
@@ -34,12 +34,12 @@ class Lane:
         self._ring = StagingRing(direction, placement, config, mover)
         self._streams = {urgent: Stream(placement, priority=_URGENT if urgent else 0) for urgent in (True, False)}
         self._changed = threading.Condition()
-        self._queue: list[Transfer] = []
+        self._queue: list[TransferHandle] = []
         self._in_flight: dict[bool, deque[tuple[int, Event]]] = {True: deque(), False: deque()}
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, transfer: Transfer) -> None:
+    def submit(self, transfer: TransferHandle) -> None:
         """Start it now if nothing is in its way and it is within the bound, else queue it."""
         with self._changed:
             if self._can_start(transfer):
@@ -95,7 +95,7 @@ class Lane:
                 # engine's thread needs the interpreter, and there are more slices on the link
                 in_the_way.settle(patient=True)
 
-    def _next_queued(self) -> tuple[Transfer, int] | None:
+    def _next_queued(self) -> tuple[TransferHandle, int] | None:
         """Wait for a transfer with a slice left to submit. Return it and the bytes of the slice; None if closed."""
         while True:
             while self._queue:
@@ -124,7 +124,7 @@ class Lane:
         limit = self._config.max_urgent_bytes if urgent else self._config.max_in_flight_bytes
         return line[0][1] if used and used + wanted > limit else None
 
-    def _can_start(self, transfer: Transfer) -> bool:
+    def _can_start(self, transfer: TransferHandle) -> bool:
         """Whether all of it can be submitted right now, ahead of nobody it should be behind."""
         if any(each.urgent or not transfer.urgent for each in self._queue):
             return False
@@ -137,7 +137,7 @@ class Lane:
         while line and _is_reached(line[0][1]):
             line.popleft()
 
-    def _start(self, transfer: Transfer, index: int) -> None:
+    def _start(self, transfer: TransferHandle, index: int) -> None:
         """Give one slice to the streams. Whatever goes wrong is the slice's, not the caller's."""
         stream = self._streams[transfer.urgent]
         compiled = transfer.compiled
@@ -150,7 +150,9 @@ class Lane:
         self._in_flight[transfer.urgent].append((compiled.slices[index].nbytes, end))
         transfer.submitted(index, end, error)
 
-    def _start_on_device(self, transfer: Transfer, index: int, stream: Stream) -> tuple[Event, BaseException | None]:
+    def _start_on_device(
+        self, transfer: TransferHandle, index: int, stream: Stream
+    ) -> tuple[Event, BaseException | None]:
         compiled = transfer.compiled
         part, choice, host = compiled.slices[index], compiled.choice, compiled.host.placement
         with cuda.current_context(self._placement):
@@ -167,7 +169,9 @@ class Lane:
             except Exception as error:  # part of it may be under way
                 return stream.record(Event(timing=True, blocking=True)), error
 
-    def _start_on_host(self, transfer: Transfer, index: int, stream: Stream) -> tuple[Event, BaseException | None]:
+    def _start_on_host(
+        self, transfer: TransferHandle, index: int, stream: Stream
+    ) -> tuple[Event, BaseException | None]:
         compiled = transfer.compiled
         part, path, job = compiled.slices[index], compiled.choice.path, self._job(compiled.host.placement, None)
         after = transfer.after
@@ -186,9 +190,9 @@ class Lane:
         stream.enqueue(task)
         return stream.record(Event(timing=True)), None
 
-    def _job(self, host: Placement, stream: Stream | None) -> Job:
+    def _job(self, host: Placement, stream: Stream | None) -> CopyContext:
         sides = (self._placement, host) if self.direction is Direction.D2H else (host, self._placement)
-        return Job(*sides, stream)
+        return CopyContext(*sides, stream)
 
 
 def _is_reached(event: Event) -> bool:

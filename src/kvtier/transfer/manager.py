@@ -15,7 +15,7 @@ from kvtier.memory.copy_paths import run_path
 from kvtier.transfer.checksums import block_checksums
 from kvtier.transfer.compiled import CompiledTransfer, Ids, compile_transfer
 from kvtier.transfer.device_cache import DeviceCache
-from kvtier.transfer.handle import Checksums, Transfer, TransferReport
+from kvtier.transfer.handle import Checksums, TransferHandle, TransferReport
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import Lane
 from kvtier.transfer.plane import Direction, as_direction
@@ -55,7 +55,7 @@ class TransferManager:
         self._costs = costs
         self._caches: dict[str, tuple[DeviceCache, HostMemory]] = {}
         self._lanes = {way: Lane(way, self.placement, self.config, mover) for way in Direction}
-        self._live: dict[int, Transfer] = {}
+        self._live: dict[int, TransferHandle] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._checker: Stream | None = None
@@ -139,7 +139,7 @@ class TransferManager:
         after: Event | None = None,
         timeout: float | None = None,
         checksum: bool = False,
-    ) -> Transfer:
+    ) -> TransferHandle:
         """Start a compiled transfer. What is not submitted `timeout` seconds from now is not moved."""
         if self._closed:
             raise ClosedError("this TransferManager was closed")
@@ -149,7 +149,7 @@ class TransferManager:
         deadline = None if timeout is None else time.monotonic() + timeout
         behind = self.present() if after is None else after
         number = next(self._numbers)
-        transfer = Transfer(number, compiled, urgent=urgent, after=behind, deadline=deadline, keep=keep)
+        transfer = TransferHandle(number, compiled, urgent=urgent, after=behind, deadline=deadline, keep=keep)
         with self._lock:
             self._live = {k: each for k, each in self._live.items() if not each.was_waited_for}
             self._live[number] = transfer
@@ -169,7 +169,7 @@ class TransferManager:
         timeout: float | None = None,
         checksum: bool = False,
         strategy: Strategy | None = None,
-    ) -> Transfer:
+    ) -> TransferHandle:
         """Copy blocks to the host, behind `after`, the event of the compute that wrote them."""
         compiled = self.compile(Direction.D2H, device_ids, host_ids, group=group, urgent=urgent, strategy=strategy)
         return self.submit(compiled, urgent=urgent, after=after, timeout=timeout, checksum=checksum)
@@ -185,7 +185,7 @@ class TransferManager:
         after: Event | None = None,
         timeout: float | None = None,
         strategy: Strategy | None = None,
-    ) -> Transfer:
+    ) -> TransferHandle:
         """Copy blocks to the device. With `layer_wise`, compute of a layer can start when `layers` says it is there."""
         compiled = self.compile(
             Direction.H2D,
@@ -258,7 +258,7 @@ class TransferManager:
 
     # ---- helpers ----
 
-    def _add_checksums(self, transfer: Transfer, compiled: CompiledTransfer) -> None:
+    def _add_checksums(self, transfer: TransferHandle, compiled: CompiledTransfer) -> None:
         """A thread of its own waits for the blocks and reads them; no copy waits for that."""
         if compiled.direction is not Direction.D2H or compiled.layer_groups != [range(compiled.group.num_layers)]:
             raise ArgumentError("checksums are of whole blocks as they come to the host: for saves of all layers")

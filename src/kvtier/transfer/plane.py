@@ -12,7 +12,7 @@ from kvtier.errors import ArgumentError, PlacementError
 from kvtier.memory import CPU, PINNED, Buffer, Placement
 from kvtier.memory.copy_plan import I64
 from kvtier.memory.placement import gpu, has_gpu
-from kvtier.memory.region import Holding
+from kvtier.memory.region import MemoryRef
 
 
 class Direction(StrEnum):
@@ -25,7 +25,7 @@ class Direction(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plane:
+class BlockView:
     """Blocks of equal size at equal distances: one tensor of one layer, or whole blocks.
 
     It keeps the memory alive.
@@ -37,7 +37,7 @@ class Plane:
     block_bytes: int
     """Bytes of a block, which are contiguous."""
     num_blocks: int
-    holding: Holding
+    holding: MemoryRef
     """Keeps the memory alive, and knows which copies use it."""
     run_blocks: int = 0
     """A copy never spans a multiple of so many blocks (memory registered piece by piece); 0: no such bounds."""
@@ -53,9 +53,9 @@ class Plane:
         return self.pointer + (self.num_blocks - 1) * self.stride + self.block_bytes if self.num_blocks else 0
 
     @classmethod
-    def of(cls, source: torch.Tensor | Buffer | Plane, block_bytes: int | None = None) -> Plane:
+    def of(cls, source: torch.Tensor | Buffer | BlockView, block_bytes: int | None = None) -> BlockView:
         """The blocks along the first dimension of a tensor, or of a Buffer of blocks of so many bytes each."""
-        if isinstance(source, Plane):
+        if isinstance(source, BlockView):
             return source
         if isinstance(source, Buffer):
             if not block_bytes or source.nbytes % block_bytes:
@@ -65,7 +65,7 @@ class Plane:
         return cls._of_tensor(source)
 
     @classmethod
-    def _of_tensor(cls, tensor: torch.Tensor) -> Plane:
+    def _of_tensor(cls, tensor: torch.Tensor) -> BlockView:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
             raise ArgumentError(f"blocks are the first dimension of a tensor, got {type(tensor).__name__}")
         dense, expected = True, 1
@@ -81,7 +81,7 @@ class Plane:
         stride = tensor.stride(0) * item
         if tensor.shape[0] > 1 and stride < expected * item:
             raise ArgumentError(f"the blocks of this tensor overlap: {expected * item} bytes every {stride}")
-        holding = Holding(tensor.data_ptr(), tensor.nbytes, _placement(tensor), owner=tensor.detach(), pooled=True)
+        holding = MemoryRef(tensor.data_ptr(), tensor.nbytes, _placement(tensor), owner=tensor.detach(), pooled=True)
         return cls(tensor.data_ptr(), stride, expected * item, tensor.shape[0], holding)
 
     def addresses(self, ids: I64) -> I64:

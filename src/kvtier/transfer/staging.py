@@ -26,14 +26,14 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.memory import PINNED, Event, Placement, Stream
-from kvtier.memory.copy_paths import Job, PathName, Pieces
+from kvtier.memory.copy_paths import CopyContext, PathName, Pieces
 from kvtier.memory.copy_plan import DST, I64, SRC
 from kvtier.memory.costs import cost_key, saved_costs
 from kvtier.transfer.compiled import Slice
 from kvtier.transfer.plane import Direction
 from kvtier.transfer.strategy import TransferConfig
 
-Mover = Callable[[PathName, Job, Pieces], PathName]
+Mover = Callable[[PathName, CopyContext, Pieces], PathName]
 """Carries out independent copies: copy_paths.run_path, or what a test puts in its place."""
 
 
@@ -46,7 +46,7 @@ _JUDGED = 4  # of them together: one may have met other traffic
 
 
 @dataclass(slots=True)
-class _Slot:
+class _StagingSlot:
     pointer: int
     free: Event
     """Behind it the slot may be written again."""
@@ -70,7 +70,7 @@ class StagingRing:
         self._config = config
         self._mover = mover
         self._memory: torch.Tensor | None = None
-        self._slots: list[_Slot] = []
+        self._slots: list[_StagingSlot] = []
         self._turn = 0
         self._kernels: Stream | None = None
         self._timed: deque[_Timed] = deque()
@@ -92,11 +92,11 @@ class StagingRing:
                     kernels.wait(after)
                 self._inside(part, DST, base, kernels)
                 copies.wait(kernels.record())
-                self._copy(part, path, Job(self._placement, host, copies), SRC, base, end)
+                self._copy(part, path, CopyContext(self._placement, host, copies), SRC, base, end)
                 return end
             copies.wait(free)
             arrived = Event(timing=True)
-            self._copy(part, path, Job(host, self._placement, copies), DST, base, arrived)
+            self._copy(part, path, CopyContext(host, self._placement, copies), DST, base, arrived)
             kernels.wait(arrived)
             self._inside(part, SRC, base, kernels)
             return kernels.record(end)
@@ -105,7 +105,7 @@ class StagingRing:
             copies.record(end)
             raise
 
-    def _copy(self, part: Slice, path: PathName, job: Job, row: int, base: int, end: Event) -> None:
+    def _copy(self, part: Slice, path: PathName, job: CopyContext, row: int, base: int, end: Event) -> None:
         """Over the link; `end` is recorded behind it."""
         assert job.stream is not None
         begin = job.stream.record(Event(timing=True)) if part.nbytes >= _TIMED_BYTES else None
@@ -117,7 +117,7 @@ class StagingRing:
     def _inside(self, part: Slice, row: int, base: int, kernels: Stream) -> None:
         inside = part.tables.inside
         assert inside is not None
-        job = Job(self._placement, self._placement, kernels, blocks=self._config.gather_blocks)
+        job = CopyContext(self._placement, self._placement, kernels, blocks=self._config.gather_blocks)
         self._mover("gather", job, Pieces(_based(inside, row, base)))
 
     def _look_at_the_rate(self) -> None:
@@ -135,7 +135,7 @@ class StagingRing:
             before, self._kernels = self._kernels, Stream(self._placement, priority=_FIRST)
             self._kernels.wait(before.record())  # ends come in order
 
-    def _take(self) -> _Slot:
+    def _take(self) -> _StagingSlot:
         """The next slot; the ring is made on first use."""
         if not self._slots:
             config = self._config
@@ -145,10 +145,10 @@ class StagingRing:
             ready = Stream.wrap(torch.cuda.current_stream(self._placement.torch)).record()
             first = self._memory.data_ptr()
             self._kernels = Stream(self._placement, priority=_FIRST)
-            self._slots = [_Slot(first + k * config.chunk_bytes, ready) for k in range(config.num_chunks)]
+            self._slots = [_StagingSlot(first + k * config.chunk_bytes, ready) for k in range(config.num_chunks)]
             costs, sides = saved_costs(self._placement), (self._placement, PINNED)
             if costs is not None:
-                link = Job(*(sides if self._direction is Direction.D2H else sides[::-1]), None)
+                link = CopyContext(*(sides if self._direction is Direction.D2H else sides[::-1]), None)
                 self._best_gbs = max(self._best_gbs, costs.links.get(cost_key(link), 0.0))
         self._turn += 1
         return self._slots[self._turn % len(self._slots)]

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 from kvtier.errors import ArgumentError
 from kvtier.memory import CostTable, Placement, cost_table
-from kvtier.memory.copy_paths import Job, PathName, why_not
+from kvtier.memory.copy_paths import CopyContext, PathName, why_not
 from kvtier.memory.costs import cost_key
 
 Strategy = Literal["direct", "kernel", "staged"]
@@ -69,7 +69,7 @@ FIRST_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TransferShape:
     """What a transfer consists of, as far as its cost goes."""
 
     src: Placement
@@ -82,14 +82,14 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class _PathOptions:
     """What can be done between two placements."""
 
     paths: Mapping[Strategy, PathName]
     """The able strategies, with the path that crosses the link."""
     refusals: Mapping[Strategy, str]
-    link: Job
-    inside: Job
+    link: CopyContext
+    inside: CopyContext
     told: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,13 +98,13 @@ class _Options:
 
 
 @functools.cache  # asked for every transfer, and the answer never changes
-def _options(src: Placement, dst: Placement, in_one_piece: bool) -> _Options:
-    link = Job(src, dst, None)
+def _options(src: Placement, dst: Placement, in_one_piece: bool) -> _PathOptions:
+    link = CopyContext(src, dst, None)
     device = dst if dst.is_device else src
-    inside = Job(device, device, None)
+    inside = CopyContext(device, device, None)
     if not link.on_device:
         refusal = why_not("host", link)
-        return _Options({"direct": "loop" if refusal else "host"}, {}, link, inside)
+        return _PathOptions({"direct": "loop" if refusal else "host"}, {}, link, inside)
     engine: PathName = "driver" if why_not("driver", link) is None else "loop"
     paths: dict[Strategy, PathName] = {"direct": engine, "kernel": "gather", "staged": engine}
     reasons: dict[Strategy, str | None] = {
@@ -113,13 +113,13 @@ def _options(src: Placement, dst: Placement, in_one_piece: bool) -> _Options:
         "staged": "blocks are one piece on both sides" if in_one_piece else why_not("gather", inside),
     }
     able = {name: path for name, path in paths.items() if reasons[name] is None}
-    return _Options(able, {name: reason for name, reason in reasons.items() if reason is not None}, link, inside)
+    return _PathOptions(able, {name: reason for name, reason in reasons.items() if reason is not None}, link, inside)
 
 
 @dataclass(slots=True)
 class _Reckoning:
-    shape: Shape
-    options: _Options
+    shape: TransferShape
+    options: _PathOptions
     table: CostTable
 
     def reckon(self) -> tuple[dict[Strategy, float], dict[Strategy, float]]:
@@ -128,7 +128,7 @@ class _Reckoning:
 
 
 @dataclass(slots=True)  # not frozen, and reckoned only when asked: made for every transfer
-class Choice:
+class StrategyChoice:
     """The way to go, and why."""
 
     strategy: Strategy
@@ -160,23 +160,23 @@ class Choice:
         return self.estimates_us.get(self.strategy)
 
 
-def choose(shape: Shape, forced: Strategy | None = None, costs: CostTable | None = None) -> Choice:
+def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTable | None = None) -> StrategyChoice:
     """The cheapest strategy, or the forced one where it can do the job."""
     # who forces staging gets it, though there may be nothing to gather
     options = _options(shape.src, shape.dst, forced is None and shape.num_parts <= shape.num_spans)
     paths = options.paths
     if forced is not None and forced in paths:
-        return Choice(forced, paths[forced], "forced")
+        return StrategyChoice(forced, paths[forced], "forced")
     told = options.told
     if forced is not None:
         told = f"{forced} was forced, but {options.refusals.get(forced, 'there is no GPU')}; {told}"
     if len(paths) == 1:
         only = next(iter(paths))
-        return Choice(only, paths[only], told or "the only way between host memories")
+        return StrategyChoice(only, paths[only], told or "the only way between host memories")
     table = costs or cost_table(shape.dst if shape.dst.is_device else shape.src)
     magnitudes = (shape.nbytes.bit_length(), shape.num_parts.bit_length(), shape.num_spans.bit_length())
     best = _cheapest(shape.src, shape.dst, table, *magnitudes)
-    return Choice(best, paths[best], told, _Reckoning(shape, options, table))
+    return StrategyChoice(best, paths[best], told, _Reckoning(shape, options, table))
 
 
 @functools.lru_cache(maxsize=4096)  # reckoning costs 20 us hot; transfers of one order of magnitude go one way
@@ -184,13 +184,15 @@ def _cheapest(
     src: Placement, dst: Placement, table: CostTable, bytes_bits: int, parts_bits: int, spans_bits: int
 ) -> Strategy:
     """The strategy of the least price for a transfer of this order of magnitude."""
-    shape = Shape(src, dst, *(3 << bits >> 2 for bits in (bytes_bits, parts_bits, spans_bits)))
+    shape = TransferShape(src, dst, *(3 << bits >> 2 for bits in (bytes_bits, parts_bits, spans_bits)))
     in_one_piece = parts_bits == spans_bits
     prices = _prices(shape, _options(src, dst, in_one_piece), table)[1]
     return min(prices, key=lambda name: prices[name])
 
 
-def _prices(shape: Shape, options: _Options, table: CostTable) -> tuple[dict[Strategy, float], dict[Strategy, float]]:
+def _prices(
+    shape: TransferShape, options: _PathOptions, table: CostTable
+) -> tuple[dict[Strategy, float], dict[Strategy, float]]:
     """Microseconds of each able strategy, and the same with what the model loses."""
     link, inside, engine = options.link, options.inside, options.paths["direct"]
     parts = table.estimate_us(link, shape.num_parts, shape.nbytes)

@@ -15,9 +15,9 @@ from kvtier.memory import BatchCopy, Buffer, CopyResult, Stream, context
 from kvtier.memory.context import choose_stream
 from kvtier.memory.copy_paths import PathName
 from kvtier.transfer.compiled import Ids, check_moves
-from kvtier.transfer.plane import Direction, Plane, as_direction
+from kvtier.transfer.plane import BlockView, Direction, as_direction
 
-Blocks = torch.Tensor | Buffer | Plane
+Blocks = torch.Tensor | Buffer | BlockView
 
 
 def swap_cache_per_layer(
@@ -95,11 +95,11 @@ def swap_cache_all_layers_async(
 
 def _add(batch: BatchCopy, cache: Blocks, host: Blocks, device_ids: Ids, host_ids: Ids, way: Direction) -> None:
     if isinstance(cache, Buffer):  # which has no blocks of its own: they are as large as the host's
-        hosted = Plane.of(host)
-        device = Plane.of(cache, hosted.block_bytes)
+        hosted = BlockView.of(host)
+        device = BlockView.of(cache, hosted.block_bytes)
     else:
-        device = Plane.of(cache)
-        hosted = Plane.of(host, device.block_bytes)
+        device = BlockView.of(cache)
+        hosted = BlockView.of(host, device.block_bytes)
     if device.block_bytes != hosted.block_bytes:
         raise ArgumentError(f"blocks of {device.block_bytes} and of {hosted.block_bytes} bytes cannot be swapped")
     on_device, on_host = check_moves(device_ids, host_ids, way, device.num_blocks, hosted.num_blocks)

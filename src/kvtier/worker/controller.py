@@ -19,10 +19,10 @@ from kvtier.errors import ArgumentError, KvtierError, TransferTimeoutError
 from kvtier.layout import CacheGroup, KVLayout
 from kvtier.memory import Event, Placement
 from kvtier.memory.copy_paths import run_path
-from kvtier.messages import I32, Outcome, Plan, Presence, Purpose, Report, TierSize, Transfer, slot_bytes
+from kvtier.messages import I32, Plan, Report, Route, StoreLookup, TierSize, TransferRequest, TransferResult, slot_bytes
 from kvtier.storage import ShardStores, Store
 from kvtier.transfer import DeviceCache, HostMemory, TransferConfig, TransferManager, TransferReport
-from kvtier.transfer import Transfer as Copy
+from kvtier.transfer import TransferHandle as Copy
 from kvtier.transfer.staging import Mover
 from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.scrubber import Scrubber
@@ -31,10 +31,10 @@ from kvtier.worker.store_io import StoreWorker
 
 
 @dataclass(slots=True)
-class _Under:
+class _CopyInFlight:
     """A load of a plan, or all its saves, under way: one copy for each cache group."""
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[TransferRequest, ...]
     copies: list[Copy]
     reports: list[TransferReport] = field(default_factory=list)
 
@@ -76,11 +76,11 @@ class CacheController:
             host.wait_ready(min(host.num_slots, host.piece_slots))
         self.register(caches)  # before there are threads: tensors that do not fit must leave nothing behind
         self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace, sharding, secret)
-        self._under: dict[int, _Under] = {}
-        self._by_copy: dict[int, _Under] = {}
+        self._under: dict[int, _CopyInFlight] = {}
+        self._by_copy: dict[int, _CopyInFlight] = {}
         self._scrubber = Scrubber(self._hosts)
         self._to_host: dict[int, I32] = {}  # host slots that transfers write
-        self._done: list[Outcome] = []
+        self._done: list[TransferResult] = []
         self._epoch = 0
         self._told_ready = 0
 
@@ -142,15 +142,15 @@ class CacheController:
         for probe in plan.probes:
             self._stores.probe(probe)
         for transfer in plan.transfers:
-            if transfer.purpose in (Purpose.FETCH, Purpose.SAVE):
+            if transfer.route in (Route.STORE_TO_HOST, Route.DEVICE_TO_HOST):
                 self._scrubber.forget(transfer.targets.tolist())
                 self._to_host[transfer.id] = transfer.targets
-            if transfer.purpose in (Purpose.FETCH, Purpose.STORE):
+            if transfer.route in (Route.STORE_TO_HOST, Route.HOST_TO_STORE):
                 self._stores.move(transfer)
-            elif transfer.purpose is Purpose.LOAD:
+            elif transfer.route is Route.HOST_TO_DEVICE:
                 self._copy((transfer,), after)
         # Nobody waits for a save, and a step of many rows has many of a block each: one copy is 0.3 ms of this thread.
-        self._copy(tuple(transfer for transfer in plan.transfers if transfer.purpose is Purpose.SAVE), after)
+        self._copy(tuple(transfer for transfer in plan.transfers if transfer.route is Route.DEVICE_TO_HOST), after)
 
     def poll(self, *, but_for_saves: bool = False) -> list[Report]:
         """What has been done since the last call: all of it, or all but the saves. Never waits."""
@@ -160,7 +160,7 @@ class CacheController:
         self._note(outcomes)
         found = self._scrubber.take_damaged()
         damaged = slot_bytes(np.array(found, np.int32)) if found else b""
-        presences: list[Presence] = self._stores.take_presences()
+        presences: list[StoreLookup] = self._stores.take_presences()
         ready = self.num_host_ready
         sizes = (TierSize("host", ready),) if ready > self._told_ready else ()
         self._told_ready = ready
@@ -180,7 +180,7 @@ class CacheController:
 
     def wait(self, timeout: float) -> None:
         """Wait until something may have been done, at most so long. For when there is nothing else to do."""
-        under_way = sorted(self._under.values(), key=lambda each: each.transfers[0].purpose is not Purpose.LOAD)
+        under_way = sorted(self._under.values(), key=lambda each: each.transfers[0].route is not Route.HOST_TO_DEVICE)
         if under_way and not self._stores.is_busy:
             with contextlib.suppress(TransferTimeoutError):
                 under_way[0].copies[0].settle(timeout)
@@ -201,7 +201,7 @@ class CacheController:
         for host in self._hosts:
             host.free()
 
-    def _note(self, outcomes: Sequence[Outcome]) -> None:
+    def _note(self, outcomes: Sequence[TransferResult]) -> None:
         """What has come to the host stays there: from now on it is looked after."""
         for outcome in outcomes:
             slots = self._to_host.pop(outcome.transfer_id, None)
@@ -209,18 +209,18 @@ class CacheController:
                 arrived = slots[np.frombuffer(outcome.arrived, np.bool_)] if outcome.arrived else slots
                 self._scrubber.note(arrived.tolist())
 
-    def _copy(self, transfers: tuple[Transfer, ...], after: Event | None) -> None:
+    def _copy(self, transfers: tuple[TransferRequest, ...], after: Event | None) -> None:
         """One copy for each group, of one load or of any number of saves, on the device's copy streams."""
         if not transfers:
             return
-        under = _Under(transfers, [])
+        under = _CopyInFlight(transfers, [])
         sources, targets = (
             np.concatenate([getattr(transfer, end) for transfer in transfers]).astype(np.int64)
             for end in ("sources", "targets")
         )
         try:
             for group in self.layout.groups:
-                if transfers[0].purpose is Purpose.LOAD:
+                if transfers[0].route is Route.HOST_TO_DEVICE:
                     copy = self._transfers.load(targets, sources, group=group.name, layer_wise=True, after=after)
                 else:
                     copy = self._transfers.save(sources, targets, group=group.name, after=after)
@@ -233,7 +233,7 @@ class CacheController:
                     self._copy((transfer,), after)
                 return
             reason = f"{type(error).__name__}: {error}"
-            self._done.append(Outcome(transfers[0].id, False, 0, 0.0, reason))
+            self._done.append(TransferResult(transfers[0].id, False, 0, 0.0, reason))
             return
         self._under.update((transfer.id, under) for transfer in transfers)
         self._by_copy.update((copy.id, under) for copy in under.copies)
@@ -255,13 +255,13 @@ class CacheController:
         for transfer in under.transfers:
             del self._under[transfer.id]
             share = num_bytes * transfer.num_blocks // num_blocks
-            slots = transfer.sources if transfer.purpose is Purpose.LOAD else transfer.targets
+            slots = transfer.sources if transfer.route is Route.HOST_TO_DEVICE else transfer.targets
             arrived = ~np.isin(slots, lost) if lost else None
             if arrived is None or arrived.all():
-                self._done.append(Outcome(transfer.id, True, share, seconds))
+                self._done.append(TransferResult(transfer.id, True, share, seconds))
             else:
                 which = arrived.astype(np.uint8).tobytes()
-                self._done.append(Outcome(transfer.id, False, share, seconds, reason, which))
+                self._done.append(TransferResult(transfer.id, False, share, seconds, reason, which))
 
 
 def layout_of(caches: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:

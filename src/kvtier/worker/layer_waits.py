@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtier.errors import LayerSwapTimeoutError, TransferError
 from kvtier.memory import Placement, Stream, current_stream
-from kvtier.transfer import Status, Transfer
+from kvtier.transfer import TransferHandle, TransferStatus
 from kvtier.transfer.layers import DEFAULT_TIMEOUT
 
 
@@ -19,7 +19,7 @@ class LayerWaits:
 
     def __init__(
         self,
-        loads: Sequence[Sequence[Transfer]],
+        loads: Sequence[Sequence[TransferHandle]],
         device: Placement,
         *,
         failed: bool = False,
@@ -38,7 +38,7 @@ class LayerWaits:
         for copies in self._loads:
             self._wait(copies[group], layer, stream)
 
-    def _wait(self, copy: Transfer, layer: int, stream: Stream | None) -> None:
+    def _wait(self, copy: TransferHandle, layer: int, stream: Stream | None) -> None:
         """However long it takes: a layer computed before its blocks came would count as right once they have come, as
         after a process that was stopped for a minute."""
         while True:
@@ -52,5 +52,5 @@ class LayerWaits:
 
     def arrived(self) -> bool:
         """Wait until all of it is over; whether every block is there."""
-        arrived = [copy.settle().status is Status.DONE for copies in self._loads for copy in copies]
+        arrived = [copy.settle().status is TransferStatus.DONE for copies in self._loads for copy in copies]
         return all(arrived) and not self._failed

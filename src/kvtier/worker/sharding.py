@@ -94,7 +94,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class ObjectPart:
     """What one object has of a rank's block."""
 
     group: int
@@ -150,29 +150,29 @@ class Part:
             at += piece.nbytes
 
 
-def parts_of(groups: Sequence[CacheGroup], sharding: Sharding) -> tuple[Part, ...]:
+def parts_of(groups: Sequence[CacheGroup], sharding: Sharding) -> tuple[ObjectPart, ...]:
     """The objects of a rank's blocks; `groups` are the rank's own (`KVLayout.of_rank`)."""
     return tuple(part for number, group in enumerate(groups) for part in _parts_of_group(number, group, sharding))
 
 
-def _parts_of_group(number: int, group: CacheGroup, sharding: Sharding) -> Iterator[Part]:
+def _parts_of_group(number: int, group: CacheGroup, sharding: Sharding) -> Iterator[ObjectPart]:
     name = b"group " + group.name.encode() if number else b""
     is_first = sharding.rank == 0
     has_heads = [spec.head_axis is not None for _, spec, _ in group.tensors()]
     if sharding.num_shards == 1 or not any(has_heads):
-        yield Part(number, None, (Piece.of(0, 1, group.block_bytes, 0, group.block_bytes),), name, is_first)
+        yield ObjectPart(number, None, (Piece.of(0, 1, group.block_bytes, 0, group.block_bytes),), name, is_first)
         return
     whole = [Piece.of(span.offset, 1, span.nbytes, 0, span.nbytes) for _, _, span in group.tensors()]
     common = [piece for piece, has in zip(whole, has_heads, strict=True) if not has]
     if common:
-        yield Part(number, None, _joined(common), name + b" common", is_first)
+        yield ObjectPart(number, None, _joined(common), name + b" common", is_first)
     for place, shard in enumerate(sharding.shards):
         mine = [
             _columns(spec, span, place, len(sharding.shards))
             for _, spec, span in group.tensors()
             if spec.head_axis is not None
         ]
-        yield Part(number, shard, _joined(mine), name + b" shard %d of %d" % (shard, sharding.num_shards), True)
+        yield ObjectPart(number, shard, _joined(mine), name + b" shard %d of %d" % (shard, sharding.num_shards), True)
 
 
 def _columns(spec: TensorSpec, span: Span, place: int, count: int) -> Piece:

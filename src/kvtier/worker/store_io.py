@@ -20,10 +20,10 @@ import numpy as np
 
 from kvtier.errors import StoreError
 from kvtier.layout import CacheGroup
-from kvtier.messages import KEY_BYTES, Drop, Outcome, Presence, Probe, Purpose, Transfer, split_keys
-from kvtier.storage import Label, Read, Results, ShardStores, Status, Store, UsesMemory, Write, digest_tokens
+from kvtier.messages import KEY_BYTES, Drop, Probe, Route, StoreLookup, TransferRequest, TransferResult, split_keys
+from kvtier.storage import Label, ObjectStatus, Read, Results, ShardStores, Store, UsesMemory, Write, digest_tokens
 from kvtier.transfer import HostMemory
-from kvtier.worker.sharding import Bytes, Part, Sharding, parts_of
+from kvtier.worker.sharding import Bytes, ObjectPart, Sharding, parts_of
 
 _SCAN_PAGE = 4096
 _GATHER_BYTES = 16 << 20
@@ -47,8 +47,8 @@ class StoreWorker:
         self._users = {name: store for name, store in stores.items() if isinstance(store, UsesMemory)}
         self._parts = parts_of(groups, sharding)
         self._namespace, self._secret = namespace, secret
-        self._outcomes: list[Outcome] = []
-        self._presences: list[Presence] = []
+        self._outcomes: list[TransferResult] = []
+        self._presences: list[StoreLookup] = []
         self._num_open = 0
         self._changed = threading.Condition()
         self._queues: dict[tuple[str, str], queue.SimpleQueue[Callable[[], None] | None]] = {}
@@ -62,9 +62,9 @@ class StoreWorker:
 
     # ---- for the controller ----------------------------------------------------------------------------------------
 
-    def move(self, transfer: Transfer) -> None:
+    def move(self, transfer: TransferRequest) -> None:
         """Fetch or store blocks."""
-        kind = "read" if transfer.purpose is Purpose.FETCH else "write"
+        kind = "read" if transfer.route is Route.STORE_TO_HOST else "write"
         self._put(transfer.store, kind, lambda: self._move(transfer))
 
     def probe(self, probe: Probe) -> None:
@@ -92,13 +92,13 @@ class StoreWorker:
         self.hosts = hosts
         self._register()
 
-    def take_outcomes(self) -> list[Outcome]:
+    def take_outcomes(self) -> list[TransferResult]:
         """Of transfers that are over."""
         with self._changed:
             taken, self._outcomes = self._outcomes, []
             return taken
 
-    def take_presences(self) -> list[Presence]:
+    def take_presences(self) -> list[StoreLookup]:
         """What was found to be there."""
         with self._changed:
             taken, self._presences = self._presences, []
@@ -141,7 +141,7 @@ class StoreWorker:
             self._num_open += 1
         todo.put(task)
 
-    def _tell(self, outcome: Outcome | None, presence: Presence | None, *, is_over: bool = True) -> None:
+    def _tell(self, outcome: TransferResult | None, presence: StoreLookup | None, *, is_over: bool = True) -> None:
         with self._changed:
             self._num_open -= is_over
             if outcome is not None:
@@ -150,16 +150,16 @@ class StoreWorker:
                 self._presences.append(presence)
             self._changed.notify_all()
 
-    def _by_store(self, name: str) -> list[tuple[Store, list[Part]]]:
+    def _by_store(self, name: str) -> list[tuple[Store, list[ObjectPart]]]:
         """Which parts go where: a tier of several folders has one for each shard."""
         found = self._stores[name]
         if not isinstance(found, ShardStores):
             return [(found, list(self._parts))]
         return [(store, [part for part in self._parts if found.of(part.shard) is store]) for store in found.stores]
 
-    def _move(self, transfer: Transfer) -> None:
+    def _move(self, transfer: TransferRequest) -> None:
         began = time.perf_counter()
-        is_fetch, count = transfer.purpose is Purpose.FETCH, transfer.num_blocks
+        is_fetch, count = transfer.route is Route.STORE_TO_HOST, transfer.num_blocks
         good, gone, num_bytes, reasons = np.ones(count, np.bool_), np.zeros(count, np.bool_), 0, set[str]()
         try:
             for store, parts in self._by_store(transfer.store):
@@ -167,7 +167,7 @@ class StoreWorker:
                 for some in _batches(mine, count):
                     results = self._exchange(store, mine, transfer, some)
                     good[some] &= _by_block([outcome.ok for outcome in results], mine).all(axis=0)
-                    lost = [outcome.status in (Status.MISSING, Status.CORRUPT) for outcome in results]
+                    lost = [outcome.status in (ObjectStatus.MISSING, ObjectStatus.CORRUPT) for outcome in results]
                     gone[some] |= _by_block(lost, mine).any(axis=0)
                     reasons |= {outcome.reason for outcome in results if outcome.reason}
                     num_bytes += results.nbytes
@@ -177,12 +177,12 @@ class StoreWorker:
         absent = b"".join(itertools.compress(split_keys(transfer.keys), gone.tolist()))
         arrived = b"" if good.all() else good.astype(np.uint8).tobytes()
         reason = "; ".join(sorted(reasons)[:3])
-        outcome = Outcome(transfer.id, bool(good.all()), num_bytes, time.perf_counter() - began, reason, arrived)
-        self._tell(outcome, Presence(transfer.store, absent=absent) if absent else None)
+        outcome = TransferResult(transfer.id, bool(good.all()), num_bytes, time.perf_counter() - began, reason, arrived)
+        self._tell(outcome, StoreLookup(transfer.store, absent=absent) if absent else None)
 
-    def _exchange(self, store: Store, parts: Sequence[Part], transfer: Transfer, some: slice) -> Results:
+    def _exchange(self, store: Store, parts: Sequence[ObjectPart], transfer: TransferRequest, some: slice) -> Results:
         """The objects of some of a transfer's blocks, those of one part after those of the other, in one call."""
-        is_fetch = transfer.purpose is Purpose.FETCH
+        is_fetch = transfer.route is Route.STORE_TO_HOST
         slots = (transfer.targets if is_fetch else transfer.sources)[some].tolist()
         block_keys = transfer.keys[some.start * KEY_BYTES : some.stop * KEY_BYTES]
         # a block's key tells all tokens up to its end; the key of a part's object is another
@@ -206,7 +206,7 @@ class StoreWorker:
                     part.scatter(objects[at], self._block(part, slot))
         return results
 
-    def _memory(self, part: Part, slots: Sequence[int], gathered: Bytes | None) -> list[memoryview]:
+    def _memory(self, part: ObjectPart, slots: Sequence[int], gathered: Bytes | None) -> list[memoryview]:
         """Where a part of each slot's block is, or is gathered."""
         if gathered is not None:
             return [memoryview(each) for each in gathered]
@@ -214,7 +214,7 @@ class StoreWorker:
         assert span is not None
         return [host.block(slot).memoryview()[span.offset : span.offset + span.nbytes] for slot in slots]
 
-    def _block(self, part: Part, slot: int) -> Bytes:
+    def _block(self, part: ObjectPart, slot: int) -> Bytes:
         """A host slot of its group."""
         block: Bytes = self.hosts[part.group].block(slot).numpy()
         return block
@@ -232,11 +232,11 @@ class StoreWorker:
             found[:] = False
         present = b"".join(itertools.compress(keys, found.tolist()))
         absent = b"".join(itertools.compress(keys, (~found).tolist()))
-        self._tell(None, Presence(probe.store, present, absent, probe.id))
+        self._tell(None, StoreLookup(probe.store, present, absent, probe.id))
 
     def _scan(self, probe: Probe) -> None:
         """Tell page by page which blocks of this cache a store has, all objects of them."""
-        lacking: dict[bytes, set[Part]] = {}  # what was not seen yet, of blocks of which something was
+        lacking: dict[bytes, set[ObjectPart]] = {}  # what was not seen yet, of blocks of which something was
         for store, parts in self._by_store(probe.store):
             for page in self._pages(store, parts):
                 whole = []
@@ -248,7 +248,7 @@ class StoreWorker:
                             whole.append(key)
                             del lacking[key]
                 if whole:
-                    self._tell(None, Presence(probe.store, b"".join(whole)), is_over=False)
+                    self._tell(None, StoreLookup(probe.store, b"".join(whole)), is_over=False)
 
     def _drop(self, drop: Drop) -> None:
         try:
@@ -261,13 +261,13 @@ class StoreWorker:
         finally:
             self._tell(None, None)
 
-    def _pages(self, store: Store, parts: Sequence[Part]) -> Iterator[dict[Part, list[bytes]]]:
+    def _pages(self, store: Store, parts: Sequence[ObjectPart]) -> Iterator[dict[ObjectPart, list[bytes]]]:
         """The objects a store has of these parts, as far as it can tell."""
         known = {part.namespace(self._namespace): part for part in parts}
         cursor = ""
         while True:
             page = store.scan(cursor, _SCAN_PAGE)
-            found: dict[Part, list[bytes]] = {}
+            found: dict[ObjectPart, list[bytes]] = {}
             for each in page.objects:
                 if (part := known.get(each.label.namespace)) is not None:
                     found.setdefault(part, []).append(each.key)
@@ -289,7 +289,7 @@ def _unregister(user: UsesMemory, hosts: Sequence[HostMemory]) -> None:
             user.unregister(host.view())
 
 
-def _batches(parts: Sequence[Part], num_blocks: int) -> Iterator[slice]:
+def _batches(parts: Sequence[ObjectPart], num_blocks: int) -> Iterator[slice]:
     """So many blocks at a time that what is gathered of them is not too much; all of them if nothing is."""
     gathered = sum(part.nbytes for part in parts if part.span is None)
     step = max(1, _GATHER_BYTES // gathered) if gathered else num_blocks
@@ -297,7 +297,7 @@ def _batches(parts: Sequence[Part], num_blocks: int) -> Iterator[slice]:
         yield slice(start, min(start + step, num_blocks))
 
 
-def _by_block(answers: Sequence[bool], parts: Sequence[Part]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _by_block(answers: Sequence[bool], parts: Sequence[ObjectPart]) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """One row for each part, one column for each block."""
     return np.array(answers, np.bool_).reshape(len(parts), -1)
 

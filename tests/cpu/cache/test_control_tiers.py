@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
-from kvtier.engine.cache_runtime import Tiers, new_controller
+from kvtier.engine.cache_runtime import CacheRuntime, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.modules import CacheGroup
+from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.random_weights import random_weights
 from kvtier.errors import ArgumentError, OutOfMemoryError, RangeError, StateError
 from kvtier.index import Chain, Namespace
-from kvtier.messages import Purpose, split_keys
+from kvtier.messages import Route, split_keys
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 from kvtier.storage import MemoryStore
 from kvtier.transfer import HostMemory
@@ -34,7 +34,7 @@ class Cache:
 
     def __init__(self, num_blocks=16, num_host=24, saving=None, store=None, **limits) -> None:
         self.namespace = Namespace("model", block_tokens=BLOCK)
-        saving = saving or Saving()
+        saving = saving or WritebackConfig()
         self.memory = MemoryStore(1 << 22)
         self.stores = {"disk": store or self.memory}
         config = CacheConfig(
@@ -43,12 +43,14 @@ class Cache:
             stores=(StoreConfig("disk", saving, Patience.WAIT),),
             recompute=False,
         )
-        self.groups = [CacheGroup(MODEL, num_blocks, BLOCK)]
+        self.groups = [DeviceCacheGroup(MODEL, num_blocks, BLOCK)]
         self.controller = new_controller(num_host, self.groups, self.stores, self.namespace.fingerprint)
         self.manager = CacheManager(self.namespace, config, num_host_ready=self.controller.num_host_ready)
         self.scheduler = Scheduler(self.manager, SchedulerConfig(max_rows=4, max_step_tokens=64, **limits))
         self.now = 0.0
-        self.tiers = Tiers(self.manager, self.groups, self.controller, self.stores, self.scheduler, lambda: self.now)
+        self.tiers = CacheRuntime(
+            self.manager, self.groups, self.controller, self.stores, self.scheduler, lambda: self.now
+        )
 
     def chain(self, number: int, num_blocks: int = 4, salt: bytes = b"") -> Chain:
         return Chain(self.namespace, [number] * (num_blocks * BLOCK) + [1], salt=salt)
@@ -133,7 +135,7 @@ def test_sleep_frees_the_device_and_wake_finds_the_rest_on_the_host(caches):
 @pytest.mark.parametrize("num_blocks", [6, 16, 40])
 def test_wake_with_another_size_while_stores_are_written(caches, num_blocks):
     """A step of a sleeping engine goes on with what is between host and store: waking waits for that."""
-    cache = caches(saving=Saving(max_blocks=1))
+    cache = caches(saving=WritebackConfig(max_blocks=1))
     cache.ask(cache.chain(1))
     for _ in range(3):
         cache.step()
@@ -151,7 +153,7 @@ def test_wake_with_another_size_while_stores_are_written(caches, num_blocks):
 
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_a_sleeper_forgets_nothing_whatever_the_policy(caches, policy):
-    cache = caches(saving=Saving(policy, min_uses=5, low_share=0.0, max_blocks=2))
+    cache = caches(saving=WritebackConfig(policy, min_uses=5, low_share=0.0, max_blocks=2))
     for number in range(2):
         cache.serve(cache.chain(number))
     cache.tiers.sleep()
@@ -190,7 +192,7 @@ def test_prefetch_brings_a_prompt_to_the_host(caches):
 
 
 def test_demote_moves_down_drop_forgets_and_others_stay(caches):
-    cache = caches(saving=Saving(WritePolicy.BACK, low_share=0.0))
+    cache = caches(saving=WritebackConfig(WritePolicy.BACK, low_share=0.0))
     for number in (1, 2):
         cache.serve(cache.chain(number))
     assert cache.tiers.demote(cache.chain(1)) == 4
@@ -262,7 +264,7 @@ def test_a_store_that_fails_for_a_while_costs_misses_and_nothing_else(caches):
 def test_a_size_the_machine_has_no_memory_for_is_refused_and_changes_nothing(tier):
     """A fuzzed server was killed by it."""
     machine = TiersMachine()
-    machine.begin(12, 10, Saving(), Patience.WAIT, False, False, 0.0, 1 << 20, 1, 0.0)
+    machine.begin(12, 10, WritebackConfig(), Patience.WAIT, False, False, 0.0, 1 << 20, 1, 0.0)
     with pytest.raises(RangeError, match="GiB are free"):
         machine.tiers.resize(tier, 1 << 40)
     assert [state.num_blocks for state in machine.tiers.states()[:2]] == [12, 10]
@@ -277,8 +279,8 @@ def test_drop_forgets_what_was_only_planned_for_a_store(caches):
     planned = 0
     while not (request.state.is_over and not cache.manager.has_plans):
         cache.step()
-        if cache.manager.moves.has_plan and not planned:
-            planned = sum(transfer.purpose is Purpose.STORE for transfer in cache.manager.moves._planned)
+        if cache.manager.transfers.has_plan and not planned:
+            planned = sum(transfer.route is Route.HOST_TO_STORE for transfer in cache.manager.transfers._planned)
             if planned:
                 cache.tiers.drop(chain)
     assert planned
@@ -295,14 +297,14 @@ def test_a_device_size_that_cannot_be_had_leaves_everything_as_it_was(caches, as
         cache.tiers.sleep()
     with pytest.raises(RangeError, match="at least one block"):
         cache.tiers.resize("device", 0)
-    renew = CacheGroup.renew
+    renew = DeviceCacheGroup.renew
 
     def too_much(self, num_blocks: int) -> None:
         if num_blocks == 40:
             raise OutOfMemoryError("no memory for 40 blocks")
         renew(self, num_blocks)
 
-    monkeypatch.setattr(CacheGroup, "renew", too_much)
+    monkeypatch.setattr(DeviceCacheGroup, "renew", too_much)
     with pytest.raises(OutOfMemoryError):
         cache.tiers.resize("device", 40)
     assert (cache.tiers.is_asleep, cache.manager.num_blocks) == (asleep, 16)

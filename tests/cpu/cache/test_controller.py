@@ -14,7 +14,7 @@ from controller_support import KEYS, LAYOUT, NAMESPACE, SECRET, Hangs, Rig, cach
 from kvtier.errors import ArgumentError, LayerSwapTimeoutError
 from kvtier.memory import CPU
 from kvtier.memory.copy_paths import run_path
-from kvtier.messages import Drop, Plan, Presence, Probe, Purpose, Report, Transfer, slot_bytes
+from kvtier.messages import Drop, Plan, Probe, Report, Route, StoreLookup, TransferRequest, slot_bytes
 from kvtier.storage import Label, MemoryStore, Write, digest_tokens
 from kvtier.worker.controller import CacheController, layout_of
 from kvtier.worker.layer_waits import LayerWaits
@@ -75,7 +75,7 @@ def test_a_store_that_lacks_one_groups_object_has_no_block(rigs):
     del store.objects[draft]
     (outcome,) = rig.run(rig.fetch([0, 1], [4, 5]))
     assert (outcome.ok, outcome.arrived) == (False, b"\0\1")
-    assert rig.presences == [Presence("disk", absent=KEYS[0])]
+    assert rig.presences == [StoreLookup("disk", absent=KEYS[0])]
 
 
 def test_a_probe_for_a_block_whose_draft_is_gone_says_it_is_absent(rigs):
@@ -85,7 +85,7 @@ def test_a_probe_for_a_block_whose_draft_is_gone_says_it_is_absent(rigs):
     rig.run(rig.store([0, 1], [0, 1]))
     del store.objects[draft_of(KEYS[0])]
     rig.run(Probe(5, "disk", KEYS[0] + KEYS[1] + KEYS[2]))
-    assert rig.presences == [Presence("disk", KEYS[1], KEYS[0] + KEYS[2], 5)]
+    assert rig.presences == [StoreLookup("disk", KEYS[1], KEYS[0] + KEYS[2], 5)]
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_a_fetch_that_fails_leaves_the_hosts_slots_as_they_were(rigs, fault):
     assert set(rig.host(5)[0]) == {0xEE}
     assert rig.host(4) == rig.device(0)
     damaged = fault.flip_bit is not None or fault.cut_to is not None
-    assert rig.presences == ([Presence("disk", absent=KEYS[1])] if damaged else [])
+    assert rig.presences == ([StoreLookup("disk", absent=KEYS[1])] if damaged else [])
 
 
 class Raises:
@@ -191,7 +191,7 @@ def test_an_inventory_that_fails_half_way_ends(rigs):
     rig.run(rig.save([0, 1, 2], [0, 1, 2]))
     rig.run(rig.store([0, 1, 2], [0, 1, 2]))
     rig.run(Probe(4, "disk"))
-    assert rig.presences[-1] == Presence("disk", probe_id=4)
+    assert rig.presences[-1] == StoreLookup("disk", probe_id=4)
     assert rig.run(Drop("disk")) == []  # and so does a drop of all
 
 
@@ -203,11 +203,11 @@ def test_a_store_that_hangs_holds_up_nobody_else(rigs):
     assert hanging.called.wait(30)
     rig.controller.submit(Plan(3, 0, (rig.store([0], [1]), rig.save([1], [2]))))
     done: list[Report] = []
-    while sum(len(report.outcomes) for report in done) < 2:
+    while sum(len(report.results) for report in done) < 2:
         rig.controller.wait(1.0)
         done += rig.controller.poll()
     rig.controller.submit(Plan(4, 0, (rig.fetch([1], [3]),)))
-    while sum(len(report.outcomes) for report in done) < 3:
+    while sum(len(report.results) for report in done) < 3:
         rig.controller.wait(1.0)
         done += rig.controller.poll()
     assert rig.host(3) == rig.device(0)
@@ -345,7 +345,7 @@ def test_host_memory_tells_how_far_it_has_grown(rigs):
     for host in rig.controller._hosts:
         host.wait_ready()
     (report,) = rig.controller.poll()
-    assert [(size.tier, size.num_slots) for size in report.sizes][-1] == ("host", 5000)
+    assert [(size.tier, size.num_slots) for size in report.capacities][-1] == ("host", 5000)
     assert rig.controller.poll() == []  # told once
 
 
@@ -396,12 +396,12 @@ def test_the_time_of_a_copy_is_its_own_and_not_that_until_somebody_looks():
     controller = CacheController(layout_of(caches, 2), caches, 2)
     slots = slot_bytes(np.array([1], np.int32))
     began = time.perf_counter()
-    controller.submit(Plan(1, 0, (Transfer(1, Purpose.SAVE, "device", "host", slots, slots),)))
+    controller.submit(Plan(1, 0, (TransferRequest(1, Route.DEVICE_TO_HOST, "device", "host", slots, slots),)))
     controller.layer_waits([1]).arrived()
     ended = time.perf_counter()
     while time.perf_counter() - ended < 0.2:
         pass
-    outcomes = [outcome for report in controller.poll() for outcome in report.outcomes]
+    outcomes = [outcome for report in controller.poll() for outcome in report.results]
     assert outcomes[0].ok
     assert outcomes[0].seconds <= ended - began
     controller.close()
@@ -413,7 +413,8 @@ def test_a_load_that_could_not_be_started_has_not_arrived():
     controller = CacheController(layout_of(caches, 2), caches, 2)
     good, bad = slot_bytes(np.array([1], np.int32)), slot_bytes(np.array([9], np.int32))
     transfers = [
-        Transfer(number, Purpose.LOAD, "host", "device", slots, good) for number, slots in ((1, good), (2, bad))
+        TransferRequest(number, Route.HOST_TO_DEVICE, "host", "device", slots, good)
+        for number, slots in ((1, good), (2, bad))
     ]
     controller.submit(Plan(1, 0, (transfers[0],)))
     assert controller.layer_waits([1]).arrived()
@@ -423,7 +424,7 @@ def test_a_load_that_could_not_be_started_has_not_arrived():
     waits.before_layer(0)
     assert not waits.arrived()
     (report,) = controller.poll()
-    assert not report.outcomes[0].ok
+    assert not report.results[0].ok
     controller.close()
 
 
@@ -446,7 +447,9 @@ def test_a_layer_that_comes_late_is_waited_for():
 
     rig = Rig(mover=held)
     wanted = [host.slots()[3].clone() for host in rig.controller._hosts]
-    move = Transfer(1, Purpose.LOAD, "host", "device", *(slot_bytes(np.array([slot], np.int32)) for slot in (3, 5)))
+    move = TransferRequest(
+        1, Route.HOST_TO_DEVICE, "host", "device", *(slot_bytes(np.array([slot], np.int32)) for slot in (3, 5))
+    )
     rig.controller.submit(Plan(1, 0, (move,)))
     under = rig.controller._under[1]
     counter, timeouts = under.copies[0].layers, []

@@ -14,10 +14,10 @@ import torch
 from controller_support import KEYS, LAYOUT, Call, Gate, Hangs, Rig, caches_of, draft_of
 from kvtier.errors import ClosedError, OutOfMemoryError
 from kvtier.memory.copy_paths import run_path
-from kvtier.messages import Drop, Plan, Presence, Probe, Purpose, Transfer, slot_bytes
-from kvtier.storage import MemoryStore, Outcome, Results, Status
+from kvtier.messages import Drop, Plan, Probe, Route, StoreLookup, TransferRequest, slot_bytes
+from kvtier.storage import MemoryStore, ObjectResult, ObjectStatus, Results
 from kvtier.transfer import HostMemory, TransferConfig
-from kvtier.transfer.host_memory import Growth
+from kvtier.transfer.host_memory import GrowthState
 from kvtier.worker.controller import CacheController, layout_of
 
 BLOCK_BYTES = sum(group.block_bytes for group in LAYOUT.groups)
@@ -32,7 +32,7 @@ def test_close_frees_the_host_memory_and_ends_every_thread():
     rig.run(rig.save([0], [0]))
     hosts = rig.controller._hosts
     rig.controller.close()
-    assert [host.growth for host in hosts] == [Growth.FREED] * 2
+    assert [host.growth for host in hosts] == [GrowthState.FREED] * 2
     for thread in set(threading.enumerate()) - before:
         thread.join(30)
     assert set(threading.enumerate()) <= before
@@ -53,21 +53,21 @@ def test_close_while_a_copy_runs_waits_for_it():
 def test_resize_frees_the_old_memory_and_reports_the_new(rigs, num_host):
     rig = rigs(8, 6)
     (first,) = rig.controller.poll()
-    assert (first.epoch, [(size.tier, size.num_slots) for size in first.sizes]) == (0, [("host", 6)])
+    assert (first.epoch, [(size.tier, size.num_slots) for size in first.capacities]) == (0, [("host", 6)])
     old = rig.controller._hosts
     rig.controller.resize_host(num_host, rig.caches)
-    assert [host.growth for host in old] == [Growth.FREED] * 2
+    assert [host.growth for host in old] == [GrowthState.FREED] * 2
     with pytest.raises(ClosedError):
         old[0].block(0)
     (report,) = rig.controller.poll()
-    assert [(size.tier, size.num_slots) for size in report.sizes] == [("host", num_host)]
+    assert [(size.tier, size.num_slots) for size in report.capacities] == [("host", num_host)]
     assert rig.controller.poll() == []
 
 
 def test_single_host_block_is_reported(rigs):
     rig = rigs(2, 1)
     (report,) = rig.controller.poll()
-    assert [(size.tier, size.num_slots) for size in report.sizes] == [("host", 1)]
+    assert [(size.tier, size.num_slots) for size in report.capacities] == [("host", 1)]
 
 
 def test_host_is_as_far_as_its_slowest_group(monkeypatch):
@@ -90,10 +90,10 @@ def test_host_is_as_far_as_its_slowest_group(monkeypatch):
     assert (draft.wait_ready(), main.num_ready) == (8, 2)
     assert controller.num_host_ready == 2
     (report,) = controller.poll()
-    assert [size.num_slots for size in report.sizes] == [2]
+    assert [size.num_slots for size in report.capacities] == [2]
     may_go.set()
     assert main.wait_ready() == controller.num_host_ready == 8
-    assert [size.num_slots for report in controller.poll() for size in report.sizes] == [8]
+    assert [size.num_slots for report in controller.poll() for size in report.capacities] == [8]
     controller.close()
 
 
@@ -112,7 +112,7 @@ def test_resize_that_fails_frees_the_new_memory_and_keeps_the_old(rigs, monkeypa
     monkeypatch.setattr(HostMemory, "_make_present", refused)
     with pytest.raises(OutOfMemoryError):
         rig.controller.resize_host(100, rig.caches)
-    assert [memory.growth for memory in made] == [Growth.FREED] * 2
+    assert [memory.growth for memory in made] == [GrowthState.FREED] * 2
     (outcome,) = rig.run(rig.load([2], [7]))
     assert outcome.ok
     assert rig.device(7) == rig.device(3)
@@ -140,13 +140,13 @@ def settle(scrubber) -> None:
     scrubber._look()
 
 
-@pytest.mark.parametrize("purpose", [Purpose.SAVE, Purpose.FETCH])
+@pytest.mark.parametrize("purpose", [Route.DEVICE_TO_HOST, Route.STORE_TO_HOST])
 def test_slot_that_is_written_again_is_not_damaged(rigs, purpose):
     rig = rigs(stores={"disk": MemoryStore(1 << 20)})
     rig.run(rig.save([0, 1], [3, 4]))
     rig.run(rig.store([4], [0]))
     settle(rig.controller._scrubber)
-    (outcome,) = rig.run(rig.save([1], [3]) if purpose is Purpose.SAVE else rig.fetch([0], [3]))
+    (outcome,) = rig.run(rig.save([1], [3]) if purpose is Route.DEVICE_TO_HOST else rig.fetch([0], [3]))
     assert outcome.ok
     assert rig.host(3) == rig.device(1)
     settle(rig.controller._scrubber)
@@ -245,15 +245,17 @@ def test_copy_that_starts_for_one_group_only_is_over_before_it_is_reported():
     controller = CacheController(LAYOUT, caches, 8, mover=gate)
     slots = [slot_bytes(np.array([slot], np.int32)) for slot in (0, 6)]
     gate.close()
-    submitting = Call(lambda: controller.submit(Plan(1, 3, (Transfer(1, Purpose.LOAD, "host", "device", *slots),))))
+    submitting = Call(
+        lambda: controller.submit(Plan(1, 3, (TransferRequest(1, Route.HOST_TO_DEVICE, "host", "device", *slots),)))
+    )
     submitting.must_wait()
     gate.open()
     submitting.must_end()
     assert controller.is_busy
     assert not controller.is_copying
     assert not controller.layer_waits([1]).arrived()
-    (report,) = [each for each in controller.poll() if each.outcomes]
-    assert (report.epoch, [(each.transfer_id, each.ok) for each in report.outcomes]) == (3, [(1, False)])
+    (report,) = [each for each in controller.poll() if each.results]
+    assert (report.epoch, [(each.transfer_id, each.ok) for each in report.results]) == (3, [(1, False)])
     assert not controller.is_busy
     assert controller.poll() == []
     controller.close()
@@ -298,7 +300,7 @@ def test_poll_but_for_saves_leaves_them_for_the_next(rigs):
         for copy in each.copies:
             copy.settle(30)
     (report,) = rig.controller.poll(but_for_saves=True)
-    assert [outcome.transfer_id for outcome in report.outcomes] == [load.id]
+    assert [outcome.transfer_id for outcome in report.results] == [load.id]
     assert rig.controller.is_copying
     assert [outcome.transfer_id for outcome in rig.drain()] == [save.id]
     assert not rig.controller.is_copying
@@ -313,7 +315,7 @@ def test_wait_lasts_until_a_copy_is_over():
     controller = CacheController(layout_of(caches, 2), caches, 2, mover=gate)
     controller.poll()
     slots = slot_bytes(np.array([1], np.int32))
-    controller.submit(Plan(1, 0, (Transfer(1, Purpose.SAVE, "device", "host", slots, slots),)))
+    controller.submit(Plan(1, 0, (TransferRequest(1, Route.DEVICE_TO_HOST, "device", "host", slots, slots),)))
     assert controller.is_busy
     assert controller.is_copying
     controller.wait(0.001)  # it takes longer: no error
@@ -323,7 +325,7 @@ def test_wait_lasts_until_a_copy_is_over():
     gate.open()
     waiting.must_end()
     (report,) = controller.poll()
-    assert [outcome.ok for outcome in report.outcomes] == [True]
+    assert [outcome.ok for outcome in report.results] == [True]
     controller.close()
 
 
@@ -337,7 +339,7 @@ def test_wait_is_for_loads_before_saves(rigs):
     waiting = Call(lambda: rig.controller.wait(60))
     waiting.must_end()  # the save is still held
     rig.controller._under[load.id].copies[1].settle(30)
-    outcomes = [outcome for report in rig.controller.poll() for outcome in report.outcomes]
+    outcomes = [outcome for report in rig.controller.poll() for outcome in report.results]
     assert [outcome.transfer_id for outcome in outcomes] == [load.id]
     gate.open()
     assert len(rig.drain()) == 1
@@ -355,8 +357,8 @@ def test_wait_lasts_until_a_store_has_answered(rigs):
     store.may_go.set()
     waiting.must_end()
     (report,) = rig.controller.poll()
-    assert [outcome.ok for outcome in report.outcomes] == [False]
-    assert report.presences == (Presence("disk", absent=KEYS[0]),)
+    assert [outcome.ok for outcome in report.results] == [False]
+    assert report.lookups == (StoreLookup("disk", absent=KEYS[0]),)
     assert not rig.controller.is_busy
 
 
@@ -387,7 +389,7 @@ def test_store_worker_is_busy_until_its_answers_are_taken(rigs):
     worker.probe(Probe(7, "disk", KEYS[0] + KEYS[1]))
     assert worker.has_news(30) is True
     assert worker.is_busy
-    assert worker.take_presences() == [Presence("disk", KEYS[0], KEYS[1], 7)]
+    assert worker.take_presences() == [StoreLookup("disk", KEYS[0], KEYS[1], 7)]
     assert (worker.take_presences(), worker.is_busy) == ([], False)
 
 
@@ -419,7 +421,7 @@ class Wordy(MemoryStore):
     """A store that fails to write, each object for a reason of its own."""
 
     def write(self, writes, **_):
-        return Results(tuple(Outcome(Status.FAILED, reason=f"reason {i}") for i in range(len(writes))), 0.0)
+        return Results(tuple(ObjectResult(ObjectStatus.FAILED, reason=f"reason {i}") for i in range(len(writes))), 0.0)
 
 
 def test_failure_names_three_reasons_and_no_block_is_absent(rigs):

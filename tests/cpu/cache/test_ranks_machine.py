@@ -12,11 +12,11 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
-from kvtier.engine.cache_runtime import Tiers, new_controller
+from kvtier.engine.cache_runtime import CacheRuntime, new_controller
 from kvtier.engine.model import Model
-from kvtier.engine.modules import CacheGroup
+from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.random_weights import random_weights
 from kvtier.index import Namespace
 from kvtier.messages import Plan, Report
@@ -36,7 +36,7 @@ MODEL = Model(SHARE, random_weights(SHARE, torch.float32, torch.device("cpu"), s
 class Together:
     """The controllers of all ranks in one process."""
 
-    def __init__(self, controllers: Sequence[CacheController], groups: Sequence[CacheGroup]) -> None:
+    def __init__(self, controllers: Sequence[CacheController], groups: Sequence[DeviceCacheGroup]) -> None:
         self.all, self.groups = controllers, groups
 
     def submit(self, plan: Plan) -> None:
@@ -90,7 +90,7 @@ class RanksMachine(TiersMachine):
     @initialize(
         num_blocks=st.sampled_from([9, 12, 20]),
         num_host=st.sampled_from([3, 10, 60]),
-        saving=st.builds(Saving, st.sampled_from(WritePolicy), max_blocks=st.sampled_from([1, 4, 100])),
+        saving=st.builds(WritebackConfig, st.sampled_from(WritePolicy), max_blocks=st.sampled_from([1, 4, 100])),
         patience=st.sampled_from(Patience),
         is_shared=st.booleans(),
         num_shards=st.sampled_from([2, 4]),
@@ -100,7 +100,7 @@ class RanksMachine(TiersMachine):
     )
     def begin(self, num_blocks, num_host, saving, patience, is_shared, num_shards, store_bytes, seed, share):
         namespace = Namespace("model", block_tokens=BLOCK)
-        self.groups = [CacheGroup(MODEL, num_blocks, BLOCK) for _ in range(RANKS)]
+        self.groups = [DeviceCacheGroup(MODEL, num_blocks, BLOCK) for _ in range(RANKS)]
         controllers = []
         for rank, group in enumerate(self.groups):
             store = FaultyStore(MemoryStore(store_bytes), Faults(seed + rank, share))
@@ -116,7 +116,7 @@ class RanksMachine(TiersMachine):
         self.scheduler = Scheduler(self.manager, limits)
         self.now = 0.0
         stats = {"disk": MemoryStore(1)}
-        self.tiers = Tiers(self.manager, self.groups[:1], self.together, stats, self.scheduler, lambda: self.now)
+        self.tiers = CacheRuntime(self.manager, self.groups[:1], self.together, stats, self.scheduler, lambda: self.now)
         self.requests, self.num_requests, self.pins = [], 0, []
         self.samples = random.Random(seed + 2)
 

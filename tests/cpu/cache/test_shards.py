@@ -18,7 +18,7 @@ from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError
 from kvtier.index import Chain, Namespace
 from kvtier.layout import CacheGroup, KVLayout, LayerSpec, TensorSpec
-from kvtier.messages import Drop, Outcome, Plan, Presence, Probe, Purpose, Transfer, slot_bytes
+from kvtier.messages import Drop, Plan, Probe, Route, StoreLookup, TransferRequest, TransferResult, slot_bytes
 from kvtier.storage import MemoryStore, ShardStores, open_shards
 from kvtier.worker import store_io
 from kvtier.worker.controller import CacheController
@@ -105,7 +105,7 @@ class Ranks:
             )
             for rank, caches in enumerate(self.caches)
         ]
-        self.presences: list[list[Presence]] = [[] for _ in range(num_ranks)]
+        self.presences: list[list[StoreLookup]] = [[] for _ in range(num_ranks)]
         self.ids = itertools.count(1)
 
     def fill(self, blocks: list[list[np.ndarray]]) -> None:
@@ -113,39 +113,39 @@ class Ranks:
             for cache, wanted in zip(caches, of_rank(self.layout, blocks, rank, self.num_ranks), strict=True):
                 cache.copy_(torch.from_numpy(wanted))
 
-    def run(self, *tasks: Transfer | Probe | Drop) -> list[list[Outcome]]:
+    def run(self, *tasks: TransferRequest | Probe | Drop) -> list[list[TransferResult]]:
         """By rank, what became of it."""
-        kinds = [tuple(task for task in tasks if isinstance(task, kind)) for kind in (Transfer, Probe, Drop)]
+        kinds = [tuple(task for task in tasks if isinstance(task, kind)) for kind in (TransferRequest, Probe, Drop)]
         done = []
         for rank, controller in enumerate(self.controllers):
             controller.submit(Plan(1, 0, *kinds))
-            outcomes: list[Outcome] = []
+            outcomes: list[TransferResult] = []
             while controller.is_busy:
                 controller.wait(1.0)
                 for report in controller.poll():
                     assert report.rank == rank
-                    outcomes += report.outcomes
-                    self.presences[rank] += report.presences
+                    outcomes += report.results
+                    self.presences[rank] += report.lookups
             done.append(outcomes)
         return done
 
-    def transfer(self, purpose: Purpose, blocks=range(BLOCKS)) -> Transfer:
+    def transfer(self, purpose: Route, blocks=range(BLOCKS)) -> TransferRequest:
         device, host = (slot_bytes(np.array(each, np.int32)) for each in (list(blocks), [HOST[i] for i in blocks]))
         ends = {
-            Purpose.SAVE: ("device", "host", device, host),
-            Purpose.LOAD: ("host", "device", host, device),
-            Purpose.STORE: ("host", "disk", host, b""),
-            Purpose.FETCH: ("disk", "host", b"", host),
+            Route.DEVICE_TO_HOST: ("device", "host", device, host),
+            Route.HOST_TO_DEVICE: ("host", "device", host, device),
+            Route.HOST_TO_STORE: ("host", "disk", host, b""),
+            Route.STORE_TO_HOST: ("disk", "host", b"", host),
         }[purpose]
-        return Transfer(next(self.ids), purpose, *ends, b"".join(KEYS[i] for i in blocks))
+        return TransferRequest(next(self.ids), purpose, *ends, b"".join(KEYS[i] for i in blocks))
 
     def down(self) -> None:
-        for purpose in (Purpose.SAVE, Purpose.STORE):
+        for purpose in (Route.DEVICE_TO_HOST, Route.HOST_TO_STORE):
             for outcomes in self.run(self.transfer(purpose)):
                 assert all(outcome.ok for outcome in outcomes), outcomes
 
     def up(self) -> None:
-        for purpose in (Purpose.FETCH, Purpose.LOAD):
+        for purpose in (Route.STORE_TO_HOST, Route.HOST_TO_DEVICE):
             for outcomes in self.run(self.transfer(purpose)):
                 assert all(outcome.ok for outcome in outcomes), outcomes
 
@@ -341,7 +341,7 @@ def test_a_store_that_lacks_one_shard_of_a_block_does_not_have_it(ranks, num_ran
         assert asked.present == b"".join(key for key in KEYS if key != expected)
         listed = b"".join(each.present for each in found)
         assert {listed[at : at + 32] for at in range(0, len(listed), 32)} == {*KEYS} - {expected}
-    for rank, (outcome,) in enumerate(some.run(some.transfer(Purpose.FETCH))):
+    for rank, (outcome,) in enumerate(some.run(some.transfer(Route.STORE_TO_HOST))):
         assert (outcome.ok, outcome.arrived) == ((False, b"\1\0\1\1\1") if rank in owners else (True, b""))
 
 
@@ -375,8 +375,8 @@ def test_rank_that_writes_nothing_of_a_block_calls_no_store(ranks):
     stores = [MemoryStore(1 << 22), MemoryStore(1 << 22)]
     some, blocks = ranks(layout, 2, 2, stores), blocks_of(layout)
     some.fill(blocks)
-    some.run(some.transfer(Purpose.SAVE))
-    (first,), (second,) = some.run(some.transfer(Purpose.STORE))
+    some.run(some.transfer(Route.DEVICE_TO_HOST))
+    (first,), (second,) = some.run(some.transfer(Route.HOST_TO_STORE))
     assert (first.ok, first.num_bytes) == (True, BLOCKS * layout.groups[0].block_bytes)
     assert (second.ok, second.num_bytes, second.arrived) == (True, 0, b"")
     assert [len(store.objects) for store in stores] == [BLOCKS, 0]
@@ -392,7 +392,7 @@ def test_a_rank_that_cannot_read_leaves_its_slots_as_they_were(ranks):
     hosts = again.controllers[0]._hosts
     for host in hosts:
         host.slots().fill_(0xEE)
-    ((outcome,),) = again.run(again.transfer(Purpose.FETCH))
+    ((outcome,),) = again.run(again.transfer(Route.STORE_TO_HOST))
     assert outcome.arrived == b"\1\1\0\1\1"
     kept = hosts[0].block(HOST[2]).numpy()
     wanted = of_rank(LAYOUT, blocks, 0, 1)[0][2]
@@ -434,7 +434,7 @@ class Cache:
         for rank, caches in enumerate(self.ranks.caches):
             for cache, mine in zip(caches, of_rank(LAYOUT, blocks, rank, self.ranks.num_ranks), strict=True):
                 cache[order] = torch.from_numpy(mine)
-        self.manager.scheduled(hold)
+        self.manager.on_scheduled(hold)
         self.manager.publish(hold, 4 * BLOCKS)
         self.manager.finish(hold)
         self.settle(lambda: not self.manager.has_plans)
@@ -442,9 +442,9 @@ class Cache:
     def find(self, blocks) -> int:
         """How many blocks of it are brought to the device; each is what it should be on every rank."""
         fetch = self.manager.prefetch(self.chain)
-        self.settle(lambda: self.manager.is_fetched(fetch))
+        self.settle(lambda: self.manager.is_prefetched(fetch))
         hold = self.manager.match(self.chain, fetch=fetch)
-        self.manager.end_fetch(fetch)
+        self.manager.end_prefetch(fetch)
         assert self.manager.allocate(hold, 4 * hold.lease.num_matched) is None
         self.settle(lambda: self.manager.is_ready(hold))
         found = hold.lease.num_matched

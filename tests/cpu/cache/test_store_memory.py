@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtier.errors import StoreError
-from kvtier.messages import Plan, Purpose, Transfer, slot_bytes
+from kvtier.messages import Plan, Route, TransferRequest, slot_bytes
 from kvtier.storage import MemoryStore, Results, ShardStores, Write
 from kvtier.storage.checksum import address_of
 from kvtier.worker.controller import CacheController, layout_of
@@ -76,10 +76,10 @@ def keep_and_fetch(controller: CacheController, caches: list[torch.Tensor]) -> N
         return slot_bytes(np.array([slot], np.int32))
 
     steps = [
-        Transfer(1, Purpose.SAVE, "device", "host", slots(1), slots(2)),
-        Transfer(2, Purpose.STORE, "host", "far", slots(2), b"", KEY),
-        Transfer(3, Purpose.FETCH, "far", "host", b"", slots(3), KEY),
-        Transfer(4, Purpose.LOAD, "host", "device", slots(3), slots(0)),
+        TransferRequest(1, Route.DEVICE_TO_HOST, "device", "host", slots(1), slots(2)),
+        TransferRequest(2, Route.HOST_TO_STORE, "host", "far", slots(2), b"", KEY),
+        TransferRequest(3, Route.STORE_TO_HOST, "far", "host", b"", slots(3), KEY),
+        TransferRequest(4, Route.HOST_TO_DEVICE, "host", "device", slots(3), slots(0)),
     ]
     for cache in caches:
         cache[0] = 0
@@ -88,7 +88,7 @@ def keep_and_fetch(controller: CacheController, caches: list[torch.Tensor]) -> N
         outcomes = []
         while not outcomes:
             controller.wait(1.0)
-            outcomes = [outcome for report in controller.poll() for outcome in report.outcomes]
+            outcomes = [outcome for report in controller.poll() for outcome in report.results]
         assert [outcome.ok for outcome in outcomes] == [True], outcomes
     assert all(torch.equal(cache[0], cache[1]) for cache in caches)
 
@@ -131,7 +131,7 @@ def test_a_registration_that_takes_long_holds_up_neither_the_start_nor_reads_and
     store, caches = Watches(), caches_of(4)
     store.may_go_on.clear()
     controller = controller_of(caches, store)
-    absent = Transfer(1, Purpose.FETCH, "far", "host", b"", slot_bytes(np.array([3], np.int32)), KEY)
+    absent = TransferRequest(1, Route.STORE_TO_HOST, "far", "host", b"", slot_bytes(np.array([3], np.int32)), KEY)
     controller.submit(Plan(1, 0, (absent,)))
     while controller.is_busy:
         controller.wait(1.0)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from engine_helpers import greedy
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.engine.random_weights import random_weights
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore, MemoryStore, Store
 from storage_support import Fault, FaultyStore
@@ -89,9 +89,9 @@ def test_device_only(model, talks, wanted):
 
 @pytest.mark.parametrize("write", WritePolicy)
 def test_with_a_host_tier_and_a_device_too_small(model, talks, wanted, write):
-    engine = make(model, CacheConfig(90, host=HostConfig(800, saving=Saving(write)), recompute=False))
+    engine = make(model, CacheConfig(90, host=HostConfig(800, saving=WritebackConfig(write)), recompute=False))
     assert play(engine, talks) == wanted
-    assert engine.manager.moves.counts.num_blocks[Purpose.LOAD] > 100
+    assert engine.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE] > 100
     engine.close()
 
 
@@ -102,7 +102,7 @@ def test_with_a_disk_in_tiny_pools_and_again_from_the_disk_alone(model, talks, w
         store = DiskStore(tmp_path, 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
         engine = make(model, cache, store)
         assert play(engine, talks) == wanted
-        assert engine.manager.moves.counts.num_blocks[Purpose.FETCH] > 100
+        assert engine.manager.transfers.counts.num_blocks[Route.STORE_TO_HOST] > 100
         engine.tiers.save_all()
         engine.close()
 
@@ -129,5 +129,5 @@ def test_with_a_store_and_copies_that_fail(model, talks, wanted):
 
         lane._mover = sometimes
     assert play(engine, talks) == wanted
-    assert sum(engine.manager.moves.counts.num_failed.values()) > 20
+    assert sum(engine.manager.transfers.counts.num_failed.values()) > 20
     engine.close()

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_helpers import conversations, greedy, talk
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.engine.random_weights import random_weights
 from kvtier.engine.speculate import DraftProposer
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 
@@ -50,7 +50,7 @@ def make(
         HostConfig,
         st.sampled_from([3, 12, 100]),
         saving=st.builds(
-            Saving,
+            WritebackConfig,
             st.sampled_from(WritePolicy),
             max_blocks=st.sampled_from([2, 100]),
             low_share=st.sampled_from([0.3, 1.0]),
@@ -73,7 +73,7 @@ def listening(engine: Engine):
     """Brings tokens to the host as a GPU's copies do: hears of transfers until there are none."""
 
     def to_list(tokens: torch.Tensor) -> list[int]:
-        while engine.tiers.listen():
+        while engine.tiers.poll_while_waiting():
             engine.tiers.wait()
         return tokens.tolist()
 
@@ -82,32 +82,32 @@ def listening(engine: Engine):
 
 def test_whoever_waits_for_the_device_hears_of_what_is_under_way_and_of_nothing_else(model):
     engine = make(model, 40, None)
-    assert not engine.tiers.listen()  # there are no tiers below
+    assert not engine.tiers.poll_while_waiting()  # there are no tiers below
     engine.close()
     engine = make(model, 40, HostConfig(40))
-    assert not engine.tiers.listen()
+    assert not engine.tiers.poll_while_waiting()
     run(engine, [1] * 21, 1)
-    assert engine.manager.moves.counts.num_blocks[Purpose.SAVE] == 5
-    assert not engine.tiers.listen()
+    assert engine.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] == 5
+    assert not engine.tiers.poll_while_waiting()
     engine.add([2] * 21, greedy(1))
     engine.step()
     engine.step()
     engine.tiers.submit(engine.manager.plan())
-    while engine.tiers.listen():
+    while engine.tiers.poll_while_waiting():
         engine.tiers.wait()
-    assert engine.manager.moves.counts.num_blocks[Purpose.SAVE] == 10
-    assert not engine.manager.moves.in_flight
+    assert engine.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] == 10
+    assert not engine.manager.transfers.in_flight
     engine.close()
 
 
 def test_nobody_listens_for_a_store_alone(model, tmp_path):
     engine = make(model, 40, HostConfig(40), disk=StoreConfig("disk"), stores={"disk": DiskStore(tmp_path, 1 << 20)})
     engine.add([1] * 21, greedy(1))
-    while engine.manager.moves.counts.num_blocks[Purpose.SAVE] < 5:
+    while engine.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] < 5:
         engine.step()
     engine.tiers.submit(engine.manager.plan())  # what has come to the host goes on
-    assert engine.manager.moves.num_blocks(Purpose.STORE, "disk") > 0
-    assert not engine.tiers.listen()
+    assert engine.manager.transfers.num_blocks(Route.HOST_TO_STORE, "disk") > 0
+    assert not engine.tiers.poll_while_waiting()
     engine.close()
 
 
@@ -120,7 +120,7 @@ def test_what_no_step_needs_is_begun_while_it_is_computed(model):
     submit = controller.submit
 
     def told(plan, after=None):
-        begun.extend(transfer.purpose.value for transfer in plan.transfers)
+        begun.extend(transfer.route.value for transfer in plan.transfers)
         submit(plan, after)
 
     def computed(*arguments):
@@ -184,10 +184,10 @@ def test_a_step_that_fails_before_it_computes_leaves_no_plan_behind(model):
     engine.groups[0].logits = broken
     while engine.scheduler.has_work():
         engine.step()
-    assert engine.manager.moves.in_flight or engine.manager.moves.counts.num_blocks[Purpose.SAVE]
+    assert engine.manager.transfers.in_flight or engine.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST]
     while engine.manager.has_plans:
         engine.step()
-    assert engine.manager.moves.counts.num_blocks[Purpose.SAVE] > 0
+    assert engine.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] > 0
     engine.manager.check()
     engine.close()
 
@@ -219,9 +219,9 @@ def test_answers_stay_when_copies_fail(model):
     engine = make(model, 16, HostConfig(60))
     break_copies(engine, random.Random(2), 0.3)
     assert talk(engine, talks) == wanted
-    failed = engine.manager.moves.counts.num_failed
-    assert failed[Purpose.SAVE] > 0
-    assert failed[Purpose.LOAD] > 0
+    failed = engine.manager.transfers.counts.num_failed
+    assert failed[Route.DEVICE_TO_HOST] > 0
+    assert failed[Route.HOST_TO_DEVICE] > 0
 
 
 def test_host_hits_happen_and_are_counted(model):
@@ -232,7 +232,7 @@ def test_host_hits_happen_and_are_counted(model):
             engine.add(prompt, greedy(2), request_id=str(i))
             while engine.has_work():
                 engine.step()
-    assert engine.manager.moves.counts.num_blocks[Purpose.LOAD] >= 20
+    assert engine.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE] >= 20
     assert all(engine.explain(str(i)).num_cached_tokens >= 20 for i in range(6))
 
 
@@ -244,7 +244,7 @@ def test_the_draft_models_blocks_travel_with_the_main_ones(model):
     wanted = talk(make(model, 400, None, caching=False), talks)
     engine = make(model, 24, HostConfig(100), proposer=DraftProposer(model, 3))
     assert talk(engine, talks) == wanted
-    assert engine.manager.moves.counts.num_blocks[Purpose.LOAD] > 0
+    assert engine.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE] > 0
 
 
 @given(
@@ -253,7 +253,7 @@ def test_the_draft_models_blocks_travel_with_the_main_ones(model):
     num_host=st.sampled_from([6, 12, 100]),
     patience=st.sampled_from(Patience),
     is_shared=st.booleans(),
-    saving=st.builds(Saving, st.sampled_from(WritePolicy), low_share=st.sampled_from([0.3, 1.0])),
+    saving=st.builds(WritebackConfig, st.sampled_from(WritePolicy), low_share=st.sampled_from([0.3, 1.0])),
 )
 @settings(max_examples=6 * SOAK, deadline=None)
 def test_a_disk_never_changes_an_answer_nor_does_a_restart(

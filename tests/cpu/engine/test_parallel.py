@@ -17,13 +17,13 @@ import torch
 from cache_support import Worker
 from engine_helpers import Answer, finish, greedy, prompts
 from kvtier.cache.admin import CacheControl
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, StoreConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.engine import ForwardBatch, Model, ModelConfig, SequenceInput
-from kvtier.engine.cache_runtime import Tiers
+from kvtier.engine.cache_runtime import CacheRuntime
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import RopeConfig
-from kvtier.engine.modules import CacheGroup
+from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.random_weights import random_weights
 from kvtier.engine.rank_group import Rendezvous
 from kvtier.engine.speculate import DraftProposer
@@ -175,7 +175,7 @@ def test_a_load_that_failed_on_another_rank_counts_until_all_have_told():
     namespace, controller = Namespace("model", block_tokens=BLOCK), Scripted()
     manager = CacheManager(namespace, CacheConfig(4, host=HostConfig(8), recompute=False), num_ranks=2)
     scheduler = Scheduler(manager, SchedulerConfig())
-    tiers = Tiers(manager, [CacheGroup(MODEL, 4, BLOCK)], controller, {}, scheduler, lambda: 0.0)
+    tiers = CacheRuntime(manager, [DeviceCacheGroup(MODEL, 4, BLOCK)], controller, {}, scheduler, lambda: 0.0)
     chain = Chain(namespace, [7] * (2 * BLOCK) + [1])
 
     def settle(lose=None, ranks=(0, 1)) -> None:
@@ -189,7 +189,7 @@ def test_a_load_that_failed_on_another_rank_counts_until_all_have_told():
     assert manager.allocate(hold, 2 * BLOCK) is None
     for worker in controller.workers:
         worker.device.update({int(slot): "kv" for slot in hold.table})
-    manager.scheduled(hold)
+    manager.on_scheduled(hold)
     manager.publish(hold, 2 * BLOCK)
     manager.finish(hold)
     settle()
@@ -206,7 +206,7 @@ def test_a_load_that_failed_on_another_rank_counts_until_all_have_told():
     settle(ranks=(0,))
     assert not waits.arrived()
     tiers.submit(manager.plan())
-    assert tiers.have_arrived(loads)  # by now the manager knows: it is over, and nobody starts with it
+    assert tiers.all_arrived(loads)  # by now the manager knows: it is over, and nobody starts with it
     manager.abort(hold)
     manager.check()
 
@@ -221,7 +221,7 @@ def children() -> list[psutil.Process]:
 
 def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, **options) -> Engine:
     """With a host tier, and blocks in a folder if there is one. Everything that is cached is loaded."""
-    saving = Saving(WritePolicy.THROUGH)
+    saving = WritebackConfig(WritePolicy.THROUGH)
     stores = (StoreConfig("disk", saving, Patience.WAIT),) if folder is not None else ()
     cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, recompute=False)
     config = EngineConfig(
@@ -349,7 +349,7 @@ def test_ranks_that_send_more_than_a_pipe_holds_both_ways_do_not_wait_for_each_o
     while found < 40 * 2:
         controller.wait(1.0)
         for report in controller.poll():
-            found += sum(presence.probe_id >= 5000 for presence in report.presences)
+            found += sum(presence.probe_id >= 5000 for presence in report.lookups)
     engine.close()
 
 

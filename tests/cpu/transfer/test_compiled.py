@@ -13,8 +13,8 @@ from kvtier import dtype as dt
 from kvtier.errors import ArgumentError, PlacementError
 from kvtier.layout import CacheGroup, LayerSpec, TensorSpec
 from kvtier.memory import CPU, PINNED, Buffer
-from kvtier.memory.region import Holding
-from kvtier.transfer import DeviceCache, Direction, Plane, TransferConfig, TransferManager
+from kvtier.memory.region import MemoryRef
+from kvtier.transfer import BlockView, DeviceCache, Direction, TransferConfig, TransferManager
 from kvtier.transfer.compiled import (
     _FIRST_SHARE,
     _STAGE_ALIGNMENT,
@@ -166,8 +166,8 @@ def test_parts_are_joined_if_they_touch_in_one_memory():
 
 
 def test_parts_on_two_devices_are_refused():
-    planes = [Plane.of(torch.zeros(3, nbytes, dtype=torch.uint8)) for nbytes in (8, 16)]
-    pinned = replace(planes[1], holding=Holding(planes[1].pointer, 48, PINNED))
+    planes = [BlockView.of(torch.zeros(3, nbytes, dtype=torch.uint8)) for nbytes in (8, 16)]
+    pinned = replace(planes[1], holding=MemoryRef(planes[1].pointer, 48, PINNED))
     DeviceCache(PAIR, [(0, 0, planes[0]), (0, 8, planes[1])])
     with pytest.raises(PlacementError, match="one device"):
         DeviceCache(PAIR, [(0, 0, planes[0]), (0, 8, pinned)])
@@ -196,18 +196,18 @@ def test_a_cache_may_touch_its_host_memory_but_not_overlap_it():
 
 def test_the_end_of_a_plane_is_behind_its_last_block():
     tensor = torch.zeros(5, 4, 6, dtype=torch.int16)[:, :2]
-    plane = Plane.of(tensor)
+    plane = BlockView.of(tensor)
     assert (plane.stride, plane.block_bytes, plane.num_blocks) == (48, 24, 5)
     assert plane.end - plane.pointer == 4 * 48 + 24
     assert plane.addresses(np.array([2, 0])).tolist() == [plane.pointer + 96, plane.pointer]
-    assert Plane.of(tensor[:0]).end == 0
-    assert Plane.of(plane) is plane
+    assert BlockView.of(tensor[:0]).end == 0
+    assert BlockView.of(plane) is plane
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 4), (2, 1, 5, 1)], ids=str)
 def test_dense_tensors_of_any_shape_are_planes(shape):
     tensor = torch.zeros(shape, dtype=torch.float32)
-    plane = Plane.of(tensor)
+    plane = BlockView.of(tensor)
     assert plane.block_bytes * shape[0] == tensor.nbytes
     assert plane.num_blocks == shape[0]
 
@@ -215,20 +215,20 @@ def test_dense_tensors_of_any_shape_are_planes(shape):
 def test_tensors_without_blocks_are_refused():
     for wrong in (torch.tensor(1), np.zeros(3)):
         with pytest.raises(ArgumentError, match="first dimension of a tensor"):
-            Plane.of(wrong)
+            BlockView.of(wrong)
     with pytest.raises(ArgumentError, match="overlap: 8 bytes every 4"):
-        Plane.of(torch.as_strided(torch.zeros(12, dtype=torch.uint8), (2, 8), (4, 1)))
-    assert Plane.of(torch.as_strided(torch.zeros(8, dtype=torch.uint8), (1, 8), (4, 1))).num_blocks == 1
+        BlockView.of(torch.as_strided(torch.zeros(12, dtype=torch.uint8), (2, 8), (4, 1)))
+    assert BlockView.of(torch.as_strided(torch.zeros(8, dtype=torch.uint8), (1, 8), (4, 1))).num_blocks == 1
     with pytest.raises(ArgumentError, match="overlap: 16 bytes every 14"):
-        Plane.of(torch.as_strided(torch.zeros(15, dtype=torch.int16), (2, 8), (7, 1)))
+        BlockView.of(torch.as_strided(torch.zeros(15, dtype=torch.int16), (2, 8), (7, 1)))
     with pytest.raises(ArgumentError, match="contiguous"):
-        Plane.of(torch.zeros(3, 2, 4)[:, :, ::2])
+        BlockView.of(torch.zeros(3, 2, 4)[:, :, ::2])
     with pytest.raises(PlacementError, match="meta"):
-        Plane.of(torch.zeros(3, 2, device="meta"))
+        BlockView.of(torch.zeros(3, 2, device="meta"))
 
 
 @pytest.mark.parametrize(("nbytes", "block_bytes"), [(10, 4), (10, None), (10, 0)])
 def test_a_buffer_that_is_no_number_of_blocks_is_refused(nbytes, block_bytes):
     with pytest.raises(ArgumentError, match="is not a number of blocks"):
-        Plane.of(Buffer(nbytes, "u8"), block_bytes)
-    assert Plane.of(Buffer(12, "u8"), 4).num_blocks == 3
+        BlockView.of(Buffer(nbytes, "u8"), block_bytes)
+    assert BlockView.of(Buffer(12, "u8"), 4).num_blocks == 3

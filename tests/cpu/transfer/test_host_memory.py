@@ -14,7 +14,7 @@ from kvtier.errors import ArgumentError, ClosedError, OutOfMemoryError, RangeErr
 from kvtier.layout import CacheGroup
 from kvtier.memory import CPU, PINNED, Placement, cuda, host_pages
 from kvtier.memory.host_pages import MappedMemory
-from kvtier.transfer import Growth, HostMemory
+from kvtier.transfer import GrowthState, HostMemory
 from support import new_stream
 from transfer_support import WatchedCondition
 
@@ -30,7 +30,7 @@ def device(request):
 def test_all_slots_become_usable_and_keep_their_bytes(device):
     host = HostMemory(GROUP, 11, device, piece_bytes=3 * GROUP.slot_bytes)
     assert host.wait_ready(timeout=60) == host.num_ready == 11
-    assert (host.growth, host.piece_slots) == (Growth.READY, 3)
+    assert (host.growth, host.piece_slots) == (GrowthState.READY, 3)
     assert host.placement == (PINNED if device.is_device else CPU)
     for slot in range(11):
         host.block(slot).fill(slot)
@@ -67,7 +67,7 @@ def stuck(monkeypatch):
 
 def test_it_can_be_used_while_it_grows(stuck):
     host = HostMemory(GROUP, 5, piece_bytes=2 * GROUP.slot_bytes)
-    assert (host.num_ready, host.growth) == (0, Growth.GROWING)
+    assert (host.num_ready, host.growth) == (0, GrowthState.GROWING)
     with pytest.raises(TransferTimeoutError, match="0 of 2"):
         host.wait_ready(2, timeout=0)
     stuck.gate.release()
@@ -88,7 +88,7 @@ def test_it_keeps_what_it_has_when_the_system_gives_no_more(stuck):
     stuck.refuses = True
     stuck.gate.release()
     assert host.wait_ready(timeout=60) == 2
-    assert (host.growth, host.trouble) == (Growth.STOPPED, "the system is full")
+    assert (host.growth, host.trouble) == (GrowthState.STOPPED, "the system is full")
     with pytest.raises(OutOfMemoryError, match="2 of 3 host slots could be had: the system is full"):
         host.wait_ready(3)
     host.block(1).fill(1)
@@ -99,7 +99,7 @@ def test_freeing_while_it_grows_ends_the_growth(stuck):
     stuck.reached.wait(60)
     host.free()
     stuck.gate.release(9)
-    assert host.growth is Growth.FREED
+    assert host.growth is GrowthState.FREED
     with pytest.raises(ClosedError, match="freed"):
         host.plane()
 
@@ -164,7 +164,7 @@ def test_a_plane_of_a_tensor_needs_layer_and_name():
 
 def test_the_smallest_memory_is_one_slot_in_one_piece():
     host = HostMemory(GROUP, 1, piece_bytes=1, background=False)
-    assert (host.piece_slots, host.num_ready, host.growth) == (1, 1, Growth.READY)
+    assert (host.piece_slots, host.num_ready, host.growth) == (1, 1, GrowthState.READY)
     assert HostMemory(GROUP, 3, piece_bytes=1, background=False).piece_slots == 1
     assert HostMemory(GROUP, 3, piece_bytes=1 << 30, background=False).piece_slots == 3
 
@@ -237,7 +237,7 @@ def test_a_refusal_after_free_does_not_undo_it(stuck):
     stuck.refuses = True
     stuck.gate.release(9)
     grower.join(60)
-    assert (host.growth, host.trouble, host.num_ready) == (Growth.FREED, "", 0)
+    assert (host.growth, host.trouble, host.num_ready) == (GrowthState.FREED, "", 0)
 
 
 def test_pieces_are_touched_one_after_another(monkeypatch):

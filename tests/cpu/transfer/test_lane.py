@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvtier.errors import ClosedError, StateError, TransferTimeoutError
 from kvtier.layout import CacheGroup
 from kvtier.memory import CPU, context
-from kvtier.transfer import Growth, Status, TransferManager
+from kvtier.transfer import GrowthState, TransferManager, TransferStatus
 from support import held_back, new_stream
 from transfer_support import (
     SMALL,
@@ -53,7 +53,7 @@ def test_lane_runs_urgent_first_and_each_kind_in_order(asked, direction):
             assert manager.in_flight_bytes(direction, urgent=True) <= 3 * SIZE
             assert manager.in_flight_bytes(direction, urgent=False) == 0
         mover.open()
-        assert {each.wait(60).status for _, _, each in submitted} == {first.wait(60).status} == {Status.DONE}
+        assert {each.wait(60).status for _, _, each in submitted} == {first.wait(60).status} == {TransferStatus.DONE}
     urgents = [blocks for urgent, blocks, _ in submitted if urgent]
     bulk = [[block] for urgent, blocks, _ in submitted if not urgent for block in blocks]
     assert mover.slots == [[0, 1], *urgents, *bulk]
@@ -81,11 +81,11 @@ def test_a_transfer_that_fits_starts_without_a_thread(urgent, count):
     manager, mover, _ = stepped(max_urgent_bytes=5 * SIZE)
     with manager:
         save = manager.save(range(count), range(count), urgent=urgent)
-        assert save.status is Status.RUNNING
+        assert save.status is TransferStatus.RUNNING
         assert manager.in_flight_bytes("d2h", urgent=urgent) == count * SIZE
         assert lane_threads() == before
         mover.open()
-        assert save.wait(60).status is save.status is Status.DONE
+        assert save.wait(60).status is save.status is TransferStatus.DONE
 
 
 def test_urgent_transfers_are_not_cut_into_slices():
@@ -102,7 +102,7 @@ def test_a_save_without_an_event_comes_behind_the_current_stream():
         with context(stream=compute), held_back(compute):
             compute.enqueue(lambda: [view.fill_(9) for view in views.values()])
             save = manager.save([1], [2])
-        assert save.wait(60).status is Status.DONE
+        assert save.wait(60).status is TransferStatus.DONE
         assert set(mover.host.block(2).tolist()) == {9}
 
 
@@ -112,7 +112,7 @@ def test_an_idle_lane_takes_up_what_is_queued_later():
     with manager:
         for first in (0, 6, 12):
             slots = range(first, first + 6)
-            assert manager.save(slots, slots).wait(60).status is Status.DONE
+            assert manager.save(slots, slots).wait(60).status is TransferStatus.DONE
     assert mover.slots == [[slot] for slot in range(18)]
 
 
@@ -143,7 +143,7 @@ def test_a_report_waits_for_every_slice():
         save = manager.save([0, 1], [0, 1])
         mover.permits.release()
         save._slices.ends[0].synchronize(60)
-        assert (save.report, save.status, manager.poll()) == (None, Status.RUNNING, [])
+        assert (save.report, save.status, manager.poll()) == (None, TransferStatus.RUNNING, [])
         with pytest.raises(TransferTimeoutError, match="still running"):
             save.wait(0.01)
         with pytest.raises(TransferTimeoutError, match="still running"):
@@ -170,7 +170,7 @@ def test_close_cancels_the_queue_and_ends_every_thread():
         compiled = manager.compile("d2h", [0], [0])
         closing = run_in_thread(manager.close)
         for transfer in (save, load):
-            has_status(transfer, Status.CANCELLED)
+            has_status(transfer, TransferStatus.CANCELLED)
             assert transfer.report is None  # two slices are under way
         mover.open()
         closing.result(60)
@@ -209,11 +209,11 @@ def test_memory_is_given_up_after_the_copies_that_use_it(act):
         given_up = run_in_thread(give_up)
         if act == "free":
             with mover.host._changed:
-                assert mover.host._changed.wait_for(lambda: mover.host.growth is Growth.FREED, 60)
+                assert mover.host._changed.wait_for(lambda: mover.host.growth is GrowthState.FREED, 60)
         mover.open()
         given_up.result(60)
         assert order == [(act, [[2]])]
-        assert save.wait(60).status is Status.DONE
+        assert save.wait(60).status is TransferStatus.DONE
         assert (slot.numpy() == source).all()
         del keep
 
@@ -226,7 +226,7 @@ def test_release_of_one_group_keeps_the_other():
     with manager:
         manager.release("window")
         manager.release("window")
-        assert manager.save([0], [1]).wait(60).status is Status.DONE
+        assert manager.save([0], [1]).wait(60).status is TransferStatus.DONE
         with pytest.raises(StateError, match="no cache is registered for group 'window'"):
             manager.save([0], [1], group="window")
 
@@ -239,7 +239,7 @@ def test_a_slice_of_a_closed_stream_is_reported_as_failed():
     for stream in lane._streams.values():
         stream.close()
     report = manager.save([0, 1], [4, 5]).wait(60)
-    assert report.status is Status.FAILED
+    assert report.status is TransferStatus.FAILED
     assert [each.host_id for each in report.failures] == [4, 5]
     assert all(isinstance(each.error, ClosedError) for each in report.failures)
     assert (report.nbytes, report.seconds) == (0, 0.0)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.errors import ArgumentError, CancelledTransferError, CopyError, TransferError, TransferTimeoutError
-from kvtier.transfer import Status, handle, manager
+from kvtier.transfer import TransferStatus, handle, manager
 from transfer_support import SMALL, WatchedCondition, run_in_thread, stepped
 
 SIZE = SMALL.block_bytes
@@ -44,12 +44,12 @@ def test_a_queued_transfer_is_late_at_its_deadline(clock):
         in_flight(ahead, 2)
         late = moving.save([5, 6], [5, 6], timeout=2.0)
         clock.now += 1.5
-        assert (late.report, late.status) == (None, Status.QUEUED)
+        assert (late.report, late.status) == (None, TransferStatus.QUEUED)
         clock.now += 0.5
-        assert late.report.status is late.status is Status.LATE
+        assert late.report.status is late.status is TransferStatus.LATE
         assert not late.cancel()
         mover.open()
-        assert ahead.wait(60).status is Status.DONE
+        assert ahead.wait(60).status is TransferStatus.DONE
 
 
 def test_a_late_transfer_is_not_moved_by_the_lane():
@@ -60,9 +60,9 @@ def test_a_late_transfer_is_not_moved_by_the_lane():
         late = moving.save([5], [5], timeout=0.0)
         behind = moving.save([7], [7], timeout=3600)
         mover.open()
-        assert behind.wait(60).status is Status.DONE
+        assert behind.wait(60).status is TransferStatus.DONE
         assert mover.slots == [[0], [1], [2], [3], [7]]
-        assert late.report.status is Status.LATE
+        assert late.report.status is TransferStatus.LATE
 
 
 def test_wait_returns_when_the_deadline_of_the_transfer_passes():
@@ -70,8 +70,8 @@ def test_wait_returns_when_the_deadline_of_the_transfer_passes():
     with moving:
         in_flight(moving.save(range(4), range(4)), 2)
         late = moving.save([5], [5], timeout=0.05)
-        assert late.wait(3600).status is Status.LATE
-        assert moving.save([6], [6], timeout=0.05).wait().status is Status.LATE
+        assert late.wait(3600).status is TransferStatus.LATE
+        assert moving.save([6], [6], timeout=0.05).wait().status is TransferStatus.LATE
         mover.open()
 
 
@@ -83,7 +83,7 @@ def test_wait_raises_at_its_own_end_and_not_before(clock):
             save.wait(0)
         waiters = [run_in_thread(lambda: save.wait(1.0)), run_in_thread(lambda: moving.wait_all(1.0))]
         mover.open()
-        assert waiters[0].result(60).status is Status.DONE
+        assert waiters[0].result(60).status is TransferStatus.DONE
         waiters[1].result(60)
         clock.now += 5
 
@@ -99,9 +99,9 @@ def test_a_thread_that_waits_for_a_queued_transfer_is_woken(timeout):
         waiters = [each._changed.start_waiter(lambda each=each: each.settle(timeout)) for each in (cancelled, moved)]
         layer = moved._changed.start_waiter(lambda: moved.layers.wait(0, timeout=3600))
         assert cancelled.cancel()
-        assert waiters[0].result(60).status is Status.CANCELLED
+        assert waiters[0].result(60).status is TransferStatus.CANCELLED
         mover.open()
-        assert waiters[1].result(60).status is Status.DONE
+        assert waiters[1].result(60).status is TransferStatus.DONE
         layer.result(60)
 
 
@@ -118,7 +118,7 @@ def test_a_failure_counts_more_than_a_cancelled_rest():
         assert save.cancel()
         mover.open()
         report = save.wait(60)
-    assert report.status is Status.FAILED
+    assert report.status is TransferStatus.FAILED
     assert report.moved == ((0, 0),)
     assert report.nbytes == SIZE
     assert [str(each.error) for each in report.failures][:1] == ["the copy failed"]

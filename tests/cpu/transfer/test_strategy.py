@@ -4,10 +4,18 @@ import pytest
 import torch
 
 from kvtier.memory import CPU, PINNED, CostTable, Placement
-from kvtier.memory.copy_paths import Job
+from kvtier.memory.copy_paths import CopyContext
 from kvtier.memory.costs import _SIZES, Cost
 from kvtier.transfer import TransferConfig
-from kvtier.transfer.strategy import FIRST_CHUNK_BYTES, Choice, Shape, _Options, _prices, _Reckoning, choose
+from kvtier.transfer.strategy import (
+    FIRST_CHUNK_BYTES,
+    StrategyChoice,
+    TransferShape,
+    _PathOptions,
+    _prices,
+    _Reckoning,
+    choose,
+)
 
 GPU = Placement("cuda")
 MIB = 1 << 20
@@ -27,8 +35,11 @@ TABLE = CostTable(
     {"cuda>pinned": 50.0},
     {"cuda>pinned": {"driver": 0.0, "gather": 0.8}},
 )
-ALL = _Options(
-    {"direct": "driver", "kernel": "gather", "staged": "driver"}, {}, Job(GPU, PINNED, None), Job(GPU, GPU, None)
+ALL = _PathOptions(
+    {"direct": "driver", "kernel": "gather", "staged": "driver"},
+    {},
+    CopyContext(GPU, PINNED, None),
+    CopyContext(GPU, GPU, None),
 )
 
 
@@ -39,17 +50,17 @@ def cheapest(shape, table=TABLE):
 
 @pytest.mark.parametrize(("parts", "best"), [(32, "direct"), (32 * 64, "staged"), (32 * 512, "staged")])
 def test_large_parts_go_directly_and_small_ones_are_staged(parts, best):
-    assert cheapest(Shape(GPU, PINNED, 64 * MIB, parts, 32)) == best
+    assert cheapest(TransferShape(GPU, PINNED, 64 * MIB, parts, 32)) == best
 
 
 def test_a_kernel_is_best_where_the_model_loses_nothing_to_it():
     harmless = CostTable("a test", TABLE.costs, TABLE.links, {"cuda>pinned": {"driver": 0.0, "gather": 0.0}})
-    shape = Shape(GPU, PINNED, 64 * 4096, 64, 64)
+    shape = TransferShape(GPU, PINNED, 64 * 4096, 64, 64)
     assert cheapest(shape, harmless) == "kernel"
 
 
 def test_prices_are_times_and_what_is_lost():
-    times, prices = _prices(Shape(GPU, PINNED, 50 * MIB, 50, 50), ALL, TABLE)
+    times, prices = _prices(TransferShape(GPU, PINNED, 50 * MIB, 50, 50), ALL, TABLE)
     assert prices["direct"] == times["direct"] == pytest.approx(10 + 50 * (1 + MIB / 50e3), rel=0.02)
     assert prices["kernel"] == pytest.approx(1.8 * times["kernel"])
     assert prices["staged"] > times["staged"] > times["direct"]
@@ -58,7 +69,7 @@ def test_prices_are_times_and_what_is_lost():
 def test_prices_of_each_strategy_follow_from_the_calibration():
     table = CostTable("a test", TABLE.costs, TABLE.links, {"cuda>pinned": {"driver": 0.25, "gather": 0.5}})
     for nbytes in (2 * MIB, 64 * MIB):  # below and above the first chunk
-        shape = Shape(GPU, PINNED, nbytes, 2048, 32)
+        shape = TransferShape(GPU, PINNED, nbytes, 2048, 32)
         times, prices = _prices(shape, ALL, table)
         over_link = table.estimate_us(ALL.link, 2048, nbytes)
         blocks = table.estimate_us(ALL.link, 32, nbytes)["driver"]
@@ -71,28 +82,28 @@ def test_prices_of_each_strategy_follow_from_the_calibration():
         assert prices["kernel"] == pytest.approx(1.5 * times["kernel"])
         assert prices["staged"] == pytest.approx(1.25 * times["staged"] + gather)
     unknown = CostTable("a test", TABLE.costs, TABLE.links, {})
-    times, prices = _prices(Shape(GPU, PINNED, MIB, 64, 64), ALL, unknown)
+    times, prices = _prices(TransferShape(GPU, PINNED, MIB, 64, 64), ALL, unknown)
     assert (prices["direct"], prices["kernel"]) == pytest.approx((times["direct"], 2 * times["kernel"]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of this machine can do more")
 @pytest.mark.parametrize("sides", [(GPU, PINNED), (PINNED, GPU)], ids=str)
 def test_without_a_driver_only_direct_is_left_and_says_why(sides):
-    choice = choose(Shape(*sides, MIB, 64, 1))
+    choice = choose(TransferShape(*sides, MIB, 64, 1))
     assert (choice.strategy, choice.path) == ("direct", "loop")
     reasons = {each.partition(": ")[0]: each.partition(": ")[2] for each in choice.why.split("; ")}
     assert [*reasons] == ["no kernel", "no staged"]
     assert "one piece" not in choice.why
-    assert "no staged: blocks are one piece on both sides" in choose(Shape(*sides, MIB, 64, 64)).why
-    forced = choose(Shape(*sides, MIB, 64, 64), "staged")  # whoever forces staging has no blocks in one piece
+    assert "no staged: blocks are one piece on both sides" in choose(TransferShape(*sides, MIB, 64, 64)).why
+    forced = choose(TransferShape(*sides, MIB, 64, 64), "staged")  # whoever forces staging has no blocks in one piece
     assert forced.why.startswith(f"staged was forced, but {reasons['no staged']}; no kernel: ")
     assert "one piece" not in forced.why
-    assert choose(Shape(*sides, MIB, 64, 1), "direct").why == "forced"
+    assert choose(TransferShape(*sides, MIB, 64, 1), "direct").why == "forced"
 
 
 def test_a_choice_tells_its_reason_and_what_it_expects():
-    shape = Shape(GPU, PINNED, 64 * MIB, 2048, 32)
-    choice = Choice("staged", "driver", "no kernel: a test; ", _Reckoning(shape, ALL, TABLE))
+    shape = TransferShape(GPU, PINNED, 64 * MIB, 2048, 32)
+    choice = StrategyChoice("staged", "driver", "no kernel: a test; ", _Reckoning(shape, ALL, TABLE))
     assert choice.expected_us == _prices(shape, ALL, TABLE)[0]["staged"]
     assert choice.why.startswith("no kernel: a test; estimated direct ")
     assert "us lost" in choice.why
@@ -100,7 +111,7 @@ def test_a_choice_tells_its_reason_and_what_it_expects():
 
 @pytest.mark.parametrize("forced", [None, "direct", "kernel", "staged"])
 def test_between_host_memories_there_is_one_way(forced):
-    choice = choose(Shape(CPU, CPU, MIB, 64, 1), forced)
+    choice = choose(TransferShape(CPU, CPU, MIB, 64, 1), forced)
     assert choice.strategy == "direct"
     assert choice.path in ("host", "loop")
     assert choice.expected_us is None

@@ -29,12 +29,12 @@ from kvtier.memory import CPU, Event, Placement
 from kvtier.memory.copy_paths import run_path
 from kvtier.transfer import (
     DeviceCache,
-    Growth,
+    GrowthState,
     HostMemory,
     LayerDoneCounter,
-    Status,
     TransferConfig,
     TransferManager,
+    TransferStatus,
     verify_blocks,
 )
 from support import held_back, new_stream
@@ -80,11 +80,11 @@ def test_a_round_trip_to_other_blocks_is_exact_for_every_tensor(device, data, gr
     with manager:
         report = manager.save(out, slots, urgent=urgent, strategy=strategy).wait(60)
         on_host[slots] = on_device[out]
-        assert (report.status, report.failures, report.nbytes) == (Status.DONE, (), count * group.block_bytes)
+        assert (report.status, report.failures, report.nbytes) == (TransferStatus.DONE, (), count * group.block_bytes)
         assert report.moved == tuple(zip(out.tolist(), slots.tolist(), strict=True))
         assert np.array_equal(host_bytes(host), on_host)
         load = manager.load(back, slots, urgent=not urgent, layer_wise=data.draw(st.booleans()), strategy=strategy)
-        assert load.wait(60).status is Status.DONE
+        assert load.wait(60).status is TransferStatus.DONE
         on_device[back] = on_host[slots]
         assert np.array_equal(device_bytes(group, views), on_device)
         assert np.array_equal(host_bytes(host), on_host)
@@ -213,11 +213,11 @@ def test_a_failed_copy_is_told_for_its_blocks_and_no_others(device):
         broken = manager.save(range(8), range(8))
         fine = manager.save([9], [9])
         report = broken.wait(60)
-        assert report.status is Status.FAILED
+        assert report.status is TransferStatus.FAILED
         assert {each.host_id for each in report.failures} == {4, 5}  # the slice of two blocks it was in
         assert {slot for _, slot in report.moved} == {0, 1, 2, 3, 6, 7}
         assert all("wish" in str(each.error) for each in report.failures)
-        assert fine.wait(60).status is Status.DONE
+        assert fine.wait(60).status is TransferStatus.DONE
         expected = before.copy()
         expected[[0, 1, 2, 3, 6, 7, 9]] = source[[0, 1, 2, 3, 6, 7, 9]]
         assert np.array_equal(host_bytes(host)[[0, 1, 2, 3, 6, 7, 9, 10]], expected[[0, 1, 2, 3, 6, 7, 9, 10]])
@@ -229,10 +229,10 @@ def test_a_save_behind_failed_compute_fails_and_the_next_does_not():
     with manager, new_stream() as compute:
         compute.enqueue(lambda: int("not a number"))
         report = manager.save([1, 2], [3, 4], after=compute.record()).wait(60)
-        assert report.status is Status.FAILED
+        assert report.status is TransferStatus.FAILED
         assert [each.host_id for each in report.failures] == [3, 4]
         assert isinstance(report.failures[0].error, ValueError)
-        assert manager.save([1], [3], after=Event()).wait(60).status is Status.DONE
+        assert manager.save([1], [3], after=Event()).wait(60).status is TransferStatus.DONE
 
 
 # ---- order ----
@@ -247,7 +247,7 @@ def test_a_save_waits_for_the_compute_that_writes_its_blocks():
             with pytest.raises(TransferTimeoutError, match="still"):
                 save.wait(0)
             assert manager.poll() == []
-        assert save.wait(60).status is Status.DONE
+        assert save.wait(60).status is TransferStatus.DONE
         assert set(host.block(2).tolist()) == {9}
 
 
@@ -263,10 +263,10 @@ def test_urgent_loads_overtake_bulk_in_flight_and_queued():
     manager, _, _ = managed(SMALL, CPU, form="block-first", config=config, mover=mover)
     with manager:
         bulk, save = manager.load(range(10), range(10), urgent=False), manager.save(range(10), range(10))
-        assert manager.load([10, 11], [11, 13]).wait(60).status is Status.DONE
+        assert manager.load([10, 11], [11, 13]).wait(60).status is TransferStatus.DONE
         assert bulk.report is save.report is None
         gate.set()
-        assert bulk.wait(60).status is save.wait(60).status is Status.DONE
+        assert bulk.wait(60).status is save.wait(60).status is TransferStatus.DONE
 
 
 def test_bulk_in_flight_is_bounded_and_urgent_beyond_its_bound_is_queued_first():
@@ -283,10 +283,10 @@ def test_bulk_in_flight_is_bounded_and_urgent_beyond_its_bound_is_queued_first()
         bulk = manager.save(range(12), range(12))
         first, second = manager.load([0], [13]), manager.load([1, 2], [14, 15])
         assert manager.in_flight_bytes("h2d", urgent=True) == size  # the second does not fit beside the first
-        assert second.status is Status.QUEUED
+        assert second.status is TransferStatus.QUEUED
         assert manager.in_flight_bytes("d2h", urgent=False) <= 3 * size
         gate.set()
-        assert {each.wait(60).status for each in (bulk, first, second)} == {Status.DONE}
+        assert {each.wait(60).status for each in (bulk, first, second)} == {TransferStatus.DONE}
         assert manager.in_flight_bytes("d2h", urgent=False) == 0
 
 
@@ -322,7 +322,7 @@ def test_cancelling_stops_what_is_not_submitted_and_waits_for_the_rest():
         assert save.report is None  # two slices are under way, and may still write
         gate.set()
         report = save.wait(60)
-        assert report.status is Status.CANCELLED
+        assert report.status is TransferStatus.CANCELLED
         assert report.moved == ((0, 0), (1, 1))
         assert [each.host_id for each in report.failures] == [2, 3, 4, 5, 6, 7]
         assert all(isinstance(each.error, CancelledTransferError) for each in report.failures)
@@ -338,11 +338,11 @@ def test_a_late_transfer_is_told_for_what_was_not_moved():
         submitted_slices(ahead, 2)
         late = manager.save([5, 6], [5, 6], timeout=0.0)
         report = late.wait(60)
-        assert (report.status, report.moved) == (Status.LATE, ())
+        assert (report.status, report.moved) == (TransferStatus.LATE, ())
         assert [each.host_id for each in report.failures] == [5, 6]
         assert isinstance(report.failures[0].error, TransferTimeoutError)
         gate.set()
-        assert ahead.wait(60).status is Status.DONE
+        assert ahead.wait(60).status is TransferStatus.DONE
 
 
 def test_poll_tells_each_end_once(device):
@@ -390,7 +390,7 @@ def test_closing_cancels_the_queue_finishes_what_runs_and_refuses_the_rest():
     gate.set()
     manager.close()
     manager.close()
-    assert save.wait(60).status in (Status.CANCELLED, Status.DONE)
+    assert save.wait(60).status in (TransferStatus.CANCELLED, TransferStatus.DONE)
     with pytest.raises((ClosedError, StateError)):
         manager.save([0], [0])
 
@@ -474,7 +474,7 @@ def test_freeing_host_memory_waits_for_the_copies_that_use_it():
     assert save.report is None
     gate.set()
     freed.join(60)
-    assert save.wait(60).status is Status.DONE
+    assert save.wait(60).status is TransferStatus.DONE
     with pytest.raises(ClosedError, match="freed"):
         manager.save([1], [2])
     manager.close()
@@ -490,10 +490,10 @@ def test_what_is_queued_still_arrives_when_its_host_memory_is_freed():
         freed = threading.Thread(target=host.free)
         freed.start()
         with host._changed:
-            assert host._changed.wait_for(lambda: host.growth is Growth.FREED, 60)
+            assert host._changed.wait_for(lambda: host.growth is GrowthState.FREED, 60)
         keep = save._keep[-1]  # so that there is something to look at afterwards
         gate.set()
-        assert save.wait(60).status is Status.DONE
+        assert save.wait(60).status is TransferStatus.DONE
         assert np.array_equal(slots[:8, : SMALL.block_bytes].numpy(), expected)
         freed.join(60)
         del keep
@@ -630,7 +630,7 @@ def test_the_current_device_of_the_caller_and_of_threads_is_left_alone(device):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        assert reports[0].status is Status.DONE
+        assert reports[0].status is TransferStatus.DONE
         assert np.array_equal(host_bytes(host), expected)
         assert before is None or torch.cuda.current_device() == before
         for lane in manager._lanes.values():

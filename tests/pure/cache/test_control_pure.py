@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cache_support import BLOCK, Lab, chain_of, disk, prompt
-from kvtier.cache.config import HostConfig, Saving, WritePolicy
+from kvtier.cache.config import HostConfig, WritebackConfig, WritePolicy
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, MediaItem
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 
 SYSTEM = [7] * 8  # two blocks
 
@@ -149,7 +149,7 @@ def test_demote_of_what_is_not_in_memory_frees_nothing_of_others(chain):
 
 
 def test_demote_without_a_host_copy_frees_nothing():
-    lab = Lab(20, host=HostConfig(20, saving=Saving(WritePolicy.BACK, low_share=0.0)))
+    lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0)))
     lab.serve(prompt(1, 4))
     assert lab.control.demote(prompt(1, 4)) == 0
     assert lab.num_in("device", prompt(1, 4)) == 4
@@ -157,14 +157,14 @@ def test_demote_without_a_host_copy_frees_nothing():
 
 @pytest.mark.parametrize("policy", [WritePolicy.SELECTIVE, WritePolicy.BACK])
 def test_save_copies_one_prompt_whatever_the_policy(policy):
-    never = Saving(policy, min_uses=9, low_share=0.0)
+    never = WritebackConfig(policy, min_uses=9, low_share=0.0)
     lab = Lab(20, host=HostConfig(20, saving=never), stores=[disk(saving=never)])
     lab.serve(prompt(1, 4))
     hold = lab.start(prompt(2, 4))
     lab.compute(hold)
     for _ in range(2):
         lab.control.save(prompt(1, 4))
-        while lab.control.plan_saves(0.0) or lab.manager.moves.in_flight:
+        while lab.control.plan_saves(0.0) or lab.manager.transfers.in_flight:
             lab.plan()
             lab.hear()
     assert in_tiers(lab, prompt(1, 4)) == [4, 4, 4]
@@ -172,7 +172,7 @@ def test_save_copies_one_prompt_whatever_the_policy(policy):
 
 
 def test_save_all_saves_chains_made_from_nodes_under_the_keys_of_their_prompts():
-    never = Saving(WritePolicy.BACK, low_share=0.0)
+    never = WritebackConfig(WritePolicy.BACK, low_share=0.0)
     lab = Lab(40, host=HostConfig(40, saving=never), stores=[disk(saving=never)])
     chains = [
         asked(1),
@@ -186,7 +186,7 @@ def test_save_all_saves_chains_made_from_nodes_under_the_keys_of_their_prompts()
         lab.serve(chain)
     for _ in range(2):
         lab.control.save_all()
-        while lab.control.plan_saves(0.0) or lab.manager.moves.in_flight:
+        while lab.control.plan_saves(0.0) or lab.manager.transfers.in_flight:
             lab.plan()
             lab.hear()
     for chain in chains:
@@ -269,7 +269,7 @@ def test_nothing_is_resized_while_somebody_runs_or_something_moves():
         lab.control.resize("device", 30)
     lab.compute(hold)
     lab.manager.finish(hold)
-    assert lab.plan().transfers[0].purpose is Purpose.SAVE
+    assert lab.plan().transfers[0].route is Route.DEVICE_TO_HOST
     with pytest.raises(StateError, match="under way"):
         lab.control.vacate("host")
     lab.hear()
@@ -301,7 +301,7 @@ def test_what_left_the_tree_but_is_leased_is_vacated_too(how, tier, who):
     lab.control.resize(tier, 2)
     lab.manager.check()
     assert lab.control.tier(tier).pool.num_slots == 2
-    end = lab.manager.unpin if who == "pin" else lab.manager.end_fetch
+    end = lab.manager.unpin if who == "pin" else lab.manager.end_prefetch
     end(lease)
     lab.manager.check()
     lab.evict("device")

@@ -17,7 +17,7 @@ def slots_of(lab: Lab, chain, first: int, stop: int) -> np.ndarray:
 
 
 def tell(lab: Lab, slots: np.ndarray, rank: int = 0) -> None:
-    lab.manager.apply(Report(lab.manager.moves.epoch, rank, damaged=slot_bytes(slots)))
+    lab.manager.apply(Report(lab.manager.transfers.epoch, rank, damaged=slot_bytes(slots)))
     lab.manager.check()
 
 

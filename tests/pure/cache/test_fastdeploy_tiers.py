@@ -21,12 +21,12 @@ import pytest
 import kvtier.scheduler.scheduler
 from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
 from kvtier.cache.admin import CacheControl
-from kvtier.cache.allocation import Hold
-from kvtier.cache.config import CacheConfig, HostConfig, Saving, StoreConfig, WritePolicy
+from kvtier.cache.allocation import Allocation
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import StateError
 from kvtier.index import MediaItem, Shortage
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 
 
@@ -61,7 +61,7 @@ def test_fix_1_what_was_loaded_can_be_evicted_again_from_each_tier():
             lab.serve(prompt(number, 3))
             device = lab.control.tier("device")
             assert device.num_evictable == device.pool.num_used  # nobody runs: all of it can go
-    assert lab.manager.moves.counts.num_blocks[Purpose.LOAD] >= 9
+    assert lab.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE] >= 9
 
 
 def test_fix_5_every_method_the_scheduler_and_the_control_call_on_the_manager_is_there():
@@ -89,14 +89,14 @@ def test_fix_12_every_setting_is_in_one_place():
     """But for what each tier has of its own: its size, policy, saving and watermark."""
     own = {"num_blocks", "policy", "saving", "free_share"}
     places: dict[str, list[str]] = {}
-    for config in (CacheConfig, HostConfig, StoreConfig, Saving, SchedulerConfig):
+    for config in (CacheConfig, HostConfig, StoreConfig, WritebackConfig, SchedulerConfig):
         for each in dataclasses.fields(config):
             places.setdefault(each.name, []).append(config.__name__)
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in own} == {}
 
 
 def test_fix_14_a_manager_leaves_its_configuration_alone():
-    config = CacheConfig(8, host=HostConfig(8, saving=Saving(WritePolicy.BACK)), stores=(disk(),))
+    config = CacheConfig(8, host=HostConfig(8, saving=WritebackConfig(WritePolicy.BACK)), stores=(disk(),))
     before = copy.deepcopy(config)
     lab = Lab(8)
     manager = CacheManager(lab.manager.namespace, config)
@@ -108,7 +108,7 @@ def test_fix_14_a_manager_leaves_its_configuration_alone():
 
 
 def test_fix_17_preemption_is_in_the_step_that_is_sent_and_so_is_the_save_it_leads_to():
-    lab = Lab(6, host=HostConfig(20, saving=Saving(WritePolicy.BACK, low_share=1.0)))
+    lab = Lab(6, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=1.0)))
     scheduler = scheduler_of(lab, max_rows=2, max_step_tokens=16)
     requests = [Request("first", prompt(1, 2), 12), Request("second", prompt(2, 2), 12)]
     for each in requests:
@@ -117,7 +117,7 @@ def test_fix_17_preemption_is_in_the_step_that_is_sent_and_so_is_the_save_it_lea
     preempted = [step for step in steps if step.preempted]
     assert [step.preempted for step in preempted] != []
     assert all(request.num_preempted == 0 or request in preempted[0].preempted for request in requests)
-    assert any(transfer.purpose is Purpose.SAVE for transfer in preempted[0].plan.transfers)
+    assert any(transfer.route is Route.DEVICE_TO_HOST for transfer in preempted[0].plan.transfers)
     assert all(request.state is RequestState.FINISHED for request in requests)
 
 
@@ -127,7 +127,7 @@ def test_fix_19_a_request_travels_by_its_prompt_and_not_by_the_tree():
     chain = chain_of(*(number % 50_000 for number in range(10_000 * BLOCK)), 1)
     hold = lab.manager.match(chain)
     lab.manager.allocate(hold, chain.num_tokens)
-    lab.manager.scheduled(hold)
+    lab.manager.on_scheduled(hold)
     lab.manager.publish(hold, chain.num_tokens)
     request = Request("r", chain_of(*chain.tokens.tolist()), 5, priority=3)
     request.hold, request.state = hold, RequestState.RUNNING
@@ -145,7 +145,7 @@ def test_fix_19_a_request_travels_by_its_prompt_and_not_by_the_tree():
 
 def test_fix_21_a_reset_leaves_no_old_slot_in_any_queue():
     """Saves that were queued, planned and under way: none names a slot after the reset, none frees another's."""
-    lab = Lab(20, host=HostConfig(20, saving=Saving(max_blocks=2)), stores=[disk()])
+    lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(max_blocks=2)), stores=[disk()])
     hold = lab.start(prompt(1, 8))
     lab.compute(hold)
     lab.plan()
@@ -180,7 +180,7 @@ def test_fix_28_nothing_is_logged_for_a_block(caplog):
 
 def test_c2_blocks_of_three_tiers_make_one_table_in_order():
     """Host before device before host before store: Lab checks each block by its position."""
-    lab = Lab(40, host=HostConfig(40, saving=Saving(WritePolicy.BACK, low_share=0.0)), stores=[disk()])
+    lab = Lab(40, host=HostConfig(40, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0)), stores=[disk()])
     chain = prompt(1, 8)
     for key, block in zip(range(0, 8 * 32, 32), range(8), strict=True):
         lab.worker.stores["disk"][chain.keys()[key : key + 32]] = content(chain, block)
@@ -208,14 +208,14 @@ def test_c3_who_is_not_scheduled_leaves_no_reference_in_any_tier():
         hold = lab.manager.match(prompt(1, 4), fetch=fetch)
         assert isinstance(lab.manager.allocate(hold, 17), Shortage)
         lab.manager.abort(hold)
-        lab.manager.end_fetch(fetch)
+        lab.manager.end_prefetch(fetch)
     assert lab.manager.tree.num_leases == 1
     lab.manager.abort(running)
     assert lab.manager.tree.num_leases == 0
 
 
 def test_c4_failed_attempts_bring_nothing_to_the_host():
-    lab = Lab(20, host=HostConfig(20, saving=Saving(WritePolicy.SELECTIVE)))
+    lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.SELECTIVE)))
     lab.serve(prompt(1, 4))
     for _ in range(5):
         lab.manager.abort(lab.start(prompt(1, 4)))
@@ -230,14 +230,14 @@ def test_c5_a_swap_both_ways_in_one_step_through_the_same_host_slots():
     lab = Lab(8, host=HostConfig(4))
     for turn in range(12):
         lab.serve(prompt(turn % 3, 4))
-    assert lab.manager.moves.counts.num_blocks[Purpose.SAVE] >= 8
+    assert lab.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] >= 8
 
 
 def test_c7_a_save_that_fails_is_no_copy_and_is_tried_again():
     lab = Lab(20)
-    lab.serve(prompt(1, 4), lose=lambda move, _: [move.purpose is Purpose.SAVE] * move.num_blocks)
+    lab.serve(prompt(1, 4), lose=lambda move, _: [move.route is Route.DEVICE_TO_HOST] * move.num_blocks)
     assert lab.num_in("host", prompt(1, 4)) == 0
-    assert lab.manager.moves.counts.num_failed[Purpose.SAVE] == 4
+    assert lab.manager.transfers.counts.num_failed[Route.DEVICE_TO_HOST] == 4
     assert lab.control.tier("host").pool.num_used == 0
     lab.evict("device")
     assert lab.serve(prompt(1, 4)).num_cached_tokens == 0
@@ -254,7 +254,7 @@ def test_c9_what_is_computed_though_the_host_has_it_is_on_the_device_and_not_sav
     lab.manager.finish(hold)
     lab.settle()
     assert lab.num_in("device", prompt(1, 4)) == 4
-    assert [move.purpose for move in lab.worker.done] == [Purpose.SAVE]
+    assert [move.route for move in lab.worker.done] == [Route.DEVICE_TO_HOST]
 
 
 def test_c14_a_request_ends_once_in_whatever_way():
@@ -264,7 +264,7 @@ def test_c14_a_request_ends_once_in_whatever_way():
     for again in (lab.manager.finish, lab.manager.abort, lab.manager.preempt, lab.manager.is_ready):
         with pytest.raises(StateError, match="ended"):
             again(hold)
-    assert isinstance(hold, Hold)
+    assert isinstance(hold, Allocation)
     lab.manager.check()
 
 
@@ -278,6 +278,6 @@ def test_c16_blocks_that_are_fetched_hold_nothing_after_and_end_a_match_before()
     assert hold.num_cached_tokens == 0
     lab.manager.abort(hold)
     lab.hear()
-    lab.manager.end_fetch(fetch)
+    lab.manager.end_prefetch(fetch)
     assert lab.manager.tree.num_leases == 0
     assert lab.control.tier("host").num_evictable == 4

@@ -8,7 +8,7 @@ from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
 from kvtier.cache.config import HostConfig, Patience
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain
-from kvtier.messages import Outcome, Presence, Probe, Purpose, Report, split_keys
+from kvtier.messages import Probe, Report, Route, StoreLookup, TransferResult, split_keys
 
 
 def stored(chain: Chain, num_blocks: int | None = None) -> dict[bytes, object]:
@@ -26,7 +26,7 @@ def lab_with(*chains: Chain, config=None, **options) -> Lab:
 
 
 def fetches(lab: Lab) -> list[int]:
-    return [transfer.num_blocks for transfer in lab.worker.done if transfer.purpose is Purpose.FETCH]
+    return [transfer.num_blocks for transfer in lab.worker.done if transfer.route is Route.STORE_TO_HOST]
 
 
 # ---- its life ------------------------------------------------------------------------------------------------------
@@ -40,13 +40,13 @@ def test_the_inventory_is_taken_page_by_page_and_a_fetch_waits_for_it():
     (probe,) = lab.plan().probes
     assert probe.keys == b""
     assert lab.manager.stores["disk"].num_known == 0
-    pages = lab.worker.work().presences
+    pages = lab.worker.work().lookups
     assert [len(page.present) // 32 for page in pages] == [2, 2, 1, 0]
     for page in pages[:-1]:
-        lab.manager.apply(Report(0, 0, presences=(page,)))
+        lab.manager.apply(Report(0, 0, lookups=(page,)))
         assert not lab.plan().transfers  # more may come
     assert lab.manager.stores["disk"].num_known == 5
-    lab.manager.apply(Report(0, 0, presences=pages[-1:]))
+    lab.manager.apply(Report(0, 0, lookups=pages[-1:]))
     assert [transfer.num_blocks for transfer in lab.plan().transfers] == [5]
 
 
@@ -57,19 +57,19 @@ def test_a_fetch_is_asking_then_moving_then_over():
     fetch = lab.manager.prefetch(chain)
     (probe,) = lab.plan().probes
     assert probe.keys == chain.keys(5)
-    assert not lab.manager.is_fetched(fetch)
+    assert not lab.manager.is_prefetched(fetch)
     lab.hear()
-    assert not lab.manager.is_fetched(fetch)
+    assert not lab.manager.is_prefetched(fetch)
     (move,) = lab.plan().transfers
-    assert (move.purpose, move.source, move.target, move.keys) == (Purpose.FETCH, "disk", "host", probe.keys)
+    assert (move.route, move.source, move.target, move.keys) == (Route.STORE_TO_HOST, "disk", "host", probe.keys)
     lab.hear()
-    assert lab.manager.is_fetched(fetch)
+    assert lab.manager.is_prefetched(fetch)
     assert fetch.num_fetched == {"disk": 5}
     hold = lab.start(chain, fetch)
     assert hold.tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}
-    lab.manager.end_fetch(fetch)
+    lab.manager.end_prefetch(fetch)
     with pytest.raises(StateError, match="ended already"):
-        lab.manager.end_fetch(fetch)
+        lab.manager.end_prefetch(fetch)
 
 
 def test_what_no_store_has_is_over_at_once():
@@ -142,13 +142,13 @@ def test_a_fetch_that_brings_nothing_holds_nothing_and_begins_again_when_its_tur
     assert hold.num_cached_tokens == 0
     assert lab.manager.fetch_again(waiting, hold)
     lab.manager.abort(hold)
-    while not lab.manager.is_fetched(waiting):
+    while not lab.manager.is_prefetched(waiting):
         lab.plan()
         lab.hear()
     hold = lab.start(prompt(1, 6), waiting)
     assert hold.tokens_from == {"disk": 6 * BLOCK, "host": 0, "device": 0}
     assert not lab.manager.fetch_again(waiting, hold)
-    lab.manager.end_fetch(waiting)
+    lab.manager.end_prefetch(waiting)
     lab.manager.abort(hold)
     lab.manager.check()
 
@@ -159,7 +159,7 @@ def test_what_is_in_no_store_either_is_not_waited_for():
     hold = lab.manager.match(prompt(2, 3), fetch=waiting)
     assert not lab.manager.fetch_again(waiting, hold)
     lab.manager.abort(hold)
-    lab.manager.end_fetch(waiting)
+    lab.manager.end_prefetch(waiting)
 
 
 def test_when_its_turn_has_come_it_waits_for_room_that_others_will_give():
@@ -172,13 +172,13 @@ def test_when_its_turn_has_come_it_waits_for_room_that_others_will_give():
     assert lab.manager.fetch_again(second, hold)
     lab.manager.abort(hold)
     lab.plan()
-    assert not lab.manager.is_fetched(second)
-    lab.manager.end_fetch(first)
-    while not lab.manager.is_fetched(second):
+    assert not lab.manager.is_prefetched(second)
+    lab.manager.end_prefetch(first)
+    while not lab.manager.is_prefetched(second):
         lab.plan()
         lab.hear()
     assert second.num_fetched == {"disk": 4}
-    lab.manager.end_fetch(second)
+    lab.manager.end_prefetch(second)
     lab.manager.check()
 
 
@@ -259,15 +259,15 @@ def test_patience(patience, ready_at):
     lab.now = 10.0
     fetch = lab.manager.prefetch(prompt(1, 4), now=lab.now)
     lab.plan()
-    assert [lab.manager.is_fetched(fetch, now=lab.now + seconds) for seconds in (0.0, 1.9, 2.0)] == ready_at
+    assert [lab.manager.is_prefetched(fetch, now=lab.now + seconds) for seconds in (0.0, 1.9, 2.0)] == ready_at
     lab.hear()
-    assert lab.manager.is_fetched(fetch, now=lab.now)
+    assert lab.manager.is_prefetched(fetch, now=lab.now)
 
 
 def test_the_most_patient_store_counts():
     lab = Lab(20, stores=[disk("a", patience=Patience.BEST_EFFORT), disk("b", patience=Patience.WAIT)])
     fetch = lab.manager.prefetch(prompt(1, 4))
-    assert not lab.manager.is_fetched(fetch, now=1e9)
+    assert not lab.manager.is_prefetched(fetch, now=1e9)
 
 
 def test_what_comes_after_patience_is_over_is_there_for_the_next():
@@ -275,7 +275,7 @@ def test_what_comes_after_patience_is_over_is_there_for_the_next():
     fetch = lab.manager.prefetch(prompt(1, 4))
     lab.plan()
     hold = lab.start(prompt(1, 4), fetch)
-    lab.manager.end_fetch(fetch)
+    lab.manager.end_prefetch(fetch)
     assert hold.num_cached_tokens == 0
     lab.compute(hold)
     lab.manager.finish(hold)
@@ -292,7 +292,7 @@ def test_of_a_partial_arrival_the_beginning_is_used():
     fetch = lab.fetched(prompt(1, 5), lose=lambda _move, _: [False, False, True, False, False])
     assert fetch.num_fetched == {"disk": 4}
     hold = lab.start(prompt(1, 5), fetch)
-    lab.manager.end_fetch(fetch)
+    lab.manager.end_prefetch(fetch)
     assert hold.num_cached_tokens == 2 * BLOCK
     assert hold.tokens_from == {"disk": 2 * BLOCK, "host": 0, "device": 0}
     lab.manager.abort(hold)
@@ -302,23 +302,23 @@ def test_of_a_partial_arrival_the_beginning_is_used():
 def test_what_is_missing_is_forgotten_and_what_failed_is_kept():
     lab = lab_with(prompt(1, 4))
     known = lab.manager.stores["disk"]
-    lab.manager.end_fetch(lab.fetched(prompt(1, 4), lose=lambda _move, _: [True] * 4))
+    lab.manager.end_prefetch(lab.fetched(prompt(1, 4), lose=lambda _move, _: [True] * 4))
     assert known.num_known == 4
     for key in list(stored(prompt(1, 4)))[2:]:
         del lab.worker.stores["disk"][key]
     fetch = lab.fetched(prompt(1, 4))
     assert fetch.num_fetched == {"disk": 2}
     assert known.num_known == 2
-    lab.manager.end_fetch(fetch)
-    assert lab.manager.moves.counts.num_failed[Purpose.FETCH] == 4 + 2
+    lab.manager.end_prefetch(fetch)
+    assert lab.manager.transfers.counts.num_failed[Route.STORE_TO_HOST] == 4 + 2
 
 
 def test_a_request_whose_load_is_refused_twice_counts_once():
     """It is asked again when its turn comes; 32 requests, not 16, until one is loaded to see how long that takes."""
     lab = lab_with(prompt(1, 4), recompute=True)
-    lab.manager.speeds.moved((Purpose.FETCH, "disk"), 1, 100.0)
-    lab.manager.speeds.moved((Purpose.LOAD, ""), 1, 100.0)
-    lab.manager.speeds.computed(100, 0.0, 1.0)
+    lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
+    lab.manager.cost_model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 100.0)
+    lab.manager.cost_model.observe_compute(100, 0.0, 1.0)
     num_refused = 0
     while True:
         fetch = lab.manager.prefetch(prompt(1, 4))
@@ -328,7 +328,7 @@ def test_a_request_whose_load_is_refused_twice_counts_once():
         is_loaded = fetch.decision is not None and fetch.decision.load
         lab.settle()
         lab.manager.abort(hold)
-        lab.manager.end_fetch(fetch)
+        lab.manager.end_prefetch(fetch)
         if is_loaded:
             break
         num_refused += 1
@@ -385,9 +385,9 @@ def test_each_store_has_its_own_limits():
 
 def test_recompute_off_fetches_whatever_it_costs():
     lab = lab_with(prompt(1, 4), recompute=False)
-    lab.manager.computed(1000, 1000.0, 1e-9)
-    lab.manager.speeds.moved((Purpose.FETCH, "disk"), 1, 100.0)
-    lab.manager.speeds.moved((Purpose.LOAD, ""), 1, 100.0)
+    lab.manager.on_computed(1000, 1000.0, 1e-9)
+    lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
+    lab.manager.cost_model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 100.0)
     assert lab.fetched(prompt(1, 4)).num_fetched == {"disk": 4}
 
 
@@ -424,7 +424,7 @@ def test_whatever_happens_in_any_phase_nothing_is_left_and_nothing_is_wrong(phas
     lab.worker.stores["disk"].update(stored(chain))
     fetch = phases(lab, chain, phase)
     if "cancel" in what:
-        lab.manager.end_fetch(fetch)
+        lab.manager.end_prefetch(fetch)
     if "reset" in what:
         lab.manager.reset()
     if "drop" in what:
@@ -437,10 +437,10 @@ def test_whatever_happens_in_any_phase_nothing_is_left_and_nothing_is_wrong(phas
         for _ in range(5):
             lab.plan()
             lab.hear()
-        assert lab.manager.is_fetched(fetch)
+        assert lab.manager.is_prefetched(fetch)
         hold = lab.start(chain, fetch)
         lab.manager.abort(hold)
-        lab.manager.end_fetch(fetch)
+        lab.manager.end_prefetch(fetch)
     lab.manager.check()
     assert lab.manager.tree.num_leases == 0
     lab.evict("device")
@@ -456,11 +456,11 @@ def test_after_a_reset_a_fetch_stays_over():
     fetch = lab.manager.prefetch(prompt(1, 6))
     lab.plan()
     lab.manager.reset()
-    assert lab.manager.is_fetched(fetch)
+    assert lab.manager.is_prefetched(fetch)
     lab.hear(count=1)
-    assert lab.manager.is_fetched(fetch)
+    assert lab.manager.is_prefetched(fetch)
     lab.hear()
-    assert lab.manager.is_fetched(fetch)
+    assert lab.manager.is_prefetched(fetch)
     assert fetch.num_fetched in ({}, {"near": 0, "far": 0})
 
 
@@ -469,7 +469,7 @@ def test_what_an_old_epoch_reports_frees_its_slots_and_nothing_else():
     old = lab.manager.prefetch(prompt(1, 5))
     assert lab.plan().epoch == 0
     lab.manager.reset()
-    lab.manager.end_fetch(old)
+    lab.manager.end_prefetch(old)
     assert lab.control.tier("host").pool.num_used == 5  # still written to
     new = lab.manager.prefetch(prompt(1, 5))
     assert lab.plan().epoch == 1
@@ -488,7 +488,7 @@ def test_what_was_dropped_while_it_was_stored_is_not_believed_to_be_there():
     lab.manager.finish(hold)
     lab.plan()
     lab.hear()
-    assert [move.purpose for move in lab.plan().transfers] == [Purpose.STORE]
+    assert [move.route for move in lab.plan().transfers] == [Route.HOST_TO_STORE]
     lab.control.drop(prompt(1, 4))
     lab.plan()
     lab.hear()
@@ -505,13 +505,13 @@ def test_what_is_on_its_way_to_a_store_is_known_when_it_has_arrived_whatever_was
     lab.hear()
     (move,) = lab.plan().transfers
     keys, store = split_keys(move.keys), lab.manager.stores["disk"]
-    lab.manager.apply(Report(0, 0, presences=(Presence("disk", keys[0], keys[1]),)))  # asked before it was written
-    assert move.purpose is Purpose.STORE
+    lab.manager.apply(Report(0, 0, lookups=(StoreLookup("disk", keys[0], keys[1]),)))  # asked before it was written
+    assert move.route is Route.HOST_TO_STORE
     assert (store.num_known, store.num_leading(keys)) == (0, 0)
     arrived = bytes([1] * (4 - num_lost) + [0] * num_lost)
-    lab.manager.apply(Report(0, 0, outcomes=(Outcome(move.id, not num_lost, 0, 0.0, arrived=arrived),)))
+    lab.manager.apply(Report(0, 0, results=(TransferResult(move.id, not num_lost, 0, 0.0, arrived=arrived),)))
     assert (store.num_known, store.num_leading(keys)) == (4 - num_lost, 4 - num_lost)
-    lab.manager.apply(Report(0, 0, presences=(Presence("disk", b"", keys[0]),)))
+    lab.manager.apply(Report(0, 0, lookups=(StoreLookup("disk", b"", keys[0]),)))
     assert store.num_leading(keys) == 0
     lab.manager.check()
 
@@ -568,9 +568,9 @@ def test_host_memory_grows_with_the_slowest_rank():
     lab = Lab(20, num_ranks=2)
     pool = lab.control.tier("host").pool
     lab.control.resize("host", 4)
-    lab.manager.apply(Report(0, 0, sizes=(TierSize("host", 9),)))
+    lab.manager.apply(Report(0, 0, capacities=(TierSize("host", 9),)))
     assert pool.num_slots == 4
-    lab.manager.apply(Report(0, 1, sizes=(TierSize("host", 6),)))
+    lab.manager.apply(Report(0, 1, capacities=(TierSize("host", 6),)))
     assert pool.num_slots == 6
 
 
@@ -578,7 +578,7 @@ def test_a_report_of_nobody_changes_nothing():
     lab = lab_with(prompt(1, 4))
     keys = b"".join(stored(prompt(2, 4)))
     with pytest.raises(ArgumentError, match="rank 7"):
-        lab.manager.apply(Report(0, 7, presences=(Presence("disk", keys),)))
+        lab.manager.apply(Report(0, 7, lookups=(StoreLookup("disk", keys),)))
     assert lab.manager.stores["disk"].num_known == 4
 
 

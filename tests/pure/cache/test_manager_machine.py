@@ -23,17 +23,17 @@ from hypothesis.stateful import (
 )
 
 from cache_support import Lab, chain_of, content
-from kvtier.cache.allocation import Hold
-from kvtier.cache.config import HostConfig, Patience, Saving, StoreConfig, WritePolicy
-from kvtier.cache.prefetch import Fetch
+from kvtier.cache.allocation import Allocation
+from kvtier.cache.config import HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
+from kvtier.cache.prefetch import Prefetch
 from kvtier.errors import LoadError
 from kvtier.index import Chain, Lease, MediaItem
-from kvtier.messages import Drop, Purpose, split_keys
+from kvtier.messages import Drop, Route, split_keys
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 STEPS = 60
 SAVINGS = st.builds(
-    Saving,
+    WritebackConfig,
     st.sampled_from(WritePolicy),
     min_uses=st.sampled_from([1, 2]),
     max_blocks=st.sampled_from([1, 3, 100]),
@@ -82,8 +82,8 @@ class ManagerMachine(RuleBasedStateMachine):
             num_blocks, host=host, stores=stores, num_ranks=num_ranks, recompute=recompute, free_share=free_share
         )
         self.loss = loss
-        self.waiting: list[tuple[Chain, Fetch]] = []
-        self.running: list[tuple[Hold, bool]] = []
+        self.waiting: list[tuple[Chain, Prefetch]] = []
+        self.running: list[tuple[Allocation, bool]] = []
         self.pins: list[Lease] = []
         self.contents: dict[bytes, object] = {}
 
@@ -120,7 +120,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def admit(self, may_load):
         chain, fetch = self.waiting[self.random.randrange(len(self.waiting))]
         manager = self.lab.manager
-        if not manager.is_fetched(fetch, now=self.lab.now):
+        if not manager.is_prefetched(fetch, now=self.lab.now):
             return
         hold = manager.match(chain, now=self.lab.now, may_load=may_load, fetch=fetch)
         for tier, count in hold.tokens_from.items():
@@ -129,7 +129,7 @@ class ManagerMachine(RuleBasedStateMachine):
             manager.abort(hold)
             return
         self.waiting.remove((chain, fetch))
-        manager.end_fetch(fetch)
+        manager.end_prefetch(fetch)
         self.running.append((hold, False))
 
     @rule(more=st.integers(0, 5))
@@ -157,7 +157,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.write(hold)
         self.running[place] = (hold, True)
 
-    def verify(self, hold: Hold) -> None:
+    def verify(self, hold: Allocation) -> None:
         self.lab.verify(hold)
         if hold.copy is not None:
             tokens = hold.chain.tokens[: hold.num_cached_tokens].tolist()
@@ -165,9 +165,9 @@ class ManagerMachine(RuleBasedStateMachine):
                 found = worker.device[hold.copy.source]
                 assert list(found[-1][: len(tokens)]) == tokens, "the block to copy from begins otherwise"
 
-    def write(self, hold: Hold) -> None:
+    def write(self, hold: Allocation) -> None:
         lab = self.lab
-        lab.manager.scheduled(hold, now=lab.now)
+        lab.manager.on_scheduled(hold, now=lab.now)
         for worker in lab.workers:
             for block in range(hold.lease.num_matched, len(hold.table)):
                 if block >= hold.lease.num_blocks:  # its own
@@ -184,7 +184,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     def give_up(self):
         _, fetch = self.waiting.pop(self.random.randrange(len(self.waiting)))
-        self.lab.manager.end_fetch(fetch)
+        self.lab.manager.end_prefetch(fetch)
 
     # ---- time, workers, stores -------------------------------------------------------------------------------------
 
@@ -200,12 +200,12 @@ class ManagerMachine(RuleBasedStateMachine):
             if worker.todo:
                 at = self.random.randrange(len(worker.todo))
                 task = worker.todo[at][1]
-                if isinstance(task, Drop) or getattr(task, "purpose", None) is Purpose.STORE:
+                if isinstance(task, Drop) or getattr(task, "purpose", None) is Route.HOST_TO_STORE:
                     store = task.store
                     at = next(
                         i
                         for i, (_, each) in enumerate(worker.todo)
-                        if (isinstance(each, Drop) or getattr(each, "purpose", None) is Purpose.STORE)
+                        if (isinstance(each, Drop) or getattr(each, "purpose", None) is Route.HOST_TO_STORE)
                         and each.store == store
                     )
                 self.lab.manager.apply(worker.work(self.lose, at))
@@ -265,7 +265,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(what=st.sampled_from(["vacate", "resize"]), tier=st.sampled_from(["device", "host"]), size=st.integers(2, 30))
     @precondition(lambda self: not self.running)
     def change(self, what, tier, size):
-        while self.lab.manager.moves.in_flight:
+        while self.lab.manager.transfers.in_flight:
             self.lab.plan()
             self.hear(20)
         if what == "vacate":
@@ -293,15 +293,15 @@ class ManagerMachine(RuleBasedStateMachine):
         while self.running:
             lab.manager.abort(self.running.pop()[0])
         for _ in range(100):
-            if all(lab.manager.is_fetched(fetch, now=lab.now) for _, fetch in self.waiting):
+            if all(lab.manager.is_prefetched(fetch, now=lab.now) for _, fetch in self.waiting):
                 break
             lab.plan(0.5)
             self.hear(20)
-        assert all(lab.manager.is_fetched(fetch, now=lab.now) for _, fetch in self.waiting), "a fetch has no end"
+        assert all(lab.manager.is_prefetched(fetch, now=lab.now) for _, fetch in self.waiting), "a fetch has no end"
         for pin in self.pins:
             lab.manager.unpin(pin)
         for _, fetch in self.waiting:
-            lab.manager.end_fetch(fetch)
+            lab.manager.end_prefetch(fetch)
         lab.settle()
         lab.manager.check()
         assert lab.manager.tree.num_leases == 0

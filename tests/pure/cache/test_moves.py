@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from cache_support import BLOCK, NAMESPACE, prompt
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
-from kvtier.cache.in_flight import both, runs
+from kvtier.cache.in_flight import mask_and, mask_runs
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, StateError
-from kvtier.messages import Drop, Outcome, Presence, Purpose, Report, Transfer
+from kvtier.messages import Drop, Report, Route, StoreLookup, TransferRequest, TransferResult
 
 MASKS = st.lists(st.integers(0, 1), max_size=12).map(bytes)
 
@@ -25,16 +25,16 @@ def test_runs_are_the_stretches_of_a_value(mask, start, value):
         count = len(list(group))
         expected += [(at, at + count)] if each == value else []
         at += count
-    assert list(runs(mask, start, value=value)) == expected
+    assert list(mask_runs(mask, start, value=value)) == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=12))
 def test_both_masks_are_set_where_each_is(pairs):
     one, other = (bytes(column) for column in zip(*pairs, strict=True))
-    assert both(one, other) == bytes(a & b for a, b in pairs)
+    assert mask_and(one, other) == bytes(a & b for a, b in pairs)
 
 
-def two_ranks() -> tuple[CacheManager, Transfer]:
+def two_ranks() -> tuple[CacheManager, TransferRequest]:
     """A manager of two ranks, and the save of three blocks that it has planned."""
     config = CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),), recompute=False)
     manager = CacheManager(NAMESPACE, config, num_ranks=2)
@@ -42,14 +42,14 @@ def two_ranks() -> tuple[CacheManager, Transfer]:
     assert manager.allocate(hold, 3 * BLOCK) is None
     manager.publish(hold, 3 * BLOCK)
     manager.finish(hold)
-    transfers = [each for each in manager.plan().transfers if each.purpose is Purpose.SAVE]
+    transfers = [each for each in manager.plan().transfers if each.route is Route.DEVICE_TO_HOST]
     assert [each.num_blocks for each in transfers] == [3]
     return manager, transfers[0]
 
 
 def test_plan_is_due_for_transfers_probes_and_drops_alike():
     manager, _ = two_ranks()
-    moves = manager.moves
+    moves = manager.transfers
     assert not moves.has_plan
     moves.probe("disk", bytes(32))
     assert moves.has_plan
@@ -63,30 +63,33 @@ def test_plan_is_due_for_transfers_probes_and_drops_alike():
 
 def test_move_is_over_when_every_rank_has_reported():
     manager, save = two_ranks()
-    moves = manager.moves
-    assert (moves.num_blocks(Purpose.SAVE), moves.num_blocks(Purpose.FETCH, "disk")) == (3, 0)
-    manager.apply(Report(0, 0, (Outcome(save.id, True, 300, 0.25),)))
-    assert (moves.is_in_flight(save.id), moves.in_flight, moves.num_blocks(Purpose.SAVE)) == (True, True, 3)
-    manager.apply(Report(0, 1, (Outcome(save.id, False, 100, 0.125, "lost", b"\1\0\1"),)))
-    assert (moves.is_in_flight(save.id), moves.num_blocks(Purpose.SAVE)) == (False, 0)
+    moves = manager.transfers
+    assert (moves.num_blocks(Route.DEVICE_TO_HOST), moves.num_blocks(Route.STORE_TO_HOST, "disk")) == (3, 0)
+    manager.apply(Report(0, 0, (TransferResult(save.id, True, 300, 0.25),)))
+    assert (moves.is_in_flight(save.id), moves.in_flight, moves.num_blocks(Route.DEVICE_TO_HOST)) == (True, True, 3)
+    manager.apply(Report(0, 1, (TransferResult(save.id, False, 100, 0.125, "lost", b"\1\0\1"),)))
+    assert (moves.is_in_flight(save.id), moves.num_blocks(Route.DEVICE_TO_HOST)) == (False, 0)
     counts = moves.counts
-    assert counts.num_blocks[Purpose.SAVE] == 2
-    assert counts.num_failed[Purpose.SAVE] == 1
-    assert counts.num_bytes[Purpose.SAVE] == 400
-    assert counts.seconds[Purpose.SAVE] == 0.25  # of the slower rank
+    assert counts.num_blocks[Route.DEVICE_TO_HOST] == 2
+    assert counts.num_failed[Route.DEVICE_TO_HOST] == 1
+    assert counts.num_bytes[Route.DEVICE_TO_HOST] == 400
+    assert counts.seconds[Route.DEVICE_TO_HOST] == 0.25  # of the slower rank
     with pytest.raises(StateError, match="had none to report"):
-        manager.apply(Report(0, 1, (Outcome(save.id, True, 100, 0.1),)))
+        manager.apply(Report(0, 1, (TransferResult(save.id, True, 100, 0.1),)))
     manager.check()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_block_arrived_if_every_rank_says_so(order):
     manager, save = two_ranks()
-    outcomes = (Outcome(save.id, False, 0, 0.1, "", b"\1\1\0"), Outcome(save.id, False, 0, 0.1, "", b"\0\1\1"))
+    outcomes = (
+        TransferResult(save.id, False, 0, 0.1, "", b"\1\1\0"),
+        TransferResult(save.id, False, 0, 0.1, "", b"\0\1\1"),
+    )
     for rank in order:
         manager.apply(Report(0, rank, (outcomes[rank],)))
-    counts = manager.moves.counts
-    assert (counts.num_blocks[Purpose.SAVE], counts.num_failed[Purpose.SAVE]) == (1, 2)
+    counts = manager.transfers.counts
+    assert (counts.num_blocks[Route.DEVICE_TO_HOST], counts.num_failed[Route.DEVICE_TO_HOST]) == (1, 2)
     assert manager.tree.tiers[1].pool.num_used == 1
     manager.check()
 
@@ -95,34 +98,34 @@ def test_report_of_the_wrong_size_or_rank_is_refused():
     manager, save = two_ranks()
     for arrived in (b"\1", b"\1" * 4):
         with pytest.raises(ArgumentError, match="has 3 blocks"):
-            manager.apply(Report(0, 0, (Outcome(save.id, False, 0, 0.1, "", arrived),)))
+            manager.apply(Report(0, 0, (TransferResult(save.id, False, 0, 0.1, "", arrived),)))
     for rank in (-1, 2):
         with pytest.raises(ArgumentError, match=f"rank {rank}"):
             manager.apply(Report(0, rank))
     with pytest.raises(StateError, match="transfer 99 was reported"):
-        manager.apply(Report(0, 0, (Outcome(99, True, 0, 0.1),)))
-    assert manager.moves.is_in_flight(save.id)
+        manager.apply(Report(0, 0, (TransferResult(99, True, 0, 0.1),)))
+    assert manager.transfers.is_in_flight(save.id)
 
 
 def test_probe_is_answered_when_every_rank_has_answered():
-    moves = two_ranks()[0].moves
+    moves = two_ranks()[0].transfers
     first, second = moves.probe("disk", bytes(32)), moves.probe("disk", bytes(32))
     assert first != second
-    assert not moves.answered(0, first)
-    assert not moves.answered(0, first)
-    assert not moves.answered(1, second)
-    assert moves.answered(1, first)
-    assert not moves.answered(1, first)  # once
-    assert not moves.answered(0, 12345)
-    assert moves.answered(0, second)
+    assert not moves.on_probe_result(0, first)
+    assert not moves.on_probe_result(0, first)
+    assert not moves.on_probe_result(1, second)
+    assert moves.on_probe_result(1, first)
+    assert not moves.on_probe_result(1, first)  # once
+    assert not moves.on_probe_result(0, 12345)
+    assert moves.on_probe_result(0, second)
 
 
 def test_save_reported_after_a_reset_leaves_nothing():
     manager, save = two_ranks()
     manager.reset()
-    assert manager.plan().epoch == manager.moves.epoch
+    assert manager.plan().epoch == manager.transfers.epoch
     for rank in range(2):
-        manager.apply(Report(0, rank, (Outcome(save.id, True, 300, 0.1),), (Presence("disk"),)))
+        manager.apply(Report(0, rank, (TransferResult(save.id, True, 300, 0.1),), (StoreLookup("disk"),)))
     assert manager.tree.tiers[1].pool.num_used == 0
     assert manager.tree.num_leases == 0
     manager.check()

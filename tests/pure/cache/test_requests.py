@@ -7,11 +7,11 @@ import pickle
 import pytest
 
 from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, Saving, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, Patience, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, LoadError, RangeError, StateError
 from kvtier.index import MediaItem, Namespace
-from kvtier.messages import Outcome, Plan, Presence, Purpose, Report, Transfer
+from kvtier.messages import Plan, Report, Route, StoreLookup, TransferRequest, TransferResult
 from kvtier.scheduler import Request, RequestState, RowResult, Scheduler, SchedulerConfig
 
 CAT, DOG = MediaItem(5, 6, b"a cat"), MediaItem(5, 6, b"a dog")
@@ -57,7 +57,7 @@ def test_a_load_waits_for_its_report_and_others_wait_with_it():
     two = lab.manager.match(prompt(1, 4))
     assert lab.manager.allocate(two, 17) is None
     (load,) = lab.plan().transfers
-    assert (load.purpose, load.num_blocks) == (Purpose.LOAD, 4)
+    assert (load.route, load.num_blocks) == (Route.HOST_TO_DEVICE, 4)
     assert not lab.manager.is_ready(one)
     assert not lab.manager.is_ready(two)
     lab.hear()
@@ -138,7 +138,7 @@ def test_source_slots_are_nobody_elses_until_the_copy_is_reported():
     lab.manager.allocate(hold, 17)
     other = lab.start(prompt(2, 4))
     lab.compute(other)
-    assert [move.purpose for move in lab.plan().transfers] == [Purpose.LOAD]  # and no room to save the other
+    assert [move.route for move in lab.plan().transfers] == [Route.HOST_TO_DEVICE]  # and no room to save the other
     lab.settle()
     assert lab.manager.is_ready(hold)
     lab.verify(hold)
@@ -165,14 +165,14 @@ def test_reports_that_make_no_sense_are_refused():
     (save,) = lab.plan().transfers
     for report, error in (
         (Report(0, 1), ArgumentError),
-        (Report(0, 0, (Outcome(99, True, 0, 0.0),)), StateError),
-        (Report(0, 0, (Outcome(save.id, False, 0, 0.0, "", b"\1"),)), ArgumentError),
+        (Report(0, 0, (TransferResult(99, True, 0, 0.0),)), StateError),
+        (Report(0, 0, (TransferResult(save.id, False, 0, 0.0, "", b"\1"),)), ArgumentError),
     ):
         with pytest.raises(error, match=r"\d"):
             lab.manager.apply(report)
     lab.hear()
     with pytest.raises(StateError, match="had none to report"):
-        lab.manager.apply(Report(0, 0, (Outcome(save.id, True, 0, 0.0),)))
+        lab.manager.apply(Report(0, 0, (TransferResult(save.id, True, 0, 0.0),)))
 
 
 def test_transfers_that_make_no_sense_are_refused():
@@ -183,7 +183,7 @@ def test_transfers_that_make_no_sense_are_refused():
         {"keys": b"x"},
     ):
         with pytest.raises(ArgumentError):
-            Transfer(1, Purpose.LOAD, "host", "device", **bad)
+            TransferRequest(1, Route.HOST_TO_DEVICE, "host", "device", **bad)
 
 
 def test_without_caching_there_are_no_tiers_and_nothing_to_plan():
@@ -271,7 +271,7 @@ def travelled(num_blocks: int) -> dict[str, int]:
     lab = Lab(
         2 * num_blocks + 2, host=HostConfig(2 * num_blocks), stores=[disk(is_shared=True, max_fetching_blocks=1 << 20)]
     )
-    big = Saving(WritePolicy.THROUGH, max_blocks=1 << 20)
+    big = WritebackConfig(WritePolicy.THROUGH, max_blocks=1 << 20)
     lab = Lab(
         2 * num_blocks + 2,
         host=HostConfig(2 * num_blocks, saving=big),
@@ -289,7 +289,7 @@ def travelled(num_blocks: int) -> dict[str, int]:
         assert lab.manager.is_ready(hold)
         lab.compute(hold)
         lab.manager.finish(hold)
-        lab.manager.end_fetch(fetch)
+        lab.manager.end_prefetch(fetch)
         hear_and_measure(lab, sizes)
         lab.manager.reset()
     sizes["chain"] = len(pickle.dumps(chain_of(*tokens, 1)))
@@ -317,7 +317,7 @@ def test_plans_reports_and_prompts_cost_by_their_blocks():
 
 
 def test_messages_are_values():
-    assert pickle.loads(pickle.dumps(Presence("disk", b"x" * 32))) == Presence("disk", b"x" * 32)
+    assert pickle.loads(pickle.dumps(StoreLookup("disk", b"x" * 32))) == StoreLookup("disk", b"x" * 32)
     assert not Plan(1, 0)
     with pytest.raises(AttributeError):
         Plan(1, 0).epoch = 3

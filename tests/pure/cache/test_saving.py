@@ -5,14 +5,18 @@ from __future__ import annotations
 import pytest
 
 from cache_support import BLOCK, Lab, chain_of, disk, prompt
-from kvtier.cache.config import HostConfig, Saving, WritePolicy
+from kvtier.cache.config import HostConfig, WritebackConfig, WritePolicy
 from kvtier.errors import RangeError
 from kvtier.index import Namespace
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 
 
 def test_what_does_not_fit_under_way_is_saved_later():
-    lab = Lab(20, host=HostConfig(20, saving=Saving(max_blocks=3)), stores=[disk(saving=Saving(max_blocks=2))])
+    lab = Lab(
+        20,
+        host=HostConfig(20, saving=WritebackConfig(max_blocks=3)),
+        stores=[disk(saving=WritebackConfig(max_blocks=2))],
+    )
     long = prompt(1, 10)
     lab.serve(long)
     assert lab.num_in("host", long) == 10
@@ -46,8 +50,8 @@ def test_a_quota_on_the_host_gets_the_beginning_too():
 @pytest.mark.parametrize("below", WritePolicy)
 def test_any_two_policies_bring_what_is_used_again_to_the_store(above, below):
     """low_share=1: the tier above is always low, so that write_back writes as soon as a request is over."""
-    host = HostConfig(20, saving=Saving(above, low_share=1.0))
-    lab = Lab(20, host=host, stores=[disk(saving=Saving(below, low_share=1.0))])
+    host = HostConfig(20, saving=WritebackConfig(above, low_share=1.0))
+    lab = Lab(20, host=host, stores=[disk(saving=WritebackConfig(below, low_share=1.0))])
     lab.serve(prompt(2, 1))
     lab.serve(prompt(1, 4))
     if WritePolicy.SELECTIVE in (above, below):
@@ -57,7 +61,7 @@ def test_any_two_policies_bring_what_is_used_again_to_the_store(above, below):
 
 
 def test_selective_counts_uses_before_it_writes():
-    lab = Lab(20, host=HostConfig(20, saving=Saving(WritePolicy.SELECTIVE, min_uses=2)))
+    lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.SELECTIVE, min_uses=2)))
     saved = []
     for _ in range(4):
         lab.serve(prompt(1, 4))
@@ -67,7 +71,7 @@ def test_selective_counts_uses_before_it_writes():
 
 
 def test_back_writes_when_the_tier_above_runs_low_and_the_longest_finished_first():
-    lab = Lab(10, host=HostConfig(20, saving=Saving(WritePolicy.BACK, low_share=0.5)))
+    lab = Lab(10, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=0.5)))
     lab.serve(prompt(1, 2))
     lab.serve(prompt(2, 2))
     assert not lab.worker.done  # 6 of 10 are free
@@ -80,11 +84,11 @@ def test_through_writes_at_once_and_only_once():
     lab = Lab(20, stores=[disk()])
     for _ in range(3):
         lab.serve(prompt(1, 4))
-    assert [transfer.purpose for transfer in lab.worker.done] == [Purpose.SAVE, Purpose.STORE]
+    assert [transfer.route for transfer in lab.worker.done] == [Route.DEVICE_TO_HOST, Route.HOST_TO_STORE]
 
 
 def test_a_budget_is_blocks_per_second():
-    lab = Lab(40, host=HostConfig(40, saving=Saving(blocks_per_second=4.0)))
+    lab = Lab(40, host=HostConfig(40, saving=WritebackConfig(blocks_per_second=4.0)))
     hold = lab.start(prompt(1, 20))
     lab.compute(hold)
     started = []
@@ -94,7 +98,7 @@ def test_a_budget_is_blocks_per_second():
 
 
 def test_a_budget_below_one_block_a_second_still_saves():
-    lab = Lab(40, host=HostConfig(40, saving=Saving(blocks_per_second=0.5)))
+    lab = Lab(40, host=HostConfig(40, saving=WritebackConfig(blocks_per_second=0.5)))
     lab.compute(lab.start(prompt(1, 4)))
     started = [sum(transfer.num_blocks for transfer in lab.plan(1.0).transfers) for _ in range(6)]
     assert sum(started) == 3
@@ -114,7 +118,7 @@ def test_tiers_are_kept_partly_free_ahead_of_demand(share):
 
 def test_all_that_is_in_memory_can_be_saved_however_many_prompts_it_is():
     """Thousands of prompts, most of them on the host already: none of those on the device is forgotten."""
-    never = Saving(WritePolicy.BACK, low_share=0.0)
+    never = WritebackConfig(WritePolicy.BACK, low_share=0.0)
     lab = Lab(600, host=HostConfig(2000, saving=never), stores=[disk(saving=never)])
     for number in range(2000):
         hold = lab.start(chain_of(number, number, number, number, 1))
@@ -131,13 +135,13 @@ def test_all_that_is_in_memory_can_be_saved_however_many_prompts_it_is():
 
 def save_all(lab: Lab) -> None:
     lab.control.save_all()
-    while lab.control.plan_saves(0.0) or lab.manager.moves.in_flight:
+    while lab.control.plan_saves(0.0) or lab.manager.transfers.in_flight:
         lab.plan()
         lab.hear()
 
 
 def test_a_finished_request_of_weights_that_are_gone_leaves_nothing_to_save():
-    lab = Lab(20, host=HostConfig(20, saving=Saving(WritePolicy.BACK, low_share=1.0)))
+    lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=1.0)))
     hold, other = lab.start(prompt(1, 4)), lab.start(prompt(2, 4))
     lab.compute(hold)
     lab.manager.reset(Namespace("other weights", block_tokens=BLOCK))
@@ -148,7 +152,7 @@ def test_a_finished_request_of_weights_that_are_gone_leaves_nothing_to_save():
 
 
 def test_a_request_scheduled_after_a_reset_leaves_nothing_to_save():
-    lab = Lab(20, host=HostConfig(20, saving=Saving(WritePolicy.SELECTIVE)))
+    lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.SELECTIVE)))
     lab.serve(prompt(1, 4))
     hold = lab.start(prompt(1, 4))
     lab.manager.reset(Namespace("other weights", block_tokens=BLOCK))
@@ -160,4 +164,4 @@ def test_a_request_scheduled_after_a_reset_leaves_nothing_to_save():
 def test_bad_limits_are_refused():
     for bad in ({"max_blocks": 0}, {"min_uses": 0}, {"blocks_per_second": 0.0}, {"low_share": 1.5}):
         with pytest.raises(RangeError, match=r"\d"):
-            Saving(**bad)
+            WritebackConfig(**bad)

@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cache_support import BLOCK, Lab, disk, prompt
-from kvtier.cache.cost_model import Fit, Speeds
-from kvtier.messages import Purpose
+from kvtier.cache.cost_model import CostModel, OnlineLeastSquares
+from kvtier.messages import Route
 
 DECAY = 1 - 1 / 40
-LOAD, FETCH = (Purpose.LOAD, ""), (Purpose.FETCH, "disk")
+LOAD, FETCH = (Route.HOST_TO_DEVICE, ""), (Route.STORE_TO_HOST, "disk")
 
 
 def nonnegative_least_squares(samples: list[tuple[list[float], float]]) -> tuple[np.ndarray, float]:
@@ -61,7 +61,7 @@ def seen(draw):
 @given(seen())
 @example([([9.3, 5.7], 6.7), ([3.4, 2.5], 0.3), ([2.9, 2.3], 0.9), ([8.0, 5.3], 7.3)])  # two come out negative
 def test_the_fit_is_the_least_squares_without_negative_costs(samples):
-    fit = Fit(len(samples[0][0]), min)
+    fit = OnlineLeastSquares(len(samples[0][0]), min)
     for amounts, seconds in samples:
         fit.observe(amounts, seconds)
     _, least = nonnegative_least_squares(samples)
@@ -75,7 +75,7 @@ def test_the_fit_is_the_least_squares_without_negative_costs(samples):
 
 
 def test_exact_samples_give_exact_costs():
-    fit = Fit(1, min)
+    fit = OnlineLeastSquares(1, min)
     for count in (1, 5, 20, 60):
         fit.observe((count,), 0.004 + 0.0005 * count)
     assert fit.predict((100,)) == pytest.approx(0.004 + 0.05)
@@ -83,13 +83,13 @@ def test_exact_samples_give_exact_costs():
 
 
 def test_before_anything_was_seen_nothing_is_said():
-    assert Fit(2, min).predict((1.0, 1.0)) is None
+    assert OnlineLeastSquares(2, min).predict((1.0, 1.0)) is None
 
 
 @pytest.mark.parametrize("count", [1, 50])
 def test_equal_samples_leave_it_open_what_costs(count):
     """2 s for 10 and 50: 2 s whatever it is, 0.2 s for each of the first, or 0.04 s for each of the second."""
-    least, most = Fit(2, min), Fit(2, max)
+    least, most = OnlineLeastSquares(2, min), OnlineLeastSquares(2, max)
     for fit in (least, most):
         for _ in range(count):
             fit.observe((10.0, 50.0), 2.0)
@@ -98,7 +98,7 @@ def test_equal_samples_leave_it_open_what_costs(count):
 
 
 def test_what_varied_is_told_apart_and_the_rest_left_open():
-    fit = Fit(2, max)
+    fit = OnlineLeastSquares(2, max)
     for count in (1, 5, 20):  # the second is always ten times the first
         fit.observe((count, 10.0 * count), 1.0 + 0.5 * count)
     assert fit.predict((2.0, 20.0)) == pytest.approx(2.0)
@@ -108,7 +108,7 @@ def test_what_varied_is_told_apart_and_the_rest_left_open():
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
 def test_units_do_not_matter(scale):
-    fit = Fit(2, max)
+    fit = OnlineLeastSquares(2, max)
     for tokens, context in ((10, 100), (100, 100), (10, 5000), (70, 900), (1, 10)):
         fit.observe((tokens * scale, context * scale), 0.01 + 0.001 * tokens + 1e-5 * context)
     assert fit.predict((50 * scale, 1000 * scale)) == pytest.approx(0.07, rel=1e-6)
@@ -116,32 +116,32 @@ def test_units_do_not_matter(scale):
 
 def test_a_change_of_speed_is_followed():
     """A link that slows down to a tenth: half way after some 28 moves, within 5 % after 200."""
-    speeds, amounts = Speeds(), itertools.cycle((4, 16, 64))
+    speeds, amounts = CostModel(), itertools.cycle((4, 16, 64))
     for _, count in zip(range(300), amounts, strict=False):
-        speeds.moved(LOAD, count, 0.001 + 0.0001 * count)
+        speeds.observe_transfer(LOAD, count, 0.001 + 0.0001 * count)
     for told, count in zip(range(200), amounts, strict=False):
-        speeds.moved(LOAD, count, 0.01 + 0.001 * count)
+        speeds.observe_transfer(LOAD, count, 0.01 + 0.001 * count)
         if told == 40:
-            assert speeds.move_seconds(LOAD, 32) > 0.5 * 0.042
-    assert speeds.move_seconds(LOAD, 32) == pytest.approx(0.042, rel=0.05)
+            assert speeds.transfer_seconds(LOAD, 32) > 0.5 * 0.042
+    assert speeds.transfer_seconds(LOAD, 32) == pytest.approx(0.042, rel=0.05)
 
 
 def test_each_store_has_its_own_speed():
-    speeds = Speeds()
+    speeds = CostModel()
     for count in (1, 10, 100):
-        speeds.moved((Purpose.FETCH, "near"), count, 0.001 * count)
-        speeds.moved((Purpose.FETCH, "far"), count, 0.1 * count)
-    assert speeds.move_seconds((Purpose.FETCH, "near"), 10) == pytest.approx(0.01)
-    assert speeds.move_seconds((Purpose.FETCH, "far"), 10) == pytest.approx(1.0)
-    assert speeds.move_seconds((Purpose.FETCH, "other"), 10) is None
+        speeds.observe_transfer((Route.STORE_TO_HOST, "near"), count, 0.001 * count)
+        speeds.observe_transfer((Route.STORE_TO_HOST, "far"), count, 0.1 * count)
+    assert speeds.transfer_seconds((Route.STORE_TO_HOST, "near"), 10) == pytest.approx(0.01)
+    assert speeds.transfer_seconds((Route.STORE_TO_HOST, "far"), 10) == pytest.approx(1.0)
+    assert speeds.transfer_seconds((Route.STORE_TO_HOST, "other"), 10) is None
 
 
 def test_the_decision_says_its_numbers():
-    speeds = Speeds()
+    speeds = CostModel()
     assert str(speeds.decide({LOAD: 4}, 0, 16)) == "load 16 tokens: nothing measured yet"
     for count in (1, 10, 50):
-        speeds.moved(LOAD, count, 0.002 * count)
-        speeds.computed(count, count * count / 2, 0.001 * count)
+        speeds.observe_transfer(LOAD, count, 0.002 * count)
+        speeds.observe_compute(count, count * count / 2, 0.001 * count)
     decision = speeds.decide({LOAD: 4}, 0, 16)
     assert decision.load
     assert str(decision) == "load 16 tokens: loading takes 8.00 ms, under the 16.00 ms of computing"
@@ -153,12 +153,14 @@ def test_the_decision_says_its_numbers():
 
 def test_a_deep_prefix_is_loaded_where_a_shallow_one_is_computed():
     """Computing a token costs by what it looks back on, loading it does not."""
-    speeds = Speeds()
+    speeds = CostModel()
     for first in (0, 1000, 10000, 30000):
         for count in (16, 64):
-            speeds.computed(count, count * (first + count / 2), 1e-5 * count + 1e-8 * count * (first + count / 2))
+            speeds.observe_compute(
+                count, count * (first + count / 2), 1e-5 * count + 1e-8 * count * (first + count / 2)
+            )
     for count in (1, 4, 16):
-        speeds.moved(LOAD, count, 0.0005 * count)
+        speeds.observe_transfer(LOAD, count, 0.0005 * count)
     assert not speeds.decide({LOAD: 4}, 0, 64).load
     assert speeds.decide({LOAD: 4}, 30000, 64).load
 
@@ -167,7 +169,7 @@ class Machine:
     """What loading and computing take, exactly; and a request's time by either."""
 
     def __init__(self, latency: float) -> None:
-        self.latency, self.speeds = latency, Speeds()
+        self.latency, self.speeds = latency, CostModel()
 
     def steps(self, first: int, stop: int):
         """(tokens, what they look back on, seconds) of each step of at most 512 tokens."""
@@ -187,10 +189,10 @@ class Machine:
         blocks = (num_tokens - 1) // 16
         load = not is_new and self.speeds.decide({LOAD: blocks, FETCH: blocks}, 0, blocks * 16).load
         if load:
-            self.speeds.moved(FETCH, blocks, self.latency + 0.003 + 0.0002 * blocks)
-            self.speeds.moved(LOAD, blocks, 0.0006 + 0.00003 * blocks)
+            self.speeds.observe_transfer(FETCH, blocks, self.latency + 0.003 + 0.0002 * blocks)
+            self.speeds.observe_transfer(LOAD, blocks, 0.0006 + 0.00003 * blocks)
         for step in self.steps(blocks * 16 if load else 0, num_tokens):
-            self.speeds.computed(*step)
+            self.speeds.observe_compute(*step)
         return load
 
 
@@ -217,9 +219,9 @@ def test_after_a_few_requests_the_faster_way_is_chosen(seed):
 
 def taught(lab: Lab, load: float, compute: float) -> Lab:
     for count in (1, 10, 100):
-        lab.manager.speeds.moved(LOAD, count, load * count)
-        lab.manager.speeds.moved(FETCH, count, load * count)
-        lab.manager.computed(count, 0.0, compute * count)
+        lab.manager.cost_model.observe_transfer(LOAD, count, load * count)
+        lab.manager.cost_model.observe_transfer(FETCH, count, load * count)
+        lab.manager.on_computed(count, 0.0, compute * count)
     return lab
 
 
@@ -265,23 +267,23 @@ def test_a_move_that_failed_teaches_no_speed():
     lab.serve(prompt(1, 6))
     lab.evict("device")
     lab.start(prompt(1, 6), lose=lambda move, _: [True] * move.num_blocks)
-    assert lab.manager.speeds.move_seconds(LOAD, 6) is None
+    assert lab.manager.cost_model.transfer_seconds(LOAD, 6) is None
     lab.start(prompt(1, 6))
 
 
 def test_a_link_that_was_slow_once_is_tried_again():
     """One bad sample kept everything from being loaded for good: without loads there were no better samples."""
-    speeds = Speeds()
-    way = (Purpose.LOAD, "")
-    speeds.moved(way, 1, 10.0)
+    speeds = CostModel()
+    way = (Route.HOST_TO_DEVICE, "")
+    speeds.observe_transfer(way, 1, 10.0)
     for _ in range(50):
-        speeds.computed(100, 0.0, 1.0)
+        speeds.observe_compute(100, 0.0, 1.0)
     decisions = []
     for _ in range(200):
         decision = speeds.decide({way: 1}, 0, 100)
         decisions.append(decision.load)
         if decision.load:
-            speeds.moved(way, 1, 0.001)
+            speeds.observe_transfer(way, 1, 0.001)
     assert not any(decisions[:31])
     assert all(decisions[31:])
     assert "by now" in str(next(speeds_trial()))
@@ -289,26 +291,26 @@ def test_a_link_that_was_slow_once_is_tried_again():
 
 def test_a_link_that_is_still_slow_costs_one_trial_and_is_not_learned_anew():
     """A trial forgot what a block and what a call takes; one sample tells neither, so others were loaded, too."""
-    speeds, way = Speeds(), (Purpose.FETCH, "disk")
+    speeds, way = CostModel(), (Route.STORE_TO_HOST, "disk")
     for count in (1, 4, 16, 64):
-        speeds.moved(way, count, 1.0 + 0.01 * count)
-        speeds.computed(16 * count, 0.0, 0.1)
+        speeds.observe_transfer(way, count, 1.0 + 0.01 * count)
+        speeds.observe_compute(16 * count, 0.0, 0.1)
     loads = 0
     for number in range(33 * 6):
         count = (1, 4, 16, 64)[number // 8 % 4]
         if speeds.decide({way: count}, 0, 16 * count).load:
             loads += 1
-            speeds.moved(way, count, 1.0 + 0.01 * count)
+            speeds.observe_transfer(way, count, 1.0 + 0.01 * count)
     assert loads == 6
-    assert speeds.move_seconds(way, 64) == pytest.approx(1.64, rel=0.01)
+    assert speeds.transfer_seconds(way, 64) == pytest.approx(1.64, rel=0.01)
 
 
 def speeds_trial():
-    speeds = Speeds()
-    speeds.moved((Purpose.LOAD, ""), 1, 10.0)
-    speeds.computed(100, 0.0, 1.0)
+    speeds = CostModel()
+    speeds.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 10.0)
+    speeds.observe_compute(100, 0.0, 1.0)
     while True:
-        decision = speeds.decide({(Purpose.LOAD, ""): 1}, 0, 100)
+        decision = speeds.decide({(Route.HOST_TO_DEVICE, ""): 1}, 0, 100)
         if decision.load:
             yield decision
 
@@ -318,7 +320,7 @@ def test_amounts_that_are_nearly_alike_still_give_an_answer(exponent):
     """On both sides of where they cannot be told apart; with noise that makes some costs come out negative."""
     random = np.random.default_rng(exponent)
     for in_doubt in (min, max):
-        fit = Fit(2, in_doubt)
+        fit = OnlineLeastSquares(2, in_doubt)
         for x in random.uniform(1, 100, 60).tolist():
             fit.observe((x, x * (1 + random.normal() * 10.0**-exponent)), x * random.uniform(0.5, 1.5))
             found = fit.predict((50.0, 50.0))

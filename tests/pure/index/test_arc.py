@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 
 from index_cases import matched, run, tree_of
-from kvtier.index.node import Node, Usage
+from kvtier.index.node import AccessStats, Node
 from kvtier.index.policies import ARC
 
 
@@ -32,7 +32,7 @@ class Blocks:
             self.policy.withdraw(victim)
             del self.held[int.from_bytes(victim.key, "little")]
         key = name.to_bytes(4, "little")
-        self.held[name] = Node(None, (b"", b""), key, 0, 1, memoryview(key), Usage(self.time, self.time), 1)
+        self.held[name] = Node(None, (b"", b""), key, 0, 1, memoryview(key), AccessStats(self.time, self.time), 1)
         self.policy.offer(self.held[name])
         return False
 

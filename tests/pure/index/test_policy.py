@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from index_cases import BLOCK, begin, chain_of, copy_down, matched, run, tree_of
 from kvtier.errors import ArgumentError
 from kvtier.index import S3FIFO, CostAware, Retention, Shortage, make_policy
-from kvtier.index.node import Node, Usage
+from kvtier.index.node import AccessStats, Node
 from kvtier.index.policies import CandidateHeap
 
 POLICIES = ["lru", "fifo", "arc", "s3fifo", "cost"]
@@ -22,7 +22,7 @@ def node(
     name: int, *, created: int = 0, used: int = 0, uses: int = 0, num_blocks: int = 1, start: int = 0, priority: int = 0
 ) -> Node:
     labels = memoryview(name.to_bytes(4, "little") * num_blocks)
-    usage = Usage(created, used, uses, priority)
+    usage = AccessStats(created, used, uses, priority)
     return Node(None, (b"", b""), bytes(labels[:4]), start, num_blocks, labels, usage, 1)
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from kvtier.replay import OPTIMUM, SyntheticTrace, generate, sweep
-from kvtier.replay.deployment import GIB, Setup, simulate
+from kvtier.replay.deployment import GIB, Deployment, simulate
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, PriceSpec, preset
 from kvtier.replay.planner import STEP, PlanResult, capacities, plan, setups
 from kvtier.replay.report import advice_text, plan_result, size_text
 
 TRACE = tuple(generate(SyntheticTrace(sessions=25, session_rate=0.5)))
-SETUP = Setup(
+SETUP = Deployment(
     ModelSpec(4, 8, 2, 64, 1e9, kv_bytes=64.0),  # large KV, so that sizes in GiB matter for a small trace
     preset(GpuSpec, "h100"),
     device_bytes=4 * GIB,

@@ -87,7 +87,7 @@ class Server:
                 self.manager.apply(replace(report, rank=rank))
         if self.cache.host is not None and self.chosen.random() < 0.05:
             slots = np.array(self.chosen.sample(range(self.cache.host.num_blocks), 2), np.int32)
-            self.manager.apply(Report(self.manager.moves.epoch, 0, damaged=slot_bytes(slots)))
+            self.manager.apply(Report(self.manager.transfers.epoch, 0, damaged=slot_bytes(slots)))
 
 
 def prompts(chosen: random.Random, count: int) -> list[list[int]]:

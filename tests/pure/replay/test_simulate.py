@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.messages import Purpose
+from kvtier.messages import Route
 from kvtier.replay import SyntheticTrace, TraceRequest, generate
 from kvtier.replay.cost import Measured, Roofline, Work
-from kvtier.replay.deployment import GIB, Setup, simulate, summarise
+from kvtier.replay.deployment import GIB, Deployment, simulate, summarise
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
 from kvtier.replay.sim_worker import SimulatedStore, SimulatedWorker
 from kvtier.replay.simulator import Simulator
@@ -119,10 +119,12 @@ def test_the_manager_learns_what_links_and_steps_take_and_not_the_wait_for_other
     again = [replace(each, timestamp_ms=9e8, hash_ids=(*each.hash_ids[:-1], 999)) for each in far[:4]]
     ours = simulator(20, 21, 100, link=0.5, recompute=True)
     ours.run([*far, *again])
-    speeds = ours.manager.speeds
+    speeds = ours.manager.cost_model
     for count in (1, 5, 20):
-        assert speeds.move_seconds((Purpose.LOAD, ""), count) == pytest.approx(count / 0.5)
-        assert speeds.move_seconds((Purpose.FETCH, "disk"), count) == pytest.approx(count / DISK.read_bandwidth)
+        assert speeds.transfer_seconds((Route.HOST_TO_DEVICE, ""), count) == pytest.approx(count / 0.5)
+        assert speeds.transfer_seconds((Route.STORE_TO_HOST, "disk"), count) == pytest.approx(
+            count / DISK.read_bandwidth
+        )
         assert speeds.compute_seconds(512, count * 512) == pytest.approx(count * 512)
 
 
@@ -193,8 +195,8 @@ BOX = GpuSpec(100e12, 8e9, 1e12, 10e9)
 TRACE = tuple(generate(SyntheticTrace(sessions=40, session_rate=0.5, think_seconds=10.0)))
 
 
-def setup(**options) -> Setup:
-    return Setup(SMALL, BOX, **{"device_bytes": GIB // 8, "disk": preset(DiskSpec, "nvme-gen4"), **options})
+def setup(**options) -> Deployment:
+    return Deployment(SMALL, BOX, **{"device_bytes": GIB // 8, "disk": preset(DiskSpec, "nvme-gen4"), **options})
 
 
 @pytest.mark.parametrize("sizes", [{}, {"host_bytes": GIB}, {"host_bytes": GIB // 2, "disk_bytes": 4 * GIB}])
@@ -316,7 +318,7 @@ def test_setups_that_cannot_be_are_refused():
     with pytest.raises(ArgumentError, match="through host memory"):
         setup(disk_bytes=GIB)
     with pytest.raises(RangeError, match="leave no room"):
-        Setup(preset(ModelSpec, "llama-3-70b"), preset(GpuSpec, "4090"))
+        Deployment(preset(ModelSpec, "llama-3-70b"), preset(GpuSpec, "4090"))
     with pytest.raises(RangeError, match="hold no block"):
         setup(device_bytes=1000).simulator(512)
     with pytest.raises(RangeError, match="0 or more"):
@@ -326,7 +328,7 @@ def test_setups_that_cannot_be_are_refused():
 
 
 def test_what_the_weights_leave_is_for_kv():
-    eight = Setup(preset(ModelSpec, "llama-3-8b"), preset(GpuSpec, "h100"))
+    eight = Deployment(preset(ModelSpec, "llama-3-8b"), preset(GpuSpec, "h100"))
     assert eight.kv_bytes == pytest.approx(0.9 * 80e9 - 2 * 8.03e9)
     assert eight.model.token_bytes == 131_072
 

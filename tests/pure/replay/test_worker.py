@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.messages import Drop, Plan, Probe, Purpose, Transfer, slot_bytes
+from kvtier.messages import Drop, Plan, Probe, Route, TransferRequest, slot_bytes
 from kvtier.replay.hardware import DiskSpec
 from kvtier.replay.sim_worker import TO_DEVICE, TO_HOST, SimulatedStore, SimulatedWorker
 
 ENDS = {
-    Purpose.LOAD: ("host", "device"),
-    Purpose.SAVE: ("device", "host"),
-    Purpose.FETCH: ("disk", "host"),
-    Purpose.STORE: ("host", "disk"),
+    Route.HOST_TO_DEVICE: ("host", "device"),
+    Route.DEVICE_TO_HOST: ("device", "host"),
+    Route.STORE_TO_HOST: ("disk", "host"),
+    Route.HOST_TO_STORE: ("host", "disk"),
 }
 DISK = DiskSpec(read_bandwidth=1.0, write_bandwidth=0.5, latency_seconds=0.0)
 
@@ -28,16 +28,16 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-def transfer(id: int, purpose: Purpose, count: int, first_key: int = 0) -> Transfer:
+def transfer(id: int, purpose: Route, count: int, first_key: int = 0) -> TransferRequest:
     slots = slot_bytes(np.arange(count, dtype=np.int32))
     keys = b"".join(key(first_key + i) for i in range(count))
     match purpose:
-        case Purpose.FETCH:
-            return Transfer(id, purpose, *ENDS[purpose], b"", slots, keys)
-        case Purpose.STORE:
-            return Transfer(id, purpose, *ENDS[purpose], slots, b"", keys)
+        case Route.STORE_TO_HOST:
+            return TransferRequest(id, purpose, *ENDS[purpose], b"", slots, keys)
+        case Route.HOST_TO_STORE:
+            return TransferRequest(id, purpose, *ENDS[purpose], slots, b"", keys)
         case _:
-            return Transfer(id, purpose, *ENDS[purpose], slots, slots)
+            return TransferRequest(id, purpose, *ENDS[purpose], slots, slots)
 
 
 def worker(num_blocks: int = 1000, **options) -> SimulatedWorker:
@@ -45,7 +45,7 @@ def worker(num_blocks: int = 1000, **options) -> SimulatedWorker:
     return SimulatedWorker(1, 1.0, disk=DISK, stores=stores, **{"latency_seconds": 0.0, **options})
 
 
-def by_ticks(jobs: list[tuple[int, Purpose, int]]) -> dict[int, tuple[int, int]]:
+def by_ticks(jobs: list[tuple[int, Route, int]]) -> dict[int, tuple[int, int]]:
     """When each of (time, purpose, seconds) on one link is first carried and ends, second by second: the urgent first,
     then by order."""
     left = {i: seconds for i, (_, _, seconds) in enumerate(jobs)}
@@ -53,7 +53,7 @@ def by_ticks(jobs: list[tuple[int, Purpose, int]]) -> dict[int, tuple[int, int]]
     ends: dict[int, tuple[int, int]] = {}
     for now in range(1000):
         ready = [i for i in left if jobs[i][0] <= now]
-        ready.sort(key=lambda i: (jobs[i][1] in (Purpose.SAVE, Purpose.STORE), i))
+        ready.sort(key=lambda i: (jobs[i][1] in (Route.DEVICE_TO_HOST, Route.HOST_TO_STORE), i))
         if ready:
             begins.setdefault(ready[0], now)
             left[ready[0]] -= 1
@@ -65,7 +65,8 @@ def by_ticks(jobs: list[tuple[int, Purpose, int]]) -> dict[int, tuple[int, int]]
 
 @given(
     jobs=st.lists(
-        st.tuples(st.integers(0, 40), st.sampled_from([Purpose.FETCH, Purpose.STORE]), st.integers(1, 6)), max_size=12
+        st.tuples(st.integers(0, 40), st.sampled_from([Route.STORE_TO_HOST, Route.HOST_TO_STORE]), st.integers(1, 6)),
+        max_size=12,
     ),
     looks=st.lists(st.floats(0, 200), max_size=8),
 )
@@ -75,12 +76,12 @@ def test_the_disk_is_shared_the_urgent_go_first_and_looking_changes_nothing(jobs
     ours = worker()
     ours.stores["disk"].write([key(i) for i in range(6)])
     found: dict[int, float] = {}
-    seconds = [(time, purpose, count * (1 if purpose is Purpose.FETCH else 2)) for time, purpose, count in jobs]
+    seconds = [(time, purpose, count * (1 if purpose is Route.STORE_TO_HOST else 2)) for time, purpose, count in jobs]
     wanted = by_ticks(seconds)
     events = [(time, 0, i) for i, (time, _, _) in enumerate(jobs)] + [(time, 1, 0) for time in looks] + [(900, 1, 0)]
     for now, is_look, i in sorted(events):
         for report in ours.poll(now):
-            found.update((outcome.transfer_id, outcome.seconds) for outcome in report.outcomes)
+            found.update((outcome.transfer_id, outcome.seconds) for outcome in report.results)
         assert {*found} == {i for i, (_, end) in wanted.items() if end <= now}
         if not is_look:
             ours.submit(Plan(i, 0, (transfer(i, jobs[i][1], jobs[i][2]),)), now)
@@ -93,44 +94,44 @@ def test_the_disk_is_shared_the_urgent_go_first_and_looking_changes_nothing(jobs
 
 def test_the_two_ways_of_the_link_do_not_disturb_each_other():
     ours = worker(latency_seconds=0.5)
-    ours.submit(Plan(1, 0, (transfer(1, Purpose.SAVE, 10), transfer(2, Purpose.LOAD, 10))), 0.0)
+    ours.submit(Plan(1, 0, (transfer(1, Route.DEVICE_TO_HOST, 10), transfer(2, Route.HOST_TO_DEVICE, 10))), 0.0)
     assert ours.next_end == 10.5
     assert ours.end_of((2,)) == 10.5
     assert ours.end_of((7,)) == 0.0
     (report,) = ours.poll(10.5)
-    assert {outcome.transfer_id for outcome in report.outcomes} == {1, 2}
+    assert {outcome.transfer_id for outcome in report.results} == {1, 2}
     assert {use.name: use.num_bytes for use in ours.uses()} == {TO_HOST: 10, TO_DEVICE: 10, "disk": 0}
 
 
 def test_a_later_load_waits_for_the_one_before_and_a_save_for_both():
     ours = worker()
-    ours.submit(Plan(1, 0, (transfer(1, Purpose.LOAD, 4),)), 0.0)
-    ours.submit(Plan(2, 0, (transfer(2, Purpose.LOAD, 3),)), 1.0)
+    ours.submit(Plan(1, 0, (transfer(1, Route.HOST_TO_DEVICE, 4),)), 0.0)
+    ours.submit(Plan(2, 0, (transfer(2, Route.HOST_TO_DEVICE, 3),)), 1.0)
     assert ours.end_of((1, 2)) == 7.0
 
 
 def test_what_the_store_has_lost_arrives_not_and_is_known_then():
     ours = worker(num_blocks=2)
-    ours.submit(Plan(1, 3, (transfer(1, Purpose.STORE, 3),)), 0.0)
+    ours.submit(Plan(1, 3, (transfer(1, Route.HOST_TO_STORE, 3),)), 0.0)
     ours.poll(10.0)
     assert len(ours.stores["disk"]) == 2
     assert ours.stores["disk"].num_evicted == 1
-    ours.submit(Plan(2, 3, (transfer(2, Purpose.FETCH, 3),), (Probe(9, "disk", key(0) + key(2)),)), 10.0)
+    ours.submit(Plan(2, 3, (transfer(2, Route.STORE_TO_HOST, 3),), (Probe(9, "disk", key(0) + key(2)),)), 10.0)
     (first,) = ours.poll(10.0)
-    assert [(p.probe_id, p.present, p.absent) for p in first.presences] == [(9, key(2), key(0))]
+    assert [(p.probe_id, p.present, p.absent) for p in first.lookups] == [(9, key(2), key(0))]
     (report,) = ours.poll(20.0)
-    (outcome,) = report.outcomes
+    (outcome,) = report.results
     assert (report.epoch, outcome.ok, outcome.arrived, outcome.num_bytes) == (3, False, b"\0\1\1", 2)
-    assert report.presences[0].absent == key(0)
+    assert report.lookups[0].absent == key(0)
 
 
 def test_drops_and_inventories():
     ours = worker()
     ours.stores["disk"].write([key(1), key(2)])
     ours.submit(Plan(1, 0, (), (Probe(1, "disk"),), (Drop("disk", key(1)),)), 0.0)
-    assert ours.poll(0.0)[0].presences[0].present == key(2)
+    assert ours.poll(0.0)[0].lookups[0].present == key(2)
     ours.submit(Plan(2, 0, (), (Probe(2, "disk"),), (Drop("disk"),)), 0.0)
-    assert ours.poll(0.0)[0].presences[0].present == b""
+    assert ours.poll(0.0)[0].lookups[0].present == b""
     assert ours.poll(0.0) == []
 
 

@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.cache.config import CacheConfig, HostConfig, Saving, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease, MissReason, Namespace
-from kvtier.messages import Outcome, Plan, Purpose, Report, Transfer
-from kvtier.scheduler import Control, Request, RequestState, RowResult, Scheduler, SchedulerConfig
+from kvtier.messages import Plan, Report, Route, TransferRequest, TransferResult
+from kvtier.scheduler import ControlOp, Request, RequestState, RowResult, Scheduler, SchedulerConfig
 from scheduler_support import BLOCK, Device, alone, make, request, run, verify_step
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -41,7 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             HostConfig,
             st.sampled_from([1, 4, 40]),
             saving=st.builds(
-                Saving,
+                WritebackConfig,
                 st.sampled_from(WritePolicy),
                 max_blocks=st.sampled_from([1, 3, 100]),
                 low_share=st.sampled_from([0.3, 1.0]),
@@ -115,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset(self):
         name = f"c{self.num_controls}"
         self.num_controls += 1
-        self.scheduler.control(Control(name, lambda: (self.controls.append(name), self.scheduler.manager.reset())))
+        self.scheduler.control(ControlOp(name, lambda: (self.controls.append(name), self.scheduler.manager.reset())))
 
     @invariant()
     def right(self):
@@ -377,7 +377,7 @@ def test_a_tenant_without_room_beside_its_pins_is_refused_while_others_run_and_m
     late = request(scheduler, "a1", [3] * 7, 1, salt=b"a")
     step = scheduler.schedule(1.0)
     assert other.state is RequestState.RUNNING
-    assert manager.moves.in_flight  # b's blocks go to the host
+    assert manager.transfers.in_flight  # b's blocks go to the host
     assert step.refused == (late,)
     assert "within the quota" in late.reason
     scheduler.update(step, device.run(step), 1.0)
@@ -398,7 +398,7 @@ def test_what_can_never_fit_into_a_quota_is_refused():
 def test_controls_run_once_and_are_no_requests():
     scheduler = make()
     done = []
-    scheduler.control(Control("reset", lambda: done.append(1)))
+    scheduler.control(ControlOp("reset", lambda: done.append(1)))
     with pytest.raises(ArgumentError, match="requests go to add"):
         scheduler.control(Request("r", Chain(scheduler.manager.namespace, [1]), 1))
     step = scheduler.schedule(0.0)
@@ -488,7 +488,7 @@ def test_the_configuration_is_not_changed():
 
 def evicted_to_host(write: WritePolicy = WritePolicy.THROUGH, **more) -> tuple[Scheduler, Device]:
     """A scheduler whose host holds [1] * 8, which the device has evicted for [0] * 12."""
-    scheduler, device = make(4, host=HostConfig(20, saving=Saving(write, low_share=1.0, **more))), Device()
+    scheduler, device = make(4, host=HostConfig(20, saving=WritebackConfig(write, low_share=1.0, **more))), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
     request(scheduler, "b", [0] * 13, 1)
@@ -502,7 +502,9 @@ def test_what_was_evicted_is_loaded_from_the_host(write):
     made = request(scheduler, "again", [1] * 9, 2)
     step = scheduler.schedule(9.0)
     assert step.rows == ()
-    assert [(t.purpose, t.num_blocks) for t in step.plan.transfers if t.purpose is Purpose.LOAD] == [(Purpose.LOAD, 2)]
+    assert [(t.route, t.num_blocks) for t in step.plan.transfers if t.route is Route.HOST_TO_DEVICE] == [
+        (Route.HOST_TO_DEVICE, 2)
+    ]
     scheduler.update(step, device.run(step), 9.0)
     waiting = scheduler.schedule(9.0)
     assert waiting.rows == ()  # the copy is not reported done
@@ -518,13 +520,13 @@ def test_what_was_evicted_is_loaded_from_the_host(write):
 
 
 def test_selectively_only_what_was_used_again_is_saved():
-    scheduler, device = make(8, host=HostConfig(20, saving=Saving(WritePolicy.SELECTIVE))), Device()
+    scheduler, device = make(8, host=HostConfig(20, saving=WritebackConfig(WritePolicy.SELECTIVE))), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
-    assert scheduler.manager.moves.counts.num_blocks[Purpose.SAVE] == 0
+    assert scheduler.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] == 0
     request(scheduler, "b", [1] * 9, 1)
     run(scheduler, device)
-    assert scheduler.manager.moves.counts.num_blocks[Purpose.SAVE] == 2
+    assert scheduler.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] == 2
 
 
 def test_the_host_copy_stays_after_a_load_so_that_the_next_eviction_is_free():
@@ -535,12 +537,15 @@ def test_the_host_copy_stays_after_a_load_so_that_the_next_eviction_is_free():
     run(scheduler, device)
     request(scheduler, "once more", [1] * 9, 1)
     run(scheduler, device)
-    assert scheduler.manager.moves.counts.num_blocks[Purpose.LOAD] == 4
-    assert scheduler.manager.moves.counts.num_blocks[Purpose.SAVE] == 2 + 3 + 3
+    assert scheduler.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE] == 4
+    assert scheduler.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] == 2 + 3 + 3
 
 
 def test_what_might_be_saved_is_not_remembered_for_ever():
-    scheduler, device = make(200, host=HostConfig(20, saving=Saving(WritePolicy.BACK, low_share=0.0))), Device()
+    scheduler, device = (
+        make(200, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0))),
+        Device(),
+    )
     for i in range(1100):
         request(scheduler, str(i), [i] * 5, 1)
         run(scheduler, device, check=i % 50 == 0)  # it looks at all that ever was
@@ -558,14 +563,14 @@ def test_a_load_that_fails_is_a_miss():
     run(scheduler, device)
     assert made.state is RequestState.FINISHED
     assert made.num_cached_tokens == 0
-    assert scheduler.manager.moves.counts.num_failed[Purpose.LOAD] == 2
+    assert scheduler.manager.transfers.counts.num_failed[Route.HOST_TO_DEVICE] == 2
 
 
 def test_two_requests_share_one_load():
     scheduler, device = evicted_to_host()
     both = [request(scheduler, name, [1] * 9, 1) for name in ("one", "two")]
     step = scheduler.schedule(9.0)
-    assert sum(t.num_blocks for t in step.plan.transfers if t.purpose is Purpose.LOAD) == 2
+    assert sum(t.num_blocks for t in step.plan.transfers if t.route is Route.HOST_TO_DEVICE) == 2
     scheduler.update(step, device.run(step), 9.0)
     run(scheduler, device)
     assert [made.num_cached_tokens for made in both] == [8, 8]
@@ -594,7 +599,7 @@ def test_a_request_cancelled_while_it_loads_leaves_nothing_behind():
     scheduler.check()
     device.move(scheduler)
     scheduler.check()
-    assert not scheduler.manager.moves.leases
+    assert not scheduler.manager.transfers.leases
 
 
 def test_a_transfer_is_reported_once_by_every_rank():
@@ -604,31 +609,31 @@ def test_a_transfer_is_reported_once_by_every_rank():
     manager.allocate(hold, 9)
     manager.publish(hold, 8)
     (transfer,) = manager.plan().transfers
-    done = (Outcome(transfer.id, True, 10, 0.1),)
+    done = (TransferResult(transfer.id, True, 10, 0.1),)
     manager.apply(Report(0, 0, done))
-    assert len(manager.moves.leases) == 1
+    assert len(manager.transfers.leases) == 1
     with pytest.raises(StateError, match="had none to report"):
         manager.apply(Report(0, 0, done))
     with pytest.raises(ArgumentError, match="rank 2, there are 2"):
         manager.apply(Report(0, 2, done))
     manager.apply(Report(0, 1, done))
-    assert not manager.moves.leases
+    assert not manager.transfers.leases
     manager.finish(hold)
     manager.check()
 
 
 def test_plans_and_reports_are_small_values():
-    transfer = Transfer(1, Purpose.SAVE, "device", "host", b"\1\0\0\0", b"\2\0\0\0")
+    transfer = TransferRequest(1, Route.DEVICE_TO_HOST, "device", "host", b"\1\0\0\0", b"\2\0\0\0")
     plan = Plan(1, 0, (transfer,))
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert transfer.sources.tolist() == [1]
     assert transfer.targets.tolist() == [2]
     assert not Plan(2, 0, ())
     with pytest.raises(ArgumentError, match="bytes of source slots"):
-        Transfer(1, Purpose.SAVE, "device", "host", b"\1\0\0\0", b"")
+        TransferRequest(1, Route.DEVICE_TO_HOST, "device", "host", b"\1\0\0\0", b"")
     for wrong in ({"low_share": 2.0}, {"min_uses": 0}, {"max_blocks": 0}, {"blocks_per_second": 0.0}):
         with pytest.raises(RangeError):
-            Saving(**wrong)
+            WritebackConfig(**wrong)
     for wrong in ({"num_blocks": 0}, {"num_blocks": 1, "free_share": 1.0}):
         with pytest.raises(RangeError):
             HostConfig(**wrong)

@@ -15,8 +15,8 @@ from kvtier.cache.config import HostConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Retention
-from kvtier.messages import Plan, Purpose
-from kvtier.scheduler import Control, Request, RequestState, Row, RowResult, Scheduler, SchedulerConfig, Step
+from kvtier.messages import Plan, Route
+from kvtier.scheduler import ControlOp, Request, RequestState, Row, RowResult, Scheduler, SchedulerConfig, Step
 from scheduler_support import BLOCK, Device, alone, make, request, run, verify_step
 
 
@@ -157,7 +157,7 @@ def test_config_accepts_its_borders_and_refuses_beyond():
 def test_step_is_true_if_there_is_anything_to_do():
     plan = make(8, host=HostConfig(2)).manager.plan()
     made = Request("r", Chain(make().manager.namespace, [1] * 14), 1)
-    control = Control("reset", lambda: None)
+    control = ControlOp("reset", lambda: None)
     row = Row.of(made, 4, (7, 9))
     assert not Step((), (), (), (), (), plan)
     assert Step((control,), (), (), (), (), plan)
@@ -212,7 +212,7 @@ def test_has_work_counts_controls_even_when_paused():
     assert scheduler.has_work()
     scheduler.pause(0.0)
     assert not scheduler.has_work()
-    scheduler.control(Control("nothing", lambda: None))
+    scheduler.control(ControlOp("nothing", lambda: None))
     assert scheduler.has_work()
     assert len(advance(scheduler, device).controls) == 1
     scheduler.resume()
@@ -264,7 +264,7 @@ def test_pause_ends_the_fetches_of_those_that_wait():
     step = scheduler.schedule(0.0)
     scheduler.update(step, [], 0.0)
     (fetch,) = step.plan.transfers
-    assert fetch.purpose is Purpose.FETCH
+    assert fetch.route is Route.STORE_TO_HOST
     assert made.fetch is not None
     scheduler.pause(0.0)
     assert made.fetch is None
@@ -315,18 +315,18 @@ def test_step_time_is_measured_from_schedule_to_update():
         scheduler.update(step, [RowResult((1,))], 10.0 * number + 0.5 + 0.25 * length)
         assert made.state is RequestState.FINISHED
         scheduler.update(scheduler.schedule(10.0 * number), [], 10.0 * number + 9.0)  # nothing was computed
-    found = scheduler.manager.speeds.compute_seconds(0, 10)
+    found = scheduler.manager.cost_model.compute_seconds(0, 10)
     assert found == pytest.approx(0.5 + 0.25 * 10, rel=0.05)
 
 
 def test_step_that_waits_for_loads_is_not_measured():
     scheduler, device = on_the_host(starts_early=True)
-    before = scheduler.manager.speeds.compute_seconds(0, 10)
+    before = scheduler.manager.cost_model.compute_seconds(0, 10)
     request(scheduler, "again", [1] * 9, 1)
     step = scheduler.schedule(9.0)
     assert step.loads
     scheduler.update(step, device.run(step, scheduler=scheduler), 5000.0)
-    assert scheduler.manager.speeds.compute_seconds(0, 10) == before
+    assert scheduler.manager.cost_model.compute_seconds(0, 10) == before
 
 
 def test_result_that_is_finished_ends_its_request():
@@ -495,7 +495,7 @@ def test_early_start_counts_only_if_its_loads_arrived(ok):
     scheduler, device = on_the_host(starts_early=True)
     made = request(scheduler, "again", [1] * 9, 2)
     step = scheduler.schedule(9.0)
-    loads = [each.id for each in step.plan.transfers if each.purpose is Purpose.LOAD]
+    loads = [each.id for each in step.plan.transfers if each.route is Route.HOST_TO_DEVICE]
     assert [(row.request, row.first, row.num_tokens, list(row.loads)) for row in step.rows] == [(made, 8, 1, loads)]
     scheduler.update(step, device.run(step, scheduler=scheduler, ok=ok), 9.0)
     assert made.num_new_tokens == ok
@@ -631,7 +631,7 @@ def test_fetches_are_let_go_for_their_own_tenants_quota_only():
     assert waiting[0].fetch is None
     assert waiting[1].fetch is not None
     with pytest.raises(StateError, match="ended already"):
-        lab.manager.end_fetch(ends)
+        lab.manager.end_prefetch(ends)
     scheduler.check()
 
 

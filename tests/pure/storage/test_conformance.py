@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvtier.storage import Compression, DiskStore, MemoryStore, Status, Store, Sync, Write
+from kvtier.storage import Compression, DiskStore, MemoryStore, ObjectStatus, Store, Sync, Write
 from storage_support import LABEL, FaultyStore, SimulatedDisk, get, has, key_of, put
 
 pytest.register_assert_rewrite("store_contract")
@@ -57,7 +57,7 @@ def test_it_is_bounded_and_the_least_recently_used_go_first(store):
 def test_an_object_larger_than_the_store_is_refused_and_costs_nothing(store):
     put(store, 1)
     outcome = store.write([Write(key_of(2), LABEL, os.urandom(2 * ROOM))])[0]
-    assert outcome.status is Status.FAILED
+    assert outcome.status is ObjectStatus.FAILED
     assert outcome.reason
     assert has(store, 1, 2) == [True, False]
 

@@ -15,8 +15,8 @@ import threading
 import pytest
 
 from kvtier.errors import ArgumentError, StoreError, StoreInUseError, VersionError
-from kvtier.storage import Breaker, Compression, DiskStore, Label, Read, Status, Sync, Write
-from kvtier.storage.disk.segment import Shape
+from kvtier.storage import Breaker, Compression, DiskStore, Label, ObjectStatus, Read, Sync, Write
+from kvtier.storage.disk.segment import SegmentHeader
 from storage_support import (
     LABEL,
     NAMESPACE,
@@ -105,7 +105,7 @@ def test_a_record_in_another_place_than_it_names_is_none(opened, tmp_path):
     data[4352:4608], data[4096:4352] = data[4096:4352], bytes(256)
     table.write_bytes(data)
     store = opened()
-    assert get(store, 1)[0].status is Status.MISSING
+    assert get(store, 1)[0].status is ObjectStatus.MISSING
     assert store.stats.num_quarantined == 1
 
 
@@ -188,7 +188,7 @@ def test_the_floor_of_free_space_is_kept_and_objects_go_instead(opened):
 def test_without_room_for_one_segment_writes_fail_with_the_numbers_and_reads_go_on(opened):
     store = opened(min_free_bytes=1 << 60)
     outcome = put(store, 1)[0]
-    assert outcome.status is Status.FAILED
+    assert outcome.status is ObjectStatus.FAILED
     assert "floor" in outcome.reason
     assert not store.contains([key_of(1)])[0].ok
 
@@ -199,7 +199,7 @@ def test_a_full_disk_costs_the_write_and_not_the_store(opened):
     for number in range(100):
         put(store, number, nbytes=4096)
     outcome = put(store, 500, nbytes=150_000)[0]
-    assert outcome.ok or outcome.status is Status.FAILED
+    assert outcome.ok or outcome.status is ObjectStatus.FAILED
     assert [n for n in disk.names if n.endswith(".new")] == []
     assert put(store, 1, nbytes=4096).ok
     assert get(store, 1, 4096)[0].ok
@@ -243,8 +243,8 @@ def test_a_flipped_bit_anywhere_in_a_slot_is_a_quarantined_miss(opened, tmp_path
         place = store._space.find(key_of(1))
         damage(tmp_path / "store" / "segment-00000001.kv", place.slot * 8192 + offset)
         outcome, room = get(store, 1)
-        assert (outcome.status, room) == (Status.CORRUPT, b"\xee" * 5000)
-        assert get(store, 1)[0].status is Status.MISSING
+        assert (outcome.status, room) == (ObjectStatus.CORRUPT, b"\xee" * 5000)
+        assert get(store, 1)[0].status is ObjectStatus.MISSING
         assert get(store, 2)[0].ok
         assert store.stats.num_quarantined == 1
         store = opened()  # and it does not come back
@@ -260,8 +260,8 @@ def test_a_quarantined_slot_is_the_last_to_be_used_again_and_is_used(opened, tmp
     put(store, 0)
     bad = store._space.find(key_of(0))
     damage(tmp_path / "store" / "segment-00000001.kv", bad.slot * 8192)
-    assert get(store, 0)[0].status is Status.CORRUPT
-    num_slots = Shape.fitting(1, 8192, 128 << 10).num_slots
+    assert get(store, 0)[0].status is ObjectStatus.CORRUPT
+    num_slots = SegmentHeader.fitting(1, 8192, 128 << 10).num_slots
     put(store, *range(1, num_slots))
     assert bad.slot not in {store._space.find(key_of(n)).slot for n in range(1, num_slots)}
     assert store.stats.num_evicted == 0
@@ -553,7 +553,7 @@ def test_superblock_with_impossible_slots_is_quarantined(opened, tmp_path, num_s
     put(store, 1)
     store.close()
     table, slots = (tmp_path / "store" / f"segment-00000009.{kind}" for kind in ("table", "kv"))
-    table.write_bytes(Shape(9, 4096, num_slots).pack())
+    table.write_bytes(SegmentHeader(9, 4096, num_slots).pack())
     slots.touch()
     os.truncate(table, table_bytes)
     os.truncate(slots, slots_bytes)
@@ -570,7 +570,7 @@ def test_segment_larger_than_the_limit_is_deleted_unread(opened, tmp_path):
     put(store, 1)
     store.close()
     table, slots = (tmp_path / "store" / f"segment-00000009.{kind}" for kind in ("table", "kv"))
-    shape = Shape(9, 4096, 2**20)
+    shape = SegmentHeader(9, 4096, 2**20)
     table.write_bytes(shape.pack())
     slots.touch()
     os.truncate(table, shape.table_bytes)
@@ -674,11 +674,11 @@ def test_a_hanging_disk_costs_one_deadline_then_misses_and_heals(opened):
     disk.before = lambda name, _: gate.wait() if name == "read" else None
     room = bytearray(b"\xee" * 5000)
     late = store.read_into([Read(key_of(1), LABEL, room)], timeout_s=0.1)[0]
-    assert (late.status, late.reason) == (Status.FAILED, "not done within 0.1 s")
+    assert (late.status, late.reason) == (ObjectStatus.FAILED, "not done within 0.1 s")
     for call in (lambda: get(store, 2)[0], lambda: put(store, 3)[0], lambda: store.contains([key_of(2)])[0]):
         before = disk.num_operations
         outcome = call()
-        assert outcome.status is Status.FAILED
+        assert outcome.status is ObjectStatus.FAILED
         assert "breaker open" in outcome.reason
         assert disk.num_operations == before, "a call reached the disk"
     assert "breaker open" in store.scan().reason
@@ -791,7 +791,7 @@ def test_removals_at_the_same_time_are_each_on_disk_when_they_are_reported(opene
     first = threading.Thread(target=store.remove, args=([key_of(1)],))
     first.start()
     blanking.wait()
-    assert store.remove([key_of(2)])[0].status is Status.REMOVED
+    assert store.remove([key_of(2)])[0].status is ObjectStatus.REMOVED
     go_on.set()
     first.join()
     left = disk.after_crash(lambda: False)  # nothing that was not synced
@@ -849,10 +849,10 @@ def test_a_removal_that_could_not_be_synced_is_synced_with_the_next(opened):
             raise OSError(errno.EIO, "Input/output error")
 
     disk.before = fail
-    assert store.remove([key_of(1)])[0].status is Status.FAILED
+    assert store.remove([key_of(1)])[0].status is ObjectStatus.FAILED
     disk.before = lambda *_: None
     again = store.remove([key_of(1)])
-    assert (again[0].status, again.is_durable) == (Status.MISSING, True)
+    assert (again[0].status, again.is_durable) == (ObjectStatus.MISSING, True)
     left = disk.after_crash(lambda: False)
     assert has(opened(files=left), 1) == [False]
 

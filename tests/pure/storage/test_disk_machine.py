@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvtier.storage import Compression, DiskStore, Status, Sync
+from kvtier.storage import Compression, DiskStore, ObjectStatus, Sync
 from storage_power import PowerFailure, Versions, same_bytes
 from storage_support import all_keys, key_of, write_of
 
@@ -191,7 +191,7 @@ def test_segments_over_a_smaller_limit_stay_gone_after_power_failure(room):
         run.room = room
         run.restart(Sync.WRITE)
         removed = run.store.remove([key_of(number) for number in range(12)])
-        assert Status.MISSING in [outcome.status for outcome in removed]
+        assert ObjectStatus.MISSING in [outcome.status for outcome in removed]
         assert removed.is_durable
         run.fail(keep=0.0)
         run.store.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvtier.storage import MemoryStore, Read, Status
+from kvtier.storage import MemoryStore, ObjectStatus, Read
 from storage_support import LABEL, Clock, Fault, FaultyStore, get, has, key_of, payload_of, put
 
 FAULTS = st.builds(
@@ -22,7 +22,7 @@ def test_errors_and_hangs_are_outcomes_and_a_hang_costs_its_deadline_on_the_cloc
     clock = Clock()
     store = FaultyStore(MemoryStore(1 << 20), [Fault(error="no route"), Fault(hangs=True), Fault()], clock, timeout_s=3)
     assert put(store, 1)[0].reason == "no route"
-    assert store.contains([key_of(1)], timeout_s=2)[0].status is Status.FAILED
+    assert store.contains([key_of(1)], timeout_s=2)[0].status is ObjectStatus.FAILED
     assert clock.now == 2
     assert has(store, 1) == [False]
 
@@ -33,7 +33,7 @@ def test_damaged_objects_are_corrupt_then_missing_and_the_others_are_served():
     put(store, 1, 2)
     rooms = [bytearray(5000), bytearray(5000)]
     results = store.read_into([Read(key_of(n), LABEL, room) for n, room in zip((1, 2), rooms, strict=True)])
-    assert [outcome.status for outcome in results] == [Status.CORRUPT, Status.FOUND]
+    assert [outcome.status for outcome in results] == [ObjectStatus.CORRUPT, ObjectStatus.FOUND]
     assert (rooms[0], rooms[1]) == (bytes(5000), payload_of(2))
     assert has(store, 1, 2) == [False, True]
     assert store.stats.num_quarantined == 1

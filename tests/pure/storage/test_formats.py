@@ -14,10 +14,10 @@ from hypothesis import given
 
 from kvtier.errors import ChecksumError, FormatError, RangeError, VersionError
 from kvtier.native_code import Native
-from kvtier.storage import Read, Status, Write
+from kvtier.storage import ObjectStatus, Read, Write
 from kvtier.storage.checksum import checksum, checksum_in_python, checksums
 from kvtier.storage.codec import Compression, copy_bytes, encode
-from kvtier.storage.disk.segment import Shape
+from kvtier.storage.disk.segment import SegmentHeader
 from kvtier.storage.disk.space import slot_bytes_for
 from kvtier.storage.record import BLANK, Flags, Record
 from kvtier.storage.remote.envelope import Envelope
@@ -91,7 +91,7 @@ def test_an_uncompressed_object_whose_record_tells_two_lengths_is_damaged(nbytes
     record, payload = encode(key_of(1), LABEL, memoryview(payload_of(1, nbytes)))
     value = replace(record, nbytes=5000).pack() + payload
     verdict = Envelope().judge(Read(key_of(1), LABEL, bytearray(5000)), 5000, memoryview(value))
-    assert (verdict.outcome.status, verdict.payload, verdict.is_useless) == (Status.CORRUPT, None, True)
+    assert (verdict.outcome.status, verdict.payload, verdict.is_useless) == (ObjectStatus.CORRUPT, None, True)
     assert f"contradicts itself: {nbytes} bytes stored of 5000" in verdict.outcome.reason
 
 
@@ -107,7 +107,7 @@ def test_a_record_is_what_the_format_says():
 
 
 def test_any_flipped_bit_of_a_record_or_superblock_is_an_error():
-    for good, unpack in ((RECORD.pack(), Record.unpack), (Shape(3, 8192, 5).pack(), Shape.unpack)):
+    for good, unpack in ((RECORD.pack(), Record.unpack), (SegmentHeader(3, 8192, 5).pack(), SegmentHeader.unpack)):
         for bit in range(0, len(good) * 8, 1 if len(good) == 256 else 7):
             bad = bytearray(good)
             bad[bit // 8] ^= 1 << bit % 8
@@ -125,20 +125,23 @@ def test_newer_versions_are_errors_that_say_so():
     with pytest.raises(VersionError, match="version 2"):
         Record.unpack(resealed(RECORD.pack(), 8, b"\2\0"))
     with pytest.raises(VersionError, match="version 9"):
-        Shape.unpack(resealed(Shape(3, 8192, 5).pack(), 8, b"\x09\0"))
+        SegmentHeader.unpack(resealed(SegmentHeader(3, 8192, 5).pack(), 8, b"\x09\0"))
 
 
 def test_a_superblock_that_contradicts_itself_is_an_error():
-    for changed in (resealed(Shape(3, 8192, 5).pack(), 16, b"\1"), resealed(Shape(3, 8192, 5).pack(), 24, b"\0")):
+    for changed in (
+        resealed(SegmentHeader(3, 8192, 5).pack(), 16, b"\1"),
+        resealed(SegmentHeader(3, 8192, 5).pack(), 24, b"\0"),
+    ):
         with pytest.raises(FormatError):
-            Shape.unpack(changed)
+            SegmentHeader.unpack(changed)
     with pytest.raises(ChecksumError):
-        Shape.unpack(Shape(3, 8192, 5).pack()[:-1] + b"\xff")
+        SegmentHeader.unpack(SegmentHeader(3, 8192, 5).pack()[:-1] + b"\xff")
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 20))
 def test_segments_fit_into_their_bytes_unless_they_have_one_slot(segment_bytes, pages):
-    shape = Shape.fitting(1, pages * 4096, segment_bytes)
+    shape = SegmentHeader.fitting(1, pages * 4096, segment_bytes)
     assert shape.num_slots == 1 or shape.file_bytes <= segment_bytes
 
 

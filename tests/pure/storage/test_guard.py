@@ -5,10 +5,10 @@ import threading
 import pytest
 
 from kvtier.errors import ArgumentError
-from kvtier.storage import Batch, Breaker, Outcome, Status
+from kvtier.storage import Batch, Breaker, ObjectResult, ObjectStatus
 from storage_support import Clock
 
-FOUND = Outcome(Status.FOUND)
+FOUND = ObjectResult(ObjectStatus.FOUND)
 
 
 def failed_batch(trouble: str = "a bad disk") -> Batch:
@@ -35,7 +35,7 @@ def hanging_batch() -> Batch:
 def test_a_batch_returns_what_was_settled_in_its_order():
     batch = Batch(3)
     batch.settle({2: FOUND})
-    batch.settle({0: Outcome(Status.MISSING), 1: FOUND})
+    batch.settle({0: ObjectResult(ObjectStatus.MISSING), 1: FOUND})
     assert [outcome.status.value for outcome in batch.wait(0)] == ["missing", "found", "found"]
     assert not batch.trouble
 
@@ -44,7 +44,7 @@ def test_what_is_open_at_the_deadline_is_failed_and_said_so():
     batch = Batch(2)
     batch.settle({0: FOUND})
     outcomes = batch.wait(0)
-    assert [outcome.status for outcome in outcomes] == [Status.FOUND, Status.FAILED]
+    assert [outcome.status for outcome in outcomes] == [ObjectStatus.FOUND, ObjectStatus.FAILED]
     assert "not done within 0 s" in outcomes[1].reason
     assert batch.is_late
 
@@ -77,14 +77,14 @@ def test_a_call_that_returns_waits_for_those_who_are_copying_into_its_memory():
     go_on.set()
     worker.join()
     caller.join()
-    assert [outcome.status for outcome in outcomes] == [Status.FOUND, Status.FAILED]
+    assert [outcome.status for outcome in outcomes] == [ObjectStatus.FOUND, ObjectStatus.FAILED]
 
 
 def test_an_error_while_copying_is_no_success():
     batch = Batch(1)
     with pytest.raises(ZeroDivisionError):
         batch.settle({0: FOUND}, lambda: 1 // 0)
-    assert batch.wait(0)[0].status is Status.FAILED
+    assert batch.wait(0)[0].status is ObjectStatus.FAILED
 
 
 def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_closes():

@@ -17,12 +17,12 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from kvtier.storage.disk.segment import Shape
+from kvtier.storage.disk.segment import SegmentHeader
 from kvtier.storage.record import Flags, Record
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlotRef:
     """A slot of a segment."""
 
     segment: int
@@ -41,14 +41,14 @@ class Entry:
     """No longer to be found; its slot is free once nobody holds it."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SlotRef:
         """Its slot."""
-        return Place(self.record.segment, self.record.slot)
+        return SlotRef(self.record.segment, self.record.slot)
 
 
 @dataclass(slots=True, eq=False)
 class _SegmentEntries:
-    shape: Shape
+    shape: SegmentHeader
     slots: list[Entry | None]
     num_holds: int = 0
     used_at: int = 0
@@ -58,9 +58,9 @@ class _SegmentEntries:
 class _Size:
     """All slots of one length."""
 
-    free: deque[Place] = field(default_factory=deque)
+    free: deque[SlotRef] = field(default_factory=deque)
     """Used again in the order in which they became free: what is written together stays together."""
-    quarantined: deque[Place] = field(default_factory=deque)
+    quarantined: deque[SlotRef] = field(default_factory=deque)
     """Free, but the last to be used again, so that they can be looked at."""
     entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     """From the least to the most recently used."""
@@ -90,14 +90,16 @@ class Catalog:
         """Numbers of the segments that somebody holds a slot of."""
         return {number for number, segment in self._segments.items() if segment.num_holds}
 
-    def add_segment(self, shape: Shape, occupied: Collection[int] = (), quarantined: Collection[int] = ()) -> None:
+    def add_segment(
+        self, shape: SegmentHeader, occupied: Collection[int] = (), quarantined: Collection[int] = ()
+    ) -> None:
         """Take in a segment. Its occupied slots are held as if by writers: `publish` what is in them."""
         self._segments[shape.number] = _SegmentEntries(shape, [None] * shape.num_slots, len(occupied))
         self.file_bytes += shape.file_bytes
         size = self._sizes.setdefault(shape.slot_bytes, _Size())
         others = {*occupied, *quarantined}
-        size.free.extend(Place(shape.number, slot) for slot in range(shape.num_slots) if slot not in others)
-        size.quarantined.extend(Place(shape.number, slot) for slot in quarantined)
+        size.free.extend(SlotRef(shape.number, slot) for slot in range(shape.num_slots) if slot not in others)
+        size.quarantined.extend(SlotRef(shape.number, slot) for slot in quarantined)
 
     def remove_segment(self, number: int) -> None:
         """Forget a segment that nobody holds, with all that is in it."""
@@ -133,7 +135,7 @@ class Catalog:
             size = self._sizes[entry.slot_bytes]
             (size.quarantined if entry.record.flags & Flags.QUARANTINED else size.free).append(entry.place)
 
-    def take(self, slot_bytes: int) -> Place | None:
+    def take(self, slot_bytes: int) -> SlotRef | None:
         """A free slot, held for a writer until `publish` or `give_back`."""
         size = self._sizes.get(slot_bytes)
         free = size and (size.free or size.quarantined)
@@ -143,13 +145,13 @@ class Catalog:
         self._segments[place.segment].num_holds += 1
         return place
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: SlotRef) -> None:
         """A writer's slot that came to nothing; its record is blank."""
         segment = self._segments[place.segment]
         segment.num_holds -= 1
         self._sizes[segment.shape.slot_bytes].free.appendleft(place)
 
-    def retire(self, place: Place) -> None:
+    def retire(self, place: SlotRef) -> None:
         """A writer's slot that must not be used again: its record could not be blanked."""
         self._segments[place.segment].num_holds -= 1
 
@@ -210,7 +212,7 @@ class Catalog:
 
     def check(self) -> None:
         """Raise AssertionError unless the books agree with each other; for tests, when nobody holds anything."""
-        places: dict[Place, str] = {}
+        places: dict[SlotRef, str] = {}
         for size in self._sizes.values():
             free = [*size.free, *size.quarantined]
             assert len({*free}) == len(free), "a slot is free twice"

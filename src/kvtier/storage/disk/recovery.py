@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import FormatError, StoreError, StoreInUseError, VersionError
 from kvtier.storage.disk.files import FILE_MODE, FOLDER_MODE, Files
-from kvtier.storage.disk.segment import SUPERBLOCK_BYTES, Segment, Shape, segment_number, slots_name, table_name
+from kvtier.storage.disk.segment import SUPERBLOCK_BYTES, Segment, SegmentHeader, segment_number, slots_name, table_name
 from kvtier.storage.record import BLANK, RECORD_BYTES, Flags, Record
 
 LOCK = "LOCK"
@@ -181,7 +181,7 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
     return found
 
 
-def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> Shape | None:
+def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> SegmentHeader | None:
     """What the superblock says; None if it cannot be true. One of the two files may have been cut short, not both."""
     data = bytearray(SUPERBLOCK_BYTES)
     descriptor = files.open(os.path.join(folder, table_name(number)))
@@ -190,7 +190,7 @@ def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -
     finally:
         files.close(descriptor)
     try:
-        shape = Shape.unpack(memoryview(data)[:count])
+        shape = SegmentHeader.unpack(memoryview(data)[:count])
     except VersionError as error:
         raise VersionError(f"{folder!r}: {error}; upgrade kvtier, or give it another folder") from error
     except FormatError:

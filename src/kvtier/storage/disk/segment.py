@@ -66,7 +66,7 @@ def segment_number(name: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SegmentHeader:
     """What a superblock says."""
 
     number: int
@@ -89,7 +89,7 @@ class Shape:
         return self.table_bytes + self.slots_bytes
 
     @classmethod
-    def fitting(cls, number: int, slot_bytes: int, segment_bytes: int) -> Shape:
+    def fitting(cls, number: int, slot_bytes: int, segment_bytes: int) -> SegmentHeader:
         """The segment with as many slots as fit into so many bytes, but at least one."""
         room = segment_bytes - SUPERBLOCK_BYTES - ALIGNMENT
         return cls(number, slot_bytes, min(MAX_SLOTS, max(1, room // (slot_bytes + RECORD_BYTES))))
@@ -100,7 +100,7 @@ class Shape:
         return fixed + _CRC.pack(zlib.crc32(fixed))
 
     @classmethod
-    def unpack(cls, data: bytes | memoryview) -> Shape:
+    def unpack(cls, data: bytes | memoryview) -> SegmentHeader:
         """What this superblock says; a FormatError says what is wrong with it."""
         if len(data) < SUPERBLOCK_BYTES:
             raise TruncatedError(f"a superblock has {SUPERBLOCK_BYTES} bytes, the file has {len(data)}")
@@ -120,7 +120,7 @@ class Shape:
 class Segment:
     """The open files of a segment. Not locked: whoever owns a slot uses it."""
 
-    def __init__(self, files: Files, folder: str, shape: Shape, *, direct: bool) -> None:
+    def __init__(self, files: Files, folder: str, shape: SegmentHeader, *, direct: bool) -> None:
         self._files, self._folder = files, folder
         self.shape = shape
         slots = os.path.join(folder, slots_name(shape.number))
@@ -147,7 +147,7 @@ class Segment:
             return None  # this filesystem has no direct I/O
 
     @classmethod
-    def create(cls, files: Files, folder: str, shape: Shape, *, direct: bool) -> Segment:
+    def create(cls, files: Files, folder: str, shape: SegmentHeader, *, direct: bool) -> Segment:
         """A new segment, on disk before it has its name. What an error leaves behind is deleted here or at opening."""
         slots, table = (os.path.join(folder, name(shape.number)) for name in (slots_name, table_name))
         made = []

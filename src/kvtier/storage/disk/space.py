@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvtier.errors import StoreError
-from kvtier.storage.disk.catalog import Catalog, Entry, Place
+from kvtier.storage.disk.catalog import Catalog, Entry, SlotRef
 from kvtier.storage.disk.files import Files
 from kvtier.storage.disk.recovery import FolderLock, recover
-from kvtier.storage.disk.segment import Segment, Shape
+from kvtier.storage.disk.segment import Segment, SegmentHeader
 from kvtier.storage.record import BLANK, Flags, Record
 from kvtier.storage.workers import round_up
 
@@ -24,7 +24,7 @@ _MAX_NAMES = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DiskLimits:
     """How much of the disk the store may take."""
 
     max_bytes: int
@@ -37,11 +37,11 @@ def slot_bytes_for(nbytes: int) -> int:
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 
-class Space:
+class SlotAllocator:
     """Slots for objects. The lock is held for the books only, never during I/O, so that a hanging disk hangs nobody
     but the threads that wait for it; making room is one thread's work at a time."""
 
-    def __init__(self, folder: str, limits: Limits, files: Files, *, direct: bool, sync: bool) -> None:
+    def __init__(self, folder: str, limits: DiskLimits, files: Files, *, direct: bool, sync: bool) -> None:
         self._folder, self._limits, self._files, self._direct = folder, limits, files, direct
         self._lock = threading.Lock()
         self._growth = threading.Lock()
@@ -49,7 +49,7 @@ class Space:
         self._segments: dict[int, Segment] = {}
         self._blanked: set[int] = set()
         """Segments whose tables have blanks that may not be on disk."""
-        self._going: set[Place] = set()
+        self._going: set[SlotRef] = set()
         """Of objects that were replaced, and whose records are being blanked."""
         self._wiped = threading.Condition(self._lock)
         self._folder_lock = FolderLock(folder)
@@ -126,7 +126,7 @@ class Space:
             self._sequence += count
             return range(self._sequence - count + 1, self._sequence + 1)
 
-    def reserve(self, nbytes: int) -> Place | str:
+    def reserve(self, nbytes: int) -> SlotRef | str:
         """A slot for so many bytes, its record blank, evicting as need be; or why there is none."""
         slot_bytes = slot_bytes_for(nbytes)
         with self._lock:
@@ -178,7 +178,7 @@ class Space:
             with self._lock:
                 self._catalog.release(entry, keep_slot=not is_written)
 
-    def give_back(self, places: Iterable[Place]) -> None:
+    def give_back(self, places: Iterable[SlotRef]) -> None:
         """Reserved slots that came to nothing. Those whose records cannot be blanked are not used again."""
         for place in places:
             try:
@@ -189,7 +189,7 @@ class Space:
             with self._lock:
                 done(place)
 
-    def _blank(self, places: Iterable[Place]) -> None:
+    def _blank(self, places: Iterable[SlotRef]) -> None:
         blanks = dict.fromkeys(places, BLANK)
         try:
             self.write_records(blanks)
@@ -214,11 +214,11 @@ class Space:
                     self._blanked |= numbers
                 raise
 
-    def segment(self, place: Place) -> Segment:
+    def segment(self, place: SlotRef) -> Segment:
         """The open file of a slot that the caller holds."""
         return self._segments[place.segment]
 
-    def write_records(self, records: Mapping[Place, bytes]) -> None:
+    def write_records(self, records: Mapping[SlotRef, bytes]) -> None:
         """Put packed records, or blanks, into their tables: from here on they survive the end of the process.
 
         Those of neighbouring slots go with one write: it is the end of a batch, and nothing else goes to the disk.
@@ -289,7 +289,7 @@ class Space:
 
     # --- making room
 
-    def _make_room(self, slot_bytes: int) -> Place | str:
+    def _make_room(self, slot_bytes: int) -> SlotRef | str:
         while True:
             with self._lock:
                 place = self._catalog.take(slot_bytes)
@@ -310,7 +310,7 @@ class Space:
     def _could_grow(self, slot_bytes: int) -> bool:
         """Whether there would be room for a segment if all others went."""
         limits = self._limits
-        needed = Shape.fitting(0, slot_bytes, limits.segment_bytes).file_bytes
+        needed = SegmentHeader.fitting(0, slot_bytes, limits.segment_bytes).file_bytes
         free = self._files.free_bytes(self._folder) + self._catalog.file_bytes - needed
         return needed + self._quarantine_bytes <= limits.max_bytes and free >= limits.min_free_bytes
 
@@ -319,7 +319,7 @@ class Space:
         limits = self._limits
         room = limits.max_bytes - self.used_bytes
         segment_bytes = room if limits.segment_bytes // 8 <= room < limits.segment_bytes else limits.segment_bytes
-        shape = Shape.fitting(self._last_number + 1, slot_bytes, segment_bytes)
+        shape = SegmentHeader.fitting(self._last_number + 1, slot_bytes, segment_bytes)
         if shape.file_bytes > room:
             return False
         if self._files.free_bytes(self._folder) - shape.file_bytes < limits.min_free_bytes:
@@ -335,7 +335,7 @@ class Space:
             self._catalog.add_segment(segment.shape)
         return True
 
-    def _create(self, shape: Shape) -> Segment:
+    def _create(self, shape: SegmentHeader) -> Segment:
         """Make a segment of this shape under the next number whose names are free: links and folders may have them."""
         while True:
             self._last_number += 1

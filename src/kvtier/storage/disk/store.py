@@ -11,21 +11,21 @@ from dataclasses import replace
 from enum import Enum
 
 from kvtier.errors import ArgumentError, ClosedError, StoreError
-from kvtier.storage.calls import Batch, Breaker, Calls
+from kvtier.storage.calls import Batch, Breaker, CallRunner
 from kvtier.storage.codec import Compression, copy_bytes, decode, encode, lay_out, mismatch
-from kvtier.storage.disk.catalog import Entry, Place
+from kvtier.storage.disk.catalog import Entry, SlotRef
 from kvtier.storage.disk.files import Files, OsFiles
-from kvtier.storage.disk.space import FULL, Limits, Space
+from kvtier.storage.disk.space import FULL, DiskLimits, SlotAllocator
 from kvtier.storage.record import Record
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
     Kind,
     Meter,
-    Outcome,
+    ObjectResult,
+    ObjectStatus,
     Page,
     Read,
     Results,
-    Status,
     StoredObject,
     StoreStats,
     Write,
@@ -34,7 +34,7 @@ from kvtier.storage.store import (
 )
 from kvtier.storage.workers import Job, Scratch, Workers, round_up
 
-MISSING = Outcome(Status.MISSING)
+MISSING = ObjectResult(ObjectStatus.MISSING)
 
 
 class Sync(Enum):
@@ -86,14 +86,14 @@ class DiskStore:
                 f"a DiskStore needs positive {max_bytes=}, {segment_bytes=}, {num_threads=}, {timeout_s=}, "
                 f"and {min_free_bytes=} of at least 0"
             )
-        limits = Limits(max_bytes, min(segment_bytes, max_bytes), min_free_bytes)
+        limits = DiskLimits(max_bytes, min(segment_bytes, max_bytes), min_free_bytes)
         is_synced = sync is Sync.WRITE
-        self._space = Space(os.fspath(folder), limits, files or OsFiles(), direct=direct, sync=is_synced)
+        self._space = SlotAllocator(os.fspath(folder), limits, files or OsFiles(), direct=direct, sync=is_synced)
         self._folder, self._max_bytes = os.fspath(folder), max_bytes
         self._sync, self._compression, self._timeout_s = sync, compression, timeout_s
         self._breaker = breaker or Breaker()
         self._workers = Workers(num_threads, "kvtier-disk")
-        self._calls = Calls(self._workers, self._breaker, timeout_s)
+        self._calls = CallRunner(self._workers, self._breaker, timeout_s)
         self._meter = Meter()
         self._close_lock = threading.Lock()
         self._is_closed = False
@@ -103,9 +103,9 @@ class DiskStore:
         begin = self._begin(keys)
         refusal = self._breaker.opinion()
         if refusal:
-            outcomes = [Outcome(Status.FAILED, reason=refusal)] * len(keys)
+            outcomes = [ObjectResult(ObjectStatus.FAILED, reason=refusal)] * len(keys)
         else:
-            outcomes = [Outcome(Status.FOUND) if self._space.find(key) else MISSING for key in keys]
+            outcomes = [ObjectResult(ObjectStatus.FOUND) if self._space.find(key) else MISSING for key in keys]
         return self._end(Kind.LOOKUP, outcomes, begin)
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
@@ -226,7 +226,7 @@ class DiskStore:
         check_keys(keys)
         return time.perf_counter()
 
-    def _end(self, kind: Kind, outcomes: Sequence[Outcome], begin: float) -> Results:
+    def _end(self, kind: Kind, outcomes: Sequence[ObjectResult], begin: float) -> Results:
         is_durable = self._sync is Sync.WRITE and kind in (Kind.WRITE, Kind.REMOVAL)
         return self._meter.count(kind, Results(tuple(outcomes), time.perf_counter() - begin, is_durable))
 
@@ -242,12 +242,14 @@ class DiskStore:
             payload, wrong = decode(record, room[:count])
             if wrong:
                 self._space.quarantine(entry)
-                batch.settle({index: Outcome(Status.CORRUPT, reason=wrong)})
+                batch.settle({index: ObjectResult(ObjectStatus.CORRUPT, reason=wrong)})
             else:
-                batch.settle({index: Outcome(Status.FOUND, record.nbytes)}, lambda: copy_bytes(into, payload))
+                batch.settle(
+                    {index: ObjectResult(ObjectStatus.FOUND, record.nbytes)}, lambda: copy_bytes(into, payload)
+                )
         except OSError as error:
             batch.trouble = str(error)
-            batch.settle({index: Outcome(Status.FAILED, reason=str(error))})
+            batch.settle({index: ObjectResult(ObjectStatus.FAILED, reason=str(error))})
         finally:
             self._space.release(entry)
 
@@ -259,20 +261,20 @@ class DiskStore:
             if not batch.is_expired:
                 staged.outcomes[index] = self._put(staged, sequence, write, view, scratch)
         except OSError as error:
-            staged.outcomes[index] = Outcome(Status.FAILED, reason=str(error))
+            staged.outcomes[index] = ObjectResult(ObjectStatus.FAILED, reason=str(error))
             if error.errno not in FULL:
                 batch.trouble = str(error)
         finally:
             if staged.count_down():
                 self._commit(batch, staged)
 
-    def _put(self, staged: _Staged, sequence: int, write: Write, view: memoryview, scratch: Scratch) -> Outcome:
+    def _put(self, staged: _Staged, sequence: int, write: Write, view: memoryview, scratch: Scratch) -> ObjectResult:
         record, stored = encode(write.key, write.label, view, self._compression)
         if self._space.hold_same(record):
-            return Outcome(Status.STORED, reason="was there already")
+            return ObjectResult(ObjectStatus.STORED, reason="was there already")
         place = self._space.reserve(record.total_bytes)
         if isinstance(place, str):
-            return Outcome(Status.FAILED, reason=place)
+            return ObjectResult(ObjectStatus.FAILED, reason=place)
         segment = self._space.segment(place)
         record = record.at(place.segment, place.slot, sequence)
         try:
@@ -282,7 +284,7 @@ class DiskStore:
             raise
         staged.packed[place] = record.pack()  # here, while others write, and not at the end of the batch
         staged.records.append(record)
-        return Outcome(Status.STORED, record.nbytes)
+        return ObjectResult(ObjectStatus.STORED, record.nbytes)
 
     def _commit(self, batch: Batch, staged: _Staged) -> None:
         """Let all objects of a batch be found, unless the caller may have changed his memory while it was read."""
@@ -308,7 +310,7 @@ class DiskStore:
         self._space.wipe([*gone.values()])
         if self._sync is Sync.WRITE:
             self._space.sync_blanks()
-        removed = Outcome(Status.REMOVED)
+        removed = ObjectResult(ObjectStatus.REMOVED)
         batch.settle({index: removed if index in gone else MISSING for index in range(batch.num_objects)})
 
 
@@ -317,8 +319,8 @@ class _Staged:
 
     def __init__(self, count: int) -> None:
         self.records: list[Record] = []
-        self.packed: dict[Place, bytes] = {}
-        self.outcomes: dict[int, Outcome] = {}
+        self.packed: dict[SlotRef, bytes] = {}
+        self.outcomes: dict[int, ObjectResult] = {}
         self._num_left = count
         self._lock = threading.Lock()
 

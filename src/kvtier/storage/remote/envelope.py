@@ -30,7 +30,7 @@ from kvtier.storage.checksum import checksums
 from kvtier.storage.codec import Compression, decode, encode, mismatch
 from kvtier.storage.record import RECORD_BYTES, Record
 from kvtier.storage.remote.bucket import Parts
-from kvtier.storage.store import Label, Outcome, Read, Status, Write
+from kvtier.storage.store import Label, ObjectResult, ObjectStatus, Read, Write
 
 SECRET_BYTES = 32
 NONCE_BYTES, TAG_BYTES = 12, 16
@@ -91,7 +91,7 @@ class Packed:
 class Verdict:
     """What a value turned out to be. `payload` is what was asked for if the outcome is FOUND."""
 
-    outcome: Outcome
+    outcome: ObjectResult
     payload: memoryview | None = None
     is_useless: bool = False
     """Damaged or expired: nobody can want it any more."""
@@ -163,13 +163,13 @@ class Envelope:
     def judge(self, read: Read, wanted: int, value: memoryview | None) -> Verdict:
         """The object in a value, verified; or why it is not what the reader wants."""
         if value is None:
-            return Verdict(Outcome(Status.MISSING))
+            return Verdict(ObjectResult(ObjectStatus.MISSING))
         name = self.name(read.key)
         try:
             record = self.read_head(name, value)
             missed = mismatch(record.label, record.nbytes, read, wanted)
             if missed is None and self.is_expired(record):
-                return Verdict(Outcome(Status.MISSING, reason="its time was over"), is_useless=True)
+                return Verdict(ObjectResult(ObjectStatus.MISSING, reason="its time was over"), is_useless=True)
             if missed is not None:
                 return Verdict(missed)
             body = value[self.head_bytes :]
@@ -177,12 +177,12 @@ class Envelope:
                 tag = bytes(value[self.head_bytes - TAG_BYTES : self.head_bytes])
                 body = memoryview(self._cipher.open(body, name.encode() + tag))
         except VersionError as error:  # somebody's newer build put it there
-            return Verdict(Outcome(Status.MISSING, reason=str(error)))
+            return Verdict(ObjectResult(ObjectStatus.MISSING, reason=str(error)))
         except FormatError as error:
             return _damaged(str(error))
         payload, wrong = decode(record, body)
-        return _damaged(wrong) if wrong else Verdict(Outcome(Status.FOUND, record.nbytes), payload)
+        return _damaged(wrong) if wrong else Verdict(ObjectResult(ObjectStatus.FOUND, record.nbytes), payload)
 
 
 def _damaged(reason: str) -> Verdict:
-    return Verdict(Outcome(Status.CORRUPT, reason=reason), is_useless=True)
+    return Verdict(ObjectResult(ObjectStatus.CORRUPT, reason=reason), is_useless=True)

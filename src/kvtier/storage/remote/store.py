@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from kvtier.errors import ArgumentError, ClosedError, FormatError, StoreError
-from kvtier.storage.calls import Batch, Breaker, Calls
+from kvtier.storage.calls import Batch, Breaker, CallRunner
 from kvtier.storage.codec import copy_bytes
 from kvtier.storage.remote.bucket import Bucket, BucketError, Listing, Parts, Put
 from kvtier.storage.remote.envelope import Envelope, Packed
@@ -19,11 +19,11 @@ from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
     Kind,
     Meter,
-    Outcome,
+    ObjectResult,
+    ObjectStatus,
     Page,
     Read,
     Results,
-    Status,
     StoredObject,
     StoreStats,
     UsesMemory,
@@ -80,7 +80,7 @@ class RemoteStore:
         self._breaker = breaker or Breaker()
         self._workers = Workers(num_threads, "kvtier-remote")
         self._num_threads = num_threads
-        self._calls = Calls(self._workers, self._breaker, timeout_s)
+        self._calls = CallRunner(self._workers, self._breaker, timeout_s)
         self._meter = Meter()
         self._lock = threading.Lock()
         self._num_quarantined = 0
@@ -93,7 +93,7 @@ class RemoteStore:
 
         def find(chunk: Sequence[int], batch: Batch, _: Scratch) -> None:
             found = self._ask(batch, self._bucket.exists, [names[index] for index in chunk])
-            told = {True: Outcome(Status.FOUND), False: Outcome(Status.MISSING)}
+            told = {True: ObjectResult(ObjectStatus.FOUND), False: ObjectResult(ObjectStatus.MISSING)}
             batch.settle({index: told[is_there] for index, is_there in zip(chunk, found, strict=True)})
 
         return self._end(Kind.LOOKUP, self._run([0] * len(keys), find, timeout_s), begin)
@@ -104,7 +104,7 @@ class RemoteStore:
         views = [view_of(read.into, writable=True) for read in reads]
         names = [self._envelope.name(read.key) for read in reads]
 
-        def look(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> dict[int, Outcome]:
+        def look(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> dict[int, ObjectResult]:
             rooms = [len(views[index]) + self._envelope.extra_bytes for index in chunk]
             values = self._ask(batch, self._bucket.fetch, [names[index] for index in chunk], rooms, scratch)
             useless = {}
@@ -120,7 +120,7 @@ class RemoteStore:
 
         def load(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
             useless = look(chunk, batch, scratch)
-            doubtful = [index for index, outcome in useless.items() if outcome.status is Status.CORRUPT]
+            doubtful = [index for index, outcome in useless.items() if outcome.status is ObjectStatus.CORRUPT]
             self._quarantine(batch, {i: (names[i], useless[i]) for i in useless if i not in doubtful})
             if doubtful:
                 # It need not be the object: a removal may have overtaken the read, whose memory then held another's
@@ -161,7 +161,7 @@ class RemoteStore:
 
         def drop(chunk: Sequence[int], batch: Batch, _: Scratch) -> None:
             gone = self._ask(batch, self._bucket.delete, [names[index] for index in chunk])
-            told = {True: Outcome(Status.REMOVED), False: Outcome(Status.MISSING)}
+            told = {True: ObjectResult(ObjectStatus.REMOVED), False: ObjectResult(ObjectStatus.MISSING)}
             batch.settle({index: told[was_there] for index, was_there in zip(chunk, gone, strict=True)})
 
         return self._end(Kind.REMOVAL, self._run([0] * len(keys), drop, timeout_s), begin)
@@ -173,7 +173,7 @@ class RemoteStore:
 
         def list_names(_: Sequence[int], batch: Batch, __: Scratch) -> None:
             listing = self._ask(batch, self._bucket.list_names, cursor, limit)
-            batch.settle({0: Outcome(Status.FOUND)}, lambda: found.append(listing))
+            batch.settle({0: ObjectResult(ObjectStatus.FOUND)}, lambda: found.append(listing))
 
         listed = self._run([0], list_names, timeout_s)
         names = found[0].names if found else ()
@@ -183,7 +183,8 @@ class RemoteStore:
             chosen = [names[index] for index in chunk]
             heads = self._ask(batch, self._bucket.fetch_heads, chosen, self._envelope.head_bytes, scratch)
             batch.settle(
-                dict.fromkeys(chunk, Outcome(Status.FOUND)), lambda: seen.add(self._envelope, chunk, chosen, heads)
+                dict.fromkeys(chunk, ObjectResult(ObjectStatus.FOUND)),
+                lambda: seen.add(self._envelope, chunk, chosen, heads),
             )
 
         left_s = (self._timeout_s if timeout_s is None else timeout_s) - (time.perf_counter() - begin)
@@ -233,7 +234,7 @@ class RemoteStore:
         check_keys(keys)
         return time.perf_counter()
 
-    def _end(self, kind: Kind, outcomes: Sequence[Outcome], begin: float) -> Results:
+    def _end(self, kind: Kind, outcomes: Sequence[ObjectResult], begin: float) -> Results:
         return self._meter.count(kind, Results(tuple(outcomes), time.perf_counter() - begin))
 
     def _run(
@@ -242,7 +243,7 @@ class RemoteStore:
         work: Callable[[Sequence[int], Batch, Scratch], None],
         timeout_s: float | None,
         cut: _Cut | None = None,
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[ObjectResult]:
         """Have the work done in chunks of objects, each on some thread."""
         if not sizes:
             return ()
@@ -286,7 +287,7 @@ class RemoteStore:
             work(chunk, batch, scratch)
         except BucketError as error:
             batch.trouble = f"{self._where}: {error}"
-            batch.settle(dict.fromkeys(chunk, Outcome(Status.FAILED, reason=batch.trouble)))
+            batch.settle(dict.fromkeys(chunk, ObjectResult(ObjectStatus.FAILED, reason=batch.trouble)))
 
     def _ask(
         self, batch: Batch, request: Callable[Asked, Answer], *args: Asked.args, **options: Asked.kwargs
@@ -311,7 +312,7 @@ class RemoteStore:
             heads = self._ask(batch, self._bucket.fetch_heads, names, self._envelope.head_bytes, scratch)
             told = zip(exist, names, heads, strict=True)
             same = {index for index, name, head in told if self._is_there(name, parcels[index], head)}
-            batch.settle(dict.fromkeys(same, Outcome(Status.STORED, reason="was there already")))
+            batch.settle(dict.fromkeys(same, ObjectResult(ObjectStatus.STORED, reason="was there already")))
             others = [index for index in exist if index not in same]
             if others:
                 self._put(batch, parcels, others, scratch, replace=True)
@@ -325,10 +326,10 @@ class RemoteStore:
         done = dict(
             zip(chosen, self._ask(batch, self._bucket.put, names, values, scratch, replace=replace), strict=True)
         )
-        full = Outcome(Status.FAILED, reason=f"{self._where} has no room for it")
+        full = ObjectResult(ObjectStatus.FAILED, reason=f"{self._where} has no room for it")
         batch.settle({index: full for index, put in done.items() if put is Put.FULL})
         stored = [index for index, put in done.items() if put is Put.STORED]
-        batch.settle({index: Outcome(Status.STORED, parcels[index].record.nbytes) for index in stored})
+        batch.settle({index: ObjectResult(ObjectStatus.STORED, parcels[index].record.nbytes) for index in stored})
         return [index for index, put in done.items() if put is Put.EXISTS]
 
     def _is_there(self, name: str, packed: Packed, head: bytes | None) -> bool:
@@ -338,11 +339,11 @@ class RemoteStore:
             return False
         return found is not None and found.is_same_object(packed.record) and self._envelope.is_fresh(found)
 
-    def _quarantine(self, batch: Batch, useless: dict[int, tuple[str, Outcome]]) -> None:
+    def _quarantine(self, batch: Batch, useless: dict[int, tuple[str, ObjectResult]]) -> None:
         """Objects nobody may get again are deleted, before anybody hears of them."""
         if not useless:
             return
-        corrupt = sum(outcome.status is Status.CORRUPT for _, outcome in useless.values())
+        corrupt = sum(outcome.status is ObjectStatus.CORRUPT for _, outcome in useless.values())
         with self._lock:
             self._num_quarantined += corrupt
         if corrupt:
