@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.engine_gpu import LLAMA3_8B
 from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
-from kvtier.cache.admin import CacheControl
+from kvtier.cache.admin import CacheAdmin
 from kvtier.cache.allocation import Allocation
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
@@ -134,7 +134,7 @@ class Visitors:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._random = engine, np.random.default_rng(2)
-        self._control = CacheControl(engine.manager)
+        self._control = CacheAdmin(engine.manager)
         self._known = [self._new() for _ in range(3)]
         drain(engine)
         for chain in self._known:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvtier.cache.admin import CacheControl
+from kvtier.cache.admin import CacheAdmin
 from kvtier.cache.allocation import Allocation
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
 from kvtier.cache.manager import CacheManager
@@ -137,7 +137,7 @@ class Lab:
         self.manager = CacheManager(NAMESPACE, config, num_ranks=num_ranks)
         names = [store.name for store in stores]
         self.workers = list(workers) or [Worker(rank, names) for rank in range(num_ranks)]
-        self.control = CacheControl(self.manager)
+        self.control = CacheAdmin(self.manager)
         self.now = 0.0
 
     @property

@@ -103,7 +103,7 @@ def serve(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams
             engine.scheduler.check()
         names.append(engine.add(prompt, params))
     finish(engine, answers)
-    assert engine.manager.stats.num_holds == 0
+    assert engine.manager.stats.num_allocations == 0
     assert engine.manager.num_available == engine.config.cache.num_blocks
     return [answers[name] for name in names]
 

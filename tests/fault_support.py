@@ -252,7 +252,7 @@ class Run:
         self.engine._pipeline.check()
         assert not self.engine._live
         assert not self.engine.manager.leases
-        assert self.engine.manager.stats.num_holds == 0
+        assert self.engine.manager.stats.num_allocations == 0
         assert self.engine.manager.num_available == 48
 
     def of_others(self, exact):

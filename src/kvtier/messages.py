@@ -149,7 +149,7 @@ class StoreLookup:
 
 
 @dataclass(frozen=True, slots=True)
-class TierSize:
+class TierCapacity:
     """So many slots of a tier can be used: host memory comes piece by piece."""
 
     tier: str
@@ -164,7 +164,7 @@ class Report:
     rank: int
     results: tuple[TransferResult, ...] = ()
     lookups: tuple[StoreLookup, ...] = ()
-    capacities: tuple[TierSize, ...] = ()
+    capacities: tuple[TierCapacity, ...] = ()
     damaged: bytes = b""
     """Host slots whose block is no longer what was put there."""
 

@@ -79,9 +79,9 @@ def test_the_same_answers_with_somebody_guessing_ahead(wanted):
 
 def test_small_copies_use_memory_again_only_when_its_kernel_is_done():
     """Sends of all sizes behind a busy stream, more than are kept at a time: none is written over before it is read."""
-    from kvtier.engine.pinned_copier import MappedCopies
+    from kvtier.engine.pinned_copier import PinnedCopier
 
-    copies, device, random_ = MappedCopies(), torch.device("cuda"), np.random.default_rng(0)
+    copies, device, random_ = PinnedCopier(), torch.device("cuda"), np.random.default_rng(0)
     wanted, there = [], []
     for number in range(50):
         if number % 7 == 0:
@@ -98,7 +98,7 @@ def test_small_copies_use_memory_again_only_when_its_kernel_is_done():
 
 
 def test_small_copies_listen_while_they_wait_for_the_gpu_as_long_as_there_is_something_to_hear():
-    from kvtier.engine.pinned_copier import MappedCopies
+    from kvtier.engine.pinned_copier import PinnedCopier
 
     for num_news in (0, 3, 1 << 60):
         heard = []
@@ -109,7 +109,7 @@ def test_small_copies_listen_while_they_wait_for_the_gpu_as_long_as_there_is_som
 
         numbers = torch.arange(100, device="cuda")
         torch.cuda.synchronize()
-        copies = MappedCopies(listen)
+        copies = PinnedCopier(listen)
         copies.to_list(numbers)  # compiles
         heard.clear()
         torch.cuda._sleep(40_000_000)  # about 20 ms
@@ -118,9 +118,9 @@ def test_small_copies_listen_while_they_wait_for_the_gpu_as_long_as_there_is_som
 
 
 def test_what_rows_are_drawn_with_comes_whole_to_the_device():
-    from kvtier.engine.pinned_copier import MappedCopies
+    from kvtier.engine.pinned_copier import PinnedCopier
 
-    copies, logits = MappedCopies(), torch.randn(12, 1000, device="cuda")
+    copies, logits = PinnedCopier(), torch.randn(12, 1000, device="cuda")
     some = [{}, {"temperature": 0.3}, {"top_p": 0.4}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.9}, {"temperature": 0.0}]
     params = [SamplingParams(**{"temperature": 1.0, **each}, seed=i) for i, each in enumerate(some * 2)]
     plain, sent = ([RequestSampler(each) for each in params] for _ in range(2))

@@ -51,9 +51,9 @@ def test_sample_on_cuda_row_not_finite_fails_alone(kind, value):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("kind", ["greedy", "random", "top_k"])
 def test_sample_on_cuda_synchronises_only_for_the_tokens(kind):
-    from kvtier.engine.pinned_copier import MappedCopies
+    from kvtier.engine.pinned_copier import PinnedCopier
 
-    copies, params = MappedCopies(), SamplingParams(**KINDS[kind])
+    copies, params = PinnedCopier(), SamplingParams(**KINDS[kind])
     for mode in ("default", "error"):  # the first call compiles the kernels
         logits = torch.randn(4, 32000, device="cuda")
         logits[2] = torch.nan

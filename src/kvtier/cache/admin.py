@@ -1,11 +1,11 @@
-"""CacheControl: what an operator asks of a cache, on the deciding side. Nothing here moves bytes."""
+"""CacheAdmin: what an operator asks of a cache, on the deciding side. Nothing here moves bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kvtier.cache.manager import CacheManager
-from kvtier.cache.writeback import SaveJob
+from kvtier.cache.writeback import WritebackJob
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Tier
 from kvtier.index.node import Node, upwards
@@ -13,7 +13,7 @@ from kvtier.index.tree_edit import common_blocks
 from kvtier.messages import KEY_BYTES
 
 
-class CacheControl:
+class CacheAdmin:
     """Operations on whole prompts and whole tiers. For the manager's thread, between two steps."""
 
     def __init__(self, manager: CacheManager) -> None:
@@ -34,7 +34,7 @@ class CacheControl:
         leaves = [node for node in _below(end.node) if not node.children] if end is not None and end.is_whole else []
         for each in (chain, *(Chain.of_node(manager.namespace, node) for node in leaves)):
             for queue in manager.queues:
-                queue.put(SaveJob(each, 0, each.num_blocks, always=True))
+                queue.put(WritebackJob(each, 0, each.num_blocks, always=True))
 
     def save_all(self) -> None:
         """The same for everything that is in memory, for before the process ends."""
@@ -94,9 +94,9 @@ class CacheControl:
 
     def _must_be_still(self) -> None:
         manager = self._manager
-        if manager.transfers.in_flight or manager.stats.num_holds:
+        if manager.transfers.in_flight or manager.stats.num_allocations:
             raise StateError(
-                f"{manager.stats.num_holds} requests hold blocks or transfers are under way: pause and wait first"
+                f"{manager.stats.num_allocations} requests hold blocks or transfers are under way: pause and wait first"
             )
 
     def _end(self, chain: Chain) -> _End | None:

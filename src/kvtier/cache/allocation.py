@@ -41,7 +41,7 @@ class CacheStats:
     num_blocks: int
     num_free: int
     num_evictable: int
-    num_holds: int
+    num_allocations: int
     queried_tokens: int
     hit_tokens: int
     tiers: tuple[TierStats, ...]
@@ -87,7 +87,7 @@ class Allocation:
         return int(missing.argmax()) if missing.any() else len(missing)
 
     @property
-    def num_lacking(self) -> int:
+    def num_blocks_needed(self) -> int:
         """Device slots it needs for all tokens it knows, and has not got."""
         lease = self.lease
         num_blocks = -(-lease.chain.num_tokens // lease.chain.namespace.block_tokens)

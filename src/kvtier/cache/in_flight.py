@@ -66,7 +66,7 @@ class PendingTransfer:
 
 
 @dataclass(slots=True)
-class MoveCounts:
+class TransferCounts:
     """What became of moves so far."""
 
     num_blocks: dict[Route, int] = field(default_factory=lambda: dict.fromkeys(Route, 0))
@@ -120,9 +120,9 @@ class TransferTracker:
         return way.num_in_flight if way is not None else 0
 
     @property
-    def counts(self) -> MoveCounts:
+    def counts(self) -> TransferCounts:
         """What became of moves so far, by purpose."""
-        counts = MoveCounts()
+        counts = TransferCounts()
         for way in self._ways.values():
             counts.num_blocks[way.route] += way.num_blocks
             counts.num_bytes[way.route] += way.num_bytes

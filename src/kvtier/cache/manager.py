@@ -21,7 +21,7 @@ from kvtier.cache.config import CacheConfig
 from kvtier.cache.cost_model import CostModel
 from kvtier.cache.in_flight import Mask, PendingTransfer, TransferTracker
 from kvtier.cache.prefetch import Prefetch, Prefetcher, origins
-from kvtier.cache.writeback import HostCopies, StoreCopies
+from kvtier.cache.writeback import HostWriteback, StoreWriteback
 from kvtier.errors import ArgumentError, LoadError, StateError
 from kvtier.index import (
     BlockPool,
@@ -76,13 +76,13 @@ class CacheManager:
         """How often blocks below the device were loaded, and computed again instead."""
         self.observer: Callable[[PendingTransfer], None] | None = None
         """Told of every move that is over."""
-        self.host: HostCopies | None = None
-        self.stores: dict[str, StoreCopies] = {}
+        self.host: HostWriteback | None = None
+        self.stores: dict[str, StoreWriteback] = {}
         if host is not None:
             most = max(1024, config.num_blocks + host.num_blocks)  # jobs: prompts that can be in memory
-            self.host = HostCopies(self.tree, self._device, tiers[1], host, self.transfers, most)
+            self.host = HostWriteback(self.tree, self._device, tiers[1], host, self.transfers, most)
             self.stores = {
-                each.name: StoreCopies(self.tree, tiers[1], each, self.transfers, most) for each in config.stores
+                each.name: StoreWriteback(self.tree, tiers[1], each, self.transfers, most) for each in config.stores
             }
         self.queues = tuple(copies.queue for copies in (self.host, *self.stores.values()) if copies is not None)
         """What is to be saved, to the host and to each store."""
@@ -111,7 +111,7 @@ class CacheManager:
         assert self._prefetcher is not None
         return self._prefetcher.is_over(fetch, now)
 
-    def fetch_again(self, fetch: Prefetch, hold: Allocation, *, now: float = 0.0) -> bool:
+    def retry_prefetch(self, fetch: Prefetch, hold: Allocation, *, now: float = 0.0) -> bool:
         """Whether its request, whose turn has come, should wait once more: what was in memory is gone to a store."""
         assert self._prefetcher is not None
         return self._prefetcher.retry(fetch, hold.lease.num_matched, now, hold.lease.retention)

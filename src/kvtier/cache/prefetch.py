@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from kvtier.cache.config import Patience
 from kvtier.cache.cost_model import CostModel, LoadDecision
 from kvtier.cache.in_flight import Mask, PendingTransfer, TransferTracker
-from kvtier.cache.writeback import StoreCopies, reserve_up_to
+from kvtier.cache.writeback import StoreWriteback, reserve_up_to
 from kvtier.errors import StateError
 from kvtier.index import Chain, Lease, RadixTree, Retention, Slots, Tier
 from kvtier.index.node import WRITING
@@ -64,7 +64,7 @@ class Prefetcher:
         self,
         tree: RadixTree,
         host: Tier,
-        stores: Sequence[StoreCopies],
+        stores: Sequence[StoreWriteback],
         moves: TransferTracker,
         speeds: CostModel | None,
     ) -> None:
@@ -202,7 +202,7 @@ class Prefetcher:
             self._tree.release(fetch.lease, used=False)
             fetch.lease = None
 
-    def _is_busy(self, store: StoreCopies, count: int) -> bool:
+    def _is_busy(self, store: StoreWriteback, count: int) -> bool:
         """Whether so many more from a store are too many at a time. Any number may go alone."""
         under_way = self._moves.num_blocks(Route.STORE_TO_HOST, store.config.name)
         return under_way > 0 and under_way + count > store.config.max_fetching_blocks
@@ -215,9 +215,9 @@ class Prefetcher:
         self._tree.release(before, used=False)
         return fetch.lease
 
-    def _find(self, keys: list[bytes]) -> list[tuple[StoreCopies, int]]:
+    def _find(self, keys: list[bytes]) -> list[tuple[StoreWriteback, int]]:
         """Which store has how many of these, one after the other from the first on."""
-        parts: list[tuple[StoreCopies, int]] = []
+        parts: list[tuple[StoreWriteback, int]] = []
         at = 0
         while at < len(keys):
             for store in self._stores:
@@ -230,7 +230,7 @@ class Prefetcher:
                 return parts
         return parts
 
-    def _decide(self, first: int, parts: list[tuple[StoreCopies, int]], *, again: bool) -> LoadDecision | None:
+    def _decide(self, first: int, parts: list[tuple[StoreWriteback, int]], *, again: bool) -> LoadDecision | None:
         """Fetch and load, or compute?"""
         if self._speeds is None or not parts:
             return None
@@ -243,7 +243,7 @@ class Prefetcher:
         return self._speeds.decide(ways, first * block_tokens, total * block_tokens, again=again)
 
     def _move(
-        self, fetch: Prefetch, lease: Lease, slots: Slots, keys: list[bytes], parts: list[tuple[StoreCopies, int]]
+        self, fetch: Prefetch, lease: Lease, slots: Slots, keys: list[bytes], parts: list[tuple[StoreWriteback, int]]
     ) -> None:
         at, first = 0, lease.num_blocks - len(slots)
         for store, count in parts:

@@ -2,12 +2,12 @@
 
 When blocks get a copy in a lower tier: the policies, and the queue of what to look at.
 
-HostCopies: which blocks have a copy in host memory, which get one, and which are loaded back.
+HostWriteback: which blocks have a copy in host memory, which get one, and which are loaded back.
 
 Eviction from the device never waits: what has a host copy by then is found there again, what has none is a miss. A copy
 is kept after a load, so that a second eviction is free, and goes under the host's own pressure.
 
-StoreCopies: which blocks a store is known to have, and which of the host's it gets.
+StoreWriteback: which blocks a store is known to have, and which of the host's it gets.
 
 A store keeps blocks by key, outside the tree, and evicts by itself: what is known of it may be out of date, and a read
 that finds nothing is a miss like any other.
@@ -33,7 +33,7 @@ from kvtier.messages import Drop, Route, StoreLookup, split_keys
 
 
 @dataclass(frozen=True, slots=True)
-class SaveJob:
+class WritebackJob:
     """Blocks [first, stop) of a chain might want a copy."""
 
     chain: Chain
@@ -42,17 +42,17 @@ class SaveJob:
     always: bool = False
     """Whatever the policy says: somebody asked for it."""
 
-    def after(self, block: int) -> SaveJob:
+    def after(self, block: int) -> WritebackJob:
         """What is left of it from a block on."""
         return replace(self, first=block)
 
 
-Save = Callable[[SaveJob, Lease, int], int]
+Save = Callable[[WritebackJob, Lease, int], int]
 """Start saving what of a job lacks a copy, at most so many blocks, of a path that is held; returns the blocks started.
 Where there are more than may start, the rest of the job is put back."""
 
 
-class SaveQueue:
+class WritebackQueue:
     """Jobs in the order they came, by policy, and how many blocks of them may go now."""
 
     def __init__(
@@ -70,7 +70,7 @@ class SaveQueue:
         """
         self.saving = saving
         self._tree, self._pool, self._save, self._num_moving = tree, above.pool, save, num_moving
-        self._jobs: deque[SaveJob] = deque(maxlen=max_jobs)
+        self._jobs: deque[WritebackJob] = deque(maxlen=max_jobs)
         self._allowance = saving.blocks_per_second  # a second's worth may go at once
         self._counted_at: float | None = None
 
@@ -86,7 +86,7 @@ class SaveQueue:
         """
         if self.saving.write is not WritePolicy.THROUGH or stop <= first or not lease.node.attached:
             return
-        job, room = SaveJob(lease.chain, first, stop), 0 if self._jobs else self._room()
+        job, room = WritebackJob(lease.chain, first, stop), 0 if self._jobs else self._room()
         if room:
             self._allowance -= self._save(job, lease, room)
         else:
@@ -95,18 +95,18 @@ class SaveQueue:
     def on_reuse(self, lease: Lease) -> None:
         """A request was given cached blocks."""
         if self.saving.write is WritePolicy.SELECTIVE and lease.num_matched and lease.node.attached:
-            self._jobs.append(SaveJob(lease.chain, 0, lease.num_matched))
+            self._jobs.append(WritebackJob(lease.chain, 0, lease.num_matched))
 
     def on_finish(self, lease: Lease) -> None:
         """A request is over; its blocks are the next to get cold."""
         if self.saving.write is WritePolicy.BACK and lease.num_blocks and lease.node.attached:
-            self._jobs.append(SaveJob(lease.chain, 0, lease.num_blocks))
+            self._jobs.append(WritebackJob(lease.chain, 0, lease.num_blocks))
 
-    def put(self, job: SaveJob) -> None:
+    def put(self, job: WritebackJob) -> None:
         """Another job."""
         self._jobs.append(job)
 
-    def requeue(self, job: SaveJob) -> None:
+    def requeue(self, job: WritebackJob) -> None:
         """It is next again."""
         self._jobs.appendleft(job)
 
@@ -141,7 +141,7 @@ class SaveQueue:
             self._allowance -= started
             room -= started
 
-    def _is_worth(self, job: SaveJob, lease: Lease) -> bool:
+    def _is_worth(self, job: WritebackJob, lease: Lease) -> bool:
         """Whether blocks of this path were used often enough, or somebody wants them saved."""
         is_selective = self.saving.write is WritePolicy.SELECTIVE and not job.always
         return not is_selective or lease.node.usage.uses >= self.saving.min_uses
@@ -151,14 +151,14 @@ class SaveQueue:
         return max(0, min(self.saving.max_blocks - self._num_moving(), int(min(self._allowance, 1 << 30))))
 
 
-class HostCopies:
+class HostWriteback:
     """Decides saves and loads between the two memories of a tree, and plans them as moves."""
 
     def __init__(
         self, tree: RadixTree, device: Tier, host: Tier, config: HostConfig, moves: TransferTracker, max_jobs: int
     ) -> None:
         self.host = host
-        self.queue = SaveQueue(tree, config.saving, device, self._save, self._num_saving, max_jobs)
+        self.queue = WritebackQueue(tree, config.saving, device, self._save, self._num_saving, max_jobs)
         self._tree, self._device, self._moves = tree, device, moves
         self._sizes = [0] * moves.num_ranks
         self.num_damaged = 0
@@ -179,7 +179,7 @@ class HostCopies:
     def _num_saving(self) -> int:
         return self._moves.num_blocks(Route.DEVICE_TO_HOST)
 
-    def _save(self, job: SaveJob, lease: Lease, room: int) -> int:
+    def _save(self, job: WritebackJob, lease: Lease, room: int) -> int:
         """Start saving what of a job is on the device and not on the host, as far as the host has room."""
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
@@ -238,12 +238,12 @@ class _Copies:
     """None: on their way."""
 
 
-class StoreCopies:
+class StoreWriteback:
     """What is known of one store, and what is written to it."""
 
     def __init__(self, tree: RadixTree, host: Tier, config: StoreConfig, moves: TransferTracker, max_jobs: int) -> None:
         self.config = config
-        self.queue = SaveQueue(tree, config.saving, host, self._save, self._num_storing, max_jobs)
+        self.queue = WritebackQueue(tree, config.saving, host, self._save, self._num_storing, max_jobs)
         self._tree, self._host, self._moves = tree, host, moves
         self._known: dict[bytes, _Copies] = {}  # those it has, and those on their way; learned of last at the end
         self._found: dict[int, _Copies] = {}  # ranks -> for what was not stored by us
@@ -320,7 +320,7 @@ class StoreCopies:
         if self.config.saving.write is WritePolicy.THROUGH:
             self.queue.on_blocks_ready(lease, first, stop)
         elif lease.node.attached:
-            self.queue.put(SaveJob(lease.chain, first, stop))
+            self.queue.put(WritebackJob(lease.chain, first, stop))
 
     def on_transfer_done(self, move: PendingTransfer, there: Mask) -> None:
         """A write to this store is over."""
@@ -330,7 +330,7 @@ class StoreCopies:
                 del self._known[key]
         copies.ranks = self._all_ranks
 
-    def _save(self, job: SaveJob, lease: Lease, room: int) -> int:
+    def _save(self, job: WritebackJob, lease: Lease, room: int) -> int:
         """Start storing what of a job is on the host and not in the store."""
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:

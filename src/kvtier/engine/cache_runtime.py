@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kvtier.cache.admin import CacheControl
+from kvtier.cache.admin import CacheAdmin
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.metrics import CacheMetrics, Counted
 from kvtier.engine.modules import DeviceCacheGroup
@@ -88,7 +88,7 @@ class CacheRuntime:
     ) -> None:
         """`groups` are this rank's; of the first, every rank has as much."""
         self._manager = manager
-        self._control = CacheControl(manager)
+        self._control = CacheAdmin(manager)
         self._groups = groups
         self._controller = controller
         self._stores = stores
@@ -100,7 +100,7 @@ class CacheRuntime:
         self.is_asleep = False
         self.waits_for_compute = groups[0].model.weights.device.type == "cuda"
         """Whether this thread only waits while a step is computed."""
-        self.has_heard = False
+        self.saves_polled = False
         """Of saves, while the last step was computed, so that they need not be asked for outside of it."""
         self._later: _Deferred | None = None
         self._meter = TransferMeter(clock, manager.transfers.num_ranks)
@@ -117,7 +117,7 @@ class CacheRuntime:
         it computes, since to begin a copy of hundreds of blocks takes half a millisecond of this thread.
         """
         self.submit_deferred()  # what a step that was interrupted has left
-        self.has_heard = False
+        self.saves_polled = False
         self._lost = {number for number in self._lost if self._manager.transfers.is_in_flight(number)}
         if self._controller is None or not plan:
             return
@@ -140,7 +140,7 @@ class CacheRuntime:
         self.submit_deferred()
         if self.waits_for_compute:
             self.apply()
-            self.has_heard = True
+            self.saves_polled = True
 
     def poll_while_waiting(self) -> bool:
         """While this thread waits for the device: tell the manager what is done; whether copies are still under way.
@@ -153,17 +153,17 @@ class CacheRuntime:
         self.apply()
         return self._controller.is_copying
 
-    def apply(self, *, but_for_saves: bool = False) -> None:
+    def apply(self, *, loads_only: bool = False) -> None:
         """Tell the manager what is done. Nobody waits for saves: where a GPU computes step after step, they are heard
         of meanwhile, since a report is a tenth of a millisecond of this thread."""
-        for report in self._poll(but_for_saves):
+        for report in self._poll(loads_only):
             self._meter.done(report)
             self._manager.apply(report)
             self._lost.update(outcome.transfer_id for outcome in report.results if not outcome.ok)
 
-    def _poll(self, but_for_saves: bool) -> Sequence[Report]:
+    def _poll(self, loads_only: bool) -> Sequence[Report]:
         if isinstance(self._controller, CacheController):
-            return self._controller.poll(but_for_saves=but_for_saves)
+            return self._controller.poll(loads_only=loads_only)
         return self._controller.poll() if self._controller is not None else ()
 
     def wait(self) -> None:

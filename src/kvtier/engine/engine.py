@@ -35,7 +35,7 @@ from kvtier.memory import Placement
 from kvtier.scheduler import ControlOp, Request, RowResult, Scheduler, SchedulerConfig, Step
 
 if TYPE_CHECKING:
-    from kvtier.engine.pinned_copier import MappedCopies
+    from kvtier.engine.pinned_copier import PinnedCopier
 
 IdArray = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -172,7 +172,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step; returns what it added to each answer. Does nothing if there is nothing to do."""
         now = self._clock()
-        self.tiers.apply(but_for_saves=self.tiers.has_heard)
+        self.tiers.apply(loads_only=self.tiers.saves_polled)
         step = self.scheduler.schedule(now)
         self.tiers.submit(step.plan, step.loads if step.rows and not step.controls else None)
         if step.controls:
@@ -207,7 +207,7 @@ class Engine:
         finally:
             self.tiers.submit_deferred()  # for a step that never came to compute
         if step.loads:  # the rest is told at the start of the next step, a moment from now
-            self.tiers.apply(but_for_saves=self.tiers.has_heard)
+            self.tiers.apply(loads_only=self.tiers.saves_polled)
         return outputs + self._finish(step)
 
     def abort(self, request_id: str) -> bool:
@@ -399,13 +399,13 @@ class Engine:
             del self._over[next(iter(self._over))]
 
 
-def _small_copies(device: torch.device, listen: Callable[[], bool]) -> MappedCopies | None:
+def _small_copies(device: torch.device, listen: Callable[[], bool]) -> PinnedCopier | None:
     """For CUDA: how a step's inputs and tokens travel beside blocks; while it waits for them, it listens."""
     if device.type != "cuda":
         return None
-    from kvtier.engine.pinned_copier import MappedCopies
+    from kvtier.engine.pinned_copier import PinnedCopier
 
-    return MappedCopies(listen)
+    return PinnedCopier(listen)
 
 
 def _ghost(config: EngineConfig) -> GhostCache | None:

@@ -17,7 +17,7 @@ from kvtier.engine.ops import CpuOps, Heads, Ops, TorchOps
 from kvtier.engine.weights import LayerWeights, ModelWeights
 from kvtier.errors import ArgumentError
 
-AddUp = Callable[[torch.Tensor], torch.Tensor]
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def default_ops(device: torch.device) -> Ops:
@@ -36,13 +36,13 @@ class Model:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: Ops | None = None, add_up: AddUp | None = None
+        self, config: ModelConfig, weights: ModelWeights, ops: Ops | None = None, all_reduce: AllReduce | None = None
     ) -> None:
-        """A rank's share of a model (split.py) needs `add_up`: the sum of what all ranks have, on each of them."""
+        """A rank's share of a model (split.py) needs `all_reduce`: the sum of what all ranks have, on each of them."""
         self.config = config
         self.weights = weights
         self.ops = default_ops(weights.device) if ops is None else ops
-        self._add_up = add_up
+        self._all_reduce = all_reduce
         angles = torch.outer(torch.arange(config.max_positions, device=weights.device), weights.inverse_frequencies)
         self._cos, self._sin = angles.cos().to(weights.dtype), angles.sin().to(weights.dtype)
 
@@ -73,12 +73,12 @@ class Model:
             attended = self._attention(layer, normed, cos, sin, cache[:, index], batch)
             if layer is self.weights.layers[-1]:  # the rest works on each token alone
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
-            if self._add_up is not None:
-                attended = self._add_up(attended)
+            if self._all_reduce is not None:
+                attended = self._all_reduce(attended)
             normed, residual = ops.add_rms_norm(attended, residual, layer.post_norm, config.norm_eps)
             fed = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
-            if self._add_up is not None:
-                fed = self._add_up(fed)
+            if self._all_reduce is not None:
+                fed = self._all_reduce(fed)
             normed, residual = ops.add_rms_norm(fed, residual, next_norm, config.norm_eps)
         return normed
 

@@ -28,7 +28,7 @@ from kvtier.scheduler import Row, Step
 if TYPE_CHECKING:
     from kvtier.engine.cache_runtime import StepWaits
     from kvtier.engine.parallel import Ranks
-    from kvtier.engine.pinned_copier import MappedCopies
+    from kvtier.engine.pinned_copier import PinnedCopier
 
 LOGITS = Key("logits", torch.Tensor)
 FORWARD_BATCH = Key("forward batch", ForwardBatch)
@@ -83,7 +83,7 @@ class InputBuilder(Module):
 
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
 
-    def __init__(self, groups: Sequence[DeviceCacheGroup], copies: MappedCopies | None = None) -> None:
+    def __init__(self, groups: Sequence[DeviceCacheGroup], copies: PinnedCopier | None = None) -> None:
         self._groups = groups
         self._copies = copies
         self._planned: Mapping[str, Row] = {}
@@ -180,7 +180,7 @@ class Sampler(Module):
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 
-    def __init__(self, inputs: InputBuilder, copies: MappedCopies | None = None) -> None:
+    def __init__(self, inputs: InputBuilder, copies: PinnedCopier | None = None) -> None:
         self._inputs = inputs
         self._to_list = copies.to_list if copies is not None else None
         self._send = copies.to_device if copies is not None else None

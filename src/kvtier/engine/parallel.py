@@ -99,8 +99,8 @@ class Ranks:
             self._broadcast(Meet(self._rendezvous.path, config.timeout_seconds))
             weights = split_weights(model.config, model.weights, 0, config.num_ranks)
             mine = Sharding(0, config.num_ranks, config.num_shards)
-            add_up = join_group(mine, device, self._rendezvous, config.timeout_seconds)
-            self.model = Model(local, weights, type(model.ops)(), add_up)
+            all_reduce = join_group(mine, device, self._rendezvous, config.timeout_seconds)
+            self.model = Model(local, weights, type(model.ops)(), all_reduce)
             ready = [self._receive(rank, RankReady, _SLOW_SECONDS) for rank in range(1, config.num_ranks)]
             self.num_host_ready = min(each.num_host_ready for each in ready)
         except BaseException:

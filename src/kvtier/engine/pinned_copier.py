@@ -1,4 +1,4 @@
-"""MappedCopies: a step's few bytes to and from the GPU, by a kernel that reads and writes pinned host memory.
+"""PinnedCopier: a step's few bytes to and from the GPU, by a kernel that reads and writes pinned host memory.
 
 A copy engine serves a stream that always has a copy ready to its end before it turns to another one. Beside a load or
 a save of blocks, a step's inputs and its tokens would wait for milliseconds (a decode step of 12.9 ms took 17 to 18.5
@@ -42,7 +42,7 @@ class _Pinned:
         self.done = torch.cuda.Event()
 
 
-class MappedCopies:
+class PinnedCopier:
     """Copies of up to some MB on the current stream. For one thread.
 
     Pinned memory is kept until its kernel is known to be done, for torch's pool does not see kernels that use it, and

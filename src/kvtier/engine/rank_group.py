@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kvtier.engine.model import AddUp
+from kvtier.engine.model import AllReduce
 from kvtier.errors import EngineError, UnavailableError
 from kvtier.worker.sharding import Sharding
 
@@ -40,7 +40,7 @@ class Rendezvous:
             self._folder.cleanup()
 
 
-def join_group(sharding: Sharding, device: torch.device, rendezvous: Rendezvous, timeout: float) -> AddUp:
+def join_group(sharding: Sharding, device: torch.device, rendezvous: Rendezvous, timeout: float) -> AllReduce:
     """Meet the other ranks, which must call it, too; returns how to add up. A sum that takes longer is an error."""
     kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
     if device.type == "cuda":  # written for several GPUs, and run on none so far
@@ -54,7 +54,7 @@ def join_group(sharding: Sharding, device: torch.device, rendezvous: Rendezvous,
     limits: Any = dist.AllreduceOptions()
     limits.timeout = timedelta(seconds=timeout)
 
-    def add_up(mine: torch.Tensor) -> torch.Tensor:
+    def all_reduce(mine: torch.Tensor) -> torch.Tensor:
         """In place where it can be. On CUDA the stream waits, and not the host."""
         if not mine.numel():
             return mine
@@ -65,4 +65,4 @@ def join_group(sharding: Sharding, device: torch.device, rendezvous: Rendezvous,
             raise EngineError(f"rank {sharding.rank} of {sharding.num_ranks} cannot add up: {error}") from error
         return total
 
-    return add_up
+    return all_reduce

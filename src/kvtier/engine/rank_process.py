@@ -20,7 +20,7 @@ import torch
 
 from kvtier.engine.cache_runtime import new_controller
 from kvtier.engine.forward import ForwardBatch
-from kvtier.engine.model import AddUp, Model
+from kvtier.engine.model import AllReduce, Model
 from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.rank_group import Rendezvous, join_group
 from kvtier.engine.rank_messages import (
@@ -79,8 +79,8 @@ class RankWorker:
         weights = _receive_weights(link, start.config.num_layers, torch.device(start.device))
         meet: Meet = link.receive()
         rendezvous = Rendezvous(start.sharding.num_ranks, meet.path)
-        add_up = join_group(start.sharding, weights.device, rendezvous, meet.timeout_seconds)
-        self._group = _new_group(start, weights, add_up)
+        all_reduce = join_group(start.sharding, weights.device, rendezvous, meet.timeout_seconds)
+        self._group = _new_group(start, weights, all_reduce)
         self._stores = _open_stores(start, stack)
         self._controller: CacheController | None = None
         if start.num_host_blocks:
@@ -177,8 +177,8 @@ def _receive_weights(link: RankLink, num_layers: int, device: torch.device) -> M
     return with_tensors(replace(rest, layers=tuple(layers)), lambda tensor: tensor.to(device))
 
 
-def _new_group(start: Start, weights: ModelWeights, add_up: AddUp) -> DeviceCacheGroup:
-    return DeviceCacheGroup(Model(start.config, weights, start.ops(), add_up), start.num_blocks, start.block_tokens)
+def _new_group(start: Start, weights: ModelWeights, all_reduce: AllReduce) -> DeviceCacheGroup:
+    return DeviceCacheGroup(Model(start.config, weights, start.ops(), all_reduce), start.num_blocks, start.block_tokens)
 
 
 def _open_stores(start: Start, stack: contextlib.ExitStack) -> dict[str, ShardStores]:

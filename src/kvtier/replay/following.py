@@ -16,7 +16,7 @@ from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import FormatError, StateError
 from kvtier.index import Chain, Namespace
-from kvtier.messages import Report, StoreLookup, TierSize, TransferResult, split_keys
+from kvtier.messages import Report, StoreLookup, TierCapacity, TransferResult, split_keys
 from kvtier.replay.cost import Work
 from kvtier.replay.recorder import LOG_VERSION, describe
 from kvtier.replay.trace import TraceRequest, parse_line
@@ -165,7 +165,7 @@ class _Follower:
             StoreLookup(store, self._known(present), self._known(absent), probe)
             for store, present, absent, probe in event["presences"]
         ]
-        sizes = tuple(TierSize(tier, count) for tier, count in event["sizes"])
+        sizes = tuple(TierCapacity(tier, count) for tier, count in event["sizes"])
         damaged = bytes.fromhex(event.get("damaged", ""))
         rank = event.get("rank", 0)
         self._manager.apply(Report(event["epoch"], rank, tuple(outcomes), tuple(presences), sizes, damaged))

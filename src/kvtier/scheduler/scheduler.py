@@ -153,8 +153,8 @@ class Scheduler:
                 raise StateError(f"{request!r} runs without KV, or is not running")
         if len({id(request) for request in (*self._waiting, *self._running)}) < len(self._waiting) + len(self._running):
             raise StateError("a request is kept twice")
-        if len(self._running) != self.manager.stats.num_holds:
-            raise StateError(f"{len(self._running)} requests run, {self.manager.stats.num_holds} hold KV")
+        if len(self._running) != self.manager.stats.num_allocations:
+            raise StateError(f"{len(self._running)} requests run, {self.manager.stats.num_allocations} hold KV")
         self.manager.check()
 
     # ---- choosing --------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Scheduler:
         hold = self.manager.match(
             request.chain, now=now, retention=request.retention, may_load=request.may_load, fetch=request.fetch
         )
-        if request.fetch is not None and request.may_load and self.manager.fetch_again(request.fetch, hold, now=now):
+        if request.fetch is not None and request.may_load and self.manager.retry_prefetch(request.fetch, hold, now=now):
             self.manager.abort(hold, now=now)
             return None
         shortage = self._lacks_room(request, hold)
@@ -258,8 +258,10 @@ class Scheduler:
         """
         prompts = [hold, *(_held(each) for each in self._running if not each.is_generating)]
         own = [each for each in prompts if tenant_of(each.chain.salt) == tenant_of(request.chain.salt)]
-        shortage = self.manager.shortage_for(sum(each.num_lacking for each in prompts))
-        shortage = shortage or self.manager.shortage_for(sum(each.num_lacking for each in own), request.chain.salt)
+        shortage = self.manager.shortage_for(sum(each.num_blocks_needed for each in prompts))
+        shortage = shortage or self.manager.shortage_for(
+            sum(each.num_blocks_needed for each in own), request.chain.salt
+        )
         return None if shortage is None or self._is_alone(request, shortage) else shortage
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:

@@ -45,7 +45,7 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "transfers": _transfers(engine),
         "running": len(engine.scheduler.running),
         "waiting": len(engine.scheduler.waiting),
-        "holds": stats.num_holds,
+        "holds": stats.num_allocations,
         "ghost": _ghost(engine),
     }
 

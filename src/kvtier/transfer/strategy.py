@@ -117,7 +117,7 @@ def _options(src: Placement, dst: Placement, in_one_piece: bool) -> _PathOptions
 
 
 @dataclass(slots=True)
-class _Reckoning:
+class _CostEstimate:
     shape: TransferShape
     options: _PathOptions
     table: CostTable
@@ -136,7 +136,7 @@ class StrategyChoice:
     """Which copy path crosses the link."""
     told: str = ""
     """Why, but for the estimates."""
-    by: _Reckoning | None = None
+    by: _CostEstimate | None = None
     """What the estimates rest on; None: there was nothing to choose."""
 
     @property
@@ -176,7 +176,7 @@ def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTabl
     table = costs or cost_table(shape.dst if shape.dst.is_device else shape.src)
     magnitudes = (shape.nbytes.bit_length(), shape.num_parts.bit_length(), shape.num_spans.bit_length())
     best = _cheapest(shape.src, shape.dst, table, *magnitudes)
-    return StrategyChoice(best, paths[best], told, _Reckoning(shape, options, table))
+    return StrategyChoice(best, paths[best], told, _CostEstimate(shape, options, table))
 
 
 @functools.lru_cache(maxsize=4096)  # reckoning costs 20 us hot; transfers of one order of magnitude go one way

@@ -19,7 +19,17 @@ from kvtier.errors import ArgumentError, KvtierError, TransferTimeoutError
 from kvtier.layout import CacheGroup, KVLayout
 from kvtier.memory import Event, Placement
 from kvtier.memory.copy_paths import run_path
-from kvtier.messages import I32, Plan, Report, Route, StoreLookup, TierSize, TransferRequest, TransferResult, slot_bytes
+from kvtier.messages import (
+    I32,
+    Plan,
+    Report,
+    Route,
+    StoreLookup,
+    TierCapacity,
+    TransferRequest,
+    TransferResult,
+    slot_bytes,
+)
 from kvtier.storage import ShardStores, Store
 from kvtier.transfer import DeviceCache, HostMemory, TransferConfig, TransferManager, TransferReport
 from kvtier.transfer import TransferHandle as Copy
@@ -152,9 +162,9 @@ class CacheController:
         # Nobody waits for a save, and a step of many rows has many of a block each: one copy is 0.3 ms of this thread.
         self._copy(tuple(transfer for transfer in plan.transfers if transfer.route is Route.DEVICE_TO_HOST), after)
 
-    def poll(self, *, but_for_saves: bool = False) -> list[Report]:
+    def poll(self, *, loads_only: bool = False) -> list[Report]:
         """What has been done since the last call: all of it, or all but the saves. Never waits."""
-        for report in self._transfers.poll(only_urgent=but_for_saves):
+        for report in self._transfers.poll(only_urgent=loads_only):
             self._take(report)
         outcomes, self._done = [*self._done, *self._stores.take_outcomes()], []
         self._note(outcomes)
@@ -162,7 +172,7 @@ class CacheController:
         damaged = slot_bytes(np.array(found, np.int32)) if found else b""
         presences: list[StoreLookup] = self._stores.take_presences()
         ready = self.num_host_ready
-        sizes = (TierSize("host", ready),) if ready > self._told_ready else ()
+        sizes = (TierCapacity("host", ready),) if ready > self._told_ready else ()
         self._told_ready = ready
         if not (outcomes or presences or sizes or damaged):
             return []

@@ -299,7 +299,7 @@ def test_poll_but_for_saves_leaves_them_for_the_next(rigs):
     for each in rig.controller._under.values():
         for copy in each.copies:
             copy.settle(30)
-    (report,) = rig.controller.poll(but_for_saves=True)
+    (report,) = rig.controller.poll(loads_only=True)
     assert [outcome.transfer_id for outcome in report.results] == [load.id]
     assert rig.controller.is_copying
     assert [outcome.transfer_id for outcome in rig.drain()] == [save.id]

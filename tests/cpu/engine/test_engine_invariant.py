@@ -162,7 +162,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         finish(self.engine, self.answers)
-        assert self.engine.manager.stats.num_holds == 0
+        assert self.engine.manager.stats.num_allocations == 0
         assert self.engine.manager.num_available == self.engine.config.cache.num_blocks
         for name, (prompt, params) in self.requests.items():
             for index in range(params.n):

@@ -267,9 +267,9 @@ def test_abort_frees_blocks_at_once_and_says_nothing_more(model):
     answers = Answers()
     for _ in range(4):
         answers.take(engine.step())
-    assert engine.manager.stats.num_holds == 4
+    assert engine.manager.stats.num_allocations == 4
     assert engine.abort(other)
-    assert engine.manager.stats.num_holds == 1
+    assert engine.manager.stats.num_allocations == 1
     assert engine.manager.stats.num_free == 32 - len(engine.scheduler.running[0].hold.table)
     engine.scheduler.check()
     assert not engine.abort(other)
@@ -442,4 +442,4 @@ def test_closing_cancels_what_runs(model):
     engine.step()
     engine.close()
     assert engine.explain(name).state == "abort"
-    assert engine.manager.stats.num_holds == 0
+    assert engine.manager.stats.num_allocations == 0

@@ -147,9 +147,9 @@ def test_saves_are_heard_of_while_a_step_is_computed_and_when_none_is(model):
     controller, logits = engine.tiers._controller, engine.groups[0].logits
     poll = controller.poll
 
-    def told(*, but_for_saves=False):
-        heard.append("loads" if but_for_saves else "all")
-        return poll(but_for_saves=but_for_saves)
+    def told(*, loads_only=False):
+        heard.append("loads" if loads_only else "all")
+        return poll(loads_only=loads_only)
 
     def computed(*arguments):
         heard.append("compute")

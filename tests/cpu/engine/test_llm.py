@@ -116,7 +116,7 @@ def test_llm_interrupted_cancels_its_requests(llm):
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["Once", "upon", "a"], [endless, interrupts, endless])
     assert not llm.engine.has_work()
-    assert llm.engine.manager.stats.num_holds == 0
+    assert llm.engine.manager.stats.num_allocations == 0
     llm.engine.scheduler.check()
     assert llm.generate("Once upon", GREEDY)[0][0].text == wanted[0][0].text
 
@@ -183,7 +183,7 @@ def test_leaving_a_stream_early_cancels_the_request(runner):
     next(stream)
     stream.close()
     assert runner.call(lambda engine: engine.explain("left")).result().state == "abort"
-    assert runner.call(lambda engine: engine.manager.stats.num_holds).result() == 0
+    assert runner.call(lambda engine: engine.manager.stats.num_allocations).result() == 0
 
 
 @pytest.mark.parametrize("is_running", [False, True])

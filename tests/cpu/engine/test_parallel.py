@@ -16,7 +16,7 @@ import torch
 
 from cache_support import Worker
 from engine_helpers import Answer, finish, greedy, prompts
-from kvtier.cache.admin import CacheControl
+from kvtier.cache.admin import CacheAdmin
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.engine import ForwardBatch, Model, ModelConfig, SequenceInput
@@ -60,7 +60,7 @@ DRAFT_MODEL = model_of(DRAFT, 2)
 # ---- shares --------------------------------------------------------------------------------------------------------
 
 
-class AddUp:
+class AllReduce:
     """A sum over threads: what a group of processes does."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -68,14 +68,14 @@ class AddUp:
         self._barrier = threading.Barrier(num_ranks, timeout=60)
 
     def of(self, rank: int):
-        def add_up(mine: torch.Tensor) -> torch.Tensor:
+        def all_reduce(mine: torch.Tensor) -> torch.Tensor:
             self._parts[rank] = mine
             self._barrier.wait()
             total = torch.stack(self._parts).sum(0)
             self._barrier.wait()
             return total
 
-        return add_up
+        return all_reduce
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -90,7 +90,7 @@ class AddUp:
     ids=["llama", "bias", "qwen2", "qwen3"],
 )
 def test_the_shares_of_a_model_add_up_to_it(config, num_ranks):
-    model, add_up, blocks = model_of(config), AddUp(num_ranks), 6
+    model, all_reduce, blocks = model_of(config), AllReduce(num_ranks), 6
     sequences = [
         SequenceInput([3, 4, 5, 6, 7, 8, 9], 0, [0, 1], 1),
         SequenceInput([11], 0, [2], 0),
@@ -106,7 +106,7 @@ def test_the_shares_of_a_model_add_up_to_it(config, num_ranks):
         share = Model(
             split_config(config, num_ranks),
             split_weights(config, model.weights, rank, num_ranks),
-            add_up=add_up.of(rank),
+            all_reduce=all_reduce.of(rank),
         )
         caches[rank] = share.new_cache(blocks, BLOCK)
         hidden = share.forward(batch, caches[rank])
@@ -193,7 +193,7 @@ def test_a_load_that_failed_on_another_rank_counts_until_all_have_told():
     manager.publish(hold, 2 * BLOCK)
     manager.finish(hold)
     settle()
-    CacheControl(manager).demote(chain)
+    CacheAdmin(manager).demote(chain)
     hold = manager.match(chain)
     assert manager.allocate(hold, 2 * BLOCK) is None
     loads = manager.overlap(hold)

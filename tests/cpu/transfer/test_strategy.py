@@ -11,9 +11,9 @@ from kvtier.transfer.strategy import (
     FIRST_CHUNK_BYTES,
     StrategyChoice,
     TransferShape,
+    _CostEstimate,
     _PathOptions,
     _prices,
-    _Reckoning,
     choose,
 )
 
@@ -103,7 +103,7 @@ def test_without_a_driver_only_direct_is_left_and_says_why(sides):
 
 def test_a_choice_tells_its_reason_and_what_it_expects():
     shape = TransferShape(GPU, PINNED, 64 * MIB, 2048, 32)
-    choice = StrategyChoice("staged", "driver", "no kernel: a test; ", _Reckoning(shape, ALL, TABLE))
+    choice = StrategyChoice("staged", "driver", "no kernel: a test; ", _CostEstimate(shape, ALL, TABLE))
     assert choice.expected_us == _prices(shape, ALL, TABLE)[0]["staged"]
     assert choice.why.startswith("no kernel: a test; estimated direct ")
     assert "us lost" in choice.why

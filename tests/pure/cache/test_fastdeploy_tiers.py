@@ -20,7 +20,7 @@ import pytest
 
 import kvtier.scheduler.scheduler
 from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
-from kvtier.cache.admin import CacheControl
+from kvtier.cache.admin import CacheAdmin
 from kvtier.cache.allocation import Allocation
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
@@ -65,7 +65,7 @@ def test_fix_1_what_was_loaded_can_be_evicted_again_from_each_tier():
 
 
 def test_fix_5_every_method_the_scheduler_and_the_control_call_on_the_manager_is_there():
-    for where, name in ((kvtier.scheduler.scheduler.Scheduler, "self.manager"), (CacheControl, "manager")):
+    for where, name in ((kvtier.scheduler.scheduler.Scheduler, "self.manager"), (CacheAdmin, "manager")):
         called = {
             node.attr
             for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(where))))

@@ -140,14 +140,14 @@ def test_a_fetch_that_brings_nothing_holds_nothing_and_begins_again_when_its_tur
     assert lab.num_in("device", prompt(1, 6)) == lab.num_in("host", prompt(1, 6)) == 0
     hold = lab.manager.match(prompt(1, 6), fetch=waiting)
     assert hold.num_cached_tokens == 0
-    assert lab.manager.fetch_again(waiting, hold)
+    assert lab.manager.retry_prefetch(waiting, hold)
     lab.manager.abort(hold)
     while not lab.manager.is_prefetched(waiting):
         lab.plan()
         lab.hear()
     hold = lab.start(prompt(1, 6), waiting)
     assert hold.tokens_from == {"disk": 6 * BLOCK, "host": 0, "device": 0}
-    assert not lab.manager.fetch_again(waiting, hold)
+    assert not lab.manager.retry_prefetch(waiting, hold)
     lab.manager.end_prefetch(waiting)
     lab.manager.abort(hold)
     lab.manager.check()
@@ -157,7 +157,7 @@ def test_what_is_in_no_store_either_is_not_waited_for():
     lab = lab_with(prompt(1, 3))
     waiting = lab.fetched(prompt(2, 3))
     hold = lab.manager.match(prompt(2, 3), fetch=waiting)
-    assert not lab.manager.fetch_again(waiting, hold)
+    assert not lab.manager.retry_prefetch(waiting, hold)
     lab.manager.abort(hold)
     lab.manager.end_prefetch(waiting)
 
@@ -169,7 +169,7 @@ def test_when_its_turn_has_come_it_waits_for_room_that_others_will_give():
     second = lab.fetched(prompt(2, 4))
     assert second.num_blocks == 0  # no room
     hold = lab.manager.match(prompt(2, 4), fetch=second)
-    assert lab.manager.fetch_again(second, hold)
+    assert lab.manager.retry_prefetch(second, hold)
     lab.manager.abort(hold)
     lab.plan()
     assert not lab.manager.is_prefetched(second)
@@ -324,7 +324,7 @@ def test_a_request_whose_load_is_refused_twice_counts_once():
         fetch = lab.manager.prefetch(prompt(1, 4))
         lab.settle()
         hold = lab.manager.match(prompt(1, 4), fetch=fetch)
-        lab.manager.fetch_again(fetch, hold)
+        lab.manager.retry_prefetch(fetch, hold)
         is_loaded = fetch.decision is not None and fetch.decision.load
         lab.settle()
         lab.manager.abort(hold)
@@ -563,14 +563,14 @@ def test_a_probe_is_answered_by_every_rank():
 
 
 def test_host_memory_grows_with_the_slowest_rank():
-    from kvtier.messages import TierSize
+    from kvtier.messages import TierCapacity
 
     lab = Lab(20, num_ranks=2)
     pool = lab.control.tier("host").pool
     lab.control.resize("host", 4)
-    lab.manager.apply(Report(0, 0, capacities=(TierSize("host", 9),)))
+    lab.manager.apply(Report(0, 0, capacities=(TierCapacity("host", 9),)))
     assert pool.num_slots == 4
-    lab.manager.apply(Report(0, 1, capacities=(TierSize("host", 6),)))
+    lab.manager.apply(Report(0, 1, capacities=(TierCapacity("host", 6),)))
     assert pool.num_slots == 6
 
 

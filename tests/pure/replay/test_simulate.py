@@ -211,7 +211,7 @@ def test_everything_adds_up_and_nothing_is_left_behind(sizes):
         assert sum(each.tokens_from.values()) < each.prompt_tokens
     run.scheduler.check()
     assert not run.scheduler.has_work()
-    assert run.manager.stats.num_holds == 0
+    assert run.manager.stats.num_allocations == 0
     total = sum(sum(each.tokens_from.values()) for each in found.requests)
     preempted = sum(each.num_preempted for each in found.requests)  # what they find when they resume is no hit of ours
     assert total <= run.manager.stats.hit_tokens if preempted else total == run.manager.stats.hit_tokens

@@ -133,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.now += 1000.0
             run(self.scheduler, self.device)
             assert all(each.state.is_over for each, _ in self.requests)
-            assert self.scheduler.manager.stats.num_holds == 0
+            assert self.scheduler.manager.stats.num_allocations == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
@@ -587,7 +587,7 @@ def test_after_a_reset_what_was_on_its_way_counts_for_nothing():
     scheduler.check()
     run(scheduler, device)
     assert made.state is RequestState.FINISHED
-    assert scheduler.manager.stats.num_holds == 0
+    assert scheduler.manager.stats.num_allocations == 0
 
 
 def test_a_request_cancelled_while_it_loads_leaves_nothing_behind():

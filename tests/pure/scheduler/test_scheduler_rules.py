@@ -246,7 +246,7 @@ def test_pause_sends_all_back_and_resume_continues():
     scheduler.pause(1.0)
     assert (len(scheduler.waiting), scheduler.running) == (3, ())
     assert [each.num_preempted for each in made] == [1, 1, 0]
-    assert scheduler.manager.stats.num_holds == 0
+    assert scheduler.manager.stats.num_allocations == 0
     assert advance(scheduler, device, 1.0).rows == ()
     scheduler.resume()
     run(scheduler, device)
@@ -727,7 +727,7 @@ def test_request_that_waits_once_more_lets_others_pass():
     lab.evict("host")
     assert sizes(step_of(scheduler, lab, 2.0)) == {"other": 5}
     assert waits.state is RequestState.WAITING
-    assert lab.manager.stats.num_holds == 0
+    assert lab.manager.stats.num_allocations == 0
     assert sizes(step_of(scheduler, lab, 3.0)) == {}
     assert sizes(step_of(scheduler, lab, 3.0)) == {"waits": 1}
     assert waits.tokens_from == {"disk": 2 * BLOCK, "host": 0, "device": 0}

@@ -36,7 +36,7 @@ class Entry:
     record: Record
     slot_bytes: int
     used_at: int = 0
-    num_holds: int = 0
+    num_allocations: int = 0
     is_gone: bool = False
     """No longer to be found; its slot is free once nobody holds it."""
 
@@ -50,7 +50,7 @@ class Entry:
 class _SegmentEntries:
     shape: SegmentHeader
     slots: list[Entry | None]
-    num_holds: int = 0
+    num_allocations: int = 0
     used_at: int = 0
 
 
@@ -88,7 +88,7 @@ class Catalog:
     @property
     def held_segments(self) -> set[int]:
         """Numbers of the segments that somebody holds a slot of."""
-        return {number for number, segment in self._segments.items() if segment.num_holds}
+        return {number for number, segment in self._segments.items() if segment.num_allocations}
 
     def add_segment(
         self, shape: SegmentHeader, occupied: Collection[int] = (), quarantined: Collection[int] = ()
@@ -120,17 +120,17 @@ class Catalog:
     def hold(self, entry: Entry) -> None:
         """Keep an object's slot as it is until `release`; counts as a use."""
         self._use(entry)
-        entry.num_holds += 1
-        self._segments[entry.record.segment].num_holds += 1
+        entry.num_allocations += 1
+        self._segments[entry.record.segment].num_allocations += 1
 
     def release(self, entry: Entry, *, keep_slot: bool = False) -> None:
         """End a hold. `keep_slot`: never use this slot again, its record could not be blanked."""
         segment = self._segments[entry.record.segment]
-        segment.num_holds -= 1
-        entry.num_holds -= 1
+        segment.num_allocations -= 1
+        entry.num_allocations -= 1
         if keep_slot:
-            entry.num_holds = -1  # never comes to 0 by a release
-        if entry.is_gone and entry.num_holds == 0:
+            entry.num_allocations = -1  # never comes to 0 by a release
+        if entry.is_gone and entry.num_allocations == 0:
             segment.slots[entry.record.slot] = None
             size = self._sizes[entry.slot_bytes]
             (size.quarantined if entry.record.flags & Flags.QUARANTINED else size.free).append(entry.place)
@@ -142,18 +142,18 @@ class Catalog:
         if not free:
             return None
         place = free.popleft()
-        self._segments[place.segment].num_holds += 1
+        self._segments[place.segment].num_allocations += 1
         return place
 
     def give_back(self, place: SlotRef) -> None:
         """A writer's slot that came to nothing; its record is blank."""
         segment = self._segments[place.segment]
-        segment.num_holds -= 1
+        segment.num_allocations -= 1
         self._sizes[segment.shape.slot_bytes].free.appendleft(place)
 
     def retire(self, place: SlotRef) -> None:
         """A writer's slot that must not be used again: its record could not be blanked."""
-        self._segments[place.segment].num_holds -= 1
+        self._segments[place.segment].num_allocations -= 1
 
     def publish(self, record: Record) -> Entry | None:
         """Let the object in a writer's slot be found. Returns one that goes for it, to be blanked and released.
@@ -162,7 +162,7 @@ class Catalog:
         """
         segment = self._segments[record.segment]
         entry = Entry(record, segment.shape.slot_bytes)
-        segment.num_holds -= 1
+        segment.num_allocations -= 1
         segment.slots[record.slot] = entry
         previous = self._entries.get(record.key)
         if previous is not None and previous.record.sequence > record.sequence:
@@ -187,7 +187,7 @@ class Catalog:
         """Make room for a slot of this length: an object that goes (blank its record and release it), or, if that
         would help, the number of a segment to remove; None if everything is held."""
         size = self._sizes.get(slot_bytes)
-        own = next((entry for entry in size.entries.values() if not entry.num_holds), None) if size else None
+        own = next((entry for entry in size.entries.values() if not entry.num_allocations), None) if size else None
         other = self.coldest_segment(slot_bytes) if by_segment and self._sizes.keys() - {slot_bytes} else None
         if other is not None and (own is None or self._segments[other].used_at < own.used_at):
             return other
@@ -198,7 +198,9 @@ class Catalog:
 
     def coldest_segment(self, except_slot_bytes: int = 0) -> int | None:
         """The segment whose last use is longest ago, of those that nobody holds."""
-        candidates = (s for s in self._segments.values() if not s.num_holds and s.shape.slot_bytes != except_slot_bytes)
+        candidates = (
+            s for s in self._segments.values() if not s.num_allocations and s.shape.slot_bytes != except_slot_bytes
+        )
         coldest = min(candidates, key=lambda segment: segment.used_at, default=None)
         return coldest.shape.number if coldest else None
 
@@ -224,7 +226,7 @@ class Catalog:
                 places[entry.place] = "an object's"
         num_slots = sum(segment.shape.num_slots for segment in self._segments.values())
         assert len(self._entries) == sum(len(size.entries) for size in self._sizes.values())
-        assert not any(segment.num_holds for segment in self._segments.values()), "something is still held"
+        assert not any(segment.num_allocations for segment in self._segments.values()), "something is still held"
         assert len(places) == num_slots, f"{num_slots - len(places)} slots are lost"
         assert self.file_bytes == sum(segment.shape.file_bytes for segment in self._segments.values())
 
@@ -241,8 +243,8 @@ class Catalog:
         self._hold_gone(entry)
 
     def _hold_gone(self, entry: Entry) -> None:
-        entry.num_holds += 1
-        self._segments[entry.record.segment].num_holds += 1
+        entry.num_allocations += 1
+        self._segments[entry.record.segment].num_allocations += 1
 
     def _unlist(self, entry: Entry) -> None:
         del self._entries[entry.record.key]
