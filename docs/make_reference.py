@@ -18,7 +18,7 @@ FOLDER = ROOT / "docs" / "reference"
 # A package's public names are those of its __all__; of a module without one, all that it defines.
 CACHE = "config writeback allocation manager admin"
 WORKER = "controller layer_waits sharding scrubber store_io"
-FIRST = "dtype errors layout metrics messages memory state batch index transfer storage events"
+FIRST = "dtype errors fingerprint layout metrics messages memory state batch index transfer storage events"
 PAGES = {
     **{name: (f"kvtier.{name}",) for name in FIRST.split()},
     "cache": tuple(f"kvtier.cache.{name}" for name in CACHE.split()),

@@ -30,6 +30,7 @@ from kvtier.engine.sequence import EngineSequence
 from kvtier.engine.speculate import Proposer
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, DTypeError, EngineError, RangeError
+from kvtier.fingerprint import update_digest
 from kvtier.index import Chain, GhostCache, Namespace
 from kvtier.memory import Placement
 from kvtier.scheduler import ControlOp, Request, RowResult, Scheduler, SchedulerConfig, Step
@@ -429,10 +430,7 @@ def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:
             each.weight for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)
         ]
         norms = [layer.input_norm for layer in weights.layers] + [layer.post_norm for layer in weights.layers]
-        for tensor in (weights.embedding, weights.norm, *norms, *matrices):
-            flat = tensor.detach().flatten()
-            some = flat[:: max(1, len(flat) // 1000)].cpu().contiguous()
-            digest.update(some.view(torch.uint8).numpy().tobytes())
+        update_digest(digest, (weights.embedding, weights.norm, *norms, *matrices))
         layouts.append(
             f"block-first {config.num_layers} x 2 x {block_tokens} x {config.num_kv_heads} x {config.head_dim}"
         )

@@ -1,0 +1,26 @@
+"""Digest of a model's weights, part of the namespace that cached blocks are stored under.
+
+Inputs and order are part of the on-disk format: a change makes every stored block unreachable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+NUM_SAMPLES = 1000
+"""Elements hashed per tensor, evenly spaced: fine-tuning or merging an adapter changes nearly every element of the
+matrices it touches."""
+
+
+def update_digest(digest: _Hash, tensors: Iterable[torch.Tensor]) -> None:
+    """Add evenly spaced elements of every tensor to a digest."""
+    for tensor in tensors:
+        flat = tensor.detach().flatten()
+        samples = flat[:: max(1, len(flat) // NUM_SAMPLES)].cpu().contiguous()
+        digest.update(samples.view(torch.uint8).numpy().tobytes())
