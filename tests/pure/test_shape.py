@@ -1,0 +1,91 @@
+"""The shape of src: size, unique class names, function lengths, import cycles."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+MAX_FILES = 202  # target 190; may only fall
+MAX_LINES = 37_219  # target 32_500; may only fall
+MAX_CLASSES = 533  # target 430; may only fall
+MAX_FUNCTION_LINES = 63  # target 60; may only fall
+MAX_P90_FUNCTION_LINES = 20
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every module of src by its dotted name; packages end in `.__init__`."""
+    return {
+        ".".join(path.relative_to(SRC).with_suffix("").parts): ast.parse(path.read_text())
+        for path in sorted(SRC.rglob("*.py"))
+    }
+
+
+def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
+    return ((name, node) for name, tree in trees().items() for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def imports(name: str, tree: ast.Module) -> set[str]:
+    """Modules that `name` imports when it is imported; not inside functions, not under TYPE_CHECKING."""
+    known = {module.removesuffix(".__init__") for module in trees()}
+    found: set[str] = set()
+    todo: list[ast.stmt] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            todo += node.body + node.orelse
+        elif isinstance(node, ast.Try):
+            todo += node.body + node.orelse + node.finalbody + [s for handler in node.handlers for s in handler.body]
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {each if each in known else node.module for each in whole}
+    return (found & known) - {name.removesuffix(".__init__")}
+
+
+def test_class_names_under_src_are_unique():
+    places = defaultdict(list)
+    for name, node in nodes(ast.ClassDef):
+        places[node.name].append(f"{name}:{node.lineno}")
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_src_size_stays_within_limits():
+    num_lines = sum(len(path.read_text().splitlines()) for path in SRC.rglob("*.py"))
+    num_classes = sum(1 for _ in nodes(ast.ClassDef))
+    assert (len(trees()) <= MAX_FILES, num_lines <= MAX_LINES, num_classes <= MAX_CLASSES) == (True, True, True), (
+        f"{len(trees())} files, {num_lines} lines, {num_classes} classes; "
+        f"at most {MAX_FILES}, {MAX_LINES} and {MAX_CLASSES}"
+    )
+
+
+def test_functions_stay_short():
+    lengths = Counter(
+        {
+            f"{name}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
+            for name, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef)
+        }
+    )
+    assert {where: length for where, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+    assert sorted(lengths.values())[len(lengths) * 9 // 10] <= MAX_P90_FUNCTION_LINES
+
+
+def test_imports_have_no_cycle():
+    graph = {name.removesuffix(".__init__"): imports(name, tree) for name, tree in trees().items()}
+    is_done: dict[str, bool] = {}
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        if is_done.get(module):
+            return
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        for other in sorted(graph[module]):
+            visit(other, (*path, module))
+        is_done[module] = True
+
+    for module in graph:
+        visit(module, ())
