@@ -285,7 +285,7 @@ class Ranks:
 
 
 class RankedController:
-    """The controllers of all ranks as one: what Tiers uses. `own` is rank 0's, if there is a host tier."""
+    """The controllers of all ranks as one, for CacheRuntime. `own` is rank 0's, if there is a host tier."""
 
     def __init__(self, own: CacheController | None, ranks: Ranks) -> None:
         self._own = own

@@ -61,7 +61,7 @@ class ReplayDiff:
     steps: tuple[tuple[Work, float], ...]
     """Steps that computed and waited for no load: what to fit a cost to."""
     outcomes: tuple[tuple[str, int, float], ...]
-    """Purpose, bytes and seconds of every transfer that succeeded."""
+    """Route, bytes and seconds of every transfer that succeeded."""
 
 
 def read_log(path: str | Path) -> Log:

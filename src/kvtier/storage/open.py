@@ -52,7 +52,7 @@ def open_store(
 
     `secret` encrypts what goes to servers (AES-GCM; or per URL `secret=FILE`). docs/stores.md lists the options. A URL
     that says nothing sensible is an ArgumentError, a missing extra an UnavailableError, a server that does not
-    answer a StoreError. Of a folder, one of `num_shards` has its own part, with its share of the bytes (shards.py).
+    answer a StoreError. Of a folder, one of `num_shards` has its own part, with its share of the bytes.
     """
     urls = [where] if isinstance(where, str) else list(where)
     if not urls:

@@ -31,7 +31,7 @@ _GATHER_BYTES = 16 << 20
 
 
 class StoreWorker:
-    """Moves blocks between the host slots of every group and stores. A block is one object per part (shards.py)."""
+    """Moves blocks between the host slots of every group and stores. A block is one object per part (sharding.py)."""
 
     def __init__(
         self,
