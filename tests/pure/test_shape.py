@@ -10,9 +10,9 @@ from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 MAX_FILES = 202  # target 190; may only fall
-MAX_LINES = 37_219  # target 32_500; may only fall
+MAX_LINES = 37_216  # target 32_500; may only fall
 MAX_CLASSES = 533  # target 430; may only fall
-MAX_FUNCTION_LINES = 63  # target 60; may only fall
+MAX_FUNCTION_LINES = 60
 MAX_P90_FUNCTION_LINES = 20
 
 

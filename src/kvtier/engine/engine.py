@@ -123,12 +123,9 @@ class Engine:
             copies = _small_copies(model.weights.device, self.tiers.poll_while_waiting)
             self._inputs = InputBuilder(self.groups, copies)
             self._choose = Sampler(self._inputs, copies)
+            forward = ModelForward(self.groups, self._inputs, caches.ranks, self.tiers.on_forward_launched)
             self._pipeline = Pipeline(
-                [
-                    self._inputs,
-                    ModelForward(self.groups, self._inputs, caches.ranks, self.tiers.on_forward_launched),
-                    self._choose,
-                ],
+                [self._inputs, forward, self._choose],
                 phases=1,
                 placement=Placement.parse(str(model.weights.device)),
                 executor=InlineExecutor,
