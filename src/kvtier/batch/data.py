@@ -1,12 +1,9 @@
-"""A batch and what is done to it: ops, modules, and the data they exchange.
+"""A batch and its parts.
 
-BatchOp: the eight operations in the life of a batch.
-
-Environment: what the modules of a batch hand to each other, by typed name (the ancestors' TensorMap).
-
-BatchData: one batch on its way through the ops.
-
-Module: what takes part in a batch: input processors, the model, samplers, output processors.
+BatchOp       the eight operations of a batch
+BatchData     one batch in progress
+Environment   values that modules exchange, by typed name (the ancestors' TensorMap)
+Module        a participant: input processors, the model, samplers, output processors
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 No torch, no I/O, no threads, no clock: `now` comes with the call. One request's life:
 
-    prefetch -> Fetch ─┐
-               match -> Hold --allocate, is_ready, publish, extend ..--> finish | abort | preempt
+    prefetch -> Prefetch ─┐
+                  match -> Allocation --allocate, is_ready, publish, extend ..--> finish | abort | preempt
 
 With lower tiers, `plan` says what to move and `apply` takes what became of it: nothing is readable before its copy is
 reported done, nothing is reused before its reader is, and a copy that failed is a miss.

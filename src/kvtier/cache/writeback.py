@@ -1,16 +1,12 @@
 """Write blocks down early: device to host, and host to stores.
 
-When blocks get a copy in a lower tier: the policies, and the queue of what to look at.
+WritebackQueue   blocks of the upper tier that may get a copy below, in order
+HostWriteback    copies in host memory, and loads from it
+StoreWriteback   keys that a store is known to have, and writes to it
 
-HostWriteback: which blocks have a copy in host memory, which get one, and which are loaded back.
-
-Eviction from the device never waits: what has a host copy by then is found there again, what has none is a miss. A copy
-is kept after a load, so that a second eviction is free, and goes under the host's own pressure.
-
-StoreWriteback: which blocks a store is known to have, and which of the host's it gets.
-
-A store keeps blocks by key, outside the tree, and evicts by itself: what is known of it may be out of date, and a read
-that finds nothing is a miss like any other.
+Device eviction never waits: a block with a host copy is found there again, a block without one is a miss. A copy stays
+after a load, so that a second eviction is free, until the host tier evicts it. A store keeps blocks by key, outside the
+tree, and evicts by itself: the recorded keys may be out of date, and a read that finds nothing is a miss.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The engine's modules: a scheduler's Step on its way through the eight ops.
 
-SETUP     InputBuilder     rows of the batch -> ForwardBatch on the device
-PREPARE   InputBuilder     copies of blocks a row begins from
-FORWARD   ModelForward    hidden states and logits; then Choose samples
-UPDATE    Sampler     samples -> the engine
+SETUP     InputBuilder   rows of the batch -> ForwardBatch on the device
+PREPARE   InputBuilder   copies of blocks a row begins from
+FORWARD   ModelForward   hidden states and logits; then Sampler draws tokens, which the engine reads
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ class ModelForward(Module):
         ranks: Ranks | None = None,
         on_launched: Callable[[], None] = lambda: None,
     ) -> None:
-        """`meanwhile` is called when a GPU has been given the step: this thread only waits until it ends."""
+        """`on_launched` is called once the GPU has the step, while this thread would only wait."""
         self._groups = groups
         self._inputs = inputs
         self._ranks = ranks

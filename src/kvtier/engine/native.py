@@ -31,7 +31,7 @@ PACKED_KINDS = frozenset(_KINDS)
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix in the checkpoint's own bytes, ordered for `NativeCode.linear`."""
+    """A matrix in the checkpoint's own bytes, ordered for `EngineNative.linear`."""
 
     kind: str
     data: torch.Tensor

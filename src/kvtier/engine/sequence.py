@@ -1,9 +1,4 @@
-"""A sequence that is being generated, and its stop conditions.
-
-Stop texts in a stream: nothing that may turn out to be the beginning of one is let out.
-
-EngineSequence: one answer being written, from its tokens to its text, and what is told about it.
-"""
+"""EngineSequence: one answer, from its tokens to its text. StopChecker: stop texts in a stream."""
 
 from __future__ import annotations
 

@@ -1,23 +1,19 @@
 """Eviction policies: LRU, FIFO, S3-FIFO, ARC and cost-based.
 
-What eviction policies are made of: candidates by rank, and a mark to know a node again by.
+A policy ranks candidates: nodes without a lease and without a child in the tier. Blocks are taken from the end of the
+victim, and its parent becomes a candidate once no child is left, so every policy evicts leaves first. One instance
+serves one tier and one priority. A call takes O(log n) at most; S3FIFO's victim, amortised.
 
-ARC: how much room what was used once gets, and how much what was used again, is learnt from what is missed.
+ARC adapts the split between recency and frequency to ghost hits:
 
     offered --> recent ----used again----> frequent         each evicts its least recently used
                   |                            |
                   v evicted                    v evicted
              ghosts of recent            ghosts of frequent
-                  | offered again              | offered again: both come back as frequent
-                  +--> more room for recent    +--> more room for frequent
+                  | offered again              | offered again: both return as frequent
+                  +--> larger recent share     +--> larger frequent share
 
-Room is counted in blocks. Ghosts are remembered for as many blocks as candidates there were at most.
-
-Eviction policies: which of the nodes that may go goes first.
-
-A policy sees only candidates: nodes no lease covers, with nothing of the tier below them. Blocks are taken from the end
-of the victim, and its parent becomes a candidate when nothing is left below it, so every policy here evicts leaves
-first. One instance serves one tier and one priority. A call costs O(log n) at most; S3FIFO's victim, amortised.
+Shares are counted in blocks. Ghosts are kept for at most as many blocks as there have been candidates.
 """
 
 from __future__ import annotations

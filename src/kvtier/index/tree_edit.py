@@ -1,10 +1,6 @@
-"""Edits of the radix tree: split and merge nodes, insert blocks, evict and remove them.
+"""Edits of the radix tree: compare, split, join and cut edges; insert, evict and remove blocks.
 
-The shape of the tree: edges compared, split, joined and cut. No policy, no pools' slots freed here.
-
-TreeInserter: how computed blocks come into the tree.
-
-TreeEvictor: everything that takes blocks out of the tree or out of a tier.
+TreeInserter adds computed blocks. TreeEvictor removes blocks from a tier or from the tree.
 """
 
 from __future__ import annotations

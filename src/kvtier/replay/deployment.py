@@ -1,9 +1,4 @@
-"""A deployment to simulate: model, hardware, tiers, replicas and routing.
-
-Which replica serves which request, and how fast time runs.
-
-Deployment: what a service would run on. Simulating a trace on it gives a Summary: what an operator wants to know.
-"""
+"""Deployment: model, hardware, tiers, replicas and routing to simulate. Running a trace on it gives a Summary."""
 
 from __future__ import annotations
 

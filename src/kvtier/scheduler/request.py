@@ -1,9 +1,4 @@
-"""Requests, steps with their rows, and row results.
-
-Request: what the scheduler knows of one generation. Control: something to be done between two steps.
-
-What a scheduler is told, what it says and what it hears back: limits, steps with their rows, results.
-"""
+"""Scheduler inputs and outputs: limits, requests, steps with their rows, per-row results, and control operations."""
 
 from __future__ import annotations
 

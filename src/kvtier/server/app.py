@@ -1,9 +1,4 @@
-"""The FastAPI application and the dashboard page.
-
-The dashboard: one page put together from the files in static/, with headers that let in nothing else.
-
-The HTTP interface: which path does what.
-"""
+"""The FastAPI application: endpoints, and the dashboard page built from the files in static/."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""ASGI middleware: authentication, body limits, cross-site checks; event streams.
+"""ASGI layer around the app: GuardMiddleware, event streams, and detection of client disconnects.
 
-Between the app and a connection: streams of events, and noticing that a client has gone.
-
-GuardMiddleware: checks every HTTP request before the app runs. Plain ASGI, so that disconnects pass through.
-
-Checks headers, origin, key, and size and time of the body; writes one log line and counts one response per request.
+GuardMiddleware checks headers, origin, key, and size and time of the body before the app runs; it writes one log line
+and counts one response per request. It is plain ASGI, so that disconnects pass through.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""One call of a store: its deadline, its outcomes and the circuit breaker.
+"""One call of a store: the circuit breaker, threads, the deadline and the results.
 
-What makes a failing store cost one deadline and no more: Batch ends calls in time, Breaker stops new ones.
-
-What every call of a store goes through: the breaker, threads, the deadline.
+A failing store costs one deadline: Batch ends calls in time, Breaker stops new ones.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Compile a list of block ids into copies, sorted and merged.
+"""Compile block ids into tables of copies, in numpy. Ids are checked and sorted once per transfer, tables per slice.
 
-Which blocks move where: ids of both sides, checked, in the order of their destination, and as copies.
-
-From block ids to tables of copies, in numpy: ids are checked and sorted once per transfer, tables made per slice.
-
-A transfer is cut into slices: all layers of some blocks, or a group of layers of some blocks. A slice is what is
-submitted, waited for, and reported as done or failed.
+A transfer is cut into slices: all layers of some blocks, or a group of layers of some blocks. A slice is the unit that
+is submitted, waited for, and reported as done or failed.
 
     blocks, in the order of their destination   0 ........ 31 | 32 ........ 63 | ...        slice_bytes each
     layer-wise: layers 0-7 of all of them, then layers 8-15, ...
