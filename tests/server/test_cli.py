@@ -156,7 +156,7 @@ def test_every_command_has_examples_json_and_a_file_of_settings(capsys):
     ("words", "wanted"),
     [
         (["kvtier", "ser"], ["serve"]),
-        (["kvtier", "serve", "--max-r"], ["--max-rows"]),
+        (["kvtier", "serve", "--max-ro"], ["--max-rows"]),
         (["kvtier", "--json", "doctor", "--cal"], ["--calibrate"]),
     ],
 )

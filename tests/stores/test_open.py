@@ -129,7 +129,7 @@ def test_a_server_that_hangs_is_told_after_the_deadline(scheme, request):
 )
 def test_a_missing_extra_is_named(url, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    for name in (f"{module}.store", f"{module}.backoff", f"kvtier.storage.{extra}"):
+    for name in (f"{module}.store", f"{module}.backoff", f"kvtier.storage.remote.{extra}"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(UnavailableError, match=rf"pip install 'kvtier\[{extra}\]'"):
         open_store(url)
