@@ -89,3 +89,23 @@ def test_imports_have_no_cycle():
 
     for module in graph:
         visit(module, ())
+
+
+def test_names_in_all_have_docstrings():
+    """Only the public API needs docstrings: elsewhere the name and the types may be enough."""
+    public = {}
+    for name, tree in trees().items():
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                public[name.removesuffix(".__init__")] = set(ast.literal_eval(node.value))
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    missing = [
+        f"{name}:{node.lineno} {node.name}"
+        for name, tree in trees().items()
+        for node in tree.body
+        if isinstance(node, kinds)
+        and any(node.name in names and name.startswith(package) for package, names in public.items())
+        and not ast.get_docstring(node)
+        and "overload" not in map(ast.unparse, node.decorator_list)
+    ]
+    assert missing == []
