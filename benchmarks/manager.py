@@ -109,7 +109,7 @@ def decide(manager: CacheManager, prompt: Any, now: float) -> float:
     plan = manager.plan(now=now)
     taken = clock() - start + answer(manager, plan)
     start = clock()
-    hold = manager.match(chain, now=now, fetch=fetch)
+    hold = manager.match(chain, now=now, prefetch=fetch)
     if fetch is not None:
         manager.end_prefetch(fetch)
     assert manager.allocate(hold, chain.num_tokens) is None

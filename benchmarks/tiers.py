@@ -276,7 +276,7 @@ def decide(manager: CacheManager, prompt: Any) -> None:
     chain = Chain(manager.namespace, prompt)
     fetch = manager.prefetch(chain)
     obey(manager)
-    hold = manager.match(chain, fetch=fetch)
+    hold = manager.match(chain, prefetch=fetch)
     assert fetch is not None
     manager.end_prefetch(fetch)
     shortage = manager.allocate(hold, chain.num_tokens)

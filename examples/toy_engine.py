@@ -49,7 +49,7 @@ class ToyEngine:
 
     def compute_row(self, row: Row) -> RowResult:
         """The new tokens of one request: read the KV before them, write theirs, and choose the next token."""
-        hold = row.request.hold
+        hold = row.request.allocation
         assert hold is not None
         table = hold.table
         tokens = row.request.chain.token_range(row.first, row.stop)

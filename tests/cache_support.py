@@ -186,7 +186,7 @@ class Lab:
         """A request that holds KV, ready to compute; what it was given is checked. None fits: an error."""
         may_load = True
         while True:
-            hold = self.manager.match(chain, now=self.now, may_load=may_load, fetch=fetch)
+            hold = self.manager.match(chain, now=self.now, may_load=may_load, prefetch=fetch)
             shortage = self.manager.allocate(hold, chain.num_tokens)
             assert shortage is None, shortage
             try:

@@ -168,7 +168,9 @@ class Recorder(Model):
         for at in self._batch.logit_rows.tolist():
             position, block = int(self._batch.positions[at]), int(self._batch.slots[at]) // block_tokens
             place = position // block_tokens
-            (mine,) = [r for r in running if len(r.hold.table) > place and int(r.hold.table[place]) == block]
+            (mine,) = [
+                r for r in running if len(r.allocation.table) > place and int(r.allocation.table[place]) == block
+            ]
             found.append((*mine.chain.tokens.tolist(), *mine.draft)[: position + 1])
         return found
 

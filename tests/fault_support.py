@@ -48,7 +48,7 @@ class FaultyModel(Model):
         for request in self.engine.scheduler.running if self.value is not None else ():
             if request.num_new_tokens < self.ages.get(request.id.split("#")[0], 1 << 30):
                 continue
-            table = np.asarray(request.hold.table)
+            table = np.asarray(request.allocation.table)
             places = np.minimum(positions // 4, len(table) - 1)  # a block that is written belongs to one request
             mine = (table[places] == blocks) & (places == positions // 4)
             found[torch.from_numpy(mine).to(found.device)] = torch.tensor(self.value, device=found.device)
@@ -270,7 +270,7 @@ def inject(run, monkeypatch):
         explain = run.engine.manager.explain
 
         def broken_explain(hold):
-            if any(r.hold is hold and r.id.startswith("victim") for r in run.engine.scheduler.running):
+            if any(r.allocation is hold and r.id.startswith("victim") for r in run.engine.scheduler.running):
                 raise Break("explain")
             return explain(hold)
 

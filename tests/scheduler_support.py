@@ -62,7 +62,7 @@ class Device:
         self.move(scheduler, len(chosen), ok=ok)
 
     def _compute(self, row: Row, finish: set[str]) -> RowResult:
-        request, table = row.request, row.request.hold.table.tolist()
+        request, table = row.request, row.request.allocation.table.tolist()
         tokens = (*request.chain.tokens.tolist(), *request.draft)
         for position in range(row.first):  # everything before must be there, computed from this very prefix
             assert self.kv[table[position // BLOCK], position % BLOCK] == tokens[: position + 1]
@@ -137,11 +137,13 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
         _verify_row(row)
         if row.request not in ran:
             ahead = limits.lookahead_tokens if row.wants_token else 0
-            assert len(row.request.hold.table) <= -(-(row.stop + ahead) // BLOCK), "more slots than the step needs"
+            assert len(row.request.allocation.table) <= -(-(row.stop + ahead) // BLOCK), (
+                "more slots than the step needs"
+            )
     for request in (*step.preempted, *step.refused):
-        assert (request.hold, request.num_computed, request.draft) == (None, 0, ())
+        assert (request.allocation, request.num_computed, request.draft) == (None, 0, ())
     assert all(request.state is RequestState.REFUSED and request.reason for request in step.refused)
-    assert all(request.fetch is None for request in step.refused)
+    assert all(request.prefetch is None for request in step.refused)
     places = [(row.request not in ran, row.request in ran and not row.request.is_generating) for row in rows]
     assert places == sorted(places), "generating first, then prompts that were begun, then new ones"
     if step.preempted:
@@ -149,13 +151,13 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
     elif step.num_tokens < limits.max_step_tokens:
         assert all(row.wants_token for row in rows), "a prompt was cut though there was room in the step"
         idle = [each for each in ran if each in scheduler.running and each not in [row.request for row in rows]]
-        assert all(each.hold.is_loading for each in idle) or scheduler.manager.transfers.in_flight
+        assert all(each.allocation.is_loading for each in idle) or scheduler.manager.transfers.in_flight
 
 
 def _verify_row(row: Row) -> None:
     request, known = row.request, row.request.chain.num_tokens
     assert request.state is RequestState.RUNNING
     assert row.first == request.num_computed
-    assert row.first < row.stop <= len(request.hold.table) * BLOCK
+    assert row.first < row.stop <= len(request.allocation.table) * BLOCK
     assert row.num_draft == max(0, row.stop - known) <= len(request.draft)
     assert row.wants_token is (row.stop >= known)

@@ -189,7 +189,7 @@ class TiersMachine(RuleBasedStateMachine):
     def compute(self, row) -> RowResult:
         """Check every token the row looks back on, then write its own."""
         request, cache = row.request, self.groups[0].cache
-        table, tokens, salt = request.hold.table, request.chain.tokens, request.chain.salt
+        table, tokens, salt = request.allocation.table, request.chain.tokens, request.chain.salt
         for position in range(row.stop):
             block = cache[int(table[position // BLOCK])]
             wanted = kv_of(tokens[: position + 1], salt).to(cache.device)

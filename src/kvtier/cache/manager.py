@@ -106,20 +106,20 @@ class CacheManager:
             return None
         return self._prefetcher.start(chain, self._most_blocks(chain), retention, now)
 
-    def is_prefetched(self, fetch: Prefetch, *, now: float = 0.0) -> bool:
+    def is_prefetched(self, prefetch: Prefetch, *, now: float = 0.0) -> bool:
         """Whether its request need not wait for it any more: it has arrived, or patience is over."""
         assert self._prefetcher is not None
-        return self._prefetcher.is_over(fetch, now)
+        return self._prefetcher.is_over(prefetch, now)
 
-    def retry_prefetch(self, fetch: Prefetch, hold: Allocation, *, now: float = 0.0) -> bool:
+    def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
         """Whether its request, whose turn has come, should wait once more: what was in memory is gone to a store."""
         assert self._prefetcher is not None
-        return self._prefetcher.retry(fetch, hold.lease.num_matched, now, hold.lease.retention)
+        return self._prefetcher.retry(prefetch, allocation.lease.num_matched, now, allocation.lease.retention)
 
-    def end_prefetch(self, fetch: Prefetch) -> None:
+    def end_prefetch(self, prefetch: Prefetch) -> None:
         """Nobody waits for it any more."""
         assert self._prefetcher is not None
-        self._prefetcher.end(fetch)
+        self._prefetcher.end(prefetch)
 
     def match(
         self,
@@ -128,7 +128,7 @@ class CacheManager:
         now: float = 0.0,
         retention: Retention = _KEEP,
         may_load: bool = True,
-        fetch: Prefetch | None = None,
+        prefetch: Prefetch | None = None,
     ) -> Allocation:
         """Hold the longest cached prefix, at least one token short of all: the last must be computed for its logits.
 
@@ -136,107 +136,113 @@ class CacheManager:
         """
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
-        hold = Allocation(self.tree.match(chain, now=now, max_blocks=self._most_blocks(chain), retention=retention))
-        if self.host is not None and (missing := self.host.device_states(hold.lease).count(ABSENT)):
-            hold = self._match_below(hold, missing, may_load, fetch, now)
-        self._allocations.add(hold)
+        allocation = Allocation(
+            self.tree.match(chain, now=now, max_blocks=self._most_blocks(chain), retention=retention)
+        )
+        if self.host is not None and (missing := self.host.device_states(allocation.lease).count(ABSENT)):
+            allocation = self._match_below(allocation, missing, may_load, prefetch, now)
+        self._allocations.add(allocation)
         if self.config.prefix_caching:
-            self._match_partly(hold, now)
-            hold.tokens_from["device"] = hold.num_cached_tokens - sum(hold.tokens_from.values())
-        return hold
+            self._match_partly(allocation, now)
+            allocation.tokens_from["device"] = allocation.num_cached_tokens - sum(allocation.tokens_from.values())
+        return allocation
 
-    def allocate(self, hold: Allocation, num_tokens: int) -> Shortage | None:
+    def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Slots for the first `num_tokens` tokens, evicting what is cold; or nothing, and why.
 
         Where the block to copy from is in the way, it is given up: then `num_cached_tokens` is less than it was.
         """
-        self._must_hold(hold)
-        if hold.lease.committed and not hold.lease.num_missing(num_tokens):
+        self._must_hold(allocation)
+        if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
             return None
-        shortage = self._reserve(hold, num_tokens)
-        if shortage is not None and hold.source is not None and hold.copy is None:
-            self._let_source_go(hold)
-            hold.num_cached_tokens = hold.lease.num_matched_tokens
-            shortage = self._reserve(hold, num_tokens)
+        shortage = self._reserve(allocation, num_tokens)
+        if shortage is not None and allocation.source is not None and allocation.copy is None:
+            self._let_source_go(allocation)
+            allocation.num_cached_tokens = allocation.lease.num_matched_tokens
+            shortage = self._reserve(allocation, num_tokens)
         if shortage is not None:
             return shortage
-        if hold.source is not None and hold.copy is None and len(hold.table) > hold.lease.num_matched:
-            block = hold.lease.num_matched
-            num_reused = hold.num_cached_tokens - hold.lease.num_matched_tokens
-            hold.copy = BlockCopy(int(hold.source.table[block]), int(hold.table[block]), num_reused)
+        if (
+            allocation.source is not None
+            and allocation.copy is None
+            and len(allocation.table) > allocation.lease.num_matched
+        ):
+            block = allocation.lease.num_matched
+            num_reused = allocation.num_cached_tokens - allocation.lease.num_matched_tokens
+            allocation.copy = BlockCopy(int(allocation.source.table[block]), int(allocation.table[block]), num_reused)
         return None
 
-    def is_ready(self, hold: Allocation) -> bool:
+    def is_ready(self, allocation: Allocation) -> bool:
         """Whether everything the hold found is on the device. A load that failed raises LoadError: abort the hold."""
-        self._must_hold(hold)
-        if not hold.is_loading or self.host is None:
+        self._must_hold(allocation)
+        if not allocation.is_loading or self.host is None:
             return True
-        states = self.host.device_states(hold.lease)
+        states = self.host.device_states(allocation.lease)
         if ABSENT in states:
             raise LoadError("blocks that were to be loaded are not there: compute them instead")
         if WRITING in states:
             return False
-        hold.is_loading, hold.loads = False, ()
-        self._fill_table(hold.lease)
+        allocation.is_loading, allocation.loads = False, ()
+        self._fill_table(allocation.lease)
         return True
 
-    def overlap(self, hold: Allocation) -> tuple[int, ...]:
+    def overlap(self, allocation: Allocation) -> tuple[int, ...]:
         """The loads that a step of this hold must wait for layer by layer, if it may start before they are done.
 
         Empty where others bring some of the blocks, or where nothing is on its way. The step's results count only if
         `is_ready` says so afterwards.
         """
-        self._must_hold(hold)
-        if self.host is None or not hold.loads or WRITING not in self.host.device_states(hold.lease):
+        self._must_hold(allocation)
+        if self.host is None or not allocation.loads or WRITING not in self.host.device_states(allocation.lease):
             return ()
-        self._fill_table(hold.lease)
-        return hold.loads
+        self._fill_table(allocation.lease)
+        return allocation.loads
 
-    def on_scheduled(self, hold: Allocation, *, now: float = 0.0) -> None:
+    def on_scheduled(self, allocation: Allocation, *, now: float = 0.0) -> None:
         """The request is in a step: what it was given counts as used, once."""
-        self._must_hold(hold)
-        if hold.lease.committed:
+        self._must_hold(allocation)
+        if allocation.lease.committed:
             return
-        self._queried_tokens += hold.chain.num_tokens
-        for tier, num_tokens in hold.tokens_from.items():
+        self._queried_tokens += allocation.chain.num_tokens
+        for tier, num_tokens in allocation.tokens_from.items():
             self._hit_tokens[tier] += num_tokens
-        if hold.decision is not None:
-            self.decisions["load" if hold.decision.load else "recompute"] += 1
+        if allocation.decision is not None:
+            self.decisions["load" if allocation.decision.load else "recompute"] += 1
         for queue in self.queues:
-            queue.on_reuse(hold.lease)
-        self.tree.commit(hold.lease, now=now)
+            queue.on_reuse(allocation.lease)
+        self.tree.commit(allocation.lease, now=now)
 
-    def publish(self, hold: Allocation, computed_tokens: int, *, now: float = 0.0) -> None:
+    def publish(self, allocation: Allocation, computed_tokens: int, *, now: float = 0.0) -> None:
         """So many tokens are computed: their full blocks can be matched by others."""
-        self._must_hold(hold)
-        first = hold.lease.num_blocks
+        self._must_hold(allocation)
+        first = allocation.lease.num_blocks
         if computed_tokens >= (first + 1) * self.namespace.block_tokens:  # most tokens fill no block
-            self.tree.publish(hold.lease, computed_tokens, now=now)
+            self.tree.publish(allocation.lease, computed_tokens, now=now)
             if self.host is not None:
-                self.host.queue.on_blocks_ready(hold.lease, first, hold.lease.num_blocks)
-        if hold.source is not None and computed_tokens > hold.num_cached_tokens:
-            self._let_source_go(hold)
+                self.host.queue.on_blocks_ready(allocation.lease, first, allocation.lease.num_blocks)
+        if allocation.source is not None and computed_tokens > allocation.num_cached_tokens:
+            self._let_source_go(allocation)
 
-    def extend(self, hold: Allocation, tokens: TokenIds) -> None:
+    def extend(self, allocation: Allocation, tokens: TokenIds) -> None:
         """Tokens were generated. Their KV is computed when they are fed back."""
-        self._must_hold(hold)
-        hold.chain.append(tokens)
+        self._must_hold(allocation)
+        allocation.chain.append(tokens)
 
-    def finish(self, hold: Allocation, *, now: float = 0.0) -> None:
+    def finish(self, allocation: Allocation, *, now: float = 0.0) -> None:
         """The request has all it wanted; what it published stays."""
-        self._end(hold, used=True, now=now)
+        self._end(allocation, used=True, now=now)
 
-    def preempt(self, hold: Allocation, *, now: float = 0.0) -> None:
+    def preempt(self, allocation: Allocation, *, now: float = 0.0) -> None:
         """Its slots are needed. What it published stays until evicted, so to resume is to match again."""
-        self._end(hold, used=True, now=now)
+        self._end(allocation, used=True, now=now)
 
-    def abort(self, hold: Allocation, *, now: float = 0.0) -> None:
+    def abort(self, allocation: Allocation, *, now: float = 0.0) -> None:
         """It was cancelled, or could not be scheduled: as if it had not been, unless a step ran."""
-        self._end(hold, used=hold.lease.committed, now=now)
+        self._end(allocation, used=allocation.lease.committed, now=now)
 
-    def explain(self, hold: Allocation) -> Miss:
+    def explain(self, allocation: Allocation) -> Miss:
         """Why the match ended where it did."""
-        return self.tree.explain(hold.lease)
+        return self.tree.explain(allocation.lease)
 
     def pin(self, chain: Chain, *, now: float = 0.0) -> Lease:
         """Keep what is cached of a prompt until it is unpinned."""
@@ -340,9 +346,15 @@ class CacheManager:
     @property
     def leases(self) -> list[Lease]:
         """All that are open."""
-        sources = [hold.source for hold in self._allocations if hold.source is not None]
+        sources = [allocation.source for allocation in self._allocations if allocation.source is not None]
         fetched = self._prefetcher.leases if self._prefetcher is not None else []
-        return [*(hold.lease for hold in self._allocations), *sources, *self._pins, *self.transfers.leases, *fetched]
+        return [
+            *(allocation.lease for allocation in self._allocations),
+            *sources,
+            *self._pins,
+            *self.transfers.leases,
+            *fetched,
+        ]
 
     def check(self) -> None:
         """Raise unless every invariant of the index holds for exactly these holds."""
@@ -355,24 +367,26 @@ class CacheManager:
         return (chain.num_tokens - 1) // self.namespace.block_tokens
 
     def _match_below(
-        self, hold: Allocation, missing: int, may_load: bool, fetch: Prefetch | None, now: float
+        self, allocation: Allocation, missing: int, may_load: bool, prefetch: Prefetch | None, now: float
     ) -> Allocation:
         """Some of what was found is not on the device: load it, or go without it."""
         assert self.host is not None
-        block_tokens, on_device = self.namespace.block_tokens, hold.num_on_device
+        block_tokens, on_device = self.namespace.block_tokens, allocation.num_on_device
         decision = None
         if may_load and self.config.recompute:
             ways = {(Route.HOST_TO_DEVICE, ""): missing + self.transfers.num_blocks(Route.HOST_TO_DEVICE)}
-            first, stop = on_device * block_tokens, hold.lease.num_matched_tokens
+            first, stop = on_device * block_tokens, allocation.lease.num_matched_tokens
             decision = self.cost_model.decide(ways, first, stop - first)
         if may_load and (decision is None or decision.load):
-            hold.tokens_from = origins(fetch, missing, block_tokens)
+            allocation.tokens_from = origins(prefetch, missing, block_tokens)
         else:
-            self.tree.release(hold.lease, used=False)
-            lease = self.tree.match(hold.chain, now=now, max_blocks=on_device, retention=hold.lease.retention)
-            hold = Allocation(lease)
-        hold.decision = decision or (fetch.decision if fetch is not None else None)
-        return hold
+            self.tree.release(allocation.lease, used=False)
+            lease = self.tree.match(
+                allocation.chain, now=now, max_blocks=on_device, retention=allocation.lease.retention
+            )
+            allocation = Allocation(lease)
+        allocation.decision = decision or (prefetch.decision if prefetch is not None else None)
+        return allocation
 
     def _fill_table(self, lease: Lease) -> None:
         """The device slots of what was found, there or on its way."""
@@ -401,25 +415,25 @@ class CacheManager:
         if purpose is Route.STORE_TO_HOST and self._prefetcher is not None:
             self._prefetcher.on_transfer_done(move, there)
 
-    def _match_partly(self, hold: Allocation, now: float) -> None:
+    def _match_partly(self, allocation: Allocation, now: float) -> None:
         """Find a cached block that begins as the first one that was not found does: as much of it is copied.
 
         prompt   |b0|b1|t t t t v v|..      the last token of the prompt must be computed in any case
         cached   |b0|b1|t t t t u u|        4 tokens are copied
         """
-        wanted = hold.chain.num_tokens - hold.num_cached_tokens - 1
+        wanted = allocation.chain.num_tokens - allocation.num_cached_tokens - 1
         if wanted < 1:
             return
-        found = self.tree.match_within(hold.lease, wanted, max_children=self.config.partial_scan, now=now)
+        found = self.tree.match_within(allocation.lease, wanted, max_children=self.config.partial_scan, now=now)
         if found is not None:
-            hold.source = found.lease
-            hold.num_cached_tokens += found.num_tokens
+            allocation.source = found.lease
+            allocation.num_cached_tokens += found.num_tokens
 
-    def _reserve(self, hold: Allocation, num_tokens: int) -> Shortage | None:
+    def _reserve(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Slots for tokens that have none, and for blocks that come from the host, which then are on their way."""
-        lease = hold.lease
+        lease = allocation.lease
         num_new, states = lease.num_missing(num_tokens), b""
-        if self.host is not None and not hold.is_loading and not lease.committed:
+        if self.host is not None and not allocation.is_loading and not lease.committed:
             states = self.host.device_states(lease)
         num_to_load, is_waiting = states.count(ABSENT), WRITING in states
         if num_new or num_to_load:
@@ -428,25 +442,25 @@ class CacheManager:
                 return slots
             if num_to_load and self.host is not None:
                 ids = self.host.load(lease, Slots(slots.tier, slots.ids[:num_to_load]))
-                hold.loads = () if is_waiting else tuple(ids)
+                allocation.loads = () if is_waiting else tuple(ids)
             own = slots.ids[num_to_load:]
             lease.table = np.concatenate((lease.table, own)) if len(lease.table) else own
-        hold.is_loading = hold.is_loading or is_waiting or num_to_load > 0
+        allocation.is_loading = allocation.is_loading or is_waiting or num_to_load > 0
         return None
 
-    def _let_source_go(self, hold: Allocation) -> None:
-        if hold.source is not None:
-            self.tree.release(hold.source, used=False)
-            hold.source = None
+    def _let_source_go(self, allocation: Allocation) -> None:
+        if allocation.source is not None:
+            self.tree.release(allocation.source, used=False)
+            allocation.source = None
 
-    def _end(self, hold: Allocation, *, used: bool, now: float) -> None:
-        self._must_hold(hold)
-        self._allocations.remove(hold)
-        self._let_source_go(hold)
+    def _end(self, allocation: Allocation, *, used: bool, now: float) -> None:
+        self._must_hold(allocation)
+        self._allocations.remove(allocation)
+        self._let_source_go(allocation)
         for queue in self.queues if used else ():
-            queue.on_finish(hold.lease)
-        self.tree.release(hold.lease, used=used, now=now)
+            queue.on_finish(allocation.lease)
+        self.tree.release(allocation.lease, used=used, now=now)
 
-    def _must_hold(self, hold: Allocation) -> None:
-        if hold not in self._allocations:
+    def _must_hold(self, allocation: Allocation) -> None:
+        if allocation not in self._allocations:
             raise StateError("this hold has ended: a request finishes, aborts or is preempted once per match")

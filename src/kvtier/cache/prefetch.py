@@ -77,143 +77,147 @@ class Prefetcher:
     @property
     def leases(self) -> list[Lease]:
         """What fetches hold, for checking."""
-        return [fetch.lease for fetch in self._open if fetch.lease is not None]
+        return [prefetch.lease for prefetch in self._open if prefetch.lease is not None]
 
     def start(self, chain: Chain, max_blocks: int, retention: Retention, now: float) -> Prefetch:
         """Begin to fetch what of a chain is in no memory."""
         lease = self._tree.match(chain, now=now, max_blocks=max_blocks, retention=retention)
         chain.take_keys(lease.node)
-        fetch = Prefetch(chain, lease, max_blocks, now)
-        self._open[fetch] = None
+        prefetch = Prefetch(chain, lease, max_blocks, now)
+        self._open[prefetch] = None
         for store in self._stores:
             if store.inventory_probe:
-                fetch.waiting_for.add(store.inventory_probe)
+                prefetch.waiting_for.add(store.inventory_probe)
             if store.config.is_shared and lease.num_blocks < max_blocks:
                 keys = b"".join(chain.key_list(lease.num_blocks, max_blocks))
-                fetch.waiting_for.add(self._moves.probe(store.config.name, keys))
-        self._begin(fetch, lease, now)
-        return fetch
+                prefetch.waiting_for.add(self._moves.probe(store.config.name, keys))
+        self._begin(prefetch, lease, now)
+        return prefetch
 
-    def retry(self, fetch: Prefetch, num_found: int, now: float, retention: Retention) -> bool:
+    def retry(self, prefetch: Prefetch, num_found: int, now: float, retention: Retention) -> bool:
         """Its request's turn has come, with so many blocks in memory: whether it should wait for more, from a store.
 
         Once, as somebody else's blocks may drive out these again.
         """
-        if fetch.is_due or fetch.lease is not None or num_found >= fetch.wanted:
+        if prefetch.is_due or prefetch.lease is not None or num_found >= prefetch.wanted:
             return False
-        if not self._find(fetch.chain.key_list(num_found, num_found + 1)):
+        if not self._find(prefetch.chain.key_list(num_found, num_found + 1)):
             return False
-        fetch.is_due, fetch.is_over, fetch.started = True, False, now
-        fetch.lease = self._tree.match(fetch.chain, now=now, max_blocks=fetch.wanted, retention=retention)
-        self._begin(fetch, fetch.lease, now)
-        return not self.is_over(fetch, now)
+        prefetch.is_due, prefetch.is_over, prefetch.started = True, False, now
+        prefetch.lease = self._tree.match(prefetch.chain, now=now, max_blocks=prefetch.wanted, retention=retention)
+        self._begin(prefetch, prefetch.lease, now)
+        return not self.is_over(prefetch, now)
 
-    def is_over(self, fetch: Prefetch, now: float) -> bool:
+    def is_over(self, prefetch: Prefetch, now: float) -> bool:
         """Whether its request need not wait any more."""
-        if fetch.is_over:
+        if prefetch.is_over:
             return True
-        waited = now - fetch.started
+        waited = now - prefetch.started
         return all(
             store.config.patience is Patience.BEST_EFFORT
             or (store.config.patience is Patience.DEADLINE and waited >= store.config.wait_seconds)
             for store in self._stores
         )
 
-    def end(self, fetch: Prefetch) -> None:
+    def end(self, prefetch: Prefetch) -> None:
         """Whoever asked for it has what it wants, or wants it no longer. What is on its way still arrives."""
-        if fetch not in self._open:
+        if prefetch not in self._open:
             raise StateError("this fetch has ended already")
-        del self._open[fetch]
-        self._let_go(fetch)
+        del self._open[prefetch]
+        self._let_go(prefetch)
 
     def advance(self, now: float) -> None:
         """Go on with those that waited for an answer, for room, or for somebody else's blocks."""
-        for fetch in self._open:
-            if not fetch.is_over and not fetch.waiting_for:
-                self._begin(fetch, self._look_again(fetch, now), now)
+        for prefetch in self._open:
+            if not prefetch.is_over and not prefetch.waiting_for:
+                self._begin(prefetch, self._look_again(prefetch, now), now)
 
     def on_lookup(self, presence: StoreLookup) -> None:
         """A probe was answered, by every rank."""
         for store in self._stores:
             store.on_probe_result(presence.probe_id)
-        for fetch in self._open:
-            fetch.waiting_for.discard(presence.probe_id)
+        for prefetch in self._open:
+            prefetch.waiting_for.discard(presence.probe_id)
 
     def reset(self) -> None:
         """What was on its way counts for nothing."""
-        for fetch in self._open:
-            fetch.is_over = True
+        for prefetch in self._open:
+            prefetch.is_over = True
 
     def on_transfer_done(self, move: PendingTransfer, there: Mask) -> None:
         """A fetch's move is over."""
-        fetch = self._by_move.pop(move.transfer.id)
-        fetch.waiting_for.discard(move.transfer.id)
+        prefetch = self._by_move.pop(move.transfer.id)
+        prefetch.waiting_for.discard(move.transfer.id)
         store = move.transfer.source
-        fetch.num_fetched[store] = fetch.num_fetched.get(store, 0) + there.count(1)
-        fetch.is_over = fetch.is_over or not fetch.waiting_for
+        prefetch.num_fetched[store] = prefetch.num_fetched.get(store, 0) + there.count(1)
+        prefetch.is_over = prefetch.is_over or not prefetch.waiting_for
 
-    def _begin(self, fetch: Prefetch, lease: Lease, now: float) -> None:
+    def _begin(self, prefetch: Prefetch, lease: Lease, now: float) -> None:
         """Start the moves, if it is known where the blocks are and there is room."""
-        if fetch.waiting_for:
+        if prefetch.waiting_for:
             return
         first = lease.num_blocks
         # what the match before has found: None is no next block
-        node = lease.node.children.get(fetch.chain.key_at(first)) if lease.stopped and first < fetch.wanted else None
+        node = (
+            lease.node.children.get(prefetch.chain.key_at(first)) if lease.stopped and first < prefetch.wanted else None
+        )
         if node is not None:
             # Somebody else brings the next block, which is worth waiting for; or it is nowhere, and somebody's lease
             # keeps its place: computing it puts it there.
-            fetch.is_over = not any(held is not None and held.states[0] == WRITING for held in node.held)
+            prefetch.is_over = not any(held is not None and held.states[0] == WRITING for held in node.held)
         else:
-            self._begin_moves(fetch, lease, now)
-        if fetch.is_over:
-            self._let_go(fetch)
+            self._begin_moves(prefetch, lease, now)
+        if prefetch.is_over:
+            self._let_go(prefetch)
 
-    def _begin_moves(self, fetch: Prefetch, lease: Lease, now: float) -> None:
+    def _begin_moves(self, prefetch: Prefetch, lease: Lease, now: float) -> None:
         first = lease.num_blocks
-        keys = fetch.chain.key_list(first, fetch.wanted)
+        keys = prefetch.chain.key_list(first, prefetch.wanted)
         parts = self._find(keys)
         if any(self._is_busy(store, count) for store, count in parts):
             return  # its turn comes
-        fetch.decision = self._decide(first, parts, again=fetch.is_due)
-        wanted = sum(count for _, count in parts) if fetch.decision is None or fetch.decision.load else 0
-        slots = self._reserve(fetch, wanted) if wanted else None
+        prefetch.decision = self._decide(first, parts, again=prefetch.is_due)
+        wanted = sum(count for _, count in parts) if prefetch.decision is None or prefetch.decision.load else 0
+        slots = self._reserve(prefetch, wanted) if wanted else None
         if slots is not None and len(slots):
             grafted = self._tree.graft(lease, self._host, slots, now=now)
             assert grafted, "there was no next block a moment ago"
-            fetch.num_blocks = len(slots)
-            self._move(fetch, lease, slots, keys, parts)
+            prefetch.num_blocks = len(slots)
+            self._move(prefetch, lease, slots, keys, parts)
         else:
-            fetch.is_over = slots is not None or not wanted or not fetch.is_due
+            prefetch.is_over = slots is not None or not wanted or not prefetch.is_due
 
-    def _reserve(self, fetch: Prefetch, num_blocks: int) -> Slots | None:
+    def _reserve(self, prefetch: Prefetch, num_blocks: int) -> Slots | None:
         """Host slots for all of it; or for as much as fits, if nobody will give more; or None: others are to go first.
 
         Others have room because of what was brought for them, until their turn has come.
         """
-        slots = self._tree.reserve(self._host, num_blocks, fetch.chain.salt)
+        slots = self._tree.reserve(self._host, num_blocks, prefetch.chain.salt)
         if isinstance(slots, Slots):
             return slots
-        if any(other.num_blocks for other in self._open if other is not fetch):
+        if any(other.num_blocks for other in self._open if other is not prefetch):
             return None
-        return reserve_up_to(self._tree, self._host, num_blocks, fetch.chain.salt)
+        return reserve_up_to(self._tree, self._host, num_blocks, prefetch.chain.salt)
 
-    def _let_go(self, fetch: Prefetch) -> None:
-        if fetch.lease is not None:
-            self._tree.release(fetch.lease, used=False)
-            fetch.lease = None
+    def _let_go(self, prefetch: Prefetch) -> None:
+        if prefetch.lease is not None:
+            self._tree.release(prefetch.lease, used=False)
+            prefetch.lease = None
 
     def _is_busy(self, store: StoreWriteback, count: int) -> bool:
         """Whether so many more from a store are too many at a time. Any number may go alone."""
         under_way = self._moves.num_blocks(Route.STORE_TO_HOST, store.config.name)
         return under_way > 0 and under_way + count > store.config.max_fetching_blocks
 
-    def _look_again(self, fetch: Prefetch, now: float) -> Lease:
+    def _look_again(self, prefetch: Prefetch, now: float) -> Lease:
         """What is in memory may be more than it was."""
-        before = fetch.lease
+        before = prefetch.lease
         assert before is not None, "it would be over"
-        fetch.lease = self._tree.match(fetch.chain, now=now, max_blocks=fetch.wanted, retention=before.retention)
+        prefetch.lease = self._tree.match(
+            prefetch.chain, now=now, max_blocks=prefetch.wanted, retention=before.retention
+        )
         self._tree.release(before, used=False)
-        return fetch.lease
+        return prefetch.lease
 
     def _find(self, keys: list[bytes]) -> list[tuple[StoreWriteback, int]]:
         """Which store has how many of these, one after the other from the first on."""
@@ -243,7 +247,7 @@ class Prefetcher:
         return self._speeds.decide(ways, first * block_tokens, total * block_tokens, again=again)
 
     def _move(
-        self, fetch: Prefetch, lease: Lease, slots: Slots, keys: list[bytes], parts: list[tuple[StoreWriteback, int]]
+        self, prefetch: Prefetch, lease: Lease, slots: Slots, keys: list[bytes], parts: list[tuple[StoreWriteback, int]]
     ) -> None:
         at, first = 0, lease.num_blocks - len(slots)
         for store, count in parts:
@@ -254,15 +258,15 @@ class Prefetcher:
             shared, name = self._tree.share(lease), store.config.name
             mine = b"".join(keys[at : at + count])
             number = self._moves.start(Route.STORE_TO_HOST, shared, first + at, name, target, mine)
-            self._by_move[number] = fetch
-            fetch.waiting_for.add(number)
+            self._by_move[number] = prefetch
+            prefetch.waiting_for.add(number)
             at += count
 
 
-def origins(fetch: Prefetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
+def origins(prefetch: Prefetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
     """Where blocks below the device come from, in tokens: those fetched for this request from their stores."""
     origins: dict[str, int] = {}
-    for store, count in fetch.num_fetched.items() if fetch is not None else ():
+    for store, count in prefetch.num_fetched.items() if prefetch is not None else ():
         origins[store] = min(count, num_blocks) * block_tokens
         num_blocks -= min(count, num_blocks)
     return {**origins, "host": num_blocks * block_tokens}

@@ -227,12 +227,12 @@ class CacheRuntime:
 
     def prefetch(self, chain: Chain) -> int:
         """Bring what stores have of a prompt to the host; returns the blocks that have arrived."""
-        fetch = self._manager.prefetch(chain, now=self._clock())
-        if fetch is None:
+        prefetch = self._manager.prefetch(chain, now=self._clock())
+        if prefetch is None:
             return 0
-        self._drain(lambda: fetch.is_over)
-        self._manager.end_prefetch(fetch)
-        return sum(fetch.num_fetched.values())
+        self._drain(lambda: prefetch.is_over)
+        self._manager.end_prefetch(prefetch)
+        return sum(prefetch.num_fetched.values())
 
     def save(self, chain: Chain) -> None:
         """Copy what is cached of a prompt to every tier below, whatever the write policies say."""

@@ -186,8 +186,8 @@ class Engine:
         try:
             live = [self._live[row.request.id] for row in step.rows]
             for row, (generation, _) in zip(step.rows, live, strict=True):
-                if not generation.miss and row.request.hold is not None:
-                    self._explain_miss(generation, row.request.hold)
+                if not generation.miss and row.request.allocation is not None:
+                    self._explain_miss(generation, row.request.allocation)
             self._inputs.plan(step, self.tiers.layer_waits(step.loads))
             tickets = [ticket for _, ticket in live]
             pairs = zip(step.rows, tickets, strict=True)
@@ -279,9 +279,9 @@ class Engine:
         self._live[generation.request.id] = (generation, self._pipeline.add(generation))
         self.scheduler.add(generation.request, self._clock())
 
-    def _explain_miss(self, generation: EngineSequence, hold: Allocation) -> None:
+    def _explain_miss(self, generation: EngineSequence, allocation: Allocation) -> None:
         try:
-            generation.miss = str(self.manager.explain(hold))
+            generation.miss = str(self.manager.explain(allocation))
         except Exception as error:  # of this row
             generation.sampler.fail(error)
 
@@ -339,7 +339,7 @@ class Engine:
         """Draft tokens for the requests that generate. A proposer that fails costs drafts, never an answer."""
         # a request whose blocks are being loaded again has no complete block table
         running = [request for request in self.scheduler.running if request.is_generating]
-        ready = [request for request in running if request.hold is not None and not request.hold.is_loading]
+        ready = [request for request in running if request.allocation is not None and not request.allocation.is_loading]
         if not ready:
             return
         try:

@@ -219,11 +219,11 @@ class Sampler(Module):
 
 def _input(row: Row) -> SequenceInput:
     request = row.request
-    assert request.hold is not None
+    assert request.allocation is not None
     known = row.stop - row.num_draft
     if row.first == known - 1 == request.chain.num_tokens - 1:
         tokens = [request.chain.last_token]
     else:
         tokens = request.chain.token_range(row.first, known).tolist()
     tokens += request.draft[: row.num_draft]
-    return SequenceInput(tokens, row.first, request.hold.table, row.num_draft + 1 if row.wants_token else 0)
+    return SequenceInput(tokens, row.first, request.allocation.table, row.num_draft + 1 if row.wants_token else 0)

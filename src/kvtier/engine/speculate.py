@@ -95,5 +95,5 @@ class DraftProposer:
 
 
 def _table(request: Request) -> I32:
-    assert request.hold is not None
-    return request.hold.table
+    assert request.allocation is not None
+    return request.allocation.table

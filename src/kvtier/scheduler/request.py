@@ -42,11 +42,10 @@ class Request:
     """
 
     __slots__ = (
+        "allocation",
         "arrival",
         "chain",
         "draft",
-        "fetch",
-        "hold",
         "id",
         "max_new_tokens",
         "may_load",
@@ -54,6 +53,7 @@ class Request:
         "num_computed",
         "num_preempted",
         "num_prompt_tokens",
+        "prefetch",
         "priority",
         "reason",
         "retention",
@@ -88,9 +88,9 @@ class Request:
         self.arrival = 0.0
         self.scheduled_at: float | None = None
         """When it was first given KV."""
-        self.fetch: Prefetch | None = None
+        self.prefetch: Prefetch | None = None
         """Its blocks on their way from stores to the host, while it waits."""
-        self.hold: Allocation | None = None
+        self.allocation: Allocation | None = None
         self.num_computed = 0
         self.num_cached_tokens = 0
         """Of the prompt, found when it was first scheduled."""
@@ -108,8 +108,8 @@ class Request:
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
         """What travels: all but what it holds, whose way leads into the tree."""
-        kept = {name: getattr(self, name) for name in self.__slots__ if name not in ("fetch", "hold")}
-        return None, {**kept, "fetch": None, "hold": None}
+        kept = {name: getattr(self, name) for name in self.__slots__ if name not in ("prefetch", "allocation")}
+        return None, {**kept, "prefetch": None, "allocation": None}
 
     def __repr__(self) -> str:
         return f"Request({self.id}, {self.state.value}, {self.num_computed} of {self.chain.num_tokens} computed)"

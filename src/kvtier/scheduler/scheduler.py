@@ -75,15 +75,15 @@ class Scheduler:
         if not self.is_paused:
             self._choose(choice, now)
         rows = tuple([row for row in choice.rows if row.request.state is RequestState.RUNNING])
-        holds = [_held(row.request) for row in rows]
-        for hold in holds:
-            if not hold.lease.committed:  # mostly it is: they generate
-                self.manager.on_scheduled(hold, now=now)
+        allocations = [_held(row.request) for row in rows]
+        for allocation in allocations:
+            if not allocation.lease.committed:  # mostly it is: they generate
+                self.manager.on_scheduled(allocation, now=now)
         copies = tuple(
             [
-                hold.copy
-                for row, hold in zip(rows, holds, strict=True)
-                if hold.copy is not None and row.first == hold.num_cached_tokens  # before its first tokens
+                allocation.copy
+                for row, allocation in zip(rows, allocations, strict=True)
+                if allocation.copy is not None and row.first == allocation.num_cached_tokens  # before its first tokens
             ]
         )
         plan = self.manager.plan(now=now)
@@ -92,8 +92,8 @@ class Scheduler:
 
     def _choose(self, choice: _StepBuilder, now: float) -> None:
         for request in self._waiting:
-            if request.fetch is None and request.may_load:
-                request.fetch = self.manager.prefetch(request.chain, now=now, retention=request.retention)
+            if request.prefetch is None and request.may_load:
+                request.prefetch = self.manager.prefetch(request.chain, now=now, retention=request.retention)
         # Those that generate come first: a step of theirs is one token, and somebody is reading along.
         for request in sorted(self._running, key=lambda request: not request.is_generating):
             if request.state is RequestState.RUNNING:
@@ -146,10 +146,10 @@ class Scheduler:
     def check(self) -> None:
         """Raise unless every request is where its state says, and the cache's books agree."""
         for request in self._waiting:
-            if request.state is not RequestState.WAITING or request.hold is not None:
+            if request.state is not RequestState.WAITING or request.allocation is not None:
                 raise StateError(f"{request!r} waits and holds KV, or is not waiting")
         for request in self._running:
-            if request.state is not RequestState.RUNNING or request.hold is None:
+            if request.state is not RequestState.RUNNING or request.allocation is None:
                 raise StateError(f"{request!r} runs without KV, or is not running")
         if len({id(request) for request in (*self._waiting, *self._running)}) < len(self._waiting) + len(self._running):
             raise StateError("a request is kept twice")
@@ -208,55 +208,65 @@ class Scheduler:
         for request in sorted(self._waiting, key=lambda request: self._rank(request, now)):
             if not choice.budget or len(self._running) >= self.config.max_rows:
                 return
-            if request.fetch is not None and not self.manager.is_prefetched(request.fetch, now=now):
+            if request.prefetch is not None and not self.manager.is_prefetched(request.prefetch, now=now):
                 continue  # its blocks are on their way; others go first
             if tenant_of(request.chain.salt) in full or self._never_fits(request, choice):
                 continue
-            hold = self._take_in(request, choice.budget, now)
-            if isinstance(hold, Shortage) and self._is_alone(request, hold) and self._let_fetches_go(request, hold):
-                hold = self._take_in(request, choice.budget, now)
-            if hold is None:
+            allocation = self._take_in(request, choice.budget, now)
+            if (
+                isinstance(allocation, Shortage)
+                and self._is_alone(request, allocation)
+                and self._let_fetches_go(request, allocation)
+            ):
+                allocation = self._take_in(request, choice.budget, now)
+            if allocation is None:
                 continue
-            if isinstance(hold, Shortage):
-                if self._is_alone(request, hold) and not self._is_moving(request, hold):
-                    self._refuse(request, choice, _no_room(hold))
-                elif hold.quota:
+            if isinstance(allocation, Shortage):
+                if self._is_alone(request, allocation) and not self._is_moving(request, allocation):
+                    self._refuse(request, choice, _no_room(allocation))
+                elif allocation.quota:
                     full.add(tenant_of(request.chain.salt))
                 else:
                     return
                 continue
-            stop = min(request.chain.num_tokens, hold.num_cached_tokens + choice.budget)
+            stop = min(request.chain.num_tokens, allocation.num_cached_tokens + choice.budget)
             if stop == request.chain.num_tokens:
-                self.manager.allocate(hold, stop + self.config.lookahead_tokens)  # a wish
+                self.manager.allocate(allocation, stop + self.config.lookahead_tokens)  # a wish
             self._waiting.remove(request)
             self._running.append(request)
-            self._admitted(request, hold, now)
+            self._admitted(request, allocation, now)
             if self._is_ready(request, now):
-                choice.take(Row.of(request, min(stop - hold.num_cached_tokens, choice.budget)))
+                choice.take(Row.of(request, min(stop - allocation.num_cached_tokens, choice.budget)))
 
     def _take_in(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
         """KV for the first step of a request, or why there is no room; None if it waits for its blocks once more."""
-        hold = self.manager.match(
-            request.chain, now=now, retention=request.retention, may_load=request.may_load, fetch=request.fetch
+        allocation = self.manager.match(
+            request.chain, now=now, retention=request.retention, may_load=request.may_load, prefetch=request.prefetch
         )
-        if request.fetch is not None and request.may_load and self.manager.retry_prefetch(request.fetch, hold, now=now):
-            self.manager.abort(hold, now=now)
+        if (
+            request.prefetch is not None
+            and request.may_load
+            and self.manager.retry_prefetch(request.prefetch, allocation, now=now)
+        ):
+            self.manager.abort(allocation, now=now)
             return None
-        shortage = self._lacks_room(request, hold)
+        shortage = self._lacks_room(request, allocation)
         if shortage is None:
-            shortage = self.manager.allocate(hold, min(request.chain.num_tokens, hold.num_cached_tokens + budget))
+            shortage = self.manager.allocate(
+                allocation, min(request.chain.num_tokens, allocation.num_cached_tokens + budget)
+            )
         if shortage is None:
-            return hold
-        self.manager.abort(hold, now=now)
+            return allocation
+        self.manager.abort(allocation, now=now)
         return shortage
 
-    def _lacks_room(self, request: Request, hold: Allocation) -> Shortage | None:
+    def _lacks_room(self, request: Request, allocation: Allocation) -> Shortage | None:
         """Why a whole prompt has no room beside what others that run still need for theirs; None: it has, or is alone.
 
         Half of it would be computed and then preempted for want of the rest: twice the work, where nothing is cached
         (16 users and room for 3 prompts, 2026-11-16).
         """
-        prompts = [hold, *(_held(each) for each in self._running if not each.is_generating)]
+        prompts = [allocation, *(_held(each) for each in self._running if not each.is_generating)]
         own = [each for each in prompts if tenant_of(each.chain.salt) == tenant_of(request.chain.salt)]
         shortage = self.manager.shortage_for(sum(each.num_blocks_needed for each in prompts))
         shortage = shortage or self.manager.shortage_for(
@@ -275,21 +285,21 @@ class Scheduler:
 
     def _let_fetches_go(self, request: Request | None = None, shortage: Shortage | None = None) -> bool:
         """Those that wait hold what was fetched for them, on the device too: if that is in somebody's way, let go."""
-        holding = [other for other in self._waiting if other.fetch is not None]
+        holding = [other for other in self._waiting if other.prefetch is not None]
         if request is not None and shortage is not None:
             holding = [other for other in holding if _may_help(other.chain, request, shortage)]
         for other in holding:
             self._end_fetch(other)
         return bool(holding)
 
-    def _admitted(self, request: Request, hold: Allocation, now: float) -> None:
-        request.state, request.hold = RequestState.RUNNING, hold
-        request.num_computed = hold.num_cached_tokens
+    def _admitted(self, request: Request, allocation: Allocation, now: float) -> None:
+        request.state, request.allocation = RequestState.RUNNING, allocation
+        request.num_computed = allocation.num_cached_tokens
         self._end_fetch(request)
         request.scheduled_at = now if request.scheduled_at is None else request.scheduled_at
         if not request.num_preempted:
-            request.num_cached_tokens, request.tokens_from = hold.num_cached_tokens, hold.tokens_from
-            request.why_loaded = str(hold.decision or "")
+            request.num_cached_tokens, request.tokens_from = allocation.num_cached_tokens, allocation.tokens_from
+            request.why_loaded = str(allocation.decision or "")
 
     def _start_early(self, choice: _StepBuilder) -> None:
         """Nobody else has work: the first whose blocks are on their way starts, and waits for them layer by layer.
@@ -297,10 +307,10 @@ class Scheduler:
         Beside others it would hold them up, so then it waits for its blocks first.
         """
         for request in self._running:
-            hold = _held(request)
-            loads = self.manager.overlap(hold)
+            allocation = _held(request)
+            loads = self.manager.overlap(allocation)
             count = min(request.chain.num_tokens - request.num_computed, choice.budget)
-            if loads and count and self.manager.allocate(hold, request.num_computed + count) is None:
+            if loads and count and self.manager.allocate(allocation, request.num_computed + count) is None:
                 choice.take(Row.of(request, count, loads))
                 return
 
@@ -313,9 +323,9 @@ class Scheduler:
         return False
 
     def _end_fetch(self, request: Request) -> None:
-        if request.fetch is not None:
-            self.manager.end_prefetch(request.fetch)
-            request.fetch = None
+        if request.prefetch is not None:
+            self.manager.end_prefetch(request.prefetch)
+            request.prefetch = None
 
     def _is_ready(self, request: Request, now: float) -> bool:
         """Whether its cached blocks are on the device. What cannot be brought there is computed: it waits again."""
@@ -370,28 +380,28 @@ class Scheduler:
 
     def _to_waiting(self, request: Request, now: float) -> None:
         """Let go of its KV; what it published stays to be found again."""
-        hold = _held(request)
-        if hold.lease.committed:
-            self.manager.preempt(hold, now=now)
+        allocation = _held(request)
+        if allocation.lease.committed:
+            self.manager.preempt(allocation, now=now)
         else:
-            self.manager.abort(hold, now=now)
+            self.manager.abort(allocation, now=now)
         self._running.remove(request)
         self._waiting.append(request)
-        request.state, request.hold, request.num_computed = RequestState.WAITING, None, 0
+        request.state, request.allocation, request.num_computed = RequestState.WAITING, None, 0
         request.draft = ()
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
     def _take_result(self, row: Row, result: RowResult, now: float) -> None:
-        request, hold = row.request, _held(row.request)
+        request, allocation = row.request, _held(row.request)
         num_rejected = row.num_draft + 1 - len(result.tokens) if row.wants_token else 0
         if row.wants_token != bool(result.tokens) or num_rejected < 0 or num_rejected > row.num_draft:
             raise ArgumentError(f"{request!r}: {len(result.tokens)} tokens for a row with {row.num_draft} guesses")
         # of the guesses that are kept, the KV is there: they were fed
-        self.manager.extend(hold, result.tokens)
+        self.manager.extend(allocation, result.tokens)
         request.num_computed = row.stop - num_rejected
         request.draft = ()
-        self.manager.publish(hold, request.num_computed, now=now)
+        self.manager.publish(allocation, request.num_computed, now=now)
         is_full = request.num_new_tokens >= request.max_new_tokens
         if result.finished or is_full or request.chain.num_tokens >= self.config.max_context:
             self._end(request, RequestState.FINISHED, now)
@@ -399,10 +409,10 @@ class Scheduler:
     def _end(self, request: Request, state: RequestState, now: float) -> bool:
         if request.state.is_over:
             return False
-        if request.hold is not None:
+        if request.allocation is not None:
             end = self.manager.finish if state is RequestState.FINISHED else self.manager.abort
-            end(request.hold, now=now)
-            request.hold = None
+            end(request.allocation, now=now)
+            request.allocation = None
             self._running.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
@@ -423,8 +433,8 @@ def _no_room(shortage: Shortage) -> str:
 
 
 def _held(request: Request) -> Allocation:
-    assert request.hold is not None
-    return request.hold
+    assert request.allocation is not None
+    return request.allocation
 
 
 class _StepBuilder:

@@ -72,7 +72,7 @@ class Cache:
         self.scheduler.check()
 
     def compute(self, row) -> RowResult:
-        table, tokens = row.request.hold.table, row.request.chain.tokens
+        table, tokens = row.request.allocation.table, row.request.chain.tokens
         cache = self.groups[0].cache
         for position in range(row.stop):
             place = cache[int(table[position // BLOCK])][:, :, position % BLOCK]
@@ -171,8 +171,8 @@ def test_prefetch_of_what_a_waiting_requests_fetch_failed_to_bring_ends(caches):
     lost = cache.chain(1).keys()[32:64]
     memory.remove([lost])
     request = cache.ask(cache.chain(1))
-    request.fetch = cache.manager.prefetch(request.chain, now=cache.now)
-    while not request.fetch.is_over:
+    request.prefetch = cache.manager.prefetch(request.chain, now=cache.now)
+    while not request.prefetch.is_over:
         cache.tiers._drain()
     assert cache.tiers.prefetch(cache.chain(1)) == 0
     while not request.state.is_over:

@@ -137,7 +137,7 @@ class RanksMachine(TiersMachine):
     def compute(self, row) -> RowResult:
         """Check every token the row looks back on, on every rank, then write its own."""
         request = row.request
-        table, tokens, salt = request.hold.table, request.chain.tokens, request.chain.salt
+        table, tokens, salt = request.allocation.table, request.chain.tokens, request.chain.salt
         for rank, group in enumerate(self.groups):
             for position in range(row.stop):
                 place = group.cache[int(table[position // BLOCK])][:, :, position % BLOCK]

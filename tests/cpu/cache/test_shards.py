@@ -443,7 +443,7 @@ class Cache:
         """How many blocks of it are brought to the device; each is what it should be on every rank."""
         fetch = self.manager.prefetch(self.chain)
         self.settle(lambda: self.manager.is_prefetched(fetch))
-        hold = self.manager.match(self.chain, fetch=fetch)
+        hold = self.manager.match(self.chain, prefetch=fetch)
         self.manager.end_prefetch(fetch)
         assert self.manager.allocate(hold, 4 * hold.lease.num_matched) is None
         self.settle(lambda: self.manager.is_ready(hold))

@@ -50,7 +50,7 @@ def test_n_answers_share_the_prompts_blocks(model, length, shared):
     while len(engine.scheduler.running) < 4:
         answers.take(engine.step())
         engine.scheduler.check()
-    tables = [request.hold.table[: shared // 4].tolist() for request in engine.scheduler.running]
+    tables = [request.allocation.table[: shared // 4].tolist() for request in engine.scheduler.running]
     assert all(table == tables[0] for table in tables)
     finish(engine, answers)
     assert [answers[name, index].num_cached >= shared for index in range(4)] == [not shared, True, True, True]
@@ -270,7 +270,7 @@ def test_abort_frees_blocks_at_once_and_says_nothing_more(model):
     assert engine.manager.stats.num_allocations == 4
     assert engine.abort(other)
     assert engine.manager.stats.num_allocations == 1
-    assert engine.manager.stats.num_free == 32 - len(engine.scheduler.running[0].hold.table)
+    assert engine.manager.stats.num_free == 32 - len(engine.scheduler.running[0].allocation.table)
     engine.scheduler.check()
     assert not engine.abort(other)
     assert not engine.abort("nobody")

@@ -45,7 +45,7 @@ def run(lab: Lab, scheduler: Scheduler, steps: int = 100) -> list:
             worker.submit(step.plan)
             for row in step.rows:
                 for block in range(row.first // BLOCK, -(-row.stop // BLOCK)):
-                    worker.device[int(row.request.hold.table[block])] = content(row.request.chain, block)
+                    worker.device[int(row.request.allocation.table[block])] = content(row.request.chain, block)
         scheduler.update(step, [RowResult((5,) if row.wants_token else ()) for row in step.rows], lab.now)
         lab.hear()
         scheduler.check()
@@ -130,16 +130,16 @@ def test_fix_19_a_request_travels_by_its_prompt_and_not_by_the_tree():
     lab.manager.on_scheduled(hold)
     lab.manager.publish(hold, chain.num_tokens)
     request = Request("r", chain_of(*chain.tokens.tolist()), 5, priority=3)
-    request.hold, request.state = hold, RequestState.RUNNING
+    request.allocation, request.state = hold, RequestState.RUNNING
     limit = sys.getrecursionlimit()
     data = pickle.dumps(request)
     assert sys.getrecursionlimit() == limit
     assert len(data) < 4 * chain.num_tokens + 1000
     again = pickle.loads(data)
-    assert (again.hold, again.fetch) == (None, None)
+    assert (again.allocation, again.prefetch) == (None, None)
     assert (again.id, again.priority, again.max_new_tokens, again.num_prompt_tokens) == ("r", 3, 5, chain.num_tokens)
     assert np.array_equal(again.chain.tokens, chain.tokens)
-    assert request.hold is hold
+    assert request.allocation is hold
     lab.manager.finish(hold)
 
 
@@ -205,7 +205,7 @@ def test_c3_who_is_not_scheduled_leaves_no_reference_in_any_tier():
     running = lab.start(prompt(2, 3))
     for _ in range(5):
         fetch = lab.fetched(prompt(1, 4))
-        hold = lab.manager.match(prompt(1, 4), fetch=fetch)
+        hold = lab.manager.match(prompt(1, 4), prefetch=fetch)
         assert isinstance(lab.manager.allocate(hold, 17), Shortage)
         lab.manager.abort(hold)
         lab.manager.end_prefetch(fetch)

@@ -138,7 +138,7 @@ def test_a_fetch_that_brings_nothing_holds_nothing_and_begins_again_when_its_tur
     lab.evict("device")
     lab.evict("host")
     assert lab.num_in("device", prompt(1, 6)) == lab.num_in("host", prompt(1, 6)) == 0
-    hold = lab.manager.match(prompt(1, 6), fetch=waiting)
+    hold = lab.manager.match(prompt(1, 6), prefetch=waiting)
     assert hold.num_cached_tokens == 0
     assert lab.manager.retry_prefetch(waiting, hold)
     lab.manager.abort(hold)
@@ -156,7 +156,7 @@ def test_a_fetch_that_brings_nothing_holds_nothing_and_begins_again_when_its_tur
 def test_what_is_in_no_store_either_is_not_waited_for():
     lab = lab_with(prompt(1, 3))
     waiting = lab.fetched(prompt(2, 3))
-    hold = lab.manager.match(prompt(2, 3), fetch=waiting)
+    hold = lab.manager.match(prompt(2, 3), prefetch=waiting)
     assert not lab.manager.retry_prefetch(waiting, hold)
     lab.manager.abort(hold)
     lab.manager.end_prefetch(waiting)
@@ -168,7 +168,7 @@ def test_when_its_turn_has_come_it_waits_for_room_that_others_will_give():
     assert first.num_fetched == {"disk": 4}
     second = lab.fetched(prompt(2, 4))
     assert second.num_blocks == 0  # no room
-    hold = lab.manager.match(prompt(2, 4), fetch=second)
+    hold = lab.manager.match(prompt(2, 4), prefetch=second)
     assert lab.manager.retry_prefetch(second, hold)
     lab.manager.abort(hold)
     lab.plan()
@@ -323,7 +323,7 @@ def test_a_request_whose_load_is_refused_twice_counts_once():
     while True:
         fetch = lab.manager.prefetch(prompt(1, 4))
         lab.settle()
-        hold = lab.manager.match(prompt(1, 4), fetch=fetch)
+        hold = lab.manager.match(prompt(1, 4), prefetch=fetch)
         lab.manager.retry_prefetch(fetch, hold)
         is_loaded = fetch.decision is not None and fetch.decision.load
         lab.settle()

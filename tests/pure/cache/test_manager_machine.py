@@ -122,7 +122,7 @@ class ManagerMachine(RuleBasedStateMachine):
         manager = self.lab.manager
         if not manager.is_prefetched(fetch, now=self.lab.now):
             return
-        hold = manager.match(chain, now=self.lab.now, may_load=may_load, fetch=fetch)
+        hold = manager.match(chain, now=self.lab.now, may_load=may_load, prefetch=fetch)
         for tier, count in hold.tokens_from.items():
             self.steps[tier] += count
         if manager.allocate(hold, chain.num_tokens) is not None:

@@ -221,7 +221,7 @@ def run(scheduler: Scheduler, lab: Lab, steps: int = 200) -> None:
         for worker in lab.workers:
             worker.submit(step.plan)
         for row in step.rows:
-            hold = row.request.hold
+            hold = row.request.allocation
             lab.verify(hold)
             for worker in lab.workers:
                 for block in range(row.first // BLOCK, -(-row.stop // BLOCK)):
@@ -283,7 +283,7 @@ def travelled(num_blocks: int) -> dict[str, int]:
         chain = chain_of(*tokens, 1)
         fetch = lab.manager.prefetch(chain)
         hear_and_measure(lab, sizes)
-        hold = lab.manager.match(chain, fetch=fetch)
+        hold = lab.manager.match(chain, prefetch=fetch)
         assert lab.manager.allocate(hold, chain.num_tokens) is None
         hear_and_measure(lab, sizes)
         assert lab.manager.is_ready(hold)

@@ -452,7 +452,7 @@ def test_why_a_prompt_missed():
     run(scheduler, device)
     made = request(scheduler, "b", [2] * 9, 1)
     scheduler.schedule(0.0)
-    assert scheduler.manager.explain(made.hold).reason is MissReason.NEVER_SEEN
+    assert scheduler.manager.explain(made.allocation).reason is MissReason.NEVER_SEEN
 
 
 def test_bad_limits_are_refused():

@@ -181,9 +181,9 @@ def test_request_travels_without_what_it_holds():
     lab.serve(stored_prompt(1, 2))
     made = Request("r", stored_prompt(1, 2), 3, priority=2)
     scheduler.add(made, 4.0)
-    made.hold, made.fetch = lab.manager.match(made.chain), lab.manager.prefetch(made.chain)
+    made.allocation, made.prefetch = lab.manager.match(made.chain), lab.manager.prefetch(made.chain)
     copy = pickle.loads(pickle.dumps(made))
-    assert (copy.hold, copy.fetch) == (None, None)
+    assert (copy.allocation, copy.prefetch) == (None, None)
     assert (copy.id, copy.max_new_tokens, copy.priority, copy.arrival) == ("r", 3, 2, 4.0)
     assert copy.chain.tokens.tolist() == made.chain.tokens.tolist()
     assert copy.retention.priority == 2
@@ -265,9 +265,9 @@ def test_pause_ends_the_fetches_of_those_that_wait():
     scheduler.update(step, [], 0.0)
     (fetch,) = step.plan.transfers
     assert fetch.route is Route.STORE_TO_HOST
-    assert made.fetch is not None
+    assert made.prefetch is not None
     scheduler.pause(0.0)
-    assert made.fetch is None
+    assert made.prefetch is None
     for worker in lab.workers:
         worker.submit(step.plan)
     lab.hear()
@@ -446,7 +446,7 @@ def test_lookahead_reserves_slots_beyond_the_step(lookahead, blocks):
     scheduler, device = make(50, lookahead_tokens=lookahead), Device()
     made = request(scheduler, "a", [1] * 8, 9)
     scheduler.schedule(0.0)
-    assert len(made.hold.table) == blocks
+    assert len(made.allocation.table) == blocks
     scheduler, device = make(50, lookahead_tokens=lookahead), Device()
     made = request(scheduler, "a", [1] * 5, 9)
     advance(scheduler, device)
@@ -454,7 +454,7 @@ def test_lookahead_reserves_slots_beyond_the_step(lookahead, blocks):
     advance(scheduler, device)
     scheduler.schedule(0.0)  # its 8th token
     assert made.num_computed == 7
-    assert len(made.hold.table) == blocks
+    assert len(made.allocation.table) == blocks
 
 
 def test_lookahead_is_for_the_last_chunk_of_a_prompt_only():
@@ -463,7 +463,7 @@ def test_lookahead_is_for_the_last_chunk_of_a_prompt_only():
     tables = []
     for _ in range(3):
         advance(scheduler, device)
-        tables.append(len(made.hold.table))
+        tables.append(len(made.allocation.table))
     assert tables == [1, 2, 5]
 
 
@@ -525,10 +525,10 @@ def test_early_start_has_slots_for_all_its_tokens():
     other = request(scheduler, "other", [2] * 7, 9)
     made = request(scheduler, "again", [1] * 8 + [3] * 5, 2)
     assert sizes(advance(scheduler, device, 9.0)) == {"other": 7}
-    assert (made.state, len(made.hold.table)) == (RequestState.RUNNING, 3)
+    assert (made.state, len(made.allocation.table)) == (RequestState.RUNNING, 3)
     scheduler.cancel(other, 9.0)
     step = advance(scheduler, device, 9.0)
-    assert (sizes(step), len(step.loads), len(made.hold.table)) == ({"again": 5}, 1, 4)
+    assert (sizes(step), len(step.loads), len(made.allocation.table)) == ({"again": 5}, 1, 4)
     run(scheduler, device)
     assert answer(made) == alone((1,) * 8 + (3,) * 5, 2)
 
@@ -564,11 +564,11 @@ def test_check_finds_requests_in_the_wrong_place(what):
     if what == "waits":
         waiting.state = RequestState.FINISHED
     elif what == "waits with KV":
-        waiting.hold = running.hold
+        waiting.allocation = running.allocation
     elif what == "runs":
         running.state = RequestState.WAITING
     elif what == "runs without KV":
-        running.hold = None
+        running.allocation = None
     elif what == "twice":
         scheduler._waiting.append(waiting)
     else:
@@ -626,10 +626,10 @@ def test_fetches_are_let_go_for_their_own_tenants_quota_only():
     assert [transfer.num_blocks for transfer in step.plan.transfers] == [2, 2]
     needs = Request("needs", stored_prompt(2, 3, salt=b"a"), 1)
     scheduler.add(needs, 1.0)
-    ends = waiting[0].fetch
+    ends = waiting[0].prefetch
     assert scheduler.schedule(1.0).rows == ()  # the moves that were begun still hold the blocks
-    assert waiting[0].fetch is None
-    assert waiting[1].fetch is not None
+    assert waiting[0].prefetch is None
+    assert waiting[1].prefetch is not None
     with pytest.raises(StateError, match="ended already"):
         lab.manager.end_prefetch(ends)
     scheduler.check()
@@ -643,7 +643,7 @@ def submit(lab: Lab, step: Step) -> None:
     for worker in lab.workers:
         worker.submit(step.plan)
         for row in step.rows:
-            table = row.request.hold.table.tolist()
+            table = row.request.allocation.table.tolist()
             worker.device.update({slot: content(row.request.chain, block) for block, slot in enumerate(table)})
 
 
@@ -676,11 +676,11 @@ def test_running_request_takes_the_room_of_a_fetch_that_waits():
     scheduler.add(waits, 0.0)
     for now in range(1, 4):  # its blocks 5 to 7 have room
         assert sizes(step_of(scheduler, lab, float(now))) == {"runs": 1}
-    assert waits.fetch is not None
-    assert waits.fetch.is_over
-    kept = waits.fetch
+    assert waits.prefetch is not None
+    assert waits.prefetch.is_over
+    kept = waits.prefetch
     assert sizes(step_of(scheduler, lab, 4.0)) == {"runs": 1}
-    assert waits.fetch is not kept
+    assert waits.prefetch is not kept
     assert (runs.num_preempted, runs.num_new_tokens) == (0, 5)
 
 
@@ -690,11 +690,11 @@ def test_request_is_fetched_for_once_while_others_go_first():
     scheduler.add(waits, 0.0)
     scheduler.add(other, 1.0)
     step = scheduler.schedule(1.0)
-    fetch, leases = waits.fetch, lab.manager.tree.num_leases
+    fetch, leases = waits.prefetch, lab.manager.tree.num_leases
     assert sizes(step) == {"other": 5}
     scheduler.update(step, [RowResult((7,))], 1.0)
     again = scheduler.schedule(1.0)
-    assert waits.fetch is fetch
+    assert waits.prefetch is fetch
     assert sizes(again) == {"other": 1}
     assert lab.manager.tree.num_leases <= leases + 1  # a save of the other's block
     scheduler.update(again, [RowResult((7,))], 1.0)
@@ -709,7 +709,7 @@ def test_request_is_fetched_for_once_while_others_go_first():
         now += 1.0
         assert now < 20.0
     assert waits.tokens_from == {"disk": BLOCK, "host": 0, "device": 2 * BLOCK}
-    assert waits.fetch is None
+    assert waits.prefetch is None
 
 
 def test_request_that_waits_once_more_lets_others_pass():
@@ -720,7 +720,7 @@ def test_request_that_waits_once_more_lets_others_pass():
     for each in (*running, waits, other):
         scheduler.add(each, 0.0)
     assert len(step_of(scheduler, lab, 0.0).rows) == 2
-    assert waits.fetch.is_over
+    assert waits.prefetch.is_over
     step_of(scheduler, lab, 1.0)
     lab.settle()
     lab.evict("device")
@@ -741,13 +741,13 @@ def test_request_that_goes_ends_its_fetch(how):
     step = scheduler.schedule(0.0)
     scheduler.update(step, [], 0.0)
     if how == "cancel":
-        assert made.fetch is not None
+        assert made.prefetch is not None
         assert scheduler.cancel(made, 0.0) is True
     submit(lab, step)
     lab.hear()
     if how == "refuse":
         step_of(scheduler, lab, 1.0)
         assert made.state is RequestState.REFUSED
-    assert made.fetch is None
+    assert made.prefetch is None
     assert scheduler.waiting == ()
     assert lab.manager.tree.num_leases == 0
