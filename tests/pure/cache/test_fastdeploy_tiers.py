@@ -1,4 +1,4 @@
-"""What went wrong in FastDeploy's Cache Manager V1, with all tiers; docs/gaps.md names these tests and the others.
+"""Defects of FastDeploy's Cache Manager V1 that need all tiers; tests/ancestors.toml lists every defect.
 
 fix_N is fix N of its commit message, C N a defect that was left; both lists are in our notes. The index' part is in
 tests/pure/index/test_fastdeploy_defects.py.

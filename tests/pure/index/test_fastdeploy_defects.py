@@ -1,4 +1,4 @@
-"""What went wrong in FastDeploy's Cache Manager V1, as far as it concerns the index; docs/gaps.md names the rest.
+"""Defects of FastDeploy's Cache Manager V1 in the index; tests/ancestors.toml lists every defect.
 
 fix_N is fix N of its commit message, C N a defect that was left; both lists are in our notes.
 """
