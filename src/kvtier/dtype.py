@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.errors import AlignmentError, DTypeError, RangeError, UnavailableError
+from kvtier.errors import ArgumentError, DTypeError, RangeError, UnavailableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class DType:
     def offset_bytes(self, count: int) -> int:
         """Byte offset of element `count`; an error if it starts inside a byte."""
         if count * self.bits % 8:
-            raise AlignmentError(
+            raise ArgumentError(
                 f"element {count} of {self} starts at bit {count * self.bits}, inside a byte: "
                 f"{self} data can only be addressed every {self.per_byte} elements"
             )

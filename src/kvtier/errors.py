@@ -1,87 +1,64 @@
-"""Every exception kvtier raises on purpose.
+"""Every exception that kvtier raises on purpose.
 
 KvtierError
-├── ArgumentError (ValueError)       an argument no call could accept
-│   ├── RangeError (IndexError)      an index, offset or count outside the thing it addresses
-│   ├── AlignmentError               an address or count that does not fall on the boundary it must
-│   ├── DTypeError (TypeError)       an element type other than the one required
-│   └── PlacementError               memory, a stream or an allocator in the wrong place
-├── StateError (RuntimeError)        the object is not in a state that allows the call
-│   ├── ClosedError                  used after close()
-│   ├── ConstraintError              a constraint cannot say how its answer goes on
-│   └── EmptyError                   memory was needed and there is none
-├── UnavailableError (RuntimeError)  this machine or environment lacks what was asked for
-├── OutOfMemoryError (MemoryError)   an allocator could not serve a request
-├── CopyError (RuntimeError)         a copy could not be carried out; names the entry
-├── LoadError (RuntimeError)         cached blocks could not be brought to the device
-├── EngineError (RuntimeError)       an engine cannot go on: one of its processes died or does not answer
-├── TransferError (RuntimeError)     a transfer of blocks did not bring all of them
-│   ├── CancelledTransferError       it was cancelled
-│   └── TransferTimeoutError (TimeoutError)  it, or one who waits for it, ran out of time
-│       └── LayerSwapTimeoutError    a layer's blocks did not arrive in time
-├── StoreError (RuntimeError)        a store cannot be opened, or not closed in order
+├── ArgumentError (ValueError)       invalid argument
+│   ├── RangeError (IndexError)      index, offset or count out of range
+│   └── DTypeError (TypeError)       wrong element type
+├── StateError (RuntimeError)        the object's state does not allow the call
+│   └── ClosedError                  the object is closed
+├── UnavailableError (RuntimeError)  the machine or the environment lacks something
+├── OutOfMemoryError (MemoryError)   an allocation failed
+├── CopyError (RuntimeError)         a copy failed
+├── LoadError (RuntimeError)         cached blocks could not be loaded to the device
+├── EngineError (RuntimeError)       the engine cannot continue
+├── TransferError (RuntimeError)     a transfer of blocks is incomplete
+│   ├── CancelledTransferError       the transfer was cancelled
+│   └── TransferTimeoutError (TimeoutError)  a transfer, or a wait for it, timed out
+│       └── LayerSwapTimeoutError    the blocks of a layer did not arrive in time
+├── StoreError (RuntimeError)        a store could not be opened or closed
 │   └── StoreInUseError              another process has it open
-├── CheckpointError (ValueError)     a model's files are missing something or contradict each other
-│   └── UnsupportedModelError        an architecture or feature the engine does not compute
-└── FormatError (ValueError)         stored bytes that are not a record of ours
-    ├── TruncatedError               fewer bytes than the record says
-    ├── VersionError                 written by a newer format than this build reads
-    └── ChecksumError                the bytes are not those that were saved
+├── CheckpointError (ValueError)     a model's files are incomplete, inconsistent or not supported
+└── FormatError (ValueError)         stored bytes are invalid: wrong format, truncated or corrupt
+    └── VersionError                 written by a newer version of the format
 
-A message says what was asked, the numbers, why it cannot be, and what to do instead.
+A message says what happened, with numbers, and what to do.
 """
 
 
 class KvtierError(Exception):
-    """Base of every exception raised by kvtier."""
+    """Base of all exceptions raised by kvtier."""
 
 
 class ArgumentError(KvtierError, ValueError):
-    """An argument that no call could accept."""
+    """Invalid argument."""
 
 
 class RangeError(ArgumentError, IndexError):
-    """An index, offset or count outside the thing it addresses."""
-
-
-class AlignmentError(ArgumentError):
-    """An address, offset or count that does not fall on the boundary it must."""
+    """Index, offset or count out of range."""
 
 
 class DTypeError(ArgumentError, TypeError):
-    """An element type other than the one required."""
-
-
-class PlacementError(ArgumentError):
-    """Memory, a stream or an allocator is in another place than the call needs."""
+    """Wrong element type."""
 
 
 class StateError(KvtierError, RuntimeError):
-    """The object is not in a state that allows this call."""
-
-
-class ConstraintError(StateError):
-    """A constraint cannot say how its answer goes on, which ends. The message quotes nothing of it: it is logged."""
+    """The object's state does not allow the call."""
 
 
 class ClosedError(StateError):
-    """The object was closed, or the memory it borrowed is gone."""
-
-
-class EmptyError(StateError):
-    """Memory was needed and this Buffer refers to none."""
+    """The object is closed, or the memory it borrowed was released."""
 
 
 class UnavailableError(KvtierError, RuntimeError):
-    """This machine or this Python environment lacks what was asked for."""
+    """The machine or the Python environment lacks something."""
 
 
 class OutOfMemoryError(KvtierError, MemoryError):
-    """An allocator could not serve a request."""
+    """An allocation failed."""
 
 
 class CopyError(KvtierError, RuntimeError):
-    """A copy could not be carried out. `index` is the caller's entry, where it is known."""
+    """A copy failed. `index` is the caller's entry, if known."""
 
     def __init__(self, message: str, *, index: int | None = None) -> None:
         super().__init__(message)
@@ -89,7 +66,7 @@ class CopyError(KvtierError, RuntimeError):
 
 
 class TransferError(KvtierError, RuntimeError):
-    """A transfer of blocks did not bring all of them; its report says which."""
+    """A transfer of blocks is incomplete; its report lists the missing blocks."""
 
 
 class CancelledTransferError(TransferError):
@@ -97,7 +74,7 @@ class CancelledTransferError(TransferError):
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """A transfer, or one who waits for it, ran out of time."""
+    """A transfer, or a wait for it, timed out."""
 
 
 class LayerSwapTimeoutError(TransferTimeoutError):
@@ -105,40 +82,28 @@ class LayerSwapTimeoutError(TransferTimeoutError):
 
 
 class StoreError(KvtierError, RuntimeError):
-    """A store cannot be opened, or not closed in order. What goes wrong in between is an outcome, not an exception."""
+    """A store could not be opened or closed. Failures in between are results, not exceptions."""
 
 
 class StoreInUseError(StoreError):
-    """Another process, or another store of this one, has the folder open."""
+    """Another process, or another store of this process, has the folder open."""
 
 
 class CheckpointError(KvtierError, ValueError):
-    """A model's files are missing something, or contradict each other."""
-
-
-class UnsupportedModelError(CheckpointError):
-    """A sound checkpoint of an architecture, or with a feature, that the engine does not compute."""
+    """A model's files are incomplete or inconsistent, or need a feature that the engine lacks."""
 
 
 class LoadError(KvtierError, RuntimeError):
-    """Cached blocks could not be brought to the device; they are computed instead."""
+    """Cached blocks could not be loaded to the device; compute them instead."""
 
 
 class EngineError(KvtierError, RuntimeError):
-    """An engine cannot go on: one of its processes died, or does not answer."""
+    """The engine cannot continue: one of its processes died or does not reply."""
 
 
 class FormatError(KvtierError, ValueError):
-    """Stored bytes that are not a record of ours."""
-
-
-class TruncatedError(FormatError):
-    """Fewer bytes than the record says it has."""
+    """Stored bytes are invalid: wrong format, truncated or corrupt."""
 
 
 class VersionError(FormatError):
-    """Written by a newer format than this build reads."""
-
-
-class ChecksumError(FormatError):
-    """The bytes read are not the bytes that were saved."""
+    """Written by a newer version of the format than this build reads."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.errors import PlacementError
+from kvtier.errors import ArgumentError
 from kvtier.memory import (
     CPU,
     PINNED,
@@ -235,7 +235,7 @@ def test_a_stream_named_in_the_call_comes_before_the_one_in_force():
 def test_a_host_stream_in_force_does_not_fit_gpu_memory():
     with new_stream() as stream, context(stream=stream):
         with pytest.raises(
-            PlacementError, match=r"stream in force is on cpu, but the memory is on cuda:0.*Stream\('cuda:0'\)"
+            ArgumentError, match=r"stream in force is on cpu, but the memory is on cuda:0.*Stream\('cuda:0'\)"
         ):
             current_stream(GPU)
         assert current_stream(CPU) is stream
@@ -245,7 +245,7 @@ def test_a_host_stream_in_force_does_not_fit_gpu_memory():
 @pytest.mark.parametrize("host", [CPU, PINNED], ids=str)
 @pytest.mark.parametrize("to_gpu", [True, False], ids=["to the GPU", "from the GPU"])
 def test_a_host_stream_given_to_a_call_does_not_fit_gpu_memory_on_either_side(host, to_gpu):
-    with new_stream() as stream, pytest.raises(PlacementError, match=r"work on cuda:0 memory.* a stream on cpu"):
+    with new_stream() as stream, pytest.raises(ArgumentError, match=r"work on cuda:0 memory.* a stream on cpu"):
         choose_stream(stream, *((host, GPU) if to_gpu else (GPU, host)))
 
 
@@ -261,11 +261,11 @@ def test_memory_and_stream_in_the_wrong_place_are_an_error_in_every_call(placeme
     buffer, host = Buffer(4, "u8", placement), Buffer(4, "u8")
     with new_stream() as stream:
         for misuse in (lambda: buffer.fill(1, stream), lambda: copy(host, 4, buffer, stream)):
-            with pytest.raises(PlacementError, match="cannot go to a stream on cpu"):
+            with pytest.raises(ArgumentError, match="cannot go to a stream on cpu"):
                 misuse()
         with context(stream=stream):
             for misuse in (lambda: buffer.fill(1), lambda: copy(host, buffer), lambda: buffer[0]):
-                with pytest.raises(PlacementError, match="stream in force is on cpu"):
+                with pytest.raises(ArgumentError, match="stream in force is on cpu"):
                     misuse()
 
 

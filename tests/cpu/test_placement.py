@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.errors import PlacementError, UnavailableError
+from kvtier.errors import ArgumentError, UnavailableError
 from kvtier.memory import CPU, PINNED, Buffer, Placement, Stream, best_host
 
 has_gpu = torch.cuda.is_available()
@@ -49,7 +49,7 @@ def test_cuda_without_an_index_is_the_current_gpu():
     "text", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:1:2", "cpu:1", "CPU", " cpu", "mps", torch.device("meta")]
 )
 def test_an_unknown_placement_is_an_error_that_names_it_and_the_known_ones(text):
-    with pytest.raises(PlacementError, match="'cpu', 'pinned' or 'cuda:<index>'") as caught:
+    with pytest.raises(ArgumentError, match="'cpu', 'pinned' or 'cuda:<index>'") as caught:
         Placement.parse(text)
     assert repr(str(text)) in str(caught.value)
 

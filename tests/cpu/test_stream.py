@@ -16,7 +16,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.errors import ArgumentError, ClosedError, PlacementError, StateError, UnavailableError
+from kvtier.errors import ArgumentError, ClosedError, StateError, UnavailableError
 from kvtier.memory import CPU, Event, Placement, Stream
 from support import held_back, new_stream
 
@@ -443,7 +443,7 @@ def test_a_raw_handle_needs_its_gpu():
 
 
 def test_a_raw_handle_does_not_belong_to_host_memory():
-    with pytest.raises(PlacementError, match="belongs to a GPU, not to cpu"):
+    with pytest.raises(ArgumentError, match="belongs to a GPU, not to cpu"):
         Stream.wrap(0x1234, "cpu")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import dtype as dt
-from kvtier.errors import AlignmentError, DTypeError, RangeError
+from kvtier.errors import ArgumentError, DTypeError, RangeError
 
 WHOLE = {
     "bool": np.bool_,
@@ -109,7 +109,7 @@ def test_an_offset_on_a_byte_boundary_is_the_bytes_before_it(element, count):
 def test_an_offset_inside_a_byte_is_an_error_with_the_numbers(element, whole_bytes, data):
     per_byte = 8 // BITS[element.name]
     index = whole_bytes * per_byte + data.draw(st.integers(1, per_byte - 1))
-    with pytest.raises(AlignmentError, match=rf"element {index} of {element} .*every {per_byte} elements"):
+    with pytest.raises(ArgumentError, match=rf"element {index} of {element} .*every {per_byte} elements"):
         element.offset_bytes(index)
 
 

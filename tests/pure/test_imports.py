@@ -78,7 +78,7 @@ def test_every_exception_is_one_of_ours_and_can_be_raised_with_a_message(name):
         ("DTypeError", TypeError),
         ("ClosedError", RuntimeError),
         ("OutOfMemoryError", MemoryError),
-        ("ChecksumError", ValueError),
+        ("FormatError", ValueError),
     ],
 )
 def test_code_that_knows_only_the_builtin_exceptions_catches_ours(name, builtin):

@@ -10,7 +10,7 @@ import torch
 
 from kvtier.engine.schemas import SchemaCompiler
 from kvtier.engine.tokenizer import Tokenizer
-from kvtier.errors import ConstraintError
+from kvtier.errors import StateError
 
 if TYPE_CHECKING:
     import llguidance
@@ -35,7 +35,7 @@ class JsonConstraint:
         self._matcher = matcher
 
     def forbid(self, logits: torch.Tensor) -> None:
-        """Mask the tokens that cannot follow. Raises ConstraintError if none can, or if the grammar is too complex."""
+        """Mask the tokens that cannot follow. Raises StateError if none can, or if the grammar is too complex."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little", count=len(logits))
         if self._matcher.is_error() or not allowed.any():
@@ -43,10 +43,10 @@ class JsonConstraint:
         logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
 
     def accept(self, token_id: int) -> None:
-        """Advance the grammar by a token. Raises ConstraintError if it cannot follow."""
+        """Advance the grammar by a token. Raises StateError if it cannot follow."""
         if not self._matcher.consume_token(token_id):
             raise self._error()
 
-    def _error(self) -> ConstraintError:
+    def _error(self) -> StateError:
         why = self._matcher.stop_reason()  # a name; the error's text may quote the schema
-        return ConstraintError(f"the schema cannot be followed any further ({why}); use a simpler one")
+        return StateError(f"the schema cannot be followed any further ({why}); use a simpler one")

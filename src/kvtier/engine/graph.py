@@ -14,7 +14,7 @@ import torch
 
 from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.model import Model
-from kvtier.errors import ArgumentError, PlacementError
+from kvtier.errors import ArgumentError
 
 
 class DecodeGraphs:
@@ -23,7 +23,7 @@ class DecodeGraphs:
     def __init__(self, model: Model, cache: torch.Tensor, max_blocks: int, batch_sizes: Sequence[int]) -> None:
         """`max_blocks`: the longest block table a sequence may have. Capturing takes a moment per batch size."""
         if cache.device.type != "cuda":
-            raise PlacementError(f"CUDA graphs need a cache on CUDA, this one is on {cache.device}")
+            raise ArgumentError(f"CUDA graphs need a cache on CUDA, this one is on {cache.device}")
         if not batch_sizes or min(batch_sizes) < 1:
             raise ArgumentError(f"decode graphs need batch sizes of at least 1, got {list(batch_sizes)}")
         self._model = model

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvtier.errors import CheckpointError, UnsupportedModelError
+from kvtier.errors import CheckpointError
 
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 _ROPE_KINDS = ("default", "linear", "llama3")
@@ -129,7 +129,7 @@ class ModelConfig:
         names = config.get("architectures") or []
         architecture = next((_ARCHITECTURES[name] for name in names if name in _ARCHITECTURES), None)
         if architecture is None:
-            raise UnsupportedModelError(
+            raise CheckpointError(
                 f"the checkpoint is a {', '.join(names) or 'model without a named architecture'}; "
                 f"kvtier runs {', '.join(_ARCHITECTURES)}"
             )
@@ -158,7 +158,7 @@ class ModelConfig:
         """From the metadata of a GGUF file. Whether embeddings are tied shows in its tensors, not in its metadata."""
         name = str(metadata.get("general.architecture"))
         if name not in _ARCHITECTURES.values():
-            raise UnsupportedModelError(
+            raise CheckpointError(
                 f"the GGUF model is of architecture {name!r}; kvtier runs {', '.join(_ARCHITECTURES.values())}"
             )
         values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
@@ -197,43 +197,39 @@ _SIZES = (
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if config.get("use_sliding_window", config.get("sliding_window") is not None):
-        raise UnsupportedModelError(
+        raise CheckpointError(
             f"the checkpoint attends through a sliding window of {config.get('sliding_window')} tokens; "
             "kvtier computes full attention only"
         )
     if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(
-            f"the feed-forward activation is {config['hidden_act']!r}; kvtier computes silu only"
-        )
+        raise CheckpointError(f"the feed-forward activation is {config['hidden_act']!r}; kvtier computes silu only")
     if config.get("mlp_bias"):
-        raise UnsupportedModelError("the feed-forward matrices have biases (mlp_bias), which kvtier does not compute")
+        raise CheckpointError("the feed-forward matrices have biases (mlp_bias), which kvtier does not compute")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(
+        raise CheckpointError(
             f"only {config['partial_rotary_factor']} of each head is rotated; kvtier rotates whole heads"
         )
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModelError(
+        raise CheckpointError(
             f"the safetensors are quantised ({method}); use an unquantised folder, or a GGUF file of the same model"
         )
 
 
 def _refuse_unsupported_gguf(values: Mapping[str, Any], head_dim: int) -> None:
     if values.get("attention.sliding_window"):
-        raise UnsupportedModelError(
+        raise CheckpointError(
             f"the GGUF model attends through a sliding window of {values['attention.sliding_window']} tokens; "
             "kvtier computes full attention only"
         )
     if values.get("expert_count"):
-        raise UnsupportedModelError(f"the GGUF model has {values['expert_count']} experts; kvtier runs dense models")
+        raise CheckpointError(f"the GGUF model has {values['expert_count']} experts; kvtier runs dense models")
     rotated = values.get("rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise UnsupportedModelError(f"{rotated} of each head's {head_dim} elements are rotated; kvtier rotates all")
+        raise CheckpointError(f"{rotated} of each head's {head_dim} elements are rotated; kvtier rotates all")
     kind = values.get("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
-        raise UnsupportedModelError(
-            f"rope scaling of type {kind!r} is not computed by kvtier; it knows none and linear"
-        )
+        raise CheckpointError(f"rope scaling of type {kind!r} is not computed by kvtier; it knows none and linear")
 
 
 def _rope_of(config: Mapping[str, Any]) -> RopeConfig:
@@ -241,7 +237,7 @@ def _rope_of(config: Mapping[str, Any]) -> RopeConfig:
     told = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = told.get("rope_type") or told.get("type") or "default"
     if kind not in _ROPE_KINDS:
-        raise UnsupportedModelError(
+        raise CheckpointError(
             f"rope scaling of type {kind!r} is not computed by kvtier; it knows {', '.join(_ROPE_KINDS)}"
         )
     theta = float(told.get("rope_theta") or config.get("rope_theta") or 10000.0)

@@ -60,7 +60,7 @@ class Constraint(Protocol):
     """Restricts the tokens of one answer: a grammar and its position. An exception ends that answer only."""
 
     def forbid(self, logits: torch.Tensor) -> None:
-        """Set the logits of tokens that cannot follow to -inf. Raises ConstraintError if it cannot."""
+        """Set the logits of tokens that cannot follow to -inf. Raises StateError if it cannot."""
 
     def accept(self, token_id: int) -> None:
         """Advance by a sampled token."""

@@ -27,7 +27,6 @@ from kvtier.errors import (
     RangeError,
     StateError,
     UnavailableError,
-    UnsupportedModelError,
 )
 
 if TYPE_CHECKING:
@@ -359,7 +358,7 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizers = _tokenizers()
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in _PATTERNS:
-        raise UnsupportedModelError(
+        raise CheckpointError(
             f"the GGUF file has a tokenizer of model {kind!r} and pre-type {pre!r}; kvtier reads byte pairs (gpt2) of "
             f"{', '.join(_PATTERNS)}; for others use a folder with tokenizer.json"
         )

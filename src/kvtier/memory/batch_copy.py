@@ -20,7 +20,7 @@ from typing import Any, Self, overload
 import numpy as np
 import torch
 
-from kvtier.errors import AlignmentError, ArgumentError, DTypeError, RangeError, StateError
+from kvtier.errors import ArgumentError, DTypeError, RangeError, StateError
 from kvtier.memory import cuda, torch_types
 from kvtier.memory.buffer import Buffer
 from kvtier.memory.context import choose_stream, launch
@@ -231,7 +231,7 @@ class BatchCopy:
         element = src.dtype
         if element.is_packed:
             if int(np.bitwise_or.reduce(table, axis=None)) % element.per_byte:
-                raise AlignmentError(
+                raise ArgumentError(
                     f"offsets and counts of {element} pieces must be multiples of {element.per_byte}, "
                     "so that each is whole bytes"
                 )
@@ -400,7 +400,7 @@ class BatchCopy:
         # the last byte is nobody else's only at the very end of the Buffer and of its memory
         at_the_end = n == dst.size and dst.raw_data() + dst.nbytes == dst.holding.pointer + dst.holding.nbytes
         if n * src.dtype.bits % 8 and not at_the_end:
-            raise AlignmentError(
+            raise ArgumentError(
                 f"{n} elements of {src.dtype} end inside a byte that other elements may share; "
                 f"copy a multiple of {src.dtype.per_byte}, or use kvtier.memory.batch_copy"
             )

@@ -14,12 +14,10 @@ import torch
 from kvtier import dtype as dt
 from kvtier.dtype import DType
 from kvtier.errors import (
-    AlignmentError,
     ArgumentError,
     DTypeError,
-    EmptyError,
-    PlacementError,
     RangeError,
+    StateError,
 )
 from kvtier.memory import interop, torch_types
 from kvtier.memory.allocator import Allocator
@@ -68,7 +66,7 @@ class Buffer:
                     f"a Buffer of {count} elements needs an element type, for example Buffer({count}, 'bf16')"
                 )
             if allocator is not None and allocator.placement != where:
-                raise PlacementError(f"asked for {where} memory from an allocator of {allocator.placement} memory")
+                raise ArgumentError(f"asked for {where} memory from an allocator of {allocator.placement} memory")
             region = Region(allocate(element.nbytes(count), where, allocator))
         self._set(region, 0, 0 if size is None else count, element, where)
 
@@ -97,7 +95,7 @@ class Buffer:
         if pointer <= 0 and nbytes:
             raise ArgumentError(f"address {pointer:#x} is no memory of {nbytes} bytes")
         if pointer % element.item_bytes:
-            raise AlignmentError(
+            raise ArgumentError(
                 f"address {pointer:#x} is not a multiple of {element.item_bytes}, the bytes of one {element}"
             )
         return cls._make(Region(MemoryRef(pointer, nbytes, where, owner)), 0, size, element, where)
@@ -239,12 +237,12 @@ class Buffer:
             return self
         bits = self._size * self._dtype.bits
         if bits % max(8, element.bits):
-            raise AlignmentError(
+            raise ArgumentError(
                 f"{self._size} elements of {self._dtype} ({bits} bits) are not a whole number of {element} "
                 f"({element.bits} bits)"
             )
         if address % element.item_bytes:
-            raise AlignmentError(
+            raise ArgumentError(
                 f"the first element is at {address:#x}, not a multiple of the {element.item_bytes} bytes of {element}"
             )
         return Buffer._make(self._region, self._offset_bytes, bits // element.bits, element, self.placement)
@@ -429,13 +427,13 @@ class Buffer:
 
     def _open(self) -> Region:
         if self._region is None:
-            raise EmptyError(f"this Buffer is empty (no memory, {self._dtype}); allocate one with Buffer(size, dtype)")
+            raise StateError(f"this Buffer is empty (no memory, {self._dtype}); allocate one with Buffer(size, dtype)")
         self._region.holding  # noqa: B018 - raises if closed
         return self._region
 
     def _host_bytes(self, what: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         if self.placement.is_device:
-            raise PlacementError(
+            raise ArgumentError(
                 f"{what} reads host memory, this Buffer is on {self.placement}; "
                 "copy it to a 'cpu' Buffer, or use torch()"
             )

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from kvtier.errors import ArgumentError, PlacementError, StateError
+from kvtier.errors import ArgumentError, StateError
 from kvtier.memory.allocator import Allocator, default_allocator
 from kvtier.memory.cuda import is_capturing
 from kvtier.memory.placement import CPU, Placement
@@ -65,7 +65,7 @@ def current_stream(placement: Placement, *others: Placement) -> Stream | None:
     if stream is None:
         return Stream.wrap(torch.cuda.current_stream(placement.torch)) if placement.is_device else None
     if placement.is_device and stream.placement not in (placement, *others):
-        raise PlacementError(
+        raise ArgumentError(
             f"the stream in force is on {stream.placement}, but the memory is on {placement}: "
             f"use `with context(stream=Stream({str(placement)!r}))` around this call"
         )
@@ -96,7 +96,7 @@ def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | Non
     if stream is None:
         return current_stream(*reversed(devices)) if devices else current_stream(CPU)
     if devices and stream.placement not in devices:
-        raise PlacementError(
+        raise ArgumentError(
             f"work on {devices[-1]} memory cannot go to a stream on {stream.placement}; pass a stream on {devices[-1]}"
         )
     return stream

@@ -16,7 +16,7 @@ import torch.utils.dlpack
 
 from kvtier import dtype as dt
 from kvtier.dtype import DType
-from kvtier.errors import AlignmentError, ArgumentError, DTypeError, PlacementError
+from kvtier.errors import ArgumentError, DTypeError
 from kvtier.memory.context import current_stream
 from kvtier.memory.placement import CPU, PINNED, Placement, gpu, has_gpu
 from kvtier.memory.region import MemoryRef, Region, gpu_of
@@ -76,7 +76,7 @@ def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> MemoryRef:
             "this tensor's memory holds other values than it shows; pass tensor.resolve_neg().resolve_conj()"
         )
     if not (tensor.is_cuda or tensor.is_cpu):
-        raise PlacementError(f"kvtier has no placement for torch device {tensor.device}")
+        raise ArgumentError(f"kvtier has no placement for torch device {tensor.device}")
     where = gpu(tensor.device.index or 0) if tensor.is_cuda else _host_placement(tensor)
     return MemoryRef(tensor.data_ptr(), tensor.nbytes, where, owner=tensor.detach(), pooled=pooled)
 
@@ -93,7 +93,7 @@ def _adopt_ndarray(array: np.ndarray[Any, Any]) -> Adopted:
         )
     dtype = dt.dtype(array.dtype)
     if array.ctypes.data % dtype.item_bytes:
-        raise AlignmentError(
+        raise ArgumentError(
             f"this array begins at {array.ctypes.data:#x}, not a multiple of the {dtype.item_bytes} bytes of {dtype}"
         )
     if dtype.is_packed:

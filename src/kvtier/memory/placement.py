@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import torch
 
-from kvtier.errors import PlacementError, UnavailableError
+from kvtier.errors import ArgumentError, UnavailableError
 
 Kind = Literal["cpu", "pinned", "cuda"]
 
@@ -27,7 +27,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind) or self.index < 0 or (self.index and not self.is_device):
-            raise PlacementError(f"no such placement: {self.kind!r} with index {self.index}")
+            raise ArgumentError(f"no such placement: {self.kind!r} with index {self.index}")
 
     @classmethod
     def parse(cls, text: str | Placement | torch.device) -> Placement:
@@ -36,7 +36,7 @@ class Placement:
             return text
         match = re.fullmatch(r"(cpu)(?::0)?|(pinned)|cuda(?::(\d+))?", str(text))
         if match is None:
-            raise PlacementError(f"unknown placement {str(text)!r}; use 'cpu', 'pinned' or 'cuda:<index>'")
+            raise ArgumentError(f"unknown placement {str(text)!r}; use 'cpu', 'pinned' or 'cuda:<index>'")
         if match[1]:
             return CPU
         if match[2]:

@@ -35,11 +35,9 @@ from kvtier import dtype as dt
 from kvtier.dtype import DType
 from kvtier.errors import (
     ArgumentError,
-    ChecksumError,
     DTypeError,
     FormatError,
     RangeError,
-    TruncatedError,
     VersionError,
 )
 from kvtier.files import write_atomically
@@ -100,7 +98,7 @@ class _Header:
         if block[: len(MAGIC)] != MAGIC[: len(block)] or not block:
             raise FormatError(f"not a kvtier buffer: starts with {block[:8]!r} instead of {MAGIC!r}")
         if len(block) < HEADER_BYTES:
-            raise TruncatedError(f"the header has {HEADER_BYTES} bytes, got {len(block)}")
+            raise FormatError(f"the header has {HEADER_BYTES} bytes, got {len(block)}")
         _, version, ndim, _, name, size, nbytes, offset, payload_crc, header_crc, *dims = _FIXED.unpack_from(block)
         if version == 0:
             raise FormatError("this record has format version 0, which never was")
@@ -111,7 +109,7 @@ class _Header:
         blanked = bytearray(block)
         struct.pack_into("<I", blanked, _HEADER_CRC_AT, 0)
         if zlib.crc32(blanked) != header_crc:
-            raise ChecksumError(f"the header is damaged: CRC {zlib.crc32(blanked):#010x}, saved as {header_crc:#010x}")
+            raise FormatError(f"the header is damaged: CRC {zlib.crc32(blanked):#010x}, saved as {header_crc:#010x}")
         try:
             header = cls(dt.dtype(name.rstrip(b"\0").decode()), size, payload_crc, tuple(dims[:ndim]))
         except (DTypeError, UnicodeDecodeError) as error:
@@ -203,7 +201,7 @@ def _write_all(file: BinaryIO, data: memoryview) -> None:
 def _load_file(file: BinaryIO, where: Placement, file_bytes: int | None = None) -> Loaded:
     header = _Header.unpack(_read_up_to(file, HEADER_BYTES))
     if file_bytes is not None and file_bytes < HEADER_BYTES + header.nbytes:  # known before memory is taken for it
-        raise TruncatedError(
+        raise FormatError(
             f"the record says {header.nbytes} bytes follow its header, the file has {file_bytes - HEADER_BYTES}"
         )
     host = Buffer(header.size, header.dtype, CPU if where.is_device else where)
@@ -211,7 +209,7 @@ def _load_file(file: BinaryIO, where: Placement, file_bytes: int | None = None) 
     while got < len(room):
         count = file.readinto(room[got:])  # type: ignore[attr-defined]
         if not count:
-            raise TruncatedError(f"the record says {header.nbytes} bytes follow its header, the file has {got}")
+            raise FormatError(f"the record says {header.nbytes} bytes follow its header, the file has {got}")
         got += count
     return _finish(header, host, where)
 
@@ -220,8 +218,7 @@ def _load_memory(memory: memoryview, where: Placement, *, borrow: bool) -> Loade
     header = _Header.unpack(bytes(memory[:HEADER_BYTES]))
     payload = memory[HEADER_BYTES:]
     if len(payload) != header.nbytes:
-        kind = TruncatedError if len(payload) < header.nbytes else FormatError
-        raise kind(f"the record says {header.nbytes} bytes follow its header, there are {len(payload)}")
+        raise FormatError(f"the record says {header.nbytes} bytes follow its header, there are {len(payload)}")
     if borrow:
         view = Buffer.wrap(payload).view(header.dtype).slice(0, header.size) if header.size else Buffer(0, header.dtype)
         return _finish(header, view, where)
@@ -242,7 +239,7 @@ def _load_mapped(file: BinaryIO, where: Placement) -> Loaded:
 def _finish(header: _Header, host: Buffer, where: Placement) -> Loaded:
     found = zlib.crc32(host.memoryview())
     if found != header.payload_crc:
-        raise ChecksumError(
+        raise FormatError(
             f"the data is damaged: CRC {found:#010x} over {header.nbytes} bytes, saved as {header.payload_crc:#010x}"
         )
     if not where.is_device:

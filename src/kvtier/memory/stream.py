@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from kvtier.errors import ArgumentError, ClosedError, PlacementError, StateError
+from kvtier.errors import ArgumentError, ClosedError, StateError
 from kvtier.memory.placement import CPU, Placement
 
 Task = Callable[[], object]
@@ -231,7 +231,7 @@ class Stream:
                 )
             where = Placement.parse(placement).require()
             if not where.is_device:
-                raise PlacementError(f"a raw stream handle belongs to a GPU, not to {where}")
+                raise ArgumentError(f"a raw stream handle belongs to a GPU, not to {where}")
             if foreign in LEGACY_DEFAULT_HANDLES:
                 foreign = torch.cuda.default_stream(where.torch)
             else:
@@ -241,7 +241,7 @@ class Stream:
                 f"cannot wrap {type(foreign).__name__} as a stream: pass a torch.cuda.Stream or a raw CUDA handle"
             )
         if placement is not None and Placement.parse(placement) != Placement("cuda", foreign.device_index):
-            raise PlacementError(f"this stream is on cuda:{foreign.device_index}, not on {placement}")
+            raise ArgumentError(f"this stream is on cuda:{foreign.device_index}, not on {placement}")
         stream = cls.__new__(cls)
         stream._native = foreign
         stream._finalizer = None
@@ -262,7 +262,7 @@ class Stream:
     def enqueue(self, task: Callable[[], object]) -> None:
         """Run `task` on this host stream after everything before it. CUDA streams take device work, not tasks."""
         if self.placement.is_device:
-            raise PlacementError(
+            raise ArgumentError(
                 f"a stream on {self.placement} runs device work; enqueue() needs a host stream: Stream('cpu')"
             )
         self.native.submit(task)

@@ -29,7 +29,7 @@ import zlib
 from dataclasses import dataclass, replace
 from enum import IntFlag
 
-from kvtier.errors import ChecksumError, FormatError, VersionError
+from kvtier.errors import FormatError, VersionError
 from kvtier.storage.store import Label
 
 MAGIC = b"\x89KVOBJ\r\n"  # a byte no text has, and line ends that a text-mode transfer would change
@@ -104,7 +104,7 @@ class Record:
         if magic != MAGIC:
             raise FormatError(f"not a record: starts with {magic!r} instead of {MAGIC!r}")
         if zlib.crc32(data[:-4]) != _CRC.unpack_from(data, RECORD_BYTES - 4)[0]:
-            raise ChecksumError("the record is damaged: its CRC differs")
+            raise FormatError("the record is damaged: its CRC differs")
         if version != VERSION:
             raise VersionError(f"the record has format version {version}, this kvtier reads {VERSION}")
         key, namespace, digest, nbytes, stored_bytes, checksum, expires_s = rest

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.errors import ChecksumError
+from kvtier.errors import FormatError
 from kvtier.memory.copy_plan import I64
 from kvtier.memory.native import native
 from kvtier.transfer.compiled import check_ids
@@ -31,9 +31,9 @@ def block_checksums(host: HostMemory, slots: Sequence[int] | I64, threads: int =
 
 
 def verify_blocks(host: HostMemory, expected: dict[int, int], threads: int = 1) -> None:
-    """ChecksumError naming the first of these slots whose block is not the one with that CRC-32."""
+    """FormatError naming the first of these slots whose block is not the one with that CRC-32."""
     for slot, found in block_checksums(host, list(expected), threads).items():
         if found != expected[slot]:
-            raise ChecksumError(
+            raise FormatError(
                 f"slot {slot} holds a block of CRC {found:#010x}, {expected[slot]:#010x} was stored there"
             )

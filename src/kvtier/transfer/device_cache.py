@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kvtier.errors import ArgumentError, ClosedError, PlacementError
+from kvtier.errors import ArgumentError, ClosedError
 from kvtier.layout import CacheGroup, Span
 from kvtier.memory import Placement
 from kvtier.memory.copy_plan import I64
@@ -51,7 +51,7 @@ class DeviceCache:
         """`planes`: layer, offset in the block, and blocks of each part, in the order of the block."""
         first = planes[0][2]
         if any(plane.placement != first.placement for _, _, plane in planes):
-            raise PlacementError("the tensors of one cache group must be on one device")
+            raise ArgumentError("the tensors of one cache group must be on one device")
         if any(plane.num_blocks != first.num_blocks for _, _, plane in planes):
             raise ArgumentError(
                 f"the tensors of one cache group need equally many blocks, got "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.errors import ArgumentError, PlacementError
+from kvtier.errors import ArgumentError
 from kvtier.memory import CPU, PINNED, Buffer, Placement
 from kvtier.memory.copy_plan import I64
 from kvtier.memory.placement import gpu, has_gpu
@@ -102,7 +102,7 @@ def _placement(tensor: torch.Tensor) -> Placement:
     if tensor.is_cuda:
         return gpu(tensor.device.index or 0)
     if not tensor.is_cpu:
-        raise PlacementError(f"kvtier has no placement for torch device {tensor.device}")
+        raise ArgumentError(f"kvtier has no placement for torch device {tensor.device}")
     return PINNED if has_gpu() and tensor.numel() and tensor.is_pinned() else CPU
 
 

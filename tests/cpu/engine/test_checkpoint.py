@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine_driver import Driver
 from kvtier.engine import ModelConfig, RopeConfig, load_model, load_tokenizer, packaged, resolve
-from kvtier.errors import CheckpointError, UnavailableError, UnsupportedModelError
+from kvtier.errors import CheckpointError, UnavailableError
 
 gguf = pytest.importorskip("gguf")
 PROMPT = [5, 9, 30, 100, 7, 8]
@@ -156,7 +156,7 @@ def test_damaged_gguf_files_are_told_apart(checkpoint, tmp_path):
     refuse(data[:200], "truncated or damaged")
     refuse(data[:-5000], r"ends at byte \d+, inside a tensor.* incomplete")
     refuse(data[:4] + (1).to_bytes(4, "little") + data[8:], "version 1; kvtier reads 2 and 3")
-    refuse(data.replace(b"llama", b"mamba"), "architecture 'mamba'", UnsupportedModelError)
+    refuse(data.replace(b"llama", b"mamba"), "architecture 'mamba'", CheckpointError)
     missing = write_gguf(tmp_path / "missing.gguf", "llama", oracle, skip=["model.layers.1.mlp.up_proj.weight"])
     with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
         load_model(missing)
@@ -177,22 +177,22 @@ def test_gguf_features_that_are_not_computed_are_refused(metadata, match):
         "llama.attention.head_count": 4,
         "llama.embedding_length": 64,
     }
-    with pytest.raises(UnsupportedModelError, match=match):
+    with pytest.raises(CheckpointError, match=match):
         ModelConfig.from_gguf({**plain, **metadata}, tied_embeddings=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, UnsupportedModelError, "is a MambaForCausalLM; kvtier runs Llama"),
-        ({"architectures": None}, UnsupportedModelError, "without a named architecture"),
-        ({"sliding_window": 512}, UnsupportedModelError, "sliding window of 512"),
-        ({"hidden_act": "gelu"}, UnsupportedModelError, "'gelu'"),
+        ({"architectures": ["MambaForCausalLM"]}, CheckpointError, "is a MambaForCausalLM; kvtier runs Llama"),
+        ({"architectures": None}, CheckpointError, "without a named architecture"),
+        ({"sliding_window": 512}, CheckpointError, "sliding window of 512"),
+        ({"hidden_act": "gelu"}, CheckpointError, "'gelu'"),
         ({"eos_token_id": [1, 1 << 20]}, CheckpointError, "end with token 1048576, but there are"),
-        ({"mlp_bias": True}, UnsupportedModelError, "mlp_bias"),
-        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, r"only 0\.5 of each head"),
-        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, r"quantised \(awq\)"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, UnsupportedModelError, "'yarn'"),
+        ({"mlp_bias": True}, CheckpointError, "mlp_bias"),
+        ({"partial_rotary_factor": 0.5}, CheckpointError, r"only 0\.5 of each head"),
+        ({"quantization_config": {"quant_method": "awq"}}, CheckpointError, r"quantised \(awq\)"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, CheckpointError, "'yarn'"),
         ({"rope_parameters": {"rope_type": "linear"}}, CheckpointError, "no 'factor'"),
         ({"hidden_size": None}, CheckpointError, "no 'hidden_size'"),
         ({"num_hidden_layers": 0}, CheckpointError, "num_layers = 0"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine_helpers import Answers, alone, finish, greedy, is_greedy, make_engine, needs_smollm2, prompts, serve
 from kvtier.engine import Model, Penalties, SamplingParams, Tokenizer, load_model, load_tokenizer
 from kvtier.engine.sequence import FinishReason
-from kvtier.errors import ArgumentError, ConstraintError, RangeError
+from kvtier.errors import ArgumentError, RangeError, StateError
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +347,7 @@ class GivesUp:
 
     def forbid(self, _):
         if not self.num_left:
-            raise ConstraintError("this is too much")
+            raise StateError("this is too much")
 
     def accept(self, _):
         self.num_left -= 1

@@ -34,7 +34,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.errors import ChecksumError, FormatError, TruncatedError, VersionError
+from kvtier.errors import FormatError, VersionError
 from kvtier.storage.disk.files import Files
 from kvtier.storage.record import BLANK, RECORD_BYTES, Record
 from kvtier.storage.workers import ALIGNMENT, round_up
@@ -103,12 +103,12 @@ class SegmentHeader:
     def unpack(cls, data: bytes | memoryview) -> SegmentHeader:
         """What this superblock says; a FormatError says what is wrong with it."""
         if len(data) < SUPERBLOCK_BYTES:
-            raise TruncatedError(f"a superblock has {SUPERBLOCK_BYTES} bytes, the file has {len(data)}")
+            raise FormatError(f"a superblock has {SUPERBLOCK_BYTES} bytes, the file has {len(data)}")
         magic, version, record_bytes, number, slot_bytes, num_slots = _FIELDS.unpack_from(data)
         if magic != MAGIC:
             raise FormatError(f"not a segment: starts with {magic!r} instead of {MAGIC!r}")
         if zlib.crc32(data[: SUPERBLOCK_BYTES - 4]) != _CRC.unpack_from(data, SUPERBLOCK_BYTES - 4)[0]:
-            raise ChecksumError("the superblock is damaged: its CRC differs")
+            raise FormatError("the superblock is damaged: its CRC differs")
         if version > VERSION:
             raise VersionError(f"segment {number} has format version {version}, this kvtier reads up to {VERSION}")
         is_sized = 0 < num_slots <= MAX_SLOTS and slot_bytes and not slot_bytes % ALIGNMENT

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvtier.errors import ArgumentError, ChecksumError, FormatError, UnavailableError, VersionError
+from kvtier.errors import ArgumentError, FormatError, UnavailableError, VersionError
 from kvtier.storage.checksum import checksums
 from kvtier.storage.codec import Compression, decode, encode, mismatch
 from kvtier.storage.record import RECORD_BYTES, Record
@@ -66,13 +66,13 @@ class Cipher:
         return nonce + self._gcm.encrypt(nonce, data, bound)
 
     def open(self, data: memoryview | bytes, bound: bytes) -> bytes:
-        """What was sealed; a ChecksumError if these are other bytes, or were bound to something else."""
+        """What was sealed; a FormatError if these are other bytes, or were bound to something else."""
         if len(data) < SEAL_BYTES:
-            raise ChecksumError(f"too short for a sealed part: {len(data)} bytes")
+            raise FormatError(f"too short for a sealed part: {len(data)} bytes")
         try:
             return self._gcm.decrypt(bytes(data[:NONCE_BYTES]), data[NONCE_BYTES:], bound)
         except self._invalid as error:
-            raise ChecksumError("cannot be decrypted: damaged, or sealed with another secret") from error
+            raise FormatError("cannot be decrypted: damaged, or sealed with another secret") from error
 
 
 def _derive(secret: bytes, purpose: bytes) -> bytes:
