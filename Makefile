@@ -51,12 +51,13 @@ test: $(STAMP)  ## all tests this machine can run, with the servers it can insta
 	.ci/servers
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
-check: $(STAMP)  ## formatting, lint, types, layers, generated pages
+check: $(STAMP)  ## formatting, lint, types, layers, wording, generated pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/make_reference.py --check
+	$(BIN)/python docs/check_prose.py
 	$(BIN)/python docs/make_planner.py --check
 	$(BIN)/python -m benchmarks.table --check README.md docs/storage.md docs/stores.md docs/planner.md
 
