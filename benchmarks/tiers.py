@@ -2,7 +2,7 @@
 manager of three tiers decides in beside the bare index.
 
 python -m benchmarks.tiers --folder /mnt/nvme/tmp          a folder on the disk to measure; made and removed
-python -m benchmarks.tiers --only deciding --trace ../shared/traces/conversation_trace.jsonl
+python -m benchmarks.tiers --only deciding --trace conversation_trace.jsonl
 
 Objects of 1 MiB in batches of 32, as many threads for the bare calls and for fio as the store has, on files allocated
 alike. The bare calls and the store take turns, batch by batch, and fio runs once a round, so that a noisy moment hits

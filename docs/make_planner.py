@@ -1,8 +1,8 @@
 """The figures of docs/planner.md: its commands are run on the conversation trace, their JSON is kept beside it.
 
-python docs/make_planner.py --trace ../shared/traces/conversation_trace.jsonl    run, keep, draw and write (minutes)
-python docs/make_planner.py                                                      write the page from what was kept
-python docs/make_planner.py --check                                              exit code 1 if it is another one
+python docs/make_planner.py --trace conversation_trace.jsonl   run, keep, draw and write (minutes)
+python docs/make_planner.py                                    write the page from what was kept
+python docs/make_planner.py --check                            exit code 1 if it is another one
 
 Kept are docs/planner.json and the plots in docs/images; the page has the commands, tables and figures between markers.
 """

@@ -15,10 +15,10 @@ import kvtier.index
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, GhostCache, MediaItem, Namespace
 from kvtier.index.ghost import SHADOWS, S3FIFOMarks, Stack
-from kvtier.replay import SyntheticTrace, generate, read_trace
+from kvtier.replay import SyntheticTrace, generate
 from kvtier.replay.curves import replay_hits
+from reference_traces import TRACES
 
-TRACE = Path(__file__).parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
 SIZES = (1, 2, 3, 5, 8, 13)
 
 
@@ -109,18 +109,17 @@ def test_the_truth_is_within_the_error_for_every_policy_of_the_real_cache():
     assert len(wrong) <= 0.05 * 6 * len(capacities) * len(SHADOWS), "\n".join(wrong)
 
 
-@pytest.mark.skipif(not TRACE.exists(), reason="the production trace is not on this machine")
-def test_the_truth_of_the_conversation_trace_is_within_the_error():
-    requests = read_trace(TRACE).requests
-    capacities, policies = [5_000, 100_000], ["lru", "s3fifo"]
-    # of LRU as tests/pure/replay has them from elsewhere
-    truths = {("lru", 5_000): 0.1237, ("lru", 10_000): 0.2243, ("lru", 100_000): 0.3795}
-    ghost = GhostCache(512, 10_000, capacities=capacities, policies=policies)
-    report = replay_hits(requests, block_tokens=512, num_slots=10_000, ghost=ghost)
-    truths["lru", 10_000] = report.hit_rate
-    wrong = misjudged(ghost, requests, policies, truths)
+@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.path.stem)
+def test_the_truth_of_reference_traces_is_within_the_error(trace):
+    _, small, own, *_, large = trace.capacities
+    policies = ["lru", "s3fifo"]
+    truths = {("lru", capacity): trace.hit_rate("lru", capacity) for capacity in trace.capacities}
+    ghost = GhostCache(512, own, capacities=[small, large], policies=policies)
+    report = replay_hits(trace.requests, block_tokens=512, num_slots=own, ghost=ghost)
+    truths["lru", own] = report.hit_rate
+    wrong = misjudged(ghost, trace.requests, policies, truths)
     assert not wrong, "\n".join(wrong)
-    assert max(found.error for policy in policies for found in ghost.curve(policy)) < 0.06
+    assert max(found.error for policy in policies for found in ghost.curve(policy)) < trace.ghost_error
 
 
 @pytest.mark.parametrize("block_tokens", [16, 64, 512, 2048])

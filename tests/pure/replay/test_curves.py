@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +11,10 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index.policies import POLICIES
-from kvtier.replay import OPTIMUM, SyntheticTrace, TraceRequest, generate, read_trace, replay_hits, sweep
+from kvtier.replay import OPTIMUM, SyntheticTrace, TraceRequest, generate, replay_hits, sweep
 from kvtier.replay.curves import Accesses, count_above, optimum_hits
 from kvtier.replay.processes import spread
-
-SHARED = Path(__file__).resolve().parents[4] / "shared/traces/conversation_trace.jsonl"
-TRACE = Path(os.environ.get("KVTIER_TRACE", SHARED))
+from reference_traces import TRACES
 
 REQUESTS = st.lists(
     st.builds(
@@ -125,17 +122,8 @@ def test_a_worker_that_fails_or_dies_is_an_error_here():
         list(spread(lambda n: os._exit(1) if n else n, [0, 1], 2))
 
 
-@pytest.mark.skipif(not TRACE.exists(), reason="the production trace is not on this machine")
-def test_the_conversation_trace_hits_what_the_reference_says():
-    """index_baseline.md: LRU, FIFO with leaves first, Belady with bypass. To 0.3 points it must; to 0.01 it does."""
-    capacities = [1_000, 5_000, 10_000, 30_000, 50_000, 100_000]
-    wanted = {
-        "lru": [0.0470, 0.1237, 0.2243, 0.3448, 0.3715, 0.3795],
-        "fifo": [0.0470, 0.1209, 0.2189, 0.3426, 0.3704, 0.3794],
-        OPTIMUM: [0.1870, 0.3541, 0.3819, 0.3819, 0.3819, 0.3819],
-    }
-    trace = read_trace(TRACE)
-    assert not trace.problems
-    for point in sweep(trace.requests, capacities, list(wanted), jobs=2):
-        assert point.num_blocks == 276_491
-        assert point.hit_rate == pytest.approx(wanted[point.policy][capacities.index(point.capacity)], abs=1e-4)
+@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.path.stem)
+def test_reference_traces_hit_what_an_independent_simulator_says(trace):
+    for point in sweep(trace.requests, trace.capacities, list(trace.hit_rates), jobs=2):
+        assert point.num_blocks == trace.num_blocks
+        assert point.hit_rate == pytest.approx(trace.hit_rate(point.policy, point.capacity), abs=trace.tolerance)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
+import runpy
 import tempfile
 from collections import OrderedDict
 from dataclasses import fields
@@ -28,10 +28,8 @@ from kvtier.replay import (
     scale_time,
     write_trace,
 )
+from reference_traces import COMMITTED, DATA, TRACES
 
-TRACE = Path(
-    os.environ.get("KVTIER_TRACE", Path(__file__).resolve().parents[4] / "shared/traces/conversation_trace.jsonl")
-)
 LOGGED = {
     "event": "request",
     "arrival": 1.5,
@@ -277,14 +275,16 @@ def test_hits_of_a_synthetic_trace_equal_a_plain_lru():
         assert (report.num_hits, report.num_blocks) == lru_hits(requests, num_slots)
 
 
-@pytest.mark.skipif(not TRACE.exists(), reason="the production trace is not on this machine")
-@pytest.mark.parametrize(("num_slots", "hit_rate"), [(1_000, 0.0470), (10_000, 0.2243), (100_000, 0.3795)])
-def test_hit_rates_of_the_conversation_trace(num_slots, hit_rate):
-    trace = read_trace(TRACE)
-    assert not trace.problems
-    report = replay_hits(trace.requests, block_tokens=512, num_slots=num_slots)
-    assert report.num_blocks == 276_491
-    assert abs(report.hit_rate - hit_rate) < 0.003
+@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.path.stem)
+def test_hit_rates_of_reference_traces(trace):
+    for capacity in trace.capacities[::2]:
+        report = replay_hits(trace.requests, block_tokens=512, num_slots=capacity)
+        assert report.num_blocks == trace.num_blocks
+        assert report.hit_rate == pytest.approx(trace.hit_rate("lru", capacity), abs=trace.tolerance)
+
+
+def test_the_committed_trace_is_what_its_script_generates():
+    assert COMMITTED.requests == tuple(generate(runpy.run_path(str(DATA / "make_trace.py"))["SPEC"]))
 
 
 def test_the_ghost_knows_the_real_rate_and_errs_within_what_it_says():

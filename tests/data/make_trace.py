@@ -1,0 +1,103 @@
+"""Write trace.jsonl and hits.json, the committed trace and the hits that plain caches have on it.
+
+python tests/data/make_trace.py
+
+The trace is `synthetic:` with the knobs below. They give a hit-rate curve of the shape of the Mooncake conversation
+trace (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): long prompts, few turns, and LRU far below the
+optimum at small sizes. A test checks that the knobs still give the committed file. The hits come from the plain caches
+in this file, which share no code with kvtier. Set KVTIER_TRACE to run the same tests on the conversation trace as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container
+from pathlib import Path
+
+from kvtier.replay import SyntheticTrace, TraceRequest, generate, write_trace
+
+FOLDER = Path(__file__).parent
+SPEC = SyntheticTrace(
+    sessions=400,
+    turns=2,
+    think_seconds=120,
+    system_prompts=4,
+    system_blocks=1,
+    agent_share=0.1,
+    document_share=0.1,
+    message_blocks=10,
+    seed=20,
+)
+CAPACITIES = (100, 300, 1000, 2000, 4000, 8000)
+Block = tuple[int, ...]
+
+
+def full_blocks(request: TraceRequest) -> list[Block]:
+    """The full blocks of a prompt, each named by all ids up to its own."""
+    count = request.input_tokens // 512
+    return [request.hash_ids[: i + 1] for i in range(count)]
+
+
+def num_found(blocks: list[Block], held: Container[Block]) -> int:
+    """Blocks of the leading run that a cache holds."""
+    return next((i for i, block in enumerate(blocks) if block not in held), len(blocks))
+
+
+def queue_hits(prompts: list[list[Block]], capacity: int, *, refresh: bool) -> int:
+    """LRU if `refresh`, else FIFO: a queue in which a request's last block stands before its first.
+
+    FIFO moves blocks only if the request adds a block, since a prefix may not leave before what is behind it.
+    """
+    held: dict[Block, None] = {}
+    hits = 0
+    for blocks in prompts:
+        found = num_found(blocks, held)
+        hits += found
+        if len(blocks) > capacity or (found == len(blocks) and not refresh):
+            continue
+        for block in reversed(blocks):
+            held.pop(block, None)
+            held[block] = None
+        for block in list(held)[: max(0, len(held) - capacity)]:
+            del held[block]
+    return hits
+
+
+def optimum_hits(prompts: list[list[Block]], capacity: int) -> int:
+    """Evict the block whose next use is furthest away, and store nothing that is not used again (Belady, bypass)."""
+    uses: dict[Block, list[int]] = {}
+    time = 0
+    for blocks in prompts:
+        for block in blocks:
+            uses.setdefault(block, []).append(time)
+            time += 1
+    held: set[Block] = set()
+    hits = 0
+    for blocks in prompts:
+        hits += num_found(blocks, held)
+        for block in blocks:
+            uses[block].pop(0)
+        own = set(blocks)
+        fits = len(blocks) <= capacity
+        others = sorted(held - own, key=lambda block: uses[block][0])
+        room = capacity - len(own if fits else held & own)
+        kept = {block for block in (own if fits else held & own) if uses[block]}
+        held = kept | set(others[:room])
+    return hits
+
+
+def main() -> None:
+    requests = list(generate(SPEC))
+    write_trace(requests, FOLDER / "trace.jsonl")
+    prompts = [full_blocks(request) for request in requests]
+    hits = {
+        "lru": [queue_hits(prompts, capacity, refresh=True) for capacity in CAPACITIES],
+        "fifo": [queue_hits(prompts, capacity, refresh=False) for capacity in CAPACITIES],
+        "optimum": [optimum_hits(prompts, capacity) for capacity in CAPACITIES],
+    }
+    lines = {"num_blocks": sum(map(len, prompts)), "capacities": CAPACITIES, "hits": hits}
+    (FOLDER / "hits.json").write_text(json.dumps(lines, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
