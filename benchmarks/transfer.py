@@ -14,13 +14,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from benchmarks.report import Bar, Row, arguments, at_least, best, print_table, report
+from benchmarks.report import Bar, Row, arguments, at_least, print_table, report
 from kvtier.layout import CacheGroup, KVLayout
 from kvtier.transfer import DeviceCache, HostMemory, TransferManager
 
 CPU_BYTES = 128 << 20
 BLOCK_KIB = [64, 256, 1024, 2048]
-ROUNDS, FEW_ROUNDS = 100, 5  # best of many: the machine is shared, and others take its cores for seconds
+ROUNDS = 100  # best of many: the machine is shared, and others take its cores for seconds
 
 
 def main() -> None:
@@ -73,7 +73,6 @@ def _cpu_case(name: str, group: CacheGroup, form: str) -> list[Row]:
             },
             ROUNDS,
         )
-        summed = best({"sums": lambda: manager.save(device_ids, host_ids, checksum=True).checksums()}, FEW_ROUNDS)
     memcpy = min(seconds["memcpy, torch"], seconds["memcpy, numpy"])
     moved = count * group.block_bytes
     return [
@@ -84,7 +83,6 @@ def _cpu_case(name: str, group: CacheGroup, form: str) -> list[Row]:
             "GB/s": moved / seconds[way] / 1e9,
             "memcpy GB/s": moved / memcpy / 1e9,
             "of memcpy": memcpy / seconds[way],
-            "with checksums GB/s": moved / summed["sums"] / 1e9,
         }
         for way in ("save", "load")
     ]

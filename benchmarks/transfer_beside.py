@@ -14,7 +14,7 @@ from benchmarks.report import Row, print_table
 from benchmarks.transfer_cases import GPU, LARGE, NO_WAIT, ROUNDS, Case, Link, make_case, spin
 from kvtier.memory import Event, Stream, cost_table
 from kvtier.transfer import LayerDoneCounter, TransferConfig, TransferHandle
-from kvtier.transfer.plane import Direction
+from kvtier.transfer.block_view import Direction
 
 MLP = (4096, 4096, 14336)  # 4,096 tokens through the widest matrix of the 8B model: 0.6 ms
 

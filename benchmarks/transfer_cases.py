@@ -16,7 +16,7 @@ from benchmarks.transfer import make_cache
 from kvtier.layout import CacheGroup, KVLayout
 from kvtier.memory import Buffer, Event, Placement, Stream, cuda
 from kvtier.transfer import CompiledTransfer, DeviceCache, HostMemory, TransferConfig, TransferManager
-from kvtier.transfer.plane import Direction
+from kvtier.transfer.block_view import Direction
 
 GPU = Placement("cuda", 0)
 SHAPES = {
@@ -95,7 +95,7 @@ class Link:
     def raw_batch(self, compiled: CompiledTransfer) -> None:
         """The driver's batch call on the pieces as they lie."""
         for part in compiled.slices:
-            assert self.call.submit(part.tables.copies, self.stream) is None
+            assert self.call.submit(part.tables[0], self.stream) is None
 
     def timed(self, task: Callable[[], object]) -> float:
         """Device seconds of what `task` enqueues, behind a spinning kernel."""

@@ -39,7 +39,7 @@ from benchmarks.transfer_cases import (
 from benchmarks.transfer_peers import AncestorSwap
 from kvtier.memory import Event, calibrate, cost_table
 from kvtier.transfer import CompiledTransfer, TransferHandle
-from kvtier.transfer.plane import Direction
+from kvtier.transfer.block_view import Direction
 
 BURST = 4  # transfers submitted in a row
 MANY = 512  # copies; below this the fixed cost of a transfer dominates, since each copy is 8 MiB or more

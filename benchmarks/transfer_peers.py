@@ -16,7 +16,7 @@ import torch
 from kvtier.layout import CacheGroup
 from kvtier.memory import Buffer, Stream, cuda
 from kvtier.transfer import DeviceCache
-from kvtier.transfer.plane import Direction
+from kvtier.transfer.block_view import Direction
 
 _SOURCE = b"""
 struct Arguments {
@@ -51,7 +51,7 @@ class AncestorSwap:
         self, group: CacheGroup, cache: DeviceCache, device_ids: np.ndarray, host: Buffer, direction: Direction
     ) -> None:
         """`host`: pinned memory for one block more than move."""
-        segments = cache.part(range(group.num_layers)).segments
+        segments = cache.part(range(group.num_layers))
         count = len(device_ids)
         slots = count + 1
         assert host.nbytes >= group.block_bytes * slots

@@ -66,13 +66,12 @@ def test_hundreds_of_megabytes_both_ways_at_once_are_exact(form, strategy):
         for tensor in (each for pair in tensors for each in pair):
             tensor[torch.from_numpy(into).cuda()] = 0
         torch.cuda.synchronize()
-        save = manager.save(out, kept, strategy=strategy, checksum=True)
+        save = manager.save(out, kept, strategy=strategy)
         load = manager.load(into, free, strategy=strategy, layer_wise=True)
         assert save.wait(60).status is load.wait(60).status is TransferStatus.DONE
         assert torch.equal(picture(tensors), before)
         stored = np.stack([host.block(int(slot)).numpy() for slot in kept[:40]])
         assert np.array_equal(stored, before[torch.from_numpy(out[:40]).cuda()].cpu().numpy())
-        assert len(save.checksums(60)) == 300
         assert strategy is None or save.report.strategy == strategy
 
 
@@ -183,7 +182,7 @@ def test_a_run_across_registered_pieces_is_copied():
     host = HostMemory(GROUP, 300, GPU, piece_bytes=32 << 20)
     host.wait_ready(timeout=60)
     cache = torch.randint(0, 256, (300, GROUP.block_bytes), dtype=torch.uint8, device="cuda")
-    result = swap_cache_per_layer(cache, host.plane(), range(300), range(300), "d2h")
+    result = swap_cache_per_layer(cache, host.block_view(), range(300), range(300), "d2h")
     assert result.num_entries == 5
     assert torch.equal(torch.stack([host.block(slot).torch() for slot in range(300)]), cache.cpu())
 

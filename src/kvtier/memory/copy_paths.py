@@ -109,6 +109,14 @@ def why_not(path: PathName, job: CopyContext) -> str | None:
     return None
 
 
+def usable_paths(job: CopyContext) -> tuple[list[PathName], str]:
+    """Return the paths that can do `job`, in order of preference, and why the others cannot."""
+    candidates: tuple[PathName, ...] = ("gather", "driver", "loop") if job.on_device else ("host", "loop")
+    refusals = {path: why_not(path, job) for path in candidates}
+    usable = [path for path, refusal in refusals.items() if refusal is None]
+    return usable, "".join(f"no {path}: {refusal}; " for path, refusal in refusals.items() if refusal is not None)
+
+
 def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
     """Carry out independent pieces, and return the path that did. CopyError names an entry that could not be copied."""
     if path == "loop":

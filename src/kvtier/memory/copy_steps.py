@@ -12,15 +12,13 @@ import numpy as np
 
 from kvtier.memory import cuda
 from kvtier.memory.context import hold, launch, run_after
-from kvtier.memory.copy_paths import CopyContext, Direction, PathName, Pieces, run_path, why_not
+from kvtier.memory.copy_paths import CopyContext, Direction, PathName, Pieces, run_path, usable_paths, why_not
 from kvtier.memory.copy_plan import ALONE, I64, NBYTES, CopyPlan, Entries, plan_copies, scan
 from kvtier.memory.costs import CostTable, cost_table, saved_costs
 from kvtier.memory.native import native
 from kvtier.memory.placement import Placement
 from kvtier.memory.region import MemoryRef
 from kvtier.memory.stream import Stream
-
-_DEVICE_PATHS: tuple[PathName, ...] = ("gather", "driver", "loop")
 
 
 @dataclass(slots=True)
@@ -232,17 +230,13 @@ def _decide(
         if refusal is None:
             return _PathChoice(forced, "forced")
         why = f"{forced} was forced, but {refusal}; "
+    usable, refusals = usable_paths(job)
+    why += refusals
     if not job.on_device:
-        refusal = why_not("host", job)
-        if refusal is None:
-            return _PathChoice("host", f"{why}compiled copier")
-        return _PathChoice("loop", f"{why}no host: {refusal}")
-    refusals = {path: why_not(path, job) for path in _DEVICE_PATHS}
-    able = [path for path in _DEVICE_PATHS if refusals[path] is None]
-    why += "".join(f"no {path}: {refusal}; " for path, refusal in refusals.items() if refusal is not None)
-    if len(able) == 1:
-        return _PathChoice(able[0], why)
+        return _PathChoice(usable[0], why or "compiled copier")
+    if len(usable) == 1:
+        return _PathChoice(usable[0], why)
     if costs is None:  # in a capture, or another path was forced
-        return _PathChoice(able[0], f"{why}no costs known")
+        return _PathChoice(usable[0], f"{why}no costs known")
     estimates = costs.estimate_us(job, num_pieces, nbytes)
-    return _PathChoice(min(able, key=lambda path: estimates.get(path, math.inf)), why, estimates)
+    return _PathChoice(min(usable, key=lambda path: estimates.get(path, math.inf)), why, estimates)

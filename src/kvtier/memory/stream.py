@@ -347,12 +347,12 @@ class Event:
             self._native.synchronize()
         return True
 
-    def settle(self, *, patient: bool = False) -> None:
-        """Block until the place is reached, whatever became of the work before it.
+    def settle(self, *, polling: bool = True) -> None:
+        """Block until the event is reached, even if the work before it failed.
 
-        `patient` does not look at it meanwhile: for threads that would take the interpreter from others by that.
+        Polling reacts faster, but takes the interpreter from other threads.
         """
-        if self._on_device and patient and self._native is not None:
+        if self._on_device and not polling and self._native is not None:
             self._native.synchronize()
         elif self._on_device:
             self.synchronize()

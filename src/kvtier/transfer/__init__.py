@@ -1,13 +1,12 @@
-"""Moving blocks between the device cache and host memory, at the link's limit and beside the model."""
+"""Copies of blocks between the device cache and host memory, at the rate of the link, while the model runs."""
 
-from kvtier.transfer.checksums import block_checksums, verify_blocks
+from kvtier.transfer.block_view import BlockView, Direction
 from kvtier.transfer.compiled import CompiledTransfer
 from kvtier.transfer.device_cache import DeviceCache
 from kvtier.transfer.handle import BlockFailure, TransferHandle, TransferReport, TransferStatus
-from kvtier.transfer.host_memory import GrowthState, HostMemory
+from kvtier.transfer.host_memory import GrowthState, HostMemory, block_checksums
 from kvtier.transfer.layers import LayerDoneCounter
 from kvtier.transfer.manager import TransferManager
-from kvtier.transfer.plane import BlockView, Direction
 from kvtier.transfer.strategy import Strategy, TransferConfig
 from kvtier.transfer.swap import (
     swap_cache_all_layers,
@@ -36,5 +35,4 @@ __all__ = [
     "swap_cache_all_layers_async",
     "swap_cache_per_layer",
     "swap_cache_per_layer_async",
-    "verify_blocks",
 ]

@@ -1,4 +1,4 @@
-"""The engine's own cache tensors, registered: where each layer's part of a block lies."""
+"""DeviceCache: the engine's cache tensors, and the address of each layer's part of a block."""
 
 from __future__ import annotations
 
@@ -13,72 +13,67 @@ from kvtier.layout import CacheGroup, Span
 from kvtier.memory import Placement
 from kvtier.memory.copy_plan import I64
 from kvtier.memory.region import MemoryRef
-from kvtier.transfer.plane import BlockView
+from kvtier.transfer.block_view import BlockView
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segments:
-    """The contiguous parts of a block in the device cache, one column each: block-first caches have one."""
+class LayerRange:
+    """Some layers of a block, and their contiguous segments in the device cache: one if the cache is block-first."""
 
+    span: Span
+    """Position in the block."""
     pointer: I64
+    """One column per segment, as in the following arrays."""
     stride: I64
     nbytes: I64
     offset: I64
-    """In the block, as the host has it."""
+    """In the host's block."""
 
     def __len__(self) -> int:
         return len(self.pointer)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerRange:
-    """Some layers of a block: where they lie in it, and what they consist of in the device cache."""
-
-    span: Span
-    segments: Segments
-
-
 class DeviceCache:
-    """One group's cache tensors, which stay the engine's. `release()` forgets them.
+    """One group's cache tensors, owned by the engine. `release()` drops the references to them.
 
-        DeviceCache.block_first(group, tensor)              [block, layer, K/V, ...]: a block is one piece
+        DeviceCache.block_first(group, tensor)              [block, layer, K/V, ...]: a block is contiguous
         DeviceCache.layer_first(group, [{"key": k, "value": v}, ...])   a tensor per layer and role, blocks first
 
-    Layer-first tensors may be views into one (such as tensor[:, 0]); parts that touch in memory travel together.
+    Layer-first tensors may be views into one tensor (such as tensor[:, 0]); adjacent parts are copied together.
     """
 
-    def __init__(self, group: CacheGroup, planes: Sequence[tuple[int, int, BlockView]]) -> None:
-        """`planes`: layer, offset in the block, and blocks of each part, in the order of the block."""
-        first = planes[0][2]
-        if any(plane.placement != first.placement for _, _, plane in planes):
+    def __init__(self, group: CacheGroup, views: Sequence[tuple[int, int, BlockView]]) -> None:
+        """`views`: layer, offset in the block, and blocks of each part, in the order of the block."""
+        first = views[0][2]
+        if any(view.placement != first.placement for _, _, view in views):
             raise ArgumentError("the tensors of one cache group must be on one device")
-        if any(plane.num_blocks != first.num_blocks for _, _, plane in planes):
+        if any(view.num_blocks != first.num_blocks for _, _, view in views):
             raise ArgumentError(
                 f"the tensors of one cache group need equally many blocks, got "
-                f"{sorted({plane.num_blocks for _, _, plane in planes})}"
+                f"{sorted({view.num_blocks for _, _, view in views})}"
             )
         self.group = group
         self.num_blocks = first.num_blocks
         self.placement: Placement = first.placement
-        self._planes: list[tuple[int, int, BlockView]] = list(planes)
-        self.holdings: list[MemoryRef] = list({id(plane.holding): plane.holding for _, _, plane in planes}.values())
-        """What keeps the tensors alive: whoever copies holds these."""
+        self._views: list[tuple[int, int, BlockView]] = list(views)
+        self.holdings: list[MemoryRef] = list({id(view.holding): view.holding for _, _, view in views}.values())
+        """References that keep the tensors alive; copies hold them."""
         self._parts: dict[range, LayerRange] = {}
 
     @classmethod
     def block_first(cls, group: CacheGroup, tensor: torch.Tensor) -> DeviceCache:
-        """A tensor whose first dimension is blocks and whose block is, byte for byte, a block of the group."""
-        plane = BlockView.of(tensor)
-        if plane.block_bytes != group.block_bytes:
+        """Use a tensor whose first dimension is blocks, each with the bytes of a block of the group."""
+        view = BlockView.of(tensor)
+        if view.block_bytes != group.block_bytes:
             raise ArgumentError(
-                f"a block of this tensor of shape {tuple(tensor.shape)} has {plane.block_bytes} bytes, "
+                f"a block of this tensor of shape {tuple(tensor.shape)} has {view.block_bytes} bytes, "
                 f"one of group {group.name!r} {group.block_bytes}"
             )
-        return cls(group, _layers_of(group, plane))
+        return cls(group, _layers_of(group, view))
 
     @classmethod
     def layer_first(cls, group: CacheGroup, layers: Sequence[Mapping[str, torch.Tensor]]) -> DeviceCache:
-        """One mapping from role to tensor for each layer of the group."""
+        """Use one mapping from role to tensor for each layer of the group."""
         wanted = [{each.name for each in layer.tensors} for layer in group.layers]
         given = [{*layer} for layer in layers]
         if wanted != given:
@@ -88,72 +83,72 @@ class DeviceCache:
                 f"{at}: it needs {sorted(wanted[at]) if at < len(wanted) else 'nothing'}, "
                 f"got {sorted(given[at]) if at < len(given) else 'nothing'}"
             )
-        planes = []
+        views = []
         for layer, spec, span in group.tensors():
-            plane = BlockView.of(layers[layer][spec.name])
-            if plane.block_bytes != span.nbytes:
+            view = BlockView.of(layers[layer][spec.name])
+            if view.block_bytes != span.nbytes:
                 raise ArgumentError(
-                    f"{spec.name} of layer {layer} has {plane.block_bytes} bytes per block, group {group.name!r} says "
+                    f"{spec.name} of layer {layer} has {view.block_bytes} bytes per block, group {group.name!r} says "
                     f"{span.nbytes} ({spec.shape} of {spec.dtype})"
                 )
-            planes.append((layer, span.offset, plane))
-        return cls(group, planes)
+            views.append((layer, span.offset, view))
+        return cls(group, views)
 
     @property
     def is_released(self) -> bool:
-        """Whether the tensors are forgotten."""
-        return not self._planes
+        return not self._views
 
     @property
     def extent(self) -> list[tuple[int, int]]:
-        """The address ranges in use."""
-        return [(plane.pointer, plane.end) for _, _, plane in self._planes]
+        """Address ranges of the tensors."""
+        return [(view.pointer, view.end) for _, _, view in self._views]
 
     def release(self) -> None:
-        """Forget the tensors and their addresses, so that the engine can free them. Copies under way keep theirs."""
-        self._planes, self.holdings = [], []
+        """Drop the tensors, so that the engine can free them. Copies in flight keep theirs."""
+        self._views, self.holdings = [], []
         self._parts = {}
 
     def part(self, layers: range) -> LayerRange:
-        """What these layers of a block consist of, in the order of the block."""
-        found = self._parts.get(layers)  # asked for every transfer
-        if found is None:
+        """Return the segments of these layers, in the order of the block. Cached: each transfer needs one."""
+        part = self._parts.get(layers)
+        if part is None:
             if self.is_released:
                 raise ClosedError(f"the cache of group {self.group.name!r} was released; register the new one")
-            planes = [each for each in self._planes if each[0] in layers]
-            found = self._parts[layers] = LayerRange(self.group.span(layers), _join(planes))
-        return found
+            views = [each for each in self._views if each[0] in layers]
+            part = self._parts[layers] = LayerRange(self.group.span(layers), *_segments(views))
+        return part
 
 
-def _layers_of(group: CacheGroup, plane: BlockView) -> list[tuple[int, int, BlockView]]:
-    """Whole blocks as the parts that each layer has of them."""
+def _layers_of(group: CacheGroup, view: BlockView) -> list[tuple[int, int, BlockView]]:
+    """Split whole blocks into the parts of each layer."""
     spans = [group.span(range(layer, layer + 1)) for layer in range(group.num_layers)]
     return [
-        (layer, span.offset, replace(plane, pointer=plane.pointer + span.offset, block_bytes=span.nbytes))
+        (layer, span.offset, replace(view, pointer=view.pointer + span.offset, block_bytes=span.nbytes))
         for layer, span in enumerate(spans)
     ]
 
 
-def _join(planes: Sequence[tuple[int, int, BlockView]]) -> Segments:
-    """Join parts that follow each other in one memory. In the host's block they follow each other anyway."""
+def _segments(views: Sequence[tuple[int, int, BlockView]]) -> I64:
+    """Join parts that are adjacent in one allocation; in the host's block all are. Rows as in LayerRange."""
     columns: list[list[int]] = []
     memory = None
-    for _, offset, plane in planes:
+    for _, offset, view in views:
         last = columns[-1] if columns else None
         if (
             last is not None
-            and memory == _memory(plane)
-            and last[1] == plane.stride
-            and last[0] + last[2] == plane.pointer
+            and memory == _memory(view)
+            and last[1] == view.stride
+            and last[0] + last[2] == view.pointer
         ):
-            last[2] += plane.block_bytes
+            last[2] += view.block_bytes
         else:
-            columns.append([plane.pointer, plane.stride, plane.block_bytes, offset])
-        memory = _memory(plane)
-    return Segments(*np.array(columns, np.int64).T.copy())
+            columns.append([view.pointer, view.stride, view.block_bytes, offset])
+        memory = _memory(view)
+    segments: I64 = np.array(columns, np.int64).T.copy()
+    return segments
 
 
-def _memory(plane: BlockView) -> int:
-    """The allocation a plane lies in: the driver refuses a copy across two, even if they touch."""
-    owner = plane.holding.owner
-    return owner.untyped_storage().data_ptr() if isinstance(owner, torch.Tensor) else id(plane.holding)
+def _memory(view: BlockView) -> int:
+    """Return an id of the allocation: the driver refuses a copy across two, even if they are adjacent."""
+    owner = view.holding.owner
+    return owner.untyped_storage().data_ptr() if isinstance(owner, torch.Tensor) else id(view.holding)

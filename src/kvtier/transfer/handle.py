@@ -1,31 +1,30 @@
-"""One transfer on its way, and the report at its end.
+"""TransferHandle: a transfer in flight, and the report at its end.
 
 QUEUED ──> RUNNING ──────────────> DONE
-  │           ├─(a slice failed)──> FAILED       every end: what was submitted is waited for first, so that no copy
-  ├───────────┼─(cancel)──────────> CANCELLED    touches a block after the report. Blocks whose slices all arrived
-  └───────────┴─(deadline)────────> LATE         are reported as moved, whatever became of the others.
+  │           ├─(a slice failed)──> FAILED       Submitted slices are waited for before the report, so that no copy
+  ├───────────┼─(cancel)──────────> CANCELLED    touches a block after it. Blocks whose slices all arrived are
+  └───────────┴─(deadline)────────> LATE         reported as moved, even if others failed.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvtier.errors import CancelledTransferError, TransferError, TransferTimeoutError
+from kvtier.errors import CancelledTransferError, TransferTimeoutError
 from kvtier.memory import Event
 from kvtier.memory.copy_plan import I64
 from kvtier.memory.region import MemoryRef
+from kvtier.transfer.block_view import Direction
 from kvtier.transfer.compiled import CompiledTransfer
 from kvtier.transfer.layers import LayerDoneCounter
-from kvtier.transfer.plane import Direction
 from kvtier.transfer.strategy import Strategy, StrategyChoice
 
 
 class TransferStatus(StrEnum):
-    """Where a transfer is, or how it ended."""
+    """State of a transfer; the last four are final."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -46,72 +45,54 @@ class BlockFailure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferReport:
-    """What became of a transfer."""
+    """Result of a transfer."""
 
     id: int
     group: str
     direction: Direction
     status: TransferStatus
     device_ids: I64
-    """As they were asked for, and in that order."""
+    """In the caller's order."""
     host_ids: I64
     failures: tuple[BlockFailure, ...]
-    """Exactly the blocks that did not arrive."""
+    """The blocks that did not arrive."""
     nbytes: int
-    """Of the blocks that arrived."""
+    """Bytes of the blocks that arrived."""
     num_copies: int
     seconds: float
-    """From the first copy to the end of the last, by the clock of the stream."""
+    """From the first copy to the end of the last, measured on the stream."""
     choice: StrategyChoice
-    """How it crossed the link."""
 
     @property
     def moved(self) -> tuple[tuple[int, int], ...]:
-        """(device id, host id) of each block that arrived. Made when asked: an engine asks for failures only."""
+        """(device id, host id) of each block that arrived. Computed on demand: an engine reads only the failures."""
         lost = {(failure.device_id, failure.host_id) for failure in self.failures}
         pairs = zip(self.device_ids.tolist(), self.host_ids.tolist(), strict=True)
         return tuple(pair for pair in pairs if pair not in lost)
 
     @property
     def strategy(self) -> Strategy:
-        """The way that was chosen."""
         return self.choice.strategy
 
     @property
     def why(self) -> str:
-        """Why this one; reckoned when asked, which takes longer than the rest of a report."""
+        """The reason for the strategy. Computed on demand: it takes longer than the rest of a report."""
         return self.choice.why
-
-    @property
-    def gbs(self) -> float:
-        """GB/s."""
-        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
-
-
-@dataclass(slots=True)
-class Checksums:
-    """Checksums on their way: complete, or failed, when `ready` is reached."""
-
-    ready: Event
-    sums: dict[int, int] = field(default_factory=dict)
-    error: Exception | None = None
 
 
 @dataclass(slots=True)
 class _SliceProgress:
-    """How far the slices of a transfer are."""
-
     next: int = 0
-    """Those before it are submitted or claimed."""
+    """The next slice to claim."""
     num_claimed: int = 0
-    """Of these, not submitted yet."""
+    """Slices claimed and not yet submitted."""
     ends: list[Event] = field(default_factory=list)
     errors: dict[int, BaseException] = field(default_factory=dict)
-    """By slice."""
+    """Errors by slice."""
 
 
 class TransferHandle:
-    """A transfer given to a TransferManager. `wait()` for its report, or ask the manager's `poll()`."""
+    """A transfer submitted to a TransferManager. Its report comes from `wait()` or from the manager's `poll()`."""
 
     def __init__(
         self,
@@ -126,7 +107,7 @@ class TransferHandle:
         self.id = number
         self.urgent = urgent
         self.after = after
-        """The copies come behind it."""
+        """The copies wait for this event."""
         self._changed = threading.Condition()
         self.layers = LayerDoneCounter(compiled.layer_groups, self._changed)
         self.begin: Event | None = None
@@ -136,21 +117,19 @@ class TransferHandle:
         self._slices = _SliceProgress()
         self._status = TransferStatus.QUEUED
         self._report: TransferReport | None = None
-        self._checksums: Checksums | None = None
         self.was_waited_for = False
-        """Whether wait() has told the report to somebody."""
-        if not compiled.slices:  # no blocks: there is nothing to wait for
+        """True once wait() has returned the report."""
+        if not compiled.slices:  # no blocks
             for group in range(len(compiled.layer_groups)):
                 self.layers.submitted(group, Event())
 
     @property
     def status(self) -> TransferStatus:
-        """Where it is."""
         return self._status if self._report is None else self._report.status
 
     @property
     def report(self) -> TransferReport | None:
-        """What became of it; None while it is under way."""
+        """The result; None while the transfer is in flight."""
         with self._changed:
             if self._report is None:
                 self._expire()
@@ -159,13 +138,13 @@ class TransferHandle:
             return self._report
 
     def wait(self, timeout: float | None = None) -> TransferReport:
-        """The report, once it is there. TransferTimeoutError after `timeout` seconds; the transfer then goes on."""
+        """Wait for the report. TransferTimeoutError after `timeout` seconds; the transfer then continues."""
         report = self.settle(timeout)
         self.was_waited_for = True
         return report
 
     def settle(self, timeout: float | None = None) -> TransferReport:
-        """The same, but the manager's poll() will still tell it."""
+        """Wait for the report like `wait`; the manager's poll() still returns it."""
         limit = float("inf") if timeout is None else time.monotonic() + timeout
         step = 0
         while (report := self.report) is None:
@@ -183,22 +162,11 @@ class TransferHandle:
         return report
 
     def cancel(self) -> bool:
-        """Do not submit what has not been; what has been is finished. False if there was nothing left to stop."""
+        """Drop the slices not yet submitted; submitted ones finish. False if there were none to drop."""
         return self._drop_rest(
             CancelledTransferError(f"transfer {self.id} was cancelled before this block was moved"),
             TransferStatus.CANCELLED,
         )
-
-    def checksums(self, timeout: float | None = None) -> Mapping[int, int]:
-        """CRC-32 by host id, of the blocks that arrived, if the save was to compute them; waits for it."""
-        if self._checksums is None:
-            raise TransferError(f"transfer {self.id} computes no checksums; ask for them with save(checksum=True)")
-        found = self._checksums
-        if not found.ready.synchronize(timeout):
-            raise TransferTimeoutError(f"the checksums of transfer {self.id} are not there after {timeout} seconds")
-        if found.error is not None:
-            raise TransferError(f"the checksums of transfer {self.id} could not be computed") from found.error
-        return found.sums
 
     # ---- for the lane that carries it out ----
 
@@ -210,22 +178,22 @@ class TransferHandle:
 
     @property
     def next_bytes(self) -> int | None:
-        """Bytes of the slice to submit next; None if there is none left."""
+        """Bytes of the next slice to submit; None if none is left."""
         with self._changed:
             self._expire()
-            return None if self._is_over() else self.compiled.slices[self._slices.next].nbytes
+            return None if self._is_claimed() else self.compiled.slices[self._slices.next].nbytes
 
     def claim(self) -> int | None:
-        """The slice to submit next, which cancelling no longer stops; `submitted` must follow."""
+        """Return the next slice to submit, which `cancel` no longer stops; `submitted` must follow."""
         with self._changed:
-            if self._is_over():
+            if self._is_claimed():
                 return None
             self._slices.next += 1
             self._slices.num_claimed += 1
             return self._slices.next - 1
 
     def submitted(self, index: int, end: Event, error: BaseException | None = None) -> None:
-        """Slice `index` was submitted and ends with the event; with an error, only part of it may have been."""
+        """Record that slice `index` was submitted and ends with `end`; with an error, only a part may be submitted."""
         with self._changed:
             slices = self.compiled.slices
             if self._status is TransferStatus.QUEUED:
@@ -240,50 +208,46 @@ class TransferHandle:
             self._changed.notify_all()
 
     def failed(self, index: int, error: BaseException) -> None:
-        """Slice `index` did not arrive. May be told while it runs, before its event."""
+        """Record that slice `index` did not arrive. May be called while it runs, before its event."""
         with self._changed:
             if self._compiled is not None:
                 self._slices.errors.setdefault(index, error)
                 self.layers.failed(self.compiled.slices[index].layer_group, error)
 
-    def attach_checksums(self, checksums: Checksums) -> None:
-        """They will be there when their event is reached."""
-        self._checksums = checksums
+    # ---- completion ----
 
-    # ---- its end ----
-
-    def _is_over(self) -> bool:
-        """Nothing is left to submit."""
+    def _is_claimed(self) -> bool:
+        """True if no slice is left to submit."""
         return self._compiled is None or self._slices.next >= len(self._compiled.slices)
 
     def _all_submitted(self) -> bool:
-        return self._is_over() and not self._slices.num_claimed
+        return self._is_claimed() and not self._slices.num_claimed
 
     def _ends_reached(self) -> bool:
         try:
             return all(event.query() for event in self._slices.ends)
-        except Exception as error:  # the GPU is lost, and with it whatever was on its way
+        except Exception as error:  # the GPU is lost, and all copies in flight with it
             for index in range(len(self.compiled.slices)):
                 self.failed(index, error)
             self._slices.ends = []
             return True
 
     def _expire(self) -> None:
-        if self._deadline is not None and not self._is_over() and time.monotonic() >= self._deadline:
+        if self._deadline is not None and not self._is_claimed() and time.monotonic() >= self._deadline:
             error = TransferTimeoutError(f"the deadline of transfer {self.id} passed before this block was moved")
             self._drop_rest(error, TransferStatus.LATE)
 
     def _drop_rest(self, error: BaseException, status: TransferStatus) -> bool:
         with self._changed:
-            if self._is_over():
+            if self._is_claimed():
                 return False
             for index in range(self._slices.next, len(self.compiled.slices)):
-                self.failed(index, error)  # also wakes threads that wait for a submission
+                self.failed(index, error)  # also wakes threads waiting for a submission
             self._slices.next, self._status = len(self.compiled.slices), status
             return True
 
     def _wait_for_submission(self, step: int, seconds: float) -> Event | None:
-        """The end of the `step`-th slice submitted; None if it took too long, or there will be none."""
+        """Return the end of the `step`-th submitted slice; None on timeout, or if there will be none."""
         with self._changed:
             if step < len(self._slices.ends):
                 return self._slices.ends[step]

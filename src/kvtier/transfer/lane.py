@@ -1,8 +1,8 @@
-"""One direction of the link: who goes next, on which stream, and how much at a time.
+"""Lane: one direction of the link. Decides the order of transfers, their stream, and the bytes in flight.
 
-urgent   submitted whole by the caller itself, on a stream of its own; never behind bulk in a queue
-bulk     on another stream, at most max_in_flight_bytes at once, and none while something urgent is under way: at once
-         by the caller if it fits and nothing is ahead of it, else by the lane's thread, a slice at a time
+urgent   submitted whole by the caller, on a separate stream; never queued behind bulk
+bulk     on another stream, at most max_in_flight_bytes at a time, and none while an urgent transfer is in flight.
+         Submitted by the caller if it fits and the queue is empty, else by the lane's thread, slice by slice
 
 queue   [ urgent beyond its bound, oldest first | bulk, oldest first ]
 """
@@ -15,16 +15,16 @@ from collections import deque
 
 from kvtier.memory import Event, Placement, Stream, cuda
 from kvtier.memory.copy_paths import CopyContext, Pieces
+from kvtier.transfer.block_view import Direction
 from kvtier.transfer.handle import TransferHandle
-from kvtier.transfer.plane import Direction
 from kvtier.transfer.staging import Mover, StagingRing
 from kvtier.transfer.strategy import TransferConfig
 
-_URGENT = -1  # stream priority: lower numbers go first
+_URGENT = -1  # stream priority: lower numbers run first
 
 
 class Lane:
-    """Carries out the transfers of one direction. Thread-safe."""
+    """Executes the transfers of one direction. Thread-safe."""
 
     def __init__(self, direction: Direction, placement: Placement, config: TransferConfig, mover: Mover) -> None:
         self.direction = direction
@@ -40,7 +40,7 @@ class Lane:
         self._closed = False
 
     def submit(self, transfer: TransferHandle) -> None:
-        """Start it now if nothing is in its way and it is within the bound, else queue it."""
+        """Start the transfer now if it fits and overtakes no queued one, else queue it."""
         with self._changed:
             if self._can_start(transfer):
                 while (index := transfer.claim()) is not None:
@@ -54,13 +54,13 @@ class Lane:
             self._changed.notify_all()
 
     def in_flight_bytes(self, *, urgent: bool) -> int:
-        """Bytes given to the device and not done."""
+        """Return the bytes in flight."""
         with self._changed:
             self._retire(urgent)
             return sum(nbytes for nbytes, _ in self._in_flight[urgent])
 
     def close(self) -> None:
-        """Finish everything, and give streams and staging memory up."""
+        """Finish all transfers and release streams and staging memory."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -71,32 +71,32 @@ class Lane:
         self._ring.close()
 
     def drop_staging(self) -> None:
-        """Give the staging memory back; the next staged slice makes it anew. Nothing may be under way."""
+        """Free the staging memory; the next staged slice allocates it again. No transfer may be in flight."""
         with self._changed:
             self._ring.close()
 
-    # ---- the thread for what is queued ----
+    # ---- the thread for queued transfers ----
 
     def _pump(self) -> None:
         while True:
             with self._changed:
-                found = self._next_queued()
-                if found is None:
+                queued = self._next_queued()
+                if queued is None:
                     return
-                transfer, wanted = found
-                in_the_way = self._in_the_way(transfer.urgent, wanted)
-                if in_the_way is None:
+                transfer, wanted = queued
+                blocker = self._blocker(transfer.urgent, wanted)
+                if blocker is None:
                     index = transfer.claim()
                     if index is not None:
                         self._start(transfer, index)
                     continue
-            with contextlib.suppress(Exception):  # told by the transfers it hits
-                # without the lock: what comes meanwhile may be more urgent than what waits here; and patiently: the
-                # engine's thread needs the interpreter, and there are more slices on the link
-                in_the_way.settle(patient=True)
+            with contextlib.suppress(Exception):  # reported by the transfers that failed
+                # without the lock, since a more urgent transfer may arrive; without polling, since the engine's thread
+                # needs the interpreter and the link has more slices
+                blocker.settle(polling=False)
 
     def _next_queued(self) -> tuple[TransferHandle, int] | None:
-        """Wait for a transfer with a slice left to submit. Return it and the bytes of the slice; None if closed."""
+        """Wait for a transfer with a slice left to submit. Return it and the bytes of the slice, None if closed."""
         while True:
             while self._queue:
                 wanted = self._queue[0].next_bytes
@@ -109,10 +109,10 @@ class Lane:
 
     # ---- submitting; the lock is held ----
 
-    def _in_the_way(self, urgent: bool, wanted: int) -> Event | None:
-        """What a slice of so many bytes must wait for; None: it can go now.
+    def _blocker(self, urgent: bool, wanted: int) -> Event | None:
+        """Return the event that a slice of `wanted` bytes must wait for; None if it can start now.
 
-        Bulk waits for everything urgent, since copy engines know no priorities: a stream that always has a copy ready
+        Bulk waits for all urgent copies, since copy engines have no priorities: a stream that always has a copy ready
         keeps the engine, and an urgent load took as long as all of the bulk (18.5 ms, alone 1.9; H200, 2026-11-15).
         """
         self._retire(True)
@@ -125,12 +125,12 @@ class Lane:
         return line[0][1] if used and used + wanted > limit else None
 
     def _can_start(self, transfer: TransferHandle) -> bool:
-        """Whether all of it can be submitted right now, ahead of nobody it should be behind."""
+        """True if the whole transfer can be submitted now without overtaking a queued one."""
         if any(each.urgent or not transfer.urgent for each in self._queue):
             return False
         nbytes = transfer.compiled.nbytes
         fits = transfer.urgent or nbytes <= self._config.max_in_flight_bytes
-        return fits and self._in_the_way(transfer.urgent, nbytes) is None
+        return fits and self._blocker(transfer.urgent, nbytes) is None
 
     def _retire(self, urgent: bool) -> None:
         line = self._in_flight[urgent]
@@ -138,13 +138,13 @@ class Lane:
             line.popleft()
 
     def _start(self, transfer: TransferHandle, index: int) -> None:
-        """Give one slice to the streams. Whatever goes wrong is the slice's, not the caller's."""
+        """Submit one slice. Errors are recorded in the transfer, not raised."""
         stream = self._streams[transfer.urgent]
         compiled = transfer.compiled
         start = self._start_on_device if self._placement.is_device else self._start_on_host
         try:
             end, error = start(transfer, index, stream)
-        except Exception as raised:  # nothing can be recorded any more: the GPU or the stream is lost
+        except Exception as raised:  # nothing can be recorded: the GPU or the stream is lost
             end, error = Event(), raised
         compiled.host.used_by(stream, end)
         self._in_flight[transfer.urgent].append((compiled.slices[index].nbytes, end))
@@ -164,9 +164,9 @@ class Lane:
                     transfer.layers.begin(transfer.begin)
                 if choice.strategy == "staged":
                     return self._ring.run(part, host, choice.path, stream, transfer.after), None
-                self._mover(choice.path, self._job(host, stream), Pieces(part.tables.copies))
+                self._mover(choice.path, self._job(host, stream), Pieces(part.tables[0]))
                 return stream.record(Event(timing=True, blocking=True)), None
-            except Exception as error:  # part of it may be under way
+            except Exception as error:  # a part may be in flight
                 return stream.record(Event(timing=True, blocking=True)), error
 
     def _start_on_host(
@@ -183,7 +183,7 @@ class Lane:
             try:
                 if after is not None:
                     after.synchronize()  # raises if the compute that was to write the blocks failed
-                self._mover(path, job, Pieces(part.tables.copies))
+                self._mover(path, job, Pieces(part.tables[0]))
             except Exception as error:
                 transfer.failed(index, error)
 
@@ -196,7 +196,7 @@ class Lane:
 
 
 def _is_reached(event: Event) -> bool:
-    """Whether nothing more is to come before this event; a lost GPU does nothing more."""
+    """True if the work before this event has ended; on a lost GPU it has."""
     try:
         return event.query()
     except Exception:

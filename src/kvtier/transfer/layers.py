@@ -1,9 +1,9 @@
 """LayerDoneCounter: which layers of a load have arrived.
 
-Layers travel in groups. A group's state, per counter:
+Layers are copied in groups. The state of a group:
 
     PENDING ──(its copies are submitted)──> SUBMITTED ──(its event is reached)──> done
-       └──────────(failed, cancelled, late)──> FAILED    whoever waits on the host gets the error
+       └──────────(failed, cancelled, late)──> FAILED    host waits raise the error
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtier.errors import LayerSwapTimeoutError, RangeError, TransferError
 from kvtier.memory import Event, Stream
 
 DEFAULT_TIMEOUT = 30.0
-"""Seconds. A load queued behind others is slow, not lost; who knows better says so."""
+"""Seconds. Generous, since a load may be queued behind others."""
 
 
 class LayerDoneCounter:
@@ -27,8 +27,8 @@ class LayerDoneCounter:
             counter.wait(layer, stream)      # the stream waits, the host does not
             compute(layer)
 
-    An urgent load is submitted whole before its counter is handed out, so that a stream can be made to wait at once;
-    for a load still in the queue, wait() blocks until it is submitted.
+    An urgent load is submitted whole before its counter is returned, so a stream can wait at once; for a load still in
+    the queue, wait() blocks until it is submitted.
     """
 
     def __init__(self, layer_groups: Sequence[range], changed: threading.Condition | None = None) -> None:
@@ -41,14 +41,14 @@ class LayerDoneCounter:
 
     @property
     def groups(self) -> tuple[range, ...]:
-        """The layers that arrive together."""
+        """Layers that are copied together."""
         return tuple(self._groups)
 
     def wait(self, layer: int, stream: Stream | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Hold work enqueued on `stream` from now on until this layer has arrived; without `stream`, wait here.
+        """Make later work on `stream` wait until this layer has arrived; without `stream`, block the caller.
 
-        LayerSwapTimeoutError after `timeout` seconds; TransferError if the layer will not arrive complete, which a
-        stream is not held for: the transfer's report says which blocks must be computed instead.
+        LayerSwapTimeoutError after `timeout` seconds. TransferError if the layer will not arrive complete, only without
+        a stream: with one, the transfer's report names the blocks to compute instead.
         """
         group, deadline = self._group_of(layer), time.monotonic() + timeout
         event = self._submitted(group, layer, deadline, timeout)
@@ -65,13 +65,13 @@ class LayerDoneCounter:
             raise TransferError(f"layer {layer} did not arrive: {self._errors[group]}") from self._errors[group]
 
     def wait_all(self, stream: Stream | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """The same for all layers."""
+        """Wait for all layers."""
         deadline = time.monotonic() + timeout
         for group in self._groups:
             self.wait(group.start, stream, max(0.0, deadline - time.monotonic()))
 
     def is_done(self, layer: int) -> bool:
-        """Whether this layer has arrived, all of it."""
+        """True if all of this layer has arrived."""
         group = self._group_of(layer)
         event = self._events[group]
         return event is not None and self._errors[group] is None and event.query() and self._errors[group] is None
@@ -82,7 +82,7 @@ class LayerDoneCounter:
         return sum(len(group) for group in self._groups if self.is_done(group.start))
 
     def arrival_ms(self, layer: int) -> float:
-        """Milliseconds from the first copy of the load to the arrival of this layer; waits for it."""
+        """Return the milliseconds from the first copy of the load to the arrival of this layer; waits for it."""
         self.wait(layer)
         event = self._events[self._group_of(layer)]
         assert event is not None
@@ -91,11 +91,11 @@ class LayerDoneCounter:
     def _group_of(self, layer: int) -> int:
         group = bisect.bisect_right(self._starts, layer) - 1
         if group < 0 or layer not in self._groups[group]:
-            raise RangeError(f"layer {layer} is not among those of this transfer, {self._groups}")
+            raise RangeError(f"layer {layer} is not one of the layers of this transfer: {self._groups}")
         return group
 
     def _submitted(self, group: int, layer: int, deadline: float, timeout: float) -> Event | None:
-        """The group's event, once there is one; None if it failed before."""
+        """Wait for the group's event; None if the group failed before it was submitted."""
         with self._changed:
             while self._events[group] is None and self._errors[group] is None:
                 left = deadline - time.monotonic()
@@ -104,20 +104,20 @@ class LayerDoneCounter:
                 self._changed.wait(left)
             return self._events[group]
 
-    # ---- for whoever carries the load out ----
+    # ---- called by the transfer ----
 
     def begin(self, event: Event) -> None:
-        """The first copy comes behind this event."""
+        """Set the event before the first copy."""
         self._begin = event
 
     def submitted(self, group: int, event: Event) -> None:
-        """All copies of a group are submitted; the event ends them."""
+        """Record that all copies of a group are submitted and end with the event."""
         with self._changed:
             self._events[group] = event
             self._changed.notify_all()
 
     def failed(self, group: int, error: BaseException) -> None:
-        """A group will not arrive complete."""
+        """Record that a group will not arrive complete."""
         with self._changed:
             self._errors[group] = self._errors[group] or error
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""TransferManager: moves blocks between the device cache and host memory, both ways at once, beside the model."""
+"""TransferManager: copies blocks between the device cache and host memory, both ways at once, while the model runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Self
 
 from kvtier.errors import ArgumentError, ClosedError, StateError
 from kvtier.layout import KVLayout
-from kvtier.memory import CPU, CostTable, Event, Placement, Stream, current_stream
+from kvtier.memory import CPU, CostTable, Event, Placement, current_stream
 from kvtier.memory.copy_paths import run_path
-from kvtier.transfer.checksums import block_checksums
-from kvtier.transfer.compiled import CompiledTransfer, Ids, compile_transfer
+from kvtier.transfer.block_view import Direction, Ids, as_direction
+from kvtier.transfer.compiled import CompiledTransfer, compile_transfer
 from kvtier.transfer.device_cache import DeviceCache
-from kvtier.transfer.handle import Checksums, TransferHandle, TransferReport
+from kvtier.transfer.handle import TransferHandle, TransferReport
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import Lane
-from kvtier.transfer.plane import Direction, as_direction
 from kvtier.transfer.staging import Mover
 from kvtier.transfer.strategy import Strategy, TransferConfig
 
@@ -32,11 +31,11 @@ class TransferManager:
         manager.register(DeviceCache.block_first(group, tensor), HostMemory(group, 1000, "cuda:0"))
         save = manager.save([3, 7], [0, 1])                       # bulk, behind the current stream's work
         load = manager.load([5, 6], [0, 1], layer_wise=True)      # urgent; compute waits on load.layers
-        for report in manager.poll(): ...                         # what ended since the last look
+        for report in manager.poll(): ...                         # transfers that ended since the last poll
 
-    Copies come behind `after`, or behind what the current stream has been given when that is None; an unrecorded
-    Event() is no wait. A transfer that fails in part, is cancelled, or misses its `timeout` says in its report which
-    blocks did not arrive; others go on. Thread-safe.
+    Copies wait for `after`, or for the work on the current stream if that is None; an unrecorded Event() is no wait.
+    The report of a transfer that fails in part, is cancelled, or misses its `timeout` names the blocks that did not
+    arrive; others are not affected. Thread-safe.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class TransferManager:
         costs: CostTable | None = None,
         mover: Mover = run_path,
     ) -> None:
-        """`mover` carries out copies; tests pass one that fails."""
+        """`mover` executes copies; tests pass one that fails."""
         self.layout = layout
         self.placement = Placement.parse(device).require()
         self.config = config or TransferConfig()
@@ -58,13 +57,12 @@ class TransferManager:
         self._live: dict[int, TransferHandle] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._checker: Stream | None = None
         self._closed = False
 
     # ---- caches ----
 
     def register(self, cache: DeviceCache, host: HostMemory) -> None:
-        """Use these for the group. What was registered for it before must have been released."""
+        """Use this cache and host memory for their group. An earlier cache of the group must have been released."""
         group = self.layout.group(cache.group.name)
         if group != cache.group or group != host.group:
             raise ArgumentError(f"the cache or the host memory is for another layout of group {group.name!r}")
@@ -79,16 +77,15 @@ class TransferManager:
             self._caches[group.name] = (cache, host)
 
     def release(self, group: str | None = None) -> None:
-        """Wait for every transfer, then forget the device tensors of a group (None: of all), as for sleep.
+        """Wait for all transfers, then drop the device tensors of a group (None: of all), as for sleep.
 
-        Host memory stays as it is; register() the new tensors on waking.
+        Host memory is unchanged; register() the new tensors on wake-up.
         """
         self.wait_all()
         with self._lock:
             for name in [group] if group is not None else list(self._caches):
-                found = self._caches.pop(name, None)
-                if found is not None:
-                    found[0].release()
+                if name in self._caches:
+                    self._caches.pop(name)[0].release()
         for lane in self._lanes.values():
             lane.drop_staging()
 
@@ -106,13 +103,13 @@ class TransferManager:
         urgent: bool = False,
         strategy: Strategy | None = None,
     ) -> CompiledTransfer:
-        """Prepare a transfer, to be submitted once or often."""
+        """Prepare a transfer, to be submitted once or repeatedly."""
         name = self.layout.groups[0].name if group is None else self.layout.group(group).name
         with self._lock:
-            found = self._caches.get(name)
-        if found is None:
+            registered = self._caches.get(name)
+        if registered is None:
             raise StateError(f"no cache is registered for group {name!r}")
-        cache, host = found
+        cache, host = registered
         wanted = cache.group.check_layers(layers)
         config = self.config
         parts = [wanted]
@@ -138,9 +135,8 @@ class TransferManager:
         urgent: bool = False,
         after: Event | None = None,
         timeout: float | None = None,
-        checksum: bool = False,
     ) -> TransferHandle:
-        """Start a compiled transfer. What is not submitted `timeout` seconds from now is not moved."""
+        """Start a compiled transfer. Slices not submitted within `timeout` seconds are dropped."""
         if self._closed:
             raise ClosedError("this TransferManager was closed")
         if compiled.cache.is_released:
@@ -153,8 +149,6 @@ class TransferManager:
         with self._lock:
             self._live = {k: each for k, each in self._live.items() if not each.was_waited_for}
             self._live[number] = transfer
-        if checksum:
-            self._add_checksums(transfer, compiled)
         self._lanes[compiled.direction].submit(transfer)
         return transfer
 
@@ -167,12 +161,11 @@ class TransferManager:
         urgent: bool = False,
         after: Event | None = None,
         timeout: float | None = None,
-        checksum: bool = False,
         strategy: Strategy | None = None,
     ) -> TransferHandle:
-        """Copy blocks to the host, behind `after`, the event of the compute that wrote them."""
+        """Copy blocks to the host after `after`, the event of the compute that wrote them."""
         compiled = self.compile(Direction.D2H, device_ids, host_ids, group=group, urgent=urgent, strategy=strategy)
-        return self.submit(compiled, urgent=urgent, after=after, timeout=timeout, checksum=checksum)
+        return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
 
     def load(
         self,
@@ -186,7 +179,7 @@ class TransferManager:
         timeout: float | None = None,
         strategy: Strategy | None = None,
     ) -> TransferHandle:
-        """Copy blocks to the device. With `layer_wise`, compute of a layer can start when `layers` says it is there."""
+        """Copy blocks to the device. With `layer_wise`, compute can wait for single layers on `layers`."""
         compiled = self.compile(
             Direction.H2D,
             device_ids,
@@ -199,7 +192,7 @@ class TransferManager:
         return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
 
     def poll(self, *, only_urgent: bool = False) -> list[TransferReport]:
-        """The reports of transfers that ended since the last call, or of the urgent ones among them; never waits."""
+        """Return the reports of transfers, or only of urgent ones, that ended since the last call; never waits."""
         with self._lock:
             live = [each for each in self._live.values() if each.urgent or not only_urgent]
         ended = [report for transfer in live if (report := transfer.report) is not None]
@@ -207,7 +200,7 @@ class TransferManager:
             return [report for report in ended if self._live.pop(report.id, None) is not None]
 
     def wait_all(self, timeout: float | None = None) -> None:
-        """Wait until every transfer submitted so far has ended. poll() still tells their reports."""
+        """Wait until every transfer submitted so far has ended. poll() still returns their reports."""
         limit = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             live = list(self._live.values())
@@ -220,18 +213,16 @@ class TransferManager:
         return len(self._live)
 
     def present(self) -> Event | None:
-        """The end of what the current stream has been given; None where there is no stream."""
+        """Record an event at the end of the current stream; None if there is no stream."""
         stream = current_stream(self.placement)
         return None if stream is None else stream.record()
 
     def in_flight_bytes(self, direction: Direction | str, *, urgent: bool) -> int:
-        """Bytes given to the device and not done."""
+        """Return the bytes in flight."""
         return self._lanes[as_direction(direction)].in_flight_bytes(urgent=urgent)
 
-    # ---- its end ----
-
     def close(self) -> None:
-        """Cancel what is queued, finish what is under way. Twice is fine."""
+        """Cancel queued transfers and finish those in flight. Closing twice is allowed."""
         if self._closed:
             return
         self._closed = True
@@ -239,8 +230,6 @@ class TransferManager:
             transfer.cancel()
         for lane in self._lanes.values():
             lane.close()
-        if self._checker is not None:
-            self._checker.close()
         for cache, _ in self._caches.values():
             cache.release()
 
@@ -253,29 +242,5 @@ class TransferManager:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_checker"):  # fully made
-            self.close()  # tensors must not go back to torch's pool while copies use them
-
-    # ---- helpers ----
-
-    def _add_checksums(self, transfer: TransferHandle, compiled: CompiledTransfer) -> None:
-        """A thread of its own waits for the blocks and reads them; no copy waits for that."""
-        if compiled.direction is not Direction.D2H or compiled.layer_groups != [range(compiled.group.num_layers)]:
-            raise ArgumentError("checksums are of whole blocks as they come to the host: for saves of all layers")
-        with self._lock:
-            if self._checker is None:
-                self._checker = Stream(CPU)
-            checker = self._checker
-        found = Checksums(Event())
-        host, threads = compiled.host, self.config.checksum_threads
-
-        def task() -> None:
-            try:
-                moved = transfer.settle().moved
-                found.sums.update(block_checksums(host, [host_id for _, host_id in moved], threads))
-            except Exception as error:  # the host memory was freed meanwhile
-                found.error = error
-
-        checker.enqueue(task)
-        checker.record(found.ready)
-        transfer.attach_checksums(found)
+        if hasattr(self, "_closed"):  # fully initialised
+            self.close()  # tensors must not return to torch's pool while copies use them

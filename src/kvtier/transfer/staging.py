@@ -3,17 +3,17 @@
     D2H   gather cache -> slot (kernel stream)   then   copy slot -> host (copy stream)
     H2D   copy host -> slot (copy stream)        then   scatter slot -> cache (kernel stream)
 
-    slot 0  [gather 0][copy 0      ]         [gather 3]...         a slot is free again when the second of the two is
-    slot 1            [gather 1]  [copy 1      ]                   done; streams wait for each other, not the host
+    slot 0  [gather 0][copy 0      ]         [gather 3]...         a slot is free again after the second operation;
+    slot 1            [gather 1]  [copy 1      ]                   the streams wait for each other, the host does not
     slot 2                        [gather 2]   [copy 2      ]
 
-The kernel stream is of high priority: beside large matrix products a kernel gets its turn only when one of them ends,
-and then it must be first. One stream for all slots: a stream for each, all enqueued ahead, was slower (docs/log.md).
+The kernel stream has high priority: while large matrix products run, a kernel starts only when one of them ends, and
+must then be first. One stream for all slots: one per slot, all enqueued ahead, was slower (docs/log.md).
 
-Some pairs of a copy stream and a kernel stream get in each other's way in the driver or the GPU: while the kernel
-stream has anything pending beside a busy model, copies run at 0.93 of the link, whatever their size. The pair stays
-so; another kernel stream ends it (H200, driver 580.159, 2026-11-15; docs/log.md). Nothing tells which pairs, so copies
-are timed, and when they were slow, the ring goes on with another kernel stream.
+Some pairs of a copy stream and a kernel stream interfere in the driver or the GPU: while the kernel stream has pending
+work and the model is busy, copies of any size run at 0.93 of the link. The pair stays slow; another kernel stream is
+not (H200, driver 580.159, 2026-11-15; docs/log.md). The pairs cannot be predicted, so copies are timed, and the ring
+replaces its kernel stream when they are slow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -29,40 +28,24 @@ from kvtier.memory import PINNED, Event, Placement, Stream
 from kvtier.memory.copy_paths import CopyContext, PathName, Pieces
 from kvtier.memory.copy_plan import DST, I64, SRC
 from kvtier.memory.costs import cost_key, saved_costs
+from kvtier.transfer.block_view import Direction
 from kvtier.transfer.compiled import Slice
-from kvtier.transfer.plane import Direction
 from kvtier.transfer.strategy import TransferConfig
 
 Mover = Callable[[PathName, CopyContext, Pieces], PathName]
-"""Carries out independent copies: copy_paths.run_path, or what a test puts in its place."""
+"""Executes independent copies: copy_paths.run_path, or a replacement in tests."""
 
 
-# Stream priority: lower numbers go first. Not that of a lane's streams: torch keeps a pool for each, and hands the same
-# stream out twice; kernels on a stream that copies would wait for them.
+# Stream priority: lower numbers run first. Different from that of a lane's streams: torch has a pool per priority and
+# returns the same stream twice; kernels on a stream with copies would wait for them.
 _FIRST = -2
-_SLOW = 0.96  # of the best rate known; pairs in each other's way have 0.93, others 0.98 and more
-_TIMED_BYTES = 32 << 20  # copies at least so large tell the rate
-_JUDGED = 4  # of them together: one may have met other traffic
-
-
-@dataclass(slots=True)
-class _StagingSlot:
-    pointer: int
-    free: Event
-    """Behind it the slot may be written again."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Timed:
-    """A copy whose rate will be looked at when it is done."""
-
-    begin: Event
-    end: Event
-    nbytes: int
+_SLOW = 0.96  # of the best known rate; interfering pairs have 0.93, others 0.98 and more
+_TIMED_BYTES = 32 << 20  # smaller copies are not timed
+_JUDGED = 4  # copies per decision: one may have met other traffic
 
 
 class StagingRing:
-    """Device memory for one direction, made on first use. Not thread-safe: its lane locks."""
+    """Device memory for one direction, allocated on first use. Not thread-safe: its lane locks."""
 
     def __init__(self, direction: Direction, placement: Placement, config: TransferConfig, mover: Mover) -> None:
         self._direction = direction
@@ -70,21 +53,25 @@ class StagingRing:
         self._config = config
         self._mover = mover
         self._memory: torch.Tensor | None = None
-        self._slots: list[_StagingSlot] = []
+        self._free: list[Event] = []
+        """For each slot, the event after which it may be written again."""
         self._turn = 0
         self._kernels: Stream | None = None
-        self._timed: deque[_Timed] = deque()
+        self._timed: deque[tuple[Event, Event, int]] = deque()
+        """Begin, end and bytes of copies whose rate is not known yet."""
         self._rates: list[float] = []
-        """GB/s of those that are done."""
+        """GB/s of finished copies."""
         self._best_gbs = 0.0
 
     def run(self, part: Slice, host: Placement, path: PathName, copies: Stream, after: Event | None) -> Event:
-        """Submit a staged slice, behind `after`. Returns the event at its end; ends come in order."""
+        """Submit a staged slice after `after`. Returns the event at its end; slices end in order."""
         slot = self._take()
-        self._look_at_the_rate()
+        self._check_rate()
         assert self._kernels is not None
-        kernels, base, free, end = self._kernels, slot.pointer, slot.free, Event(timing=True, blocking=True)
-        slot.free = end
+        assert self._memory is not None
+        kernels, free, end = self._kernels, self._free[slot], Event(timing=True, blocking=True)
+        base = self._memory.data_ptr() + slot * self._config.chunk_bytes
+        self._free[slot] = end
         try:
             if self._direction is Direction.D2H:
                 kernels.wait(free)
@@ -101,30 +88,30 @@ class StagingRing:
             self._inside(part, SRC, base, kernels)
             return kernels.record(end)
         except BaseException:
-            copies.wait(kernels.record())  # the slot is free when what was submitted of this is done
+            copies.wait(kernels.record())  # the slot is free after the part that was submitted
             copies.record(end)
             raise
 
     def _copy(self, part: Slice, path: PathName, job: CopyContext, row: int, base: int, end: Event) -> None:
-        """Over the link; `end` is recorded behind it."""
+        """Copy over the link and record `end`."""
         assert job.stream is not None
         begin = job.stream.record(Event(timing=True)) if part.nbytes >= _TIMED_BYTES else None
-        self._mover(path, job, Pieces(_based(part.tables.copies, row, base)))
+        self._mover(path, job, Pieces(_based(part.tables[0], row, base)))
         job.stream.record(end)
         if begin is not None:
-            self._timed.append(_Timed(begin, end, part.nbytes))
+            self._timed.append((begin, end, part.nbytes))
 
     def _inside(self, part: Slice, row: int, base: int, kernels: Stream) -> None:
-        inside = part.tables.inside
+        inside = part.tables[1]
         assert inside is not None
         job = CopyContext(self._placement, self._placement, kernels, blocks=self._config.gather_blocks)
         self._mover("gather", job, Pieces(_based(inside, row, base)))
 
-    def _look_at_the_rate(self) -> None:
-        """Take another kernel stream if most of the copies that are done since the last judgement were slow."""
-        while self._timed and self._timed[0].end.query():
-            timed = self._timed.popleft()
-            self._rates.append(timed.nbytes / timed.begin.elapsed(timed.end) / 1e6)
+    def _check_rate(self) -> None:
+        """Replace the kernel stream if most of the copies finished since the last check were slow."""
+        while self._timed and self._timed[0][1].query():
+            begin, end, nbytes = self._timed.popleft()
+            self._rates.append(nbytes / begin.elapsed(end) / 1e6)
         if len(self._rates) < _JUDGED:
             return
         self._best_gbs = max(self._best_gbs, *self._rates)
@@ -133,36 +120,35 @@ class StagingRing:
         if slow:
             assert self._kernels is not None
             before, self._kernels = self._kernels, Stream(self._placement, priority=_FIRST)
-            self._kernels.wait(before.record())  # ends come in order
+            self._kernels.wait(before.record())  # slices end in order
 
-    def _take(self) -> _StagingSlot:
-        """The next slot; the ring is made on first use."""
-        if not self._slots:
+    def _take(self) -> int:
+        """Return the next slot; allocate the ring on first use."""
+        if not self._free:
             config = self._config
             nbytes = config.chunk_bytes * config.num_chunks
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._placement.torch)
-            # the pool may have given memory that work on torch's current stream still uses
+            # the pool may return memory that work on torch's current stream still uses
             ready = Stream.wrap(torch.cuda.current_stream(self._placement.torch)).record()
-            first = self._memory.data_ptr()
             self._kernels = Stream(self._placement, priority=_FIRST)
-            self._slots = [_StagingSlot(first + k * config.chunk_bytes, ready) for k in range(config.num_chunks)]
+            self._free = [ready] * config.num_chunks
             costs, sides = saved_costs(self._placement), (self._placement, PINNED)
             if costs is not None:
                 link = CopyContext(*(sides if self._direction is Direction.D2H else sides[::-1]), None)
                 self._best_gbs = max(self._best_gbs, costs.links.get(cost_key(link), 0.0))
         self._turn += 1
-        return self._slots[self._turn % len(self._slots)]
+        return self._turn % len(self._free)
 
     def close(self) -> None:
-        """Give the memory up; everything that used it must be done."""
+        """Free the memory; all work that used it must be done."""
         if self._kernels is not None:
             self._kernels.synchronize()
-        self._memory, self._kernels, self._slots = None, None, []
+        self._memory, self._kernels, self._free = None, None, []
         self._timed.clear()
 
 
 def _based(table: I64, row: int, base: int) -> I64:
-    """The table with the staging side's offsets as addresses."""
+    """Return the table with offsets in staging memory turned into addresses."""
     placed = table.copy()
     placed[row] += base
     return placed

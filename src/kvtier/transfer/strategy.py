@@ -1,28 +1,24 @@
 """Transfer configuration, and the choice between direct, staged and kernel copies.
 
-What can be set about transfers.
+direct   the copy engines move each contiguous part (cuMemcpyBatchAsync); best for large parts
+kernel   a kernel reads and writes all parts over the link; any size, but it takes multiprocessors from the model
+staged   a kernel gathers parts on the device, which takes a fiftieth of the time, and the copy engines move whole
+         blocks between there and the host
 
-How a transfer crosses the link.
-
-direct   the copy engines move each contiguous part (cuMemcpyBatchAsync); best if the parts are large
-kernel   a kernel reads and writes all parts over the link; any size, but the model loses multiprocessors to it
-staged   a kernel gathers parts on the device, where that takes a fiftieth of the time, and the copy engines move
-         whole blocks between there and the host
-
-The cost of each is the time it takes plus the time the model loses meanwhile, both from the calibration.
+The price of a strategy is its time plus the time that the model loses during it, both from the calibration.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvtier.errors import ArgumentError
 from kvtier.memory import CostTable, Placement, cost_table
-from kvtier.memory.copy_paths import CopyContext, PathName, why_not
+from kvtier.memory.copy_paths import CopyContext, PathName, usable_paths, why_not
 from kvtier.memory.costs import cost_key
 
 Strategy = Literal["direct", "kernel", "staged"]
@@ -31,28 +27,27 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """How a TransferManager moves blocks. The constants were tuned on an H200 behind PCIe 5.0 x16, 2026-11-15."""
+    """Settings of a TransferManager. The defaults were tuned on an H200 with PCIe 5.0 x16, 2026-11-15."""
 
     strategy: Strategy | None = None
-    """Force one (see strategy.py); None: the cheapest by the machine's calibration."""
+    """Strategy to use where possible; None: the cheapest by the machine's calibration."""
     slice_bytes: int = 64 << 20
     """Bulk transfers are submitted in slices of about this size: 1.2 ms of the link."""
     max_in_flight_bytes: int = 192 << 20
-    """Bulk bytes given to the device and not done, per direction: enough for the link never to run dry, and what an
-    urgent transfer waits for at most (3.5 ms)."""
+    """Bulk bytes in flight per direction: enough to keep the link busy, and the most that an urgent transfer waits for
+    (3.5 ms)."""
     max_urgent_bytes: int = 8 << 30
-    """Urgent bytes, likewise. Beyond it they are queued, ahead of bulk."""
+    """Urgent bytes in flight per direction. Beyond it they are queued, ahead of bulk."""
     group_piece_bytes: int = 512 << 10
-    """Layers of a layer-wise load travel in groups of at least so many bytes per block: DMA at 96 % of the link."""
+    """Least bytes per block of a group of layers in a layer-wise load: DMA runs at 96 % of the link."""
     min_layer_groups: int = 4
-    """The model waits for one such share of the load before it can start."""
+    """Groups of a layer-wise load; the model waits for the first before it can start."""
     chunk_bytes: int = 64 << 20
-    """One slot of the staging ring: two of them outlast a gather kernel's wait for a busy GPU, and each costs the host
-    a launch and a batch call (0.1 ms)."""
+    """Size of a slot of the staging ring: two of them outlast a gather kernel's wait for a busy GPU, and each costs the
+    host a launch and a batch call (0.1 ms)."""
     num_chunks: int = 3
     gather_blocks: int = 264
-    """Blocks of threads of the kernel that gathers into staging: two per multiprocessor."""
-    checksum_threads: int = 4
+    """Thread blocks of the kernel that gathers into staging: two per multiprocessor."""
 
     def __post_init__(self) -> None:
         if self.strategy is not None and self.strategy not in STRATEGIES:
@@ -63,14 +58,14 @@ class TransferConfig:
 
 
 # The link is idle during the first gather (or the last scatter), so that chunk is small; but a chunk should outlast the
-# gather of the next, which waits for its turn beside a busy GPU. 64 MiB alone, worst shape: .969 of the link with
-# 4 MiB, .963 with 8, .962 with 12; beside matrix products no difference (H200, 2026-11-15).
+# gather of the next, which may wait for a busy GPU. 64 MiB on an idle GPU, worst shape: .969 of the link with 4 MiB,
+# .963 with 8, .962 with 12; no difference during matrix products (H200, 2026-11-15).
 FIRST_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TransferShape:
-    """What a transfer consists of, as far as its cost goes."""
+    """The properties of a transfer that determine its cost."""
 
     src: Placement
     dst: Placement
@@ -78,138 +73,113 @@ class TransferShape:
     num_parts: int
     """Contiguous parts in the device cache."""
     num_spans: int
-    """Contiguous parts in host memory: fewer, if a block is one piece there."""
+    """Contiguous parts in host memory: fewer, if a block is contiguous there."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PathOptions:
-    """What can be done between two placements."""
-
-    paths: Mapping[Strategy, PathName]
-    """The able strategies, with the path that crosses the link."""
-    refusals: Mapping[Strategy, str]
-    link: CopyContext
-    inside: CopyContext
-    told: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        told = "".join(f"no {name}: {refusal}; " for name, refusal in self.refusals.items())
-        object.__setattr__(self, "told", told)
+Paths = Mapping[Strategy, PathName]
+"""Usable strategies, with the path that crosses the link."""
+Prices = dict[Strategy, float]
 
 
-@functools.cache  # asked for every transfer, and the answer never changes
-def _options(src: Placement, dst: Placement, in_one_piece: bool) -> _PathOptions:
-    link = CopyContext(src, dst, None)
-    device = dst if dst.is_device else src
-    inside = CopyContext(device, device, None)
+@functools.cache  # needed for every transfer; the result never changes
+def _options(src: Placement, dst: Placement, in_one_piece: bool) -> tuple[Paths, Mapping[Strategy, str], str]:
+    """Return the usable strategies, the reasons against the others, and those reasons as text."""
+    link, device = CopyContext(src, dst, None), dst if dst.is_device else src
+    engine = next(path for path in usable_paths(link)[0] if path != "gather")
     if not link.on_device:
-        refusal = why_not("host", link)
-        return _PathOptions({"direct": "loop" if refusal else "host"}, {}, link, inside)
-    engine: PathName = "driver" if why_not("driver", link) is None else "loop"
+        return {"direct": engine}, {}, ""
     paths: dict[Strategy, PathName] = {"direct": engine, "kernel": "gather", "staged": engine}
-    reasons: dict[Strategy, str | None] = {
+    refusals: dict[Strategy, str | None] = {
         "direct": None,
         "kernel": why_not("gather", link),
-        "staged": "blocks are one piece on both sides" if in_one_piece else why_not("gather", inside),
+        "staged": "blocks are one piece on both sides"
+        if in_one_piece
+        else why_not("gather", CopyContext(device, device, None)),
     }
-    able = {name: path for name, path in paths.items() if reasons[name] is None}
-    return _PathOptions(able, {name: reason for name, reason in reasons.items() if reason is not None}, link, inside)
+    reasons = {name: refusal for name, refusal in refusals.items() if refusal is not None}
+    usable = {name: path for name, path in paths.items() if name not in reasons}
+    return usable, reasons, "".join(f"no {name}: {reason}; " for name, reason in reasons.items())
 
 
-@dataclass(slots=True)
-class _CostEstimate:
-    shape: TransferShape
-    options: _PathOptions
-    table: CostTable
-
-    def reckon(self) -> tuple[dict[Strategy, float], dict[Strategy, float]]:
-        """Microseconds of each able strategy, and the same with what the model loses."""
-        return _prices(self.shape, self.options, self.table)
-
-
-@dataclass(slots=True)  # not frozen, and reckoned only when asked: made for every transfer
+@dataclass(slots=True)  # not frozen, estimates on demand: made for every transfer
 class StrategyChoice:
-    """The way to go, and why."""
+    """The chosen strategy and the reason."""
 
     strategy: Strategy
     path: PathName
-    """Which copy path crosses the link."""
-    told: str = ""
-    """Why, but for the estimates."""
-    by: _CostEstimate | None = None
-    """What the estimates rest on; None: there was nothing to choose."""
+    """Copy path that crosses the link."""
+    note: str = ""
+    """The reason without the estimates."""
+    estimate: Callable[[], tuple[Prices, Prices]] | None = None
+    """Computes times and prices as `_prices`; None: there was only one choice."""
 
     @property
     def estimates_us(self) -> Mapping[Strategy, float]:
-        """Expected microseconds of each able strategy by itself."""
-        return self.by.reckon()[0] if self.by is not None else {}
+        """Expected microseconds of each usable strategy on an idle GPU."""
+        return self.estimate()[0] if self.estimate is not None else {}
 
     @property
     def why(self) -> str:
-        """The reason, with the estimates it rests on: time, and what the model loses meanwhile; the least sum wins."""
-        if self.by is None:
-            return self.told.rstrip("; ")
-        times, prices = self.by.reckon()
-        return f"{self.told}estimated " + ", ".join(
+        """The reason, with the estimates: time, and what the model loses during it; the least sum wins."""
+        if self.estimate is None:
+            return self.note.rstrip("; ")
+        times, prices = self.estimate()
+        return f"{self.note}estimated " + ", ".join(
             f"{name} {us:.0f} us + {prices[name] - us:.0f} us lost" for name, us in times.items()
         )
 
     @property
     def expected_us(self) -> float | None:
-        """Expected microseconds of the chosen one, if there are costs to tell by."""
+        """Expected microseconds of the chosen strategy, if costs are known."""
         return self.estimates_us.get(self.strategy)
 
 
 def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTable | None = None) -> StrategyChoice:
-    """The cheapest strategy, or the forced one where it can do the job."""
-    # who forces staging gets it, though there may be nothing to gather
-    options = _options(shape.src, shape.dst, forced is None and shape.num_parts <= shape.num_spans)
-    paths = options.paths
+    """Choose the cheapest strategy, or the forced one if it is usable."""
+    # forced staging is used even if there is nothing to gather
+    paths, reasons, note = _options(shape.src, shape.dst, forced is None and shape.num_parts <= shape.num_spans)
     if forced is not None and forced in paths:
         return StrategyChoice(forced, paths[forced], "forced")
-    told = options.told
     if forced is not None:
-        told = f"{forced} was forced, but {options.refusals.get(forced, 'there is no GPU')}; {told}"
+        note = f"{forced} was forced, but {reasons.get(forced, 'there is no GPU')}; {note}"
     if len(paths) == 1:
         only = next(iter(paths))
-        return StrategyChoice(only, paths[only], told or "the only way between host memories")
+        return StrategyChoice(only, paths[only], note or "the only way between host memories")
     table = costs or cost_table(shape.dst if shape.dst.is_device else shape.src)
     magnitudes = (shape.nbytes.bit_length(), shape.num_parts.bit_length(), shape.num_spans.bit_length())
     best = _cheapest(shape.src, shape.dst, table, *magnitudes)
-    return StrategyChoice(best, paths[best], told, _CostEstimate(shape, options, table))
+    return StrategyChoice(best, paths[best], note, functools.partial(_prices, shape, paths, table))
 
 
-@functools.lru_cache(maxsize=4096)  # reckoning costs 20 us hot; transfers of one order of magnitude go one way
+@functools.lru_cache(maxsize=4096)  # 20 us to compute; transfers of one order of magnitude have one result
 def _cheapest(
     src: Placement, dst: Placement, table: CostTable, bytes_bits: int, parts_bits: int, spans_bits: int
 ) -> Strategy:
-    """The strategy of the least price for a transfer of this order of magnitude."""
+    """Return the strategy of the lowest price for a transfer of this order of magnitude."""
     shape = TransferShape(src, dst, *(3 << bits >> 2 for bits in (bytes_bits, parts_bits, spans_bits)))
-    in_one_piece = parts_bits == spans_bits
-    prices = _prices(shape, _options(src, dst, in_one_piece), table)[1]
+    prices = _prices(shape, _options(src, dst, parts_bits == spans_bits)[0], table)[1]
     return min(prices, key=lambda name: prices[name])
 
 
-def _prices(
-    shape: TransferShape, options: _PathOptions, table: CostTable
-) -> tuple[dict[Strategy, float], dict[Strategy, float]]:
-    """Microseconds of each able strategy, and the same with what the model loses."""
-    link, inside, engine = options.link, options.inside, options.paths["direct"]
+def _prices(shape: TransferShape, paths: Paths, table: CostTable) -> tuple[Prices, Prices]:
+    """Return the microseconds of each usable strategy, and the same plus what the model loses."""
+    device = shape.dst if shape.dst.is_device else shape.src
+    link, inside, engine = CopyContext(shape.src, shape.dst, None), CopyContext(device, device, None), paths["direct"]
     parts = table.estimate_us(link, shape.num_parts, shape.nbytes)
     spans = table.estimate_us(link, shape.num_spans, shape.nbytes)
     gather = table.estimate_us(inside, shape.num_parts, shape.nbytes).get("gather", math.inf)
     lost = table.lost.get(cost_key(link), {})
     engine_share = lost.get(engine, 0.0)
-    # the link is busy all the time but for the first gather (or the last scatter)
+    # the link is always busy except during the first gather (or the last scatter)
     first = gather * min(1.0, FIRST_CHUNK_BYTES / shape.nbytes)
-    times: dict[Strategy, float] = {
+    times: Prices = {
         "direct": parts.get(engine, math.inf),
         "kernel": parts.get("gather", math.inf),
         "staged": spans.get(engine, math.inf) + first,
     }
-    prices: dict[Strategy, float] = {
+    prices: Prices = {
         "direct": times["direct"] * (1 + engine_share),
         "kernel": times["kernel"] * (1 + lost.get("gather", 1.0)),
         "staged": times["staged"] * (1 + engine_share) + gather,
     }
-    return {name: times[name] for name in options.paths}, {name: prices[name] for name in options.paths}
+    return {name: times[name] for name in paths}, {name: prices[name] for name in paths}

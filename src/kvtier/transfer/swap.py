@@ -1,6 +1,6 @@
-"""The swap operators: blocks of one layer, or of all layers, between a device cache and host memory.
+"""Swap operators: copy blocks of one layer, or of all layers, between a device cache and host memory.
 
-Each call stands alone; TransferManager is for a server, with its streams, priorities and reports.
+Each call is independent; TransferManager has streams, priorities and reports for a server.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from kvtier.errors import ArgumentError
 from kvtier.memory import BatchCopy, Buffer, CopyResult, Stream, context
 from kvtier.memory.context import choose_stream
 from kvtier.memory.copy_paths import PathName
-from kvtier.transfer.compiled import Ids, check_moves
-from kvtier.transfer.plane import BlockView, Direction, as_direction
+from kvtier.transfer.block_view import BlockView, Direction, Ids, as_direction, check_moves
 
 Blocks = torch.Tensor | Buffer | BlockView
 
@@ -30,7 +29,7 @@ def swap_cache_per_layer(
     stream: Stream | None = None,
     path: PathName | None = None,
 ) -> CopyResult:
-    """Swap blocks of one layer's tensor, and wait until it is done. See swap_cache_per_layer_async."""
+    """Swap blocks of one layer's tensor and wait for the copies. See swap_cache_per_layer_async."""
     return swap_cache_all_layers([cache], [host], device_ids, host_ids, direction, stream=stream, path=path)
 
 
@@ -46,9 +45,9 @@ def swap_cache_per_layer_async(
 ) -> CopyResult:
     """Swap block device_ids[i] of `cache` with block host_ids[i] of `host`, in the order of `stream`.
 
-    Both are tensors whose first dimension is blocks, Buffers, or Planes (`HostMemory.plane` is one layer of it); the
-    direction says which side is read. Without `stream` the current one is used; host memory without one is copied at
-    once. Ids may come in any order; neighbours on both sides travel together.
+    Both are tensors whose first dimension is blocks, Buffers, or BlockViews (such as `HostMemory.block_view`); the
+    direction selects the side that is read. Without `stream` the current one is used; host memory without one is copied
+    before this returns. Ids may be in any order; blocks adjacent on both sides are copied together.
     """
     return swap_cache_all_layers_async([cache], [host], device_ids, host_ids, direction, stream=stream, path=path)
 
@@ -63,12 +62,12 @@ def swap_cache_all_layers(
     stream: Stream | None = None,
     path: PathName | None = None,
 ) -> CopyResult:
-    """Swap the same blocks of every layer, and wait until it is done. Layer i is caches[i] and hosts[i]."""
+    """Swap the same blocks of every layer and wait for the copies. Layer i is caches[i] and hosts[i]."""
     result = swap_cache_all_layers_async(caches, hosts, device_ids, host_ids, direction, stream=stream, path=path)
     placements = {step.job.src for step in result.steps} | {step.job.dst for step in result.steps}
     used = choose_stream(stream, *placements)
     if used is not None:
-        used.record().synchronize()  # not the whole stream: an error of other work on it is not ours to clear
+        used.record().synchronize()  # not the stream: that would clear errors of other work on it
     return result
 
 
@@ -83,18 +82,18 @@ def swap_cache_all_layers_async(
     path: PathName | None = None,
 ) -> CopyResult:
     """Swap the same blocks of every layer, in the order of `stream`; all layers are one batch of copies."""
-    way = as_direction(direction)
+    checked = as_direction(direction)
     if len(caches) != len(hosts):
-        raise ArgumentError(f"as many device caches as host memories are needed, got {len(caches)} and {len(hosts)}")
+        raise ArgumentError(f"caches and hosts must have the same length, got {len(caches)} and {len(hosts)}")
     batch = BatchCopy(path=path)
     for cache, host in zip(caches, hosts, strict=True):
-        _add(batch, cache, host, device_ids, host_ids, way)
+        _add(batch, cache, host, device_ids, host_ids, checked)
     with context(stream=stream):
         return batch.run()
 
 
-def _add(batch: BatchCopy, cache: Blocks, host: Blocks, device_ids: Ids, host_ids: Ids, way: Direction) -> None:
-    if isinstance(cache, Buffer):  # which has no blocks of its own: they are as large as the host's
+def _add(batch: BatchCopy, cache: Blocks, host: Blocks, device_ids: Ids, host_ids: Ids, direction: Direction) -> None:
+    if isinstance(cache, Buffer):  # a Buffer has no block size: use the host's
         hosted = BlockView.of(host)
         device = BlockView.of(cache, hosted.block_bytes)
     else:
@@ -102,11 +101,11 @@ def _add(batch: BatchCopy, cache: Blocks, host: Blocks, device_ids: Ids, host_id
         hosted = BlockView.of(host, device.block_bytes)
     if device.block_bytes != hosted.block_bytes:
         raise ArgumentError(f"blocks of {device.block_bytes} and of {hosted.block_bytes} bytes cannot be swapped")
-    on_device, on_host = check_moves(device_ids, host_ids, way, device.num_blocks, hosted.num_blocks)
-    sides = [device, hosted] if way is Direction.D2H else [hosted, device]
-    ids = [on_device, on_host] if way is Direction.D2H else [on_host, on_device]
-    starts = [plane.addresses(each) for plane, each in zip(sides, ids, strict=True)]
-    # runs do not span pieces of memory registered by themselves: each piece is a chunk of its own, which merges inside
+    on_device, on_host = check_moves(device_ids, host_ids, direction, device.num_blocks, hosted.num_blocks)
+    sides = [device, hosted] if direction is Direction.D2H else [hosted, device]
+    ids = [on_device, on_host] if direction is Direction.D2H else [on_host, on_device]
+    starts = [view.addresses(each) for view, each in zip(sides, ids, strict=True)]
+    # copies do not span separately registered pieces of memory: each piece is a table, and copies merge inside it
     pieces = on_host // hosted.run_blocks if hosted.run_blocks else np.zeros_like(on_host)
     for piece in np.unique(pieces):
         here = pieces == piece

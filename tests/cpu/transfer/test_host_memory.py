@@ -73,9 +73,9 @@ def test_it_can_be_used_while_it_grows(stuck):
     stuck.gate.release()
     assert host.wait_ready(2, timeout=60) == 2
     host.block(1).fill(9)
-    with pytest.raises(RangeError, match=r"0..1, those of 5"):
+    with pytest.raises(RangeError, match=r"0..1, the ready ones of 5"):
         host.block(2)
-    assert host.plane().num_blocks == 2
+    assert host.block_view().num_blocks == 2
     stuck.gate.release(2)
     assert host.wait_ready(timeout=60) == 5
     assert host.block(1).at(4799) == 9
@@ -89,7 +89,7 @@ def test_it_keeps_what_it_has_when_the_system_gives_no_more(stuck):
     stuck.gate.release()
     assert host.wait_ready(timeout=60) == 2
     assert (host.growth, host.trouble) == (GrowthState.STOPPED, "the system is full")
-    with pytest.raises(OutOfMemoryError, match="2 of 3 host slots could be had: the system is full"):
+    with pytest.raises(OutOfMemoryError, match="2 of 3 host slots were allocated: the system is full"):
         host.wait_ready(3)
     host.block(1).fill(1)
 
@@ -101,7 +101,7 @@ def test_freeing_while_it_grows_ends_the_growth(stuck):
     stuck.gate.release(9)
     assert host.growth is GrowthState.FREED
     with pytest.raises(ClosedError, match="freed"):
-        host.plane()
+        host.block_view()
 
 
 def test_dropping_it_while_it_grows_ends_the_growth(stuck):
@@ -124,7 +124,7 @@ def test_freed_memory_is_refused_and_a_block_held_by_someone_still_has_an_addres
     held.fill(3)
     host.free()
     host.free()
-    for use in (host.plane, lambda: host.block(0), host.keep):
+    for use in (host.block_view, lambda: host.block(0), host.keep):
         with pytest.raises(ClosedError, match="freed"):
             use()
     assert host.num_ready == 0
@@ -159,7 +159,7 @@ def test_no_slots_are_refused(arguments):
 def test_a_plane_of_a_tensor_needs_layer_and_name():
     host = HostMemory(GROUP, 2, background=False)
     with pytest.raises(ArgumentError, match="both"):
-        host.plane(0)
+        host.block_view(0)
 
 
 def test_the_smallest_memory_is_one_slot_in_one_piece():
@@ -181,7 +181,7 @@ def test_slots_and_their_view_are_the_blocks_until_freed():
         with pytest.raises(RangeError, match=f"slot {slot} is outside 0..2"):
             host.block(slot)
     with pytest.raises(ArgumentError, match="both"):
-        host.plane(name="latent")
+        host.block_view(name="latent")
     host.free()
     for use in (host.slots, host.view):
         with pytest.raises(ClosedError, match="freed"):

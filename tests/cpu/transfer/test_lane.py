@@ -161,7 +161,7 @@ def test_close_cancels_the_queue_and_ends_every_thread():
     before = {*threading.enumerate()}
     manager, mover, _ = stepped()
     with manager:
-        save = manager.save(range(6), range(6), checksum=True)
+        save = manager.save(range(6), range(6))
         load = manager.load(range(10, 16), range(10, 16), urgent=False)
         for transfer in (save, load):
             with transfer._changed:
@@ -175,7 +175,6 @@ def test_close_cancels_the_queue_and_ends_every_thread():
         mover.open()
         closing.result(60)
         assert len(save.wait(60).moved) == len(load.wait(60).moved) == 2
-        assert {*save.checksums(60)} == {0, 1}
     assert compiled.cache.is_released
     with pytest.raises(ClosedError, match="this TransferManager was closed"):
         manager.submit(compiled)

@@ -134,5 +134,5 @@ def test_layers_outside_of_the_transfer_are_refused():
     counter = LayerDoneCounter(GROUPS)
     assert counter.groups == (range(1, 3), range(3, 6))
     for layer in (-1, 0, 6):
-        with pytest.raises(RangeError, match=f"layer {layer} is not among"):
+        with pytest.raises(RangeError, match=f"layer {layer} is not one of"):
             counter.wait(layer, timeout=0)

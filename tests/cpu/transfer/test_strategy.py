@@ -11,8 +11,6 @@ from kvtier.transfer.strategy import (
     FIRST_CHUNK_BYTES,
     StrategyChoice,
     TransferShape,
-    _CostEstimate,
-    _PathOptions,
     _prices,
     choose,
 )
@@ -35,12 +33,8 @@ TABLE = CostTable(
     {"cuda>pinned": 50.0},
     {"cuda>pinned": {"driver": 0.0, "gather": 0.8}},
 )
-ALL = _PathOptions(
-    {"direct": "driver", "kernel": "gather", "staged": "driver"},
-    {},
-    CopyContext(GPU, PINNED, None),
-    CopyContext(GPU, GPU, None),
-)
+ALL = {"direct": "driver", "kernel": "gather", "staged": "driver"}
+LINK, INSIDE = CopyContext(GPU, PINNED, None), CopyContext(GPU, GPU, None)
 
 
 def cheapest(shape, table=TABLE):
@@ -71,9 +65,9 @@ def test_prices_of_each_strategy_follow_from_the_calibration():
     for nbytes in (2 * MIB, 64 * MIB):  # below and above the first chunk
         shape = TransferShape(GPU, PINNED, nbytes, 2048, 32)
         times, prices = _prices(shape, ALL, table)
-        over_link = table.estimate_us(ALL.link, 2048, nbytes)
-        blocks = table.estimate_us(ALL.link, 32, nbytes)["driver"]
-        gather = table.estimate_us(ALL.inside, 2048, nbytes)["gather"]
+        over_link = table.estimate_us(LINK, 2048, nbytes)
+        blocks = table.estimate_us(LINK, 32, nbytes)["driver"]
+        gather = table.estimate_us(INSIDE, 2048, nbytes)["gather"]
         first = gather * min(1.0, FIRST_CHUNK_BYTES / nbytes)
         assert times == pytest.approx(
             {"direct": over_link["driver"], "kernel": over_link["gather"], "staged": blocks + first}
@@ -103,7 +97,7 @@ def test_without_a_driver_only_direct_is_left_and_says_why(sides):
 
 def test_a_choice_tells_its_reason_and_what_it_expects():
     shape = TransferShape(GPU, PINNED, 64 * MIB, 2048, 32)
-    choice = StrategyChoice("staged", "driver", "no kernel: a test; ", _CostEstimate(shape, ALL, TABLE))
+    choice = StrategyChoice("staged", "driver", "no kernel: a test; ", lambda: _prices(shape, ALL, TABLE))
     assert choice.expected_us == _prices(shape, ALL, TABLE)[0]["staged"]
     assert choice.why.startswith("no kernel: a test; estimated direct ")
     assert "us lost" in choice.why

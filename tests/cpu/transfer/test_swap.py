@@ -93,11 +93,11 @@ def test_one_tensor_of_host_memory_is_a_plane_of_it(group):
     expected = host_bytes(host)
     layer, spec, span = list(group.tensors())[-1]
     cache = torch.zeros(4, spec.nbytes, dtype=torch.uint8)
-    swap_cache_per_layer(cache, host.plane(layer, spec.name), [3, 0, 1], [1, 2, 3], "h2d")
+    swap_cache_per_layer(cache, host.block_view(layer, spec.name), [3, 0, 1], [1, 2, 3], "h2d")
     part = expected[:, span.offset : span.offset + span.nbytes]
     assert np.array_equal(cache.numpy()[[3, 0, 1]], part[[1, 2, 3]])
     cache.fill_(7)
-    swap_cache_per_layer(cache, host.plane(layer, spec.name), [2], [4], "d2h")
+    swap_cache_per_layer(cache, host.block_view(layer, spec.name), [2], [4], "d2h")
     expected[4, span.offset : span.offset + span.nbytes] = 7
     assert np.array_equal(host_bytes(host), expected)
 
@@ -185,4 +185,4 @@ def test_host_memory_that_is_not_there_yet_is_out_of_range():
     host = HostMemory(group, 4, background=False)
     cache = torch.zeros(4, group.block_bytes, dtype=torch.uint8)
     with pytest.raises(RangeError, match=r"outside 0..3"):
-        swap_cache_per_layer(cache, host.plane(), [0], [4], "d2h")
+        swap_cache_per_layer(cache, host.block_view(), [0], [4], "d2h")

@@ -1,22 +1,26 @@
-"""Where the blocks of a tensor are: an address, a stride, and the bytes of one block."""
+"""BlockView: the address, stride and size of the blocks of a tensor. Direction: which way blocks move."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
-from kvtier.errors import ArgumentError
+from kvtier.errors import ArgumentError, RangeError
 from kvtier.memory import CPU, PINNED, Buffer, Placement
 from kvtier.memory.copy_plan import I64
 from kvtier.memory.placement import gpu, has_gpu
 from kvtier.memory.region import MemoryRef
 
+Ids = Sequence[int] | I64
+
 
 class Direction(StrEnum):
-    """Which way blocks move. "Device" is the engine's cache, also where that is in host memory."""
+    """Direction of a transfer. "Device" is the engine's cache, even if that is in host memory."""
 
     D2H = "d2h"
     """From the device cache to the host."""
@@ -24,12 +28,16 @@ class Direction(StrEnum):
     """From the host to the device cache."""
 
 
+def as_direction(direction: Direction | str) -> Direction:
+    try:
+        return Direction(direction)
+    except ValueError as error:
+        raise ArgumentError(f"unknown direction {direction!r}; use 'd2h' or 'h2d'") from error
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockView:
-    """Blocks of equal size at equal distances: one tensor of one layer, or whole blocks.
-
-    It keeps the memory alive.
-    """
+    """Blocks of equal size and stride: one tensor of one layer, or whole blocks. Keeps the memory alive."""
 
     pointer: int
     stride: int
@@ -38,13 +46,11 @@ class BlockView:
     """Bytes of a block, which are contiguous."""
     num_blocks: int
     holding: MemoryRef
-    """Keeps the memory alive, and knows which copies use it."""
     run_blocks: int = 0
-    """A copy never spans a multiple of so many blocks (memory registered piece by piece); 0: no such bounds."""
+    """No copy spans a multiple of this many blocks, since memory is registered piece by piece; 0: no limit."""
 
     @property
     def placement(self) -> Placement:
-        """Where the blocks are."""
         return self.holding.placement
 
     @property
@@ -54,7 +60,7 @@ class BlockView:
 
     @classmethod
     def of(cls, source: torch.Tensor | Buffer | BlockView, block_bytes: int | None = None) -> BlockView:
-        """The blocks along the first dimension of a tensor, or of a Buffer of blocks of so many bytes each."""
+        """View the blocks along the first dimension of a tensor, or those of `block_bytes` in a Buffer."""
         if isinstance(source, BlockView):
             return source
         if isinstance(source, Buffer):
@@ -85,17 +91,7 @@ class BlockView:
         return cls(tensor.data_ptr(), stride, expected * item, tensor.shape[0], holding)
 
     def addresses(self, ids: I64) -> I64:
-        """Where these blocks begin."""
         return self.pointer + ids * self.stride
-
-
-class SlotAddresses(NamedTuple):
-    """Where slots are. Keeps nothing alive: a transfer keeps the memory, from being submitted until its report."""
-
-    pointer: int
-    stride: int
-    run_blocks: int
-    """As in Plane."""
 
 
 def _placement(tensor: torch.Tensor) -> Placement:
@@ -106,9 +102,31 @@ def _placement(tensor: torch.Tensor) -> Placement:
     return PINNED if has_gpu() and tensor.numel() and tensor.is_pinned() else CPU
 
 
-def as_direction(direction: Direction | str) -> Direction:
-    """The direction of this name."""
-    try:
-        return Direction(direction)
-    except ValueError as error:
-        raise ArgumentError(f"unknown direction {direction!r}; use 'd2h' or 'h2d'") from error
+def check_ids(name: str, ids: Any, num_blocks: int) -> I64:
+    """Return block ids as an array. An error names the first id that is out of range."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ArgumentError(f"{name} must be a list of whole numbers, got {array.dtype} of shape {array.shape}")
+    array = array.astype(np.int64)
+    if len(array) and (np.minimum.reduce(array) < 0 or np.maximum.reduce(array) >= num_blocks):
+        bad = int(np.argmax((array < 0) | (array >= num_blocks)))
+        raise RangeError(f"{name}[{bad}] is {int(array[bad])}, outside 0..{num_blocks - 1}")
+    return array
+
+
+def check_moves(
+    device_ids: Ids, host_ids: Ids, direction: Direction, num_device: int, num_host: int
+) -> tuple[I64, I64]:
+    """Return the ids of both sides as arrays. They must be in range and paired, without a duplicate destination."""
+    on_device = check_ids("device_ids", device_ids, num_device)
+    on_host = check_ids("host_ids", host_ids, num_host)
+    if len(on_device) != len(on_host):
+        raise ArgumentError(
+            f"device_ids and host_ids must have the same length, got {len(on_device)} and {len(on_host)}"
+        )
+    name, targets = ("host_ids", on_host) if direction is Direction.D2H else ("device_ids", on_device)
+    in_order = np.sort(targets)
+    duplicates = in_order[1:][in_order[1:] == in_order[:-1]]
+    if len(duplicates):
+        raise ArgumentError(f"block {int(duplicates[0])} is twice in {name}; a destination can be written only once")
+    return on_device, on_host
