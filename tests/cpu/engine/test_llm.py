@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +23,6 @@ from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.sequence import FinishReason
 from kvtier.errors import ArgumentError, CheckpointError, ClosedError
 
-ROOT = Path(__file__).resolve().parents[3]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -294,10 +290,3 @@ def test_what_goes_wrong_on_the_command_line_is_said(capsys):
     assert "there is no model at nowhere" in capsys.readouterr().err
     assert main(["generate", "x", "--temperature", "-1"]) == 1
     assert "temperature" in capsys.readouterr().err
-
-
-def test_the_toy_engine_runs():
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "toy_engine.py"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.count("were cached") == 12
