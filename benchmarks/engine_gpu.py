@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.random_weights import random_weights
 from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_table, report
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.random_weights import random_weights
 
 LLAMA3_8B = ModelConfig(
     *("llama", 32, 4096, 14336, 32, 8, 128, 128256, 16384), norm_eps=1e-5, rope=RopeConfig(500000.0)

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.random_weights import random_weights
 from benchmarks.report import Row, arguments, print_table, report
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.random_weights import random_weights
 from kvtier.messages import Route
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import MemoryStore

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 import store_servers
+from benchmarks.random_weights import random_weights
 from benchmarks.report import Bar, Row, at_least
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.cache.cost_model import CostModel, LoadDecision
@@ -31,7 +32,6 @@ from kvtier.engine.checkpoint import load_model
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.random_weights import random_weights
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage.open import open_store
 from store_proxy import Mood, proxy_process

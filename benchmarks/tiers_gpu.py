@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from benchmarks.engine_gpu import LLAMA3_8B
+from benchmarks.random_weights import random_weights
 from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
 from kvtier.cache.admin import CacheAdmin
 from kvtier.cache.allocation import Allocation
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
-from kvtier.engine.random_weights import random_weights
 from kvtier.engine.sampling import SamplingParams
 from kvtier.index import Chain
 from kvtier.messages import Route

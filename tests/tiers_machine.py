@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from benchmarks.random_weights import random_weights
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -30,7 +31,6 @@ from kvtier.engine.cache_runtime import CacheRuntime, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.random_weights import random_weights
 from kvtier.index import Chain, Namespace
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
 from kvtier.storage import MemoryStore
@@ -166,16 +166,16 @@ class TiersMachine(RuleBasedStateMachine):
             self.controller.wait(0.01)
             for report in self.controller._transfers.poll():
                 self.controller._take(report)
-        self.tiers.apply()
+        self.tiers.poll()
 
     def step(self) -> None:
         self.now += 0.25
         step = self.scheduler.schedule(self.now)
-        self.tiers.submit(step.plan)
-        waits = self.tiers.layer_waits(step.loads)
-        arrived = waits is None or waits.arrived()
+        transfers = self.tiers.begin_step(step.plan, step.loads)
+        transfers.on_forward_launched()
+        arrived = transfers.arrived()
         results = [self.compute(row) if arrived else RowResult() for row in self.prepared(step)]
-        if waits is not None:
+        if step.loads:
             self.hear()
         self.scheduler.update(step, results, self.now)
         self.requests = [request for request in self.requests if not request.state.is_over]

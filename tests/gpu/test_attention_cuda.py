@@ -100,10 +100,11 @@ def test_a_captured_decode_step_reads_the_tables_of_its_replay():
 
 
 def test_decode_graphs_give_the_logits_of_the_plain_step():
+    from benchmarks.random_weights import random_weights
+
     from kvtier.engine.graph import DecodeGraphs
     from kvtier.engine.model import Model
     from kvtier.engine.model_config import ModelConfig
-    from kvtier.engine.random_weights import random_weights
 
     config = ModelConfig("qwen3", 3, 128, 256, 8, 2, 64, 500, 512)
     model = Model(config, random_weights(config, torch.float32, GPU))

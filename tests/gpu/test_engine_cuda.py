@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from benchmarks.random_weights import random_weights
 
 from kvtier.cache.config import CacheConfig
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.random_weights import random_weights
 from kvtier.engine.sampling import RequestSampler, SamplingParams, sample
 from kvtier.engine.speculate import DraftProposer, NgramProposer
 from kvtier.scheduler import SchedulerConfig

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.random_weights import random_weights
 
 from engine_helpers import VOCAB
 from fault_support import STAGES, check_row_faults
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.random_weights import random_weights
 from kvtier.engine.sampling import NO_TOKEN, RequestSampler, SamplingParams, sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from benchmarks.random_weights import random_weights
 
 from engine_helpers import conversations, greedy, talk
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
@@ -13,7 +14,6 @@ from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.ops_invariant import InvariantOps
-from kvtier.engine.random_weights import random_weights
 from kvtier.messages import Route
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import Breaker, Label, ObjectStatus, Store, Write

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.random_weights import random_weights
 
 from engine_helpers import finish, greedy, prompts
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
 from kvtier.engine import Model, ModelConfig
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import RopeConfig
-from kvtier.engine.random_weights import random_weights
 
 SHAPE = ModelConfig("llama", 2, 32, 48, 4, 2, 8, 199, 512, norm_eps=1e-5, rope=RopeConfig(10000.0))
 MODEL = Model(SHAPE, random_weights(SHAPE, torch.float32, torch.device("cpu"), seed=1))

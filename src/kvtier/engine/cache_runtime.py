@@ -1,7 +1,9 @@
-"""CacheRuntime: an engine's cache memory, and what an operator may do with it.
+"""CacheRuntime: the tiered cache of one engine, for its steps and for operators.
 
-Ties the two sides together: the manager's plans go to the controller, its reports to the manager. Operations that
-change memory wait until no transfer is under way; they are for the engine's thread, between two steps.
+    Engine.step ──> CacheManager.plan ──Plan──> Controller          transfers start
+    Engine.step <── CacheManager.apply <──Report── Controller       transfers end
+
+Operations that change memory wait until no transfer is in flight. They run on the engine thread, between two steps.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -17,7 +21,6 @@ from kvtier.cache.admin import CacheAdmin
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.metrics import CacheMetrics, Counted
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.parallel import RankedController
 from kvtier.engine.traffic import TierTraffic, TransferMeter
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease
@@ -30,18 +33,99 @@ from kvtier.worker.controller import CacheController, layout_of
 from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.sharding import Sharding
 
-Controller = CacheController | RankedController
 _POLL_SECONDS = 0.005
-"""How long an engine with nothing to compute waits for its transfers at a time: a new request is seen as soon."""
+"""Longest wait for transfers when there is nothing to compute: a new request starts after at most this time."""
+
+
+class Controller(Protocol):
+    """Carries out plans: CacheController on one rank, RankedController on several, NullController without tiers."""
+
+    overlaps_compute: bool
+    """True if transfers may be started and polled while the device computes a step."""
+
+    @property
+    def num_host_ready(self) -> int:
+        """Host slots that are usable by now."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True if reports are outstanding."""
+
+    @property
+    def is_copying(self) -> bool:
+        """True if copies between device and host are in flight that `poll` can report soon."""
+
+    def present(self) -> Event | None:
+        """Record the end of the work queued on the current stream, for a plan that is submitted later."""
+
+    def submit(self, plan: Plan, after: Event | None = None) -> None:
+        """Start a plan. Its copies run after `after`, or after the work queued on the current stream."""
+
+    def poll(self, *, loads_only: bool = False) -> Sequence[Report]:
+        """Return new reports without waiting: all of them, or all but those of saves."""
+
+    def wait(self, timeout: float) -> None:
+        """Wait for progress, at most `timeout` seconds."""
+
+    def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
+        """Return the waits of a step that starts before these loads are done."""
+
+    def release(self) -> None:
+        """Forget the device tensors, once no copy uses them."""
+
+    def register(self, caches: Sequence[torch.Tensor]) -> None:
+        """Use these device tensors."""
+
+    def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
+        """Replace the host memory by one of `num_blocks` blocks."""
+
+    def close(self) -> None:
+        """Finish transfers, close the stores, free host memory. Closing twice is safe."""
+
+
+class NullController:
+    """The controller of an engine without a host tier: it gets no transfers."""
+
+    overlaps_compute = False
+    num_host_ready = 0
+    is_busy = False
+    is_copying = False
+
+    def present(self) -> None:
+        return None
+
+    def submit(self, plan: Plan, after: Event | None = None) -> None:
+        assert not plan, f"{plan} (after {after}) needs a host tier"
+
+    def poll(self, *, loads_only: bool = False) -> Sequence[Report]:  # noqa: ARG002
+        return ()
+
+    def wait(self, timeout: float) -> None:
+        pass
+
+    def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
+        raise StateError(f"without a host tier there are no loads to wait for: {transfer_ids}")
+
+    def release(self) -> None:
+        pass
+
+    def register(self, caches: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
+        raise StateError(f"there is no host tier to resize to {num_blocks} blocks for {len(caches)} caches")
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """One tier as an operator sees it."""
+    """Size, use and hits of one tier."""
 
     name: str
     num_blocks: int
-    """0 where it is not counted in blocks."""
+    """0 if the tier is not counted in blocks."""
     num_used: int
     num_pinned: int
     block_bytes: int
@@ -50,142 +134,131 @@ class TierState:
     hit_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Deferred:
-    """What is begun when the device computes, and behind what its copies come."""
+class StepTransfers:
+    """The transfers of one step: its loads are started, the others start once the forward pass is launched."""
 
-    plan: Plan
-    after: Event | None
+    def __init__(
+        self, runtime: CacheRuntime, controller: Controller, loads: Sequence[int], deferred: Plan | None
+    ) -> None:
+        self._runtime, self._controller = runtime, controller
+        self._loads = loads
+        self._deferred = deferred
+        self._after = controller.present() if deferred is not None else None
+        self._waits = controller.layer_waits(loads) if loads else None
 
-
-class StepWaits:
-    """For a step that starts before its blocks are loaded: holds each layer back; tells afterwards, for all ranks."""
-
-    def __init__(self, own: LayerWaits, transfer_ids: Sequence[int], tiers: CacheRuntime) -> None:
-        self._own, self._ids, self._tiers = own, transfer_ids, tiers
-
-    def before_layer(self, layer: int, group: int = 0) -> None:
-        """Until its blocks are there, on this rank."""
-        self._own.before_layer(layer, group)
+    def before_layer(self, group: int) -> Callable[[int], None] | None:
+        """Return the function that delays a layer of a cache group until its blocks are loaded; None if all are."""
+        return None if self._waits is None else partial(self._waits.before_layer, group=group)
 
     def arrived(self) -> bool:
-        """Wait until all of it is over here; whether every block is there, on every rank that has told."""
-        arrived = self._own.arrived()
-        return self._tiers.all_arrived(self._ids) and arrived
+        """Wait for the loads; True if no rank has reported a failure."""
+        if self._waits is None:
+            return True
+        arrived = self._waits.arrived()
+        self._runtime.poll()
+        return arrived and not self._runtime.has_failed(self._loads)
+
+    def on_forward_launched(self) -> None:
+        """Use the time in which the device computes: start deferred transfers, apply reports."""
+        self.submit_deferred()
+        if self._controller.overlaps_compute:
+            self._runtime.poll()
+
+    def submit_deferred(self) -> None:
+        """Start the deferred transfers, if they were not started."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._controller.submit(deferred, self._after)
 
 
 class CacheRuntime:
-    """The tiers of one engine: `submit` to `wait` for its step, the rest for operators."""
+    """The tiers of one engine. `begin_step`, `poll` and `wait` are for its step, the rest is for operators."""
 
     def __init__(
         self,
         manager: CacheManager,
         groups: Sequence[DeviceCacheGroup],
-        controller: Controller | None,
+        controller: Controller,
         stores: Mapping[str, Counted],
         scheduler: Scheduler,
         clock: Callable[[], float],
     ) -> None:
-        """`groups` are this rank's; of the first, every rank has as much."""
+        """`groups` are those of this rank; every other rank has a group like the first."""
         self._manager = manager
-        self._control = CacheAdmin(manager)
+        self._admin = CacheAdmin(manager)
         self._groups = groups
         self._controller = controller
         self._stores = stores
         self._scheduler = scheduler
         self._clock = clock
         self._pins: dict[str, Lease] = {}
-        self._lost: set[int] = set()
-        """Transfers that some rank failed to do, as long as others are at them."""
+        self._failed: set[int] = set()
+        """Transfers that one rank reported as failed while reports of other ranks are outstanding."""
         self.is_asleep = False
-        self.waits_for_compute = groups[0].model.weights.device.type == "cuda"
-        """Whether this thread only waits while a step is computed."""
-        self.saves_polled = False
-        """Of saves, while the last step was computed, so that they need not be asked for outside of it."""
-        self._later: _Deferred | None = None
         self._meter = TransferMeter(clock, manager.transfers.num_ranks)
         self.metrics = Registry()
         CacheMetrics(manager, stores, self.metrics)
 
     # ---- for the step ----------------------------------------------------------------------------------------------
 
-    def submit(self, plan: Plan, needed: Collection[int] | None = None) -> None:
-        """Begin what the manager has decided.
+    def submit(self, plan: Plan) -> None:
+        """Start all transfers of a plan."""
+        self.begin_step(plan, ()).submit_deferred()
 
-        With `needed` a step follows that needs these loads and no other: on a GPU the rest is begun by
-        `submit_deferred`, while
-        it computes, since to begin a copy of hundreds of blocks takes half a millisecond of this thread.
+    def begin_step(self, plan: Plan, loads: Sequence[int]) -> StepTransfers:
+        """Start the loads that a step waits for, and with them or later the rest of the plan.
+
+        On a GPU the rest is deferred until the forward pass is launched: starting a copy of hundreds of blocks takes
+        half a millisecond of this thread.
         """
-        self.submit_deferred()  # what a step that was interrupted has left
-        self.saves_polled = False
-        self._lost = {number for number in self._lost if self._manager.transfers.is_in_flight(number)}
-        if self._controller is None or not plan:
-            return
+        self._failed = {number for number in self._failed if self._manager.transfers.is_in_flight(number)}
         self._meter.began(plan)
-        if needed is None or not self.waits_for_compute or isinstance(self._controller, RankedController):
+        deferred = None
+        if self._controller.overlaps_compute:
+            plan, deferred = plan.only(loads), plan.without(loads)
+        if plan:
             self._controller.submit(plan)
-            return
-        if needed:
-            self._controller.submit(plan.only(needed))
-        self._later = _Deferred(plan.without(needed), self._controller.present())
+        return StepTransfers(self, self._controller, loads, deferred or None)
 
-    def submit_deferred(self) -> None:
-        """Begin what was put off. Twice is fine."""
-        later, self._later = self._later, None
-        if later is not None and isinstance(self._controller, CacheController):
-            self._controller.submit(later.plan, later.after)
+    def poll_before_step(self) -> None:
+        """Apply the reports that the next step needs.
 
-    def on_forward_launched(self) -> None:
-        """The device computes: begin what was put off, and tell the manager what is done."""
-        self.submit_deferred()
-        if self.waits_for_compute:
-            self.apply()
-            self.saves_polled = True
-
-    def poll_while_waiting(self) -> bool:
-        """While this thread waits for the device: tell the manager what is done; whether copies are still under way.
-
-        What is heard now costs nobody anything; at the start of the next step the device would wait for it. Stores take
-        longer than a step: nobody listens for them alone.
+        Nothing waits for a save, and a report takes a tenth of a millisecond of this thread. While a GPU computes step
+        after step, saves are therefore polled during the forward pass.
         """
-        if not isinstance(self._controller, CacheController) or not self._controller.is_copying:
-            return False
-        self.apply()
-        return self._controller.is_copying
+        self.poll(loads_only=self._controller.overlaps_compute)
 
-    def apply(self, *, loads_only: bool = False) -> None:
-        """Tell the manager what is done. Nobody waits for saves: where a GPU computes step after step, they are heard
-        of meanwhile, since a report is a tenth of a millisecond of this thread."""
-        for report in self._poll(loads_only):
+    def poll(self, *, loads_only: bool = False) -> None:
+        """Apply new reports to the manager, without waiting."""
+        for report in self._controller.poll(loads_only=loads_only):
             self._meter.done(report)
             self._manager.apply(report)
-            self._lost.update(outcome.transfer_id for outcome in report.results if not outcome.ok)
+            self._failed.update(result.transfer_id for result in report.results if not result.ok)
 
-    def _poll(self, loads_only: bool) -> Sequence[Report]:
-        if isinstance(self._controller, CacheController):
-            return self._controller.poll(loads_only=loads_only)
-        return self._controller.poll() if self._controller is not None else ()
+    def poll_while_waiting(self) -> bool:
+        """Poll while this thread waits for the device; True if copies are still in flight.
+
+        A report applied now costs no time; at the start of the next step the device would idle. Store transfers take
+        longer than a step and are not waited for here.
+        """
+        if not self._controller.is_copying:
+            return False
+        self.poll()
+        return self._controller.is_copying
 
     def wait(self) -> None:
-        """There is nothing to compute: wait a moment for transfers."""
-        if self._controller is not None:
-            self._controller.wait(_POLL_SECONDS)
+        """Wait a moment for transfers when there is nothing to compute, and apply their reports."""
+        self._controller.wait(_POLL_SECONDS)
+        self.poll()
 
-    def layer_waits(self, transfer_ids: Sequence[int]) -> StepWaits | None:
-        """For a step that starts before these loads are done."""
-        if self._controller is None or not transfer_ids:
-            return None
-        return StepWaits(self._controller.layer_waits(transfer_ids), transfer_ids, self)
+    def has_failed(self, transfer_ids: Collection[int]) -> bool:
+        """True if a rank has reported a failure of one of these transfers."""
+        return not self._failed.isdisjoint(transfer_ids)
 
-    def all_arrived(self, transfer_ids: Sequence[int]) -> bool:
-        """Whether no rank has told that it failed to do one of these."""
-        self.apply()
-        return self._lost.isdisjoint(transfer_ids)
-
-    # ---- looking ---------------------------------------------------------------------------------------------------
+    # ---- inspection ------------------------------------------------------------------------------------------------
 
     def states(self) -> list[TierState]:
-        """All tiers, the fastest first."""
+        """Return the state of every tier, the fastest first."""
         block_bytes = self._block_bytes
         pinned = sum(pin.num_blocks for pin in self._pins.values())
         states = []
@@ -207,26 +280,26 @@ class CacheRuntime:
         return states
 
     def traffic(self) -> list[TierTraffic]:
-        """What went between tiers, direction by direction."""
+        """Return the bytes moved between tiers, by direction."""
         return self._meter.traffic()
 
     # ---- prompts ---------------------------------------------------------------------------------------------------
 
     def pin(self, name: str, chain: Chain) -> int:
-        """Keep what is cached of a prompt, under a name, until it is unpinned; returns the tokens kept."""
+        """Protect the cached part of a prompt from eviction until `unpin(name)`. Returns its number of tokens."""
         if name in self._pins:
-            raise ArgumentError(f"something is pinned as {name!r} already; unpin it first")
+            raise ArgumentError(f"the name {name!r} is pinned already; unpin it first")
         self._pins[name] = pin = self._manager.pin(chain, now=self._clock())
         return pin.num_matched_tokens
 
     def unpin(self, name: str) -> None:
-        """It may be evicted again."""
+        """Allow eviction of a pinned prompt again."""
         if name not in self._pins:
             raise ArgumentError(f"nothing is pinned as {name!r}; pinned are {', '.join(self._pins) or 'none'}")
         self._manager.unpin(self._pins.pop(name))
 
     def prefetch(self, chain: Chain) -> int:
-        """Bring what stores have of a prompt to the host; returns the blocks that have arrived."""
+        """Fetch the blocks of a prompt from stores to the host. Returns the number of blocks that arrived."""
         prefetch = self._manager.prefetch(chain, now=self._clock())
         if prefetch is None:
             return 0
@@ -235,58 +308,56 @@ class CacheRuntime:
         return sum(prefetch.num_fetched.values())
 
     def save(self, chain: Chain) -> None:
-        """Copy what is cached of a prompt to every tier below, whatever the write policies say."""
-        for _ in range(2):  # what has come to the host goes on to the stores
-            self._control.save(chain)
+        """Copy the cached blocks of a prompt to every lower tier, regardless of write policies."""
+        for _ in range(2):  # first to the host, then from the host to the stores
+            self._admin.save(chain)
             self._drain_saves()
 
     def demote(self, chain: Chain) -> int:
-        """Copy what is cached of a prompt to the tiers below, then free the device of it; returns the blocks freed."""
-        self._control.save(chain)
+        """Copy the cached blocks of a prompt to lower tiers, then evict them from the device. Returns their number."""
+        self._admin.save(chain)
         self._drain_saves()
-        return self._control.demote(chain)
+        return self._admin.demote(chain)
 
     def drop(self, chain: Chain) -> int:
-        """Forget a prompt, in every tier; returns the blocks that were in memory."""
-        self._drain()  # what is planned for a store must be there before it is forgotten, not after
-        num_dropped = self._control.drop(chain)
+        """Delete a prompt from every tier. Returns the number of blocks that were in memory."""
+        self._drain()  # planned writes to stores must end before the deletion, not after it
+        num_dropped = self._admin.drop(chain)
         self._drain()
         return num_dropped
 
     # ---- tiers -----------------------------------------------------------------------------------------------------
 
     def reset(self, *, clear_stores: bool = False) -> None:
-        """Forget everything in memory, and with `clear_stores` in the stores too."""
+        """Delete all cached blocks from memory, and with `clear_stores` from the stores too."""
         self._drain()
         for name in list(self._pins):
             self.unpin(name)
         self._manager.reset()
         if clear_stores:
-            self._control.clear_stores()
+            self._admin.clear_stores()
             self._drain()
 
     def save_all(self) -> None:
-        """Copy all that is in memory to the lowest tier; so that a restart finds it."""
-        self._control.save_all()
-        self._drain_saves()
-        self._control.save_all()  # what has come to the host by now goes on to the stores
-        self._drain_saves()
+        """Copy all blocks in memory to the lowest tier, so that they survive a restart."""
+        for _ in range(2):  # first to the host, then from the host to the stores
+            self._admin.save_all()
+            self._drain_saves()
 
     def set_quota(self, tier: str, salt: bytes, num_blocks: int | None) -> None:
-        """At most so many blocks of a memory tier for one tenant; None: no limit."""
-        self._control.set_quota(tier, salt, num_blocks)
+        """Limit the blocks of one tenant in a memory tier; None removes the limit."""
+        self._admin.set_quota(tier, salt, num_blocks)
 
     def sleep(self) -> None:
-        """Free the device's memory. Requests wait; what the host holds stays. Sleeping twice is fine."""
+        """Free the device memory. Requests wait; blocks on the host stay. Sleeping twice is safe."""
         if self.is_asleep:
             return
         self._scheduler.pause(self._clock())
         try:
-            self._control.save_all()
+            self._admin.save_all()
             self._drain_saves()
-            self._control.vacate("device")
-            if self._controller is not None:
-                self._controller.release()
+            self._admin.vacate("device")
+            self._controller.release()
         except BaseException:
             self._scheduler.resume()
             raise
@@ -295,22 +366,21 @@ class CacheRuntime:
         self.is_asleep = True
 
     def wake(self, num_blocks: int | None = None) -> None:
-        """Have device memory again, with as many blocks as before or another number; requests go on."""
+        """Allocate device memory again, with the same or another number of blocks, and resume requests."""
         if not self.is_asleep:
             return
         if num_blocks is not None:
-            self._drain()  # the host may have been writing to stores meanwhile
-            self._control.resize("device", num_blocks)
+            self._drain()  # the host may have written to stores during the sleep
+            self._admin.resize("device", num_blocks)
         for group in self._groups:
             group.renew(self._manager.tree.tiers[0].pool.num_slots)
-        if self._controller is not None:
-            self._controller.register([group.cache for group in self._groups])
+        self._controller.register([group.cache for group in self._groups])
         self.is_asleep = False
         self._scheduler.resume()
 
     def resize(self, tier: str, num_blocks: int) -> None:
-        """Another number of blocks for a memory tier. What is cached stays as far as the host or a store has it."""
-        self._control.tier(tier)
+        """Change the number of blocks of a memory tier. Blocks stay cached as far as the host or a store has them."""
+        self._admin.tier(tier)
         self._must_fit(tier, num_blocks)
         was_asleep = self.is_asleep
         if num_blocks < 1:
@@ -318,17 +388,16 @@ class CacheRuntime:
         if tier == "device":
             self._resize_device(num_blocks, stays_asleep=was_asleep)
             return
-        assert self._controller is not None
         if was_asleep:
             raise StateError("the cache is asleep: wake it to resize the host tier")
         self._scheduler.pause(self._clock())
         try:
-            self._control.save_all()
+            self._admin.save_all()
             self._drain_saves()
-            # Memory that cannot be had leaves the tier as it was, but for what lies beyond the new size.
-            self._control.vacate(tier, num_blocks)
+            # If the allocation fails, the tier keeps its size and loses only the blocks beyond the new one.
+            self._admin.vacate(tier, num_blocks)
             self._controller.resize_host(num_blocks, [group.cache for group in self._groups])
-            self._control.resize(tier, num_blocks)
+            self._admin.resize(tier, num_blocks)
         finally:
             self._scheduler.resume()
 
@@ -337,7 +406,7 @@ class CacheRuntime:
         self.sleep()
         try:
             self.wake(num_blocks)
-        except BaseException:  # there is no memory for it after all
+        except BaseException:  # the allocation failed
             self.wake(before)
             raise
         finally:
@@ -345,27 +414,26 @@ class CacheRuntime:
                 self.sleep()
 
     def close(self) -> None:
-        """Finish what is under way, close the stores, free host memory."""
-        if self._controller is not None:
-            self._controller.close()
+        """Finish transfers, close the stores, free host memory."""
+        self._controller.close()
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- internals -------------------------------------------------------------------------------------------------
 
     @property
     def _block_bytes(self) -> int:
-        """Of one block of all groups, on all ranks."""
+        """Bytes of one block in all groups, on all ranks."""
         others = (self._manager.transfers.num_ranks - 1) * self._groups[0].block_bytes
         return sum(group.block_bytes for group in self._groups) + others
 
     def _must_fit(self, tier: str, num_blocks: int) -> None:
-        """Refuse what the machine has no memory for, before anything is given up for it."""
+        """Raise RangeError if the machine lacks the memory, before any block is evicted for it."""
         device = self._groups[0].cache.device if tier == "device" else torch.device("cpu")
-        # ranks share the machine's memory, and have a GPU each
+        # ranks share the host memory; each has its own GPU
         block_bytes = self._block_bytes
         if device.type == "cuda":
             block_bytes = sum(group.block_bytes for group in self._groups)
         wanted, free = num_blocks * block_bytes, _free_bytes(device)
-        if tier == "device":  # the old cache goes before the new one comes; a new host tier comes first
+        if tier == "device":  # its old cache is freed before the new one is allocated; the host's is freed after
             free += len(self._groups[0].cache) * block_bytes
         if wanted > free:
             raise RangeError(
@@ -373,27 +441,28 @@ class CacheRuntime:
             )
 
     def _drain(self, is_done: Callable[[], bool] | None = None) -> None:
-        """Carry out what is planned until nothing is under way, or something is done."""
-        while self._controller is not None:
+        """Submit plans and apply reports until `is_done`, or until no transfer is in flight."""
+        if is_done is None:
+            is_done = self._is_idle
+        while True:
             self.submit(self._manager.plan(now=self._clock()))
-            self.apply()
-            if (
-                is_done()
-                if is_done is not None
-                else not (self._controller.is_busy or self._manager.transfers.in_flight)
-            ):
+            self.poll()
+            if is_done():
                 return
             self._controller.wait(_POLL_SECONDS)
 
+    def _is_idle(self) -> bool:
+        return not (self._controller.is_busy or self._manager.transfers.in_flight)
+
     def _drain_saves(self) -> None:
-        while self._control.plan_saves(self._clock()):
+        while self._admin.plan_saves(self._clock()):
             self._drain()
             self.wait()  # a bandwidth budget refills
         self._drain()
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Memory that could be had there now."""
+    """Memory that can be allocated on a device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -403,20 +472,18 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def new_controller(
-    manager_host_blocks: int,
+    num_host_blocks: int,
     groups: Sequence[DeviceCacheGroup],
     stores: Mapping[str, Store | ShardStores],
     namespace: bytes,
     sharding: Sharding | None = None,
     secret: bytes = b"",
-) -> CacheController:
-    """A controller for an engine's groups, those of one rank."""
+) -> CacheController | NullController:
+    """Make the controller of one rank's cache groups; with 0 host blocks there are no transfers."""
+    if not num_host_blocks:
+        return NullController()
     caches = [group.cache for group in groups]
     layout = layout_of(caches, groups[0].block_tokens)
     return CacheController(
-        *(layout, caches, manager_host_blocks),
-        stores=stores,
-        namespace=namespace,
-        secret=secret,
-        sharding=sharding,
+        layout, caches, num_host_blocks, stores=stores, namespace=namespace, secret=secret, sharding=sharding
     )

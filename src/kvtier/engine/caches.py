@@ -29,14 +29,13 @@ class Caches:
     """What rank 0 has of them, and how it reaches the rest."""
 
     groups: list[DeviceCacheGroup]
-    controller: Controller | None
+    controller: Controller
     stores: Mapping[str, Counted]
     ranks: Ranks | None
 
     def close(self) -> None:
         """End the ranks, close the stores, free the host memory."""
-        if self.controller is not None:
-            self.controller.close()
+        self.controller.close()
 
 
 def open_caches(
@@ -48,7 +47,7 @@ def open_caches(
 ) -> Caches:
     """For a model and those that guess for it; if something cannot be had, what was opened before is closed."""
     num_ranks, cache = config.tensor_parallel, config.cache
-    host = cache.host if cache.prefix_caching else None
+    num_host = cache.host.num_blocks if cache.host is not None and cache.prefix_caching else 0
     sharding = Sharding(0, num_ranks, config.kv_shards or num_ranks)
     _check_heads(models[0], sharding)
     wanted = _checked(stores, cache, num_ranks)
@@ -63,7 +62,6 @@ def open_caches(
         ranks = None
         if num_ranks > 1:
             urls = {name: store for name, store in wanted.items() if isinstance(store, tuple)}
-            num_host = host.num_blocks if host is not None else 0
             ranks = Ranks(models[0], _rank_config(config, sharding, num_host, urls, namespace))
             opened.callback(ranks.close)
         first = models[0] if ranks is None else ranks.model
@@ -79,11 +77,7 @@ def open_caches(
             )
             for each in (first, *models[1:])
         ]
-        own = (
-            new_controller(host.num_blocks, groups, mine, namespace, sharding, cache.secret)
-            if host is not None
-            else None
-        )
+        own = new_controller(num_host, groups, mine, namespace, sharding, cache.secret)
         opened.pop_all()
     if ranks is None:
         return Caches(groups, own, mine, None)

@@ -112,7 +112,7 @@ class Engine:
                 namespace,
                 config.cache,
                 num_ranks=config.tensor_parallel,
-                num_host_ready=caches.controller.num_host_ready if caches.controller is not None else None,
+                num_host_ready=caches.controller.num_host_ready,
                 ghost=_ghost(config),
             )
             scheduler = replace(self.config.scheduler, lookahead_tokens=lookahead, starts_early=True)
@@ -123,7 +123,7 @@ class Engine:
             copies = _small_copies(model.weights.device, self.tiers.poll_while_waiting)
             self._inputs = InputBuilder(self.groups, copies)
             self._choose = Sampler(self._inputs, copies)
-            forward = ModelForward(self.groups, self._inputs, caches.ranks, self.tiers.on_forward_launched)
+            forward = ModelForward(self.groups, self._inputs, caches.ranks)
             self._pipeline = Pipeline(
                 [self._inputs, forward, self._choose],
                 phases=1,
@@ -170,25 +170,27 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step; returns what it added to each answer. Does nothing if there is nothing to do."""
         now = self._clock()
-        self.tiers.apply(loads_only=self.tiers.saves_polled)
+        self.tiers.poll_before_step()
         step = self.scheduler.schedule(now)
-        self.tiers.submit(step.plan, step.loads if step.rows and not step.controls else None)
         if step.controls:
+            self.tiers.submit(step.plan)
             self.scheduler.update(step, [], now)
             self._run(step.controls)
             return []
         outputs = [output for request in step.refused for output in self._refused(request)]
         if not step.rows:
+            self.tiers.submit(step.plan)
             self.scheduler.update(step, [], now)
             if not outputs:
                 self.tiers.wait()
             return outputs
+        transfers = self.tiers.begin_step(step.plan, step.loads)
         try:
             live = [self._live[row.request.id] for row in step.rows]
             for row, (generation, _) in zip(step.rows, live, strict=True):
                 if not generation.miss and row.request.allocation is not None:
                     self._explain_miss(generation, row.request.allocation)
-            self._inputs.plan(step, self.tiers.layer_waits(step.loads))
+            self._inputs.plan(step, transfers)
             tickets = [ticket for _, ticket in live]
             pairs = zip(step.rows, tickets, strict=True)
             generating = [ticket for row, ticket in pairs if row.wants_token and row.num_tokens <= 1]
@@ -203,9 +205,7 @@ class Engine:
                 raise
             return outputs
         finally:
-            self.tiers.submit_deferred()  # for a step that never came to compute
-        if step.loads:  # the rest is told at the start of the next step, a moment from now
-            self.tiers.apply(loads_only=self.tiers.saves_polled)
+            transfers.submit_deferred()  # for a step that failed before its forward pass
         return outputs + self._finish(step)
 
     def abort(self, request_id: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -25,7 +24,7 @@ from kvtier.engine.sequence import EngineSequence
 from kvtier.scheduler import Row, Step
 
 if TYPE_CHECKING:
-    from kvtier.engine.cache_runtime import StepWaits
+    from kvtier.engine.cache_runtime import StepTransfers
     from kvtier.engine.parallel import Ranks
     from kvtier.engine.pinned_copier import PinnedCopier
 
@@ -81,6 +80,8 @@ class InputBuilder(Module):
     """Lays out what the scheduler chose, in the pipeline's order of rows."""
 
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
+    transfers: StepTransfers
+    _step: Step
 
     def __init__(self, groups: Sequence[DeviceCacheGroup], copies: PinnedCopier | None = None) -> None:
         self._groups = groups
@@ -88,17 +89,13 @@ class InputBuilder(Module):
         self._planned: Mapping[str, Row] = {}
         self.rows: list[tuple[Row, EngineSequence]] = []
         """Rows of the current batch in its order, without those whose inputs could not be built."""
-        self._step: Step | None = None
         self._ready: dict[int, ForwardBatch] = {}
         self._sequences: list[SequenceInput] = []
-        self.waits: StepWaits | None = None
-        """For a step that starts before its blocks are loaded."""
 
-    def plan(self, step: Step, waits: StepWaits | None = None) -> None:
-        """The step that the next batch runs."""
-        self._step = step
+    def plan(self, step: Step, transfers: StepTransfers) -> None:
+        """Set the step that the next batch runs."""
+        self._step, self.transfers = step, transfers
         self._planned = {row.request.id: row for row in step.rows}
-        self.waits = waits
 
     def setup(self, env: Environment) -> None:
         """Build the batch on the host and send it. A row whose inputs raise fails alone and is left out."""
@@ -122,15 +119,13 @@ class InputBuilder(Module):
     def prepare(self, env: Environment) -> None:
         """Make the copies, and hand the batch on."""
         env.produce(FORWARD_BATCH, self._ready.pop(env.at(BATCH).phase))
-        copies = self._step.copies if self._step is not None else ()
-        if copies:
+        if copies := self._step.copies:
             for group in self._groups:
                 group.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
 
     def for_ranks(self) -> RankStep:
         """The same step, as the other ranks are told."""
         step = self._step
-        assert step is not None, "a step is planned before it is computed"
         sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
         return RankStep(tuple(self._sequences), (sources, targets), step.loads)
 
@@ -146,27 +141,23 @@ class ModelForward(Module):
         groups: Sequence[DeviceCacheGroup],
         inputs: InputBuilder,
         ranks: Ranks | None = None,
-        on_launched: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_launched` is called once the GPU has the step, while this thread would only wait."""
         self._groups = groups
         self._inputs = inputs
         self._ranks = ranks
-        self._on_launched = on_launched
 
     def forward(self, env: Environment) -> None:
         """Fill the caches; logits of the rows that want a token. Layers wait for blocks that are being loaded."""
         beside = self._ranks.step(self._inputs.for_ranks()) if self._ranks is not None else contextlib.nullcontext()
         with beside:
             self._compute(env)
-        self._on_launched()
+        self._inputs.transfers.on_forward_launched()
 
     def _compute(self, env: Environment) -> None:
-        batch, waits = env.at(FORWARD_BATCH), self._inputs.waits
-        before = [partial(waits.before_layer, group=i) if waits else None for i in range(len(self._groups))]
-        logits = self._groups[0].logits(batch, before[0])
-        for group, each in zip(self._groups[1:], before[1:], strict=True):
-            group.model.forward(batch, group.cache, each)
+        batch, transfers = env.at(FORWARD_BATCH), self._inputs.transfers
+        logits = self._groups[0].logits(batch, transfers.before_layer(0))
+        for number, group in enumerate(self._groups[1:], 1):
+            group.model.forward(batch, group.cache, transfers.before_layer(number))
         env.produce(LOGITS, logits)
 
 
@@ -190,7 +181,7 @@ class Sampler(Module):
         """Sample for every row that wants a token."""
         logits, rows = env.at(LOGITS), self._inputs.rows
         self.samples = {generation.request.id: [] for _, generation in rows}
-        if self._inputs.waits is not None and not self._inputs.waits.arrived():
+        if not self._inputs.transfers.arrived():
             return  # computed from blocks that have not arrived: the scheduler runs these rows again
         counts = np.array([row.num_draft + 1 if row.wants_token else 0 for row, _ in rows], np.int64)
         firsts = np.cumsum(counts) - counts

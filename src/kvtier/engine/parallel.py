@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import torch
 
+from kvtier.engine.cache_runtime import Controller
 from kvtier.engine.model import Model
 from kvtier.engine.rank_group import Rendezvous, join_group
 from kvtier.engine.rank_messages import (
@@ -41,10 +42,10 @@ from kvtier.engine.rank_messages import (
 )
 from kvtier.engine.split import split_config, split_layer, split_weights, with_tensors, without_layers
 from kvtier.errors import EngineError
+from kvtier.memory import Event
 from kvtier.messages import Plan, Report
 from kvtier.storage import ShardStores, StoreStats
 from kvtier.storage.open import sum_stats
-from kvtier.worker.controller import CacheController
 from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.sharding import Sharding
 
@@ -285,67 +286,68 @@ class Ranks:
 
 
 class RankedController:
-    """The controllers of all ranks as one, for CacheRuntime. `own` is rank 0's, if there is a host tier."""
+    """The controllers of all ranks as one `Controller`; `own` is that of rank 0."""
 
-    def __init__(self, own: CacheController | None, ranks: Ranks) -> None:
+    overlaps_compute = False  # a plan goes to every rank before its step
+    is_copying = False
+
+    def __init__(self, own: Controller, ranks: Ranks) -> None:
         self._own = own
         self._ranks = ranks
 
     @property
     def num_host_ready(self) -> int:
         """Host slots that every rank had when it was ready."""
-        return min(self._own.num_host_ready, self._ranks.num_host_ready) if self._own is not None else 0
-
-    def submit(self, plan: Plan) -> None:
-        """Begin what a plan says, on every rank."""
-        self._ranks.submit(plan)
-        if self._own is not None:
-            self._own.submit(plan)
-
-    def poll(self) -> list[Report]:
-        """What has been done since the last call, by any rank; never waits."""
-        return [*(self._own.poll() if self._own is not None else ()), *self._ranks.take_reports()]
+        return min(self._own.num_host_ready, self._ranks.num_host_ready)
 
     @property
     def is_busy(self) -> bool:
-        """Whether reports are still to come."""
-        return (self._own is not None and self._own.is_busy) or self._ranks.is_busy
+        """True if reports are outstanding."""
+        return self._own.is_busy or self._ranks.is_busy
+
+    def present(self) -> Event | None:
+        """See Controller."""
+        return self._own.present()
+
+    def submit(self, plan: Plan, after: Event | None = None) -> None:
+        """Start a plan on every rank."""
+        self._ranks.submit(plan)
+        self._own.submit(plan, after)
+
+    def poll(self, *, loads_only: bool = False) -> list[Report]:
+        """Return new reports of all ranks without waiting."""
+        return [*self._own.poll(loads_only=loads_only), *self._ranks.take_reports()]
 
     def wait(self, timeout: float) -> None:
-        """Wait until something may have been done, at most so long."""
-        if self._own is not None and self._own.is_busy:
+        """Wait for progress, at most `timeout` seconds."""
+        if self._own.is_busy:
             self._own.wait(timeout)
         else:
             self._ranks.wait(timeout)
 
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
-        """For rank 0's part of a step that starts before these loads are done."""
-        assert self._own is not None, "without a host tier there are no loads"
+        """Return the waits of rank 0; the other ranks wait in their own processes."""
         return self._own.layer_waits(transfer_ids)
 
     def release(self) -> None:
-        """Forget the device tensors, on every rank."""
-        if self._own is not None:
-            self._own.release()
+        """Forget the device tensors on every rank."""
+        self._own.release()
         self._ranks.sleep()
 
     def register(self, caches: Sequence[torch.Tensor]) -> None:
-        """Use these tensors, and on the other ranks new ones of as many blocks."""
+        """Use these tensors, and on the other ranks new ones with as many blocks."""
         self._ranks.wake(len(caches[0]))
-        if self._own is not None:
-            self._own.register(caches)
+        self._own.register(caches)
 
     def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
-        """Other host memory, on every rank."""
-        assert self._own is not None, "without a host tier there is nothing to resize"
+        """Replace the host memory of every rank."""
         self._ranks.resize_host(num_blocks)
         self._own.resize_host(num_blocks, caches)
 
     def close(self) -> None:
-        """End every rank. Twice is fine."""
+        """End every rank. Closing twice is safe."""
         try:
-            if self._own is not None:
-                self._own.close()
+            self._own.close()
         finally:
             self._ranks.close()
 

@@ -1,17 +1,11 @@
-"""Sampling parameters of a request, and its outputs. Imports no torch.
-
-What a request may ask for. No torch: the server checks it in a process that does not compute.
-
-What an engine tells of a request: Output and Explanation. No torch: they go to processes that do not compute.
-"""
+"""Sampling parameters of a request, and its outputs. No torch: the front end process imports this."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvtier.errors import ArgumentError, RangeError
 
@@ -78,7 +72,7 @@ class SamplingParams:
     """Keep the most likely tokens that together reach this probability."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one's probability."""
-    penalties: Penalties = dataclasses.field(default_factory=Penalties)
+    penalties: Penalties = field(default_factory=Penalties)
     seed: int | None = None
     """The same seed gives the same tokens; without one they differ from run to run."""
     stop: tuple[str, ...] = ()
@@ -120,22 +114,6 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
-
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """From keywords as users write them (repetition_penalty, stop as one text...); an unknown one is an error."""
-        given = dict(options)
-        names = {f"{each.name}_penalty": each.name for each in dataclasses.fields(Penalties)}
-        known = {each.name for each in dataclasses.fields(cls)} - {"penalties", "constraint"} | set(names)
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise ArgumentError(f"unknown sampling options {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        penalties = Penalties(**{name: given.pop(key) for key, name in names.items() if key in given})
-        if "stop" in given:
-            given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"] or ())
-        if "stop_token_ids" in given:
-            given["stop_token_ids"] = tuple(given["stop_token_ids"] or ())
-        return cls(penalties=penalties, **given)
 
 
 class Logprobs(NamedTuple):

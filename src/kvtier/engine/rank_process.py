@@ -10,9 +10,7 @@ import contextlib
 import queue
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,7 +42,6 @@ from kvtier.engine.weights import LayerWeights, ModelWeights
 from kvtier.errors import EngineError
 from kvtier.messages import Plan
 from kvtier.storage import ShardStores, open_shards
-from kvtier.worker.controller import CacheController
 
 _POLL_SECONDS = 0.001
 """How often a rank looks after its transfers while it has nothing to compute."""
@@ -82,14 +79,12 @@ class RankWorker:
         all_reduce = join_group(start.sharding, weights.device, rendezvous, meet.timeout_seconds)
         self._group = _new_group(start, weights, all_reduce)
         self._stores = _open_stores(start, stack)
-        self._controller: CacheController | None = None
-        if start.num_host_blocks:
-            self._controller = new_controller(
-                *(start.num_host_blocks, [self._group], self._stores),
-                *(start.namespace, start.sharding, start.secret),
-            )
-            stack.callback(self._controller.close)
-        link.send(RankReady(self._controller.num_host_ready if self._controller is not None else 0))
+        self._controller = new_controller(
+            *(start.num_host_blocks, [self._group], self._stores),
+            *(start.namespace, start.sharding, start.secret),
+        )
+        stack.callback(self._controller.close)
+        link.send(RankReady(self._controller.num_host_ready))
 
     def run(self) -> None:
         """Until told to end."""
@@ -97,9 +92,8 @@ class RankWorker:
         threading.Thread(target=_read, args=(self._link, came), name="kvtier-rank-reader", daemon=True).start()
         while True:
             self._report()
-            is_busy = self._controller is not None and self._controller.is_busy
             try:
-                message = came.get(timeout=_POLL_SECONDS if is_busy else _IDLE_SECONDS)
+                message = came.get(timeout=_POLL_SECONDS if self._controller.is_busy else _IDLE_SECONDS)
             except queue.Empty:
                 continue
             if isinstance(message, Exception):
@@ -109,7 +103,7 @@ class RankWorker:
             self._do(message)
 
     def _report(self) -> None:
-        for report in self._controller.poll() if self._controller is not None else ():
+        for report in self._controller.poll():
             self._link.send(report)
 
     def _do(self, message: object) -> None:
@@ -117,19 +111,17 @@ class RankWorker:
             case RankStep():
                 self._step(message)
             case Plan():
-                assert self._controller is not None, "without a host tier there is nothing to plan"
                 self._controller.submit(message)
             case Sleep():
-                self._with_controller(CacheController.release)
+                self._controller.release()
                 self._group.free()
                 self._answer()
             case Wake():
                 self._group.renew(message.num_blocks)
-                self._with_controller(partial(CacheController.register, caches=[self._group.cache]))
+                self._controller.register([self._group.cache])
                 self._answer()
             case ResizeHost():
-                resize = partial(CacheController.resize_host, num_blocks=message.num_blocks, caches=[self._group.cache])
-                self._with_controller(resize)
+                self._controller.resize_host(message.num_blocks, [self._group.cache])
                 self._answer()
             case GetStatus():
                 self._answer()
@@ -139,7 +131,7 @@ class RankWorker:
     def _step(self, step: RankStep) -> None:
         group, controller = self._group, self._controller
         device = group.model.weights.device
-        waits = controller.layer_waits(step.loads) if controller is not None and step.loads else None
+        waits = controller.layer_waits(step.loads) if step.loads else None
         batch = ForwardBatch.build(step.inputs, group.block_tokens, device)
         sources, targets = step.copies
         if sources:
@@ -150,14 +142,11 @@ class RankWorker:
         self._report()
         self._link.send(StepDone())
 
-    def _with_controller(self, call: Callable[[CacheController], None]) -> None:
-        if self._controller is not None:
-            call(self._controller)
-
     def _answer(self) -> None:
         self._report()
-        is_busy = self._controller is not None and self._controller.is_busy
-        self._link.send(RankStatus(is_busy, {name: store.stats for name, store in self._stores.items()}))
+        self._link.send(
+            RankStatus(self._controller.is_busy, {name: store.stats for name, store in self._stores.items()})
+        )
 
 
 def _read(link: RankLink, came: queue.SimpleQueue[object]) -> None:

@@ -1,14 +1,12 @@
-"""EngineRunner: an Engine on a thread of its own, for callers on other threads and for asyncio."""
+"""EngineRunner: an Engine on its own thread, for callers on other threads."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtier.engine.engine import Engine
@@ -18,81 +16,48 @@ from kvtier.errors import ClosedError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Something to do on the engine's thread."""
-
-    function: Callable[[Engine], Any]
-    future: Future[Any]
-
-    def run(self, engine: Engine) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return  # nobody waits for it any more
-        try:
-            self.future.set_result(self.function(engine))
-        except Exception as error:  # whatever it raises is the caller's
-            self.future.set_exception(error)
+_Call = tuple[Callable[[Engine], Any], Future[Any]]
 
 
 class EngineRunner:
-    """Steps the engine while there is work. Everything that touches the engine happens on its thread.
+    """Steps the engine while there is work. Only its thread touches the engine.
 
-    `stream` and `astream` give a request's outputs as they come; leaving one early cancels the request.
+    `stream` yields the outputs of a request as they arrive; closing it early cancels the request.
     """
 
     def __init__(self, engine: Engine, on_breakdown: Callable[[Exception], object] | None = None) -> None:
-        """`on_breakdown` is told, on the engine's thread, what ended it, if it was not `close`."""
+        """`on_breakdown` is called on the engine thread with the error that ended the engine."""
         self._engine = engine
         self._on_breakdown = on_breakdown
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._listeners: dict[str, tuple[Callable[[Output | None], object], int]] = {}
         self._closed = threading.Event()
         self.error: Exception | None = None
-        """What ended the engine, if it was not `close`."""
+        """The error that ended the engine; None while it runs and after `close`."""
         self._thread = threading.Thread(target=self._loop, name="kvtier-engine", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Run a function of the engine on its thread, between two steps."""
+        """Run a function with the engine, on its thread, between two steps."""
         if self._closed.is_set():
             raise ClosedError("this engine was closed") from self.error
         future: Future[T] = Future()
-        self._calls.put(_Call(function, future))
-        if self._closed.is_set():  # meanwhile: the thread may have looked for the last time
+        self._calls.put((function, future))
+        if self._closed.is_set():  # closed since the first test: the thread may not read the queue again
             self._refuse_calls()
         return future
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Output]:
-        """Outputs of a request, on the caller's thread."""
+        """Yield the outputs of a request, on the caller's thread."""
         outputs: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
         name = self.submit(prompt, params, outputs.put, **options).result()
         try:
             while (output := outputs.get()) is not None:
                 yield output
             if self.error is not None:
-                raise ClosedError("the engine broke down") from self.error
-        finally:
-            self.leave(name)
-
-    async def astream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[Output]:
-        """Outputs of a request, on the caller's event loop."""
-        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output | None]()
-        deliver = outputs.put_nowait
-        added = self.submit(prompt, params, lambda output: loop.call_soon_threadsafe(deliver, output), **options)
-        try:
-            name = await asyncio.wrap_future(added)
-        except asyncio.CancelledError:
-            added.add_done_callback(self._leave_added)  # it may be on its way in already
-            raise
-        try:
-            while (output := await outputs.get()) is not None:
-                yield output
-            if self.error is not None:
-                raise ClosedError("the engine broke down") from self.error
+                raise ClosedError("the engine failed") from self.error
         finally:
             self.leave(name)
 
@@ -103,7 +68,7 @@ class EngineRunner:
         deliver: Callable[[Output | None], object],
         **options: Any,
     ) -> Future[str]:
-        """Add a request whose outputs go to `deliver`, on the engine's thread; None follows the last one."""
+        """Add a request. `deliver` gets its outputs on the engine thread, then None."""
 
         def add(engine: Engine) -> str:
             name = engine.add(prompt, params, **options)
@@ -113,16 +78,12 @@ class EngineRunner:
         return self.call(add)
 
     def leave(self, name: str) -> None:
-        """Nobody listens any more: cancel the request if it runs."""
+        """Cancel a request whose outputs are no longer needed."""
         if not self._closed.is_set():
             self.call(lambda engine: (self._listeners.pop(name, None), engine.abort(name)))
 
-    def _leave_added(self, added: Future[str]) -> None:
-        if not added.cancelled() and added.exception() is None:
-            self.leave(added.result())
-
     def close(self) -> None:
-        """Cancel what runs, tell whoever waits, end the thread. Closing twice is fine."""
+        """Cancel all requests, end their streams and the thread. Closing twice is safe."""
         if not self._closed.is_set():
             self._closed.set()
             self._calls.put(None)
@@ -133,7 +94,7 @@ class EngineRunner:
             while self._run_calls(wait=not self._engine.has_work()):
                 for output in self._engine.step():
                     self._deliver(output)
-        except Exception as error:  # what fails a request does not come here: the engine itself is broken
+        except Exception as error:  # the engine itself failed: errors of single requests do not get here
             self.error = error
         self._closed.set()
         self._refuse_calls()
@@ -144,30 +105,36 @@ class EngineRunner:
         self._engine.close()
 
     def _refuse_calls(self) -> None:
-        """Nobody will run them."""
+        """Fail the calls that were queued too late."""
         with contextlib.suppress(queue.Empty):
             while (call := self._calls.get_nowait()) is not None:
                 error = ClosedError("this engine was closed")
                 error.__cause__ = self.error
-                if call.future.set_running_or_notify_cancel():
-                    call.future.set_exception(error)
-            self._calls.put(None)  # it is the thread's
+                _, future = call
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
+            self._calls.put(None)  # the thread needs it to end
 
     def _run_calls(self, *, wait: bool) -> bool:
-        """Run what was asked for; False once closed."""
+        """Run queued calls; False once closed."""
         while wait or not self._calls.empty():
             call = self._calls.get()
             if call is None:
                 return False
-            call.run(self._engine)
+            function, future = call
+            if future.set_running_or_notify_cancel():  # False: its caller has cancelled it
+                try:
+                    future.set_result(function(self._engine))
+                except Exception as error:
+                    future.set_exception(error)
             wait = not self._engine.has_work() and self._calls.empty()
         return True
 
     def _deliver(self, output: Output) -> None:
-        found = self._listeners.get(output.request_id)
-        if found is None:
+        listener = self._listeners.get(output.request_id)
+        if listener is None:
             return
-        deliver, num_left = found
+        deliver, num_left = listener
         deliver(output)
         if output.finish_reason is not None:
             if num_left == 1:

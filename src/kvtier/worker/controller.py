@@ -80,6 +80,8 @@ class CacheController:
         self.rank = sharding.rank
         self.layout = layout
         self._device = Placement.parse(str(caches[0].device))
+        self.overlaps_compute = caches[0].is_cuda
+        """True if transfers may be started and polled while the device computes a step."""
         self._transfers = TransferManager(layout, self._device, config, mover=mover)
         self._hosts = self._new_hosts(num_host_blocks)
         for host in self._hosts:

@@ -7,6 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from benchmarks.random_weights import random_weights
 
 from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
@@ -14,7 +15,6 @@ from kvtier.engine.cache_runtime import CacheRuntime, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.random_weights import random_weights
 from kvtier.errors import ArgumentError, OutOfMemoryError, RangeError, StateError
 from kvtier.index import Chain, Namespace
 from kvtier.messages import Route, split_keys
@@ -68,7 +68,7 @@ class Cache:
         self.scheduler.update(step, results, self.now)
         if not step.rows:
             self.tiers.wait()
-        self.tiers.apply()
+        self.tiers.poll()
         self.scheduler.check()
 
     def compute(self, row) -> RowResult:
@@ -214,7 +214,7 @@ def test_reset_keeps_the_stores_unless_told_otherwise(caches, clear):
     assert len(cache.memory.objects) == (0 if clear else 4)
     assert cache.serve(cache.chain(1)).num_cached_tokens == (0 if clear else 16)
     cache.tiers.pin("system", cache.chain(1))
-    with pytest.raises(ArgumentError, match="pinned as 'system' already"):
+    with pytest.raises(ArgumentError, match="'system' is pinned already"):
         cache.tiers.pin("system", cache.chain(1))
     cache.tiers.unpin("system")
     with pytest.raises(ArgumentError, match="nothing is pinned"):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from benchmarks.random_weights import random_weights
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
@@ -17,7 +18,6 @@ from kvtier.cache.manager import CacheManager
 from kvtier.engine.cache_runtime import CacheRuntime, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.random_weights import random_weights
 from kvtier.index import Namespace
 from kvtier.messages import Plan, Report
 from kvtier.scheduler import RowResult, Scheduler, SchedulerConfig, Step
@@ -39,12 +39,14 @@ class Together:
     def __init__(self, controllers: Sequence[CacheController], groups: Sequence[DeviceCacheGroup]) -> None:
         self.all, self.groups = controllers, groups
 
+    overlaps_compute = False
+
     def submit(self, plan: Plan) -> None:
         for controller in self.all:
             controller.submit(plan)
 
-    def poll(self) -> list[Report]:
-        return [report for controller in self.all for report in controller.poll()]
+    def poll(self, *, loads_only: bool = False) -> list[Report]:
+        return [report for controller in self.all for report in controller.poll(loads_only=loads_only)]
 
     @property
     def is_busy(self) -> bool:
@@ -126,7 +128,7 @@ class RanksMachine(TiersMachine):
                 controller.wait(0.01)
                 for report in controller._transfers.poll():
                     controller._take(report)
-        self.tiers.apply()
+        self.tiers.poll()
 
     def prepared(self, step: Step):
         for group in self.groups:

@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
+from benchmarks.random_weights import random_weights
 
 from engine_helpers import greedy
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
-from kvtier.engine.random_weights import random_weights
 from kvtier.replay import read_trace
 from kvtier.replay.following import follow, read_log
 from kvtier.replay.recorder import Recorder

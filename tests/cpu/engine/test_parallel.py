@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from benchmarks.random_weights import random_weights
 
 from cache_support import Worker
 from engine_helpers import Answer, finish, greedy, prompts
@@ -24,7 +25,6 @@ from kvtier.engine.cache_runtime import CacheRuntime
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import RopeConfig
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.random_weights import random_weights
 from kvtier.engine.rank_group import Rendezvous
 from kvtier.engine.speculate import DraftProposer
 from kvtier.engine.split import split_config, split_weights
@@ -155,6 +155,8 @@ def test_options_that_cannot_be_are_refused_before_anything_starts():
 class Scripted:
     """Two ranks as dictionaries: what they report when they are told to."""
 
+    overlaps_compute = False
+
     def __init__(self) -> None:
         self.workers = [Worker(rank, ()) for rank in range(2)]
         self.reports = []
@@ -163,7 +165,7 @@ class Scripted:
         for worker in self.workers:
             worker.submit(plan)
 
-    def poll(self):
+    def poll(self, **_):
         taken, self.reports = self.reports, []
         return taken
 
@@ -183,7 +185,7 @@ def test_a_load_that_failed_on_another_rank_counts_until_all_have_told():
         for rank in ranks:
             while controller.workers[rank].todo:
                 controller.reports.append(controller.workers[rank].work(lose))
-        tiers.apply()
+        tiers.poll()
 
     hold = manager.match(chain)
     assert manager.allocate(hold, 2 * BLOCK) is None
@@ -199,14 +201,13 @@ def test_a_load_that_failed_on_another_rank_counts_until_all_have_told():
     loads = manager.overlap(hold)
     assert loads
     settle(lose=lambda transfer, _: [True] * transfer.num_blocks, ranks=(1,))  # the second is quicker, and fails
-    tiers.submit(manager.plan())
-    waits = tiers.layer_waits(loads)
-    assert waits is not None
-    assert not waits.arrived()
+    transfers = tiers.begin_step(manager.plan(), loads)
+    assert not transfers.arrived()
     settle(ranks=(0,))
-    assert not waits.arrived()
-    tiers.submit(manager.plan())
-    assert tiers.all_arrived(loads)  # by now the manager knows: it is over, and nobody starts with it
+    assert not transfers.arrived()
+    assert tiers.begin_step(
+        manager.plan(), loads
+    ).arrived()  # by now the manager knows: it is over, and nobody starts with it
     manager.abort(hold)
     manager.check()
 

@@ -1,4 +1,4 @@
-"""Weights of the right shape and no meaning: for measuring a model nobody has to download."""
+"""Random weights of a given shape, for benchmarks and tests that need no downloaded model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier.engine.weights import LayerWeights, Linear, ModelWeights
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> ModelWeights:
-    """Small normal numbers everywhere, norms of one."""
+    """Return matrices of small normal numbers and norms of one."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
