@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.hits import replay_hits
 from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_table, report
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.index import BlockPool, Chain, GhostCache, Namespace, RadixTree, Slots, Tier, make_policy
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
-from kvtier.replay.curves import replay_hits
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig
 
 POOL_TOKENS = 5_120_000

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.fitted_cost import FittedCost
+from benchmarks.follow import Log, follow, read_log
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
-from kvtier.replay.cost import Measured
-from kvtier.replay.following import Log, follow, read_log
 from kvtier.replay.hardware import DiskSpec
 from kvtier.replay.recorder import Recorder
 from kvtier.scheduler import SchedulerConfig
@@ -89,7 +89,7 @@ class Run:
 class Machine:
     """What recorded runs say of the machine: how long steps, copies and the disk take."""
 
-    cost: Measured
+    cost: FittedCost
     link_bandwidth: float
     link_latency: float
     disk: DiskSpec
@@ -201,7 +201,7 @@ def machine_of(runs: Sequence[Run]) -> Machine:
     read_latency, read_bandwidth = _speed(outcomes, "fetch")
     _, write_bandwidth = _speed(outcomes, "store")
     disk = DiskSpec(read_bandwidth, write_bandwidth, read_latency)
-    return Machine(Measured([step for each in known for step in each.steps]), bandwidth, latency, disk)
+    return Machine(FittedCost([step for each in known for step in each.steps]), bandwidth, latency, disk)
 
 
 def _speed(outcomes: Sequence[tuple[str, int, float]], *purposes: str) -> tuple[float, float]:

@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.follow import follow
 from benchmarks.recorded import BLOCK, DISK_BLOCKS, Load, Machine, Run, calibration, machine_of, record
 from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
 from kvtier.engine import load_model
 from kvtier.replay import OPTIMUM, SyntheticTrace, TraceRequest, generate, read_trace, sweep
-from kvtier.replay.following import follow
 from kvtier.replay.planner import capacities
 from kvtier.replay.sim_worker import SimulatedStore, SimulatedWorker
 from kvtier.replay.simulator import Simulation, Simulator
@@ -148,7 +148,7 @@ def free(run: Run, machine: Machine) -> Simulation:
         disk=machine.disk,
         stores={"disk": SimulatedStore(DISK_BLOCKS)},
     )
-    simulator = Simulator(run.cache, run.scheduler, machine.cost, worker, block_tokens=BLOCK, num_layers=30)
+    simulator = Simulator(run.cache, run.scheduler, machine.cost.seconds, worker, block_tokens=BLOCK, num_layers=30)
     return simulator.run(run.log.trace)
 
 

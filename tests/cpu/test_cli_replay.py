@@ -9,9 +9,10 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.cli.replay import seconds, size
-from kvtier.replay import SyntheticTrace, generate, read_trace, write_trace
+from kvtier.replay import SyntheticTrace, generate, read_trace
 from kvtier.replay.deployment import GIB, Deployment, simulate
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
+from trace_support import write_trace
 
 MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, "kv_bytes": 64.0}
 
@@ -76,13 +77,13 @@ def test_the_table_has_what_the_issue_asks_for(files, capsys):
 
 def test_a_service_that_cannot_keep_up_is_told_so(capsys):
     assert main(["replay", "synthetic:sessions=60", "--gpu", "l40s", "--speed", "50", "--capacities", "0"]) == 0
-    assert "The GPUs cannot keep up: half of the requests queue for" in capsys.readouterr().out
+    assert "The GPUs are overloaded: half of the requests queue for" in capsys.readouterr().out
 
 
 def test_plan_says_what_to_buy_and_what_more_brings(files, capsys, tmp_path):
     result = told(capsys, "plan", *files, "--ttft-p99", "500ms", "--limit", "40", "--html", str(tmp_path / "p.html"))
     assert result["advice"]["target_ttft_p99"] == 0.5
-    assert any("100 GiB more host memory would bring" in line for line in result["advice"]["text"])
+    assert any("100 GiB more host memory would change the hit rate by" in line for line in result["advice"]["text"])
     assert result["prices"]["source"]
     assert result["prices"]["assumed"] == []
     assert "<svg" not in (tmp_path / "p.html").read_text(), "drawn by the page itself"
@@ -104,7 +105,7 @@ def test_refused_requests_are_told_where_there_are_some(command, files, capsys):
     assert refused > 0
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert f"{refused} of {count} requests are refused: they need more KV than a GPU has room for" in shown
+    assert f"{refused} of {count} requests are refused: they need more KV than fits on the GPUs" in shown
     row = next(line for line in shown.splitlines() if line.startswith("refused "))
     assert row.split()[1:] == [str(run["num_refused"]) for run in runs]
 
@@ -115,9 +116,7 @@ def test_what_has_no_source_is_said_to_be_assumed(capsys):
     assert guessed["link_bandwidth"] == preset(GpuSpec, "a100").link_bandwidth
     assert main(["replay", *options, "--gpu", "a100"]) == 0
     shown = capsys.readouterr().out
-    assert (
-        f"Assumed, for want of a source: gpu link_bandwidth {guessed['link_bandwidth']:g}, gpu compute_share" in shown
-    )
+    assert f"Assumed, without a source: gpu link_bandwidth {guessed['link_bandwidth']:g}, gpu compute_share" in shown
     assert "Sources: model: meta-llama/Meta-Llama-3-8B" in shown
     assert told(capsys, "replay", *options, "--gpu", "h200")["setup"]["assumed"]["gpu"] == {}
 
@@ -140,7 +139,7 @@ def test_lines_that_are_no_requests_are_told_and_counted(tmp_path, capsys):
     shown = capsys.readouterr()
     assert json.loads(shown.out)["trace"]["num_problems"] == 10
     number = path.read_text().splitlines().index("{]") + 1
-    assert f"{path}:{number}: no JSON" in shown.err
+    assert f"{path}:{number}: not JSON" in shown.err
     assert "lines that are no requests and were left out: 10, 5 more than shown" in shown.err
     assert main([*arguments, "--strict"]) == 1
 
@@ -148,11 +147,11 @@ def test_lines_that_are_no_requests_are_told_and_counted(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["none.jsonl"], "none.jsonl cannot be read"),
+        (["none.jsonl"], "cannot read the trace none.jsonl"),
         (["synthetic:turn=3"], "no knob 'turn'; there are sessions"),
         (["synthetic:turns=x"], "turns is a number, got 'x'"),
         (["synthetic:", "synthetic:"], "by itself"),
-        (["synthetic:sessions=2", "--gpu", "h300"], "no gpu is called 'h300'"),
+        (["synthetic:sessions=2", "--gpu", "h300"], "unknown gpu 'h300'"),
         (["synthetic:sessions=2", "--policy", "mru"], "no eviction policy is called 'mru'"),
         (["synthetic:sessions=2", "--disk", "1TiB"], "through host memory"),
         (["synthetic:sessions=2", "--limit", "0"], "--limit"),
@@ -167,7 +166,7 @@ def test_lines_that_are_no_requests_are_told_and_counted(tmp_path, capsys):
         ),
         (
             ["synthetic:sessions=2", "--device", "1GiB", "--capacities", "0", "--html", "/nowhere/r.html"],
-            "cannot be written",
+            "cannot write the report",
         ),
     ],
 )

@@ -8,7 +8,8 @@ import shutil
 import pytest
 
 from kvtier.cli import main
-from kvtier.replay import SyntheticTrace, generate, write_trace
+from kvtier.replay import SyntheticTrace, generate
+from trace_support import write_trace
 
 GIB = 1 << 30
 MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, "kv_bytes": 64.0}

@@ -1,6 +1,6 @@
 """Write trace.jsonl and hits.json, the committed trace and the hits that plain caches have on it.
 
-python tests/data/make_trace.py
+PYTHONPATH=tests python tests/data/make_trace.py
 
 The trace is `synthetic:` with the knobs below. They give a hit-rate curve of the shape of the Mooncake conversation
 trace (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): long prompts, few turns, and LRU far below the
@@ -14,7 +14,8 @@ import json
 from collections.abc import Container
 from pathlib import Path
 
-from kvtier.replay import SyntheticTrace, TraceRequest, generate, write_trace
+from kvtier.replay import SyntheticTrace, TraceRequest, generate
+from trace_support import write_trace
 
 FOLDER = Path(__file__).parent
 SPEC = SyntheticTrace(

@@ -1,55 +1,46 @@
-"""How long a step takes: from a model's shape and a GPU's peaks, or from steps that were measured."""
+"""Seconds of a step, from the model's shape and the GPU's peak rates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
-
-from kvtier.errors import ArgumentError
 from kvtier.replay.hardware import GpuSpec, ModelSpec
 from kvtier.scheduler import Step
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step in numbers."""
+    """Size of a step."""
 
     num_rows: float
     num_tokens: float
     attended_tokens: float
-    """Over all tokens, how many each looks back on."""
+    """Sum over the step's tokens of the tokens each attends to."""
     read_tokens: int
-    """Over all rows, how many tokens' KV is read."""
+    """Sum over the rows of the tokens whose KV is read."""
 
     @classmethod
     def of(cls, step: Step) -> Work:
-        """What a step does."""
-        return cls(
-            len(step.rows), step.num_tokens, step.attended_tokens, sum(row.first + row.num_tokens for row in step.rows)
-        )
+        read_tokens = sum(row.first + row.num_tokens for row in step.rows)
+        return cls(len(step.rows), step.num_tokens, step.attended_tokens, read_tokens)
 
     def part(self, count: int) -> Work:
-        """One of `count` equal steps that do this together: each reads every row's KV."""
+        """Return one of `count` equal steps that together do this work. Each reads the KV of every row."""
         return Work(self.num_rows, self.num_tokens / count, self.attended_tokens / count, self.read_tokens)
 
 
-class StepCost(Protocol):
-    """Seconds of a step's computation."""
-
-    def seconds(self, work: Work) -> float:
-        """Without waiting for any transfer."""
+StepCost = Callable[[Work], float]
+"""Seconds of a step's computation, without waits for transfers."""
 
 
 class Roofline:
-    """Products and attention one after the other, each as slow as its arithmetic or its memory traffic.
+    """Matrix products, then attention, each limited by arithmetic or by memory traffic.
 
     products    max( 2 * params * tokens / FLOP/s ,      bytes of the weights / bandwidth )
     attention   max( 4 * layers * heads * head_dim * attended / FLOP/s ,   bytes of the KV read / bandwidth )
 
-    and what a step and each of its rows takes besides.
+    plus a fixed time per step and per row.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec) -> None:
@@ -61,65 +52,9 @@ class Roofline:
         self._read = model.token_bytes / self._bandwidth
 
     def seconds(self, work: Work) -> float:
-        """Weights that some token uses are read once; of experts, each token brings its own."""
         model = self._model
+        # Shared weights are read once; each token reads its own experts.
         weights = min(model.params, model.used_params * max(1, work.num_tokens)) * model.weight_bytes
         products = max(self._token * work.num_tokens, weights / self._bandwidth)
         attention = max(self._attended * work.attended_tokens, self._read * work.read_tokens)
         return self._fixed + self._row * work.num_rows + products + attention
-
-
-# Tokens of a step up to which each costs more than those behind it: the weights are read for few products. Where the
-# bends lie makes little difference; seen on two Xeon cores, SmolLM2, 2026-11-15.
-_KNEES = (16, 64)
-
-
-class Measured:
-    """A sum of costs per step, row, token, attended token and read token, fitted to steps that were measured.
-
-    Errors count by their share of what the fit says, so that short steps are met as well as long ones. Beyond a tenth
-    they count less and less: on a machine that others use, some steps are held up by them.
-    """
-
-    def __init__(self, samples: Sequence[tuple[Work, float]]) -> None:
-        if len(samples) < _NUM_COSTS:
-            raise ArgumentError(f"{_NUM_COSTS} costs need at least as many measured steps, got {len(samples)}")
-        seconds = np.array([taken for _, taken in samples])
-        amounts = np.array([_amounts(work) for work, _ in samples])
-        weights = 1 / seconds
-        for _ in range(_ROUNDS):
-            self.costs = _not_negative(amounts * weights[:, None], seconds * weights)
-            expected = np.maximum(amounts @ self.costs, seconds.min() / 2)
-            off = np.abs(seconds / expected - 1)
-            weights = np.sqrt(np.minimum(1, _NEAR / np.maximum(off, _NEAR))) / expected
-
-    def seconds(self, work: Work) -> float:
-        """What the fit says."""
-        return float(self.costs @ np.array(_amounts(work)))
-
-
-def _amounts(work: Work) -> tuple[float, ...]:
-    tokens = work.num_tokens
-    first = (min(tokens, knee) for knee in _KNEES)
-    return 1.0, work.num_rows, tokens, *first, work.attended_tokens, work.read_tokens
-
-
-_NUM_COSTS = 5 + len(_KNEES)
-_ROUNDS = 8  # of fitting again with errors as shares of the last fit: costs change little after the fifth
-_NEAR = 0.1
-
-
-def _not_negative(
-    amounts: np.ndarray[tuple[int, int], np.dtype[np.float64]], wanted: np.ndarray[tuple[int], np.dtype[np.float64]]
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Least squares without negative costs: the most negative goes, until none is."""
-    used = list(range(amounts.shape[1]))
-    scale = np.maximum(np.abs(amounts).max(axis=0), 1e-300)
-    while True:
-        found = np.linalg.lstsq(amounts[:, used] / scale[used], wanted, rcond=None)[0]
-        if found.min() >= 0 or len(used) == 1:
-            break
-        used.pop(int(found.argmin()))
-    costs = np.zeros(amounts.shape[1])
-    costs[used] = np.maximum(found, 0) / scale[used]
-    return costs

@@ -1,91 +1,29 @@
-"""Hit rates over cache sizes: exact LRU and the optimum.
+"""Hit rates over cache sizes: exact LRU, the offline optimum, and other policies.
 
-What a cache of blocks would have hit: a trace through the real index, one request at a time and without a clock.
+A cache here is one tier of blocks that serves one request at a time. Hits are full blocks of the unbroken leading run.
 
-One pass, many answers: the hit rate of many capacities and policies over one trace.
-
-A cache here is one tier of blocks and takes one request at a time. Hits are full blocks of the unbroken leading run.
-
-lru       exact for every capacity at once, from stack distances. Within a request the tail ages first, so what a
-          cache of C blocks finds of a path is what lies above depth C in one stack, whatever C is.
-optimum   exact, offline: who knows the future drops what is needed last, and keeps nothing that is not needed again.
-          A request's own blocks must fit while it runs, as in any engine.
-others    exact, by the real index, one run for each capacity; runs are spread over processes.
+lru       exact for every capacity at once, from stack distances. The tail of a request ages first, so a cache of C
+          blocks finds the part of a path above depth C in one stack, for any C.
+optimum   exact, offline: evicts the block that is needed last and keeps no block that is not needed again. The
+          blocks of a running request must fit, as in any engine.
+others    exact, by the real index, one run per capacity; runs are spread over processes.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.index import BlockPool, Chain, GhostCache, Namespace, RadixTree, Shortage, Tier, make_policy
+from kvtier.index import BlockPool, Chain, Namespace, RadixTree, Shortage, Tier, make_policy
 from kvtier.index.policies import POLICIES
 from kvtier.replay.processes import jobs_here, spread
-from kvtier.replay.trace import TraceRequest
-
-Paths = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True, slots=True)
-class HitReport:
-    """Hits are full blocks of the unbroken leading run. A request larger than the pool is counted and not cached."""
-
-    num_requests: int
-    num_blocks: int
-    num_hits: int
-    num_too_large: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Of full blocks."""
-        return self.num_hits / self.num_blocks if self.num_blocks else 0.0
-
-
-def replay_hits(
-    requests: Iterable[TraceRequest],
-    *,
-    block_tokens: int,
-    num_slots: int,
-    policy: str = "lru",
-    ghost: GhostCache | None = None,
-) -> HitReport:
-    """Each request matches, gets its slots, is computed, published and done before the next one comes."""
-    prompts = (request.tokens() for request in requests)
-    return _replay(prompts, Namespace("replay", block_tokens=block_tokens), num_slots, policy, ghost)
-
-
-def replay_paths(requests: Iterable[Paths], *, num_slots: int, policy: str = "lru") -> HitReport:
-    """The same for requests given as a number for each block: one token stands for a block, so it takes no memory."""
-    return _replay(requests, Namespace("replay", block_tokens=1), num_slots, policy, None)
-
-
-def _replay(
-    prompts: Iterable[np.ndarray[Any, Any]],
-    namespace: Namespace,
-    num_slots: int,
-    policy: str,
-    ghost: GhostCache | None,
-) -> HitReport:
-    tree = RadixTree(namespace, [Tier(0, BlockPool("device", num_slots), lambda: make_policy(policy))], ghost=ghost)
-    num_requests = num_blocks = num_hits = num_too_large = 0
-    for num_requests, prompt in enumerate(prompts, 1):  # noqa: B007 - the count is reported
-        chain = Chain(namespace, prompt)
-        lease = tree.match(chain)
-        num_blocks += chain.num_blocks
-        num_hits += lease.num_matched
-        is_too_large = isinstance(tree.allocate(lease, chain.num_blocks - lease.num_blocks), Shortage)
-        num_too_large += is_too_large
-        if not is_too_large:
-            tree.publish(lease, chain.num_tokens)
-        tree.release(lease, used=not is_too_large)  # as a scheduler does that refuses it
-    return HitReport(num_requests, num_blocks, num_hits, num_too_large)
-
+from kvtier.replay.trace import TraceRequest, number_paths
 
 OPTIMUM = "optimum"
 I64 = np.ndarray[Any, np.dtype[np.int64]]
@@ -93,7 +31,7 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class HitPoint:
-    """Of `num_blocks` full blocks a cache of `capacity` blocks with this policy would have found `num_hits`."""
+    """Hits of a cache of `capacity` blocks with this policy, out of `num_blocks` full blocks."""
 
     policy: str
     capacity: int
@@ -102,22 +40,18 @@ class HitPoint:
 
     @property
     def hit_rate(self) -> float:
-        """Of full blocks."""
         return self.num_hits / self.num_blocks if self.num_blocks else 0.0
 
 
 class Accesses:
-    """A trace as paths: every block with all before it is a number. Request r has paths[starts[r] : starts[r + 1]]."""
+    """A trace as path numbers (see `number_paths`). Request r has paths[starts[r] : starts[r + 1]]."""
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:
         numbers: dict[tuple[int, int], int] = {}
         paths: list[int] = []
         starts = [0]
         for request in requests:
-            above = -1
-            for id in request.prompt_ids:
-                above = numbers.setdefault((above, id), len(numbers))
-                paths.append(above)
+            paths += number_paths(request.prompt_ids, numbers)
             starts.append(len(paths))
         self.paths: I64 = np.array(paths, np.int64)
         self.starts: I64 = np.array(starts, np.int64)
@@ -125,15 +59,14 @@ class Accesses:
 
     @property
     def max_blocks(self) -> int:
-        """Of the longest request."""
+        """Blocks of the longest request."""
         return int(np.diff(self.starts).max(initial=0))
 
     def __iter__(self) -> Iterator[I64]:
-        """The paths of each request."""
         return iter(np.split(self.paths, self.starts[1:-1])) if len(self.starts) > 1 else iter(())
 
     def next_use(self) -> I64:
-        """For each access the place of the next one to the same path, or -1."""
+        """Return for each access the position of the next access to the same path, or -1."""
         order = np.argsort(self.paths, kind="stable")
         again = self.paths[order[1:]] == self.paths[order[:-1]]
         following = np.full(len(self.paths), -1, np.int64)
@@ -149,44 +82,43 @@ def sweep(
     jobs: int = 1,
     progress: Callable[[float], None] | None = None,
 ) -> list[HitPoint]:
-    """The hit rate of every policy at every capacity, in blocks. `progress` is told the share that is done."""
+    """Return the hits of every policy at every capacity, in blocks. `progress` receives the share that is done."""
     unknown = set(policies) - {OPTIMUM, *POLICIES}
     if unknown:
-        raise ArgumentError(
-            f"no policy is called {', '.join(sorted(unknown))}; there are {OPTIMUM}, {', '.join(sorted(POLICIES))}"
-        )
+        known = ", ".join((OPTIMUM, *sorted(POLICIES)))
+        raise ArgumentError(f"unknown policy {', '.join(sorted(unknown))}; use one of {known}")
     if not capacities or min(capacities) < 1:
-        raise RangeError(f"capacities are blocks, at least 1 of them, got {list(capacities)}")
+        raise RangeError(f"capacities must be 1 block or more, got {list(capacities)}")
     accesses = Accesses(requests)
     tasks = [(policy, capacity) for policy in policies for capacity in capacities]
-    found: dict[tuple[str, int], int] = {}
+    hits: dict[tuple[str, int], int] = {}
     if "lru" in policies:
-        # with less room than one request takes, some are not cached at all: those capacities are run one by one
+        # Below the size of the longest request, some requests are not cached at all: those capacities run one by one.
         whole = [capacity for capacity in capacities if capacity >= accesses.max_blocks]
-        found.update(zip((("lru", capacity) for capacity in whole), lru_hits(accesses, whole), strict=True))
-    left = [task for task in tasks if task not in found]
+        hits.update(zip((("lru", capacity) for capacity in whole), lru_hits(accesses, whole), strict=True))
+    left = [task for task in tasks if task not in hits]
     for done, (number, num_hits) in enumerate(spread(lambda task: _hits(accesses, *task), left, jobs_here(jobs)), 1):
-        found[left[number]] = num_hits
+        hits[left[number]] = num_hits
         if progress is not None:
             progress(done / len(left))
-    return [HitPoint(policy, capacity, len(accesses.paths), found[policy, capacity]) for policy, capacity in tasks]
+    return [HitPoint(policy, capacity, len(accesses.paths), hits[policy, capacity]) for policy, capacity in tasks]
 
 
 def lru_hits(accesses: Accesses, capacities: Sequence[int]) -> list[int]:
-    """Hits of LRU at each capacity that is not below the longest request."""
+    """Return the hits of LRU at each capacity. None may be below the size of the longest request."""
     distances = np.sort(stack_distances(accesses))
     return [int(np.searchsorted(distances, capacity)) for capacity in capacities]
 
 
 def stack_distances(accesses: Accesses) -> I64:
-    """For each block that was used before: how many others were used since, when its request came.
+    """Return for each block that was used before the number of others used since, when its request arrived.
 
-    places     ..  p ........ s ...          p: the use before, s: where the request of this use begins
-                      ^ a block used here counts once: at its last use before s, the one whose next use is not before s
+    positions  ..  p ........ s ...          p: the previous use, s: start of the request of this use
+                      ^ a block used here counts once: at its last use before s, whose next use is not before s
 
-    So the distance is the places in (p, s) less those of them whose next use lies before s.
+    The distance is the number of positions in (p, s) minus those whose next use is before s.
     """
-    # within a request the last block is used first
+    # Within a request the last block is used first.
     lengths = np.diff(accesses.starts)
     begin = np.repeat(accesses.starts[:-1], lengths)
     place = begin + np.repeat(accesses.starts[1:], lengths) - 1 - np.arange(len(accesses.paths))
@@ -200,34 +132,34 @@ def stack_distances(accesses: Accesses) -> I64:
 
 
 def count_above(values: I64, counts: I64, limits: I64) -> I64:
-    """For each query how many of values[:count] are above its limit, all queries at once, bit by bit from the top.
+    """Return for each query how many of values[:count] exceed its limit: all queries at once, from the highest bit.
 
-    Values are kept in order of the bits seen so far; [low, high) is where those lie that agree with the limit in them.
+    Values are sorted by the bits seen so far; [low, high) holds those whose bits equal the limit's.
     """
     low, high = np.zeros(len(counts), np.int64), counts.astype(np.int64)
-    found = np.zeros(len(counts), np.int64)
+    num_above = np.zeros(len(counts), np.int64)
     highest = max(int(values.max(initial=0)), int(limits.max(initial=0)))
     for bit in reversed(range(highest.bit_length())):
         ones = values >> bit & 1
         before = np.concatenate((np.zeros(1, np.int64), np.cumsum(ones)))
         is_one = (limits >> bit & 1).astype(np.bool_)
-        found += np.where(is_one, 0, before[high] - before[low])
+        num_above += np.where(is_one, 0, before[high] - before[low])
         zeros = len(values) - int(before[-1])
         low = np.where(is_one, zeros + before[low], low - before[low])
         high = np.where(is_one, zeros + before[high], high - before[high])
         values = np.concatenate((values[ones == 0], values[ones == 1]))
-    return found
+    return num_above
 
 
 def optimum_hits(accesses: Accesses, capacity: int) -> int:
-    """Hits of whoever knows the future.
+    """Return the hits of the offline optimum.
 
-    A block that is kept takes a slot from one use to the next; a running request takes one for each of its blocks. When
-    the slots do not suffice, what is needed last goes. Of one path that is the tail, which is used after the head.
+    A kept block takes a slot from one use to the next; a running request takes one per block. If slots are short, the
+    block that is needed last is evicted. Within a path that is the tail, which is used after the head.
     """
     following, starts = accesses.next_use().tolist(), accesses.starts.tolist()
     is_kept = bytearray(len(following) + 1)
-    last_first: list[int] = []  # of what is kept, the next uses, negated
+    last_first: list[int] = []  # negated next uses of the kept blocks
     num_kept = num_hits = 0
     for start, stop in itertools.pairwise(starts):
         hits = is_kept.count(1, start, stop)
@@ -249,6 +181,20 @@ def optimum_hits(accesses: Accesses, capacity: int) -> int:
 
 
 def _hits(accesses: Accesses, policy: str, capacity: int) -> int:
-    if policy == OPTIMUM:
-        return optimum_hits(accesses, capacity)
-    return replay_paths(iter(accesses), num_slots=capacity, policy=policy).num_hits
+    return optimum_hits(accesses, capacity) if policy == OPTIMUM else index_hits(accesses, capacity, policy)
+
+
+def index_hits(accesses: Accesses, capacity: int, policy: str) -> int:
+    """Return the hits of the real index. Requests larger than the pool are not cached."""
+    namespace = Namespace("replay", block_tokens=1)  # one token stands for a block, which saves memory
+    tree = RadixTree(namespace, [Tier(0, BlockPool("device", capacity), lambda: make_policy(policy))])
+    num_hits = 0
+    for paths in accesses:
+        chain = Chain(namespace, paths)
+        lease = tree.match(chain)
+        num_hits += lease.num_matched
+        fits = not isinstance(tree.allocate(lease, chain.num_blocks - lease.num_blocks), Shortage)
+        if fits:
+            tree.publish(lease, chain.num_tokens)
+        tree.release(lease, used=fits)
+    return num_hits

@@ -1,4 +1,4 @@
-"""Deployment: model, hardware, tiers, replicas and routing to simulate. Running a trace on it gives a Summary."""
+"""Deployment: model, hardware, tiers, replicas and routing to simulate. `simulate` returns a Summary of each."""
 
 from __future__ import annotations
 
@@ -15,31 +15,37 @@ from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec
 from kvtier.replay.processes import jobs_here, spread
 from kvtier.replay.sim_worker import SimulatedStore, SimulatedWorker
 from kvtier.replay.simulator import Simulation, Simulator
-from kvtier.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from kvtier.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, number_paths
 from kvtier.scheduler import SchedulerConfig
+
+GIB = 1 << 30
+STORE = "disk"
+PERCENTILES = (50, 90, 99)
+_SLACK = 1.25
+_HALF_LIFE_MS = 60_000.0
 
 
 class Routing(Enum):
-    """How requests are spread over replicas."""
+    """Assignment of requests to replicas."""
 
     RANDOM = "random"
     PREFIX = "prefix"
-    """To the replica that was sent the longest part of the prompt before, unless it has much more work than others."""
+    """To the replica that received the longest part of the prompt before, unless it is overloaded."""
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
-    """The same requests, coming `factor` times as fast."""
+    """Return the requests, arriving `factor` times as fast."""
     if not 0 < factor < float("inf"):
-        raise RangeError(f"time can be scaled by a factor above 0, got {factor}")
+        raise RangeError(f"time is scaled by a factor above 0, got {factor}")
     return tuple(replace(request, timestamp_ms=request.timestamp_ms / factor) for request in requests)
 
 
 def route(
     requests: Sequence[TraceRequest], num_replicas: int, routing: Routing = Routing.PREFIX, *, seed: int = 0
 ) -> list[tuple[TraceRequest, ...]]:
-    """The requests of each replica, in order of time."""
+    """Return the requests of each replica, in order of time."""
     if num_replicas < 1:
-        raise RangeError(f"at least one replica serves, got {num_replicas}")
+        raise RangeError(f"need at least one replica, got {num_replicas}")
     if num_replicas == 1:
         return [tuple(requests)]
     choices = (
@@ -54,68 +60,52 @@ def route(
 
 
 class _PrefixRouter:
-    """Knows what it sent where, as a router does that hears nothing back, and forgets nothing.
+    """Remembers every path it sent to each replica, without feedback from the replicas.
 
-    Work is the tokens that had to be computed, fading with a half-life, so that a replica which is `slack` times as
-    busy as the mean is passed over.
+    Load is the number of computed tokens, decayed with a half-life. Replicas above `_SLACK` times the mean load are
+    skipped.
     """
 
-    def __init__(self, num_replicas: int, *, slack: float = 1.25, half_life_ms: float = 60_000.0) -> None:
-        self._sent: dict[tuple[int, int], int] = {}  # (number of the path above, hash id) -> number of the path
-        self._where: list[int] = []  # replicas that were sent a path, as bits
-        self._work = np.zeros(num_replicas)
-        self._slack, self._half_life_ms = slack, half_life_ms
+    def __init__(self, num_replicas: int) -> None:
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._replicas: dict[int, int] = {}  # path number -> bit mask of the replicas it was sent to
+        self._load = np.zeros(num_replicas)
 
     def choose(self, requests: Sequence[TraceRequest]) -> list[int]:
-        """The replica of each request."""
         choices, before = [], 0.0
         for request in requests:
-            self._work *= 0.5 ** ((request.timestamp_ms - before) / self._half_life_ms)
+            self._load *= 0.5 ** ((request.timestamp_ms - before) / _HALF_LIFE_MS)
             before = request.timestamp_ms
-            paths = self._paths(request)
+            paths = number_paths(request.prompt_ids, self._numbers)
             choice, num_known = self._best(paths)
-            self._work[choice] += request.input_tokens - num_known * request.block_tokens
+            self._load[choice] += request.input_tokens - num_known * request.block_tokens
             for path in paths:
-                self._where[path] |= 1 << choice
+                self._replicas[path] = self._replicas.get(path, 0) | 1 << choice
             choices.append(choice)
         return choices
 
-    def _paths(self, request: TraceRequest) -> list[int]:
-        paths, above = [], -1
-        for id in request.prompt_ids:
-            above = self._sent.setdefault((above, id), len(self._sent))
-            if above == len(self._where):
-                self._where.append(0)
-            paths.append(above)
-        return paths
-
     def _best(self, paths: list[int]) -> tuple[int, int]:
-        """The replica with the longest run of the paths, of those not overloaded; among equals the least busy."""
-        limit = self._slack * self._work.mean() + 1
-        able = [replica for replica in range(len(self._work)) if self._work[replica] <= limit]
+        """Return the replica with the longest leading run of the paths, then the lowest load, and that length."""
+        limit = _SLACK * self._load.mean() + 1
+        able = [replica for replica in range(len(self._load)) if self._load[replica] <= limit]
         lengths = dict.fromkeys(able, 0)
         for number, path in enumerate(paths, 1):
-            holding = [replica for replica in able if self._where[path] >> replica & 1]
+            holding = [replica for replica in able if self._replicas.get(path, 0) >> replica & 1]
             if not holding:
                 break
             lengths.update(dict.fromkeys(holding, number))
-        best = max(able, key=lambda replica: (lengths[replica], -self._work[replica]))
+        best = max(able, key=lambda replica: (lengths[replica], -self._load[replica]))
         return best, lengths[best]
-
-
-GIB = 1 << 30
-STORE = "disk"
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """One kind of replica, and how many there are. Sizes are a replica's."""
+    """A number of equal replicas. Sizes are those of one replica."""
 
     model: ModelSpec
     gpu: GpuSpec
     device_bytes: int = 0
-    """For KV; 0: what the weights leave of nine tenths of the memory."""
+    """For KV; 0: nine tenths of the memory minus the weights."""
     host_bytes: int = 0
     disk_bytes: int = 0
     disk: DiskSpec | None = None
@@ -125,18 +115,18 @@ class Deployment:
     max_rows: int = 256
     max_step_tokens: int = 8192
     quantum: float = 0.05
-    """Seconds that are simulated at once; 0 simulates every step by itself and takes ten times as long."""
+    """Seconds simulated at once; 0 simulates every step by itself, in ten times the time."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if min(self.device_bytes, self.host_bytes, self.disk_bytes) < 0:
-            raise RangeError(f"sizes are 0 or more, got {self.device_bytes}, {self.host_bytes}, {self.disk_bytes}")
+            raise RangeError(f"sizes must be 0 or more, got {self.device_bytes}, {self.host_bytes}, {self.disk_bytes}")
         if self.disk_bytes and not (self.host_bytes and self.disk):
-            raise ArgumentError("blocks come from disk through host memory: a disk tier needs host memory and a disk")
+            raise ArgumentError("a disk tier needs host memory and a disk: blocks pass through host memory")
         if not self.device_bytes and self.kv_bytes <= 0:
             raise RangeError(
                 f"the weights take {self.model.params * self.model.weight_bytes / 1e9:.0f} of "
-                f"{self.gpu.memory_bytes / 1e9:.0f} GB and leave no room for KV: use more GPUs, or a smaller model"
+                f"{self.gpu.memory_bytes / 1e9:.0f} GB and leave no room for KV; use more GPUs or a smaller model"
             )
 
     @property
@@ -146,18 +136,17 @@ class Deployment:
         return self.device_bytes or left
 
     def num_blocks(self, size: int, block_tokens: int) -> int:
-        """Blocks that fit in so many bytes."""
         return int(size // (self.model.token_bytes * block_tokens))
 
     def simulator(self, block_tokens: int) -> Simulator:
-        """One replica."""
+        """Return the simulator of one replica."""
         sizes = {"device": self.kv_bytes, "host": self.host_bytes, "disk": self.disk_bytes}
         device, host, disk = (self.num_blocks(size, block_tokens) for size in sizes.values())
         for (tier, size), count in zip(sizes.items(), (device, host, disk), strict=True):
             if size and not count:
                 raise RangeError(
                     f"{size} bytes of {tier} hold no block of {block_tokens} tokens, which takes "
-                    f"{self.model.token_bytes * block_tokens}: give it more, or none"
+                    f"{self.model.token_bytes * block_tokens}; use a larger size, or 0"
                 )
         stores = (StoreConfig(STORE),) if disk and host else ()
         cache = CacheConfig(
@@ -173,11 +162,10 @@ class Deployment:
             stores={STORE: SimulatedStore(disk)} if stores else {},
         )
         limits = SchedulerConfig(self.max_rows, self.max_step_tokens, starts_early=True)
-        cost = Roofline(self.model, self.gpu)
         return Simulator(
             cache,
             limits,
-            cost,
+            Roofline(self.model, self.gpu).seconds,
             worker,
             block_tokens=block_tokens,
             num_layers=self.model.layers,
@@ -187,10 +175,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class LinkSummary:
-    """What a link carried, all replicas together; busy is the mean share of the time.
-
-    That is the whole time: blocks are still saved after the last token.
-    """
+    """Traffic of a link over all replicas; `busy` is the mean share of the time to the last transfer."""
 
     name: str
     num_bytes: int
@@ -200,7 +185,7 @@ class LinkSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A simulation in numbers. Times are seconds; rates are of prompt tokens, hits by the tier they were found in."""
+    """Result of a simulation. Times are seconds; hit rates are shares of prompt tokens, by tier."""
 
     num_requests: int
     num_refused: int
@@ -208,19 +193,19 @@ class Summary:
     seconds: float
     """To the last token."""
     hit_rate: float
-    """Of the requests that were not refused."""
+    """Without refused requests."""
     hit_rates: dict[str, float]
     ttft: dict[str, float]
-    """Of the requests that got a token; 0 if none did."""
+    """Percentiles over the requests that got a token; 0 if none did."""
     queue: dict[str, float]
     prompt_tokens_per_second: float
     answer_tokens_per_second: float
     utilisation: float
-    """Share of the time that the GPUs computed."""
-    links: tuple[LinkSummary, ...]
+    """Share of the time in which the GPUs compute."""
+    links: list[LinkSummary]
     evictions: dict[str, int]
     dead_on_arrival: float
-    """Share of computed blocks that were not found again before they were gone, or before the end."""
+    """Share of computed blocks that were never hit before they left every tier, or before the end."""
 
 
 def simulate(
@@ -231,24 +216,24 @@ def simulate(
     jobs: int = 1,
     progress: Callable[[float], None] | None = None,
 ) -> list[Summary]:
-    """Serve a trace on each setup. With `num_simulated` only so many replicas of middling load are, to stand for all.
+    """Serve a trace on each setup, spread over `jobs` processes.
 
-    Replicas and setups are spread over `jobs` processes.
+    With `num_simulated`, only that many replicas of median load are simulated, as a sample of all.
     """
     block_tokens = trace[0].block_tokens if trace else TRACE_BLOCK_TOKENS
     parts = [(number, part) for number, setup in enumerate(setups) for part in _parts(trace, setup, num_simulated)]
     num_done = 0
 
     def run(task: tuple[int, tuple[TraceRequest, ...]]) -> tuple[int, Simulation]:
-        def tell(share: float) -> None:
-            if progress is not None and jobs <= 1:  # from other processes only whole runs are heard of
+        def report(share: float) -> None:
+            if progress is not None and jobs <= 1:  # other processes report whole runs only
                 progress((num_done + share) / len(parts))
 
-        return task[0], setups[task[0]].simulator(block_tokens).run(task[1], tell)
+        return task[0], setups[task[0]].simulator(block_tokens).run(task[1], report)
 
     runs: dict[int, tuple[int, Simulation]] = {}
-    for number, found in spread(run, parts, jobs_here(jobs)):
-        runs[number] = found
+    for number, result in spread(run, parts, jobs_here(jobs)):
+        runs[number] = result
         num_done = len(runs)
         if progress is not None:
             progress(num_done / len(parts))
@@ -259,7 +244,7 @@ def simulate(
 def _parts(
     trace: Sequence[TraceRequest], setup: Deployment, num_simulated: int | None
 ) -> list[tuple[TraceRequest, ...]]:
-    """What each replica that is simulated serves."""
+    """Return the requests of each simulated replica."""
     parts = [part for part in route(trace, setup.replicas, setup.routing, seed=setup.seed) if part]
     if num_simulated is not None and num_simulated < len(parts):
         parts.sort(key=lambda part: sum(request.input_tokens for request in part))
@@ -269,7 +254,7 @@ def _parts(
 
 
 def summarise(runs: Sequence[Simulation]) -> Summary:
-    """Replicas together."""
+    """Combine the runs of all replicas."""
     requests = [request for run in runs for request in run.requests]
     served = [request for request in requests if not request.is_refused]
     prompts = sum(request.prompt_tokens for request in served)
@@ -279,14 +264,13 @@ def summarise(runs: Sequence[Simulation]) -> Summary:
     for request in served:
         for tier, count in request.tokens_from.items():
             hits[tier] = hits.get(tier, 0) + count
-    names = [use.name for use in runs[0].links] if runs else []
     links = []
-    for name in names:
-        uses = [use for run in runs for use in run.links if use.name == name]
-        num_bytes = sum(use.num_bytes for use in uses)
-        busy = sum(use.busy_seconds for use in uses) / max(whole * len(runs), 1e-9)
-        links.append(LinkSummary(name, num_bytes, num_bytes / max(whole, 1e-9), busy))
-    came = sum(run.blocks.num_computed for run in runs)
+    for same in zip(*(run.links for run in runs), strict=True):
+        num_bytes = sum(link.num_bytes for link in same)
+        busy = sum(link.busy_seconds for link in same) / max(whole * len(runs), 1e-9)
+        links.append(LinkSummary(same[0].name, num_bytes, num_bytes / max(whole, 1e-9), busy))
+    num_computed = sum(run.num_computed_blocks for run in runs)
+    num_reused = sum(run.num_reused_blocks for run in runs)
     return Summary(
         num_requests=len(requests),
         num_refused=len(requests) - len(served),
@@ -299,14 +283,13 @@ def summarise(runs: Sequence[Simulation]) -> Summary:
         prompt_tokens_per_second=prompts / max(seconds, 1e-9),
         answer_tokens_per_second=sum(request.answer_tokens for request in requests) / max(seconds, 1e-9),
         utilisation=sum(run.compute_seconds for run in runs) / max(seconds * len(runs), 1e-9),
-        links=tuple(links),
+        links=links,
         evictions={tier: sum(run.evictions[tier] for run in runs) for tier in (runs[0].evictions if runs else ())},
-        dead_on_arrival=1 - sum(run.blocks.num_reused for run in runs) / came if came else 0.0,
+        dead_on_arrival=1 - num_reused / num_computed if num_computed else 0.0,
     )
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {f"p{share}": 0.0 for share in PERCENTILES}
-    found = np.percentile(np.array(values), PERCENTILES)
-    return {f"p{share}": float(value) for share, value in zip(PERCENTILES, found, strict=True)}
+    return {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}

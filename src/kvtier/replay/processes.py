@@ -1,4 +1,4 @@
-"""Work spread over processes that are forked, so that what they work on is shared and not sent."""
+"""Spread work over forked processes, which share their input with the parent."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ R = TypeVar("R")
 
 
 def jobs_here(jobs: int) -> int:
-    """As many as wanted, or 1 in a process that has torch: forked, its threads' locks may stay taken for ever."""
+    """Return `jobs`, or 1 if torch is loaded: after a fork, locks of its threads may stay taken."""
     return 1 if "torch" in sys.modules else jobs
 
 
 def spread(work: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[tuple[int, R]]:
-    """The number of each task and what `work` made of it, in the order they are done. With one job, in this process."""
+    """Yield number and result of each task, in the order of completion. One job runs in this process."""
     if jobs <= 1 or len(tasks) <= 1:
         for number, task in enumerate(tasks):
             yield number, work(task)
@@ -46,7 +46,7 @@ def _work(work: Callable[[T], R], tasks: Sequence[T], numbers: range, writer: Co
     try:
         for number in numbers:
             writer.send((number, work(tasks[number])))
-    except Exception as error:  # for whoever asked; it goes on from there
+    except Exception as error:  # raised again in the parent
         writer.send((-1, error))
 
 
@@ -65,4 +65,4 @@ def _results(readers: list[Connection], num_tasks: int) -> Iterator[tuple[int, R
             num_done += 1
             yield number, result
     if num_done < num_tasks:
-        raise StateError(f"{num_tasks - num_done} of {num_tasks} tasks were lost with a process that was killed")
+        raise StateError(f"{num_tasks - num_done} of {num_tasks} tasks were lost: a worker process was killed")

@@ -1,16 +1,16 @@
-"""Recorder: writes what a server did as kvtier's own log, which is a trace: keys, lengths and times, never text.
+"""Recorder: writes kvtier's request log, which is also a trace: keys, lengths and times, never text.
 
-One JSON object a line. A request's line is written when it is over, and is all that `read_trace` needs:
+One JSON object per line. A request's line is written when it ends, and is all that `read_trace` needs:
 
     {"event": "request", "id": "request-3#0", "arrival": 12.5, "block_tokens": 16, "prompt_tokens": 130,
      "answer_tokens": 40, "keys": ["9f86d081884c7d65", ..], "tokens_from": {"device": 64, "host": 32}, "ttft": 0.21}
 
-`keys` names every full block of prompt and answer, with all before it: equal names mean equal prefixes. A name is a
-digest of the block's key under a secret of the log's own, so that nobody who reads it can try out prompts. Logs that
-are to be replayed together must be given the same secret.
+`keys` has one name per full block of prompt and answer: equal names mean equal prefixes. A name is a digest of the
+block's key under a secret of the log, so that a reader cannot test guessed prompts. Logs that are replayed together
+must have the same secret.
 
-With `steps`, everything that is asked of the scheduler and told to the cache is logged, too, so that `follow` can do
-the same again, step by step: add, step, report, update, fail, cancel.
+With `steps`, all calls of the scheduler and all reports are logged as well (add, step, report, update, fail, cancel).
+benchmarks/follow.py replays them step by step.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ NAME_BYTES = 8
 
 
 class Recorder:
-    """A tap on one scheduler and its cache manager: calls go through it, and neither of them knows.
+    """Wraps the methods of one scheduler and its cache manager, and logs their calls.
 
-    For the scheduler's thread. What is not over when the log is closed is not in it as a request. A log that cannot be
-    written ends with a warning, and what is served goes on without it.
+    For the scheduler's thread. Requests that have not ended when the log is closed are not in it. If the log cannot be
+    written, it ends with a warning, and serving continues.
     """
 
     def __init__(self, path: str | Path, *, steps: bool = False, secret: bytes | None = None) -> None:
         try:
-            self._file: TextIO = open(path, "w", encoding="utf-8", opener=_create)  # noqa: SIM115 - `close` ends it
+            self._file: TextIO = open(path, "w", encoding="utf-8", opener=_create)  # noqa: SIM115 - closed by `close`
         except OSError as error:
-            raise ArgumentError(f"the log {os.fspath(path)} cannot be created: {error.strerror}") from error
+            raise ArgumentError(f"cannot create the log {os.fspath(path)}: {error.strerror}") from error
         self._steps = steps
         self._secret = secrets.token_bytes(32) if secret is None else secret
         self._first_tokens: dict[str, float] = {}
@@ -54,9 +54,9 @@ class Recorder:
         self._restore: list[Callable[[], None]] = []
 
     def attach(self, scheduler: Scheduler, *, now: float) -> None:
-        """Record from now on, which is time 0 in the log. To be followed, it must begin with an empty cache."""
+        """Start recording; `now` is time 0 of the log. A log to be followed must start with an empty cache."""
         if self._restore or self._file.closed:
-            raise StateError("this recorder is attached already, or closed; one log is for one scheduler")
+            raise StateError("the recorder is attached or closed; one log is for one scheduler")
         self._begin = now
         slots = {tier.name: tier.pool.num_slots for tier in scheduler.manager.tree.tiers}
         block_tokens = scheduler.manager.namespace.block_tokens
@@ -70,7 +70,7 @@ class Recorder:
         self._write(event="start", version=LOG_VERSION, block_tokens=block_tokens, slots=slots, ranks=ranks)
 
     def close(self) -> None:
-        """Let go of the scheduler and end the file. Twice is fine."""
+        """Detach from the scheduler and close the file. Idempotent."""
         self._stop()
 
     def __enter__(self) -> Recorder:
@@ -81,7 +81,7 @@ class Recorder:
     ) -> None:
         self.close()
 
-    # ---- what goes through -----------------------------------------------------------------------------------------
+    # ---- wrapped methods -------------------------------------------------------------------------------------------
 
     def _tap(self, target: object, name: str, through: Callable[..., Any]) -> None:
         inner = getattr(target, name)
@@ -110,8 +110,8 @@ class Recorder:
 
     def _update(self, inner: Callable[..., None], step: Step, results: Sequence[RowResult], now: float) -> None:
         if self._steps:
-            told = [[len(result.tokens), result.finished] for result in results]
-            self._write(event="update", t=self._time(now), results=told)
+            lines = [[len(result.tokens), result.finished] for result in results]
+            self._write(event="update", t=self._time(now), results=lines)
         inner(step, results, now)
         for row in step.rows:
             if row.request.num_new_tokens:
@@ -175,27 +175,27 @@ class Recorder:
 
     def _write(self, **record: Any) -> None:
         if self._file.closed:
-            return  # it ended within this call
+            return  # closed within this call
         try:
             self._file.write(json.dumps(record) + "\n")
         except OSError as error:
             self._stop(error)
 
-    def _stop(self, trouble: OSError | None = None) -> None:
+    def _stop(self, failure: OSError | None = None) -> None:
         for restore in self._restore:
             restore()
         self._restore = []
         try:
             self._file.close()
-        except OSError as error:  # the rest could not be written
-            trouble = trouble or error
-        if trouble is not None:
-            warnings.warn(f"the log {self._file.name} ends here: {trouble}", RuntimeWarning, stacklevel=3)
+        except OSError as error:  # buffered lines could not be written
+            failure = failure or error
+        if failure is not None:
+            warnings.warn(f"the log {self._file.name} ends here: {failure}", RuntimeWarning, stacklevel=3)
 
 
 def _create(path: str, _: int) -> int:
-    """Create a new file that only its owner can read: it holds times and lengths of all tenants. Links are refused,
-    and so are files that exist, but for devices and pipes."""
+    """Create a file with mode 0600: it has times and lengths of all tenants. Refuse links and existing files, except
+    devices and pipes."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -206,7 +206,7 @@ def _create(path: str, _: int) -> int:
 
 
 def describe(step: Step) -> dict[str, Any]:
-    """A step as the log has it."""
+    """Return the log fields of a step."""
     return {
         "rows": [[row.request.id, row.first, row.num_tokens, row.num_draft] for row in step.rows],
         "transfers": [[t.id, t.route.value, t.num_blocks] for t in step.plan.transfers],

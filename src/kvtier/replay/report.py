@@ -1,8 +1,6 @@
-"""Results of replay and planner as JSON, text and HTML.
+"""Results of `kvtier replay` and `kvtier plan` as one JSON object, and the HTML page that shows it.
 
-What `kvtier replay` and `kvtier plan` found, as one JSON object: the same for --json and for the HTML report.
-
-The HTML report: one page with everything in it, drawn from the JSON object that it carries.
+The same object is printed by --json and embedded in the page, which loads nothing from the network.
 """
 
 from __future__ import annotations
@@ -18,17 +16,20 @@ from typing import Any
 import kvtier
 from kvtier.errors import ArgumentError
 from kvtier.replay.curves import Accesses, HitPoint
-from kvtier.replay.deployment import Deployment, Summary
+from kvtier.replay.deployment import GIB, Deployment, Summary
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec
-from kvtier.replay.planner import Advice, PlanPoint, PlanResult
+from kvtier.replay.planner import PlanPoint, PlanResult
 from kvtier.replay.trace import Trace
 
 Json = dict[str, Any]
 SHOWN_PROBLEMS = 20
+TIERS = ("device", "host", "disk")
+OVERLOAD_SECONDS = 10.0
+SHARES = ("hit rate", *TIERS, "GPU busy", "dead on arrival")
+"""Columns that are fractions."""
 
 
 def describe_trace(trace: Trace, names: Sequence[str]) -> Json:
-    """The trace in numbers."""
     requests = trace.requests
     accesses = Accesses(requests)
     times = [request.timestamp_ms for request in requests]
@@ -36,7 +37,7 @@ def describe_trace(trace: Trace, names: Sequence[str]) -> Json:
         "files": list(names),
         "num_requests": len(requests),
         "num_problems": len(trace.problems),
-        "problems": [str(problem) for problem in trace.problems[:SHOWN_PROBLEMS]],
+        "problems": list(trace.problems[:SHOWN_PROBLEMS]),
         "seconds": (times[-1] - times[0]) / 1000 if times else 0.0,
         "block_tokens": requests[0].block_tokens if requests else 0,
         "num_blocks": len(accesses.paths),
@@ -47,7 +48,7 @@ def describe_trace(trace: Trace, names: Sequence[str]) -> Json:
 
 
 def describe_setup(setup: Deployment, names: Mapping[str, str]) -> Json:
-    """The setup in numbers; `names` are those of the model, the GPU and the disk."""
+    """Describe a deployment; `names` are those of the model, the GPU and the disk."""
     specs: dict[str, ModelSpec | GpuSpec | DiskSpec] = {"model": setup.model, "gpu": setup.gpu}
     if setup.disk is not None:
         specs["disk"] = setup.disk
@@ -70,19 +71,19 @@ def describe_setup(setup: Deployment, names: Mapping[str, str]) -> Json:
 
 
 def replay_result(trace: Json, setup: Json, curve: Sequence[HitPoint], runs: Mapping[str, Summary]) -> Json:
-    """Of `kvtier replay`: one run for each policy."""
+    """Return the result of `kvtier replay`: one run per policy."""
     return {
         "command": "replay",
         "kvtier": kvtier.__version__,
         "trace": trace,
         "setup": setup,
         "curve": [_hit_point(point, trace, setup) for point in curve],
-        "results": [{"policy": policy, **_summary(summary)} for policy, summary in runs.items()],
+        "results": [{"policy": policy, **asdict(summary)} for policy, summary in runs.items()],
     }
 
 
 def plan_result(trace: Json, setup: Json, found: PlanResult) -> Json:
-    """Of `kvtier plan`."""
+    """Return the result of `kvtier plan`."""
     return {
         "command": "plan",
         "kvtier": kvtier.__version__,
@@ -91,7 +92,14 @@ def plan_result(trace: Json, setup: Json, found: PlanResult) -> Json:
         "curve": [_hit_point(point, trace, setup) for point in found.curve],
         "results": [_plan_point(point) for point in found.points],
         "prices": {**asdict(found.prices), "assumed": list(found.prices.assumed)},
-        "advice": _advice(found.advice),
+        "advice": {
+            "target_ttft_p99": found.target_ttft_p99,
+            "reached": found.chosen is not None,
+            "setup": _plan_point(found.chosen or found.nearest),
+            "more_host": _plan_point(found.more_host),
+            "more_disk": _plan_point(found.more_disk) if found.more_disk else None,
+            "text": advice_text(found),
+        },
     }
 
 
@@ -109,58 +117,43 @@ def _plan_point(point: PlanPoint) -> Json:
         "host_bytes": point.host_bytes,
         "disk_bytes": point.disk_bytes,
         "price": point.price,
-        **_summary(point.summary),
+        **asdict(point.summary),
     }
 
 
-def _summary(summary: Summary) -> Json:
-    return {**asdict(summary), "links": [asdict(link) for link in summary.links]}
-
-
-def _advice(advice: Advice) -> Json:
-    base = advice.chosen or advice.nearest
-    return {
-        "target_ttft_p99": advice.target_ttft_p99,
-        "reached": advice.chosen is not None,
-        "setup": _plan_point(base),
-        "more_host": _plan_point(advice.more_host) if advice.more_host else None,
-        "more_disk": _plan_point(advice.more_disk) if advice.more_disk else None,
-        "text": advice_text(advice),
-    }
-
-
-def advice_text(advice: Advice) -> list[str]:
-    """The advice in sentences."""
-    base = advice.chosen or advice.nearest
+def advice_text(found: PlanResult) -> list[str]:
+    """Return the advice in sentences."""
+    base = found.chosen or found.nearest
     p99, rate = base.summary.ttft["p99"], base.summary.hit_rate
-    if advice.chosen is not None:
+    if found.chosen is not None:
         text = [
-            f"Buy {sizes_text(base.host_bytes, base.disk_bytes)} a replica (about ${base.price:,.0f}): the cheapest "
-            f"that holds TTFT p99 at {advice.target_ttft_p99:g} s or less. It comes to {p99:.2f} s and hits {rate:.1%}."
+            f"Buy {sizes_text(base.host_bytes, base.disk_bytes)} per replica (about ${base.price:,.0f}): the cheapest "
+            f"with TTFT p99 of {found.target_ttft_p99:g} s or less. It reaches {p99:.2f} s with {rate:.1%} hits."
         ]
     else:
         refused = base.summary.num_refused
         holds = "serves every request and holds" if refused else "holds"
         text = [
-            f"No size that was looked at {holds} TTFT p99 at {advice.target_ttft_p99:g} s or less. The nearest is "
-            f"{sizes_text(base.host_bytes, base.disk_bytes)} with {p99:.2f} s and {rate:.1%} hits: what is left is not "
-            f"for a cache to mend. The GPUs compute {base.summary.utilisation:.0%} of the time, and requests queue for "
-            f"{base.summary.queue['p99']:.2f} s (p99)."
+            f"None of the simulated sizes {holds} TTFT p99 at {found.target_ttft_p99:g} s or less. The nearest is "
+            f"{sizes_text(base.host_bytes, base.disk_bytes)} with {p99:.2f} s and a hit rate of {rate:.1%}: a larger "
+            f"cache does not help. The GPUs compute {base.summary.utilisation:.0%} of the time, and requests queue "
+            f"for {base.summary.queue['p99']:.2f} s (p99)."
         ]
         if refused:
-            text.append(f"It refuses {refused:,} of {base.summary.num_requests:,} requests, for want of device memory.")
-    for what, more in (("host memory", advice.more_host), ("disk", advice.more_disk)):
+            text.append(
+                f"It refuses {refused:,} of {base.summary.num_requests:,} requests: device memory is too small."
+            )
+    for what, more in (("host memory", found.more_host), ("disk", found.more_disk)):
         if more is not None:
             text.append(
-                f"100 GiB more {what} would bring {(more.summary.hit_rate - rate) * 100:+.2f} points of hits and "
-                f"{(more.summary.ttft['p99'] - p99):+.3f} s of TTFT p99 "
+                f"100 GiB more {what} would change the hit rate by {(more.summary.hit_rate - rate) * 100:+.2f} points "
+                f"and TTFT p99 by {(more.summary.ttft['p99'] - p99):+.3f} s "
                 f"({(more.summary.ttft['p50'] - base.summary.ttft['p50']):+.3f} s p50)."
             )
     return text
 
 
 def sizes_text(host_bytes: int, disk_bytes: int) -> str:
-    """As an operator says it."""
     if not host_bytes:
         return "no host memory"
     disk = f" and {size_text(disk_bytes)} of disk" if disk_bytes else ""
@@ -168,42 +161,34 @@ def sizes_text(host_bytes: int, disk_bytes: int) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes in the unit that makes them short."""
+    """Format bytes in the largest unit that fits."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
         if num_bytes >= size:
             return f"{num_bytes / size:.4g} {unit}"
     return f"{num_bytes:.0f} bytes"
 
 
-GIB = 1 << 30
-TIERS = ("device", "host", "disk")
-OVERLOAD_SECONDS = 10.0
-SHARES = ("hit rate", *TIERS, "GPU busy", "dead on arrival")
-"""Columns that are shares of one."""
-
-
 def write_report(result: Json, path: str | Path) -> None:
-    """Write the page."""
     try:
         Path(path).write_text(page(result), encoding="utf-8")
     except OSError as error:
-        raise ArgumentError(f"the report {path} cannot be written: {error.strerror}") from error
+        raise ArgumentError(f"cannot write the report {path}: {error.strerror}") from error
 
 
 def page(result: Json) -> str:
-    """The page as text. It asks the network for nothing."""
+    """Return the HTML page."""
     template = (resources.files("kvtier.replay") / "report.html").read_text(encoding="utf-8")
     drawn = {"intro": intro(result), "charts": charts(result), "tables": tables(result)}
     title = html.escape(
         f"kvtier {result['command']}: {', '.join(Path(name).name for name in result['trace']['files'])}"
     )
-    # inside a script element only "</" and "<!--" could end the data
+    # Inside a script element only "</" and "<!--" could end the data.
     data = json.dumps({"result": result, **drawn}).replace("<", "\\u003c")
     return template.replace("@TITLE@", title).replace("@DATA@", data)
 
 
 def intro(result: Json) -> list[str]:
-    """What was replayed on what."""
+    """Describe trace and deployment in sentences."""
     trace, setup = result["trace"], result["setup"]
     all_bytes = trace["num_distinct_blocks"] * trace["block_tokens"] * setup["token_bytes"]
     text = [
@@ -220,42 +205,44 @@ def intro(result: Json) -> list[str]:
     late = max((run["queue"]["p50"] for run in result["results"]), default=0.0)
     if late > OVERLOAD_SECONDS:
         text.append(
-            f"The GPUs cannot keep up: half of the requests queue for {late:,.0f} s or more. Times to first token tell "
-            f"how long the trace is, not how good the cache is; give it more replicas (--replicas) or GPUs (--gpus)."
+            f"The GPUs are overloaded: half of the requests queue for {late:,.0f} s or more. Times to first token then "
+            f"depend on the length of the trace, not on the cache; use more replicas (--replicas) or GPUs (--gpus)."
         )
     refused = _refused(result)
     if any(refused):
         run = result["results"][refused.index(max(refused))]
         text.append(
-            f"{run['num_refused']:,} of {run['num_requests']:,} requests are refused: they need more KV than a GPU has "
-            f"room for (--device, --gpus). Hit rates leave them out, times to first token those that got no token."
+            f"{run['num_refused']:,} of {run['num_requests']:,} requests are refused: they need more KV than fits on "
+            f"the GPUs (--device, --gpus). Hit rates exclude them; times to first token exclude those without a token."
         )
     if trace["num_problems"]:
-        text.append(f"{trace['num_problems']:,} lines were no requests and were left out: {trace['problems'][0]}")
+        text.append(f"{trace['num_problems']:,} invalid lines were skipped, first {trace['problems'][0]}")
     return [*text, *result.get("advice", {}).get("text", ())]
 
 
 def _origins(result: Json) -> list[str]:
-    """Where the figures of the hardware come from, and which come from nowhere."""
+    """Name the sources of the hardware figures, and the figures without one."""
     setup = result["setup"]
-    told = [f"{what}: {source}" for what, source in setup["sources"].items() if source]
+    sources = [f"{what}: {source}" for what, source in setup["sources"].items() if source]
     if "prices" in result:
-        told.append(f"prices: {result['prices']['source']}")
-    guessed = [f"{what} {name} {value:g}" for what, each in setup["assumed"].items() for name, value in each.items()]
-    text = [f"Sources: {'; '.join(told)}."] if told else []
-    if guessed:
-        text.append(f"Assumed, for want of a source: {', '.join(guessed)}.")
+        sources.append(f"prices: {result['prices']['source']}")
+    assumed = [
+        f"{what} {name} {value:g}" for what, values in setup["assumed"].items() for name, value in values.items()
+    ]
+    text = [f"Sources: {'; '.join(sources)}."] if sources else []
+    if assumed:
+        text.append(f"Assumed, without a source: {', '.join(assumed)}.")
     return text
 
 
 def charts(result: Json) -> list[Json]:
-    """What is drawn: lines over numbers, or bars over names."""
+    """Return the charts: lines over numbers, or bars over names."""
     drawn = [_curve(result)] if result["curve"] else []
     return drawn + (_plan_charts(result) if result["command"] == "plan" else _replay_charts(result))
 
 
 def tables(result: Json) -> list[Json]:
-    """Every run in numbers."""
+    """Return one table with a row per run."""
     is_plan = result["command"] == "plan"
     first = ["host", "disk", "price $"] if is_plan else ["policy"]
     if any(_refused(result)):
@@ -272,12 +259,11 @@ def tables(result: Json) -> list[Json]:
 
 
 def _refused(result: Json) -> list[int]:
-    """How many requests each run refused; told only where some did."""
     return [run["num_refused"] for run in result["results"]]
 
 
 def _widest(result: Json) -> list[Json]:
-    """The links of the run that has most."""
+    """Return the links of the run with the most links."""
     links: list[Json] = max((run["links"] for run in result["results"]), key=len, default=[])
     return links
 
@@ -305,11 +291,16 @@ def _line(id: str, title: str, x: str, y: str, series: dict[str, list[list[float
     return {"id": id, "kind": "line", "title": title, "x": x, "y": y, "series": named, **options}
 
 
+def _bars(id: str, title: str, y: str, names: list[str], series: dict[str, list[float]], **options: Any) -> Json:
+    values = [{"name": name, "values": values} for name, values in series.items()]
+    return {"id": id, "kind": "bars", "title": title, "y": y, "names": names, "series": values, **options}
+
+
 def _curve(result: Json) -> Json:
     series: dict[str, list[list[float]]] = {}
     for point in result["curve"]:
         series.setdefault(point["policy"], []).append([point["capacity_bytes"] / GIB, point["hit_rate"]])
-    title = "Hit rate of one cache that all replicas share, over its size"
+    title = "Hit rate of one cache shared by all replicas, over its size"
     return _line("curve", title, "capacity, GiB", "hit rate of full blocks", series, log=True, percent=True)
 
 
@@ -318,25 +309,16 @@ def _replay_charts(result: Json) -> list[Json]:
     names = [run["policy"] for run in runs]
     tiers = [tier for tier in TIERS if any(tier in run["hit_rates"] for run in runs)]
     links = [link["name"] for link in _widest(result)]
+    hits = {tier: [run["hit_rates"].get(tier, 0.0) for run in runs] for tier in tiers}
+    ttft = {share: [run["ttft"][share] for run in runs] for share in ("p50", "p90", "p99")}
+    rates = {name: [_rate(run, name) for run in runs] for name in links}
     return [
-        {
-            "id": "tiers", "kind": "bars", "title": "Prompt tokens found, by tier", "y": "share of prompt tokens",
-            "names": names, "percent": True, "stacked": True,
-            "series": [{"name": tier, "values": [run["hit_rates"].get(tier, 0.0) for run in runs]} for tier in tiers],
-        },
-        {
-            "id": "ttft", "kind": "bars", "title": "Time to first token", "y": "seconds", "names": names,
-            "series": [
-                {"name": share, "values": [run["ttft"][share] for run in runs]} for share in ("p50", "p90", "p99")
-            ],
-        },
-        {
-            "id": "links", "kind": "bars", "title": "What the links carry", "y": "GB/s, all replicas", "names": names,
-            "series": [
-                {"name": name, "values": [_rate(run, name) for run in runs]} for name in links
-            ],
-        },
-    ]  # fmt: skip
+        _bars(
+            "tiers", "Cached prompt tokens by tier", "share of prompt tokens", names, hits, percent=True, stacked=True
+        ),
+        _bars("ttft", "Time to first token", "seconds", names, ttft),
+        _bars("links", "Traffic of the links", "GB/s, all replicas", names, rates),
+    ]
 
 
 def _rate(run: Json, name: str) -> float:
@@ -349,27 +331,21 @@ def _plan_charts(result: Json) -> list[Json]:
     bare = [run for run in runs if not run["disk_bytes"]]
     ttft = {share: [[run["host_bytes"] / GIB, run["ttft"][share]] for run in bare] for share in ("p50", "p90", "p99")}
     hits: dict[str, list[list[float]]] = {"host only": [[run["host_bytes"] / GIB, run["hit_rate"]] for run in bare]}
-    late: dict[str, list[list[float]]] = {}
-    early: dict[str, list[list[float]]] = {}
+    disk_hits: dict[str, list[list[float]]] = {}
+    disk_ttft: dict[str, list[list[float]]] = {}
     for host in sorted({run["host_bytes"] for run in runs if run["disk_bytes"]}):
         name = f"{size_text(host)} host"
         mine = [run for run in runs if run["host_bytes"] == host]
-        early[name] = [[run["disk_bytes"] / GIB, run["hit_rate"]] for run in mine]
-        late[name] = [[run["disk_bytes"] / GIB, run["ttft"]["p99"]] for run in mine]
+        disk_hits[name] = [[run["disk_bytes"] / GIB, run["hit_rate"]] for run in mine]
+        disk_ttft[name] = [[run["disk_bytes"] / GIB, run["ttft"]["p99"]] for run in mine]
+    host_axis, disk_axis = "host memory per replica, GiB", "disk per replica, GiB"
     drawn = [
-        _line(
-            "host-hits",
-            "Hit rate over host memory",
-            "host memory a replica, GiB",
-            "of prompt tokens",
-            hits,
-            percent=True,
-        ),
-        _line("host-ttft", "Time to first token over host memory", "host memory a replica, GiB", "seconds", ttft),
+        _line("host-hits", "Hit rate over host memory", host_axis, "of prompt tokens", hits, percent=True),
+        _line("host-ttft", "Time to first token over host memory", host_axis, "seconds", ttft),
     ]
-    if early:
+    if disk_hits:
         drawn += [
-            _line("disk-hits", "Hit rate over disk", "disk a replica, GiB", "of prompt tokens", early, percent=True),
-            _line("disk-ttft", "TTFT p99 over disk", "disk a replica, GiB", "seconds", late),
+            _line("disk-hits", "Hit rate over disk", disk_axis, "of prompt tokens", disk_hits, percent=True),
+            _line("disk-ttft", "TTFT p99 over disk", disk_axis, "seconds", disk_ttft),
         ]
     return drawn

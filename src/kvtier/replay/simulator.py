@@ -1,57 +1,53 @@
-"""Simulator: the scheduler and the cache on a trace, with simulated time.
+"""Simulator: a trace on the real scheduler and cache manager, with simulated time instead of a GPU.
 
-StepCoalescer: several steps of a scheduler simulated as one, so that an hour of a service takes a minute.
-
-A trace through the real scheduler and the real cache manager, with simulated time instead of a GPU.
-
-arrivals ──> Scheduler ──Step──> StepCost says how long it computes ──results──> Scheduler
-                 │ plan                                                           ^
-                 └──────> SimulatedWorker says when its transfers are over ──reports
+arrivals ──> Scheduler ──Step──> StepCost: seconds of compute ──results──> Scheduler
+                 │ plan                                                       ^
+                 └──────> SimulatedWorker: end of the transfers ──reports─────┘
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import RangeError, StateError
 from kvtier.index import Chain, Namespace
 from kvtier.replay.cost import StepCost, Work
-from kvtier.replay.sim_worker import LinkUse, SimulatedWorker
-from kvtier.replay.trace import TraceRequest
+from kvtier.replay.sim_worker import SimulatedLink, SimulatedWorker
+from kvtier.replay.trace import TraceRequest, number_paths
 from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, SchedulerConfig, Step
 
-MAX_GRAIN = 64
-_GUESSES = (0,) * (MAX_GRAIN - 1)
+_MAX_STEPS = 64
+_DRAFT = (0,) * (_MAX_STEPS - 1)
 
 
 class StepCoalescer:
-    """How many steps the next one stands for.
+    """Simulates several steps as one, so that an hour of a service takes a minute.
 
-    Steps that take no more than `quantum` seconds together are one: answers grow by several tokens, as if all had been
-    guessed and were right, prompts by several chunks, and what happens meanwhile is seen at the end. Where all that run
-    generate and nobody waits, that goes as far as to the next event. 0: every step by itself.
+    Steps that together take at most `quantum` seconds become one: answers grow by several tokens, like accepted draft
+    tokens, prompts by several chunks, and events in between are seen at the end. If all requests generate and none
+    waits, one step extends to the next event. 0: every step by itself.
     """
 
     def __init__(self, scheduler: Scheduler, cost: StepCost, quantum: float) -> None:
         if quantum < 0:
-            raise RangeError(f"a quantum is 0 seconds or more, got {quantum}")
+            raise RangeError(f"quantum must be 0 seconds or more, got {quantum}")
         self.count = 1
         self._scheduler, self._cost, self._quantum = scheduler, cost, quantum
         config = scheduler.config
         self._max_tokens = config.max_step_tokens
         self._limits = {
-            count: replace(config, max_step_tokens=self._max_tokens * count) for count in range(1, MAX_GRAIN + 1)
+            count: replace(config, max_step_tokens=self._max_tokens * count) for count in range(1, _MAX_STEPS + 1)
         }
         full = self._max_tokens
-        self._prompt_seconds = cost.seconds(Work(1, full, full * full / 2, full))
+        self._prompt_seconds = cost(Work(1, full, full * full / 2, full))
         self._decode_seconds = self._prompt_seconds
 
     def choose(self, until_event: float) -> None:
-        """Before a step: nothing comes from outside for so many seconds."""
+        """Set the number of steps to coalesce; no event happens for `until_event` seconds."""
         if not self._quantum:
             return
         horizon, seconds, prompts = self._quantum, self._decode_seconds, self._prompt_share()
@@ -59,26 +55,26 @@ class StepCoalescer:
             seconds = max(seconds, prompts * self._prompt_seconds)
         else:
             horizon = max(horizon, until_event)
-        self.count = int(max(1, min(MAX_GRAIN, horizon / seconds)))
+        self.count = int(max(1, min(_MAX_STEPS, horizon / seconds)))
         self._scheduler.config = self._limits[self.count]
         for request in self._scheduler.running:
             if request.is_generating:
                 left = request.max_new_tokens - request.num_new_tokens
-                request.draft = _GUESSES[: min(self.count, left) - 1]
+                request.draft = _DRAFT[: min(self.count, left) - 1]
 
     def seconds(self, step: Step) -> float:
-        """What the step takes in all."""
-        seconds = self._cost.seconds(Work.of(step).part(self.count))
-        if len(step.rows) * self.count >= step.num_tokens:  # nobody's prompt is in it
+        """Return the time of all coalesced steps."""
+        seconds = self._cost(Work.of(step).part(self.count))
+        if len(step.rows) * self.count >= step.num_tokens:  # no prompt is in it
             self._decode_seconds = seconds
         return seconds * self.count
 
     def share(self, done: float) -> float:
-        """When a share of a step's prompts is computed, as a share of its time: at the end of one of those it is."""
+        """Return the share of the time at which a share of the prompts is computed: the end of a coalesced step."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:
-        """How much of a step's tokens are prompts that wait to be computed."""
+        """Return the share of a step's tokens that prompts fill."""
         pending = 0
         for request in (*self._scheduler.running, *self._scheduler.waiting):
             if not request.is_generating:
@@ -90,7 +86,7 @@ class StepCoalescer:
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """What became of one request. Times are seconds from the first arrival; None: it never came to that."""
+    """Result of one request. Times are seconds from the first arrival; None if the event did not happen."""
 
     arrival: float
     scheduled_at: float | None
@@ -99,63 +95,56 @@ class ServedRequest:
     prompt_tokens: int
     answer_tokens: int
     tokens_from: dict[str, int]
-    """Of the prompt, cached tokens by the tier they were found in."""
+    """Cached prompt tokens by tier."""
     num_preempted: int
     is_refused: bool
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token."""
         return None if self.first_token_at is None else self.first_token_at - self.arrival
 
     @property
     def queue_seconds(self) -> float | None:
-        """Until it was first given KV."""
+        """Time until the first allocation."""
         return None if self.scheduled_at is None else self.scheduled_at - self.arrival
 
 
 @dataclass(frozen=True, slots=True)
-class BlockUse:
-    """Blocks that came into the cache, and how many of them were found again before they had left every tier."""
-
-    num_computed: int
-    num_reused: int
-
-
-@dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a run came to."""
+    """Result of one replica."""
 
     requests: tuple[ServedRequest, ...]
     seconds: float
     """From the first arrival to the last token."""
     whole_seconds: float
-    """To the last transfer: blocks are still saved after the last token, and links count that, too."""
+    """To the last transfer: blocks are saved even after the last token."""
     compute_seconds: float
     num_steps: int
-    links: tuple[LinkUse, ...]
-    blocks: BlockUse
+    links: tuple[SimulatedLink, ...]
+    num_computed_blocks: int
+    num_reused_blocks: int
+    """Computed blocks that were hit before they left every tier. A block computed again counts again."""
     evictions: dict[str, int]
-    """Blocks that left each tier for others."""
+    """Evicted blocks by tier."""
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request in the simulation."""
+    """A request that is not finished."""
 
     number: int
     request: Request
     tokens: list[int]
     """Prompt and answer."""
     paths: list[int]
-    """The number of every full block of it, with all before it."""
+    """Path numbers of its full blocks, as far as the trace has ids."""
     first_token_at: float | None = None
     is_counted: bool = False
-    num_found: int = 0
+    num_hits: int = 0
 
 
 class Simulator:
-    """One replica. Made for one run."""
+    """One replica, for one run."""
 
     def __init__(
         self,
@@ -168,19 +157,22 @@ class Simulator:
         num_layers: int = 1,
         quantum: float = 0.0,
     ) -> None:
-        """`num_layers` is for steps that begin before their loads are done; `quantum` as in Grain."""
+        """`num_layers` is for steps that start before their loads end; `quantum` as in StepCoalescer."""
         self.manager = CacheManager(Namespace("replay", block_tokens=block_tokens), cache)
         self.scheduler = Scheduler(self.manager, scheduler)
         self._worker, self._num_layers = worker, num_layers
-        self._grain = StepCoalescer(self.scheduler, cost, quantum)
+        self._steps = StepCoalescer(self.scheduler, cost, quantum)
         self._next_arrival = math.inf
-        self._has_news = False
-        """Whether something was reported since the scheduler was last asked."""
+        self._has_reports = False
+        """True if a report arrived after the last schedule."""
         self._now = self._last_token_at = self._compute_seconds = 0.0
         self._num_steps = 0
         self._live: dict[str, _Live] = {}
         self._served: dict[int, ServedRequest] = {}
-        self._blocks = _Blocks()
+        self._path_numbers: dict[tuple[int, int], int] = {}
+        self._unused: set[int] = set()
+        """Paths that were computed and not hit since."""
+        self._num_computed_blocks = self._num_reused_blocks = 0
 
     def run(self, trace: Sequence[TraceRequest], progress: Callable[[float], None] | None = None) -> Simulation:
         """Serve every request of a trace, in order of time."""
@@ -193,8 +185,8 @@ class Simulator:
                 at += 1
             self._next_arrival = arrivals[at] if at < len(trace) else math.inf
             step = self._step()
-            num_idle = 0 if step.rows or self._has_news else num_idle + 1
-            if num_idle > 1:  # asked twice: what it plans may be over as soon as it is planned
+            num_idle = 0 if step.rows or self._has_reports else num_idle + 1
+            if num_idle > 1:  # the first idle step may have planned transfers that end at once
                 following = min(self._next_arrival, self._worker.next_end)
                 if not self._can_go_on(step, following):
                     break
@@ -204,12 +196,12 @@ class Simulator:
         return self._result(len(trace))
 
     def _can_go_on(self, step: Step, following: float) -> bool:
-        """Whether something will happen. If not, what waits waits for ever, which must not be."""
+        """True if an event is to come. Raise a StateError if requests wait and none is."""
         if following < math.inf or step.refused or step.preempted:
             return True
         if self.scheduler.has_work():
             raise StateError(
-                f"nothing is to come at {self._now:.3f} s, and {len(self.scheduler.waiting)} requests wait, "
+                f"no event is left at {self._now:.3f} s, but {len(self.scheduler.waiting)} requests wait and "
                 f"{len(self.scheduler.running)} run"
             )
         return False
@@ -218,21 +210,21 @@ class Simulator:
         tokens = traced.sequence(number)
         chain = Chain(self.manager.namespace, tokens[: max(1, traced.input_tokens)])
         request = Request(str(number), chain, max(1, traced.output_tokens))
-        paths = self._blocks.paths(traced)
+        paths = number_paths(traced.hash_ids if traced.has_answer else traced.prompt_ids, self._path_numbers)
         self._live[request.id] = _Live(number, request, tokens.tolist(), paths)
         self.scheduler.add(request, now)
 
     def _step(self) -> Step:
-        """One step as the engine does it: what is over is told, then what comes next is asked and computed."""
+        """Run one step as the engine does: apply reports, schedule, compute, update."""
         self._take_reports()
-        self._grain.choose(min(self._next_arrival, self._worker.next_end) - self._now)
+        self._steps.choose(min(self._next_arrival, self._worker.next_end) - self._now)
         began = self._now
         step = self.scheduler.schedule(began)
         self._worker.submit(step.plan, began)
-        self._has_news = self._take_reports()
+        self._has_reports = self._take_reports()
         if step.rows:
             self._now = self._end_of(step)
-            self._num_steps += self._grain.count
+            self._num_steps += self._steps.count
             if step.loads:
                 self._take_reports()
         for request in step.refused:
@@ -245,28 +237,31 @@ class Simulator:
         return step
 
     def _end_of(self, step: Step) -> float:
-        """When the step is computed, and has not waited in vain for its loads."""
-        work = self._grain.seconds(step)
+        """Return the end of the step, which includes waits for its loads."""
+        work = self._steps.seconds(step)
         self._compute_seconds += work
         end = self._now + work
         if step.loads:
-            # layer by layer: when the last layer's blocks are there, that layer is left to compute
+            # Loads arrive layer by layer: after the last one, one layer is left to compute.
             end = max(end, self._worker.end_of(step.loads) + work / self._num_layers)
         return end
 
     def _take_reports(self) -> bool:
-        """Tell the manager what is over; whether there was something."""
+        """Apply reports to the manager; return True if there were any."""
         reports = self._worker.poll(self._now)
         for report in reports:
             self.manager.apply(report)
         return bool(reports)
 
     def _result_of(self, row: Row) -> RowResult:
-        """The next tokens of the answer, as the trace has it."""
+        """Return the next tokens of the answer."""
         live, request = self._live[row.request.id], row.request
         if not live.is_counted:
             live.is_counted = True
-            live.num_found = self._blocks.found(live.paths, request.num_cached_tokens // self._block_tokens)
+            live.num_hits = request.num_cached_tokens // self._block_tokens
+            reused = self._unused.intersection(live.paths[: live.num_hits])
+            self._unused -= reused
+            self._num_reused_blocks += len(reused)
         if not row.wants_token:
             return RowResult()
         place = request.chain.num_tokens
@@ -274,7 +269,7 @@ class Simulator:
         return RowResult(tuple(tokens) or (0,))
 
     def _settle(self, step: Step, began: float) -> None:
-        """First tokens come when their prompts are through, which within a step is by their order; then the ends."""
+        """Set first-token times, in the order of the prompts within the step, and end finished requests."""
         prompts = sum(row.num_tokens for row in step.rows if self._live[row.request.id].first_token_at is None)
         done = 0
         for row in step.rows:
@@ -282,10 +277,12 @@ class Simulator:
             if live.first_token_at is None:
                 done += row.num_tokens
                 if request.num_new_tokens:
-                    share = self._grain.share(done / prompts)
+                    share = self._steps.share(done / prompts)
                     live.first_token_at = began + share * (self._now - began)
             if request.state.is_over:
-                self._blocks.came(live.paths[: request.num_computed // self._block_tokens], live.num_found)
+                computed = live.paths[live.num_hits : request.num_computed // self._block_tokens]
+                self._num_computed_blocks += len(computed)
+                self._unused.update(computed)
                 self._end(request)
 
     def _end(self, request: Request) -> None:
@@ -316,42 +313,8 @@ class Simulator:
             self._now,
             self._compute_seconds,
             self._num_steps,
-            self._worker.uses(),
-            BlockUse(self._blocks.num_came, self._blocks.num_reused),
+            tuple(self._worker.links.values()),
+            self._num_computed_blocks,
+            self._num_reused_blocks,
             evictions,
         )
-
-
-@dataclass(slots=True)
-class _Blocks:
-    """Which blocks that were computed were found again: the others were dead on arrival.
-
-    A block that is computed anew after it was lost counts again.
-    """
-
-    num_came: int = 0
-    num_reused: int = 0
-    _numbers: dict[tuple[int, int], int] = field(default_factory=dict)
-    _waits: set[int] = field(default_factory=set)
-    """Computed, and not found since."""
-
-    def paths(self, traced: TraceRequest) -> list[int]:
-        """The numbers of a request's full blocks, as far as the trace knows them."""
-        paths, above = [], -1
-        for id in traced.hash_ids if traced.has_answer else traced.prompt_ids:
-            above = self._numbers.setdefault((above, id), len(self._numbers))
-            paths.append(above)
-        return paths
-
-    def found(self, paths: list[int], count: int) -> int:
-        """A request was given its first `count` blocks."""
-        for path in paths[:count]:
-            if path in self._waits:
-                self._waits.remove(path)
-                self.num_reused += 1
-        return count
-
-    def came(self, paths: list[int], num_found: int) -> None:
-        """It has computed the others."""
-        self.num_came += max(0, len(paths) - num_found)
-        self._waits.update(paths[num_found:])

@@ -1,4 +1,4 @@
-"""Synthetic traces: conversations over shared system prompts, agents with tools, documents asked about repeatedly."""
+"""Synthetic traces: conversations with shared system prompts, agents with tools, questions about documents."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvtier.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class SyntheticTrace:
-    """The knobs. Lengths are means of geometric distributions, in blocks of 512 tokens but where they say tokens.
+    """Parameters of a trace. Lengths are means of geometric distributions, in blocks of 512 tokens or in tokens.
 
-    A session is one of `system_prompts`, for a share of sessions `tool_blocks` of tool definitions or one of
-    `documents`, then turns: each adds a message and, before the next turn, the answer. The popularity of system
-    prompts and documents falls as 1 / rank.
+    A session has one of `system_prompts`, in a share of sessions tool definitions or one of `documents`, then turns:
+    each adds a message and, before the next turn, the answer. The popularity of system prompts and documents falls
+    as 1 / rank.
     """
 
     sessions: int = 1000
     session_rate: float = 1.0
-    """Sessions that begin per second."""
+    """Sessions that start per second."""
     turns: float = 4.0
     think_seconds: float = 60.0
     system_prompts: int = 8
@@ -48,48 +48,39 @@ class SyntheticTrace:
         if not (0 < self.session_rate < math.inf and 0 <= self.think_seconds < math.inf):
             raise RangeError(f"session_rate > 0 and think_seconds >= 0, got {self.session_rate}, {self.think_seconds}")
         if not (min(self.agent_share, self.document_share) >= 0 and self.agent_share + self.document_share <= 1):
-            raise RangeError(f"shares {self.agent_share} and {self.document_share} are no parts of one")
+            raise RangeError(f"shares {self.agent_share} and {self.document_share} must be >= 0 and sum to at most 1")
 
 
 def generate(spec: SyntheticTrace) -> Iterator[TraceRequest]:
-    """The requests in order of time. The same knobs and seed give the same trace on every machine."""
-    maker = _Maker(spec)
+    """Yield requests in order of time. Equal parameters and seed give the same trace on every machine."""
+    sessions = _Sessions(spec)
     start = 0.0
-    waiting: list[tuple[float, int, _Session]] = []
-    for order in range(spec.sessions):
-        start += maker.random.exponential(1 / spec.session_rate)
-        while waiting and waiting[0][0] <= start:
-            yield from _turn(maker, waiting)
-        heapq.heappush(waiting, (start, order, maker.session()))
-    while waiting:
-        yield from _turn(maker, waiting)
+    for _ in range(spec.sessions):
+        start += sessions.random.exponential(1 / spec.session_rate)
+        yield from sessions.turns_until(start)
+        sessions.start(start)
+    yield from sessions.turns_until(math.inf)
 
 
-@dataclass(slots=True)
-class _Session:
-    ids: list[int]
-    turns_left: int
-
-
-class _Maker:
-    """Draws sessions and messages; every new block gets the next hash id."""
+class _Sessions:
+    """Sessions and their next turns; every new block gets the next hash id."""
 
     def __init__(self, spec: SyntheticTrace) -> None:
         self.spec = spec
         self.random = np.random.default_rng(spec.seed)
-        self._next_id = 0
-        self._systems = [self.blocks(spec.system_blocks) for _ in range(spec.system_prompts)]
-        self._tools = [self.blocks(spec.tool_blocks) for _ in range(spec.system_prompts)]
-        self._documents = [self.blocks(spec.document_blocks) for _ in range(spec.documents)]
+        self._next_id = self._num_started = 0
+        self._due: list[tuple[float, int, list[int], int]] = []
+        """Heap of (time of the next turn, number, ids, turns left)."""
+        self._systems = [self._blocks(spec.system_blocks) for _ in range(spec.system_prompts)]
+        self._tools = [self._blocks(spec.tool_blocks) for _ in range(spec.system_prompts)]
+        self._documents = [self._blocks(spec.document_blocks) for _ in range(spec.documents)]
 
-    def blocks(self, mean: float) -> list[int]:
-        """New ids, as many as drawn."""
+    def _blocks(self, mean: float) -> list[int]:
         count = int(self.random.geometric(1 / mean))
         first, self._next_id = self._next_id, self._next_id + count
         return list(range(first, first + count))
 
-    def session(self) -> _Session:
-        """A new one, with what its first turn begins with."""
+    def start(self, now: float) -> None:
         system = self._popular(len(self._systems))
         ids = list(self._systems[system])
         kind = self.random.random()
@@ -97,25 +88,24 @@ class _Maker:
             ids += self._tools[system]
         elif kind < self.spec.agent_share + self.spec.document_share:
             ids += self._documents[self._popular(len(self._documents))]
-        return _Session(ids, int(self.random.geometric(1 / self.spec.turns)))
+        heapq.heappush(self._due, (now, self._num_started, ids, int(self.random.geometric(1 / self.spec.turns))))
+        self._num_started += 1
+
+    def turns_until(self, end: float) -> Iterator[TraceRequest]:
+        spec, random = self.spec, self.random
+        while self._due and self._due[0][0] <= end:
+            now, number, ids, turns_left = heapq.heappop(self._due)
+            ids += self._blocks(spec.message_blocks)
+            tail = int(random.integers(1, TRACE_BLOCK_TOKENS + 1))
+            input_tokens = (len(ids) - 1) * TRACE_BLOCK_TOKENS + tail
+            output_tokens = int(random.geometric(1 / spec.answer_tokens))
+            yield TraceRequest(round(now * 1000), input_tokens, output_tokens, tuple(ids))
+            if turns_left > 1:
+                # The last block was not full. With the answer appended it becomes another one.
+                del ids[-1]
+                ids += self._blocks(max(1.0, (tail + output_tokens) / TRACE_BLOCK_TOKENS))
+                heapq.heappush(self._due, (now + random.exponential(spec.think_seconds), number, ids, turns_left - 1))
 
     def _popular(self, count: int) -> int:
         weights = 1 / np.arange(1, count + 1)
         return int(self.random.choice(count, p=weights / weights.sum()))
-
-
-def _turn(maker: _Maker, waiting: list[tuple[float, int, _Session]]) -> Iterator[TraceRequest]:
-    """The next request of the session that is due, which then thinks, or ends."""
-    now, order, session = heapq.heappop(waiting)
-    spec, random = maker.spec, maker.random
-    session.ids += maker.blocks(spec.message_blocks)
-    tail = int(random.integers(1, TRACE_BLOCK_TOKENS + 1))
-    input_tokens = (len(session.ids) - 1) * TRACE_BLOCK_TOKENS + tail
-    output_tokens = int(random.geometric(1 / spec.answer_tokens))
-    yield TraceRequest(round(now * 1000), input_tokens, output_tokens, tuple(session.ids))
-    session.turns_left -= 1
-    if session.turns_left > 0:
-        # the last block was not full, so with the answer behind it it becomes another one
-        del session.ids[-1]
-        session.ids += maker.blocks(max(1.0, (tail + output_tokens) / TRACE_BLOCK_TOKENS))
-        heapq.heappush(waiting, (now + random.exponential(spec.think_seconds), order, session))

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from benchmarks.follow import follow, read_log
 from benchmarks.random_weights import random_weights
 
 from engine_helpers import greedy
@@ -14,7 +15,6 @@ from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.replay import read_trace
-from kvtier.replay.following import follow, read_log
 from kvtier.replay.recorder import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore

@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from benchmarks.hits import replay_hits
 from hypothesis import given, settings
 
 import kvtier.index
@@ -16,7 +17,6 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, GhostCache, MediaItem, Namespace
 from kvtier.index.ghost import SHADOWS, S3FIFOMarks, Stack
 from kvtier.replay import SyntheticTrace, generate
-from kvtier.replay.curves import replay_hits
 from reference_traces import TRACES
 
 SIZES = (1, 2, 3, 5, 8, 13)

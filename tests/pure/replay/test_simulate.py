@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
+from benchmarks.fitted_cost import FittedCost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.messages import Route
 from kvtier.replay import SyntheticTrace, TraceRequest, generate
-from kvtier.replay.cost import Measured, Roofline, Work
+from kvtier.replay.cost import Roofline, Work
 from kvtier.replay.deployment import GIB, Deployment, simulate, summarise
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, preset
 from kvtier.replay.sim_worker import SimulatedStore, SimulatedWorker
@@ -23,11 +24,9 @@ from kvtier.scheduler import SchedulerConfig
 DISK = DiskSpec(100.0, 100.0, 0.0)
 
 
-class PerToken:
+def per_token(work: Work) -> float:
     """A second a token, nothing else."""
-
-    def seconds(self, work: Work) -> float:
-        return work.num_tokens
+    return work.num_tokens
 
 
 def simulator(device: int, host: int = 0, disk: int = 0, *, link: float = 1e9, early: bool = False, **options):
@@ -40,7 +39,7 @@ def simulator(device: int, host: int = 0, disk: int = 0, *, link: float = 1e9, e
     )
     worker = SimulatedWorker(1, link, disk=DISK, stores=stores, latency_seconds=0.0)
     limits = SchedulerConfig(options.pop("rows", 8), options.pop("tokens", 10_000), starts_early=early)
-    return Simulator(cache, limits, options.pop("cost", PerToken()), worker, block_tokens=512, **options)
+    return Simulator(cache, limits, options.pop("cost", per_token), worker, block_tokens=512, **options)
 
 
 def request(time: float, *ids: int, tail: int = 100, answer: int = 1) -> TraceRequest:
@@ -79,8 +78,8 @@ def test_blocks_are_found_where_they_were_left():
         run = simulator(*sizes).run([*far, again])
         assert run.requests[-1].tokens_from.get(tier) == 4 * 512, tier
         assert run.requests[-1].ttft < 612
-        assert run.blocks.num_computed == 16
-        assert run.blocks.num_reused == 4
+        assert run.num_computed_blocks == 16
+        assert run.num_reused_blocks == 4
     assert simulator(6).run([*far, again]).requests[-1].tokens_from == {"device": 0}
 
 
@@ -304,11 +303,11 @@ def test_a_fit_finds_costs_that_explain_what_was_measured(costs, seed):
         + costs[6] * min(w.num_tokens, 64)
         for w in works
     ]
-    fit = Measured(list(zip(works, truth, strict=True)))
+    fit = FittedCost(list(zip(works, truth, strict=True)))
     for work, seconds in zip(works, truth, strict=True):
         assert fit.seconds(work) == pytest.approx(seconds, rel=1e-3)
     with pytest.raises(ArgumentError, match="7 costs need at least as many measured steps, got 0"):
-        Measured([])
+        FittedCost([])
 
 
 # ---- setups ----

@@ -100,7 +100,7 @@ def test_the_two_ways_of_the_link_do_not_disturb_each_other():
     assert ours.end_of((7,)) == 0.0
     (report,) = ours.poll(10.5)
     assert {outcome.transfer_id for outcome in report.results} == {1, 2}
-    assert {use.name: use.num_bytes for use in ours.uses()} == {TO_HOST: 10, TO_DEVICE: 10, "disk": 0}
+    assert {use.name: use.num_bytes for use in ours.links.values()} == {TO_HOST: 10, TO_DEVICE: 10, "disk": 0}
 
 
 def test_a_later_load_waits_for_the_one_before_and_a_save_for_both():
@@ -154,13 +154,13 @@ def test_the_store_is_a_plain_lru(calls, size):
             for name in names:
                 if name in plain:
                     plain.move_to_end(name)
-        assert store.has([])[0] == [key(name) for name in plain]
+        assert store.lookup([])[0] == [key(name) for name in plain]
 
 
 def test_tiers_nobody_knows_and_stores_without_a_disk_are_refused():
-    with pytest.raises(ArgumentError, match="no tier is called 'tape'"):
+    with pytest.raises(ArgumentError, match="unknown tier 'tape'"):
         worker().submit(Plan(1, 0, (), (Probe(1, "tape"),)), 0.0)
-    with pytest.raises(ArgumentError, match="needs a disk"):
+    with pytest.raises(ArgumentError, match="need a disk"):
         SimulatedWorker(1, 1.0, stores={"disk": SimulatedStore(1)})
-    with pytest.raises(RangeError, match="room for a block"):
+    with pytest.raises(RangeError, match="room for at least 1 block"):
         SimulatedStore(0)

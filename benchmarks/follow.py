@@ -1,7 +1,7 @@
-"""Follow a log step by step: the same calls with the same times to a fresh scheduler and manager.
+"""Follow a recorded log step by step: the same calls with the same times to a new scheduler and manager.
 
-Whatever they decide must be what they decided then, so hits by tier come out exactly. Reuse inside a block depends on
-tokens that are not in the log: the run must have been recorded with `partial_scan=0`.
+Their decisions must equal the recorded ones, so hits by tier are exact. Reuse inside a block depends on tokens that
+are not in the log: the run must have been recorded with `partial_scan=0`.
 """
 
 from __future__ import annotations

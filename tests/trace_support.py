@@ -1,0 +1,38 @@
+"""Writes traces in Mooncake's format."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import zstandard
+
+from kvtier.errors import ArgumentError
+from kvtier.replay import TRACE_BLOCK_TOKENS, TraceRequest
+
+
+def write_trace(requests: Iterable[TraceRequest], path: str | Path) -> int:
+    """Write requests in Mooncake's format; returns how many. Compressed if the name says so."""
+    lines = []
+    for request in requests:
+        if request.block_tokens != TRACE_BLOCK_TOKENS:
+            raise ArgumentError(
+                f"Mooncake's format has blocks of {TRACE_BLOCK_TOKENS} tokens, the request {request.block_tokens}"
+            )
+        record = {
+            "timestamp": round(request.timestamp_ms),
+            "input_length": request.input_tokens,
+            "output_length": request.output_tokens,
+            "hash_ids": list(request.hash_ids),
+        }
+        lines.append(json.dumps(record) + "\n")
+    data = "".join(lines).encode()
+    match Path(path).suffix:
+        case ".gz":
+            data = gzip.compress(data)
+        case ".zst":
+            data = zstandard.ZstdCompressor().compress(data)
+    Path(path).write_bytes(data)
+    return len(lines)
