@@ -35,9 +35,9 @@ def main() -> None:
         sizes = f"host {point.host_bytes // GIB:3} GiB, disk {point.disk_bytes // GIB:3} GiB, ${point.price:6,.0f}"
         summary = point.summary
         print(f"{sizes}: {summary.hit_rate:5.1%} of prompt tokens cached, TTFT p99 {summary.ttft['p99']:.2f} s")
-    chosen = result.advice.chosen
+    chosen = result.chosen
     if chosen is None:
-        print(f"no size reaches the target; the best p99 is {result.advice.nearest.summary.ttft['p99']:.2f} s")
+        print(f"no size reaches the target; the best p99 is {result.nearest.summary.ttft['p99']:.2f} s")
     else:
         print(f"cheapest: {chosen.host_bytes // GIB} GiB of host memory, {chosen.disk_bytes // GIB} GiB of disk")
 
