@@ -1,7 +1,7 @@
-"""docs/reference from the docstrings of the public names. Reads the sources; imports nothing of kvtier.
+"""Generate docs/reference from the docstrings of public names. Parses the sources; does not import kvtier.
 
 python docs/make_reference.py            write the pages
-python docs/make_reference.py --check    exit code 1 if some page is out of date
+python docs/make_reference.py --check    exit code 1 if a page is out of date
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import indent
+from textwrap import fill, indent
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
-# A package's public names are those of its __all__; of a module without one, all that it defines.
+# Public names are those in __all__, or all definitions of a module without __all__.
 CACHE = "config writeback allocation manager admin"
 WORKER = "controller layer_waits sharding scrubber store_io"
 FIRST = "dtype errors fingerprint layout metrics messages memory state batch index transfer storage events"
@@ -33,50 +33,51 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def pages() -> dict[str, str]:
-    """Every page by its file's name."""
+    """Return the text of every page by file name."""
     made = {f"{name}.md": page(modules) for name, modules in PAGES.items()}
-    lines = [f"- [`kvtier.{name}`]({name}.md): {_doc(_module(PAGES[name][0])).splitlines()[0]}" for name in PAGES]
-    head = "# Reference\n\nMade from the docstrings by `python docs/make_reference.py`.\n\n"
+    first_lines = {name: _doc(_module(modules[0])).splitlines()[0] for name, modules in PAGES.items()}
+    lines = [_wrap(f"[`kvtier.{name}`]({name}.md): {line}", "- ", "  ") for name, line in first_lines.items()]
+    head = "# Reference\n\nGenerated from the docstrings by `python docs/make_reference.py`.\n\n"
     return made | {"README.md": head + "\n".join(lines) + "\n"}
 
 
 def page(modules: tuple[str, ...]) -> str:
-    """All public names of some modules."""
-    told = []
+    """Return the page with the public names of these modules."""
+    parts = []
     for module in modules:
         tree = _module(module)
-        told.append(f"# `{module}`\n\n{_doc(tree)}")
+        parts.append(f"# `{module}`\n\n{_doc(tree)}")
         for name in sorted(_public(tree), key=str.lower):
-            told.append(_entry(name, *_definition(module, name)))
-    return "\n\n".join(part.strip() for part in told) + "\n"
+            parts.append(_entry(name, *_definition(module, name)))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def _entry(name: str, node: Definition, doc: str) -> str:
     if isinstance(node, FUNCTIONS):
-        return f"## `{name}`\n\n    {_call(name, node)}\n\n{doc}"
+        return f"## `{name}`\n\n{_wrap(_call(name, node), '    ', '        ')}\n\n{doc}"
     if isinstance(node, ast.ClassDef):
         bases = f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else ""
         return f"## class `{name}{bases}`\n\n{doc}\n\n{_members(node)}"
-    return f"## `{name}`\n\n{doc or f'`{ast.unparse(node)[:200]}`'}"
+    return f"## `{name}`\n\n{doc or _wrap(f'`{ast.unparse(node)[:200]}`', '', '')}"
 
 
 def _members(node: ast.ClassDef) -> str:
-    """Fields and methods, in the order of the source; what begins with an underscore is nobody's business."""
-    told = []
+    """Public fields and methods, in source order."""
+    lines = []
     for field, doc in _documented(node.body):
         if not _target(field).startswith("_"):
-            told.append(f"- `{ast.unparse(field)}`{_indented(doc)}")
+            lines.append(_item(ast.unparse(field), doc))
     for each in node.body:
         if not isinstance(each, FUNCTIONS) or (each.name.startswith("_") and each.name != "__init__"):
             continue
         shown = node.name if each.name == "__init__" else each.name
         is_property = any(ast.unparse(d) in ("property", "cached_property") for d in each.decorator_list)
-        told.append(f"- `{_call(shown, each, is_property=is_property)}`{_indented(_doc(each))}")
-    return "\n".join(told)
+        lines.append(_item(_call(shown, each, is_property=is_property), _doc(each)))
+    return "\n".join(lines)
 
 
 def _documented(body: list[ast.stmt]) -> Iterator[tuple[ast.AnnAssign | ast.Assign, str]]:
-    """Fields, each with the string that follows it."""
+    """Yield fields, each with the string that follows it."""
     for number, each in enumerate(body):
         if isinstance(each, ast.AnnAssign | ast.Assign):
             after = body[number + 1] if number + 1 < len(body) else None
@@ -85,7 +86,7 @@ def _documented(body: list[ast.stmt]) -> Iterator[tuple[ast.AnnAssign | ast.Assi
 
 
 def _definition(module: str, name: str) -> tuple[Definition, str]:
-    """Where a name is defined, following imports, with its docstring."""
+    """Return the definition of a name and its docstring; follows imports."""
     tree = _module(module)
     for each in tree.body:
         if isinstance(each, (ast.ClassDef, *FUNCTIONS)) and each.name == name:
@@ -116,23 +117,35 @@ def _module(name: str) -> ast.Module:
 
 
 def _call(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef, *, is_property: bool = False) -> str:
-    told = "" if is_property else f"({ast.unparse(node.args).removeprefix('self').removeprefix('cls').lstrip(', ')})"
-    return f"{name}{told}" + (f" -> {ast.unparse(node.returns)}" if node.returns and name == node.name else "")
+    arguments = ast.unparse(node.args).removeprefix("self").removeprefix("cls").lstrip(", ")
+    call = name if is_property else f"{name}({arguments})"
+    return call + (f" -> {ast.unparse(node.returns)}" if node.returns and name == node.name else "")
 
 
 def _doc(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """With what is drawn set apart, as code is."""
+    """Return the docstring, with pictures indented as code."""
     parts = (ast.get_docstring(node) or "").split("\n\n")
     drawn = [any(sign in part for sign in ("-->", "──", "<--")) and not part.startswith("    ") for part in parts]
     return "\n\n".join(indent(part, "    ") if d else part for part, d in zip(parts, drawn, strict=True))
 
 
-def _indented(doc: str) -> str:
-    return ": " + doc.replace("\n\n", "\n").replace("\n", "\n  ") if doc else ""
+def _item(code: str, doc: str) -> str:
+    """Format a list item. Pictures and lists in the docstring keep their lines."""
+    first, *rest = doc.split("\n\n")
+    keeps_lines = any(line.startswith((" ", "- ")) for line in first.splitlines())
+    head = f"`{code}`" if keeps_lines or not first else f"`{code}`: {' '.join(first.split())}"
+    parts = [_wrap(head, "- ", "  "), *(indent(part, "  ") for part in ([first] if keeps_lines else []) + rest)]
+    return "\n".join(parts)
+
+
+def _wrap(text: str, first: str, rest: str) -> str:
+    width = 120
+    return fill(
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def main() -> int:
-    """Write the pages, or check them."""
     FOLDER.mkdir(exist_ok=True)
     made = pages()
     there = {path.name: path.read_text() for path in FOLDER.glob("*.md")}
