@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections import deque
 from random import Random
 from typing import ClassVar
 
@@ -97,9 +98,36 @@ class Counter(Module):
             request.removed += 1
 
 
+class SeededExecutor:
+    """Runs batches on the caller's thread at random moments, the same for the same seed."""
+
+    def __init__(self, work, seed):
+        self._work, self._random = work, Random(seed)
+        self._waiting, self._done = deque(), deque()
+
+    def submit(self, batch):
+        self._waiting.append(batch)
+        while self._waiting and self._random.random() < 0.5:
+            self._run_one()
+
+    def collect(self):
+        while not self._done:
+            self._run_one()
+        return self._done.popleft()
+
+    def close(self):
+        while self._waiting:
+            self._run_one()
+
+    def _run_one(self):
+        batch = self._waiting.popleft()
+        self._work(batch)
+        self._done.append(batch)
+
+
 def pipeline_of(phases=2, seed=None):
     counter = Counter(phases)
-    executor = ThreadExecutor if seed is None else lambda work: InlineExecutor(work, seed)
+    executor = ThreadExecutor if seed is None else lambda work: SeededExecutor(work, seed)
     return Pipeline([counter], phases=phases, executor=executor), counter
 
 

@@ -11,7 +11,7 @@ from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.memory import CPU, PINNED, BatchCopy, Buffer, Placement, copy
 from kvtier.memory.copy_plan import Entries, scan
 from kvtier.memory.native import native
-from kvtier.state import CopyNow, Permutation, RowMap, State, append, warp, warp_ragged
+from kvtier.state import Permutation, RowMap, State, append, warp, warp_ragged
 from kvtier.state.warp import row_copies
 
 dtypes = st.sampled_from([torch.uint8, torch.int32, torch.float64, torch.bfloat16])
@@ -33,55 +33,46 @@ def values(tensor):
     return tensor.cpu().tolist()
 
 
-def functors():
-    return [BatchCopy(), CopyNow()]
-
-
-def finish(functor):
-    if isinstance(functor, BatchCopy):
-        functor.run()
-
-
 # ---- the worked examples of the ancestor ----
 
 
 def test_warp_of_one_source_leaves_new_rows_alone(placement):
-    for functor in functors():
-        out = tensor([[0], [0], [77]], placement)
-        warp(tensor([[1], [2], [3]], placement), Permutation([2, 0, 5], 3), out, functor)
-        finish(functor)
-        assert values(out) == [[3], [1], [77]]
+    functor = BatchCopy()
+    out = tensor([[0], [0], [77]], placement)
+    warp(tensor([[1], [2], [3]], placement), Permutation([2, 0, 5], 3), out, functor)
+    functor.run()
+    assert values(out) == [[3], [1], [77]]
 
 
 def test_warp_of_two_sources_takes_new_rows_from_the_same_place(placement):
-    for functor in functors():
-        out = tensor([[0]] * 4, placement)
-        old, new = tensor([[1], [2], [3]], placement), tensor([[11], [12], [13], [14]], placement)
-        warp(old, Permutation([2, 3, 0, 7], 3), out, functor, new=new)
-        finish(functor)
-        assert values(out) == [[3], [12], [1], [14]]
+    functor = BatchCopy()
+    out = tensor([[0]] * 4, placement)
+    old, new = tensor([[1], [2], [3]], placement), tensor([[11], [12], [13], [14]], placement)
+    warp(old, Permutation([2, 3, 0, 7], 3), out, functor, new=new)
+    functor.run()
+    assert values(out) == [[3], [12], [1], [14]]
 
 
 def test_warp_of_rows_of_different_lengths(placement):
-    for functor in functors():
-        out = tensor([0] * 6, placement)
-        old, new = tensor([1, 2, 31, 32, 33], placement), tensor([40], placement)
-        perm = Permutation([2, 9, 0], 3)
-        offsets = warp_ragged(old, [0, 2, 2, 5], perm, out, functor, new=new, new_offset=[0, 0, 1, 1])
-        finish(functor)
-        assert values(out) == [31, 32, 33, 40, 1, 2]
-        assert offsets.tolist() == [0, 3, 4, 6]
+    functor = BatchCopy()
+    out = tensor([0] * 6, placement)
+    old, new = tensor([1, 2, 31, 32, 33], placement), tensor([40], placement)
+    perm = Permutation([2, 9, 0], 3)
+    offsets = warp_ragged(old, [0, 2, 2, 5], perm, out, functor, new=new, new_offset=[0, 0, 1, 1])
+    functor.run()
+    assert values(out) == [31, 32, 33, 40, 1, 2]
+    assert offsets.tolist() == [0, 3, 4, 6]
 
 
 def test_append_adds_one_element_to_old_rows_and_takes_new_ones(placement):
-    for functor in functors():
-        out = tensor([[0] * 4] * 3, placement)
-        old = tensor([[1, 2, 0, 0], [3, 0, 0, 0]], placement)
-        last, fresh = tensor([9, 8], placement), tensor([5, 6, 7], placement)
-        sizes = append(old, [2, 1], last, fresh, [0, 0, 3, 3], Permutation([1, 4, 0], 2), out, functor)
-        finish(functor)
-        assert sizes.tolist() == [2, 3, 3]
-        assert values(out) == [[3, 8, 0, 0], [5, 6, 7, 0], [1, 2, 9, 0]]
+    functor = BatchCopy()
+    out = tensor([[0] * 4] * 3, placement)
+    old = tensor([[1, 2, 0, 0], [3, 0, 0, 0]], placement)
+    last, fresh = tensor([9, 8], placement), tensor([5, 6, 7], placement)
+    sizes = append(old, [2, 1], last, fresh, [0, 0, 3, 3], Permutation([1, 4, 0], 2), out, functor)
+    functor.run()
+    assert sizes.tolist() == [2, 3, 3]
+    assert values(out) == [[3, 8, 0, 0], [5, 6, 7, 0], [1, 2, 9, 0]]
 
 
 # ---- anything, against numpy ----
@@ -104,13 +95,13 @@ def test_warp_does_what_numpy_does(placement, perm, width, with_new, dtype):
             expected[i] = old[row]
         elif with_new:
             expected[i] = new[i]
-    for functor in functors():
-        out = tensor(np.full((len(perm) + 1, width), 7).tolist(), placement, dtype)
-        source = tensor(old.tolist(), placement, dtype).view(perm.size0, width)
-        fresh = tensor(new.tolist(), placement, dtype).view(len(perm), width)
-        warp(source, perm, out, functor, new=fresh if with_new else None)
-        finish(functor)
-        assert values(out) == expected.tolist()
+    functor = BatchCopy()
+    out = tensor(np.full((len(perm) + 1, width), 7).tolist(), placement, dtype)
+    source = tensor(old.tolist(), placement, dtype).view(perm.size0, width)
+    fresh = tensor(new.tolist(), placement, dtype).view(len(perm), width)
+    warp(source, perm, out, functor, new=fresh if with_new else None)
+    functor.run()
+    assert values(out) == expected.tolist()
 
 
 @pytest.mark.skipif(native().code is None, reason="needs a C compiler")
@@ -136,12 +127,12 @@ def test_the_fewest_copies_are_made_and_old_and_new_rows_are_never_one():
 
 
 def test_new_rows_may_come_from_another_kind_of_memory(placement):
-    for functor in functors():
-        out, old = tensor([[0]] * 4, placement), tensor([[1], [2], [3]], placement)
-        new = tensor([[11], [12], [13], [14]], PINNED if torch.cuda.is_available() else CPU)
-        warp(old, Permutation([2, 3, 0, 7], 3), out, functor, new=new)
-        finish(functor)
-        assert values(out) == [[3], [12], [1], [14]]
+    functor = BatchCopy()
+    out, old = tensor([[0]] * 4, placement), tensor([[1], [2], [3]], placement)
+    new = tensor([[11], [12], [13], [14]], PINNED if torch.cuda.is_available() else CPU)
+    warp(old, Permutation([2, 3, 0, 7], 3), out, functor, new=new)
+    functor.run()
+    assert values(out) == [[3], [12], [1], [14]]
 
 
 @given(data=st.data())
@@ -151,11 +142,11 @@ def test_warp_in_place_reads_every_row_before_it_writes_any(placement, data):
     perm = Permutation(data.draw(st.lists(st.integers(0, size), min_size=1, max_size=size)), size)
     rows = (np.arange(size * 3).reshape(size, 3) % 100).tolist()
     expected = [rows[row] if row < size else rows[i] for i, row in enumerate(perm.index.tolist())] + rows[len(perm) :]
-    for functor in functors():
-        here = tensor(rows, placement)
-        warp(here, perm, here, functor, in_place=True)
-        finish(functor)
-        assert values(here) == expected
+    functor = BatchCopy()
+    here = tensor(rows, placement)
+    warp(here, perm, here, functor, in_place=True)
+    functor.run()
+    assert values(here) == expected
 
 
 def test_in_place_only_what_moves_is_copied():
@@ -177,20 +168,20 @@ def test_ragged_warp_does_what_lists_do(placement, data):
     picked = [
         new[i] if is_new else old[row] for i, (row, is_new) in enumerate(zip(perm.index, perm.is_new, strict=True))
     ]
-    for functor in functors():
-        out = tensor([7] * (sum(map(len, picked)) + 2), placement)
-        offsets = warp_ragged(
-            tensor([e for row in old for e in row], placement),
-            np.cumsum([0, *map(len, old)]),
-            perm,
-            out,
-            functor,
-            new=tensor([e for row in new for e in row], placement),
-            new_offset=np.cumsum([0, *map(len, new)]),
-        )
-        finish(functor)
-        assert values(out) == [*(e for row in picked for e in row), 7, 7]
-        assert offsets.tolist() == np.cumsum([0, *map(len, picked)]).tolist()
+    functor = BatchCopy()
+    out = tensor([7] * (sum(map(len, picked)) + 2), placement)
+    offsets = warp_ragged(
+        tensor([e for row in old for e in row], placement),
+        np.cumsum([0, *map(len, old)]),
+        perm,
+        out,
+        functor,
+        new=tensor([e for row in new for e in row], placement),
+        new_offset=np.cumsum([0, *map(len, new)]),
+    )
+    functor.run()
+    assert values(out) == [*(e for row in picked for e in row), 7, 7]
+    assert offsets.tolist() == np.cumsum([0, *map(len, picked)]).tolist()
 
 
 @given(data=st.data())
@@ -206,21 +197,21 @@ def test_append_does_what_lists_do(placement, data):
         for i, (row, is_new) in enumerate(zip(perm.index, perm.is_new, strict=True))
     ]
     padded = [row + [0] * (capacity - len(row)) for row in old]
-    for functor in functors():
-        out = tensor([[0] * capacity] * (len(perm) + 1), placement)
-        sizes = append(
-            tensor(padded, placement).view(perm.size0, capacity),
-            list(map(len, old)),
-            tensor(last, placement),
-            tensor([e for row in new for e in row], placement),
-            np.cumsum([0, *map(len, new)]),
-            perm,
-            out,
-            functor,
-        )
-        finish(functor)
-        assert sizes.tolist() == list(map(len, picked))
-        assert values(out)[: len(perm)] == [row + [0] * (capacity - len(row)) for row in picked]
+    functor = BatchCopy()
+    out = tensor([[0] * capacity] * (len(perm) + 1), placement)
+    sizes = append(
+        tensor(padded, placement).view(perm.size0, capacity),
+        list(map(len, old)),
+        tensor(last, placement),
+        tensor([e for row in new for e in row], placement),
+        np.cumsum([0, *map(len, new)]),
+        perm,
+        out,
+        functor,
+    )
+    functor.run()
+    assert sizes.tolist() == list(map(len, picked))
+    assert values(out)[: len(perm)] == [row + [0] * (capacity - len(row)) for row in picked]
 
 
 # ---- what the ancestor left unchecked ----

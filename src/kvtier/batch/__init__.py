@@ -1,4 +1,4 @@
-"""The life of a batch: the eight ops, the batch they carry through, and what takes part in it."""
+"""Batches and their pipeline: eight ops per batch, run by modules, with several batches in flight."""
 
 from kvtier.batch.data import BATCH, COPY, BatchData, BatchOp, Environment, Key, Module, check_modules
 from kvtier.batch.executor import InlineExecutor, ThreadExecutor

@@ -1,10 +1,7 @@
-"""Pipeline: runs modules over batches, in phases that overlap.
+"""Pipeline: runs modules over batches, with up to `phases` batches in flight.
 
-Ticket: one request's way through a pipeline, from add to its one terminal status.
-
-RowOrder: which request has which row, from one batch to the next.
-
-Pipeline: drives batches through the eight ops, with up to `phases` of them in flight.
+Ticket     a request in the pipeline, from add() to its one final status
+RowOrder   the rows of a batch
 """
 
 from __future__ import annotations
@@ -26,30 +23,29 @@ from kvtier.state import Permutation
 
 
 class TicketStatus(Enum):
-    """Where a request stands. The last three are terminal: a request gets exactly one of them."""
+    """Status of a request. The last three are final: a request gets exactly one of them."""
 
     WAITING = "waiting"
     """In no batch: new, or preempted."""
     ACTIVE = "active"
-    """In the batch issued last."""
+    """In the latest batch."""
     RETIRING = "retiring"
-    """Decided; leaves when none of its batches is in flight."""
+    """Outcome decided; leaves when none of its batches is in flight."""
     FINISHED = "finished"
     CANCELLED = "cancelled"
     FAILED = "failed"
 
     @property
     def is_terminal(self) -> bool:
-        """Whether nothing follows."""
         return self in (TicketStatus.FINISHED, TicketStatus.CANCELLED, TicketStatus.FAILED)
 
 
 class Ticket:
-    """A request in a pipeline, which fills it. Anybody on the engine thread may call `finish` and `cancel`.
+    """A request in a pipeline. `finish` and `cancel` may be called anywhere on the engine thread.
 
-    WAITING <-> ACTIVE          by being left out of a step, or taken in again
-    WAITING, ACTIVE -> RETIRING by finish(), cancel() or an error; the first one decides
-    RETIRING -> terminal        once `num_in_flight` is 0
+    WAITING <-> ACTIVE          left out of a step, or included again
+    WAITING, ACTIVE -> RETIRING finish(), cancel() or an error; the first one decides
+    RETIRING -> final status    when `num_in_flight` is 0
     """
 
     __slots__ = ("_in_flight", "_on_retire", "_outcome", "error", "has_run", "request", "status")
@@ -64,7 +60,7 @@ class Ticket:
         self.status = TicketStatus.WAITING
         self.error: BaseException | None = None
         self.has_run = False
-        """Whether it was in a batch before: then its next row is resumed, not new."""
+        """True if it was in a batch before: then its next row is resumed, not new."""
         self._outcome = TicketStatus.FINISHED
         self._in_flight = in_flight
         self._on_retire = on_retire
@@ -74,49 +70,45 @@ class Ticket:
 
     @property
     def num_in_flight(self) -> int:
-        """Batches issued that hold this request and are not collected.
+        """Number of batches in flight that contain this request.
 
-        Looked up in those batches: a count of its own would have to change for every row in every step.
+        Looked up in those batches: a counter would change for every row in every step.
         """
         return sum(self in rows for rows in self._in_flight)
 
     @property
     def is_running(self) -> bool:
-        """Whether it may still be put into a batch."""
+        """True if it may still be put into a batch."""
         return self.status in (TicketStatus.WAITING, TicketStatus.ACTIVE)
 
     def finish(self) -> None:
-        """It has all it wanted."""
         self.retire(TicketStatus.FINISHED)
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
         self.retire(TicketStatus.CANCELLED)
 
     def fail(self, error: BaseException) -> None:
-        """It cannot go on."""
         if self.is_running:
             self.error = error
         self.retire(TicketStatus.FAILED)
 
     def retire(self, outcome: TicketStatus) -> None:
-        """Decide the outcome, unless it is decided already."""
+        """Decide the outcome, unless it is already decided."""
         if self.is_running:
             self.status, self._outcome = TicketStatus.RETIRING, outcome
             self._on_retire(self)
 
     def release(self) -> None:
-        """Reach the terminal status; the pipeline calls it once, when nothing is in flight."""
+        """Set the final status; the pipeline calls it once, when no batch is in flight."""
         if self.status is not TicketStatus.RETIRING or self.num_in_flight:
             raise StateError(f"{self!r} cannot be released")
         self.status = self._outcome
 
 
 class RowOrder:
-    """The rows of a batch. Made when rows change, and shared by all batches in which they do not: those cost nothing.
+    """The rows of a batch. Made when rows change, and shared by the batches in which they do not.
 
-    Rows: those that generate first; among them, and among the others, existing ones in their order, then resumed, then
-    new.
+    Generating rows come first; in both groups, existing rows keep their order, then come resumed ones, then new ones.
     """
 
     __slots__ = ("row_of", "stay", "tickets")
@@ -125,10 +117,10 @@ class RowOrder:
         self.tickets = tuple(tickets)
         self.row_of = dict(zip(self.tickets, range(len(self.tickets)), strict=True))
         self.stay = Permutation.identity(len(self.tickets))
-        """The permutation of a batch with the rows of the one before."""
+        """The permutation of a batch with the same rows as the previous one."""
 
     def next(self, chosen: dict[Ticket, None], generating: Collection[Ticket]) -> tuple[RowOrder, Permutation]:
-        """The order of a batch of the chosen requests, and how it comes out of this one."""
+        """Return the order of a batch of the chosen requests, and the permutation from this order."""
         first = chosen.keys() & generating
         if chosen.keys() == self.row_of.keys() and self._begins_with(first):
             return self, self.stay
@@ -147,14 +139,14 @@ class RowOrder:
 
 
 class Pipeline:
-    """Runs modules over batches: host-side ops on the caller's thread, device-side ones on the executor's.
+    """Runs modules over batches: host ops on the caller's thread, device ops on the executor.
 
         step t      SETUP ──ready──> [executor: PREPARE FORWARD UNPREP] ──done──> FETCH, one host sync, UPDATE
         step t+1         SETUP ──ready──> ...          up to `phases` in flight; results lag by phases - 1 steps
 
     All methods are for one thread, the engine's. The requests of a BatchData are Tickets. An error in a module fails
-    the requests of its batch and no others: if it came on the device side, the order of the rows there is unknown, so
-    the batches behind it do not run; their other requests go back to waiting, and every row starts anew.
+    only the requests of its batch. After an error on the device side, the order of the rows there is unknown: later
+    batches in flight do not run, their other requests return to WAITING, and all rows are new in the next batch.
     """
 
     def __init__(
@@ -176,25 +168,25 @@ class Pipeline:
         self._executor = executor(self._execute)
         self._free = [BatchData(phase) for phase in range(phases)]
         self._steps = itertools.count()
-        self._order = RowOrder()  # the rows of the batch issued last
-        self._in_flight: list[Collection[Ticket]] = []  # the requests of each batch issued and not collected
-        self._running: dict[Ticket, None] = {}  # those that may be put into a batch
-        self._retiring: list[Ticket] = []  # decided, and not gone yet
-        self._broken_at: int | None = None  # the step that failed on the device; what follows counts for nothing
+        self._order = RowOrder()  # the rows of the latest batch
+        self._in_flight: list[Collection[Ticket]] = []  # the requests of each batch in flight
+        self._running: dict[Ticket, None] = {}  # may be put into a batch
+        self._retiring: list[Ticket] = []  # decided, and still in a batch in flight
+        self._broken_at: int | None = None  # the step that failed on the device; later results are invalid
         self._closed = False
 
     @property
     def num_in_flight(self) -> int:
-        """Batches issued and not collected."""
+        """Number of batches submitted and not collected."""
         return len(self._in_flight)
 
     @property
     def order(self) -> tuple[Ticket, ...]:
-        """The rows of the batch issued last."""
+        """The rows of the latest batch."""
         return self._order.tickets
 
     def add(self, request: Any) -> Ticket:
-        """Take a request in. A module that refuses it, by raising, makes it fail at once."""
+        """Add a request. It fails at once if a module raises."""
         self._check_open()
         ticket = Ticket(request, self._in_flight, self._retire)
         self._running[ticket] = None
@@ -202,7 +194,7 @@ class Pipeline:
             with self._span("ADD", BatchOp.ADD):
                 for module in self.modules:
                     module.add([request])
-        except Exception as error:  # whatever a module raises is the request's outcome
+        except Exception as error:  # the error is the outcome of the request
             ticket.fail(error)
             self._release()
         return ticket
@@ -210,10 +202,9 @@ class Pipeline:
     def step(
         self, tickets: Iterable[Ticket], *, generating: Collection[Ticket] = (), tokens: Sequence[int] = ()
     ) -> None:
-        """Issue a batch of these requests, and collect the oldest if all phases are taken.
+        """Submit a batch of these requests in the order of RowOrder, and collect the oldest if all phases are in use.
 
-        Rows: those that generate first; among them, and among the others, existing ones in their order, then resumed,
-        then new. Requests left out are preempted and may come back. Those that are retiring are left out silently.
+        Requests left out are preempted and may be resumed later. Those that are retiring are left out silently.
         """
         self._check_open()
         chosen, tokens = dict.fromkeys(tickets), tuple(tokens)
@@ -224,7 +215,7 @@ class Pipeline:
             self.drain()
         while not self._free:
             self.collect()
-        for ticket in chosen.keys() - self._running.keys():  # some may have left with what was just collected
+        for ticket in chosen.keys() - self._running.keys():  # some may have left with the batches just collected
             del chosen[ticket]
         order, perm = self._order.next(chosen, generating)
         batch = self._free.pop()
@@ -233,7 +224,7 @@ class Pipeline:
             with self._streams.engine():
                 self._run_op(BatchOp.SETUP, batch)
                 self._streams.record_ready(batch)
-        except BaseException as error:  # nothing of it reached the device: the order there is still the old one
+        except BaseException as error:  # nothing reached the device: the order there is unchanged
             self._give_up(batch, order.tickets, error)
             return
         self._take(order)
@@ -243,21 +234,21 @@ class Pipeline:
             self.collect()
 
     def collect(self) -> bool:
-        """Take the results of the oldest batch in flight; False if there is none."""
+        """Process the results of the oldest batch in flight; False if there is none."""
         if not self.num_in_flight:
             return False
         batch = self._executor.collect()
         del self._in_flight[0]
         rows: Sequence[Ticket] = batch.requests
         if batch.error is None and self._broken_at is not None and batch.sequence > self._broken_at:
-            batch.error = StateError("a batch before it failed on the device")  # it ran, on rows nobody knows
+            batch.error = StateError("an earlier batch failed on the device")  # it ran on unknown rows
         try:
             if batch.error is not None:
                 self._after_failure(batch, rows)
             else:
                 self._fetch_and_update(batch, rows)
         finally:
-            self._start_anew()
+            self._reset_rows()
         self._release()
         return True
 
@@ -276,12 +267,12 @@ class Pipeline:
             self._give_up(batch, rows, error)
 
     def drain(self) -> None:
-        """Collect everything in flight."""
+        """Collect all batches in flight."""
         while self.collect():
             pass
 
     def close(self) -> None:
-        """Collect everything, cancel whoever is left, and end the threads. Closing twice is fine."""
+        """Collect all batches, cancel the remaining requests, and end the threads. Closing twice is allowed."""
         if self._closed:
             return
         try:
@@ -301,21 +292,21 @@ class Pipeline:
     # ---- the device side ----
 
     def _execute(self, batch: BatchData) -> None:
-        """Run on the executor: never raises, keeps the error in the batch."""
+        """Run the device ops. Never raises: errors are kept in the batch."""
         if self._broken_at is not None:
-            batch.error = StateError("a batch before it failed on the device")
+            batch.error = StateError("an earlier batch failed on the device")
             return
         try:
             with self._streams.executor(batch):
                 for op in (BatchOp.PREPARE, BatchOp.FORWARD, BatchOp.UNPREP):
                     self._run_op(op, batch)
-        except BaseException as error:  # kept for the engine: the executor's thread must not die of a module
+        except BaseException as error:  # kept for the engine: the executor's thread must survive
             batch.error = error
             batch.failed_itself = True
             self._broken_at = batch.sequence
 
     def _run_op(self, op: BatchOp, batch: BatchData) -> None:
-        """The op of every module, then their copies, which are discarded if one raises."""
+        """Run the op of every module, then their copies; if one raises, the copies are discarded."""
         batch.check(op)
         env = batch.environment(op)
         copy, method = env.at(COPY), op.value
@@ -349,7 +340,7 @@ class Pipeline:
     # ---- rows and requests ----
 
     def _take(self, order: RowOrder) -> None:
-        """Make this the order of the batch issued last."""
+        """Make this the order of the latest batch."""
         if order is self._order:
             return
         for ticket in self._order.row_of.keys() - order.row_of.keys():
@@ -360,7 +351,7 @@ class Pipeline:
         self._order = order
 
     def _give_up(self, batch: BatchData, rows: Sequence[Ticket], error: BaseException) -> None:
-        """The engine's part of a batch failed: so do its requests. An exit or interrupt then goes on its way."""
+        """Fail the requests of a batch whose host ops failed. An exit or interrupt is raised again."""
         self._streams.settle("engine")
         batch.abandon()
         self._free.append(batch)
@@ -371,7 +362,7 @@ class Pipeline:
             raise error
 
     def _after_failure(self, batch: BatchData, rows: Sequence[Ticket]) -> None:
-        """The executor's part of a batch failed, by itself or with one before it."""
+        """Release a batch whose device ops failed, or did not run after an earlier failure."""
         self._streams.settle("executor")
         error, failed_itself = batch.error, batch.failed_itself
         batch.abandon()
@@ -380,8 +371,8 @@ class Pipeline:
             for ticket in rows:
                 ticket.fail(error)
 
-    def _start_anew(self) -> None:
-        """After a failure on the device, once all that was in flight is collected: no row is anywhere."""
+    def _reset_rows(self) -> None:
+        """After a failure on the device, once no batch is in flight: start without rows."""
         if self._broken_at is not None and not self.num_in_flight:
             self._take(RowOrder())
             self._broken_at = None
@@ -391,7 +382,7 @@ class Pipeline:
         self._retiring.append(ticket)
 
     def _release(self) -> None:
-        """Let those go that are decided and in no batch in flight. An error in REMOVE is raised when all have gone."""
+        """Remove decided requests that are in no batch in flight. The first error in REMOVE is raised at the end."""
         if not self._retiring:
             return
         leaving = [ticket for ticket in self._retiring if not ticket.num_in_flight]
@@ -409,14 +400,14 @@ class Pipeline:
             raise first
 
     def check(self) -> None:
-        """Raise unless the books agree: no row twice, counts of batches in flight right, nobody kept who has left."""
+        """Raise if a row is duplicated, a count of batches in flight is wrong, or a removed request is kept."""
         order = self._order
         if [*order.row_of] != [*order.tickets] or [*order.row_of.values()] != [*range(len(order.tickets))]:
-            raise AssertionError(f"a request has two rows, or none: {order.tickets}")
+            raise AssertionError(f"a request has two rows, or no row: {order.tickets}")
         if self.num_in_flight + len(self._free) != self.phases:
             raise AssertionError(f"{self.num_in_flight} batches in flight, {len(self._free)} of {self.phases} free")
         for ticket in (*self._running, *self._retiring):
             if ticket.status.is_terminal or ticket.is_running != (ticket in self._running):
-                raise AssertionError(f"{ticket!r} is kept where it does not belong")
+                raise AssertionError(f"{ticket!r} is in the wrong list")
             if ticket.status is TicketStatus.ACTIVE and ticket not in order.row_of:
                 raise AssertionError(f"{ticket!r} is active in no row")

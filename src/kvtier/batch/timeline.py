@@ -1,4 +1,4 @@
-"""Timeline: when each op and copy of each batch ran, as a trace file for Chrome (chrome://tracing) or Perfetto."""
+"""Timeline: start and end of each op and copy of each batch, as a trace file for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -10,53 +10,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from kvtier.memory import CopyResult, Event, Placement, Stream
 
 
 @dataclass(slots=True)
 class TimelineSpan:
-    """One thing that took time, in seconds of time.perf_counter."""
+    """One op or copy, in seconds of time.perf_counter."""
 
     name: str
     track: str
-    """The thread it ran on, or the stream: "engine", "executor", "engine stream", "executor stream"."""
+    """Thread or stream that ran it: "engine", "executor", "engine stream", "executor stream"."""
     phase: int
-    """-1, like `step`, for ADD and REMOVE, which are of no batch."""
+    """-1, like `step`, for ADD and REMOVE, which belong to no batch."""
     step: int
     num_rows: int
     start: float = 0.0
     end: float = 0.0
     copied_bytes: int = 0
     num_pieces: int = 0
-    """Copies made, after merging."""
+    """Copies after merging."""
 
     def copied(self, result: CopyResult) -> None:
-        """Take over what a BatchCopy did in it."""
+        """Add the result of a BatchCopy."""
         self.copied_bytes, self.num_pieces = result.nbytes, result.num_entries
 
 
-class _OnStream(NamedTuple):
-    """A span's beginning and end on its stream, and an earlier place there with the time at which it was reached."""
-
-    span: TimelineSpan
-    origin: Event
-    origin_time: float
-    begin: Event
-    end: Event
-
-
 class Timeline:
-    """Spans as they happen, from any thread.
+    """Records spans, from any thread.
 
-    `spans` are those of the host: work for a stream shows when it is enqueued. `stream_spans` are the same ops and
-    copies when their stream ran them, by events around each; CUDA's clock is tied to the host's once, to some 10 us.
+    `spans` are those of the host: work for a stream appears when it is enqueued. `stream_spans` are the same ops and
+    copies when their stream ran them, measured by events; CUDA's clock is aligned with the host's once, to some 10 us.
     """
 
     def __init__(self) -> None:
         self._spans: list[TimelineSpan] = []
-        self._on_streams: list[_OnStream] = []
+        # a span, a reference event with its time on the host, and the events around the span
+        self._on_streams: list[tuple[TimelineSpan, Event, float, Event, Event]] = []
         self._origins: dict[Placement, tuple[Event, float]] = {}
         self._lock = threading.Lock()
 
@@ -64,7 +54,7 @@ class Timeline:
     def span(
         self, name: str, *, track: str, phase: int, step: int, num_rows: int, stream: Stream | None = None
     ) -> Iterator[TimelineSpan]:
-        """Record what the block takes, also if it raises; what it enqueues on `stream` too."""
+        """Record the time of the block, even if it raises, and of the work that it enqueues on `stream`."""
         origin, begin = self._origin(stream), _mark(stream)
         span = TimelineSpan(name, track, phase, step, num_rows, time.perf_counter())
         try:
@@ -75,24 +65,24 @@ class Timeline:
             with self._lock:
                 self._spans.append(span)
                 if origin is not None and begin is not None and end is not None:
-                    self._on_streams.append(_OnStream(span, *origin, begin, end))
+                    self._on_streams.append((span, *origin, begin, end))
 
     @property
     def spans(self) -> tuple[TimelineSpan, ...]:
-        """All spans of the host that have ended, in the order of their ends."""
+        """Finished spans of the host, ordered by their ends."""
         with self._lock:
             return tuple(self._spans)
 
     def stream_spans(self) -> tuple[TimelineSpan, ...]:
-        """All spans of streams, in the order they were enqueued; waits for them. Work that failed there has none."""
+        """Wait for and return the spans of streams, in the order of enqueueing, without those of failed work."""
         with self._lock:
             recorded = tuple(self._on_streams)
-        found = []
+        spans = []
         for span, origin, origin_time, begin, end in recorded:
-            with contextlib.suppress(Exception):  # of the stream, and told where it was synchronised
+            with contextlib.suppress(Exception):  # an error of the stream, raised where it is synchronised
                 start, stop = (origin_time + origin.elapsed(place) / 1e3 for place in (begin, end))
-                found.append(replace(span, track=f"{span.track} stream", start=start, end=stop))
-        return tuple(found)
+                spans.append(replace(span, track=f"{span.track} stream", start=start, end=stop))
+        return tuple(spans)
 
     def save(self, path: str | Path) -> int:
         """Write the trace file. Returns the number of spans in it."""
@@ -108,7 +98,7 @@ class Timeline:
         return len(spans)
 
     def _origin(self, stream: Stream | None) -> tuple[Event, float] | None:
-        """A place in time that both clocks know: the first span on a GPU, or on a host stream, waits for it."""
+        """Return an event and its time on the host; the first span of a placement waits for it."""
         if stream is None:
             return None
         with self._lock:
@@ -124,9 +114,9 @@ def _mark(stream: Stream | None) -> Event | None:
 
 
 def _event(span: TimelineSpan, track: int, zero: float) -> dict[str, object]:
-    said = {"phase": span.phase, "step": span.step, "rows": span.num_rows, "bytes": span.copied_bytes}
+    args = {"phase": span.phase, "step": span.step, "rows": span.num_rows, "bytes": span.copied_bytes}
     if span.num_pieces:
-        said["pieces"] = span.num_pieces
+        args["pieces"] = span.num_pieces
     return {
         "name": span.name,
         "cat": "batch",
@@ -135,5 +125,5 @@ def _event(span: TimelineSpan, track: int, zero: float) -> dict[str, object]:
         "dur": (span.end - span.start) * 1e6,
         "pid": 0,
         "tid": track,
-        "args": said,
+        "args": args,
     }

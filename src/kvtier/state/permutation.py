@@ -1,9 +1,8 @@
-"""Permutation: how the rows of one batch become the rows of the next. numpy only."""
+"""Permutation: the mapping from the rows of one batch to the rows of the next. numpy only."""
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,16 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Stretches of rows that stay neighbours: rows new[k]..new[k]+length[k] come from old[k]..old[k]+length[k]."""
-
-    new: I64
-    old: I64
-    length: I64
+Runs = tuple[I64, I64, I64]
+"""Runs of neighbours, as (new, old, length): rows new[k]..new[k]+length[k] come from old[k]..old[k]+length[k]."""
 
 
 class Permutation:
     """For each row of the new order, its row in the old order of `size0` rows; from `size0` on, a new row.
 
-        Permutation([2, 0, 5], size0=3)     new row 0 was row 2, row 1 was row 0, row 2 is new; old row 1 is gone
+        Permutation([2, 0, 5], size0=3)     new row 0 was row 2, row 1 was row 0, row 2 is new; old row 1 is dropped
 
-    One old row may become several new ones (a sequence that forks). Values, never changed after construction.
+    One old row may become several new ones (a sequence that forks). Immutable.
     """
 
     __slots__ = ("index", "is_new", "size0")
@@ -51,7 +45,6 @@ class Permutation:
 
     @classmethod
     def identity(cls, size: int) -> Permutation:
-        """Every row stays where it is."""
         return cls(np.arange(size), size)
 
     def __len__(self) -> int:
@@ -73,52 +66,27 @@ class Permutation:
 
     @property
     def is_identity(self) -> bool:
-        """Whether every row stays where it is, none is new and none is gone."""
-        if len(self) != self.size0 or self.num_new:  # the cheap questions first
+        """True if every row keeps its place, none is new and none is dropped."""
+        if len(self) != self.size0 or self.num_new:  # the cheap tests first
             return False
         return not np.count_nonzero(self.index != np.arange(self.size0))
 
     @property
-    def is_injective(self) -> bool:
-        """Whether no old row becomes two new ones."""
-        old = self.index[~self.is_new]
-        return len(np.unique(old)) == len(old)
-
-    @property
     def num_new(self) -> int:
-        """New rows."""
         return int(np.count_nonzero(self.is_new))
 
-    def compose(self, later: Permutation) -> Permutation:
-        """This one, then `later`: from the old order straight to the order after both."""
-        if later.size0 != len(self):
-            raise ArgumentError(f"the later permutation is of {later.size0} rows, this one results in {len(self)}")
-        through = np.full(len(later), self.size0)
-        old = ~later.is_new
-        through[old] = self.index[later.index[old]]
-        return Permutation(through, self.size0)
-
-    def inverse(self) -> Permutation:
-        """From the new order back to the old one; rows that are gone are new there. Forks have none."""
-        if not self.is_injective:
-            raise ArgumentError("a permutation in which an old row becomes several new ones has no inverse")
-        back = np.full(self.size0, len(self))
-        old = np.flatnonzero(~self.is_new)
-        back[self.index[old]] = old
-        return Permutation(back, len(self))
-
     def runs(self, *, moved_only: bool = False) -> Runs:
-        """The fewest stretches the old rows come in; `moved_only` leaves out rows that stay where they are."""
+        """Return the runs of old rows; `moved_only` leaves out rows that keep their place."""
         wanted = ~self.is_new & (self.index != np.arange(len(self))) if moved_only else ~self.is_new
         return find_runs(wanted, self.index)
 
     def new_runs(self) -> Runs:
-        """The stretches of new rows; `old` is the row of the new data, which is in the new order: the same."""
+        """Return the runs of new rows. `old` equals `new`, since new data is in the new order."""
         return find_runs(self.is_new, np.arange(len(self)))
 
 
 def find_runs(wanted: Bools, source: I64) -> Runs:
-    """The stretches of wanted rows whose sources rise by one.
+    """Return the runs of wanted rows whose sources increase by one.
 
     wanted  1 1 1 0 1        begins  1 0 1 0 1
     source  4 5 0 . 1        ends    0 1 1 0 1
@@ -128,4 +96,4 @@ def find_runs(wanted: Bools, source: I64) -> Runs:
     begins[1:] &= ~continues
     ends[:-1] &= ~continues
     first = np.flatnonzero(begins)
-    return Runs(first, source[first], np.flatnonzero(ends) - first + 1)
+    return first, source[first], np.flatnonzero(ends) - first + 1

@@ -1,4 +1,4 @@
-"""State: per-sequence data that follows its sequences through every batch; and RowMap, which leaves it where it is."""
+"""State: per-sequence data that is permuted with the rows of each batch. RowMap: the same without moving data."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.memory import Allocator, Buffer, Placement
+from kvtier.memory import Allocator, BatchCopy, Buffer, Placement
 from kvtier.memory.torch_types import AnyDType
 from kvtier.state.permutation import I64, Permutation
-from kvtier.state.warp import CopyTable, Rows, warp_rows
+from kvtier.state.warp import Rows, warp_rows
 
 
 class State:
     """Two tensors of one layout: `front` is read, `back` is written, `swap` exchanges their roles in constant time.
 
-    The first dimension is rows, one per sequence of the batch. `warp` carries front into the next batch's order.
+    The first dimension is rows, one per sequence of the batch. `warp` reorders front for the next batch.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class State:
             raise ArgumentError(f"a State needs rows: a shape of at least one dimension, got {tuple(shape)}")
         size = int(np.prod(shape, dtype=np.int64))
         buffers = [Buffer(size, dtype, placement, allocator=allocator) for _ in range(2)]
-        # with the Buffers' own holdings: those of tensors made of them would not tell the memory which copies use it
+        # with the Buffers' own references: those of tensors made from them would not record which copies use the memory
         self._front, self._back = (
             Rows("the state", buffer.torch().view(tuple(shape)), buffer.holding) for buffer in buffers
         )
 
     @property
     def front(self) -> torch.Tensor:
-        """The tensor in the present order."""
+        """The tensor in the current order."""
         return self._front.tensor
 
     @property
@@ -48,13 +48,13 @@ class State:
         return self._back.tensor
 
     def swap(self) -> None:
-        """Exchange front and back. Tensors taken before keep their memory, and so change roles."""
+        """Exchange front and back. Tensors taken before keep their memory, so their roles change."""
         self._front, self._back = self._back, self._front
 
-    def warp(self, perm: Permutation, copy: CopyTable, *, new: torch.Tensor | None = None) -> bool:
-        """Carry front into the new order and make that the front. Returns whether it moved.
+    def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
+        """Copy front to the back in the new order, then swap. Returns False for an identity, which does neither.
 
-        An identity copies nothing and does not swap. With a BatchCopy, front is right once that has run.
+        Front is valid once `copy` has run.
         """
         if perm.is_identity:
             return False
@@ -64,15 +64,14 @@ class State:
 
 
 class RowMap:
-    """Stable rows and an index: sequences keep the row they were given, and `rows[i]` says which one batch row i has.
+    """Stable rows and an index: sequences keep their row, and `rows[i]` is the stable row of batch row i.
 
-    When which wins (benchmarks/state.py, 256 rows of which a tenth changes): State makes rows dense for every kernel,
-    for twice the memory and one launch in a step whose rows change: 50 us on an H200, for rows of 8 bytes as of 64 KiB,
-    and nothing when all stay. On a CPU that is 60 us for 8 bytes, but 1 ms for 64 KiB. RowMap moves nothing and takes
-    15 us whatever the rows are, at the price of an index vector to upload and one indirection in every kernel. So:
-    State for a few bytes a row that many kernels read; RowMap for large rows, and on the CPU from some KiB on. A row is
-    freed when its sequence leaves; with batches in flight, apply the permutation when the last one that uses the row
-    is done.
+    Comparison (benchmarks/state.py, 256 rows of which a tenth changes): State makes rows dense for every kernel, for
+    twice the memory and one launch in a step whose rows change: 50 us on an H200, for rows of 8 bytes and of 64 KiB
+    alike. On a CPU that is 60 us for 8 bytes and 1 ms for 64 KiB. RowMap moves nothing and takes 15 us for any size, at
+    the price of an index vector to upload and one indirection in every kernel. Use State for a few bytes per row that
+    many kernels read; RowMap for large rows, and on the CPU from some KiB on. A row is freed when its sequence leaves;
+    with batches in flight, apply the permutation after the last one that uses the row.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -80,34 +79,33 @@ class RowMap:
             raise RangeError(f"a RowMap cannot have {capacity} rows")
         self.capacity = capacity
         self._rows: I64 = np.empty(0, np.int64)
-        self._free: I64 = np.arange(capacity)[::-1].copy()  # a stack: the lowest rows are given first
+        self._free: I64 = np.arange(capacity)[::-1].copy()  # a stack: the lowest rows are taken first
 
     @property
     def rows(self) -> I64:
-        """The stable row of each batch row, in the present order; read-only."""
+        """The stable row of each batch row, in the current order; read-only."""
         view = self._rows.view()
         view.flags.writeable = False
         return view
 
     @property
     def num_free(self) -> int:
-        """Rows that can still be given."""
         return len(self._free)
 
     def apply(self, perm: Permutation) -> I64:
-        """Take the new order: kept sequences keep their rows, new ones get free rows, rows of those gone are freed.
+        """Apply the new order: kept sequences keep their rows, new ones get free rows, rows of dropped ones are freed.
 
-        Returns the stable rows given to new sequences, in the new order. Nothing changes if there are too few.
+        Returns the stable rows of new sequences, in the new order. Nothing changes if there are too few.
         """
         if perm.size0 != len(self._rows):
             raise ArgumentError(f"this permutation is of {perm.size0} rows, the map has {len(self._rows)}")
         old = ~perm.is_new
         kept = perm.index[old]
-        gone = np.ones(perm.size0, np.bool_)
-        gone[kept] = False
-        if len(kept) + np.count_nonzero(gone) != perm.size0:
+        dropped = np.ones(perm.size0, np.bool_)
+        dropped[kept] = False
+        if len(kept) + np.count_nonzero(dropped) != perm.size0:
             raise ArgumentError("a RowMap cannot give one row to two sequences: copy the row of a fork first")
-        free, needed = np.concatenate((self._free, self._rows[gone])), perm.num_new
+        free, needed = np.concatenate((self._free, self._rows[dropped])), perm.num_new
         if needed > len(free):
             raise RangeError(f"{needed} new sequences need rows, {len(free)} of {self.capacity} are free")
         given, self._free = free[len(free) - needed :][::-1].copy(), free[: len(free) - needed]
@@ -117,7 +115,7 @@ class RowMap:
         return given
 
     def check(self) -> None:
-        """Raise unless every row is either free or given, once."""
+        """Raise unless every row is either free or in use, exactly once."""
         every = np.sort(np.concatenate((self._rows, self._free)))
         if not np.array_equal(every, np.arange(self.capacity)):
             raise AssertionError(f"rows lost or given twice: given {self._rows.tolist()}, free {self._free.tolist()}")

@@ -1,57 +1,25 @@
-"""warp and append: carry rows from one batch's order into the next one's (the names are TurboMind's).
+"""warp and append: copy rows from one batch's order to the next one's (the names are TurboMind's).
 
-Suffix 0 is the old order, 1 the new one. All of them describe the copies as arrays and hand them to a copy functor: a
-BatchCopy collects them, a CopyNow makes them at once. Nothing loops over rows.
+Suffix 0 is the old order, 1 the new one. The copies are arrays that a BatchCopy runs; no code loops over rows.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvtier.errors import ArgumentError, DTypeError, RangeError
-from kvtier.memory import BatchCopy, Buffer, Placement, empty_like
+from kvtier.memory import BatchCopy, Buffer, empty_like
 from kvtier.memory.interop import hold_tensor
 from kvtier.memory.native import native
 from kvtier.memory.region import MemoryRef
 from kvtier.state.permutation import I64, Permutation, find_runs
 
 
-class CopyTable(Protocol):
-    """A copy functor: BatchCopy, or anything else that takes many copies as an array."""
-
-    def table(
-        self,
-        table: I64,
-        *,
-        src_placement: Placement,
-        dst_placement: Placement,
-        keep: Iterable[MemoryRef],
-        nbytes: int | None = None,
-    ) -> None:
-        """Copy, in order, now or later: rows of `table` are source addresses, destination addresses and byte counts.
-
-        `keep` is the memory they are in. `nbytes` is there if the copies are independent and sorted (BatchCopy.table).
-        """
-        ...
-
-
-class CopyNow:
-    """A copy functor that is done, or given to the current stream, when it returns."""
-
-    def table(self, table: I64, **where: Any) -> None:
-        """Copy what the rows of `table` say: sources, destinations, byte counts."""
-        with BatchCopy() as batch:
-            batch.table(table, **where)
-
-
 class Rows:
-    """A tensor as rows of memory. `name` is what messages call it; `holding` is that of all of its memory, if known."""
+    """A tensor as rows of memory. `name` is for messages; `holding` keeps all of its memory alive, if known."""
 
     __slots__ = ("address", "holding", "name", "num_rows", "placement", "row_bytes", "row_kind", "tensor")
 
@@ -97,15 +65,15 @@ def warp(
     a0: torch.Tensor,
     perm: Permutation,
     b1: torch.Tensor,
-    copy: CopyTable,
+    copy: BatchCopy,
     *,
     new: torch.Tensor | None = None,
     in_place: bool = False,
 ) -> None:
-    """b1[i] = a0[perm[i]] for rows there were; for new ones new[i], or b1[i] is left as it is without `new`.
+    """Set b1[i] = a0[perm[i]] for old rows and new[i] for new ones; without `new`, those are left unchanged.
 
-    With `in_place`, a0 and b1 are the same tensor and rows that stay are not copied; otherwise they must not overlap.
-    An identity in place copies nothing.
+    With `in_place`, a0 and b1 are the same tensor and rows that keep their place are not copied; otherwise they must
+    not overlap.
     """
     if (a0.data_ptr() == b1.data_ptr()) != in_place and a0.numel() and b1.numel():
         raise ArgumentError("in_place=True is for a0 and b1 that are the same tensor, and only for them")
@@ -119,12 +87,11 @@ def warp_rows(
     old: Rows,
     perm: Permutation,
     out: Rows,
-    copy: CopyTable,
+    copy: BatchCopy,
     *,
     new: torch.Tensor | None = None,
     in_place: bool = False,
 ) -> None:
-    """`warp` for tensors already looked at."""
     old.must_match(out)
     old.must_hold(perm.size0, "the old order")
     out.must_hold(len(perm), "the new order")
@@ -134,12 +101,12 @@ def warp_rows(
         fresh.must_be_apart(out)
         fresh.must_hold(len(perm) if perm.num_new else 0, "the new order")
     if in_place:
-        _emit(_moves_in_place(old, perm, fresh), copy)
+        _warp_in_place(old, perm, fresh, copy)
     elif fresh is None or fresh.placement == old.placement:
-        _emit_rows(perm, old, fresh, out, copy)
+        _add_warp(perm, old, fresh, out, copy)
     else:
-        _emit_rows(perm, old, None, out, copy)
-        _emit_rows(perm, None, fresh, out, copy)
+        _add_warp(perm, old, None, out, copy)
+        _add_warp(perm, None, fresh, out, copy)
 
 
 def warp_ragged(
@@ -147,12 +114,12 @@ def warp_ragged(
     offset0: Any,
     perm: Permutation,
     out: torch.Tensor,
-    copy: CopyTable,
+    copy: BatchCopy,
     *,
     new: torch.Tensor,
     new_offset: Any,
 ) -> I64:
-    """Rows of different lengths, packed: row j of a0 is a0[offset0[j]:offset0[j+1]], row i of `new` likewise.
+    """Warp packed rows of different lengths: row j of a0 is a0[offset0[j]:offset0[j+1]], row i of `new` likewise.
 
     Packs the new order into `out` and returns its offsets, one more than rows.
     """
@@ -168,13 +135,8 @@ def warp_ragged(
     end = np.where(kept, starts0[source + 1] if perm.size0 else 0, starts1[rows + 1])
     offsets = np.concatenate(([0], np.cumsum(end - begin)))
     packed.must_hold(int(offsets[-1]), "the new order")
-    _emit(
-        [
-            _Move(rows_of, begin[chosen], (end - begin)[chosen], packed, offsets[:-1][chosen])
-            for rows_of, chosen in ((old, kept), (fresh, perm.is_new))
-        ],
-        copy,
-    )
+    for source_rows, chosen in ((old, kept), (fresh, perm.is_new)):
+        _add_rows(copy, source_rows, begin[chosen], (end - begin)[chosen], packed, offsets[:-1][chosen])
     return offsets
 
 
@@ -186,9 +148,9 @@ def append(
     c1_offset: Any,
     perm: Permutation,
     d1: torch.Tensor,
-    copy: CopyTable,
+    copy: BatchCopy,
 ) -> I64:
-    """Old rows plus one new element each, or fresh rows; returns the sizes of the rows of d1.
+    """Append one element to each old row, or copy a new row; return the sizes of the rows of d1.
 
     a0 and d1 have rows of a fixed capacity, filled up to a size. Old row: d1[i] = a0[j][:a0_size[j]] then b0[j]; new
     row: d1[i] = c1[c1_offset[i]:c1_offset[i+1]].
@@ -217,51 +179,25 @@ def append(
     if len(sizes) and int(sizes.max()) > capacity:
         row = int(np.argmax(sizes))
         raise RangeError(f"new row {row} would hold {sizes[row]} elements, its capacity is {capacity}")
-    _emit(
-        [
-            _Move(olds, source * capacity, sizes0[source], outs, kept * capacity),
-            _Move(last, source, np.ones(len(kept), np.int64), outs, kept * capacity + sizes0[source]),
-            _Move(fresh, starts1[new], sizes[new], outs, new * capacity),
-        ],
-        copy,
-    )
+    _add_rows(copy, olds, source * capacity, sizes0[source], outs, kept * capacity)
+    _add_rows(copy, last, source, np.ones(len(kept), np.int64), outs, kept * capacity + sizes0[source])
+    _add_rows(copy, fresh, starts1[new], sizes[new], outs, new * capacity)
     return sizes
 
 
-@dataclass(slots=True)
-class _Move:
-    """num_rows[k] rows of `src` from src_row[k] on, to `dst` from dst_row[k] on."""
-
-    src: Rows
-    src_row: I64
-    num_rows: I64
-    dst: Rows
-    dst_row: I64
-
-
-def _emit(moves: Sequence[_Move], copy: CopyTable) -> None:
-    """Hand all moves, in their order, to the functor: in one call where the memory is of one kind."""
-    moves = [move for move in moves if len(move.num_rows)]
-    for places, group in itertools.groupby(moves, lambda move: (move.src.placement, move.dst.placement)):
-        some = list(group)
-        tables = [
-            (
-                move.src.address + move.src_row * move.src.row_bytes,
-                move.dst.address + move.dst_row * move.dst.row_bytes,
-                move.num_rows * move.src.row_bytes,
-            )
-            for move in some
-        ]
-        copy.table(
-            np.concatenate(tables, axis=1),
-            src_placement=places[0],
-            dst_placement=places[1],
-            keep=[rows.holding for move in some for rows in (move.src, move.dst)],
-        )
+def _add_rows(copy: BatchCopy, src: Rows, src_row: I64, num_rows: I64, dst: Rows, dst_row: I64) -> None:
+    """Add copies of num_rows[k] rows of `src` from src_row[k] on, to `dst` from dst_row[k] on."""
+    addresses = src.address + src_row * src.row_bytes, dst.address + dst_row * dst.row_bytes
+    copy.table(
+        np.stack((*addresses, num_rows * src.row_bytes)),
+        src_placement=src.placement,
+        dst_placement=dst.placement,
+        keep=[src.holding, dst.holding],
+    )
 
 
-def _emit_rows(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, copy: CopyTable) -> None:
-    """Hand over all rows that come from `old` or `new`, which are in one kind of memory, in one call."""
+def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, copy: BatchCopy) -> None:
+    """Add all rows that come from `old` or `new`, which are in one kind of memory, as one table."""
     code, sources = native().code, [rows for rows in (old, new) if rows is not None]
     num_new = perm.num_new
     num_rows = (0 if old is None else len(perm) - num_new) + (0 if new is None else num_new)
@@ -272,39 +208,38 @@ def _emit_rows(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows,
         src_placement=sources[0].placement,
         dst_placement=out.placement,
         keep=[rows.holding for rows in (*sources, out)],
-        nbytes=num_rows * out.row_bytes or None,  # rows go from the first to the last to memory nobody reads
+        nbytes=num_rows * out.row_bytes or None,  # sorted by destination, and no copy reads `out`
     )
 
 
 def row_copies(index: I64, size0: int, old: int, new: int, out: int, row_bytes: int) -> I64:
-    """Source, destination and size of the copies that carry rows at address `old`, or `new`, into the order `index`.
+    """Return the copies (rows SRC, DST, NBYTES) of rows at address `old` or `new` into the order `index`.
 
     Rows at address 0 are left out.
     """
     is_new, rows = index >= size0, np.arange(len(index))
-    # new rows are numbered apart from the old ones, so that none of either continues one of the other
-    runs = find_runs(np.where(is_new, new != 0, old != 0), np.where(is_new, size0 + 1 + rows, index))
-    from_old = old + runs.old * row_bytes
-    src = np.where(runs.old < size0, from_old, new + runs.new * row_bytes)
-    return np.stack((src, out + runs.new * row_bytes, runs.length * row_bytes))
+    # new rows have numbers apart from old ones, so that no run contains both
+    at, source, length = find_runs(np.where(is_new, new != 0, old != 0), np.where(is_new, size0 + 1 + rows, index))
+    src = np.where(source < size0, old + source * row_bytes, new + at * row_bytes)
+    return np.stack((src, out + at * row_bytes, length * row_bytes))
 
 
-def _moves_in_place(rows: Rows, perm: Permutation, new: Rows | None) -> list[_Move]:
-    """In place, every row is read before any is written: rows that move go out to memory of their own, then back in.
+def _warp_in_place(rows: Rows, perm: Permutation, new: Rows | None, copy: BatchCopy) -> None:
+    """Copy rows that move to scratch memory, then back, so that every row is read before any is written.
 
     rows     A B C D      perm [0, 2, 1, 3]      scratch  C B      rows  A C B D
     """
-    moves, runs = [], perm.runs(moved_only=True)
-    if len(runs.new):
-        ends = np.cumsum(runs.length)
-        at, room = ends - runs.length, rows.tensor[: int(ends[-1])]
-        buffer = empty_like(Buffer.wrap(room))
-        scratch = Rows("scratch", buffer.torch().view(room.shape), buffer.holding)
-        moves = [_Move(rows, runs.old, runs.length, scratch, at), _Move(scratch, at, runs.length, rows, runs.new)]
+    target, source, length = perm.runs(moved_only=True)
+    if len(target):
+        ends = np.cumsum(length)
+        at, moved = ends - length, rows.tensor[: int(ends[-1])]
+        buffer = empty_like(Buffer.wrap(moved))
+        scratch = Rows("scratch", buffer.torch().view(moved.shape), buffer.holding)
+        _add_rows(copy, rows, source, length, scratch, at)
+        _add_rows(copy, scratch, at, length, rows, target)
     if new is not None:
-        fresh = perm.new_runs()
-        moves.append(_Move(new, fresh.old, fresh.length, rows, fresh.new))
-    return moves
+        target, source, length = perm.new_runs()
+        _add_rows(copy, new, source, length, rows, target)
 
 
 def _whole_numbers(name: str, values: Any, count: int) -> I64:

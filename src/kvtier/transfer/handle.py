@@ -172,7 +172,7 @@ class TransferHandle:
 
     @property
     def compiled(self) -> CompiledTransfer:
-        """What to do; gone once it is over."""
+        """The compiled transfer; an error after the end."""
         assert self._compiled is not None
         return self._compiled
 

@@ -33,7 +33,7 @@ class TransferManager:
         load = manager.load([5, 6], [0, 1], layer_wise=True)      # urgent; compute waits on load.layers
         for report in manager.poll(): ...                         # transfers that ended since the last poll
 
-    Copies wait for `after`, or for the work on the current stream if that is None; an unrecorded Event() is no wait.
+    Copies wait for `after`, or for the work on the current stream if that is None; an unrecorded Event() does not wait.
     The report of a transfer that fails in part, is cancelled, or misses its `timeout` names the blocks that did not
     arrive; others are not affected. Thread-safe.
     """
