@@ -59,7 +59,7 @@ def test_a_rank_that_is_killed_ends_the_server(start):
     ask(server)
     rank.kill()
     assert ends(server, engine, rank)
-    assert "the process of rank 1 is gone, with exit code -9" in server.log
+    assert "the process of rank 1 ended with exit code -9" in server.log
 
 
 def test_heads_that_do_not_divide_are_said_so(tiny_model):

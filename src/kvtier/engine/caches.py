@@ -12,7 +12,8 @@ from kvtier.cache.metrics import Counted
 from kvtier.engine.cache_runtime import Controller, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.parallel import RankConfig, RankedController, RankedStore, Ranks
+from kvtier.engine.parallel import RankedController, RankedStore, Ranks
+from kvtier.engine.rank_link import RankConfig
 from kvtier.errors import ArgumentError
 from kvtier.storage import ShardStores, Store, open_shards
 from kvtier.worker.sharding import Sharding
@@ -62,7 +63,22 @@ def open_caches(
         ranks = None
         if num_ranks > 1:
             urls = {name: store for name, store in wanted.items() if isinstance(store, tuple)}
-            ranks = Ranks(models[0], _rank_config(config, sharding, num_host, urls, namespace))
+            ranks = Ranks(
+                models[0],
+                RankConfig(
+                    sharding=sharding,
+                    model=models[0].config,
+                    ops=type(models[0].ops),
+                    device=str(models[0].weights.device),
+                    num_blocks=cache.num_blocks,
+                    block_tokens=config.block_tokens,
+                    num_host_blocks=num_host,
+                    stores=urls,
+                    namespace=namespace,
+                    secret=cache.secret,
+                    timeout_seconds=config.rank_timeout_seconds,
+                ),
+            )
             opened.callback(ranks.close)
         first = models[0] if ranks is None else ranks.model
         # a graph with sums over ranks in it was never captured: none with several ranks
@@ -83,26 +99,6 @@ def open_caches(
         return Caches(groups, own, mine, None)
     counted = {name: RankedStore(name, store, ranks) for name, store in mine.items() if isinstance(store, ShardStores)}
     return Caches(groups, RankedController(own, ranks), counted, ranks)
-
-
-def _rank_config(
-    config: EngineConfig,
-    sharding: Sharding,
-    num_host_blocks: int,
-    urls: Mapping[str, tuple[str, ...]],
-    namespace: bytes,
-) -> RankConfig:
-    return RankConfig(
-        sharding.num_ranks,
-        sharding.num_shards,
-        config.cache.num_blocks,
-        config.block_tokens,
-        num_host_blocks,
-        urls,
-        namespace,
-        config.cache.secret,
-        config.rank_timeout_seconds,
-    )
 
 
 def _checked(

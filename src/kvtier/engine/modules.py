@@ -18,7 +18,6 @@ from kvtier.batch import BATCH, Environment, Key, Module
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.graph import DecodeGraphs
 from kvtier.engine.model import Model
-from kvtier.engine.rank_messages import RankStep
 from kvtier.engine.sampling import Sample, sample
 from kvtier.engine.sequence import EngineSequence
 from kvtier.scheduler import Row, Step
@@ -81,7 +80,7 @@ class InputBuilder(Module):
 
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
     transfers: StepTransfers
-    _step: Step
+    step: Step
 
     def __init__(self, groups: Sequence[DeviceCacheGroup], copies: PinnedCopier | None = None) -> None:
         self._groups = groups
@@ -90,11 +89,11 @@ class InputBuilder(Module):
         self.rows: list[tuple[Row, EngineSequence]] = []
         """Rows of the current batch in its order, without those whose inputs could not be built."""
         self._ready: dict[int, ForwardBatch] = {}
-        self._sequences: list[SequenceInput] = []
+        self.sequences: list[SequenceInput] = []
 
     def plan(self, step: Step, transfers: StepTransfers) -> None:
         """Set the step that the next batch runs."""
-        self._step, self.transfers = step, transfers
+        self.step, self.transfers = step, transfers
         self._planned = {row.request.id: row for row in step.rows}
 
     def setup(self, env: Environment) -> None:
@@ -110,7 +109,7 @@ class InputBuilder(Module):
                 generation.sampler.fail(error)
             else:
                 self.rows.append((row, generation))
-        self._sequences = inputs
+        self.sequences = inputs
         group = self._groups[0]
         send = self._copies.to_device if self._copies is not None else None
         device = group.model.weights.device
@@ -119,15 +118,9 @@ class InputBuilder(Module):
     def prepare(self, env: Environment) -> None:
         """Make the copies, and hand the batch on."""
         env.produce(FORWARD_BATCH, self._ready.pop(env.at(BATCH).phase))
-        if copies := self._step.copies:
+        if copies := self.step.copies:
             for group in self._groups:
                 group.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
-
-    def for_ranks(self) -> RankStep:
-        """The same step, as the other ranks are told."""
-        step = self._step
-        sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
-        return RankStep(tuple(self._sequences), (sources, targets), step.loads)
 
 
 class ModelForward(Module):
@@ -148,8 +141,8 @@ class ModelForward(Module):
 
     def forward(self, env: Environment) -> None:
         """Fill the caches; logits of the rows that want a token. Layers wait for blocks that are being loaded."""
-        beside = self._ranks.step(self._inputs.for_ranks()) if self._ranks is not None else contextlib.nullcontext()
-        with beside:
+        inputs, ranks = self._inputs, self._ranks
+        with ranks.step(inputs.step, inputs.sequences) if ranks is not None else contextlib.nullcontext():
             self._compute(env)
         self._inputs.transfers.on_forward_launched()
 

@@ -1,193 +1,171 @@
-"""Ranks: the other processes of a tensor-parallel engine, as rank 0 sees them.
+"""Ranks: the other processes of a tensor-parallel engine, as rank 0 uses them.
 
-    rank 0    scheduler, CacheManager, sampling      ──Plan, Step──>   ranks 1 ..: their share of the model,
-              its own share of model and blocks      <──Reports───     their slices of every block
+    rank 0    scheduler, CacheManager, sampling        ──Plan, step──>   ranks 1 ..: their share of the model,
+              its own share of model and blocks        <──Reports───     their slices of every block
 
-Every rank computes with its share of the weights, and all of them add up twice a layer. What one of them cannot do none
-can: if a rank dies, fails or does not answer in time, every call from then on is an EngineError, and `close` ends the
-others.
+Every rank computes with its share of the weights, with two all_reduce per layer. If one rank dies, fails or exceeds its
+timeout, every later call raises EngineError, and `close` ends the other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import wait as wait_for
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from kvtier.engine.cache_runtime import Controller
+from kvtier.engine.forward import SequenceInput
 from kvtier.engine.model import Model
-from kvtier.engine.rank_group import Rendezvous, join_group
-from kvtier.engine.rank_messages import (
-    Close,
-    Failed,
-    GetStatus,
-    Hello,
-    Meet,
-    RankLink,
-    RankReady,
-    RankStatus,
-    RankStep,
-    ResizeHost,
-    Sleep,
-    Start,
-    StepDone,
-    Wake,
-)
+from kvtier.engine.rank_link import RankCall, RankConfig, RankLink, RankReply, join_group, rendezvous
 from kvtier.engine.split import split_config, split_layer, split_weights, with_tensors, without_layers
 from kvtier.errors import EngineError
 from kvtier.memory import Event
 from kvtier.messages import Plan, Report
+from kvtier.scheduler import Step
 from kvtier.storage import ShardStores, StoreStats
 from kvtier.storage.open import sum_stats
 from kvtier.worker.layer_waits import LayerWaits
-from kvtier.worker.sharding import Sharding
 
 _MAIN = "from kvtier.engine.rank_process import main; main({})"
 _SLOW_SECONDS = 600.0
-"""For what takes as long as there is memory: starting, host tiers of another size."""
+"""Timeout of calls that allocate memory: start, wake, resize of the host tier."""
 _CLOSE_SECONDS = 30.0
-"""For writing what is under way to stores."""
+"""Timeout of `close`, which finishes writes to stores."""
 _BLAME_SECONDS = 0.2
-"""For a rank to end, or to say what happened to it, once something has."""
+"""Timeout for a rank to exit or report its error, after rank 0 saw one."""
 
-Message = TypeVar("Message")
-
-
-@dataclass(frozen=True, slots=True)
-class RankConfig:
-    """What ranks are made of, beside the model."""
-
-    num_ranks: int
-    num_shards: int
-    num_blocks: int
-    block_tokens: int
-    num_host_blocks: int
-    stores: Mapping[str, tuple[str, ...]]
-    namespace: bytes
-    secret: bytes
-    timeout_seconds: float
+T = TypeVar("T")
 
 
 class Ranks:
-    """Ranks 1 .. of an engine. For the engine's thread."""
+    """Ranks 1 .. of an engine. For the engine thread."""
 
     def __init__(self, model: Model, config: RankConfig) -> None:
-        """Start a process for each, and send it its share of the model. `self.model` is rank 0's own."""
-        local = split_config(model.config, config.num_ranks)
+        """Start a process for each rank and send it its share of the model; `config` is that of rank 0.
+
+        `self.model` is the share of rank 0.
+        """
+        num_ranks = config.sharding.num_ranks
+        local = split_config(model.config, num_ranks)
         self._timeout = config.timeout_seconds
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[RankLink] = []
         self._reports: list[Report] = []
         self._error: EngineError | None = None
-        self._rendezvous: Rendezvous | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # of mode 0700
         self._threads = torch.get_num_threads()
         device = model.weights.device
-        num_threads = max(1, self._threads // config.num_ranks) if device.type == "cpu" else 0
+        if device.type == "cpu":  # all ranks share the cores
+            config = replace(config, num_threads=max(1, self._threads // num_ranks))
         try:
-            for _ in range(1, config.num_ranks):
+            for _ in range(1, num_ranks):
                 self._start()
-            for rank in range(1, config.num_ranks):
-                self._receive(rank, Hello, _SLOW_SECONDS)
-                self._send_model(rank, model, config, num_threads)
-            self._rendezvous = Rendezvous(config.num_ranks)
-            self._broadcast(Meet(self._rendezvous.path, config.timeout_seconds))
-            weights = split_weights(model.config, model.weights, 0, config.num_ranks)
-            mine = Sharding(0, config.num_ranks, config.num_shards)
-            all_reduce = join_group(mine, device, self._rendezvous, config.timeout_seconds)
+            for rank in self._ranks:
+                self._receive(rank, _SLOW_SECONDS)
+                self._send_model(rank, model, config)
+            path = os.path.join(self._folder.name, "store")
+            store = rendezvous(path, num_ranks)
+            self._broadcast(path)
+            weights = split_weights(model.config, model.weights, 0, num_ranks)
+            all_reduce = join_group(config.sharding, device, store, self._timeout)
             self.model = Model(local, weights, type(model.ops)(), all_reduce)
-            ready = [self._receive(rank, RankReady, _SLOW_SECONDS) for rank in range(1, config.num_ranks)]
-            self.num_host_ready = min(each.num_host_ready for each in ready)
+            self.num_host_ready: int = min(self._receive(rank, _SLOW_SECONDS) for rank in self._ranks)
         except BaseException:
             self.close()
             raise
-        if num_threads:
-            torch.set_num_threads(num_threads)  # all ranks have the same cores
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def step(self, step: RankStep) -> Iterator[None]:
-        """Around rank 0's part of a step. What its loads came to is in `take_reports` afterwards, of every rank."""
-        self._broadcast(step)
+    def step(self, step: Step, inputs: Sequence[SequenceInput]) -> Iterator[None]:
+        """Compute a step on the other ranks while the body computes it on rank 0.
+
+        Afterwards `take_reports` has the results of its loads on every rank.
+        """
+        sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
+        self._broadcast(RankCall("step", (tuple(inputs), sources, targets, step.loads)))
         try:
             yield
         except Exception as error:
-            raise self._blamed(error) from error
-        except BaseException as error:  # an exit, or an interrupt: the others wait for rank 0, which will not come
-            self._lost(f"rank 0 was stopped in a step by {type(error).__name__}")
+            raise self._find_cause(error) from error
+        except BaseException as error:  # an exit or an interrupt: the other ranks are in the middle of the step
+            self._fail(f"rank 0 was stopped in a step by {type(error).__name__}")
             raise
         for rank in self._ranks:
-            self._receive(rank, StepDone, self._timeout)
+            self._receive(rank, self._timeout)
 
     # ---- plans and memory ------------------------------------------------------------------------------------------
 
     def submit(self, plan: Plan) -> None:
-        """Begin what a plan says, behind the steps before."""
-        self._broadcast(plan)
+        """Start a plan on all ranks, after the steps before it."""
+        self._broadcast(RankCall("submit", (plan,), replies=False))
 
     def take_reports(self) -> list[Report]:
-        """What the ranks have done since; never waits."""
+        """Return the reports that have arrived; never waits."""
         for rank, link in enumerate(self._links, 1):
-            while self._tried(rank, link.has_message):
+            while self._guard(rank, link.has_message):
                 message = self._next(rank, 0.0)
                 assert isinstance(message, Report), message
         taken, self._reports = self._reports, []
         return taken
 
     def wait(self, timeout: float) -> None:
-        """Until a rank has something to tell, at most so long."""
+        """Wait for a message of any rank, at most `timeout` seconds."""
         wait_for([link.connection for link in self._links], timeout)
 
     def sleep(self) -> None:
-        """Have all let go of their device caches."""
-        self._all(Sleep())
+        """Free the device caches of all ranks."""
+        self._call("sleep")
 
     def wake(self, num_blocks: int) -> None:
-        """Have all have device caches of so many blocks."""
-        self._all(Wake(num_blocks))
+        """Allocate device caches of `num_blocks` blocks on all ranks."""
+        self._call("wake", num_blocks)
 
     def resize_host(self, num_blocks: int) -> None:
-        """Have all have so many blocks in host memory."""
-        self._all(ResizeHost(num_blocks))
+        """Replace the host memory of all ranks."""
+        self._call("resize_host", num_blocks)
 
     @property
     def is_busy(self) -> bool:
-        """Whether reports are still to come."""
-        return any(answer.is_busy for answer in self._all(GetStatus())) or bool(self._reports)
+        """True if reports are outstanding."""
+        return any(self._call("is_busy")) or bool(self._reports)
 
     def stats(self, store: str) -> list[StoreStats]:
-        """Of every rank's part of a store."""
-        return [answer.stats[store] for answer in self._all(GetStatus()) if answer.stats is not None]
+        """Return the statistics of every rank's part of a store."""
+        return [stats[store] for stats in self._call("stats")]
 
     def close(self) -> None:
-        """End the processes, by force those that do not end by themselves. Twice is fine."""
+        """End the processes; kill those that do not end in time. Closing twice is safe."""
         for link in self._links:
-            if self._error is None:  # a rank that hangs reads nothing, and its pipe may be full
+            if self._error is None:  # a rank that hangs does not read, and its pipe may be full
                 with contextlib.suppress(OSError):
-                    link.send(Close())
+                    link.send(RankCall("close"))
             with contextlib.suppress(OSError):
                 link.connection.close()
-        patience = _CLOSE_SECONDS if self._error is None else 0.0
+        timeout = _CLOSE_SECONDS if self._error is None else 0.0
         for process in self._processes:
             try:
-                process.wait(patience)
+                process.wait(timeout)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
+        self._folder.cleanup()
         if self._links:
             torch.set_num_threads(self._threads)
         self._links, self._processes = [], []
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- internals -------------------------------------------------------------------------------------------------
 
     @property
     def _ranks(self) -> range:
@@ -202,86 +180,73 @@ class Ranks:
             )
         self._links.append(RankLink(ours))
 
-    def _send_model(self, rank: int, model: Model, config: RankConfig, num_threads: int) -> None:
-        device = model.weights.device
-        start = Start(
-            Sharding(rank, config.num_ranks, config.num_shards),
-            split_config(model.config, config.num_ranks),
-            type(model.ops),
-            f"cuda:{rank}" if device.type == "cuda" else str(device),
-            config.num_blocks,
-            config.block_tokens,
-            config.num_host_blocks,
-            config.stores,
-            config.namespace,
-            config.secret,
-            num_threads,
-        )
-        self._send(rank, start)
+    def _send_model(self, rank: int, model: Model, config: RankConfig) -> None:
+        sharding = replace(config.sharding, rank=rank)
+        device = f"cuda:{rank}" if model.weights.device.type == "cuda" else config.device
+        self._send(rank, replace(config, sharding=sharding, device=device))
         self._send(rank, with_tensors(without_layers(model.weights, rank), _own))
         for layer in model.weights.layers:  # one at a time: no second model in memory
-            mine = split_layer(model.config, layer, rank, config.num_ranks)
+            mine = split_layer(model.config, layer, rank, sharding.num_ranks)
             self._send(rank, with_tensors(mine, _own))
 
-    def _all(self, message: object) -> list[RankStatus]:
-        self._broadcast(message)
-        return [self._receive(rank, RankStatus, _SLOW_SECONDS) for rank in self._ranks]
+    def _call(self, method: str, *args: object) -> list[Any]:
+        """RankCall a method of all ranks; returns their results."""
+        self._broadcast(RankCall(method, args))
+        return [self._receive(rank, _SLOW_SECONDS) for rank in self._ranks]
 
     def _broadcast(self, message: object) -> None:
         for rank in self._ranks:
             self._send(rank, message)
 
     def _send(self, rank: int, message: object) -> None:
-        self._tried(rank, lambda: self._links[rank - 1].send(message))
+        self._guard(rank, lambda: self._links[rank - 1].send(message))
 
-    def _receive(self, rank: int, kind: type[Message], timeout: float) -> Message:
-        """The next message that is no report, which must be of this kind."""
+    def _receive(self, rank: int, timeout: float) -> Any:
+        """Return the value of the next reply; keeps the reports before it."""
         while isinstance(message := self._next(rank, timeout), Report):
             pass
-        if not isinstance(message, kind):
-            raise self._lost(f"rank {rank} said {message!r} where {kind.__name__} was due")
-        return message
+        return message.value
 
-    def _next(self, rank: int, timeout: float) -> object:
-        message = self._tried(rank, lambda: self._links[rank - 1].receive(timeout))
-        if isinstance(message, Failed):
-            raise self._lost(f"rank {rank} failed: {message.reason}")
+    def _next(self, rank: int, timeout: float) -> RankReply | Report:
+        message: RankReply | Report = self._guard(rank, lambda: self._links[rank - 1].receive(timeout))
         if isinstance(message, Report):
             self._reports.append(message)
+        elif message.error:
+            raise self._fail(f"rank {rank} failed: {message.error}")
         return message
 
-    def _tried(self, rank: int, call: Callable[[], Message]) -> Message:
-        """Something with a rank's pipe."""
+    def _guard(self, rank: int, use_link: Callable[[], T]) -> T:
+        """Use the pipe of a rank; a failure ends the engine."""
         if self._error is not None:
-            raise EngineError(f"this engine cannot go on: {self._error}") from self._error
+            raise EngineError(f"this engine cannot continue: {self._error}") from self._error
         try:
-            return call()
+            return use_link()
         except EngineError as error:
-            raise self._lost(f"rank {rank}: {error}") from error
+            raise self._fail(f"rank {rank}: {error}") from error
         except (EOFError, OSError) as error:
-            raise self._lost(f"the process of rank {rank} is gone, with exit code {self._exit_code(rank)}") from error
+            raise self._fail(f"the process of rank {rank} ended with exit code {self._exit_code(rank)}") from error
 
-    def _blamed(self, error: Exception) -> EngineError:
-        """Rank 0 failed in a step: whose fault it is. A sum fails on every rank when one of them is lost."""
+    def _find_cause(self, error: Exception) -> EngineError:
+        """Return the error of the rank that failed first: when one is lost, all_reduce fails on every rank."""
         if isinstance(error, EngineError):
             for rank in self._ranks:
                 if self._exit_code(rank):
-                    return self._lost(f"the process of rank {rank} is gone, with exit code {self._exit_code(rank)}")
+                    return self._fail(f"the process of rank {rank} ended with exit code {self._exit_code(rank)}")
             for rank in self._ranks:
                 try:
-                    self._receive(rank, StepDone, _BLAME_SECONDS)
+                    self._receive(rank, _BLAME_SECONDS)
                 except EngineError as theirs:
                     return theirs
-        return self._lost(f"rank 0 failed in a step: {type(error).__name__}: {error}")
+        return self._fail(f"rank 0 failed in a step: {type(error).__name__}: {error}")
 
     def _exit_code(self, rank: int) -> int | None:
-        """Of a process that has ended, or is about to."""
+        """Return the exit code of a process that has ended or ends now."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._processes[rank - 1].wait(_BLAME_SECONDS)
         return None
 
-    def _lost(self, why: str) -> EngineError:
-        self._error = EngineError(f"{why}; the ranks of an engine go together: close it and start another")
+    def _fail(self, why: str) -> EngineError:
+        self._error = EngineError(f"{why}; an engine cannot run without one of its ranks: close it and start another")
         return self._error
 
 
@@ -354,7 +319,7 @@ class RankedController:
 
 @dataclass(frozen=True, slots=True)
 class RankedStore:
-    """A store of which every rank has its part; `stats` are of all of them."""
+    """A store that is split over all ranks."""
 
     name: str
     own: ShardStores
@@ -362,10 +327,10 @@ class RankedStore:
 
     @property
     def stats(self) -> StoreStats:
-        """Asks every rank."""
+        """Sum over all ranks."""
         return sum_stats([self.own.stats, *self.ranks.stats(self.name)])
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """In memory of its own, on the CPU: what is pickled of a view is all that it is a view of."""
+    """Copy a tensor to the CPU: pickling a view would send the whole tensor behind it."""
     return tensor.detach().cpu().clone()

@@ -1,7 +1,7 @@
-"""The process of a rank other than 0: computes its share of every step, and moves its slices of blocks.
+"""The process of a rank other than 0: computes its share of every step and moves its slices of blocks.
 
-It decides nothing. It ends when it is told to, when rank 0 is gone, or when something fails: a rank that has missed a
-step can never catch up.
+It makes no decisions. It ends when rank 0 closes it or dies, or after any error: a rank that missed a step cannot
+continue.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import queue
 import signal
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,162 +18,130 @@ from typing import Any
 import torch
 
 from kvtier.engine.cache_runtime import new_controller
-from kvtier.engine.forward import ForwardBatch
-from kvtier.engine.model import AllReduce, Model
+from kvtier.engine.forward import ForwardBatch, SequenceInput
+from kvtier.engine.model import Model
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.rank_group import Rendezvous, join_group
-from kvtier.engine.rank_messages import (
-    Close,
-    Failed,
-    GetStatus,
-    Hello,
-    Meet,
-    RankLink,
-    RankReady,
-    RankStatus,
-    RankStep,
-    ResizeHost,
-    Sleep,
-    Start,
-    StepDone,
-    Wake,
-)
-from kvtier.engine.split import with_tensors
+from kvtier.engine.rank_link import RankCall, RankConfig, RankLink, RankReply, join_group, rendezvous
+from kvtier.engine.split import split_config, with_tensors
 from kvtier.engine.weights import LayerWeights, ModelWeights
-from kvtier.errors import EngineError
 from kvtier.messages import Plan
-from kvtier.storage import ShardStores, open_shards
+from kvtier.storage import ShardStores, StoreStats, open_shards
 
 _POLL_SECONDS = 0.001
-"""How often a rank looks after its transfers while it has nothing to compute."""
+"""Interval of polls while transfers are in flight and there is nothing to compute."""
 _IDLE_SECONDS = 0.5
-"""How often it tells what its scrubber has found while there is nothing else."""
+"""Interval of polls otherwise: the scrubber reports damaged blocks at any time."""
 
 
 def main(descriptor: int) -> None:
-    """Entry point of the process; `descriptor` is its end of the pipe."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # whoever sends them to all processes means rank 0
+    """Run a rank; `descriptor` is its end of the pipe."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # signals to the process group are meant for rank 0
         signal.signal(number, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(descriptor)
     link = RankLink(connection)
-    with contextlib.suppress(EOFError, OSError):  # rank 0 is gone: nobody to tell
+    with contextlib.suppress(EOFError, OSError):  # rank 0 died
         try:
-            link.send(Hello())
+            link.send(RankReply())
             with contextlib.ExitStack() as stack:
                 RankWorker(link, stack).run()
-        except Exception as error:  # whatever it is, rank 0 is told, and this rank ends
-            link.send(Failed(f"{type(error).__name__}: {error}"))
+        except Exception as error:
+            link.send(RankReply(error=f"{type(error).__name__}: {error}"))
 
 
 class RankWorker:
-    """Does what rank 0 says, in order."""
+    """Executes the calls of rank 0 in order. Its public methods are those that rank 0 calls."""
 
     def __init__(self, link: RankLink, stack: contextlib.ExitStack) -> None:
-        """What is opened is closed with `stack`."""
+        """`stack` closes the controller and the stores."""
         self._link = link
-        start: Start = link.receive()
-        if start.num_threads:
-            torch.set_num_threads(start.num_threads)
-        weights = _receive_weights(link, start.config.num_layers, torch.device(start.device))
-        meet: Meet = link.receive()
-        rendezvous = Rendezvous(start.sharding.num_ranks, meet.path)
-        all_reduce = join_group(start.sharding, weights.device, rendezvous, meet.timeout_seconds)
-        self._group = _new_group(start, weights, all_reduce)
-        self._stores = _open_stores(start, stack)
+        config: RankConfig = link.receive()
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        sharding = config.sharding
+        weights = _receive_weights(link, config.model.num_layers, torch.device(config.device))
+        store = rendezvous(link.receive(), sharding.num_ranks)
+        all_reduce = join_group(sharding, weights.device, store, config.timeout_seconds)
+        model = Model(split_config(config.model, sharding.num_ranks), weights, config.ops(), all_reduce)
+        self._group = DeviceCacheGroup(model, config.num_blocks, config.block_tokens)
+        self._stores: dict[str, ShardStores] = {}
+        for name, urls in config.stores.items():
+            self._stores[name] = open_shards(urls, sharding.shards, sharding.num_shards)
+            stack.callback(self._stores[name].close)
         self._controller = new_controller(
-            *(start.num_host_blocks, [self._group], self._stores),
-            *(start.namespace, start.sharding, start.secret),
+            config.num_host_blocks, [self._group], self._stores, config.namespace, sharding, config.secret
         )
         stack.callback(self._controller.close)
-        link.send(RankReady(self._controller.num_host_ready))
+        link.send(RankReply(self._controller.num_host_ready))
 
     def run(self) -> None:
-        """Until told to end."""
-        came: queue.SimpleQueue[object] = queue.SimpleQueue()
-        threading.Thread(target=_read, args=(self._link, came), name="kvtier-rank-reader", daemon=True).start()
+        """Execute calls until `close`."""
+        calls: queue.SimpleQueue[RankCall | Exception] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(self._link, calls), name="kvtier-rank-reader", daemon=True).start()
         while True:
             self._report()
             try:
-                message = came.get(timeout=_POLL_SECONDS if self._controller.is_busy else _IDLE_SECONDS)
+                call = calls.get(timeout=_POLL_SECONDS if self._controller.is_busy else _IDLE_SECONDS)
             except queue.Empty:
                 continue
-            if isinstance(message, Exception):
-                raise message
-            if isinstance(message, Close):
+            if isinstance(call, Exception):
+                raise call
+            if call.method == "close":
                 return
-            self._do(message)
+            value = getattr(self, call.method)(*call.args)
+            if call.replies:
+                self._report()
+                self._link.send(RankReply(value))
+
+    def step(
+        self, inputs: Sequence[SequenceInput], sources: Sequence[int], targets: Sequence[int], loads: Sequence[int]
+    ) -> None:
+        """Compute a batch, after copying blocks from `sources` to `targets` and while `loads` arrive."""
+        group = self._group
+        waits = self._controller.layer_waits(loads) if loads else None
+        batch = ForwardBatch.build(inputs, group.block_tokens, group.model.weights.device)
+        if sources:
+            group.copy_blocks(sources, targets)
+        group.model.forward(batch, group.cache, waits.before_layer if waits is not None else None)
+        if waits is not None:
+            waits.arrived()  # the reports, which are sent before the reply, contain the result
+
+    def submit(self, plan: Plan) -> None:
+        self._controller.submit(plan)
+
+    def sleep(self) -> None:
+        self._controller.release()
+        self._group.free()
+
+    def wake(self, num_blocks: int) -> None:
+        self._group.renew(num_blocks)
+        self._controller.register([self._group.cache])
+
+    def resize_host(self, num_blocks: int) -> None:
+        self._controller.resize_host(num_blocks, [self._group.cache])
+
+    def is_busy(self) -> bool:
+        return self._controller.is_busy
+
+    def stats(self) -> Mapping[str, StoreStats]:
+        return {name: store.stats for name, store in self._stores.items()}
 
     def _report(self) -> None:
         for report in self._controller.poll():
             self._link.send(report)
 
-    def _do(self, message: object) -> None:
-        match message:
-            case RankStep():
-                self._step(message)
-            case Plan():
-                self._controller.submit(message)
-            case Sleep():
-                self._controller.release()
-                self._group.free()
-                self._answer()
-            case Wake():
-                self._group.renew(message.num_blocks)
-                self._controller.register([self._group.cache])
-                self._answer()
-            case ResizeHost():
-                self._controller.resize_host(message.num_blocks, [self._group.cache])
-                self._answer()
-            case GetStatus():
-                self._answer()
-            case _:
-                raise EngineError(f"rank 0 sent a {type(message).__name__}, which this rank does not know")
 
-    def _step(self, step: RankStep) -> None:
-        group, controller = self._group, self._controller
-        device = group.model.weights.device
-        waits = controller.layer_waits(step.loads) if step.loads else None
-        batch = ForwardBatch.build(step.inputs, group.block_tokens, device)
-        sources, targets = step.copies
-        if sources:
-            group.copy_blocks(sources, targets)
-        group.model.forward(batch, group.cache, waits.before_layer if waits is not None else None)
-        if waits is not None:
-            waits.arrived()  # whether they did is in the reports, which go first
-        self._report()
-        self._link.send(StepDone())
-
-    def _answer(self) -> None:
-        self._report()
-        self._link.send(
-            RankStatus(self._controller.is_busy, {name: store.stats for name, store in self._stores.items()})
-        )
-
-
-def _read(link: RankLink, came: queue.SimpleQueue[object]) -> None:
-    """Take in whatever comes, also while this rank sends. A pipe holds 200 KB: two ends that both send more than that,
-    a plan's or a report's keys, and read only when it is sent, would wait for each other for good."""
+def _read(link: RankLink, calls: queue.SimpleQueue[RankCall | Exception]) -> None:
+    """Read calls while the rank sends. A pipe holds 200 KB; two ends that both send more (the keys of a plan or a
+    report) and read only afterwards would deadlock."""
     try:
         while True:
-            came.put(link.receive())
+            calls.put(link.receive())
     except (EOFError, OSError) as error:
-        came.put(error)
+        calls.put(error)
 
 
 def _receive_weights(link: RankLink, num_layers: int, device: torch.device) -> ModelWeights:
-    """As Ranks sends them: all but the layers, then each of these."""
+    """Receive weights as `Ranks` sends them: everything but the layers, then each layer."""
     rest: ModelWeights = link.receive()
     layers: list[LayerWeights] = [link.receive() for _ in range(num_layers)]
     return with_tensors(replace(rest, layers=tuple(layers)), lambda tensor: tensor.to(device))
-
-
-def _new_group(start: Start, weights: ModelWeights, all_reduce: AllReduce) -> DeviceCacheGroup:
-    return DeviceCacheGroup(Model(start.config, weights, start.ops(), all_reduce), start.num_blocks, start.block_tokens)
-
-
-def _open_stores(start: Start, stack: contextlib.ExitStack) -> dict[str, ShardStores]:
-    stores = {}
-    for name, urls in start.stores.items():
-        stores[name] = open_shards(urls, start.sharding.shards, start.sharding.num_shards)
-        stack.callback(stores[name].close)
-    return stores

@@ -25,7 +25,7 @@ from kvtier.engine.cache_runtime import CacheRuntime
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import RopeConfig
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.rank_group import Rendezvous
+from kvtier.engine.rank_link import rendezvous
 from kvtier.engine.speculate import DraftProposer
 from kvtier.engine.split import split_config, split_weights
 from kvtier.errors import ArgumentError, EngineError, RangeError
@@ -361,20 +361,12 @@ def listeners() -> set[tuple[str, int]]:
     return {tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN}
 
 
-def test_rendezvous_listens_nowhere_and_is_private(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_rendezvous_listens_nowhere(tmp_path):
     before = listeners()
-    first = Rendezvous(2)
-    second = Rendezvous(2, first.path)
+    first, second = (rendezvous(str(tmp_path / "store"), 2) for _ in range(2))
     assert listeners() == before
-    [folder] = tmp_path.iterdir()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    first.store.set("name", "value")
-    assert second.store.get("name") == b"value"
-    second.close()
-    assert folder.exists()
-    first.close()
-    assert not folder.exists()
+    first.set("name", "value")
+    assert second.get("name") == b"value"
 
 
 def test_ranks_listen_on_loopback_only_and_ignore_strangers(asked, wanted, tmp_path, monkeypatch):
@@ -383,6 +375,8 @@ def test_ranks_listen_on_loopback_only_and_ignore_strangers(asked, wanted, tmp_p
     engine = engine_of(2)
     new = listeners() - before
     assert {address for address, _ in new} <= {"127.0.0.1", "::1"}
+    [folder] = tmp_path.glob("kvtier-ranks-*")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     for address in new:
         with socket.create_connection(address) as stranger:
             stranger.sendall(b"\0" * 64)
@@ -398,10 +392,10 @@ def test_a_rank_that_is_killed_is_an_error_at_once_and_for_good(asked):
         engine.add(prompt, greedy(50))
     engine.step()
     child.kill()
-    with pytest.raises(EngineError, match=r"rank 1 is gone, with exit code -9; .*close it and start another"):
+    with pytest.raises(EngineError, match=r"rank 1 ended with exit code -9; .*close it and start another"):
         finish(engine)
     engine.add(asked[0], greedy(5))
-    with pytest.raises(EngineError, match="cannot go on"):
+    with pytest.raises(EngineError, match="cannot continue"):
         finish(engine)
     engine.close()
     assert not children()
@@ -413,7 +407,7 @@ def test_a_rank_that_hangs_is_an_error_within_the_limit(asked):
     engine.add(asked[0], greedy(50))
     engine.step()
     stop_process(child.pid)
-    with pytest.raises(EngineError, match="go together: close it and start another"):
+    with pytest.raises(EngineError, match="without one of its ranks: close it and start another"):
         finish(engine)
     engine.close()  # by force: it does not listen
     assert not children()

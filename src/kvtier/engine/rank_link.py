@@ -1,0 +1,131 @@
+"""The connections between the ranks of an engine: a pipe to rank 0 for messages, and a process group for all_reduce.
+
+    rank 0 ──RankConfig, weights, rendezvous, then RankCall.. ──> rank r
+    rank 0 <──RankReply, Report.. ── rank r
+
+A message is a pickle: both ends are ours and the pipe is private. A rank executes calls in order, so rank 0 can submit
+a plan and the next step without waiting. A process group belongs to one engine; there is no global state.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from kvtier.engine.model import AllReduce
+from kvtier.engine.model_config import ModelConfig
+from kvtier.engine.ops import Ops
+from kvtier.errors import EngineError, UnavailableError
+from kvtier.worker.sharding import Sharding
+
+_HOST = "127.0.0.1"
+_MEET_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """Configuration of one rank."""
+
+    sharding: Sharding
+    model: ModelConfig
+    """Shape of the whole model, not of the rank's share."""
+    ops: type[Ops]
+    device: str
+    num_blocks: int
+    block_tokens: int
+    num_host_blocks: int
+    """0 if there is no host tier."""
+    stores: Mapping[str, tuple[str, ...]]
+    """URLs of each store. Every rank opens its own part."""
+    namespace: bytes
+    secret: bytes
+    """See CacheConfig."""
+    timeout_seconds: float
+    """Of one all_reduce, and of a step."""
+    num_threads: int = 0
+    """Threads of torch; 0 leaves the number as it is."""
+
+
+class RankCall(NamedTuple):
+    """A method of RankWorker to run."""
+
+    method: str
+    args: tuple[object, ...] = ()
+    replies: bool = True
+
+
+class RankReply(NamedTuple):
+    """The result of a call, after all reports that precede it. With an error, the rank ends."""
+
+    value: Any = None
+    error: str = ""
+
+
+class RankLink:
+    """One end of the pipe between rank 0 and another rank."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self.connection = connection
+
+    def send(self, message: object) -> None:
+        """Send a message. Raises OSError if the other end is closed."""
+        self.connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def has_message(self, timeout: float | None = 0.0) -> bool:
+        """True if `receive` would return or raise at once."""
+        return self.connection.poll(timeout)
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """Return the next message. Raises EngineError at the timeout, EOFError or OSError if the other end closed."""
+        if not self.has_message(timeout):
+            raise EngineError(f"no message within {timeout} seconds")
+        return pickle.loads(self.connection.recv_bytes())
+
+
+def rendezvous(path: str, num_ranks: int) -> Any:
+    """Open the file in which ranks find each other; its folder must be private and outlive the group.
+
+    torch's TCPStore would listen on all interfaces and accept every connection. NCCL reads the file again whenever it
+    creates a communicator.
+    """
+    if not dist.is_available():
+        raise UnavailableError("this build of torch has no torch.distributed, which tensor parallelism needs")
+    store: Any = dist.FileStore(path, num_ranks)  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=_MEET_SECONDS))
+    return store
+
+
+def join_group(sharding: Sharding, device: torch.device, store: Any, timeout: float) -> AllReduce:
+    """Join the process group of all ranks, which must all call this. Returns its all_reduce, limited by `timeout`."""
+    kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+    if device.type == "cuda":  # not yet run on several GPUs
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # all ranks are on this machine
+        options = kind.Options()
+    else:
+        options = kind._Options()
+        options._devices = [kind.create_device(hostname=_HOST)]  # not the address that this machine's name resolves to
+    options._timeout = timedelta(seconds=_MEET_SECONDS)  # for all ranks to join; an all_reduce has `timeout`
+    group = kind(store, sharding.rank, sharding.num_ranks, options)
+    limits: Any = dist.AllreduceOptions()
+    limits.timeout = timedelta(seconds=timeout)
+
+    def all_reduce(mine: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, in place if contiguous. On CUDA the stream waits, not the host."""
+        if not mine.numel():
+            return mine
+        total = mine.contiguous()
+        try:
+            group.allreduce([total], limits).wait()
+        except RuntimeError as error:  # a rank died, or the timeout passed
+            raise EngineError(f"all_reduce failed on rank {sharding.rank} of {sharding.num_ranks}: {error}") from error
+        return total
+
+    return all_reduce
