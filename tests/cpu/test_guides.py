@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import re
+import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from kvtier.cli.main import add_commands
+from kvtier.cli.parser import Parser
 from kvtier.index.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
 CONFIG, POLICY, MODEL = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "extending.md").read_text(), re.M | re.S)
+
+
+BLOCKS = {
+    f"{page}-{number}": block
+    for page in ("tiers.md", "storage.md", "stores.md")
+    for number, block in enumerate(
+        re.findall(r"^ *```python\n(.*?)^ *```", (ROOT / "docs" / page).read_text(), re.M | re.S)
+    )
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_python_block_of_a_page_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(textwrap.dedent(BLOCKS[name]), f"docs/{name}", "exec"), {})
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda path: path.name)
+def test_commands_of_a_page_are_accepted(page):
+    parser = Parser()
+    add_commands(parser.add_subparsers(parser_class=Parser))
+    fenced = "\n".join(re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.M | re.S))
+    indented = "\n".join(re.findall(r"^ {4}(\S.*)$", page.read_text(), re.M))
+    code = (fenced + "\n" + indented).replace("\\\n", " ")
+    for command in re.findall(r"^kvtier ([a-z]+ .*)$", code, re.M):
+        parser.parse_args(shlex.split(command, comments=True))
 
 
 def test_extending_config_names_a_store():
