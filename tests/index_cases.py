@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvtier.index import BlockPool, Chain, Lease, Namespace, RadixTree, Retention, Slots, Tier, make_policy, transitions
+from kvtier.index.node import NO_SLOT, READY, upwards
 
 BLOCK = 4
 NAMESPACE = Namespace("model", block_tokens=BLOCK)
@@ -61,6 +63,36 @@ def copy_down(tree: RadixTree, lease: Lease, number: int, first: int = 0, count:
     transitions.begin_write(lease, tier, first, slots)
     transitions.end_write(tree, lease, tier, first, count, ok=True)
     return slots.ids.tolist()
+
+
+@dataclass(frozen=True)
+class Path:
+    """The blocks of a lease in order: for each the number of the fastest tier that can be read, and the slot."""
+
+    tiers: np.ndarray
+    slots: np.ndarray
+
+
+def path_of(lease: Lease) -> Path:
+    """Return where each block of a lease can be read fastest."""
+    tiers, slots = [np.empty(0, np.int8)], [np.empty(0, np.int32)]
+    for node in reversed(list(upwards(lease.node))):
+        numbers = np.full(node.num_blocks, -1, np.int8)
+        at = np.full(node.num_blocks, NO_SLOT, np.int32)
+        for number, held in reversed(list(enumerate(node.held))):
+            if held is not None:
+                ready = np.frombuffer(held.states, np.uint8) >= READY
+                numbers[ready] = number
+                at[ready] = held.slots[ready]
+        tiers.append(numbers)
+        slots.append(at)
+    return Path(np.concatenate(tiers), np.concatenate(slots))
+
+
+def remove(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int) -> None:
+    """Remove blocks of a lease's path from a tier."""
+    for node, low, high, _ in transitions.path_parts(lease, first, count):
+        tree.remove(tier, node, low, high)
 
 
 def slots(tier: str, *ids: int) -> Slots:

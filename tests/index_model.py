@@ -67,7 +67,7 @@ class Copy:
     """A block in one tier."""
 
     slot: int
-    state: str = "ready"  # writing, ready, dropping
+    state: str = "ready"  # writing, ready
     readers: int = 0
 
     @property

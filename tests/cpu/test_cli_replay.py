@@ -152,7 +152,7 @@ def test_lines_that_are_no_requests_are_told_and_counted(tmp_path, capsys):
         (["synthetic:turns=x"], "turns is a number, got 'x'"),
         (["synthetic:", "synthetic:"], "by itself"),
         (["synthetic:sessions=2", "--gpu", "h300"], "unknown gpu 'h300'"),
-        (["synthetic:sessions=2", "--policy", "mru"], "no eviction policy is called 'mru'"),
+        (["synthetic:sessions=2", "--policy", "mru"], "unknown eviction policy 'mru'"),
         (["synthetic:sessions=2", "--disk", "1TiB"], "through host memory"),
         (["synthetic:sessions=2", "--limit", "0"], "--limit"),
         (["synthetic:turns=nan"], "turns is a mean of at least 1, got nan"),

@@ -8,7 +8,7 @@ from kvtier.cache.manager import CacheManager
 from kvtier.cache.writeback import WritebackJob
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Tier
-from kvtier.index.node import Node, upwards
+from kvtier.index.node import Node, descendants, upwards
 from kvtier.index.tree_edit import common_blocks
 from kvtier.messages import KEY_BYTES
 
@@ -31,7 +31,9 @@ class CacheAdmin:
         """Have what is cached of a prompt, and of what follows it, copied to the tiers below, whatever their policy."""
         manager = self._manager
         end = self._end(chain)
-        leaves = [node for node in _below(end.node) if not node.children] if end is not None and end.is_whole else []
+        leaves = (
+            [node for node in descendants(end.node) if not node.children] if end is not None and end.is_whole else []
+        )
         for each in (chain, *(Chain.of_node(manager.namespace, node) for node in leaves)):
             for queue in manager.queues:
                 queue.put(WritebackJob(each, 0, each.num_blocks, always=True))
@@ -77,7 +79,7 @@ class CacheAdmin:
 
     def set_quota(self, tier: str, salt: bytes, num_blocks: int | None) -> None:
         """At most so many slots of a tier for one tenant's salt; None: no limit."""
-        self._manager.tree.set_quota(self.tier(tier), salt, num_blocks)
+        self.tier(tier).set_quota(salt, num_blocks, self._manager.tree.nodes())
 
     def vacate(self, tier: str, first_slot: int = 0) -> None:
         """Nothing stays in these slots of a tier. Nobody may run, nothing may be under way."""
@@ -140,12 +142,4 @@ def _first_unshared(end: _End) -> int:
 def _keys_after(end: _End) -> bytes:
     """Of all blocks that follow a chain."""
     rest = end.node.keys[(end.num_blocks - end.node.start) * KEY_BYTES :]
-    return rest + b"".join(each.keys for each in _below(end.node))
-
-
-def _below(node: Node) -> list[Node]:
-    """All nodes under a node, parents first."""
-    nodes = list(node.children.values())
-    for each in nodes:
-        nodes.extend(each.children.values())
-    return nodes
+    return rest + b"".join(each.keys for each in descendants(end.node))

@@ -39,6 +39,7 @@ from kvtier.index import (
     make_policy,
 )
 from kvtier.index.chain import TokenIds
+from kvtier.index.check import check_tree
 from kvtier.index.node import ABSENT, WRITING
 from kvtier.index.transitions import block_slots
 from kvtier.messages import Plan, Report, Route
@@ -246,14 +247,14 @@ class CacheManager:
 
     def pin(self, chain: Chain, *, now: float = 0.0) -> Lease:
         """Keep what is cached of a prompt until it is unpinned."""
-        pin = self.tree.pin(chain, now=now)
+        pin = self.tree.match(chain, now=now)
         self._pins.add(pin)
         return pin
 
     def unpin(self, pin: Lease) -> None:
         """It may be evicted again."""
         self._pins.remove(pin)
-        self.tree.unpin(pin)
+        self.tree.release(pin, used=False)
 
     def reset(self, namespace: Namespace | None = None) -> None:
         """Forget everything that is in memory. Running requests keep what they hold; stores keep what they have."""
@@ -358,7 +359,7 @@ class CacheManager:
 
     def check(self) -> None:
         """Raise unless every invariant of the index holds for exactly these holds."""
-        self.tree.check(self.leases)
+        check_tree(self.tree, self.leases)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -426,8 +427,8 @@ class CacheManager:
             return
         found = self.tree.match_within(allocation.lease, wanted, max_children=self.config.partial_scan, now=now)
         if found is not None:
-            allocation.source = found.lease
-            allocation.num_cached_tokens += found.num_tokens
+            allocation.source, num_tokens = found
+            allocation.num_cached_tokens += num_tokens
 
     def _reserve(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Slots for tokens that have none, and for blocks that come from the host, which then are on their way."""

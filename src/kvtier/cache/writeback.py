@@ -168,7 +168,7 @@ class HostWriteback:
 
     def invalidate(self, slots: I32) -> None:
         """The blocks in these slots changed by themselves: they are no copies any more, but for those being read."""
-        self.num_damaged += self._tree.lose(self.host, slots)
+        self.num_damaged += self._tree.invalidate(self.host, slots)
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 

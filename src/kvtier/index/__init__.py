@@ -1,18 +1,18 @@
 """The block index: keys, pools, the radix tree with its leases, eviction. It holds numbers and no bytes of KV.
 
-Everything here belongs to one thread; `now` is the caller's clock.
+Not thread-safe; `now` is the caller's clock.
 """
 
 from kvtier.index.chain import KEY_BYTES, Chain, MediaItem, Namespace
 from kvtier.index.events import BlocksRemoved, BlocksStored, Event, IndexCleared, Listener
 from kvtier.index.ghost import Estimate, GhostCache
-from kvtier.index.lease import Lease, PartialHit, Path, Published, Retention
+from kvtier.index.lease import Lease, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
 from kvtier.index.node import BlockState
 from kvtier.index.policies import FIFO, LRU, S3FIFO, CostAware, Policy, make_policy
-from kvtier.index.pool import BlockPool, PoolStats, Shortage, Slots
+from kvtier.index.pool import BlockPool, Shortage, Slots
 from kvtier.index.tier import Tier
-from kvtier.index.tree import RadixTree, TreeStats
+from kvtier.index.tree import RadixTree
 
 __all__ = [
     "FIFO",
@@ -36,16 +36,11 @@ __all__ = [
     "MissList",
     "MissReason",
     "Namespace",
-    "PartialHit",
-    "Path",
     "Policy",
-    "PoolStats",
-    "Published",
     "RadixTree",
     "Retention",
     "Shortage",
     "Slots",
     "Tier",
-    "TreeStats",
     "make_policy",
 ]

@@ -1,18 +1,13 @@
-"""Token ids, block keys, and the chain of keys of one prompt.
+"""Chain: the tokens of a sequence as blocks, with the keys of the blocks.
 
-Token ids as little-endian int32 bytes: what the tree compares and the keys digest.
-
-Block keys: the names blocks have outside this process, and how they chain.
+A block's key names it outside this process. Keys are chained:
 
     root    = SHA-256( "kvtier block key 1\0" | namespace | salt | adapter )
     key[0]  = SHA-256( root     | tokens of block 0 | extras of block 0 )
     key[i]  = SHA-256( key[i-1] | tokens of block i | extras of block i )
 
-Tokens are little-endian int32, so their part has one length for a given namespace and what follows it can only be the
-extras; nothing is pickled and nothing depends on the process, so two machines agree. Equal keys mean equal prefixes.
-docs/keys.md has test vectors.
-
-Chain: a request's tokens as blocks, prompt and answer alike, with what else decides whether KV may be shared.
+Tokens are little-endian int32, so their part has a fixed length in a namespace, and the rest can only be the extras.
+Nothing depends on the process, so two machines agree. Equal keys mean equal prefixes. docs/keys.md has test vectors.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ _PACK_ONE = struct.Struct("<i").pack
 
 
 def token_bytes(tokens: TokenIds) -> bytes:
-    """The ids as little-endian int32, in one conversion whatever they come in.
+    """Return the ids as little-endian int32.
 
     A list goes through struct.pack: 7.6 ns a token against 20 for numpy (Python 3.11, x86-64, 2026-11-15); an int32
     array is one memcpy.
@@ -54,7 +49,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
         return b""
     if ids.dtype.kind not in "iu":
         raise DTypeError(f"tokens must be whole numbers, got {ids.dtype}")
-    # read as unsigned, a negative id is too large: one pass over the commonest type
+    # as unsigned numbers, negative ids are too large: one pass for the most common type
     high = (
         int(np.maximum.reduce(ids.view(np.uint32)))
         if ids.dtype == _INT32
@@ -80,7 +75,7 @@ def _packed(tokens: Sequence[int]) -> bytes:
 
 
 def as_ids(labels: bytes | bytearray | memoryview) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The way back, without a copy where the machine is little-endian."""
+    """Return token bytes as ids, without a copy on a little-endian machine."""
     ids = np.frombuffer(labels, "<i4")
     return ids if sys.byteorder == "little" else ids.astype(np.int32)
 
@@ -91,39 +86,39 @@ _DOMAIN = b"kvtier block key 1\0"
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything that must agree for one engine's KV to be another's: a change of any field is another cache."""
+    """Everything that must be equal for engines to share KV: a change of any field is another cache."""
 
     model: str
     revision: str = ""
-    """Of the weights: a commit, or a digest of the files."""
+    """Revision of the weights: a commit, or a digest of the files."""
     dtype: str = ""
-    """Of the stored KV, scales included."""
+    """Type of the stored KV, scales included."""
     layout: str = ""
-    """Layers, heads, head size, order: a KVLayout's fingerprint."""
+    """Fingerprint of a KVLayout: layers, heads, head size, order."""
     block_tokens: int = 16
     fingerprint: bytes = field(init=False, repr=False, compare=False)
-    """32 bytes over every field above, with its name."""
+    """SHA-256 of the names and values of the fields above."""
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
             raise RangeError(f"a block needs at least one token, got block_tokens={self.block_tokens}")
-        parts = [item for each in fields(self) if each.init for item in (each.name, str(getattr(self, each.name)))]
+        parts = [part for each in fields(self) if each.init for part in (each.name, str(getattr(self, each.name)))]
         fingerprint = hashlib.sha256(_framed(part.encode() for part in parts)).digest()
-        object.__setattr__(self, "fingerprint", fingerprint)  # once: every request's keys begin with it
+        object.__setattr__(self, "fingerprint", fingerprint)  # computed once: the keys of every request begin with it
 
     def root_key(self, salt: bytes = b"", adapter: bytes = b"") -> bytes:
-        """The key above block 0 for one tenant's salt and one LoRA adapter."""
+        """Return the key above block 0 for one tenant's salt and one LoRA adapter."""
         return hashlib.sha256(_DOMAIN + self.fingerprint + _framed((salt, adapter))).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """An image, a clip, a sound: tokens [start, start + num_tokens) stand for something the ids do not tell."""
+    """An image, video or audio clip for which tokens [start, start + num_tokens) are placeholders."""
 
     start: int
     num_tokens: int
     digest: bytes
-    """Of the content; equal content, equal digest."""
+    """Digest of the content."""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.num_tokens < 1:
@@ -133,34 +128,33 @@ class MediaItem:
 
     @property
     def stop(self) -> int:
-        """One past the last token it stands for."""
         return self.start + self.num_tokens
 
 
 def media_extras(items: Sequence[MediaItem], block_tokens: int) -> dict[int, bytes]:
-    """Block number -> extras, for the blocks an item overlaps.
+    """Return block number -> extras, for the blocks that an item overlaps.
 
     Intervals are half-open: an item that ends where a block begins is not in it.
 
         block        [0      )[1      )[2      )
         item             [########)                 in blocks 0 and 1
 
-    Where in the block the item begins is part of the extras: the same picture one token later is another block.
+    The item's offset in the block is part of the extras: the same image one token later makes another block.
     """
     extras: dict[int, list[bytes]] = {}
     for item in sorted(items, key=lambda item: (item.start, item.num_tokens, item.digest)):
         for block in range(item.start // block_tokens, -(-item.stop // block_tokens)):
-            place = f"{item.start - block * block_tokens},{item.num_tokens}".encode()
-            extras.setdefault(block, []).extend((place, item.digest))
+            position = f"{item.start - block * block_tokens},{item.num_tokens}".encode()
+            extras.setdefault(block, []).extend((position, item.digest))
     return {block: _framed(parts) for block, parts in extras.items()}
 
 
 def chain_keys(
     parent: bytes, labels: bytes | bytearray | memoryview, label_bytes: int, extras: Mapping[int, bytes], first: int
 ) -> list[bytes]:
-    """Keys of the blocks whose token bytes are `labels`, below `parent`; `first` numbers the first.
+    """Return the keys of the blocks whose token bytes are `labels`, below `parent`; `first` is the first's number.
 
-    The loop is all there is to a bare hashlib chain: nothing per block but the digest.
+    The loop does nothing per block except the digest: it costs as much as a bare hashlib chain.
     """
     sha256, view, key = hashlib.sha256, memoryview(labels), parent
     keys = []
@@ -176,14 +170,14 @@ def chain_keys(
 
 
 def _framed(parts: Iterable[bytes]) -> bytes:
-    """Each part behind its length, so that no two lists of parts give the same bytes."""
+    """Join parts, each after its length, so that no two lists of parts give the same bytes."""
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
 class Chain:
-    """Tokens cut into blocks. Grows by append; keys are computed when asked for, and only once per block.
+    """Tokens of a prompt and its completion, in blocks. Keys are computed on demand, once per block.
 
-    `salt` keeps tenants apart, `adapter` names a LoRA, `media` what stands behind placeholder tokens. All three are
+    `salt` separates tenants, `adapter` names a LoRA, `media` lists the items behind placeholder tokens. All three are
     part of every key and of every match. `labels` are the ids as bytes, at least those of full blocks; only the chain
     changes them.
     """
@@ -218,21 +212,21 @@ class Chain:
         self.extras = media_extras(media, namespace.block_tokens) if media else {}
         self.labels = token_bytes(tokens)
         self.num_tokens = len(self.labels) // TOKEN_BYTES
-        """So far, those of a last block that is not full included."""
+        """All tokens, including those of a last block that is not full."""
         self._tail = bytearray()
         self._keys: list[bytes] = []
 
     @classmethod
     def of_node(cls, namespace: Namespace, node: Node) -> Chain:
-        """The chain from the root to the end of a node."""
+        """Return the chain from the root to the end of a node."""
         nodes = list(upwards(node))[::-1]
         salt, adapter = node.domain
-        chain = cls(namespace, as_ids(b"".join(bytes(each.labels) for each in nodes)), salt=salt, adapter=adapter)
-        chain.extras = {block: extra for each in nodes for block, extra in (each.extras or {}).items()}
+        chain = cls(namespace, as_ids(b"".join(bytes(part.labels) for part in nodes)), salt=salt, adapter=adapter)
+        chain.extras = {block: extra for part in nodes for block, extra in (part.extras or {}).items()}
         return chain
 
     def append(self, tokens: TokenIds) -> None:
-        """More tokens at the end. A token costs nothing until it fills a block."""
+        """Add tokens at the end. A token costs nothing until it fills a block."""
         self._tail += token_bytes(tokens)
         self.num_tokens += len(tokens)
         if len(self.labels) % self.label_bytes + len(self._tail) >= self.label_bytes:
@@ -241,43 +235,42 @@ class Chain:
 
     @property
     def num_blocks(self) -> int:
-        """Full blocks."""
+        """Number of full blocks."""
         return len(self.labels) // self.label_bytes
 
     @property
     def tokens(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """A copy of the ids."""
+        """Copy of the ids."""
         return as_ids(self.labels + self._tail)
 
     def token_range(self, first: int, stop: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """A copy of the ids [first, stop), without touching the others."""
+        """Return a copy of the ids [first, stop), without reading the others."""
         known, low, high = len(self.labels), first * TOKEN_BYTES, stop * TOKEN_BYTES
         return as_ids(self.labels[low:high] + bytes(self._tail[max(0, low - known) : max(0, high - known)]))
 
     @property
     def last_token(self) -> int:
-        """The newest id."""
         return int.from_bytes((self._tail or self.labels)[-TOKEN_BYTES:], "little")
 
     def label(self, block: int, stop: int | None = None) -> bytes:
-        """The bytes of one block, or of blocks [block, stop)."""
+        """Return the token bytes of one block, or of blocks [block, stop)."""
         width = self.label_bytes
         return self.labels[block * width : (block + 1 if stop is None else stop) * width]
 
     def tail(self, block: int, max_tokens: int) -> bytes:
-        """The bytes from a block on, of at most so many tokens and at most a block, those of a last one included."""
+        """Return the token bytes from a block on, at most `max_tokens` and at most a block; it need not be full."""
         first = block * self.label_bytes
         stop = first + min(max_tokens * TOKEN_BYTES, self.label_bytes)
-        found = self.labels[first:stop]
-        return found + self._tail[: stop - first - len(found)] if self._tail else found
+        tail = self.labels[first:stop]
+        return tail + self._tail[: stop - first - len(tail)] if self._tail else tail
 
     def key_at(self, block: int) -> bytes:
-        """What a node that begins with this block is found under: its bytes and its extras."""
+        """Return the key in `children` of a node that begins with this block: its bytes and its extras."""
         label = self.label(block)
         return label + self.extras.get(block, b"") if self.extras else label
 
     def label_view(self, block: int, stop: int) -> memoryview:
-        """The same for keeping: a copy, unless most of the chain is wanted; then it is kept whole and not copied."""
+        """Return token bytes to keep: a copy, or a view that keeps the whole chain if most of it is wanted."""
         width = self.label_bytes
         if 4 * (stop - block) * width >= 3 * len(self.labels):
             return memoryview(self.labels)[block * width : stop * width]
@@ -285,15 +278,15 @@ class Chain:
 
     @property
     def num_keys(self) -> int:
-        """Leading blocks whose keys are known."""
+        """Number of leading blocks whose keys are computed."""
         return len(self._keys)
 
     def keys(self, stop: int | None = None) -> bytes:
-        """The keys of full blocks [0, stop) as one string of 32 bytes each, computed where they are not known yet."""
+        """Return the keys of full blocks [0, stop) as one string, 32 bytes each."""
         return b"".join(self.key_list(0, self.num_blocks if stop is None else stop))
 
     def key_list(self, first: int, stop: int) -> list[bytes]:
-        """The keys of full blocks [first, stop), each by itself."""
+        """Return the keys of full blocks [first, stop) as a list."""
         if stop > self.num_blocks:
             raise RangeError(f"keys of {stop} blocks were asked for, the chain has {self.num_blocks} full ones")
         known = len(self._keys)
@@ -303,8 +296,8 @@ class Chain:
         return self._keys[first:stop]
 
     def take_keys(self, node: Node) -> None:
-        """Those of a path that is this chain's, as far as both go: what the tree has is not hashed again."""
+        """Copy the keys of a path that has this chain's tokens, so that they are not hashed again."""
         stop = min(node.stop, self.num_blocks)
         if len(self._keys) < stop and node.keys:
-            keys = b"".join([each.keys for each in upwards(node)][::-1])
+            keys = b"".join([part.keys for part in upwards(node)][::-1])
             self._keys += [keys[at : at + KEY_BYTES] for at in range(len(self._keys) * KEY_BYTES, stop * KEY_BYTES, 32)]

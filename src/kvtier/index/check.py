@@ -1,10 +1,9 @@
-"""The invariants of a tree and its pools, as one function that raises. Tests call it after every step."""
+"""Invariants of a tree and its pools, as one function that raises."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,20 +11,18 @@ from kvtier.errors import StateError
 from kvtier.index.lease import Lease
 from kvtier.index.node import NO_SLOT, BlockState, Node, upwards
 from kvtier.index.tier import Tier, tenant_of
-
-if TYPE_CHECKING:
-    from kvtier.index.tree import RadixTree
+from kvtier.index.tree import RadixTree
 
 
-def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
-    """Raise StateError with what is wrong and the numbers."""
+def check_tree(tree: RadixTree, leases: Iterable[Lease] | None = None) -> None:
+    """Raise StateError unless every invariant holds. `leases` are all open leases, if known."""
     nodes = list(tree.nodes())
     for node in nodes:
         _check_shape(node, tree.namespace.block_tokens * 4, tree.with_keys)
         for tier in tree.tiers:
             _check_held(node, tier)
         if not node.leases and node.num_kept() < node.num_blocks:
-            _fail(node, f"{node.num_kept()} of {node.num_blocks} blocks are in some tier, and no lease explains it")
+            _fail(node, f"{node.num_kept()} of {node.num_blocks} blocks are in some tier, but it has no lease")
     for domain, root in tree.roots.items():
         if not root.children and not root.leases:
             raise StateError(f"the root of {domain} has neither children nor leases")
@@ -41,7 +38,7 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
 def _check_shape(node: Node, label_bytes: int, with_keys: bool) -> None:
     above = node.parent
     if above is None or above.children.get(node.key) is not node or not node.attached:
-        _fail(node, "its parent does not know it")
+        _fail(node, "it is not a child of its parent")
         return
     if node.start != above.stop or node.num_blocks < 1:
         _fail(node, f"it starts at {node.start}, its parent ends at {above.stop}")
@@ -73,7 +70,7 @@ def _check_held(node: Node, tier: Tier) -> None:
     if len(held.slots) != node.num_blocks or len(states) != node.num_blocks:
         _fail(node, f"{tier.name} has {len(held.slots)} slots and {len(states)} states for {node.num_blocks} blocks")
     if ((held.slots == NO_SLOT) != (states == BlockState.ABSENT)).any():
-        _fail(node, f"{tier.name}: slots {held.slots.tolist()} do not go with states {states.tolist()}")
+        _fail(node, f"{tier.name}: slots {held.slots.tolist()} do not match states {states.tolist()}")
     if held.num_held != np.count_nonzero(states) or not held.num_held:
         _fail(node, f"{tier.name}: {held.num_held} blocks counted, {np.count_nonzero(states)} held")
     if not node.leases and (states[states != BlockState.ABSENT] != BlockState.READY).any():
@@ -110,7 +107,7 @@ def _check_leases(tree: RadixTree, nodes: list[Node], leases: list[Lease]) -> No
     detached: dict[int, Node] = {}
     own = 0
     for lease in leases:
-        own += max(0, len(lease.table) - lease.num_blocks) + sum(map(len, lease.spare))
+        own += max(0, len(lease.table) - lease.num_blocks) + sum(map(len, lease.duplicate_slots))
         for node in upwards(lease.node):
             counted[id(node)] += 1
             if not node.attached:

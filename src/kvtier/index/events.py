@@ -1,9 +1,14 @@
-"""What routers want to know: which blocks came, which went."""
+"""Events of the index for routers: blocks stored, blocks removed, index cleared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.index.chain import KEY_BYTES, Namespace
+from kvtier.index.node import WRITING, Node, Residency
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +20,12 @@ class BlocksStored:
     keys: bytes
     token_bytes: bytes
     is_first: bool = False
-    """Whether `parent` is a root, which is no block."""
+    """True if `parent` is a root key and not the key of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks that were readable left a tier."""
+    """Readable blocks left a tier."""
 
     tier: str
     keys: bytes
@@ -28,8 +33,30 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class IndexCleared:
-    """Everything left every tier."""
+    """Every block left every tier."""
 
 
 Event = BlocksStored | BlocksRemoved | IndexCleared
 Listener = Callable[[Event], None]
+
+
+def last_key(node: Node, namespace: Namespace) -> bytes:
+    """Return the key of a node's last block, which its children's keys continue; for a root, the root key."""
+    return node.keys[-KEY_BYTES:] or namespace.root_key(*node.domain)
+
+
+def stored_event(tier: str, node: Node, first: int, stop: int | None, namespace: Namespace) -> BlocksStored:
+    """Return the event for blocks [first, stop) of a node that became readable."""
+    assert node.parent is not None
+    stop = node.num_blocks if stop is None else stop
+    parent = node.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else last_key(node.parent, namespace)
+    labels = bytes(node.labels[first * node.label_bytes : stop * node.label_bytes])
+    keys = node.keys[first * KEY_BYTES : stop * KEY_BYTES]
+    return BlocksStored(tier, parent, keys, labels, is_first=not first and not node.parent.keys)
+
+
+def removed_event(tier: str, node: Node, held: Residency, first: int, stop: int | None) -> BlocksRemoved | None:
+    """Return the event for blocks [first, stop) that leave a tier, None if none of them was readable."""
+    stored = np.frombuffer(bytes(held.states[first:stop]), np.uint8) > WRITING
+    keys = np.frombuffer(node.keys, f"V{KEY_BYTES}")[first:stop][stored].tobytes()
+    return BlocksRemoved(tier, keys) if keys else None

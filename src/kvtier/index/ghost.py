@@ -1,15 +1,11 @@
 """GhostCache: hit rates of caches of other sizes and policies, estimated while serving.
 
-Shadows: small caches of marks, one for each policy, that tell what every capacity would have hit.
-
-GhostCache: what the hit rate would be with another capacity or policy, while the cache runs.
-
-In every LOOK_BYTES of a prompt, one place makes a mark: of what the prompt holds up to there, by one byte in every
-STEP_BYTES. Prompts that share a prefix share its marks. A mark is in the sample iff its hash falls
-below the rate, so every use of a sampled one is seen, and a small cache of marks behaves like a large one of all
-blocks. Each capacity and policy asked about is such a small cache (kvtier.index.ghost). One of them shadows the real
-cache, whose hit rate is known: an estimate is the real rate plus the difference of the two shadows, in which what is
-particular to the sample cancels. Prompts that differ only between the bytes looked at are taken for one.
+One position in every LOOK_BYTES of a prompt has a mark: a hash of the prompt up to there, from one byte in every
+STEP_BYTES. Prompts that share a prefix share its marks. A mark is sampled iff its hash is below the rate, so every use
+of a sampled mark is seen, and a small cache of marks (a shadow) behaves like a large cache of all blocks. There is
+one shadow for each capacity and policy. One of them shadows the real cache, whose hit rate is known: an estimate is the
+real rate plus the difference of the two shadows, which cancels the effects of the sample. Prompts that differ only
+between the sampled bytes count as equal.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,28 +25,15 @@ from kvtier.index.chain import TOKEN_BYTES, Chain
 Hits = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class Shadow(Protocol):
-    """Caches of one policy and several sizes."""
-
-    ignores_repeats: bool
-    """Whether a request for the newest mark alone changes nothing, and is a hit in every size."""
-
-    def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:
-        """Use the marks of requests, each from its head on: of each and for each size, was it there before its request.
-
-        `grew` says whether a request brought blocks that the real cache did not have.
-        """
-
-
 class Stack:
-    """LRU and FIFO, all sizes at once: a mark is in every cache larger than the number of others used after it.
+    """Shadow for LRU and FIFO, all sizes at once: a mark is in every cache larger than the number used after it.
 
     The tail of a path ages before its head. Eviction takes leaves first, so FIFO ages a path by its newest block: it
-    differs from LRU only where a request brings nothing new.
+    differs from LRU only if a request adds no block.
 
-        newest   | top: the newest path, its head first | times: of the others' last use, descending |   oldest
+        newest   | top: the newest path, its head first | times: last use of the others, descending |   oldest
 
-    What a request shares with the newest path, such as a system prompt, stays where it is.
+    Marks that a request shares with the newest path, such as a system prompt, stay in place.
     """
 
     def __init__(self, sizes: Sequence[int], *, fifo: bool = False) -> None:
@@ -58,13 +41,17 @@ class Stack:
         self._most = max(sizes)
         self._fifo = fifo
         self.ignores_repeats = not fifo
+        """True if a request for the newest mark alone changes nothing and hits in every size."""
         self._clock = 0
         self._top: list[int] = []
         self._last: OrderedDict[int, int] = OrderedDict()
         self._times: list[int] = []
 
     def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:
-        """See Shadow."""
+        """Use the marks of requests, each from its head on; returns for each mark and size if it was a hit.
+
+        `grew` is True for requests that added blocks to the real cache.
+        """
         top, last, times, clock, most = self._top, self._last, self._times, self._clock, self._most
         behind: list[int] = []
         for marks, has_grown in zip(requests, grew, strict=True):
@@ -101,28 +88,15 @@ class Stack:
         return np.array(behind)[:, None] < self._sizes
 
     def _behind(self, mark: int, top: list[int]) -> int:
-        """How many others were used after it."""
+        """Count the marks used after a mark."""
         used = self._last.get(mark)
         if used is not None:
             return len(top) + len(self._times) - 1 - bisect.bisect_left(self._times, used)
         return top.index(mark) if mark in top else self._most
 
 
-class Each:
-    """One cache for each size."""
-
-    def __init__(self, new: Callable[[int], S3FIFOMarks], sizes: Sequence[int]) -> None:
-        self.ignores_repeats = False  # uses are counted
-        self._caches = [new(size) for size in sizes]
-
-    def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:  # noqa: ARG002
-        """See Shadow."""
-        columns = [[hit for marks in requests for hit in cache.use(marks)] for cache in self._caches]
-        return np.array(columns, np.bool_).T
-
-
 class S3FIFOMarks:
-    """As policy.S3FIFO, over single marks."""
+    """Like policies.S3FIFO, over single marks, for one size."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -135,10 +109,10 @@ class S3FIFOMarks:
         return len(self._uses)
 
     def use(self, marks: list[int]) -> list[bool]:
-        """Whether each was there; then all of them are, the last one the first to go."""
+        """Add the marks, the last one first in line for eviction; returns for each if it was a hit."""
         uses = self._uses
-        found = [mark in uses for mark in marks]
-        for mark, hit in zip(reversed(marks), reversed(found), strict=True):
+        hits = [mark in uses for mark in marks]
+        for mark, hit in zip(reversed(marks), reversed(hits), strict=True):
             if hit and mark in uses:
                 uses[mark] = min(3, uses[mark] + 1)
                 continue
@@ -146,7 +120,7 @@ class S3FIFOMarks:
                 self._evict()
             (self._main if self._ghost.pop(mark, 0) is None else self._small).append(mark)
             uses[mark] = 0
-        return found
+        return hits
 
     def _evict(self) -> None:
         if self._small and (len(self._small) * 10 >= self._capacity or not self._main):
@@ -167,20 +141,34 @@ class S3FIFOMarks:
         del self._uses[mark]
 
 
-SHADOWS: dict[str, Callable[[Sequence[int]], Shadow]] = {
+class S3FIFOShadow:
+    """Shadow for S3-FIFO: one cache for each size."""
+
+    ignores_repeats = False  # every use counts
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._caches = [S3FIFOMarks(size) for size in sizes]
+
+    def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:  # noqa: ARG002
+        """See Stack.play."""
+        columns = [[hit for marks in requests for hit in cache.use(marks)] for cache in self._caches]
+        return np.array(columns, np.bool_).T
+
+
+SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow]] = {
     "lru": Stack,
     "fifo": lambda sizes: Stack(sizes, fifo=True),
-    "s3fifo": lambda sizes: Each(S3FIFOMarks, sizes),
+    "s3fifo": S3FIFOShadow,
 }
 
 
-# Amid the index's own work a line of Python takes three to five times what it takes in a loop. So a request costs one
-# slice and three appends when it is seen, and the rest is done for 4096 at once (docs/log.md, 2026-11-15).
+# Between other work of the index a line of Python takes three to five times as long as in a loop. So `record` does one
+# slice and three appends, and the rest is done for 4096 requests at once (2026-11-15).
 #
-#   prompt  |look . look . look . look . look . look . look ..       a word is four looks, but for a prompt's first;
-#   words   |       w0         |           w1              |         a mark is what the words up to it hold
+#   prompt  |look . look . look . look . look . look . look ..       a word is four looks, three in a prompt's first;
+#   words   |       w0         |           w1              |         a mark is the hash of the words up to it
 #           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2
-STEP_BYTES = 1021  # odd, so that every byte of a token has its turn
+STEP_BYTES = 1021  # odd, so that every byte of a token is sampled in turn
 LOOK_BYTES = 4 * STEP_BYTES
 _ROUND = LOOK_BYTES // 2 - 1  # a mark counts if its last look is in a full block
 _FIELDS = 2
@@ -188,7 +176,7 @@ _FULL = 4096 * _FIELDS
 _GROUPS = 256
 _RATE, _MIN_MARKS = 1 / 64, 64
 
-# What is left where everything is sampled: looks at fixed places, and for S3-FIFO single marks instead of nodes.
+# Error that is left if everything is sampled: looks at fixed positions, and for S3-FIFO single marks instead of nodes.
 MODEL_ERROR = {"lru": 0.01, "fifo": 0.01, "s3fifo": 0.02}
 
 _U64 = np.uint64
@@ -198,9 +186,9 @@ _Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A hit rate over full blocks; the truth is within `error` in about 19 of 20 cases.
+    """A hit rate over full blocks; the true rate is within `error` in about 19 of 20 cases.
 
-    Fewer for S3-FIFO, whose shadow knows marks and not nodes: 13 of 16 on the generator's trace (docs/log.md).
+    In fewer cases for S3-FIFO, whose shadow has marks instead of nodes: 13 of 16 on the generator's trace.
     """
 
     policy: str
@@ -210,11 +198,11 @@ class Estimate:
 
 
 class GhostCache:
-    """Fed by the tree with each request it ran; asked for a curve whenever someone looks.
+    """Estimates hit rates from the requests that the tree records.
 
-    `policy` and `capacity` are those of the real cache. `rate` is the share of marks that is sampled; unless told, what
-    gives the real cache's shadow 64 of them, and no less than 1/64. Its memory is bounded: what was looked at of 4096
-    prompts, and of each policy as many marks as its largest capacity would hold.
+    `policy` and `capacity` are those of the real cache. `rate` is the share of sampled marks; by default at least 1/64
+    and enough for 64 marks in the real cache's shadow. Memory is bounded: the sampled bytes of 4096 prompts, and for
+    each policy as many marks as its largest capacity holds.
     """
 
     def __init__(
@@ -228,32 +216,32 @@ class GhostCache:
         rate: float | None = None,
         seed: int = 0,
     ) -> None:
-        places = capacity * block_tokens * TOKEN_BYTES / LOOK_BYTES
-        rate = min(1.0, max(_RATE, _MIN_MARKS / places)) if rate is None else rate
+        num_marks = capacity * block_tokens * TOKEN_BYTES / LOOK_BYTES
+        rate = min(1.0, max(_RATE, _MIN_MARKS / num_marks)) if rate is None else rate
         if not 0 < rate <= 1:
             raise RangeError(f"the sampling rate must be in (0, 1], got {rate}")
         unknown = {policy, *policies} - set(SHADOWS)
         if unknown:
-            raise ArgumentError(f"no shadow of {', '.join(sorted(unknown))}; there are {', '.join(sorted(SHADOWS))}")
+            raise ArgumentError(f"no shadow of {', '.join(sorted(unknown))}; known: {', '.join(sorted(SHADOWS))}")
         self.rate = rate
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._real = policy
         self._sizes = tuple(dict.fromkeys((capacity, *capacities)))
         self._scaled = [max(1, round(size * self._block_bytes / LOOK_BYTES * rate)) for size in self._sizes]
         self._shadows = {name: SHADOWS[name](self._scaled) for name in dict.fromkeys((policy, *policies))}
-        # policy -> by how many hits it leads the shadow of the real cache, for each group of marks and each size
+        # policy -> its hits minus those of the real cache's shadow, for each group of marks and each size
         self._leads = {name: np.zeros((_GROUPS, len(self._sizes)), np.int64) for name in self._shadows}
         self._factors = np.random.default_rng(seed).integers(2**62, 2**63, 4, dtype=_U64) | _U64(1)
         self._looks = bytearray()
-        self._waiting: list[int] = []  # of each request its bytes, and the blocks found
-        self._apart: dict[int, tuple[bytes, bytes, dict[int, bytes]]] = {}
+        self._waiting: list[int] = []  # for each request its number of bytes and of matched blocks
+        self._domains: dict[int, tuple[bytes, bytes, dict[int, bytes]]] = {}
         self._num_blocks = self._num_hits = self._num_looks = self._num_unseen = 0
 
-    def saw(self, chain: Chain, num_matched: int) -> None:
-        """A request with this chain was run, and so many of its blocks were found."""
+    def record(self, chain: Chain, num_matched: int) -> None:
+        """Record a request and the number of its blocks that were matched."""
         labels, waiting = chain.labels, self._waiting
         if chain.salt or chain.adapter or chain.extras:
-            self._apart[len(waiting) // _FIELDS] = chain.salt, chain.adapter, chain.extras
+            self._domains[len(waiting) // _FIELDS] = chain.salt, chain.adapter, chain.extras
         self._looks += labels[::STEP_BYTES]
         waiting.append(len(labels))
         waiting.append(num_matched)
@@ -261,7 +249,7 @@ class GhostCache:
             self._play()
 
     def curve(self, policy: str | None = None) -> list[Estimate]:
-        """The hit rate at each capacity asked about, for a policy; the real cache's own unless told."""
+        """Return the estimated hit rate at each capacity, for a policy; by default the real cache's."""
         name = policy or self._real
         if name not in self._shadows:
             return []
@@ -270,12 +258,12 @@ class GhostCache:
         return self._estimate(name)
 
     def _estimate(self, name: str) -> list[Estimate]:
-        """The real rate plus the lead of each size. Its error is twice the standard error, and what the model leaves.
+        """Return the real rate plus the lead of each size. The error is twice the standard error plus the model error.
 
         Marks are sampled one by one and fall into groups at random, so the sums of the groups are independent and their
-        spread is the error of the total; a mark used a hundred times is in one group, one observation. A shadow holds
-        as many marks as it should on average only, over all that passed through it: that is an error in the capacity,
-        of this one and of the real one, and costs by how steep the curve is there.
+        spread is the error of the total; a mark used a hundred times is in one group, one observation. A shadow has the
+        right number of marks only on average: that is an error in its capacity and in the real one's, which counts by
+        the steepness of the curve.
         """
         sampled = self._num_looks * self.rate
         if not sampled:
@@ -285,7 +273,7 @@ class GhostCache:
         spread = np.sqrt(np.maximum(leads.var(0, ddof=1) * _GROUPS, 1.0)) / sampled
         passed = np.maximum(self._scaled, sampled * (1 - rates))
         by_capacity = _steepness(np.log(self._scaled), rates) / np.sqrt(passed)
-        # Two shadows are compared: the worse of the two counts. Sizes are whole marks; what has no place is not seen.
+        # Two shadows are compared: the worse one counts. Sizes are whole marks; prompts without a mark are not seen.
         model = max(MODEL_ERROR[name], MODEL_ERROR[self._real])
         left = model + 0.5 / np.minimum(self._scaled, self._scaled[0]) + self._num_unseen / self._num_blocks
         errors = 2 * np.sqrt(spread**2 + by_capacity**2 + by_capacity[0] ** 2) + left
@@ -327,33 +315,33 @@ class GhostCache:
             self._compare(requests, grew, marks >> _U64(20) & _U64(_GROUPS - 1))
 
     def _compare(self, requests: list[list[int]], grew: list[bool], groups: _Words) -> None:
-        """Every shadow plays the same requests; where one hits and the real cache's does not, it leads by one."""
+        """Play the requests to every shadow. A hit that the real cache's shadow does not have is a lead of one."""
         hits = {name: shadow.play(requests, grew) for name, shadow in self._shadows.items()}
         real = hits[self._real][:, :1].astype(np.int64)
-        for name, found in hits.items():
-            np.add.at(self._leads[name], groups, found - real)
+        for name, own in hits.items():
+            np.add.at(self._leads[name], groups, own - real)
 
     def _marks(self, words: _Words, counts: _Ints, starts: _Ints) -> _Words:
-        """For each place a hash of its prompt's words (four looks) up to it: a running sum of them. Changes them."""
-        self._tell_apart(words, counts, starts)
+        """Return for each position a hash of its prompt's words up to it: a running sum. Changes `words`."""
+        self._mix_in_domains(words, counts, starts)
         one, two, three, four = self._factors
         words *= one
         words ^= words >> _U64(32)
         words *= two
         sums = np.cumsum(words)
         sums += np.arange(len(sums), dtype=_U64)
-        there = counts > 0
-        first = starts[there]
-        sums -= np.repeat(sums[first] - words[first], counts[there])
+        has_marks = counts > 0
+        first = starts[has_marks]
+        sums -= np.repeat(sums[first] - words[first], counts[has_marks])
         sums *= three
         sums ^= sums >> _U64(32)
         sums *= four
         return sums
 
-    def _tell_apart(self, words: _Words, counts: _Ints, starts: _Ints) -> None:
-        """What else keeps KV apart joins the words: salt and adapter a prompt's first, media the first after them."""
-        apart, self._apart = self._apart, {}
-        for owner, (salt, adapter, extras) in apart.items():
+    def _mix_in_domains(self, words: _Words, counts: _Ints, starts: _Ints) -> None:
+        """Mix salt and adapter into a prompt's first word, media into the next word after each item."""
+        domains, self._domains = self._domains, {}
+        for owner, (salt, adapter, extras) in domains.items():
             start, count = int(starts[owner]), int(counts[owner])
             if count and (salt or adapter):
                 words[start] ^= _digest(len(salt).to_bytes(8, "little") + salt + adapter)
@@ -364,7 +352,7 @@ class GhostCache:
 
 
 def _words(looks: bytearray, num_bytes: _Ints, counts: _Ints, starts: _Ints) -> _Words:
-    """Four looks each, of every prompt as many as count; of a prompt's first word the first look is none."""
+    """Return words of four looks each, `counts` for every prompt; the first word of a prompt has three looks."""
     num_looks = -(-num_bytes // STEP_BYTES)
     begins = np.cumsum(num_looks) - num_looks
     padded = b"\0" + looks + b"\0\0\0"
@@ -375,7 +363,7 @@ def _words(looks: bytearray, num_bytes: _Ints, counts: _Ints, starts: _Ints) -> 
 
 
 def _without_repeats(marks: _Words, owners: _Ints) -> tuple[_Words, _Ints]:
-    """Without requests whose only mark is the first of the request before: it lies on top, where it stays."""
+    """Drop requests whose only mark is the first of the request before: it is on top already."""
     begins = np.flatnonzero(np.diff(owners, prepend=-1))
     sizes, heads = np.diff(begins, append=len(owners)), marks[begins]
     is_repeat = (sizes == 1) & (heads == np.roll(heads, 1))
@@ -384,14 +372,14 @@ def _without_repeats(marks: _Words, owners: _Ints) -> tuple[_Words, _Ints]:
     return marks[kept], owners[kept]
 
 
-def _steepness(places: Any, rates: Any) -> Any:
-    """How steep a curve is at each of its points: the steeper of its two sides."""
-    order = np.argsort(places)
-    across = np.diff(np.asarray(places)[order])
+def _steepness(positions: Any, rates: Any) -> Any:
+    """Return the steepness of a curve at each of its points: the steeper of its two sides."""
+    order = np.argsort(positions)
+    across = np.diff(np.asarray(positions)[order])
     sides = np.abs(np.diff(np.asarray(rates)[order])) / np.maximum(across, 1e-9) * (across > 0)
-    found = np.zeros(len(order))
-    found[order] = np.maximum(np.append(sides, 0.0), np.append(0.0, sides))
-    return found
+    steepness = np.zeros(len(order))
+    steepness[order] = np.maximum(np.append(sides, 0.0), np.append(0.0, sides))
+    return steepness
 
 
 def _digest(data: bytes) -> np.uint64:

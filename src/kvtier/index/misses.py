@@ -1,4 +1,4 @@
-"""Why a match stopped where it did."""
+"""MissList: the reason why a block is not in the tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.index.node import Node
 
 
 class MissReason(Enum):
-    """Why the block after the last matched one was not found."""
+    """Reason why the block after the last matched one was not found."""
 
     NONE = "every full block was found"
     NEVER_SEEN = "no such block was here, or it is too long ago to know"
@@ -27,7 +27,7 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Where a match stopped and why. `time` is the tree's logical clock when the block went, if it did."""
+    """Block at which a match stopped, and the reason. `time` is the tree's logical clock when the block was removed."""
 
     block: int
     reason: MissReason
@@ -44,44 +44,43 @@ _Mark = tuple[int, int, tuple[bytes, bytes]]
 
 
 class MissList:
-    """The last blocks that left, newest last, bounded.
+    """The last blocks that left the tree, newest last, bounded.
 
-    Eviction takes ends of nodes, so the first block of each end taken is where a later match stops: one entry per
-    eviction. An entry is the block's number, a CRC of its content, salt and adapter, and knows nothing of the blocks
-    before it: the same block below another prefix has the same entry, and only the explanation would be wrong.
+    Eviction cuts the ends of nodes, and a later match stops at the first block that was cut: one entry per eviction.
+    An entry is the block's number, a CRC of its content, salt and adapter. It does not cover the blocks before it: the
+    same block below another prefix has the same entry, and only the explanation would be wrong.
     """
 
     def __init__(self, capacity: int = 16_384) -> None:
         self.capacity = capacity
-        self._gone: OrderedDict[_Mark, tuple[MissReason, int, str]] = OrderedDict()
+        self._removed: OrderedDict[_Mark, tuple[MissReason, int, str]] = OrderedDict()
         self._heads: dict[int, set[tuple[bytes, bytes]]] = {}
 
-    def left(self, node: Node, block: int, reason: MissReason, time: int, policy: str = "") -> None:
-        """Block number `block` of a node, and all behind it, left the tree."""
-        number, gone = node.start + block, self._gone
+    def add(self, node: Node, block: int, reason: MissReason, time: int, policy: str = "") -> None:
+        """Record that block number `block` of a node, and all blocks after it, left the tree."""
+        number, removed = node.start + block, self._removed
         mark = (number, _mark(node.label(block), node.extras.get(number) if node.extras else None), node.domain)
-        gone[mark] = (reason, time, policy)
-        gone.move_to_end(mark)
-        if len(gone) > self.capacity:
-            gone.popitem(last=False)
+        removed[mark] = (reason, time, policy)
+        removed.move_to_end(mark)
+        if len(removed) > self.capacity:
+            removed.popitem(last=False)
 
     def explain(self, chain: Chain, block: int, time: int) -> Miss:
-        """Why block number `block` of a chain was not there at logical time `time`."""
+        """Return the reason why block number `block` of a chain was not found at logical time `time`."""
         mark = _mark(memoryview(chain.label(block)), chain.extras.get(block))
-        gone = self._gone.get((block, mark, (chain.salt, chain.adapter)))
-        if gone is not None and gone[1] <= time:
-            return Miss(block, *gone)
+        removed = self._removed.get((block, mark, (chain.salt, chain.adapter)))
+        if removed is not None and removed[1] <= time:
+            return Miss(block, *removed)
         if block == 0 and self._heads.get(mark, set()) - {(chain.salt, chain.adapter)}:
             return Miss(block, MissReason.OTHER_SALT)
         return Miss(block, MissReason.NEVER_SEEN)
 
-    def head_came(self, node: Node) -> None:
-        """A first block is in the tree for the node's salt and adapter."""
+    def add_head(self, node: Node) -> None:
+        """Record that the tree has a first block for the node's salt and adapter."""
         mark = _mark(node.label(0), node.extras.get(0) if node.extras else None)
         self._heads.setdefault(mark, set()).add(node.domain)
 
-    def head_went(self, node: Node) -> None:
-        """And is no longer."""
+    def remove_head(self, node: Node) -> None:
         mark = _mark(node.label(0), node.extras.get(0) if node.extras else None)
         domains = self._heads.get(mark, set())
         domains.discard(node.domain)
@@ -89,14 +88,14 @@ class MissList:
             self._heads.pop(mark, None)
 
     def other_layout(self) -> None:
-        """The namespace changed: what left before was for another one."""
-        self._gone = OrderedDict(
-            (mark, (MissReason.OTHER_LAYOUT, time, "")) for mark, (_, time, _) in self._gone.items()
+        """Handle a change of the namespace: earlier entries were for another one."""
+        self._removed = OrderedDict(
+            (mark, (MissReason.OTHER_LAYOUT, time, "")) for mark, (_, time, _) in self._removed.items()
         )
         self._heads.clear()
 
 
 def _mark(label: memoryview, extra: bytes | None) -> int:
-    """Of the first and last 16 tokens and the extras: enough to tell blocks apart in an explanation."""
+    """Return a CRC of the first and last 16 tokens and the extras: enough to distinguish blocks in an explanation."""
     mark = zlib.crc32(label) if len(label) <= 128 else zlib.crc32(label[-64:], zlib.crc32(label[:64]))
     return zlib.crc32(extra, mark) if extra else mark

@@ -1,4 +1,4 @@
-"""Node: a run of blocks on one edge of the tree, and what each tier holds of it."""
+"""Node: a run of blocks on one edge of the tree, with the blocks of it that each tier holds."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from kvtier.index.pool import I32
 
 
 class BlockState(IntEnum):
-    """A block in one tier.
+    """State of a block in one tier.
 
-        ABSENT --write--> WRITING --settle--> READY --read--> READING (READY + number of readers) --done--> READY
-           ^                 |                  |
-           +----- failed ----+                  +--drop--> DROPPING --dropped--> ABSENT
+        ABSENT --write--> WRITING --arrived--> READY --read--> READING (READY + number of readers) --done--> READY
+           ^                 |                   |
+           +----- failed ----+-----removed-------+
 
-    Values order what may be read: READY and above.
+    The order matters: READY and above can be read.
     """
 
     ABSENT = 0
     WRITING = 1
-    DROPPING = 2
-    READY = 3
-    READING = 4
+    READY = 2
+    READING = 3
 
 
-# As plain numbers for hot paths: to name a member of an enum takes 0.1 us (Python 3.11, x86-64, 2026-11-15).
+# Plain numbers for hot paths: access to a member of an enum takes 0.1 us (Python 3.11, x86-64, 2026-11-15).
 ABSENT, WRITING, READY = int(BlockState.ABSENT), int(BlockState.WRITING), int(BlockState.READY)
 MAX_STATE = 255
-# Tables for bytes.translate: one more reader, one fewer; is it readable, is it absent.
-READ_MORE = bytes(min(value + 1, MAX_STATE) if value >= BlockState.READY else value for value in range(256))
-READ_FEWER = bytes(value - 1 if value > BlockState.READY else value for value in range(256))
-READABLE = bytes(int(value >= BlockState.READY) for value in range(256))
-IS_ABSENT = bytes(int(value == BlockState.ABSENT) for value in range(256))
+# Tables for bytes.translate: add a reader, remove a reader; is it readable, is it absent, is it held.
+READ_MORE = bytes(min(value + 1, MAX_STATE) if value >= READY else value for value in range(256))
+READ_FEWER = bytes(value - 1 if value > READY else value for value in range(256))
+READABLE = bytes(int(value >= READY) for value in range(256))
+IS_ABSENT = bytes(int(value == ABSENT) for value in range(256))
+_IS_HELD = bytes(int(value != ABSENT) for value in range(256))
 NO_SLOT = -1
 
 
 class Residency:
-    """What one tier holds of a node: a slot (or NO_SLOT) and a state for each block.
+    """A node's blocks in one tier: a slot (or NO_SLOT) and a state for each block.
 
     States are bytes because find, count, slices and translate on bytes are the cheapest vector operations Python has.
     """
@@ -54,22 +54,21 @@ class Residency:
         self.num_held = len(states) - states.count(ABSENT)
 
     def cut(self, first: int, stop: int) -> Residency:
-        """Blocks [first, stop) of it."""
+        """Return the part for blocks [first, stop)."""
         return Residency(self.slots[first:stop], self.states[first:stop])
 
     def joined(self, other: Residency) -> Residency:
-        """This one's blocks, then the other's."""
+        """Return this part followed by the other."""
         return Residency(np.concatenate((self.slots, other.slots)), self.states + other.states)
 
     @classmethod
-    def nothing(cls, num_blocks: int) -> Residency:
-        """For a node of which this tier holds nothing yet."""
+    def absent(cls, num_blocks: int) -> Residency:
         return cls(np.full(num_blocks, NO_SLOT, np.int32), bytearray(num_blocks))
 
 
 @dataclass(slots=True)
 class AccessStats:
-    """What eviction policies look at. Times are the tree's logical clock, but for `expires`, which is the caller's."""
+    """Input of the eviction policies. Times are the tree's logical clock, except `expires`: the caller's clock."""
 
     created: int
     used: int
@@ -78,16 +77,16 @@ class AccessStats:
     expires: float = math.inf
 
     def copy(self) -> AccessStats:
-        """For the two halves of a node that is split."""
         return AccessStats(self.created, self.used, self.uses, self.priority, self.expires)
 
 
 class Node:
     """Blocks [start, start + num_blocks) of every chain that runs through it; `labels` are their token bytes.
 
-    A node is uniform: a lease covers it or does not, it was used at one time. Where that would not hold it is split.
-    `key` is its first block's label with its extras, under which its parent has it: the same object, whose hash is
-    known. `leases` counts those that end here or below; `below[t]` the children at or below which tier t holds blocks.
+    A node is uniform: a lease covers all of it or nothing, and it has one time of use. It is split where that would
+    not hold. `key` is the label of its first block with its extras; the parent's `children` has the same object, so
+    its hash is cached. `leases` counts the leases that end here or below; `below[t]` counts the children at or below
+    which tier t holds blocks.
     """
 
     __slots__ = (
@@ -137,26 +136,25 @@ class Node:
 
     @property
     def stop(self) -> int:
-        """One past its last block."""
         return self.start + self.num_blocks
 
     @property
     def label_bytes(self) -> int:
-        """Of one block."""
+        """Bytes of one block's label."""
         return len(self.labels) // self.num_blocks
 
     def label(self, block: int) -> memoryview:
-        """The bytes of its block number `block`, counted from its start, without extras."""
+        """Return the token bytes of a block, counted from the node's start, without extras."""
         width = self.label_bytes
         return self.labels[block * width : (block + 1) * width]
 
     def key_at(self, block: int) -> bytes:
-        """What its key would be if it began at its block number `block`."""
+        """Return the key of a node that begins at `block`, counted from this node's start."""
         label = bytes(self.label(block))
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
     def num_readable(self) -> int:
-        """Leading blocks that some tier can be read for."""
+        """Count the leading blocks that can be read from some tier."""
         readable = None
         for held in self.held:
             if held is None:
@@ -171,7 +169,7 @@ class Node:
         return self.num_blocks if first < 0 else first
 
     def num_kept(self) -> int:
-        """Leading blocks that some tier holds, in whatever state."""
+        """Count the leading blocks that some tier holds, in any state."""
         holding = []
         for held in self.held:
             if held is not None:
@@ -184,28 +182,33 @@ class Node:
         if len(holding) > 1:
             union = 0
             for held in holding:
-                union |= int.from_bytes(held.states.translate(_HELD), "little")
+                union |= int.from_bytes(held.states.translate(_IS_HELD), "little")
             kept = bytearray(union.to_bytes(self.num_blocks, "little"))
         first = kept.find(0)
         return self.num_blocks if first < 0 else first
 
 
 def upwards(node: Node) -> Iterator[Node]:
-    """The nodes with blocks from here to the root."""
+    """Yield the nodes from here up to the root, without the root."""
     at: Node | None = node
     while at is not None and at.parent is not None:
         yield at
         at = at.parent
 
 
+def descendants(node: Node) -> list[Node]:
+    """Return all nodes below a node, parents first."""
+    nodes = list(node.children.values())
+    for child in nodes:  # grows during the loop
+        nodes.extend(child.children.values())
+    return nodes
+
+
 def device_slots(node: Node) -> I32:
-    """The device's slot of each block, or NO_SLOT where it holds none that can be read."""
+    """Return the device slot of each block, NO_SLOT where the device has no readable copy."""
     held = node.held[0]
     if held is None:
         return np.full(node.num_blocks, NO_SLOT, np.int32)
     if held.states.count(READY) == len(held.states):
         return held.slots
     return np.where(np.frombuffer(held.states, np.uint8) >= READY, held.slots, NO_SLOT).astype(np.int32)
-
-
-_HELD = bytes(int(value != BlockState.ABSENT) for value in range(256))

@@ -1,12 +1,12 @@
 """Eviction policies: LRU, FIFO, S3-FIFO, ARC and cost-based.
 
 A policy ranks candidates: nodes without a lease and without a child in the tier. Blocks are taken from the end of the
-victim, and its parent becomes a candidate once no child is left, so every policy evicts leaves first. One instance
-serves one tier and one priority. A call takes O(log n) at most; S3FIFO's victim, amortised.
+victim, and its parent becomes a candidate when no child is left, so every policy evicts leaves first. One instance
+serves one tier and one priority. A call takes O(log n) at most; S3FIFO.victim: amortised.
 
 ARC adapts the split between recency and frequency to ghost hits:
 
-    offered --> recent ----used again----> frequent         each evicts its least recently used
+    offered --> recent ----used again----> frequent         both evict their least recently used
                   |                            |
                   v evicted                    v evicted
              ghosts of recent            ghosts of frequent
@@ -29,7 +29,7 @@ from kvtier.index.node import Node
 
 
 class CandidateHeap:
-    """Candidates by rank, least first. Withdrawing only forgets the entry; the heap drops it when it comes up."""
+    """Candidates by rank, lowest first. `discard` only forgets the entry; `first` drops it from the heap."""
 
     __slots__ = ("_entries", "_heap", "_next")
 
@@ -45,21 +45,20 @@ class CandidateHeap:
         return node in self._entries
 
     def push(self, node: Node, rank: float) -> None:
-        """Add, or change the rank of one that is there; of equals, the first comes first."""
+        """Add a node or change its rank. Of equal ranks, the first pushed comes first."""
         self._next += 1
         self._entries[node] = self._next
         heapq.heappush(self._heap, (rank, self._next, node))
-        # Half of it may be forgotten entries; more would let a few candidates touched often fill the memory.
+        # Half may be forgotten entries. Without a limit, a few candidates touched often would fill the memory.
         if len(self._heap) > 64 + 2 * len(self._entries):
             self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
 
     def discard(self, node: Node) -> None:
-        """Forget it, if it is there."""
         self._entries.pop(node, None)
 
     def first(self) -> tuple[float, Node] | None:
-        """The least rank and its node."""
+        """Return the lowest rank and its node."""
         while self._heap:
             rank, entry, node = self._heap[0]
             if self._entries.get(node) == entry:
@@ -69,7 +68,7 @@ class CandidateHeap:
 
 
 def fingerprint(node: Node) -> int:
-    """Tells a node that comes back from others, good enough for statistics and never used to share KV."""
+    """Return a CRC that identifies a node that returns: good enough for statistics, never used to share KV."""
     return zlib.crc32(node.key, node.start)
 
 
@@ -81,14 +80,14 @@ class ARC:
     def __init__(self) -> None:
         self._recent, self._frequent = _Side(), _Side()
         self._target = 0.0
-        """Blocks that recent may have before it is the one to lose some."""
+        """Blocks that recent may have before it is evicted from."""
         self._most = 0
-        """Candidate blocks there were at a time: what stands for the capacity, which a policy is not told."""
-        # What came back from the ghosts and was not used since, by content and time of coming.
+        """Highest number of candidate blocks so far: an estimate of the capacity, which a policy does not know."""
+        # Nodes that returned from the ghosts and were not used since, by content and creation time.
         self._returned: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def offer(self, node: Node) -> None:
-        """To the side its uses say; what is known as a ghost moves the target."""
+        """Add the node to the side given by its uses. A ghost hit moves the target."""
         if node in self:
             return
         mark = fingerprint(node)
@@ -107,7 +106,6 @@ class ARC:
         self._most = max(self._most, self._recent.num_blocks + self._frequent.num_blocks)
 
     def withdraw(self, node: Node) -> None:
-        """It is leased, or gone."""
         self._recent.remove(node)
         self._frequent.remove(node)
 
@@ -115,16 +113,16 @@ class ARC:
         return node in self._recent.heap or node in self._frequent.heap
 
     def victim(self) -> Node | None:
-        """The least recently used of recent while that has more than its target, else of frequent."""
+        """Return the least recently used node of recent if it exceeds its target, else of frequent."""
         recent = self._recent.heap.first()
         side = self._recent
         if recent is None or (self._recent.num_blocks <= self._target and len(self._frequent.heap)):
             side = self._frequent
-        found = side.heap.first()
-        if found is None:
+        first = side.heap.first()
+        if first is None:
             return None
-        side.remember(found[1], self._most)
-        return found[1]
+        side.remember(first[1], self._most)
+        return first[1]
 
     def _return(self, node: Node, mark: int) -> None:
         self._returned[mark, node.usage.created] = None
@@ -133,7 +131,7 @@ class ARC:
 
 
 class _Side:
-    """Candidates, and the ghosts of those that were evicted, with their blocks."""
+    """Candidates, and the ghosts of evicted ones with their number of blocks."""
 
     __slots__ = ("_num_blocks", "ghosts", "heap", "num_blocks", "num_ghosts")
 
@@ -165,47 +163,53 @@ class _Side:
 
 
 class Policy(Protocol):
-    """Who is a candidate, and which is next. Nothing here changes a node."""
+    """Set of candidates that selects the next victim. It does not change nodes."""
 
     name: str
 
     def offer(self, node: Node) -> None:
-        """The node is a candidate from now on; harmless if it is one. Its usage does not change while it is."""
+        """Add a candidate. No effect if it is one. Its usage does not change while it is a candidate."""
 
     def withdraw(self, node: Node) -> None:
-        """It is none any more; harmless if it was none."""
+        """Remove a candidate. No effect if it is not one."""
 
     def __contains__(self, node: Node) -> bool:
-        """Whether it is a candidate."""
+        """Return True if the node is a candidate."""
 
     def victim(self) -> Node | None:
-        """The candidate whose last blocks go now; it stays a candidate until withdrawn."""
+        """Return the candidate to evict from next. It stays a candidate until withdrawn."""
 
 
 class Ranked:
-    """Candidates in the order of a number that does not change while they are candidates."""
+    """Candidates in the order of a number that does not change while they are candidates.
 
-    def __init__(self, name: str, rank: Callable[[Node], float]) -> None:
+    With `ages`, a node's rank is added to the rank of the last victim, so that unused nodes sink (Greedy-Dual).
+    """
+
+    def __init__(self, name: str, rank: Callable[[Node], float], *, ages: bool = False) -> None:
         self.name = name
         self._rank = rank
+        self._ages = ages
+        self._floor = 0.0
         self._heap = CandidateHeap()
 
     def offer(self, node: Node) -> None:
-        """By its rank."""
         if node not in self._heap:
-            self._heap.push(node, self._rank(node))
+            self._heap.push(node, self._floor + self._rank(node))
 
     def withdraw(self, node: Node) -> None:
-        """Forget it."""
         self._heap.discard(node)
 
     def __contains__(self, node: Node) -> bool:
         return node in self._heap
 
     def victim(self) -> Node | None:
-        """The least."""
-        found = self._heap.first()
-        return found[1] if found else None
+        first = self._heap.first()
+        if first is None:
+            return None
+        if self._ages:
+            self._floor = max(self._floor, first[0])
+        return first[1]
 
 
 def LRU() -> Ranked:
@@ -218,46 +222,22 @@ def FIFO() -> Ranked:
     return Ranked("FIFO", lambda node: node.usage.created)
 
 
-class CostAware:
-    """Least worth per byte first: worth is uses times the cost of computing the blocks again (Greedy-Dual).
+def CostAware(half_tokens: int = 16_384) -> Ranked:
+    """Lowest value per byte first: the value is uses times the cost of computing the blocks again (Greedy-Dual).
 
-    Computing a block again costs more the deeper it lies, because attention reads all before it: block at token p costs
-    1 + p / half_tokens, where at `half_tokens` of context attention costs as much as the rest of the layer. A node's
-    rank is its worth above the rank of the last victim, so that what is not used sinks.
+    A deeper block costs more, because attention reads all tokens before it: a block at token p costs
+    1 + p / half_tokens, where at `half_tokens` of context attention costs as much as the rest of the layer.
     """
 
-    name = "CostAware"
-
-    def __init__(self, half_tokens: int = 16_384) -> None:
-        self._heap = CandidateHeap()
-        self._floor = 0.0
-        self._half_tokens = half_tokens
-
-    def offer(self, node: Node) -> None:
-        """By its worth now."""
-        if node in self._heap:
-            return
+    def value(node: Node) -> float:
         end_tokens = node.stop * node.label_bytes // 4
-        self._heap.push(node, self._floor + (1 + node.usage.uses) * (1 + end_tokens / self._half_tokens))
+        return (1 + node.usage.uses) * (1 + end_tokens / half_tokens)
 
-    def withdraw(self, node: Node) -> None:
-        """Forget it."""
-        self._heap.discard(node)
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._heap
-
-    def victim(self) -> Node | None:
-        """The one worth least; everything else has aged by its rank."""
-        found = self._heap.first()
-        if found is None:
-            return None
-        self._floor = max(self._floor, found[0])
-        return found[1]
+    return Ranked("CostAware", value, ages=True)
 
 
 class S3FIFO:
-    """Three queues: new nodes pass a small one, those used meanwhile or missed soon after stay in the main one.
+    """Three queues: new nodes pass through a small one; those used there, or missed soon after, stay in the main one.
 
     offered --> small --unused--> evicted, remembered in the ghost queue
                   |  used                          | offered again
@@ -273,14 +253,14 @@ class S3FIFO:
         self._small, self._main = CandidateHeap(), CandidateHeap()
         self._num_blocks: dict[Node, int] = {}
         self._num_small = self._num_main = 0
-        # What is in main, also while it is leased: its place there, and how many of its uses are spent. By content and
-        # time of coming, so that what was evicted from main and comes again is new.
+        # Nodes in main, also while leased: their place and how many of their uses are spent. By content and creation
+        # time, so that a node that was evicted from main and returns is new.
         self._in_main: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         self._ghost: OrderedDict[int, None] = OrderedDict()
         self._time = 0
 
     def offer(self, node: Node) -> None:
-        """Back to its place, or to the end of small; to that of main if it was evicted a short while ago."""
+        """Add the node at its former place, at the end of main if it was evicted recently, else at the end of small."""
         if node in self._num_blocks:
             return
         mark = fingerprint(node)
@@ -293,7 +273,7 @@ class S3FIFO:
             self._enqueue(node, self._small, node.usage.created)
 
     def withdraw(self, node: Node) -> None:
-        """It is leased, or gone; its place is remembered."""
+        """Remove the node and remember its place."""
         num_blocks = self._num_blocks.pop(node, 0)
         if node in self._small:
             self._small.discard(node)
@@ -306,13 +286,13 @@ class S3FIFO:
         return node in self._num_blocks
 
     def victim(self) -> Node | None:
-        """The first without a use to spend: of small while that has more than its share, else of main."""
+        """Return the first node without a use to spend: of small if it exceeds its share, else of main."""
         while self._num_blocks:
             is_small = self._num_small > self.SMALL_SHARE * (self._num_small + self._num_main)
             queue = self._small if len(self._small) and (is_small or not len(self._main)) else self._main
-            found = queue.first()
-            assert found is not None
-            node = found[1]
+            first = queue.first()
+            assert first is not None
+            node = first[1]
             mark = fingerprint(node)
             spent = self._in_main.get((mark, node.usage.created), (0, 0))[1] if queue is self._main else 0
             unspent = min(node.usage.uses - spent, self.MAX_USES)
@@ -334,7 +314,7 @@ class S3FIFO:
         self._enqueue(node, self._main, self._time)
 
     def _remember(self, mark: int) -> None:
-        """For as long as main could hold it."""
+        """Keep a ghost, at most as many as main has nodes."""
         self._ghost[mark] = None
         while len(self._ghost) > 64 + len(self._main):
             self._ghost.popitem(last=False)
@@ -358,7 +338,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def make_policy(name: str) -> Policy:
-    """The policy of that name."""
+    """Return a new policy by name."""
     if name not in POLICIES:
-        raise ArgumentError(f"no eviction policy is called {name!r}; there are {', '.join(sorted(POLICIES))}")
+        raise ArgumentError(f"unknown eviction policy {name!r}; known policies: {', '.join(sorted(POLICIES))}")
     return POLICIES[name]()

@@ -1,4 +1,4 @@
-"""Tier: one pool's side of the tree: what it holds of each node, and which nodes it may evict from."""
+"""Tier: a pool of slots, its blocks of each node, and its candidates for eviction."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvtier.index.pool import BlockPool, Shortage, Slots
 
 
 def tenant_of(salt: bytes) -> bytes:
-    """Whose quota a salt counts for: what stands before its first NUL. The rest parts a tenant's own cache."""
+    """Return the tenant whose quota a salt counts for: the part before the first NUL. The rest divides its cache."""
     return salt.partition(b"\0")[0]
 
 
 class Candidates:
-    """Nodes that may be evicted from, by priority and then by policy; `num_blocks` is what can go in the end."""
+    """Nodes to evict from, ordered by priority, then by policy. `num_blocks` counts all evictable blocks."""
 
     __slots__ = ("_by_priority", "_in_order", "_new_policy", "num_blocks", "quota")
 
@@ -30,7 +30,6 @@ class Candidates:
         self._in_order: list[Policy] = []
 
     def offer(self, node: Node) -> None:
-        """It may be evicted from."""
         policy = self._by_priority.get(node.usage.priority)
         if policy is None:
             policy = self._by_priority[node.usage.priority] = self._new_policy()
@@ -38,7 +37,6 @@ class Candidates:
         policy.offer(node)
 
     def withdraw(self, node: Node) -> None:
-        """It may not, if it might."""
         policy = self._by_priority.get(node.usage.priority)
         if policy is not None:
             policy.withdraw(node)
@@ -48,7 +46,7 @@ class Candidates:
         return policy is not None and node in policy
 
     def victim(self) -> Node | None:
-        """Whom to take from next."""
+        """Return the next node to evict from."""
         for policy in self._in_order:
             node = policy.victim()
             if node is not None:
@@ -57,15 +55,15 @@ class Candidates:
 
 
 class Tier:
-    """A pool and its candidates. `number` is its place in Node.held, the fastest tier first.
+    """A pool and its candidates. `number` is its index in Node.held, the fastest tier first.
 
-    A node is a candidate here iff no lease covers it, this tier holds blocks of it, and none below it:
+    A node is a candidate iff no lease covers it, this tier holds blocks of it, and none below it:
 
         leases == 0  and  held[number].num_held > 0  and  below[number] == 0
 
-    Transfers hold leases, so a node without one has no block in WRITING or READING. `num_evictable` counts the blocks
-    of all nodes without lease: leaves go first, but all of them can go. A tenant with a quota has candidates of its own
-    beside those of all.
+    Transfers hold leases, so a node without a lease has no block in WRITING or READING. `num_evictable` counts the
+    blocks of all nodes without a lease: leaves are evicted first, then their parents. A tenant with a quota has
+    candidates of its own, in addition to those of all tenants.
     """
 
     def __init__(self, number: int, pool: BlockPool, new_policy: Callable[[], Policy]) -> None:
@@ -74,33 +72,30 @@ class Tier:
         self.name = pool.tier
         self.policy_name = new_policy().name
         self.num_evicted = 0
-        """Blocks that went to make room, so far."""
         self.used_by: dict[bytes, int] = {}
-        """Slots by tenant."""
+        """Used slots by tenant."""
         self._new_policy = new_policy
         self._all = Candidates(new_policy)
         self._tenants: dict[bytes, Candidates] = {}
 
     @property
     def num_evictable(self) -> int:
-        """Blocks that can go."""
         return self._all.num_blocks
 
     def quota(self, salt: bytes) -> int | None:
-        """The most slots a tenant may use, if it has a limit."""
-        found = self._tenants.get(tenant_of(salt))
-        return found.quota if found is not None else None
+        """Return the limit on a tenant's slots, None if it has none."""
+        tenant = self._tenants.get(tenant_of(salt))
+        return tenant.quota if tenant is not None else None
 
     def num_used_by(self, salt: bytes) -> int:
-        """Slots of a salt's tenant."""
         return self.used_by.get(tenant_of(salt), 0)
 
     def evictable_by(self, salt: bytes) -> int:
-        """Blocks of a tenant with a quota that can go."""
+        """Count the evictable blocks of a tenant with a quota."""
         return self._tenants[tenant_of(salt)].num_blocks
 
     def quota_shortage(self, salt: bytes, n: int) -> Shortage | None:
-        """Why n more slots do not fit a tenant's quota, whatever of its own goes for them; None: they do."""
+        """Return the shortage if n more slots exceed a tenant's quota even after evicting its own blocks."""
         quota = self.quota(salt)
         if quota is None:
             return None
@@ -110,23 +105,23 @@ class Tier:
         return Shortage(self.name, n, max(0, quota - used), evictable, quota=tenant_of(salt).hex() or "no salt")
 
     def candidates(self, salt: bytes | None = None) -> Candidates:
-        """Those of all, or of one tenant with a quota; for looking."""
+        """Return the candidates of all tenants, or of one with a quota. Read-only."""
         return self._all if salt is None else self._tenants[tenant_of(salt)]
 
     @property
     def tenants(self) -> tuple[bytes, ...]:
-        """Those with a quota."""
+        """Tenants with a quota."""
         return tuple(self._tenants)
 
     def victim(self, salt: bytes | None = None) -> Node:
-        """The next node to take from, of one tenant with a quota or of all; the caller knows that there is one."""
+        """Return the next node to evict from, of one tenant with a quota or of all. There must be one."""
         node = self.candidates(salt).victim()
         if node is None:
             raise StateError(f"{self.name}: {self.num_evictable} blocks counted evictable, no candidate left")
         return node
 
     def use(self, salt: bytes, count: int) -> None:
-        """A tenant has so many slots more, or fewer."""
+        """Add `count` slots to a tenant's usage, or subtract them."""
         tenant = tenant_of(salt)
         left = self.used_by.get(tenant, 0) + count
         if left:
@@ -134,17 +129,22 @@ class Tier:
         else:
             self.used_by.pop(tenant, None)
 
-    # ---- what it holds ---------------------------------------------------------------------------------------------
+    def give_back(self, slots: Slots, salt: bytes = b"") -> None:
+        """Release a tenant's slots to the pool."""
+        self.pool.release(slots)
+        self.use(salt, -len(slots.ids))
+
+    # ---- blocks of nodes -------------------------------------------------------------------------------------------
 
     def put(self, node: Node, first: int, slots: Slots, state: BlockState) -> None:
-        """Blocks [first, first + len(slots)) of a node are here now. The caller holds a lease on the node."""
+        """Add blocks [first, first + len(slots)) of a node. The caller holds a lease on the node."""
         held, count = node.held[self.number], len(slots.ids)
         if held is None and count == node.num_blocks:
             node.held[self.number] = Residency(slots.ids, bytearray((state,)) * count)
             self._gained(node)
             return
         if held is None:
-            held = node.held[self.number] = Residency.nothing(node.num_blocks)
+            held = node.held[self.number] = Residency.absent(node.num_blocks)
             self._gained(node)
         if held.states.count(BlockState.ABSENT, first, first + count) != count:
             raise StateError(f"{self.name} already holds some of blocks [{first}, {first + count}) of the node")
@@ -154,9 +154,9 @@ class Tier:
         held.num_held += count
 
     def take(self, node: Node, first: int, stop: int | None = None, *, cut: bool = False) -> Slots:
-        """Blocks [first, stop) of a node are here no longer, as far as they were; their slots are the caller's.
+        """Remove blocks [first, stop) of a node; returns their slots, which the caller owns.
 
-        With `cut`, the node itself is about to end at `first`.
+        With `cut`, the node itself will end at `first`.
         """
         held = node.held[self.number]
         if held is None:
@@ -176,7 +176,7 @@ class Tier:
         return Slots(self.name, slots)
 
     def _lose(self, node: Node, held: Residency, count: int) -> bool:
-        """Count blocks out; True if nothing is left of the node."""
+        """Subtract `count` blocks; returns True if the tier holds no more of the node."""
         if node.leases == 0 and node.attached:
             self._count(node, -count)
         held.num_held -= count
@@ -188,10 +188,10 @@ class Tier:
             self._lower_above(node)
         return True
 
-    # ---- who may go ------------------------------------------------------------------------------------------------
+    # ---- candidates ------------------------------------------------------------------------------------------------
 
     def leased(self, node: Node) -> None:
-        """The node got its first lease."""
+        """Handle a node's first lease."""
         held = node.held[self.number]
         if held is not None:
             self._count(node, -held.num_held)
@@ -199,7 +199,7 @@ class Tier:
                 self.withdraw(node)
 
     def unleased(self, node: Node) -> None:
-        """The node lost its last lease."""
+        """Handle the end of a node's last lease."""
         held = node.held[self.number]
         if held is not None:
             self._count(node, held.num_held)
@@ -207,30 +207,29 @@ class Tier:
                 self._offer(node)
 
     def refresh(self, node: Node) -> None:
-        """Make it a candidate if it is one by the rule."""
+        """Make the node a candidate if the rule says so."""
         if not (node.leases or node.below[self.number]) and node.attached and node.held[self.number] is not None:
             self._offer(node)
 
     def withdraw(self, node: Node) -> None:
-        """The node is no candidate any more, if it was one."""
         self._all.withdraw(node)
         if self._tenants and (tenant := self._limited(node)) is not None:
             tenant.withdraw(node)
 
     def unlinked(self, node: Node) -> None:
-        """The node, with all below it, is about to leave the tree: what is above it may be a leaf here."""
+        """Handle a node that will leave the tree with all nodes below it: its parent may become a leaf here."""
         if node.held[self.number] is not None or node.below[self.number]:
             self._lower_above(node)
 
     def detached(self, node: Node) -> None:
-        """The node left the tree: no candidate, not counted."""
+        """Handle a node that left the tree: withdraw it and do not count it."""
         held = node.held[self.number]
         if held is not None and node.leases == 0:
             self._count(node, -held.num_held)
         self.withdraw(node)
 
     def set_quota(self, salt: bytes, quota: int | None, nodes: Iterable[Node]) -> None:
-        """Limit a salt's tenant, or lift the limit; `nodes` are all there are."""
+        """Limit the slots of a salt's tenant; None lifts the limit. `nodes` are all nodes of the tree."""
         self._tenants.pop(tenant_of(salt), None)
         if quota is None:
             return
@@ -253,11 +252,11 @@ class Tier:
             tenant.num_blocks += count
 
     def _limited(self, node: Node) -> Candidates | None:
-        """Those of the node's tenant, if it has a quota."""
+        """Return the candidates of the node's tenant if it has a quota."""
         return self._tenants.get(tenant_of(node.domain[0]))
 
     def _gained(self, node: Node) -> None:
-        """The tier holds something of this node now: what is above it is no leaf here any more."""
+        """Handle the first block of a node in this tier: its parent is no longer a leaf here."""
         number, above = self.number, node.parent
         if node.below[number] or not node.attached:
             return
@@ -271,7 +270,7 @@ class Tier:
             above = above.parent
 
     def _lower_above(self, node: Node) -> None:
-        """The tier holds nothing at or below this node now: what is above it may be a leaf here."""
+        """Handle the last block at or below a node in this tier: its parent may become a leaf here."""
         number, above = self.number, node.parent
         while above is not None:
             above.below[number] -= 1

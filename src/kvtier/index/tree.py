@@ -1,52 +1,55 @@
-"""RadixTree: which prefixes are where, who holds them, and what goes when room is needed."""
+"""RadixTree: cached prefixes, the tiers that hold their blocks, leases on them, and eviction."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvtier.errors import ArgumentError, RangeError, StateError
-from kvtier.index.chain import TOKEN_BYTES, Chain, Namespace
-from kvtier.index.check import check_tree
-from kvtier.index.events import IndexCleared, Listener
+from kvtier.index.chain import Chain, Namespace
+from kvtier.index.events import IndexCleared, Listener, removed_event, stored_event
 from kvtier.index.ghost import GhostCache
-from kvtier.index.lease import Lease, PartialHit, Path, Published, Retention, path_to
+from kvtier.index.lease import Lease, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
-from kvtier.index.node import NO_SLOT, READY, AccessStats, Node, device_slots, upwards
+from kvtier.index.node import (
+    NO_SLOT,
+    READY,
+    AccessStats,
+    BlockState,
+    Node,
+    Residency,
+    descendants,
+    device_slots,
+    upwards,
+)
 from kvtier.index.pool import I32, Shortage, Slots
 from kvtier.index.tier import Tier
 from kvtier.index.tree_edit import (
-    TreeEvictor,
-    TreeInserter,
     absorb_parent,
+    add_lease,
+    can_grow,
+    can_join,
+    closest_child,
     common_blocks,
-    common_tokens,
+    content_below,
+    free_detached,
+    lengthen,
     split,
-    were_one,
+    truncate,
 )
 
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _NO_SLOTS = np.empty(0, np.int32)
 _KEEP = Retention()
-
-
-@dataclass(frozen=True, slots=True)
-class TreeStats:
-    """A tree in numbers."""
-
-    num_nodes: int
-    num_blocks: int
-    num_leases: int
-    num_evictable: tuple[int, ...]
 
 
 class RadixTree:
     """A path-compressed tree over token blocks, one root for each salt and adapter.
 
-    The edge is the unit: a match compares whole edges at memcmp speed, and a use, an eviction or a lease costs by edges
-    and not by blocks. Not thread-safe, no clock: `now` is whatever the caller counts time to live in.
+    The unit is the edge: a match compares whole edges at memcmp speed, and the cost of a use, an eviction or a lease
+    depends on the number of edges, not of blocks. Not thread-safe, no clock: `now` is the caller's time.
     """
 
     def __init__(
@@ -66,20 +69,19 @@ class RadixTree:
         self.tiers = tuple(tiers)
         self.enabled = enabled
         self.with_keys = with_keys or listener is not None
-        self.misses = misses or MissList()
-        self.ghost = ghost
+        self.roots: dict[tuple[bytes, bytes], Node] = {}
+        """Salt and adapter -> the empty node above all their blocks. Read-only for others."""
         self.clock = self.num_leases = 0
+        self._misses = misses or MissList()
+        self.ghost = ghost
         self._listener = listener
-        self._roots: dict[tuple[bytes, bytes], Node] = {}
-        self._removal = TreeEvictor(self.tiers, self._roots, self.misses, listener)
-        self._growth = TreeInserter(namespace, self.tiers, self.misses, listener, self.with_keys, self._hold)
 
-    # ---- a request's life ------------------------------------------------------------------------------------------
+    # ---- life of a request -----------------------------------------------------------------------------------------
 
     def match(
         self, chain: Chain, *, now: float = 0.0, max_blocks: int | None = None, retention: Retention = _KEEP
     ) -> Lease:
-        """Lease the longest readable prefix of full blocks. Counts as a use only once it is committed."""
+        """Lease the longest readable prefix of full blocks. It counts as a use only after `commit`."""
         if chain.namespace is not self.namespace and chain.namespace != self.namespace:
             raise ArgumentError(f"the chain is of {chain.namespace}, the tree of {self.namespace}")
         root = self._root(chain)
@@ -91,77 +93,69 @@ class RadixTree:
         else:
             lease = Lease(chain, root, 0, _NO_SLOTS, retention, MissReason.DISABLED, self.clock)
         self.num_leases += 1
-        self._hold(lease.node, None)
+        add_lease(lease.node, None, self.tiers)
         return lease
 
     def share(self, lease: Lease) -> Lease:
-        """Another lease on the same path, without a table, to be released by itself: for whoever moves its blocks."""
+        """Return another lease on the same path, without a table: a transfer of its blocks holds one."""
         lease.must_be_open()
         return self._lease_of(lease.chain, lease.node, lease.retention, _NO_SLOTS)
 
-    def match_within(self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0) -> PartialHit | None:
-        """Lease the block below a lease that shares most of its next tokens, at most `max_tokens`.
+    def match_within(
+        self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0
+    ) -> tuple[Lease, int] | None:
+        """Lease the block below a lease that shares the most of its next `max_tokens` tokens; returns their number.
 
-        The child that begins with the very block is looked at first, then as many as told, newest first.
+        The child that begins with exactly the next block is tried first, then up to `max_children`, newest first.
         """
         lease.must_be_open()
-        chain, node = lease.chain, lease.node
-        tail = chain.tail(lease.num_blocks, max_tokens)
-        begins, best, longest = tail[:TOKEN_BYTES], None, 0
-        exact = node.children.get(chain.key_at(lease.num_blocks)) if chain.num_blocks > lease.num_blocks else None
-        some = (exact,) if exact is not None else itertools.islice(reversed(node.children.values()), max_children)
-        for child in some:
-            if not child.key.startswith(begins) or child.extras or chain.extras:
-                continue
-            held = child.held[0]
-            if held is not None and held.states[0] >= READY and (child.usage.expires > now or child.leases):
-                common = common_tokens(child.label(0), tail)
-                if common > longest:
-                    best, longest = child, common
+        best, num_tokens = closest_child(lease.node, lease.chain, max_tokens, max_children, now)
         if best is None:
             return None
         if best.num_blocks > 1:
             best = split(best, 1, self.tiers)
-        slots = [device_slots(each) for each in upwards(best)]
-        found = self._lease_of(chain, best, lease.retention, np.concatenate(slots[::-1]))
-        found.num_matched = lease.num_blocks
-        return PartialHit(found, longest)
+        slots = [device_slots(above) for above in upwards(best)]
+        partial = self._lease_of(lease.chain, best, lease.retention, np.concatenate(slots[::-1]))
+        partial.num_matched = lease.num_blocks
+        return partial, num_tokens
 
     def allocate(self, lease: Lease, n: int) -> Slots | Shortage:
-        """n more device slots for the lease's table, evicting if need be: all or none. Its own until published."""
+        """Add n device slots to the lease's table, evicting if necessary: all or none."""
         lease.must_be_open()
         slots = self.reserve(self.tiers[0], n, lease.chain.salt)
         if isinstance(slots, Slots):
             lease.table = np.concatenate((lease.table, slots.ids)) if len(lease.table) else slots.ids
         return slots
 
-    def publish(self, lease: Lease, computed_tokens: int, *, now: float = 0.0) -> Published:
-        """Make the full blocks of what is computed matchable. Where others were first, the lease keeps its own copy."""
+    def publish(self, lease: Lease, computed_tokens: int, *, now: float = 0.0) -> int:
+        """Make the full computed blocks matchable; returns how many are new on the device.
+
+        The lease keeps its own copy of the others, which another request published first.
+        """
         lease.must_be_open()
-        stop = self._publishable(lease, computed_tokens)
+        stop = lease.num_full_blocks(computed_tokens)
         first = block = lease.num_blocks
         if stop <= first or not self.enabled or not lease.node.attached:
-            return Published(0, 0)
-        node, num_adopted = lease.node, 0
+            return 0
+        node, num_new = lease.node, 0
         while block < stop:
             child = node.children.get(lease.chain.key_at(block))
             if child is None:
                 break
-            node, adopted = self._growth.join(lease, child, block, stop)
-            num_adopted += node.num_blocks if adopted else 0
+            node, adopted = self._join(lease, child, block, stop)
+            num_new += node.num_blocks if adopted else 0
             block = node.stop
-        num_duplicate = block - first - num_adopted
         if block < stop:
-            usage = AccessStats(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
-            node = self._growth.grow(lease, node, block, stop, usage)
+            node = self._grow(lease, node, block, stop, now)
+            num_new += stop - block
         lease.node, lease.num_blocks = node, stop
-        return Published(stop - first - num_duplicate, num_duplicate)
+        return num_new
 
     def graft(self, lease: Lease, tier: Tier, slots: Slots, *, now: float = 0.0) -> bool:
-        """The blocks after a lease's path come from outside the tree into slots reserved in a tier: WRITING, and held.
+        """Add the blocks after a lease's path as WRITING, into slots reserved in a tier: a store will fill them.
 
-        The lease then ends with them; `end_write` tells how it went. False, and nothing changes, where somebody else
-        has brought or computed the first of them already. For a lease without slots of its own.
+        The lease then ends with them; `end_write` follows. Returns False, without a change, if the first of them is
+        in the tree already. For a lease without slots of its own.
         """
         lease.must_be_open()
         first, stop = lease.num_blocks, lease.num_blocks + len(slots)
@@ -172,200 +166,183 @@ class RadixTree:
             )
         if not self.enabled or not lease.node.attached or lease.chain.key_at(first) in lease.node.children:
             return False
-        usage = AccessStats(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
-        lease.node = self._growth.graft(lease, lease.node, tier, slots, usage)
+        lease.node = self._add(lease.chain, lease.node, first, stop, self._new_usage(lease, now))
+        tier.put(lease.node, 0, slots, BlockState.WRITING)
         lease.num_blocks = stop
         lease.table = np.concatenate((lease.table, np.full(len(slots), NO_SLOT, np.int32)))
         return True
 
-    def pin(self, chain: Chain, *, now: float = 0.0) -> Lease:
-        """Keep what is cached of a chain, in whatever tier, until it is unpinned."""
-        return self.match(chain, now=now)
-
-    def unpin(self, pin: Lease) -> None:
-        """What `pin` returned may be evicted again."""
-        self.release(pin, used=False)
-
     def commit(self, lease: Lease, *, now: float = 0.0) -> None:
-        """The lease's path is used. However often this is called, it counts as one use."""
+        """Count the lease's path as used. Repeated calls count as one use."""
         lease.must_be_open()
         self._use(lease, now)
         lease.committed = True
 
     def release(self, lease: Lease, *, used: bool = True, now: float = 0.0) -> None:
-        """End the lease: its own slots are free, its published blocks stay. `used=False` if it was not scheduled."""
+        """End the lease: free its own slots, keep its published blocks. `used=False` if it was not scheduled."""
         lease.must_be_open()
         if used:
             self._use(lease, now)
         lease.closed = True
         self.num_leases -= 1
-        if len(lease.table) > lease.num_blocks or lease.spare:
-            own = np.concatenate((lease.table[lease.num_blocks :], *lease.spare))
-            self._removal.give_back(self.tiers[0], Slots(self.tiers[0].name, own), lease.chain.salt)
-        self._let_go(lease.node)
+        if len(lease.table) > lease.num_blocks or lease.duplicate_slots:
+            device = self.tiers[0]
+            own = np.concatenate((lease.table[lease.num_blocks :], *lease.duplicate_slots))
+            device.give_back(Slots(device.name, own), lease.chain.salt)
+        self._remove_lease(lease.node)
 
-    # ---- room ------------------------------------------------------------------------------------------------------
+    # ---- slots and eviction ----------------------------------------------------------------------------------------
 
     def evict(self, tier: Tier, n: int, *, salt: bytes | None = None) -> Shortage | None:
-        """Free n slots of a tier, leaves first, of one tenant with a quota or of all; or change nothing and say why."""
+        """Free n slots of a tier, leaves first, of one tenant with a quota or of all: all or none."""
         if salt is not None and tier.quota(salt) is None:
             raise ArgumentError(f"{tier.name}: {salt.hex() or 'no salt'} has no quota, so its blocks are not listed")
         available = tier.num_evictable if salt is None else tier.evictable_by(salt)
         if n > available:
             return Shortage(tier.name, n, tier.pool.num_free, available)
-        freed = self._removal.evict(tier, n, salt, self.clock)
-        if freed:
-            tier.pool.release(Slots(tier.name, np.concatenate(freed)))
+        self._free(tier, self._evict(tier, n, salt))
         return None
 
     def reserve(self, tier: Tier, n: int, salt: bytes = b"") -> Slots | Shortage:
-        """n slots of a tier for a tenant, evicting if need be: all or none. They are the caller's."""
-        room = self._room(tier, n, salt)
-        if isinstance(room, Shortage):
-            return room
-        # what is evicted goes straight to the caller: through the pool it would be freed and marked used again
-        more = n - sum(map(len, room))
-        if more or not room:
+        """Return n slots of a tier for a tenant, evicting if necessary: all or none. The caller owns them."""
+        evicted = self._make_room(tier, n, salt)
+        if isinstance(evicted, Shortage):
+            return evicted
+        # evicted slots go straight to the caller: the pool would free them and mark them used again
+        more = n - sum(map(len, evicted))
+        if more or not evicted:
             slots = tier.pool.allocate(more)
             assert isinstance(slots, Slots)
-            room.append(slots.ids)
+            evicted.append(slots.ids)
         tier.use(salt, n)
-        return Slots(tier.name, room[0] if len(room) == 1 else np.concatenate(room))
-
-    def give_back(self, tier: Tier, slots: Slots, salt: bytes = b"") -> None:
-        """Slots that were reserved and are not needed."""
-        self._removal.give_back(tier, slots, salt)
-
-    def _room(self, tier: Tier, n: int, salt: bytes) -> list[I32] | Shortage:
-        """Evict as many blocks as n more slots for a tenant take, or change nothing and say why.
-
-        What its quota has no room for must come from the tenant's own blocks, the rest from anybody's.
-        """
-        if n < 0:
-            raise RangeError(f"cannot allocate {n} slots")
-        short, over = n - tier.pool.num_free, 0
-        quota = tier.quota(salt)
-        if quota is not None and n:
-            shortage = tier.quota_shortage(salt, n)
-            if shortage is not None:
-                return shortage
-            over = max(0, tier.num_used_by(salt) + n - quota)
-        if short > tier.num_evictable:
-            return Shortage(tier.name, n, tier.pool.num_free, tier.num_evictable)
-        if over > n:  # its quota was lowered: the excess goes first
-            self.evict(tier, over - n, salt=salt)
-            over = n
-        freed = self._removal.evict(tier, over, salt, self.clock) if over else []
-        return freed + self._removal.evict(tier, short - over, None, self.clock) if short > over else freed
+        return Slots(tier.name, evicted[0] if len(evicted) == 1 else np.concatenate(evicted))
 
     def demote(self, tier: Tier, chain: Chain) -> int:
-        """Free the slots of a tier that hold blocks of a chain, or of what follows it, which another tier holds too;
-        returns how many. What a lease covers stays, and so does what is above it."""
+        """Free the tier's copies of a chain and of all below it that another tier has too; returns the number.
+
+        Leased blocks stay, and so do the blocks above a block that stays.
+        """
         lease = self.match(chain)
         node = lease.node
         self.release(lease, used=False)
-        freed = self._removal.demote(tier, node, self.clock, below=0 < lease.num_blocks == chain.num_blocks)
-        if freed:
-            tier.pool.release(Slots(tier.name, np.concatenate(freed)))
+        below = descendants(node) if 0 < lease.num_blocks == chain.num_blocks else []
+        freed: list[I32] = []
+        for each in (*reversed(below), *upwards(node)):
+            held = each.held[tier.number]
+            if held is None or each.leases or each.below[tier.number]:
+                continue
+            others = [other for other in each.held if other is not None and other is not held]
+            if any(min(other.states) >= READY for other in others):
+                freed.append(self._take_last(tier, each, held, held.num_held))
+        self._free(tier, freed)
         return sum(map(len, freed))
 
     def vacate(self, tier: Tier, first_slot: int = 0, detached: Iterable[Node] = ()) -> None:
-        """Nothing stays in slots [first_slot, ..) of a tier: for memory that goes away. No lease's table may be in use,
-        no transfer under way. `detached` are nodes that left the tree and are still leased."""
-        self._removal.vacate(tier, [*self.nodes(), *detached], first_slot, self.clock)
+        """Remove every block from slots [first_slot, ..) of a tier, leased or not: the memory goes away.
 
-    def lose(self, tier: Tier, slots: I32) -> int:
-        """What is in these slots of a tier and ready there, with no reader, is in it no longer; returns how many."""
-        return self._removal.lose(tier, list(self.nodes()), slots, self.clock)
+        No lease's table may be in use and no transfer in flight. `detached` are leased nodes that left the tree.
+        """
+        for node in [*self.nodes(), *detached]:
+            held = node.held[tier.number]
+            if held is not None:
+                self._remove_where(tier, node, held.slots >= first_slot)
+
+    def invalidate(self, tier: Tier, slots: I32) -> int:
+        """Remove the blocks in these slots of a tier that are READY and have no reader; returns the number."""
+        num_removed = 0
+        for node in list(self.nodes()):
+            held = node.held[tier.number]
+            if held is not None:
+                wanted = np.isin(held.slots, slots) & (np.frombuffer(bytes(held.states), np.uint8) == READY)
+                num_removed += int(wanted.sum())
+                self._remove_where(tier, node, wanted)
+        return num_removed
 
     def expire(self, now: float) -> int:
-        """Drop what no lease covers and whose time to live is over; returns the blocks dropped. Walks the tree."""
-        over = [node for node in self.nodes() if node.usage.expires <= now and not node.leases]
-        return sum(self._removal.detach(node, MissReason.EXPIRED, self.clock) for node in over if node.attached)
+        """Drop the blocks without a lease whose time to live has passed; returns the number. Walks the tree."""
+        expired = [node for node in self.nodes() if node.usage.expires <= now and not node.leases]
+        return sum(self._detach(node, MissReason.EXPIRED) for node in expired if node.attached)
 
     def drop(self, chain: Chain, *, first: int = 0) -> int:
-        """Forget blocks [first, ..) of a chain and all below them; what is leased is freed with its lease."""
-        return self._removal.drop(chain, first, self.clock)
+        """Drop blocks [first, ..) of a chain and all below them; returns the number. Leases keep their slots."""
+        node, block = self.roots.get((chain.salt, chain.adapter)), 0
+        while node is not None and block < chain.num_blocks:
+            node = node.children.get(chain.key_at(block))
+            if node is None:
+                return 0
+            stop = block + common_blocks(node, chain, block, chain.num_blocks)
+            if stop > first:
+                if node.start < first:
+                    split(node, first - node.start, self.tiers)
+                return self._detach(node, MissReason.DROPPED)
+            if stop < node.stop:
+                return 0
+            block = stop
+        return 0
 
     def reset(self, namespace: Namespace | None = None) -> None:
-        """Forget everything, and go on under another namespace if one is given. Leases live on with what they hold."""
-        for root in list(self._roots.values()):
+        """Drop everything and switch to another namespace if one is given. Open leases keep their slots."""
+        for root in list(self.roots.values()):
             for child in list(root.children.values()):
-                self._removal.detach(child, MissReason.DROPPED, self.clock)
+                self._detach(child, MissReason.DROPPED)
             root.attached = False
-        self._roots.clear()
+        self.roots.clear()
         if namespace is not None and namespace != self.namespace:
-            self.namespace = self._growth.namespace = namespace
-            self.misses.other_layout()
+            self.namespace = namespace
+            self._misses.other_layout()
         if self._listener:
             self._listener(IndexCleared())
 
-    def set_quota(self, tier: Tier, salt: bytes, num_blocks: int | None) -> None:
-        """At most that many slots of a tier for a salt's tenant (`tenant_of`); None lifts the limit."""
-        tier.set_quota(salt, num_blocks, self.nodes())
-
-    # ---- looking ---------------------------------------------------------------------------------------------------
-
-    def path(self, lease: Lease) -> Path:
-        """The lease's blocks in order, each with the fastest tier it can be read from."""
-        return path_to(lease.node)
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     def explain(self, lease: Lease) -> Miss:
-        """Why the match stopped where it did."""
+        """Return where and why the match stopped."""
         if lease.stopped is not None:
             return Miss(lease.num_matched, lease.stopped, lease.matched_at)
-        return self.misses.explain(lease.chain, lease.num_matched, lease.matched_at)
+        return self._misses.explain(lease.chain, lease.num_matched, lease.matched_at)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node with blocks, parents first."""
-        waiting = [child for root in self._roots.values() for child in root.children.values()]
+        """Yield every node with blocks, parents first."""
+        waiting = [child for root in self.roots.values() for child in root.children.values()]
         while waiting:
             node = waiting.pop()
             yield node
             waiting.extend(node.children.values())
 
-    def check(self, leases: Iterable[Lease] | None = None) -> None:
-        """Raise, with the numbers, unless every invariant holds; `leases` are all that are open, if known."""
-        check_tree(self, leases)
+    # ---- for transfers (kvtier.index.transitions) ------------------------------------------------------------------
 
-    @property
-    def roots(self) -> dict[tuple[bytes, bytes], Node]:
-        """Salt and adapter -> the empty node above all their blocks; not to be changed."""
-        return self._roots
+    def notify_stored(self, tier: Tier, node: Node, first: int, stop: int | None = None) -> None:
+        """Notify the listener that blocks [first, stop) of a node can be read from a tier."""
+        if self._listener and node.attached:
+            self._listener(stored_event(tier.name, node, first, stop, self.namespace))
 
-    @property
-    def stats(self) -> TreeStats:
-        """Walks the tree."""
-        nodes = list(self.nodes())
-        return TreeStats(
-            len(nodes),
-            sum(node.num_blocks for node in nodes),
-            self.num_leases,
-            tuple(tier.num_evictable for tier in self.tiers),
-        )
+    def remove(self, tier: Tier, node: Node, first: int, stop: int) -> None:
+        """Remove blocks [first, stop) of a leased node from a tier. If no tier has them, they end with the lease."""
+        if node.attached:
+            self._notify_removed(tier, node, first, stop)
+        tier.give_back(tier.take(node, first, stop), node.domain[0])
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- match and use ---------------------------------------------------------------------------------------------
 
     def _lease_of(self, chain: Chain, node: Node, retention: Retention, table: I32) -> Lease:
-        """A lease on the path that ends with a node."""
         self.num_leases += 1
-        self._hold(node, None)
+        add_lease(node, None, self.tiers)
         return Lease(chain, node, node.stop, table, retention, None, self.clock)
 
     def _root(self, chain: Chain) -> Node:
         domain = (chain.salt, chain.adapter)
-        root = self._roots.get(domain)
+        root = self.roots.get(domain)
         if root is None:
             usage = AccessStats(self.clock, self.clock)
-            root = self._roots[domain] = Node(None, domain, b"", 0, 0, memoryview(b""), usage, len(self.tiers))
+            root = self.roots[domain] = Node(None, domain, b"", 0, 0, memoryview(b""), usage, len(self.tiers))
         return root
 
     def _descend(
         self, node: Node, chain: Chain, want: int, now: float
     ) -> tuple[Node, int, list[I32], MissReason | None]:
-        """Follow the chain down as far as it can be read, splitting where that ends inside an edge.
+        """Follow the chain down as far as it is readable, splitting an edge if that ends inside it.
 
-        The reason for stopping is None where the tree has no more of it: `explain` looks that up if someone asks.
+        The reason is None if the tree has no more of the chain: `explain` looks it up on demand.
         """
         block = 0
         parts: list[I32] = []
@@ -387,17 +364,8 @@ class RadixTree:
                 return node, block, parts, MissReason.NOT_READY
         return node, block, parts, MissReason.NONE
 
-    def _hold(self, node: Node | None, stop: Node | None) -> None:
-        """One lease more on every node from here up to, and without, `stop`."""
-        while node is not stop and node is not None:
-            node.leases += 1
-            if node.leases == 1 and node.parent is not None:
-                for tier in self.tiers:
-                    tier.leased(node)
-            node = node.parent
-
-    def _let_go(self, node: Node | None) -> None:
-        """One lease fewer from here up to the root."""
+    def _remove_lease(self, node: Node | None) -> None:
+        """Count one lease less on every node from here up to the root."""
         while node is not None:
             node.leases -= 1
             if node.leases == 0:
@@ -406,18 +374,18 @@ class RadixTree:
                         tier.unleased(node)
                     held = node.held[0]
                     if held is None or held.num_held < node.num_blocks:
-                        self._removal.forget(node, self.clock)
+                        self._cut_absent(node)
                 elif not node.attached:
-                    self._removal.empty(node)
+                    free_detached(node, self.tiers)
                 elif not node.children:
-                    self._roots.pop(node.domain, None)
+                    self.roots.pop(node.domain, None)
             node = node.parent
 
     def _use(self, lease: Lease, now: float) -> None:
-        """The path was used now; matched blocks count a use the first time. Undoes splits nobody needs any more."""
+        """Update the path's access statistics. The first use counts for matched blocks. Joins needless splits."""
         self.clock += 1
         if self.ghost is not None and not lease.committed:
-            self.ghost.saw(lease.chain, lease.num_matched)
+            self.ghost.record(lease.chain, lease.num_matched)
         priority, expires = lease.retention.priority, now + lease.retention.ttl
         node = lease.node
         while node.parent is not None:
@@ -428,26 +396,198 @@ class RadixTree:
             usage.priority = max(usage.priority, priority)
             usage.expires = max(usage.expires, expires)
             above = node.parent
-            if above.leases == node.leases and len(above.children) == 1 and were_one(above, node, priority, expires):
+            if above.leases == node.leases and len(above.children) == 1 and can_join(above, node, priority, expires):
                 absorb_parent(node, self.tiers)
             else:
                 node = above
 
-    def _publishable(self, lease: Lease, computed_tokens: int) -> int:
-        """Blocks that are full once that many tokens are computed."""
-        stop = computed_tokens // self.namespace.block_tokens
-        if not 0 <= computed_tokens <= lease.chain.num_tokens:
-            raise RangeError(f"{computed_tokens} tokens computed, the chain has {lease.chain.num_tokens}")
-        if stop > len(lease.table):
-            raise StateError(f"{computed_tokens} tokens fill {stop} blocks, the lease has {len(lease.table)} slots")
-        return stop
+    # ---- insertion -------------------------------------------------------------------------------------------------
 
-    # ---- for transfers ---------------------------------------------------------------------------------------------
+    def _new_usage(self, lease: Lease, now: float) -> AccessStats:
+        return AccessStats(self.clock, self.clock, 0, lease.retention.priority, now + lease.retention.ttl)
 
-    def stored(self, tier: Tier, node: Node, first: int, stop: int) -> None:
-        """Blocks [first, stop) of a node can be read from a tier from now on: tell the listener."""
-        self._growth.stored(tier, node, first, stop)
+    def _join(self, lease: Lease, child: Node, block: int, stop: int) -> tuple[Node, bool]:
+        """Follow an existing edge; True if it adopted the lease's slots because the device held none of it."""
+        device = self.tiers[0]
+        count = common_blocks(child, lease.chain, block, stop)
+        held = child.held[0]
+        if held is not None:
+            absent = held.states.find(BlockState.ABSENT)
+            if absent == 0:
+                count = min(count, len(held.states) - len(held.states.lstrip(b"\0")))
+            elif absent > 0:
+                count = min(count, absent)
+        if count < child.num_blocks:
+            child = split(child, count, self.tiers)
+        add_lease(child, child.parent, self.tiers)
+        own = lease.table[block : block + count]
+        if child.held[0] is None:
+            device.put(child, 0, Slots(device.name, own.copy()), BlockState.READY)
+            self.notify_stored(device, child, 0)
+            return child, True
+        lease.duplicate_slots.append(own)
+        return child, False
 
-    def lost(self, tier: Tier, node: Node, first: int, stop: int) -> None:
-        """Blocks [first, stop) of a leased node leave a tier; where that was the last, they go with their lease."""
-        self._removal.lost(tier, node, first, stop)
+    def _grow(self, lease: Lease, node: Node, block: int, stop: int, now: float) -> Node:
+        """Add the chain's new blocks [block, stop) to the leaf that the lease added before, or in a new node."""
+        device, slots, usage = self.tiers[0], lease.table[block:stop].copy(), self._new_usage(lease, now)
+        if node is lease.grown and can_grow(node, usage):
+            lengthen(node, *content_below(node, lease.chain, block, stop, with_keys=self.with_keys), slots)
+            node.usage.expires = usage.expires
+            self.notify_stored(device, node, block - node.start)
+            return node
+        new = self._add(lease.chain, node, block, stop, usage)
+        device.put(new, 0, Slots(device.name, slots), BlockState.READY)
+        lease.grown = new
+        self.notify_stored(device, new, 0)
+        return new
+
+    def _add(self, chain: Chain, node: Node, block: int, stop: int, usage: AccessStats) -> Node:
+        """Add a node of blocks [block, stop) below another, held by one lease."""
+        labels, keys, extras = content_below(node, chain, block, stop, with_keys=self.with_keys)
+        key = chain.key_at(block)
+        new = Node(node, node.domain, key, block, stop - block, labels, usage, len(self.tiers), extras, keys)
+        new.leases = 1
+        node.children[key] = new
+        if node.parent is None:
+            self._misses.add_head(new)
+        return new
+
+    # ---- removal ---------------------------------------------------------------------------------------------------
+
+    def _make_room(self, tier: Tier, n: int, salt: bytes) -> list[I32] | Shortage:
+        """Evict as many blocks as n more slots for a tenant need: all or none.
+
+        Slots beyond its quota must come from the tenant's own blocks, the others from any tenant's.
+        """
+        if n < 0:
+            raise RangeError(f"cannot allocate {n} slots")
+        short, over = n - tier.pool.num_free, 0
+        quota = tier.quota(salt)
+        if quota is not None and n:
+            shortage = tier.quota_shortage(salt, n)
+            if shortage is not None:
+                return shortage
+            over = max(0, tier.num_used_by(salt) + n - quota)
+        if short > tier.num_evictable:
+            return Shortage(tier.name, n, tier.pool.num_free, tier.num_evictable)
+        if over > n:  # the quota was lowered: evict the excess first
+            self.evict(tier, over - n, salt=salt)
+            over = n
+        evicted = self._evict(tier, over, salt) if over else []
+        return evicted + self._evict(tier, short - over, None) if short > over else evicted
+
+    def _free(self, tier: Tier, freed: list[I32]) -> None:
+        if freed:
+            tier.pool.release(Slots(tier.name, np.concatenate(freed)))
+
+    def _evict(self, tier: Tier, n: int, salt: bytes | None) -> list[I32]:
+        """Take n blocks, each time from the end of the victim. The caller checked that there are n.
+
+            victim   [ b0 b1 b2 b3 b4 ]   n = 2   ->   [ b0 b1 b2 ]      b3 and b4 are free, b0..b2 stay matchable
+
+        The caller owns the slots: the pool still counts them as used.
+        """
+        freed: list[I32] = []
+        tier.num_evicted += n
+        while n > 0:
+            node = tier.victim(salt)
+            held = node.held[tier.number]
+            assert held is not None
+            count = held.num_held if held.num_held < n else n
+            n -= count
+            if node.held.count(None) == len(node.held) - 1:  # no other tier has blocks of it
+                freed.append(self._cut(node, node.num_blocks - count, tier))
+            else:
+                freed.append(self._take_last(tier, node, held, count))
+        return freed
+
+    def _take_last(self, tier: Tier, node: Node, held: Residency, count: int) -> I32:
+        """Take the last `count` blocks that a tier holds of a node; cut off blocks that are then in no tier."""
+        if held.num_held == len(held.states):
+            first = len(held.states) - count
+        else:
+            first = int(np.flatnonzero(np.frombuffer(held.states, np.uint8))[-count])
+        if self._listener:
+            self._notify_removed(tier, node, first)
+        taken = tier.take(node, first).ids
+        tier.use(node.domain[0], -count)
+        kept = node.num_kept()
+        if kept < node.num_blocks:
+            self._cut(node, kept, tier)
+        return taken
+
+    def _remove_where(self, tier: Tier, node: Node, wanted: Mask) -> None:
+        edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).tolist()
+        for first, stop in zip(edges[::2], edges[1::2], strict=True):
+            self.remove(tier, node, first, stop)
+        if edges and not node.leases and node.attached:
+            self._cut_absent(node)
+
+    def _cut_absent(self, node: Node) -> None:
+        """Cut a node without a lease at its first block that is in no tier."""
+        kept = node.num_kept()
+        if kept < node.num_blocks:
+            self._cut(node, kept, None)
+
+    def _cut(self, node: Node, kept: int, evicting: Tier | None) -> I32:
+        """Remove blocks [kept, ..) of a node and all nodes below it; returns the slots of the evicting tier.
+
+        Slots of other tiers go back to their pools.
+        """
+        policy = evicting.policy_name if evicting is not None else ""
+        self._misses.add(node, kept, MissReason.EVICTED, self.clock, policy)
+        if node.children:
+            for child in list(node.children.values()):
+                self._detach(child, MissReason.EVICTED)
+        taken = _NO_SLOTS
+        for tier in self.tiers:
+            if node.held[tier.number] is not None:
+                if self._listener:
+                    self._notify_removed(tier, node, kept)
+                slots = tier.take(node, kept, cut=True)
+                if tier is evicting:
+                    taken = slots.ids
+                    tier.use(node.domain[0], -len(taken))
+                else:
+                    tier.give_back(slots, node.domain[0])
+        if kept:
+            truncate(node, kept)
+        else:
+            self._unlink(node)
+        return taken
+
+    def _detach(self, node: Node, reason: MissReason) -> int:
+        """Remove a node and all below it; returns the number of blocks. Leased nodes are freed with their lease."""
+        self._misses.add(node, 0, reason, self.clock)
+        for tier in self.tiers:
+            tier.unlinked(node)
+        self._unlink(node)
+        num_blocks = 0
+        for each in (node, *descendants(node)):
+            num_blocks += each.num_blocks
+            for tier in self.tiers:
+                self._notify_removed(tier, each, 0)
+                tier.detached(each)
+            each.attached = False
+            if each.leases == 0:
+                free_detached(each, self.tiers)
+        return num_blocks
+
+    def _unlink(self, node: Node) -> None:
+        above = node.parent
+        assert above is not None
+        del above.children[node.key]
+        if above.parent is None:
+            self._misses.remove_head(node)
+            if not above.children and not above.leases:
+                self.roots.pop(above.domain, None)
+
+    def _notify_removed(self, tier: Tier, node: Node, first: int, stop: int | None = None) -> None:
+        """Notify the listener of blocks that were reported as stored, which excludes those in WRITING."""
+        held = node.held[tier.number]
+        if self._listener is None or held is None:
+            return
+        event = removed_event(tier.name, node, held, first, stop)
+        if event is not None:
+            self._listener(event)

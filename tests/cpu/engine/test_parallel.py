@@ -458,7 +458,7 @@ def test_a_rank_that_cannot_start_says_why_and_leaves_nothing_behind(tmp_path):
 def test_an_engine_that_cannot_be_made_leaves_no_process_and_no_thread(num_ranks):
     threads, processes = {*threading.enumerate()}, {*psutil.Process().children()}
     cache = CacheConfig(16, policy="nope", host=HostConfig(16))
-    with pytest.raises(ArgumentError, match="no eviction policy is called 'nope'"):
+    with pytest.raises(ArgumentError, match="unknown eviction policy 'nope'"):
         Engine(MODEL, config=EngineConfig(BLOCK, cache, tensor_parallel=num_ranks))
     assert {*threading.enumerate()} <= threads
     assert {*psutil.Process().children()} <= processes

@@ -192,7 +192,7 @@ def test_c2_blocks_of_three_tiers_make_one_table_in_order():
     for first in (0, 4):  # holes on the device, where the host has the blocks
         lease = tree.match(chain, max_blocks=first + 1)
         tree.release(lease, used=False)
-        tree.lost(device, lease.node, lease.node.num_blocks - 1, lease.node.num_blocks)
+        tree.remove(device, lease.node, lease.node.num_blocks - 1, lease.node.num_blocks)
     fetch = lab.fetched(chain)
     hold = lab.start(chain, fetch)
     assert hold.tokens_from == {"disk": 2 * BLOCK, "host": 2 * BLOCK, "device": 4 * BLOCK}

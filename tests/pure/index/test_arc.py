@@ -8,6 +8,7 @@ from collections import OrderedDict
 import pytest
 
 from index_cases import matched, run, tree_of
+from kvtier.index.check import check_tree
 from kvtier.index.node import AccessStats, Node
 from kvtier.index.policies import ARC
 
@@ -123,6 +124,6 @@ def test_through_the_tree_a_shared_prefix_stays_and_leaves_go_first():
     tree = tree_of(12, policy="arc")
     for turn in range(40):
         run(tree, 1, 2, 100 + turn, 200 + turn)
-        tree.check([])
+        check_tree(tree, [])
         assert matched(tree, 1, 2, 100 + turn, 200 + turn) == 4
     assert matched(tree, 1, 2) == 2

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, matched, run, tokens_of, tree_of
+from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, matched, path_of, remove, run, tokens_of, tree_of
 from kvtier.index import KEY_BYTES, BlocksRemoved, BlocksStored, Chain, Event, IndexCleared, RadixTree, transitions
 
 
@@ -137,8 +137,7 @@ def test_each_tier_tells_for_itself():
     router.take()
     copy_down(tree, lease, 1)
     assert router.take() == [BlocksStored("host", ROOT, one + two, token_bytes(1, 2), is_first=True)]
-    transitions.begin_drop(lease, tree.tiers[0], 1, 1)
-    transitions.end_drop(tree, lease, tree.tiers[0], 1, 1)
+    remove(tree, lease, tree.tiers[0], 1, 1)
     assert router.take() == [BlocksRemoved("device", two)]
     tree.release(lease)
     tree.evict(tree.tiers[1], 1)
@@ -225,7 +224,7 @@ def test_a_router_that_replays_the_events_finds_what_the_tree_finds(actions):
     for each in seen:
         chain = chain_of(*each)
         lease = tree.match(chain)
-        tiers = tree.path(lease).tiers.tolist()
+        tiers = path_of(lease).tiers.tolist()
         assert all(
             key in router.there[("device", "host")[t]] for key, t in zip(split(chain.keys()), tiers, strict=False)
         )

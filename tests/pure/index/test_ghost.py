@@ -141,7 +141,7 @@ def fed(chains: list[Chain], capacity: int = 4) -> float:
     """What a cache with room for everything would have hit, where the real one hit nothing."""
     ghost = GhostCache(512, capacity, capacities=[100_000], rate=1.0)
     for chain in chains:
-        ghost.saw(chain, 0)
+        ghost.record(chain, 0)
     return ghost.curve()[1].hit_rate
 
 
@@ -165,7 +165,7 @@ def test_tenants_adapters_and_media_are_told_apart():
 
 def test_a_prompt_too_short_to_be_looked_at_says_nothing():
     ghost = GhostCache(16, 100, capacities=[1000])
-    ghost.saw(Chain(Namespace("m", block_tokens=16), range(100)), 0)
+    ghost.record(Chain(Namespace("m", block_tokens=16), range(100)), 0)
     assert [found.error for found in ghost.curve()] == [1.0, 1.0]
     assert ghost.curve("fifo") == []
 
@@ -176,7 +176,7 @@ def test_its_memory_does_not_grow():
 
     def run(first: int) -> int:
         for number in range(first, first + 4 * 1024):
-            ghost.saw(Chain(namespace, np.arange(3_000, dtype=np.int32) * 7 + number), 0)
+            ghost.record(Chain(namespace, np.arange(3_000, dtype=np.int32) * 7 + number), 0)
         ghost.curve()
         ours = tracemalloc.Filter(
             True, str(Path(kvtier.index.__file__).parent / "*")
@@ -211,5 +211,5 @@ def test_leaving_repeats_out_changes_no_curve(requests):
         tokens = np.full(num_blocks * 1024, 7 + system, np.int32)
         tokens[1024:] = 100 + user
         for ghost in (fast, slow):
-            ghost.saw(Chain(namespace, tokens), 0)
+            ghost.record(Chain(namespace, tokens), 0)
     assert fast.curve() == slow.curve()

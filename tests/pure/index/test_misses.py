@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, run, tokens_of, tree_of
+from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, remove, run, tokens_of, tree_of
 from kvtier.index import Chain, MediaItem, Miss, MissList, MissReason, Namespace, RadixTree, Retention, transitions
 
 
@@ -89,11 +89,9 @@ def test_it_is_being_written():
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
     copy_down(tree, lease, 1)
-    transitions.begin_drop(lease, tree.tiers[0], 0, 2)
-    transitions.end_drop(tree, lease, tree.tiers[0], 0, 2)
-    transitions.begin_drop(lease, tree.tiers[1], 1, 1)
+    remove(tree, lease, tree.tiers[0], 0, 2)
+    remove(tree, lease, tree.tiers[1], 1, 1)
     assert (why(tree, 1, 2).block, why(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
-    transitions.end_drop(tree, lease, tree.tiers[1], 1, 1)
     transitions.begin_write(lease, tree.tiers[0], 1, tree.reserve(tree.tiers[0], 1))
     assert (why(tree, 1, 2).block, why(tree, 1, 2).reason) == (1, MissReason.NOT_READY)
     transitions.end_write(tree, lease, tree.tiers[0], 1, 1, ok=True)
@@ -161,7 +159,7 @@ def test_a_thousand_heads_leave_nothing_behind():
     for number in range(1000):
         run(tree, number, salt=bytes([number % 7]))
     tree.reset()
-    assert (len(misses._gone), misses._heads) == (4, {})
+    assert (len(misses._removed), misses._heads) == (4, {})
 
 
 def test_an_explanation_is_of_the_time_of_the_match():

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from index_cases import slots
 from kvtier.errors import ArgumentError, KvtierError, RangeError, StateError
-from kvtier.index import BlockPool, Shortage, Slots
+from kvtier.index import BlockPool, Shortage
 
 
 def runs(free: set[int]) -> list[int]:
@@ -23,13 +23,12 @@ def runs(free: set[int]) -> list[int]:
 
 
 def state(pool: BlockPool) -> tuple:
-    return pool.free_slots().tolist(), pool.num_free, pool.num_used, pool.stats
+    return pool.free_slots().tolist(), pool.num_free, pool.num_used
 
 
 @pytest.mark.parametrize("n", range(12))
-@pytest.mark.parametrize("reserved", [0, 2])
-def test_any_number_up_to_all_can_be_had_and_one_more_cannot(n, reserved):
-    pool = BlockPool("device", 10 + reserved, reserved=reserved)
+def test_any_number_up_to_all_can_be_had_and_one_more_cannot(n):
+    pool = BlockPool("device", 10)
     found = pool.allocate(n)
     pool.check()
     if n > 10:
@@ -39,7 +38,7 @@ def test_any_number_up_to_all_can_be_had_and_one_more_cannot(n, reserved):
         assert found.tier == "device"
         assert len(found) == n
         assert not set(found.ids.tolist()) & set(pool.free_slots().tolist())
-        assert sorted(found.ids.tolist() + pool.free_slots().tolist()) == list(range(reserved, 10 + reserved))
+        assert sorted(found.ids.tolist() + pool.free_slots().tolist()) == list(range(10))
 
 
 def test_nothing_of_a_full_pool_is_nothing():
@@ -49,10 +48,11 @@ def test_nothing_of_a_full_pool_is_nothing():
     assert isinstance(pool.allocate(1), Shortage)
 
 
-@pytest.mark.parametrize(("num_slots", "reserved"), [(-1, 0), (4, 5), (4, -1)])
-def test_a_pool_that_cannot_be_is_an_error_with_the_numbers(num_slots, reserved):
-    with pytest.raises(RangeError, match=f"{reserved} reserved slots do not fit in a pool of {num_slots}"):
-        BlockPool("device", num_slots, reserved=reserved)
+def test_a_pool_that_cannot_be_is_an_error_with_the_numbers():
+    with pytest.raises(RangeError, match="cannot have -1 slots"):
+        BlockPool("device", -1)
+    with pytest.raises(RangeError, match="cannot have -2 slots"):
+        BlockPool("device", 4).resize(-2)
 
 
 def test_a_negative_number_of_slots_is_an_error():
@@ -60,12 +60,12 @@ def test_a_negative_number_of_slots_is_an_error():
         BlockPool("device", 4).allocate(-1)
 
 
-@pytest.mark.parametrize("ids", [[-1], [-2], [-7], [3, -2], [-3, 3], [8], [3, 8], [100], [0], [1, 3], [3, 0]])
+@pytest.mark.parametrize("ids", [[-1], [-2], [-7], [3, -2], [-3, 3], [8], [3, 8], [100]])
 @pytest.mark.parametrize("others", [0, 70])
 def test_slots_that_are_not_the_pools_to_take_back_are_refused_and_nothing_changes(ids, others):
-    """Reserved, outside, negative; alone or behind many good ones: there are two ways to find runs."""
-    pool = BlockPool("device", 8 + others, reserved=2)
-    pool.allocate(6 + others)
+    """Outside, negative; alone or behind many good ones: there are two ways to find runs."""
+    pool = BlockPool("device", 8 + others)
+    pool.allocate(8 + others)
     before = state(pool)
     ids = [slot + others if slot >= 8 else slot for slot in ids]
     with pytest.raises(RangeError, match=r"slot -?\d+ is not one of"):
@@ -135,38 +135,18 @@ def test_a_pool_grows_and_shrinks_and_strands_no_used_slot(old, new, used):
     assert pool.num_free == pool.num_slots
 
 
-def test_a_pool_does_not_shrink_into_what_is_reserved():
-    pool = BlockPool("device", 8, reserved=3)
-    with pytest.raises(RangeError, match="3 are reserved"):
-        pool.resize(2)
-    pool.resize(3)
-    assert (pool.num_free, pool.num_used) == (0, 0)
-    pool.resize(5)
-    assert pool.free_slots().tolist() == [3, 4]
-
-
-def test_the_numbers_of_a_pool():
-    pool = BlockPool("device", 10, reserved=1)
-    taken = pool.allocate(6).ids
-    pool.release(Slots("device", taken[1:3]))
-    stats = pool.stats
-    assert (stats.num_slots, stats.num_reserved, stats.num_used, stats.num_free) == (10, 1, 4, 5)
-    assert (stats.num_runs, stats.num_allocated, stats.num_released) == (2, 6, 2)
-
-
 class PoolMachine(RuleBasedStateMachine):
     """A pool against a set of numbers."""
 
-    @initialize(num_slots=st.integers(0, 80), reserved=st.integers(0, 3))
-    def start(self, num_slots, reserved):
-        self.reserved = min(reserved, num_slots)
+    @initialize(num_slots=st.integers(0, 80))
+    def start(self, num_slots):
         self.num_slots = num_slots
-        self.pool = BlockPool("device", num_slots, reserved=self.reserved)
+        self.pool = BlockPool("device", num_slots)
         self.used: list[int] = []
 
     @property
     def free(self) -> set[int]:
-        return set(range(self.reserved, self.num_slots)) - set(self.used)
+        return set(range(self.num_slots)) - set(self.used)
 
     @rule(n=st.integers(0, 90))
     def allocate(self, n):
@@ -203,7 +183,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(num_slots=st.integers(0, 90))
     def resize(self, num_slots):
-        if num_slots < max([*self.used, self.reserved - 1]) + 1:
+        if num_slots < max(self.used, default=-1) + 1:
             with pytest.raises(KvtierError):
                 self.pool.resize(num_slots)
         else:
@@ -217,7 +197,6 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.free_slots().tolist() == sorted(self.free)
             assert self.pool.num_free == len(self.free)
             assert self.pool.num_used == len(self.used)
-            assert self.pool.stats.num_runs == len(runs(self.free))
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -6,9 +6,10 @@ import math
 
 import pytest
 
-from index_cases import BLOCK, begin, chain_of, copy_down, matched, run, slots, tree_of
+from index_cases import BLOCK, begin, chain_of, copy_down, matched, path_of, remove, run, slots, tree_of
 from kvtier.errors import ArgumentError, StateError
 from kvtier.index import Retention, transitions
+from kvtier.index.check import check_tree
 
 
 def test_a_lease_on_dropped_blocks_does_not_pull_the_rest_out_of_the_tree():
@@ -18,9 +19,9 @@ def test_a_lease_on_dropped_blocks_does_not_pull_the_rest_out_of_the_tree():
     lease = tree.match(chain_of(1, 2))
     assert tree.drop(chain_of(1, 2), first=1) == 1
     run(tree, 1, 9)
-    tree.check([lease])
+    check_tree(tree, [lease])
     tree.release(lease)
-    tree.check([])
+    check_tree(tree, [])
     assert (matched(tree, 1, 9), matched(tree, 1, 2)) == (2, 1)
     assert tree.tiers[0].pool.num_used == 2
 
@@ -31,7 +32,7 @@ def test_a_copy_takes_only_slots_of_its_tier():
     tree.publish(lease, 2 * BLOCK)
     with pytest.raises(ArgumentError, match="device"):
         transitions.begin_write(lease, tree.tiers[1], 0, slots("device", 0, 1))
-    tree.check([lease])
+    check_tree(tree, [lease])
 
 
 def test_a_copy_that_is_refused_for_one_block_changes_none():
@@ -44,14 +45,14 @@ def test_a_copy_that_is_refused_for_one_block_changes_none():
     for _ in range(2):
         with pytest.raises(StateError, match="already"):
             transitions.begin_write(lease, tree.tiers[1], 0, given)
-    tree.give_back(tree.tiers[1], given)
-    assert tree.path(lease).slots.tolist() == lease.table.tolist()
+    tree.tiers[1].give_back(given)
+    assert path_of(lease).slots.tolist() == lease.table.tolist()
     assert tree.tiers[1].pool.num_used == 1
     tree.release(lease)
-    tree.check([])
+    check_tree(tree, [])
     tree.evict(tree.tiers[0], 2)
     lease = tree.match(chain_of(1, 2))
-    assert (lease.num_matched, tree.path(lease).slots.tolist()) == (1, [first])
+    assert (lease.num_matched, path_of(lease).slots.tolist()) == (1, [first])
 
 
 def test_a_request_that_goes_on_keeps_its_own_priority_and_time_to_live():
@@ -85,11 +86,11 @@ def test_a_block_may_have_any_number_of_readers():
     tree = tree_of(8, 8)
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)
-    for _ in range(252):
+    for _ in range(253):
         transitions.begin_read(lease, tree.tiers[0], 0, 1)
-    with pytest.raises(StateError, match="252 readers"):
+    with pytest.raises(StateError, match="253 readers"):
         transitions.begin_read(lease, tree.tiers[0], 0, 1)
-    for _ in range(252):
+    for _ in range(253):
         transitions.end_read(lease, tree.tiers[0], 0, 1)
     with pytest.raises(StateError, match="no reader"):
         transitions.end_read(lease, tree.tiers[0], 0, 1)
@@ -99,10 +100,9 @@ def test_a_block_dropped_from_the_only_tier_is_gone_with_its_last_lease():
     tree = tree_of(8)
     lease = begin(tree, 1, 2, 3)
     tree.publish(lease, 3 * BLOCK)
-    transitions.begin_drop(lease, tree.tiers[0], 1, 1)
-    transitions.end_drop(tree, lease, tree.tiers[0], 1, 1)
+    remove(tree, lease, tree.tiers[0], 1, 1)
     tree.release(lease)
-    tree.check([])
+    check_tree(tree, [])
     assert matched(tree, 1, 2, 3) == 1
     assert tree.tiers[0].pool.num_used == 1
 
@@ -114,7 +114,7 @@ def test_drop_goes_as_deep_as_asked_whatever_the_edges(first):
         run(tree, *range(end))
     run(tree, 0, 7)
     assert tree.drop(chain_of(0, 1, 2, 3, 4, 9), first=first) == (max(0, 5 - first) + (first == 0))
-    tree.check([])
+    check_tree(tree, [])
     assert matched(tree, *range(6)) == min(first, 5)
 
 
@@ -139,12 +139,12 @@ def test_a_shared_lease_holds_the_trees_slots_and_not_the_others_own():
     tree.publish(second, 2 * BLOCK)  # keeps its own copies
     shared = tree.share(second)
     tree.release(second)
-    tree.check([first, shared])
-    assert tree.path(shared).slots.tolist() == first.table.tolist()
+    check_tree(tree, [first, shared])
+    assert path_of(shared).slots.tolist() == first.table.tolist()
     assert not len(shared.table)
     tree.release(first)
     tree.release(shared)
-    tree.check([])
+    check_tree(tree, [])
     for call in (tree.share, lambda lease: tree.match_within(lease, 1, max_children=1)):
         with pytest.raises(StateError, match="released already"):
             call(second)
@@ -153,16 +153,16 @@ def test_a_shared_lease_holds_the_trees_slots_and_not_the_others_own():
 def test_a_pin_keeps_what_is_there_until_it_is_unpinned():
     tree = tree_of(4)
     run(tree, 1, 2)
-    pin = tree.pin(chain_of(1, 2))
+    pin = tree.match(chain_of(1, 2))
     run(tree, 3, 4)
     run(tree, 5, 6)
     assert matched(tree, 1, 2) == 2
-    tree.check([pin])
-    tree.unpin(pin)
+    check_tree(tree, [pin])
+    tree.release(pin, used=False)
     run(tree, 7, 8, 9)
     assert matched(tree, 1, 2) < 2
     with pytest.raises(StateError, match="released already"):
-        tree.unpin(pin)
+        tree.release(pin, used=False)
 
 
 def test_tenants_that_use_nothing_are_forgotten():

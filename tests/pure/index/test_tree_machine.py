@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from index_cases import path_of, remove
 from index_model import BLOCK_TOKENS, Copy, Holder, Model, Spec, block_contents, key_of, namespace_bytes, root_key
 from kvtier.errors import KvtierError, StateError
 from kvtier.index import (
@@ -41,10 +42,11 @@ from kvtier.index import (
     make_policy,
     transitions,
 )
+from kvtier.index.check import check_tree
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 STEPS = 50
-STATES = {1: ("writing", 0), 2: ("dropping", 0), **{3 + n: ("ready", n) for n in range(253)}}
+STATES = {1: ("writing", 0), **{2 + n: ("ready", n) for n in range(254)}}
 REVISIONS = ("a", "b")
 MOST_TOKENS = 13
 DOMAINS = [(b"", b"")] * 4 + [(b"s", b""), (b"s\0x", b""), (b"", b"l"), (b"s", b"l")]
@@ -85,16 +87,6 @@ class Move:
     slots: list[int]
 
 
-@dataclass(eq=False)
-class Drop:
-    """Blocks that are leaving a tier."""
-
-    owner: Both
-    tier: int
-    first: int
-    count: int
-
-
 class Machine(RuleBasedStateMachine):
     NAMES = ("device",)
     steps: ClassVar[Counter[str]] = Counter()
@@ -115,7 +107,7 @@ class Machine(RuleBasedStateMachine):
         self.model = Model(self.sizes, exact_lru=policy == "lru")
         self.open: list[Both] = []
         self.closed: list[Lease] = []
-        self.under_way: list[Move | Drop] = []
+        self.under_way: list[Move] = []
         self.memory: list[dict[int, object]] = [{} for _ in self.NAMES]
         self.now = 0.0
 
@@ -155,7 +147,7 @@ class Machine(RuleBasedStateMachine):
         assert (lease.stopped.name if lease.stopped else None) == holder.stopped
         assert self.tree.explain(lease).block == holder.num_matched
         assert self.tree.explain(lease).reason in MissReason
-        path = self.tree.path(lease)
+        path = path_of(lease)
         for block, tier, slot in zip(holder.path, path.tiers.tolist(), path.slots.tolist(), strict=True):
             assert (tier, slot) == (block.best, block.copies[tier].slot)
             assert self.memory[tier][slot] == block.name, "a match leads to a slot that holds something else"
@@ -201,8 +193,10 @@ class Machine(RuleBasedStateMachine):
             return
         for number in range(len(holder.path), num_tokens // BLOCK_TOKENS):
             self.memory[0][holder.table[number]] = (spec.domain, tuple(spec.contents[: number + 1]))
-        found = self.tree.publish(both.lease, num_tokens, now=self.now)
-        assert (found.num_new, found.num_duplicate) == self.model.publish(holder, num_tokens, self.now)
+        before = sum(map(len, both.lease.duplicate_slots))
+        num_new = self.tree.publish(both.lease, num_tokens, now=self.now)
+        num_duplicate = sum(map(len, both.lease.duplicate_slots)) - before
+        assert (num_new, num_duplicate) == self.model.publish(holder, num_tokens, self.now)
 
     def do_release(self, both: Both, used: bool) -> None:
         # a request with a time to live or a priority that computed something was scheduled
@@ -299,14 +293,16 @@ class Machine(RuleBasedStateMachine):
             for child in end.children.values()
             if 0 in child.copies and child.copies[0].readable and (child.expires > self.now or child in held)
         }
+        num_tokens = 0
         if hit is not None:
-            self.tree.check([*(each.lease for each in self.open), hit.lease])
+            lease, num_tokens = hit
+            check_tree(self.tree, [*(each.lease for each in self.open), lease])
             names = {child.copies[0].slot: child for child in wanted}
-            assert hit.num_tokens == wanted[names[int(hit.lease.table[-1])]] > 0
-            assert len(hit.lease.table) == len(both.holder.path) + 1
-            self.tree.release(hit.lease, used=False)
+            assert num_tokens == wanted[names[int(lease.table[-1])]] > 0
+            assert len(lease.table) == len(both.holder.path) + 1
+            self.tree.release(lease, used=False)
         if not spec.media and not any(block.content[1] for child in wanted for block in child.below()):
-            assert (hit.num_tokens if hit else 0) == max(wanted.values(), default=0)
+            assert num_tokens == max(wanted.values(), default=0)
 
     @precondition(lambda self: self.closed)
     @rule(which=ANY)
@@ -370,7 +366,7 @@ class Machine(RuleBasedStateMachine):
     @rule(tier=ANY, salt=st.sampled_from([b"", b"s"]), quota=st.sampled_from([None, 0, 2, 4, 8]))
     def set_quota(self, tier, salt, quota):
         tier %= len(self.tiers)
-        self.tree.set_quota(self.tiers[tier], salt, quota)
+        self.tiers[tier].set_quota(salt, quota, self.tree.nodes())
         self.model.quotas[tier].pop(salt, None)
         if quota is not None:
             self.model.quotas[tier][salt] = quota
@@ -398,10 +394,10 @@ class Machine(RuleBasedStateMachine):
         slots = self.do_reserve(tier, n, spec, lambda: self.tree.reserve(self.tiers[tier], n, salt))
         if slots is not None:
             given = Slots(self.NAMES[tier], np.array(slots, np.int32))
-            self.tree.give_back(self.tiers[tier], given, salt)
+            self.tiers[tier].give_back(given, salt)
             if n:
                 with pytest.raises(KvtierError):
-                    self.tree.give_back(self.tiers[tier], given, salt)
+                    self.tiers[tier].give_back(given, salt)
 
     @rule(tier=ANY, by=st.integers(-6, 6))
     def resize(self, tier, by):
@@ -422,7 +418,7 @@ class Machine(RuleBasedStateMachine):
         self.steps[type(self).__name__] += 1
         if not hasattr(self, "tree"):
             return
-        self.tree.check([both.lease for both in self.open])
+        check_tree(self.tree, [both.lease for both in self.open])
         assert observed(self.tree) == self.model.content()
         for number, tier in enumerate(self.tiers):
             owners = self.model.owners(number)
@@ -514,8 +510,8 @@ class TieredMachine(Machine):
 
     @precondition(lambda self: self.open)
     @rule(which=ANY, tier=ANY, first=ANY, count=st.integers(1, 4))
-    def begin_drop(self, which, tier, first, count):
-        """Blocks nobody reads are to leave a tier. From the device only what no lease has in its table."""
+    def remove(self, which, tier, first, count):
+        """Blocks nobody reads leave a tier. From the device only what no lease has in its table."""
         both = self.open[which % len(self.open)]
         path = both.holder.path
         if not path:
@@ -529,11 +525,9 @@ class TieredMachine(Machine):
                 break
             run += 1
         if run:
-            transitions.begin_drop(both.lease, self.tiers[tier], first, run)
+            remove(self.tree, both.lease, self.tiers[tier], first, run)
             for block in path[first : first + run]:
-                block.copies[tier].state = "dropping"
-            both.num_moves += 1
-            self.under_way.append(Drop(both, tier, first, run))
+                del block.copies[tier]
 
     @precondition(lambda self: self.under_way)
     @rule(which=ANY, ok=st.booleans())
@@ -542,11 +536,6 @@ class TieredMachine(Machine):
         both = move.owner
         both.num_moves -= 1
         path = both.holder.path
-        if isinstance(move, Drop):
-            transitions.end_drop(self.tree, both.lease, self.tiers[move.tier], move.first, move.count)
-            for block in path[move.first : move.first + move.count]:
-                del block.copies[move.tier]
-            return
         count = len(move.slots)
         for block, slot in zip(path[move.first : move.first + count], move.slots, strict=True):
             source = block.copies[move.source]
@@ -575,10 +564,6 @@ class TieredMachine(Machine):
             refused.append(lambda: transitions.begin_read(lease, at, first, 1))
         if copy is None or not copy.readers:
             refused.append(lambda: transitions.end_read(lease, at, first, 1))
-        if copy is None or copy.state != "ready" or copy.readers:
-            refused.append(lambda: transitions.begin_drop(lease, at, first, 1))
-        if copy is None or copy.state != "dropping":
-            refused.append(lambda: transitions.end_drop(self.tree, lease, at, first, 1))
         if copy is None or copy.state != "writing":
             refused.append(lambda: transitions.end_write(self.tree, lease, at, first, 1, ok=False))
         if any(tier in block.copies for block in path[first:]):

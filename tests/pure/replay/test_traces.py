@@ -303,7 +303,7 @@ def test_the_ghost_knows_the_real_rate_and_errs_within_what_it_says():
 def test_a_ghost_that_saw_nothing_says_so():
     ghost = GhostCache(16, 100, capacities=[10])
     assert [(estimate.hit_rate, estimate.error) for estimate in ghost.curve()] == [(0.0, 1.0)] * 2
-    ghost.saw(Chain(Namespace("m", block_tokens=16), []), 0)
+    ghost.record(Chain(Namespace("m", block_tokens=16), []), 0)
     assert ghost.curve()[0].error == 1.0
     with pytest.raises(RangeError, match="rate"):
         GhostCache(16, 100, rate=0)

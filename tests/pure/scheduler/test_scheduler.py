@@ -76,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(tier=st.integers(0, 1), quota=st.sampled_from([None, 0, 2, 4]))
     def set_quota(self, tier, quota):
         tree = self.scheduler.manager.tree
-        tree.set_quota(tree.tiers[tier % len(tree.tiers)], b"a", quota)
+        tree.tiers[tier % len(tree.tiers)].set_quota(b"a", quota, tree.nodes())
 
     @precondition(lambda self: self.scheduler.has_work())
     @rule(data=st.data(), steps=st.integers(1, 4))
@@ -242,7 +242,7 @@ def test_a_prompt_is_not_begun_that_has_no_room_to_be_finished_beside_others(cac
 def test_a_prompt_is_not_begun_that_has_no_room_within_its_tenants_quota(caching):
     """The same where there is room enough, but not for this tenant: its second prompt waits, and another's does not."""
     scheduler, device = make(100, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
-    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"t", 16)
+    scheduler.manager.tree.tiers[0].set_quota(b"t", 16, scheduler.manager.tree.nodes())
     prompts = {"a": (b"t", [1] * 11), "b": (b"t\0x", [2] * 28), "c": (b"t", [3] * 40), "d": (b"", [4] * 40)}
     made = [request(scheduler, name, prompt, 4, salt=salt) for name, (salt, prompt) in prompts.items()]
     num_computed, order = 0, []
@@ -348,7 +348,7 @@ def test_what_does_not_fit_beside_pins_is_refused_and_says_why():
 
 def test_a_tenants_quota_holds_up_and_preempts_its_own_requests_only():
     scheduler, device = make(20, max_rows=8, max_step_tokens=64), Device()
-    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"a", 4)
+    scheduler.manager.tree.tiers[0].set_quota(b"a", 4, scheduler.manager.tree.nodes())
     mine = [request(scheduler, f"a{number}", [number] * 7, 6, salt=b"a") for number in range(3)]
     others = [request(scheduler, f"b{number}", [number] * 7, 6, salt=b"b") for number in range(3)]
     step = scheduler.schedule(0.0)
@@ -367,7 +367,7 @@ def test_a_tenants_quota_holds_up_and_preempts_its_own_requests_only():
 def test_a_tenant_without_room_beside_its_pins_is_refused_while_others_run_and_move():
     scheduler, device = make(20, host=HostConfig(40), max_step_tokens=64), Device()
     manager = scheduler.manager
-    manager.tree.set_quota(manager.tree.tiers[0], b"a", 4)
+    manager.tree.tiers[0].set_quota(b"a", 4, manager.tree.nodes())
     request(scheduler, "a0", [1] * 12, 1, salt=b"a")
     run(scheduler, device)
     manager.pin(Chain(manager.namespace, [1] * 12, salt=b"a"))
@@ -387,7 +387,7 @@ def test_a_tenant_without_room_beside_its_pins_is_refused_while_others_run_and_m
 
 def test_what_can_never_fit_into_a_quota_is_refused():
     scheduler = make(20)
-    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"a", 2)
+    scheduler.manager.tree.tiers[0].set_quota(b"a", 2, scheduler.manager.tree.nodes())
     huge = request(scheduler, "huge", [1] * 8, salt=b"a\0part")
     request(scheduler, "other", [1] * 8, salt=b"b")
     step = scheduler.schedule(0.0)

@@ -372,7 +372,7 @@ def test_answer_ends_at_max_context():
 
 def test_quota_above_the_pool_is_no_room():
     scheduler = make(2)
-    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"a", 50)
+    scheduler.manager.tree.tiers[0].set_quota(b"a", 50, scheduler.manager.tree.nodes())
     made = request(scheduler, "a", [1] * 8, 1, salt=b"a")
     assert scheduler.schedule(0.0).refused == (made,)
     assert "its tenant has room for 8 tokens" in made.reason
@@ -582,7 +582,7 @@ def test_check_finds_requests_in_the_wrong_place(what):
 
 def test_tenant_at_its_quota_is_not_overtaken_by_its_own_request():
     scheduler, device = make(50, max_rows=8, max_step_tokens=64, prefix_caching=False), Device()
-    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"a", 4)
+    scheduler.manager.tree.tiers[0].set_quota(b"a", 4, scheduler.manager.tree.nodes())
     request(scheduler, "first", [1] * 6, 3, salt=b"a")
     advance(scheduler, device)
     request(scheduler, "large", [2] * 10, 1, salt=b"a")
@@ -597,7 +597,7 @@ def test_tenant_at_its_quota_is_not_overtaken_by_its_own_request():
 
 def test_step_with_a_preemption_admits_no_request():
     scheduler, device = make(50, max_rows=8, max_step_tokens=64, prefix_caching=False), Device()
-    scheduler.manager.tree.set_quota(scheduler.manager.tree.tiers[0], b"a", 4)
+    scheduler.manager.tree.tiers[0].set_quota(b"a", 4, scheduler.manager.tree.nodes())
     for name in ("a0", "a1"):
         request(scheduler, name, [1] * 8, 3, salt=b"a")
     advance(scheduler, device)
@@ -616,7 +616,7 @@ def test_fetches_are_let_go_for_their_own_tenants_quota_only():
     lab.evict("host")
     for salt in (b"a", b"b"):
         lab.serve(stored_prompt(1, 2, salt=salt))
-    lab.manager.tree.set_quota(lab.manager.tree.tiers[0], b"a", 4)
+    lab.manager.tree.tiers[0].set_quota(b"a", 4, lab.manager.tree.nodes())
     scheduler = Scheduler(lab.manager)
     waiting = [Request(f"waits {salt}", stored_prompt(1, 4, salt=salt), 1) for salt in (b"a", b"b")]
     for each in waiting:
