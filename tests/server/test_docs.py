@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -27,6 +28,13 @@ def test_the_paths_of_the_api_are_those_of_the_spec(server):
     there = {f"{method.upper()} {path}" for path, methods in spec.items() for method in methods}
     told = {*re.findall(r"`((?:GET|POST) /[^`]*)`", API)} - {"GET /", "GET /openapi.json"}
     assert {each.replace("{name}", "{name}") for each in told} == there
+
+
+def test_curl_command_of_the_api_page_completes(server):
+    command = shlex.split(re.search(r"^    (curl .*?\})'$", API, re.DOTALL | re.MULTILINE)[0])
+    url = command[command.index("-s") + 1].replace("http://127.0.0.1:8000", "")
+    body = json.loads(command[command.index("-d") + 1]) | {"model": server.model}
+    assert server.post(url, body).json()["choices"][0]["finish_reason"] == "length"
 
 
 def test_the_fields_of_completions_are_all_told(server):
