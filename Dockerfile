@@ -1,11 +1,11 @@
-# kvtier serve with SmolLM2 inside; docs/operating.md says how to run it.
+# kvtier serve with SmolLM2; docs/operating.md describes how to run it.
 #
-# Never built by docker so far: there was none on the machine. On 2026-11-15 its steps were run by hand in an empty
-# folder (Python 3.11, torch 2.13.0+cpu from a wheel): 2 minutes of installing, refused without keys, answered a chat,
-# saved on SIGTERM. Not tried: the base image, its user, the index below.
+# Not yet built with docker. On 2026-11-15 the steps were run by hand in an empty folder (Python 3.11, torch
+# 2.13.0+cpu): 2 minutes to install, start refused without keys, a chat answered, saved on SIGTERM. Untested: the base
+# image, its user, the index below.
 FROM python:3.12-slim
 
-# A compiler: the CPU kernels and the copier are built on first use.
+# The CPU kernels and the copier are compiled on first use.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 
 ARG TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"

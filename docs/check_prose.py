@@ -16,6 +16,7 @@ import sys
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,10 +84,14 @@ def pages() -> list[Path]:
     return files("docs", *(path.name for path in ROOT.glob("*.md")))
 
 
-def texts(path: Path) -> Iterator[Text]:
-    """Every text of a file that has at least three words."""
-    read = _sentences if path.suffix == ".md" else _texts_of_python
-    return (text for text in read(path) if len(text.words.split()) >= 3)
+@cache
+def all_texts(path: Path) -> tuple[Text, ...]:
+    return tuple(_sentences(path) if path.suffix == ".md" else _texts_of_python(path))
+
+
+def texts(path: Path) -> list[Text]:
+    """Return the texts of a file that have at least three words."""
+    return [text for text in all_texts(path) if len(text.words.split()) >= 3]
 
 
 def _sentences(path: Path) -> Iterator[Text]:
@@ -130,7 +135,7 @@ def count_short_docstrings(*roots: str) -> int:
     return sum(
         text.kind == "docstring" and len(text.words.split()) <= SHORT_DOCSTRING_WORDS
         for path in files(*roots, suffixes=(".py",))
-        for text in _texts_of_python(path)
+        for text in all_texts(path)
     )
 
 
