@@ -373,7 +373,9 @@ class TableMachine(RuleBasedStateMachine):
     def add(self, address):
         made = _Evictable()
         own = [connection for connection, other in self.opened if other == address]
-        place = self.table.add(made, address)
+        place, evicted = self.table.add(made, address)
+        if evicted is not None:
+            evicted.evict()
         gone = [connection for connection, _ in self.opened if not connection.is_open]
         assert len(gone) <= 1
         if len(own) < 4 and len(self.opened) < 6:

@@ -15,9 +15,9 @@ from kvtier.engine.llm import LLM
 from kvtier.engine.params import SamplingParams
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError, UnavailableError
-from kvtier.server.constraints import Constraints
 from kvtier.server.engine_process import EngineServer
-from kvtier.server.messages import Abort, Call, Channel, ControlResult, Refused, Shutdown, Started, StepOutputs, Submit
+from kvtier.server.messages import SHUTDOWN, Abort, Call, Channel, Reply, Started, StepOutputs, Submit
+from kvtier.server.schema_cache import SchemaCompilations
 
 pytest.importorskip("llguidance")
 WAIT = 120.0
@@ -27,7 +27,7 @@ SLOW = json.dumps({"type": "object", "properties": {f"some property {i}": {} for
 
 def constraints(tiny_model):
     tokenizer = load_tokenizer(tiny_model)
-    return Constraints(lambda: Grammars(tokenizer, 259, [257]))
+    return SchemaCompilations(lambda: Grammars(tokenizer, 259, [257]))
 
 
 def test_get_of_the_same_schema_compiles_once_per_tenant(tiny_model):
@@ -48,7 +48,7 @@ def test_get_of_a_wrong_schema_fails_and_is_not_kept(tiny_model):
     failed = made.get('{"type": "nonsense"}', b"")
     assert isinstance(failed.exception(WAIT), ArgumentError)
     assert made.get('{"type": "nonsense"}', b"") is not failed
-    broken = Constraints(lambda: Grammars(load_tokenizer("/nowhere"), 259, [257]))
+    broken = SchemaCompilations(lambda: Grammars(load_tokenizer("/nowhere"), 259, [257]))
     assert not isinstance(broken.get("{}", b"").exception(WAIT), UnavailableError)
 
 
@@ -68,15 +68,15 @@ def test_engine_serves_and_aborts_while_a_schema_compiles(tiny_model):
         channel.send(Call(7, "snapshot", {}))
         channel.send(Abort("slow"))
         seen = []
-        while not any(isinstance(event, Refused) for event in seen):  # compiled after the slow one
+        while not any(isinstance(event, Reply) and event.error for event in seen):  # compiled after the slow one
             seen.append(next(events))
         assert seen[-1].id == "wrong"
         outputs = [output.request_id for event in seen if isinstance(event, StepOutputs) for output in event.outputs]
         assert outputs == ["plain"]
-        assert [event.id for event in seen if isinstance(event, ControlResult)] == [7]
+        assert [event.id for event in seen if isinstance(event, Reply)] == [7, "wrong"]
         channel.send(Submit("again", (1, 2), params, schema=SLOW))  # compiled already
         assert next(events).outputs[0].request_id == "again"
         channel.send(Submit("last", (1, 2), params, schema=SLOW.replace("some", "other")))
-        channel.send(Shutdown())  # does not wait for the compilation
+        channel.send(Call(8, SHUTDOWN, {}))  # does not wait for the compilation
         serving.join(WAIT)
         assert not serving.is_alive()

@@ -262,10 +262,10 @@ def test_asleep_slow_and_away_are_said_and_so_is_what_is_old(tiered, opened):
     assert serious(page) == []
     page.context.set_offline(False)
     serving(page)
-    broken = {"error": {"message": "the engine has ended; the server is going down"}}  # it says so for a moment only
+    broken = {"error": {"message": "the engine has ended; the server is shutting down"}}  # it says so for a moment only
     page.route("**/state", lambda route: route.fulfill(status=503, json=broken))
     expect(status).to_have_text("Failing", timeout=WAIT)
-    expect(notice).to_have_text("The server answers with 503: the engine has ended; the server is going down")
+    expect(notice).to_have_text("The server answers with 503: the engine has ended; the server is shutting down")
 
 
 @needs_browser

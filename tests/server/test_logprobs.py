@@ -7,7 +7,7 @@ import tokenizers
 
 from kvtier.engine import Tokenizer
 from kvtier.engine.params import FinishReason, Logprobs, Output
-from kvtier.server.responses import ChatForm, CompletionForm, Usage
+from kvtier.server.responses import ChatFormat, CompletionFormat, usage_body
 
 TEXT = "a€😀b"  # 1 + 3 + 4 + 1 bytes
 
@@ -31,7 +31,7 @@ def whole(form, tokens, top=(), step=1):
         new = tuple(tokens[begin : begin + step])
         logprobs = tuple(Logprobs(-1.0, tuple(top)) for _ in new)
         form.add(0, [Output("id", 0, TEXT if begin == 0 else "", new, logprobs, FinishReason.LENGTH, 1, 0)])
-    return json.loads(form.whole(1, Usage(3, 1, len(tokens))))
+    return json.loads(form.whole(1, usage_body(3, 1, len(tokens))))
 
 
 def output(tokens, reason=None):
@@ -39,7 +39,7 @@ def output(tokens, reason=None):
 
 
 def test_chat_logprobs_partial_characters_have_their_bytes(tokenizer):
-    form = ChatForm("id", "m", 0, tokenizer, logprobs=True)
+    form = ChatFormat("id", "m", 0, tokenizer, logprobs=True)
     tokens = TEXT.encode()
     body = whole(form, tokens, [(0xE2, -1.0), (0x82, -2.0), (0x41, -3.0)])
     content = body["choices"][0]["logprobs"]["content"]
@@ -50,7 +50,7 @@ def test_chat_logprobs_partial_characters_have_their_bytes(tokenizer):
 
 
 def test_completion_top_logprobs_keep_every_token(tokenizer):
-    form = CompletionForm("id", "m", 0, tokenizer, logprobs=True)
+    form = CompletionFormat("id", "m", 0, tokenizer, logprobs=True)
     top = [(token, -float(token)) for token in (*range(0x80, 0x90), 257, 0x41)]
     (found,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
     assert len(found) == len(top)
@@ -59,7 +59,7 @@ def test_completion_top_logprobs_keep_every_token(tokenizer):
 
 
 def test_completion_top_logprobs_same_text_named_by_id(tokenizer):
-    form = CompletionForm("id", "m", 0, tokenizer, logprobs=True)
+    form = CompletionFormat("id", "m", 0, tokenizer, logprobs=True)
     top = [(0x41, -1.0), (0x41, -2.0)]
     (found,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
     assert found == {"A": -1.0, "token_id:65": -2.0}
@@ -68,16 +68,16 @@ def test_completion_top_logprobs_same_text_named_by_id(tokenizer):
 def test_completion_text_offset_counts_characters(tokenizer):
     tokens = [*TEXT.encode(), 256, 0x63]
     wanted = [0, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4]
-    body = whole(CompletionForm("id", "m", 0, tokenizer, logprobs=True), tokens)
+    body = whole(CompletionFormat("id", "m", 0, tokenizer, logprobs=True), tokens)
     assert body["choices"][0]["logprobs"]["text_offset"] == wanted
-    form, offsets = CompletionForm("id", "m", 0, tokenizer, logprobs=True), []
+    form, offsets = CompletionFormat("id", "m", 0, tokenizer, logprobs=True), []
     for begin in range(0, len(tokens), 2):
         event = form.piece(0, [output(tokens[begin : begin + 2])])
         offsets += json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"]
     assert offsets == wanted
 
 
-@pytest.mark.parametrize("make", [ChatForm, CompletionForm])
+@pytest.mark.parametrize("make", [ChatFormat, CompletionFormat])
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_response_in_pieces_equals_response_at_once(tokenizer, make, logprobs):
     tokens, top = list(TEXT.encode()), [(0x41, -1.0), (0xE2, -2.0)]
@@ -89,14 +89,14 @@ def test_response_in_pieces_equals_response_at_once(tokenizer, make, logprobs):
     assert choice.get("text", choice.get("message", {}).get("content")) == TEXT
     assert (choice["index"], choice["finish_reason"]) == (0, "length")
     assert (choice["logprobs"] is not None) == logprobs
-    assert at_once["usage"] == Usage(3, 1, len(tokens)).body
+    assert at_once["usage"] == usage_body(3, 1, len(tokens))
     assert list(at_once) == ["id", "object", "created", "model", "choices", "usage"]
 
 
 def test_response_counts_the_bytes_it_keeps(tokenizer):
-    form = ChatForm("id", "m", 0, tokenizer, logprobs=True)
+    form = ChatFormat("id", "m", 0, tokenizer, logprobs=True)
     kept = sum(form.add(0, [output([byte])]) for byte in TEXT.encode())
-    assert 0 < kept <= len(form.whole(1, Usage()))
+    assert 0 < kept <= len(form.whole(1, usage_body(0, 0, 0)))
 
 
 def test_response_over_its_limit_is_refused(start):

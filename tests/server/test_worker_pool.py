@@ -7,38 +7,38 @@ import json
 import os
 import signal
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.server.errors import ApiError
-from kvtier.server.prepare import CheckSchema, ModelInfo, Preparation, PrepareBody
+from kvtier.server.prepare import Preparation, PrepareConfig
 from kvtier.server.protocol import CompletionRequest
-from kvtier.server.schema_checks import SchemaChecks
-from kvtier.server.worker import WorkerSetup
+from kvtier.server.schema_cache import SchemaChecks
 from kvtier.server.worker_pool import WorkerPool
 
 pytest.importorskip("llguidance")
 PATTERNS = [{"type": "string", "pattern": f"^(.*a.{{{i}}}b.*)$"} for i in range(1, 31)]
-ENDLESS = CheckSchema(json.dumps({"allOf": PATTERNS}))
-FINE = CheckSchema('{"type": "object"}')
+ENDLESS = {"schema": json.dumps({"allOf": PATTERNS})}
+FINE = {"schema": '{"type": "object"}'}
 WAIT = 120.0  # for what comes at once on an idle machine
 
 
 def body(prompt="hello", max_tokens=2048):
     data = json.dumps({"model": "tiny", "prompt": prompt}).encode()
-    return PrepareBody(CompletionRequest, data, max_tokens)
+    return {"model": CompletionRequest, "data": data, "max_tokens": max_tokens}
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    return ModelInfo(str(tiny_model), "tiny", 259, (257,), 16)
+    return PrepareConfig(str(tiny_model), "tiny", 259, (257,), 16, WAIT)
 
 
 @asynccontextmanager
 async def pool_of(model, size=1, seconds=WAIT, *, has_tenants=True):
-    pool = WorkerPool(WorkerSetup(model, seconds), size, has_tenants=has_tenants)
+    pool = WorkerPool(replace(model, seconds=seconds), size, has_tenants=has_tenants)
     try:
         yield pool
     finally:
@@ -63,11 +63,11 @@ def test_run_in_worker_equals_run_inline(model):
     async def main():
         async with pool_of(model) as pool:
             for job in (body(), body("<|im_end|> é" * 50), body([1, 2, 3]), body(["a", "b"])):
-                assert await pool.run(job, "a", "body") == inline.body(job)
+                assert await pool.run("prepare", "a", **job) == inline.prepare(**job)
             for job in (body(""), body("x" * 30_000), body([300]), body(["x"] * 17), body("x" * 2048)):
-                error = await refusal(pool.run(job, "a", "body"))
+                error = await refusal(pool.run("prepare", "a", **job))
                 with pytest.raises(ApiError) as caught:
-                    inline.body(job)
+                    inline.prepare(**job)
                 assert error == caught.value
 
     asyncio.run(main())
@@ -79,9 +79,9 @@ def test_late_job_is_refused_and_its_process_replaced(model):
             pool.start()
             await until(lambda: pool.pids)
             before = pool.pids
-            error = await refusal(pool.run(ENDLESS, "a", "schema"))
+            error = await refusal(pool.run("check_schema", "a", **ENDLESS))
             assert (error.status, error.code) == (400, "too_complex")
-            prepared = await pool.run(body(), "a", "body")
+            prepared = await pool.run("prepare", "a", **body())
             assert len(prepared.prompts[0]) == 5
             assert pool.pids != before
             assert not any(map(psutil.pid_exists, before))
@@ -92,7 +92,7 @@ def test_late_job_is_refused_and_its_process_replaced(model):
 def test_killed_process_job_is_tried_once_more(model):
     async def main():
         async with pool_of(model) as pool:
-            job = asyncio.create_task(pool.run(ENDLESS, "a", "schema"))
+            job = asyncio.create_task(pool.run("check_schema", "a", **ENDLESS))
             killed = []
             for _ in range(2):
                 await until(lambda before=killed: pool.num_running and pool.pids != before)
@@ -100,7 +100,7 @@ def test_killed_process_job_is_tried_once_more(model):
                 os.kill(killed[0], signal.SIGKILL)
             error = await refusal(job)
             assert (error.status, error.code) == (503, "worker")
-            assert len((await pool.run(body(), "a", "body")).prompts[0]) == 5
+            assert len((await pool.run("prepare", "a", **body())).prompts[0]) == 5
 
     asyncio.run(main())
 
@@ -108,14 +108,14 @@ def test_killed_process_job_is_tried_once_more(model):
 def test_cancelled_jobs_leave_the_queue_and_the_process(model):
     async def main():
         async with pool_of(model) as pool:
-            running = asyncio.create_task(pool.run(ENDLESS, "a", "schema"))
+            running = asyncio.create_task(pool.run("check_schema", "a", **ENDLESS))
             await until(lambda: pool.num_running)
-            waiting = asyncio.create_task(pool.run(ENDLESS, "a", "schema"))
+            waiting = asyncio.create_task(pool.run("check_schema", "a", **ENDLESS))
             await asyncio.sleep(0)
             for task in (waiting, running):
                 task.cancel()
             await asyncio.gather(waiting, running, return_exceptions=True)
-            await pool.run(FINE, "a", "schema")  # it would wait for the deadline behind either
+            await pool.run("check_schema", "a", **FINE)  # it would wait for the deadline behind either
 
     asyncio.run(asyncio.wait_for(main(), WAIT))
 
@@ -127,7 +127,7 @@ def test_waiting_jobs_of_two_tenants_take_turns(model):
         async with pool_of(model) as pool:
 
             async def run(tenant):
-                await pool.run(body(), tenant, "body")
+                await pool.run("prepare", tenant, **body())
                 order.append(tenant)
 
             async with asyncio.TaskGroup() as group:
@@ -142,11 +142,11 @@ def test_waiting_jobs_of_two_tenants_take_turns(model):
 def test_endless_jobs_leave_one_process_to_others(model, has_tenants):
     async def main():
         async with pool_of(model, 2, has_tenants=has_tenants) as pool:
-            hostile = [asyncio.create_task(pool.run(ENDLESS, "a", "schema")) for _ in range(5)]
+            hostile = [asyncio.create_task(pool.run("check_schema", "a", **ENDLESS)) for _ in range(5)]
             await until(lambda: pool.num_running == 1)
             other = "b" if has_tenants else "a"
             for _ in range(3):
-                assert len((await pool.run(body(), other, "body")).prompts[0]) == 5
+                assert len((await pool.run("prepare", other, **body())).prompts[0]) == 5
             assert pool.num_running == 1
             assert not any(task.done() for task in hostile)
             for task in hostile:
@@ -159,8 +159,8 @@ def test_endless_jobs_leave_one_process_to_others(model, has_tenants):
 def test_too_many_waiting_jobs_of_a_tenant_are_refused(model):
     async def main():
         async with pool_of(model) as pool:
-            jobs = [asyncio.create_task(pool.run(body(), "a", "body")) for _ in range(70)]
-            other = asyncio.create_task(pool.run(body(), "b", "body"))
+            jobs = [asyncio.create_task(pool.run("prepare", "a", **body())) for _ in range(70)]
+            other = asyncio.create_task(pool.run("prepare", "b", **body()))
             done = await asyncio.gather(*jobs, return_exceptions=True)
             refused = [each for each in done if isinstance(each, ApiError)]
             assert {(error.status, error.code) for error in refused} == {(429, "overloaded")}
@@ -173,12 +173,12 @@ def test_too_many_waiting_jobs_of_a_tenant_are_refused(model):
 def test_close_kills_a_hung_process_at_once(model):
     async def main():
         async with pool_of(model) as pool:
-            jobs = [asyncio.create_task(pool.run(ENDLESS, "a", "schema")) for _ in range(2)]
+            jobs = [asyncio.create_task(pool.run("check_schema", "a", **ENDLESS)) for _ in range(2)]
             await until(lambda: pool.num_running)
             (process,) = map(psutil.Process, pool.pids)
             await pool.close()
             assert {(await refusal(job)).status for job in jobs} == {503}
-            assert (await refusal(pool.run(FINE, "a", "schema"))).status == 503
+            assert (await refusal(pool.run("check_schema", "a", **FINE))).status == 503
             process.wait(WAIT)
 
     asyncio.run(main())
@@ -186,9 +186,9 @@ def test_close_kills_a_hung_process_at_once(model):
 
 def test_process_that_cannot_start_fails_jobs_with_503(tmp_path):
     async def main():
-        missing = ModelInfo(str(tmp_path), "tiny", 259, (257,), 16)
+        missing = PrepareConfig(str(tmp_path), "tiny", 259, (257,), 16, WAIT)
         async with pool_of(missing) as pool:
-            error = await refusal(pool.run(body(), "a", "body"))
+            error = await refusal(pool.run("prepare", "a", **body()))
             assert (error.status, error.code) == (503, "worker")
 
     asyncio.run(main())
@@ -202,8 +202,8 @@ def test_schema_checks_share_remember_and_forget(model):
             errors = [await refusal(checks.check(wrong, "a")) for _ in range(2)]
             assert errors[0] == errors[1]
             assert errors[0] is not errors[1]  # a traceback must not grow with every request
-            await asyncio.gather(*(checks.check(FINE.schema, "a") for _ in range(5)))
-            waiting = [asyncio.create_task(checks.check(ENDLESS.schema, "a")) for _ in range(3)]
+            await asyncio.gather(*(checks.check(FINE["schema"], "a") for _ in range(5)))
+            waiting = [asyncio.create_task(checks.check(ENDLESS["schema"], "a")) for _ in range(3)]
             await until(lambda: pool.num_running)
             for task in waiting[:2]:
                 task.cancel()
@@ -212,8 +212,8 @@ def test_schema_checks_share_remember_and_forget(model):
             waiting[2].cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             await pool.close()
-            await checks.check(FINE.schema, "a")  # no process is needed for what is known
+            await checks.check(FINE["schema"], "a")  # no process is needed for what is known
             assert (await refusal(checks.check(wrong, "a"))) == errors[0]
-            assert (await refusal(checks.check(FINE.schema, "b"))).status == 503  # another tenant's is not
+            assert (await refusal(checks.check(FINE["schema"], "b"))).status == 503  # another tenant's is not
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Bodies: reads the bodies of requests within a budget of memory, and prepares them here or in a worker process."""
+"""Bodies: reads request bodies within limits, and prepares small ones here, large ones in a worker process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
-from kvtier.server.admission import Admission, Room
-from kvtier.server.config import Limits
+from kvtier.server.admission import Admission
+from kvtier.server.config import Limits, tenant_name
 from kvtier.server.errors import ApiError
-from kvtier.server.middleware import ClientGone, unless_gone
-from kvtier.server.prepare import Preparation, PrepareBody, Prepared
+from kvtier.server.middleware import ClientGone, before_deadline, body_too_large
+from kvtier.server.prepare import Preparation, Prepared
 from kvtier.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -33,77 +33,79 @@ Body = TypeVar("Body", bound=BaseModel)
 # A body of this size takes 2 to 8 ms of the event loop, most of it to tokenize (SmolLM2, digits are the slowest;
 # x86-64, 2 busy cores, 2026-11-16); a worker process takes 1 ms longer.
 _INLINE_BYTES = 2048
-_FREE_BYTES = 64 << 10  # of each body, which do not count: a budget that is spent must not refuse small requests
+_FREE_BYTES = 64 << 10  # not counted, per body: small requests pass even if large ones use up the budget
 
 
 class Bodies:
-    """Gives endpoints their validated bodies, with prompts as tokens."""
+    """Reads and prepares the bodies of requests."""
 
-    def __init__(
-        self, preparation: Preparation, pool: WorkerPool, limits: Limits, admission: Admission, room: Room
-    ) -> None:
+    def __init__(self, preparation: Preparation, pool: WorkerPool, limits: Limits, admission: Admission) -> None:
         self._preparation = preparation
         self._pool = pool
         self._limits = limits
         self._admission = admission
-        self._room = room
         self._num_bytes: Counter[str] = Counter()
 
     async def read(self, request: Request, model: type[Body]) -> Prepared[Body]:
-        """Read and prepare a body. Raises ApiError for what cannot be run, ClientGone if nobody waits for it."""
+        """Read and prepare a body. Raises ApiError if it is invalid, ClientGone if the client disconnects."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise ApiError(400, "the body must be JSON: send the header Content-Type: application/json")
         tenant = request.state.tenant
-        name = tenant.name if tenant is not None else ""
-        data, num_counted = bytearray(), 0
+        name = tenant_name(tenant)
+        data = bytearray()
         try:
-            async for chunk in request.stream():
-                data += chunk
-                added = max(0, len(data) - _FREE_BYTES) - num_counted
-                num_counted += added
-                self._count(name, added, has_tenant=tenant is not None)
-            job = PrepareBody(model, data, self._room.of(tenant))
+            await self._receive(request, name, data)
+            job: dict[str, Any] = {"model": model, "data": data, "max_tokens": self._admission.max_tokens(tenant)}
             if len(data) <= _INLINE_BYTES:
-                return self._preparation.body(job)
+                return self._preparation.prepare(**job)
             with self._admission.prepare(tenant):
-                prepared: Prepared[Body] = await self._in_worker(request, job, name)
+                work = self._pool.run("prepare", name, **job)
+                prepared: Prepared[Body] = await before_deadline(request, self._limits, work)
                 return prepared
-        except ClientDisconnect as error:
-            raise ClientGone from error
         finally:
-            self._num_bytes[name] -= num_counted
+            self._num_bytes[name] -= _num_counted(data)
             if not self._num_bytes[name]:
                 del self._num_bytes[name]
 
-    async def _in_worker(self, request: Request, job: PrepareBody, tenant: str) -> Any:
+    async def _receive(self, request: Request, name: str, data: bytearray) -> None:
+        limits = self._limits
+        most = limits.buffered_bytes
         try:
-            async with asyncio.timeout(request.state.began + self._limits.request_seconds - time.monotonic()):
-                return await unless_gone(request.receive, self._pool.run(job, tenant, "body"))
+            async with asyncio.timeout(request.state.began + limits.body_seconds - time.monotonic()):
+                async for chunk in request.stream():
+                    if len(data) + len(chunk) > limits.body_bytes:
+                        raise body_too_large(f"more than {limits.body_bytes} bytes", limits)
+                    num_before = _num_counted(data)
+                    data += chunk
+                    num_added = _num_counted(data) - num_before
+                    self._num_bytes[name] += num_added
+                    is_above_share = request.state.tenant is not None and self._num_bytes[name] > most // 2
+                    if num_added and (self._num_bytes.total() > most or is_above_share):
+                        message = f"the bodies of all requests together exceed {most} bytes; retry later"
+                        raise ApiError(503, message, code="buffers", retry_after=5)
         except TimeoutError as error:
-            seconds = self._limits.request_seconds
-            raise ApiError(504, f"the request took longer than {seconds:g} s", code="timeout") from error
+            message = f"the body did not arrive within {limits.body_seconds:g} s"
+            raise ApiError(408, message, code="body_timeout") from error
+        except ClientDisconnect as error:
+            raise ClientGone from error
 
-    def _count(self, name: str, num_bytes: int, *, has_tenant: bool) -> None:
-        self._num_bytes[name] += num_bytes
-        most = self._limits.buffered_bytes
-        if num_bytes and (self._num_bytes.total() > most or (has_tenant and self._num_bytes[name] > most // 2)):
-            raise ApiError(
-                503, f"the bodies of all requests together have more than {most} bytes", code="buffers", retry_after=5
-            )
+
+def _num_counted(data: bytearray) -> int:
+    return max(0, len(data) - _FREE_BYTES)
 
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI's description of an endpoint's body, which `Bodies.read` reads; `body_schemas` has what it refers to."""
+    """Return the OpenAPI description of a body that `Bodies.read` reads."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     return {"requestBody": {"content": content, "required": True}}
 
 
 def body_schemas() -> dict[str, Any]:
-    """OpenAPI's schemas of all bodies."""
+    """Return the OpenAPI schemas of all bodies."""
     models = (ChatRequest, CompletionRequest, TokenizeRequest, PromptBody, PinBody, NameBody, ResetBody, ResizeBody)
-    _, made = models_json_schema(
+    _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
-    found: dict[str, Any] = made["$defs"]
-    return found
+    definitions: dict[str, Any] = schemas["$defs"]
+    return definitions

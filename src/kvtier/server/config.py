@@ -147,6 +147,11 @@ class Tenant:
             )
 
 
+def tenant_name(tenant: Tenant | None) -> str:
+    """Return the name of a tenant; empty in a server without tenants."""
+    return tenant.name if tenant is not None else ""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """All of it."""

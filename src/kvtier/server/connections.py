@@ -5,24 +5,18 @@ from __future__ import annotations
 import enum
 import ipaddress
 import resource
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Generic, TypeVar
 
 from kvtier.server.config import Limits
 
+Connection = TypeVar("Connection")
 SURPLUS = 16
 """Connections beyond each limit that are accepted for /health only."""
 # Descriptors that are not connections: the event loop, the listener, the engine's socket, log and model files (19 in an
-# idle front end, 2026-11-16), workers' pipes, and connections that were closed in this iteration of the event loop.
+# idle front end, 2026-11-16), workers' sockets, and connections that were closed in this iteration of the event loop.
 _RESERVED_DESCRIPTORS = 80
-
-
-class Closable(Protocol):
-    """A connection as the table sees it."""
-
-    def evict(self) -> None:
-        """Close at once."""
 
 
 class Place(enum.Enum):
@@ -30,21 +24,12 @@ class Place(enum.Enum):
 
     NORMAL = enum.auto()
     HEALTH_ONLY = enum.auto()
-    """Every connection is in use; this one may ask for /health."""
+    """All connections are in use; this one may request /health only."""
     REFUSED = enum.auto()
 
 
-@dataclass(slots=True)
-class _Client:
-    """The connections of one address."""
-
-    num: int = 0
-    idle: dict[Closable, None] = field(default_factory=dict)
-    """Without a complete request head, oldest first."""
-
-
-class ConnectionTable:
-    """Counts connections and chooses which one to close when a limit is reached.
+class ConnectionTable(Generic[Connection]):
+    """Counts connections, and selects one to close when a limit is reached.
 
         idle --request head complete--> busy --response complete--> idle
 
@@ -55,63 +40,62 @@ class ConnectionTable:
     def __init__(self, max_connections: int, max_per_address: int) -> None:
         self._max_connections = max_connections
         self._max_per_address = max_per_address
-        self._clients: dict[str, _Client] = {}
-        self._addresses: dict[Closable, str] = {}
+        self._addresses: dict[Connection, str] = {}
+        self._num: Counter[str] = Counter()
+        self._idle: defaultdict[str, dict[Connection, None]] = defaultdict(dict)
+        """Connections without a complete request head, by address, oldest first."""
 
     def __len__(self) -> int:
         return len(self._addresses)
 
-    def __iter__(self) -> Iterator[Closable]:
+    def __iter__(self) -> Iterator[Connection]:
         return iter(self._addresses)
 
-    def add(self, connection: Closable, address: str) -> Place:
-        """Add an idle connection. May evict another one."""
-        place = self._make_room(address)
+    def add(self, connection: Connection, address: str) -> tuple[Place, Connection | None]:
+        """Add an idle connection. Returns its place and the connection that it replaces, which the caller closes."""
+        place, victim = self._make_room(address)
         if place is not Place.REFUSED:
-            client = self._clients.setdefault(address, _Client())
-            client.num += 1
-            client.idle[connection] = None
+            self._num[address] += 1
+            self._idle[address][connection] = None
             self._addresses[connection] = address
-        return place
+        return place, victim
 
-    def remove(self, connection: Closable) -> None:
-        """Forget a closed connection. Has no effect for one that is not in the table."""
+    def remove(self, connection: Connection) -> None:
+        """Remove a closed connection. No effect if it is not in the table."""
         address = self._addresses.pop(connection, None)
         if address is None:
             return
-        client = self._clients[address]
-        client.num -= 1
-        client.idle.pop(connection, None)
-        if not client.num:
-            del self._clients[address]
+        self._num[address] -= 1
+        self._idle[address].pop(connection, None)
+        if not self._num[address]:
+            del self._num[address], self._idle[address]
 
-    def set_busy(self, connection: Closable) -> None:
+    def set_busy(self, connection: Connection) -> None:
         """Protect a connection from eviction: it has a complete request head."""
         if (address := self._addresses.get(connection)) is not None:
-            self._clients[address].idle.pop(connection, None)
+            self._idle[address].pop(connection, None)
 
-    def set_idle(self, connection: Closable) -> None:
+    def set_idle(self, connection: Connection) -> None:
         """Allow eviction, as the newest idle connection."""
         if (address := self._addresses.get(connection)) is not None:
-            self._clients[address].idle[connection] = None
+            self._idle[address][connection] = None
 
-    def _make_room(self, address: str) -> Place:
-        own = self._clients.get(address, _Client())
-        excess = max(own.num - self._max_per_address, len(self) - self._max_connections)
+    def _make_room(self, address: str) -> tuple[Place, Connection | None]:
+        num = self._num[address]
+        excess = max(num - self._max_per_address, len(self) - self._max_connections)
         if excess < 0:
-            return Place.NORMAL
-        victims = own.idle
-        if own.num < self._max_per_address:  # the total is reached: the largest holder of idle connections gives one
-            victims = max((client.idle for client in self._clients.values()), key=len)
-        if victims:
-            victim = next(iter(victims))
+            return Place.NORMAL, None
+        idle = self._idle.get(address, {})
+        if num < self._max_per_address:  # the total is reached: the address with most idle connections loses one
+            idle = max(self._idle.values(), key=len)
+        if idle:
+            victim = next(iter(idle))
             self.remove(victim)
-            victim.evict()
-            return Place.NORMAL if excess == 0 else Place.HEALTH_ONLY
-        return Place.HEALTH_ONLY if excess < SURPLUS else Place.REFUSED
+            return (Place.NORMAL if excess == 0 else Place.HEALTH_ONLY), victim
+        return (Place.HEALTH_ONLY if excess < SURPLUS else Place.REFUSED), None
 
 
-def make_table(limits: Limits) -> ConnectionTable:
+def make_table(limits: Limits) -> ConnectionTable[Any]:
     """Make the table for this process: at most as many connections as its file descriptors allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = limits.connections

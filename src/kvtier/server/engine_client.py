@@ -1,11 +1,11 @@
-"""EngineClient: the front end's end of the channel. For one event loop."""
+"""EngineClient: the front end's side of the engine process, and Heartbeat, which watches it. For one event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import multiprocessing
-import pickle
 import socket
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -13,36 +13,39 @@ from typing import Any
 
 from kvtier.engine.params import Explanation, Output
 from kvtier.errors import ClosedError, StateError
-from kvtier.server.config import EngineOptions
+from kvtier.server.config import EngineOptions, Limits
+from kvtier.server.errors import ApiError
 from kvtier.server.messages import (
-    LENGTH,
+    PING,
+    SHUTDOWN,
     Abort,
     Call,
     Command,
-    ControlResult,
     EngineFailed,
     Event,
-    Ping,
-    Refused,
-    Shutdown,
+    Reply,
     Started,
     StepOutputs,
     Submit,
     frame,
+    read_message,
 )
+
+_log = logging.getLogger("kvtier.server")
+_HEARTBEAT_SECONDS = 1.0  # a hang is detected after at most this time plus the reply limit
 
 
 def _run_engine(options: EngineOptions, connection: socket.socket) -> None:
-    """In the engine process, which needs torch; the front end does not, and is up seconds earlier without."""
+    """Run in the engine process. Only that process imports torch, so the front end starts seconds earlier."""
     from kvtier.server import engine_process
 
     engine_process.main(options, connection)
 
 
 class Mailbox:
-    """Outputs of one or several requests that nobody has taken yet. One taker at a time.
+    """Outputs of the requests of one job that were not taken yet. For one consumer.
 
-    A bare future, and one timer for the whole request: an asyncio.Event and an asyncio.timeout for every step take
+    Uses a bare future and one timer for the whole job: an asyncio.Event and an asyncio.timeout for every step take
     10.6 us of CPU instead of 2.0 (x86-64, uvloop, 2026-11-15).
     """
 
@@ -53,23 +56,22 @@ class Mailbox:
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self.explanations: dict[str, Explanation] = {}
-        """Of the requests that are over."""
+        """By id, of the requests that finished."""
         self.sent = 0.0
-        """When the engine process sent what was put in last."""
+        """Time at which the engine process sent the newest output."""
 
     def put(self, output: Output, sent: float) -> None:
-        """One more."""
         self._outputs.append(output)
         self.sent = sent
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Nothing more comes."""
+        """Make `take` raise this error after the last output."""
         self._error = error
         self._wake()
 
     async def take(self) -> list[Output]:
-        """All there are, at least one: who is slow gets several at once. Raises what it failed with after the last."""
+        """Wait for outputs and return all of them, at least one."""
         if not self._outputs and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -87,9 +89,9 @@ class Mailbox:
 
 
 class EngineClient:
-    """Starts the engine process, sends it requests and calls, and hands out what comes back.
+    """Starts the engine process, sends requests and calls to it, and delivers its events.
 
-    When the process ends without being asked to, whoever waits gets ClosedError and `ended` is set.
+    If the process exits unexpectedly, pending requests and calls raise ClosedError and `ended` is set.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -106,32 +108,21 @@ class EngineClient:
         self._numbers = itertools.count()
         self._started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
         self.why = "the engine process ended"
-        """Why it ended, once it has."""
+        """Reason of the end, valid once `ended` is set."""
         self.ended = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def start(self) -> Started:
-        """Wait until the engine is ready. Raises StateError with the reason if it does not get there."""
+        """Wait until the engine is ready. Raises StateError with the reason if it fails to start."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 20)
         self._reading = asyncio.create_task(self._read(reader))
         return await asyncio.shield(self._started)
 
-    @property
-    def pid(self) -> int:
-        """Of the engine process."""
-        assert self._process.pid is not None
-        return self._process.pid
-
-    @property
-    def num_streams(self) -> int:
-        """Requests somebody listens to."""
-        return len(self._boxes)
-
     async def stream(
         self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float
     ) -> AsyncGenerator[list[Output]]:
-        """Outputs of requests that belong together. Closing the iterator before the end cancels them at once.
+        """Run the requests of one job and yield their outputs. Closing the generator early cancels them.
 
         Raises TimeoutError after `deadline` (time.monotonic).
         """
@@ -158,27 +149,20 @@ class EngineClient:
                     self._send(Abort(name))
 
     async def call(self, name: str, /, **arguments: Any) -> Any:
-        """Run a control in the engine process, between two steps."""
-        return await self._answer(Call(next(self._numbers), name, arguments))
-
-    async def ping(self) -> None:
-        """Wait for a reply of the engine process, which does not wait for a step."""
-        await self._answer(Ping(next(self._numbers)))
-
-    async def _answer(self, command: Call | Ping) -> Any:
-        number = command.id
+        """Call a function of the engine process by name."""
+        call = Call(next(self._numbers), name, arguments)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._send(command)
-        self._calls[number] = future
+        self._send(call)
+        self._calls[call.id] = future
         try:
             return await future
         finally:
-            self._calls.pop(number, None)
+            self._calls.pop(call.id, None)
 
     async def close(self, seconds: float) -> int | None:
-        """Let the engine keep what it can and end; kill it if that takes longer. Returns its exit code."""
+        """Let the engine save its cache and exit; kill it after `seconds`. Returns its exit code."""
         if self._writer is not None and not self.ended.is_set():
-            self._send(Shutdown())
+            self._send(Call(next(self._numbers), SHUTDOWN, {}))
         try:
             async with asyncio.timeout(seconds):
                 await self.ended.wait()
@@ -199,8 +183,7 @@ class EngineClient:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                self._handle(pickle.loads(await reader.readexactly(size)))
+                self._handle(await read_message(reader))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         self.ended.set()
@@ -217,22 +200,98 @@ class EngineClient:
         match event:
             case StepOutputs():
                 self._deliver(event)
-            case ControlResult():
-                call = self._calls.get(event.id)
+            case Reply(id=str(name), error=Exception() as error):
+                if (box := self._boxes.get(name)) is not None:
+                    box.fail(error)
+            case Reply(id=int(number)):
+                call = self._calls.get(number)
                 if call is not None and not call.done():
                     call.set_exception(event.error) if event.error is not None else call.set_result(event.value)
-            case Refused():
-                if (box := self._boxes.get(event.id)) is not None:
-                    box.fail(event.error)
             case Started():
                 self._started.set_result(event)
             case EngineFailed():
                 self.why = event.why
 
-    def _deliver(self, progress: StepOutputs) -> None:
-        for explanation in progress.ended:  # before the output that says it is over
+    def _deliver(self, step: StepOutputs) -> None:
+        for explanation in step.ended:  # before the last output of the request
             if (box := self._boxes.get(explanation.request_id)) is not None:
                 box.explanations[explanation.request_id] = explanation
-        for output in progress.outputs:
+        for output in step.outputs:
             if (box := self._boxes.get(output.request_id)) is not None:
-                box.put(output, progress.sent)
+                box.put(output, step.sent)
+
+
+class Heartbeat:
+    """Detects an engine process that is stopped or hangs.
+
+    Sends two calls periodically. The command thread of the process answers one of them at once; the engine thread
+    answers the other between two steps. Their deadlines differ, since a step may take long.
+    """
+
+    def __init__(self, engine: EngineClient, limits: Limits) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._failures: dict[str, str] = {}
+        self._failed = asyncio.Event()
+
+    @property
+    def failure(self) -> str:
+        """Description of the overdue reply; empty if there is none."""
+        return next(iter(self._failures.values()), "")
+
+    async def run(self) -> None:
+        """Watch the engine until it exits."""
+        limits = self._limits
+        try:
+            await asyncio.gather(
+                self._watch("the engine process", PING, limits.engine_reply_seconds),
+                self._watch("the engine's thread", "beat", limits.engine_step_seconds),
+            )
+        except ClosedError:
+            self._failures["end"] = "the engine has ended"
+            self._failed.set()
+
+    async def call(self, name: str, /, **arguments: Any) -> Any:
+        """Run a control in the engine. Raises 503 while the engine does not reply, 504 after `control_seconds`."""
+        work = asyncio.ensure_future(self._engine.call(name, **arguments))
+        failed = asyncio.ensure_future(self._failed.wait())
+        seconds = self._limits.control_seconds
+        try:
+            await asyncio.wait((work, failed), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if self.failure:
+                raise ApiError(503, self.failure, code="engine_unresponsive", retry_after=5)
+            message = f"the engine did not complete the call within {seconds:g} s; it may still do so"
+            raise ApiError(504, message, code="timeout")
+        finally:
+            for future in (work, failed):
+                future.cancel()
+            await asyncio.gather(work, failed, return_exceptions=True)
+
+    async def is_responsive(self) -> bool:
+        """True if the engine process replies in time now."""
+        try:
+            async with asyncio.timeout(self._limits.engine_reply_seconds):
+                await self._engine.call(PING)
+        except (TimeoutError, ClosedError):
+            return False
+        return True
+
+    async def _watch(self, part: str, call: str, seconds: float) -> None:
+        while True:
+            reply = asyncio.ensure_future(self._engine.call(call))
+            try:
+                await asyncio.wait((reply,), timeout=seconds)
+                if not reply.done():
+                    self._failures[part] = f"{part} has not replied for {seconds:g} s"
+                    self._failed.set()
+                    _log.error("%s; /health is 503", self._failures[part])
+                await reply
+            finally:
+                reply.cancel()
+            if self._failures.pop(part, ""):
+                _log.info("%s replies again", part)
+            if not self._failures:
+                self._failed.clear()
+            await asyncio.sleep(_HEARTBEAT_SECONDS)

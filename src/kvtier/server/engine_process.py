@@ -1,4 +1,4 @@
-"""The engine process: commands in, events out. It ends when it is told to, or when the front end is gone."""
+"""The engine process. It reads commands and sends events, until SHUTDOWN or until the front end exits."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import torch
 
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
-from kvtier.engine.grammar import Grammars
+from kvtier.engine.grammar import Grammars, JsonConstraint
 from kvtier.engine.llm import LLM
 from kvtier.engine.params import Explanation, Output, SamplingParams
 from kvtier.engine.runner import EngineRunner
@@ -27,35 +29,34 @@ from kvtier.errors import ArgumentError, ClosedError
 from kvtier.replay import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.server.config import EngineOptions
-from kvtier.server.constraints import Constraints, MakeConstraint
 from kvtier.server.engine_controls import CONTROLS
 from kvtier.server.messages import (
+    PING,
+    SHUTDOWN,
     Abort,
     Call,
     Channel,
-    ControlResult,
     EngineFailed,
-    Ping,
-    Refused,
-    Shutdown,
+    Reply,
     Started,
     StepOutputs,
     Submit,
 )
+from kvtier.server.schema_cache import SchemaCompilations
 
 _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
 
 def main(options: EngineOptions, connection: socket.socket) -> None:
     """Entry point of the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to both; the front end says when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals all processes; the front end ends this one
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(connection)
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) - 1))
     try:
         engine = make_llm(options).engine
         recorder = _record(engine, options.record)
-    except Exception as error:  # whatever it is, the front end is told and ends with it
+    except Exception as error:  # of any kind: the front end reports it and exits
         channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
         return
     with recorder:
@@ -63,18 +64,17 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
 
 
 def _record(engine: Engine, path: str) -> contextlib.AbstractContextManager[object]:
-    """The log that is asked for, if any, from now on."""
     if not path:
         return contextlib.nullcontext()
     if Path(path).exists():
-        raise ArgumentError(f"--record {path}: there is such a file, and it is not overwritten; name another")
+        raise ArgumentError(f"--record {path}: the file exists and is not overwritten; choose another name")
     recorder = Recorder(path)
     recorder.attach(engine.scheduler, now=time.monotonic())
     return recorder
 
 
 def make_llm(options: EngineOptions) -> LLM:
-    """A model and an engine as the options say."""
+    """Load the model and make its engine."""
     tiers = options.tiers
     below: list[tuple[StoreConfig, str | tuple[str, ...]]] = []
     saving, waits = WritebackConfig(WritePolicy(tiers.write)), tiers.wait_seconds
@@ -83,7 +83,7 @@ def make_llm(options: EngineOptions) -> LLM:
         below.append((disk, f"disk:{quote(tiers.disk)}?bytes={tiers.disk_bytes}"))
     if tiers.shared:
         below.append((StoreConfig("shared", saving, wait_seconds=waits, is_shared=True), tiers.shared))
-    host_blocks = tiers.host_blocks or (tiers.blocks if below else 0)  # what comes from a store comes through it
+    host_blocks = tiers.host_blocks or (tiers.blocks if below else 0)  # store reads go through host memory
     config = EngineConfig(
         tiers.block_tokens,
         CacheConfig(
@@ -110,7 +110,7 @@ def make_llm(options: EngineOptions) -> LLM:
 
 
 class EngineServer:
-    """Hands commands to an EngineRunner, and what a step gave to the front end in one message.
+    """Passes commands to an EngineRunner, and sends the outputs of each step in one message.
 
     The main thread reads commands, a thread of low priority compiles schemas, the runner's thread does everything else.
     """
@@ -118,17 +118,17 @@ class EngineServer:
     def __init__(self, engine: Engine, channel: Channel) -> None:
         self._engine = engine
         self._channel = channel
-        self._runner = EngineRunner(engine, self._break_down)
+        self._runner = EngineRunner(engine, self._fail)
         self._outputs: list[Output] = []
         self._ended: list[Explanation] = []
-        self._constraints = Constraints(self._make_grammars)
+        self._compilations = SchemaCompilations(self._make_grammars)
         self._compiling: set[str] = set()
         """Requests whose schema is being compiled."""
         self._lock = threading.Lock()
         """Orders the end of a compilation and the abort of its request."""
 
     def run(self) -> None:
-        """Serve until there is nobody to serve."""
+        """Serve until SHUTDOWN, or until the front end exits or the engine fails."""
         config = self._engine.config
         started = Started(
             config.scheduler.max_context,
@@ -138,7 +138,7 @@ class EngineServer:
             config.scheduler.max_rows,
             tuple(self._engine.model.config.eos_token_ids),
         )
-        with contextlib.suppress(OSError, ClosedError):  # the front end died, or the engine broke down
+        with contextlib.suppress(OSError, ClosedError):  # the front end died, or the engine failed
             self._channel.send(started)
             for command in self._channel:
                 match command:
@@ -146,22 +146,19 @@ class EngineServer:
                         self._submit(command)
                     case Abort():
                         self._abort(command.id)
-                    case Call():
-                        self._call(command)
-                    case Ping():
-                        self._channel.send(ControlResult(command.id, None))
-                    case Shutdown():
+                    case Call(name=name) if name == SHUTDOWN:
                         break
-        self._save()
+                    case Call(name=name) if name == PING:
+                        self._channel.send(Reply(command.id))
+                    case Call():
+                        future = self._runner.call(partial(CONTROLS[command.name], **command.arguments))
+                        future.add_done_callback(partial(self._reply, command.id))
+        if self._runner.error is None and config.cache.stores:  # so that the next start is warm
+            self._runner.call(lambda engine: engine.tiers.save_all()).result()
         self._runner.close()
 
-    def _save(self) -> None:
-        """Everything that is cached, to the lowest tier, so that the next start is warm."""
-        if self._runner.error is None and self._engine.config.cache.stores:
-            self._runner.call(lambda engine: engine.tiers.save_all()).result()
-
-    def _break_down(self, error: Exception) -> None:
-        """The engine cannot go on: say why, and end `run`, so that the process ends and whoever waits knows."""
+    def _fail(self, error: Exception) -> None:
+        """Report that the engine cannot continue, and end `run`, which ends the process."""
         with contextlib.suppress(OSError):  # the front end died
             self._channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
         self._channel.end()
@@ -172,20 +169,19 @@ class EngineServer:
             return
         with self._lock:
             self._compiling.add(command.id)
-        tenant, _, _ = command.salt.partition(b"\0")  # of one tenant's times nothing shows in another's
-        self._constraints.get(command.schema, tenant).add_done_callback(partial(self._add_constrained, command))
+        tenant, _, _ = command.salt.partition(b"\0")  # compiled per tenant: compile times reveal nothing to others
+        self._compilations.get(command.schema, tenant).add_done_callback(partial(self._add_constrained, command))
 
-    def _add_constrained(self, command: Submit, compiled: Future[MakeConstraint]) -> None:
+    def _add_constrained(self, command: Submit, compiled: Future[Callable[[], JsonConstraint]]) -> None:
         """Add a request once its schema is compiled, unless it was aborted. On the compiling thread."""
-        with self._lock, contextlib.suppress(OSError, ClosedError):  # the process ends
+        with self._lock, contextlib.suppress(OSError, ClosedError):  # the process exits
             if command.id not in self._compiling:
                 return
             self._compiling.remove(command.id)
-            error = compiled.exception()
-            if error is None:
+            if compiled.exception() is None:
                 self._add(command, replace(command.params, constraint=compiled.result()))
-            elif isinstance(error, Exception):
-                self._channel.send(Refused(command.id, error))
+            else:
+                self._reply(command.id, compiled)
 
     def _abort(self, name: str) -> None:
         with self._lock:
@@ -201,32 +197,27 @@ class EngineServer:
             priority=command.priority,
             salt=command.salt,
         )
-        future.add_done_callback(partial(self._tell_refusal, command.id))
+        future.add_done_callback(partial(self._reply_if_rejected, command.id))
 
     def _make_grammars(self) -> Grammars:
         assert self._engine.tokenizer is not None
         config = self._engine.model.config
         return Grammars(self._engine.tokenizer, config.vocab_size, config.eos_token_ids)
 
-    def _tell_refusal(self, name: str, future: Future[str]) -> None:
-        error = future.exception()
-        if isinstance(error, Exception):
-            self._channel.send(Refused(name, error))
+    def _reply_if_rejected(self, name: str, future: Future[str]) -> None:
+        if future.exception() is not None:
+            self._reply(name, future)
 
-    def _call(self, command: Call) -> None:
-        future = self._runner.call(partial(CONTROLS[command.name], **command.arguments))
-        future.add_done_callback(partial(self._tell_answer, command.id))
-
-    def _tell_answer(self, number: int, future: Future[object]) -> None:
+    def _reply(self, id: int | str, future: Future[Any]) -> None:
         error = future.exception()
         if error is None:
-            self._channel.send(ControlResult(number, future.result()))
+            self._channel.send(Reply(id, future.result()))
         elif isinstance(error, Exception):
-            self._channel.send(ControlResult(number, None, error))
+            self._channel.send(Reply(id, error=error))
 
     def _take(self, output: Output | None) -> None:
-        """On the engine's thread, for each output of a step; what they are collected for runs after the last one."""
-        if output is None:  # the request is over, or the engine is
+        """Collect an output, on the engine thread. `_flush` runs after the last output of the step."""
+        if output is None:  # the request finished, or the engine failed
             return
         if not self._outputs:
             self._runner.call(lambda _: self._flush())

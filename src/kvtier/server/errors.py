@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's shape, the field named, no prompt and no inner detail in it.
+"""Errors in OpenAI's format. They name the field, and contain neither prompts nor internal details.
 
 No fastapi: worker processes import this module.
 """
@@ -20,7 +20,7 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 @dataclass
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     status: int
     message: str
@@ -31,22 +31,20 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's form of it."""
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """As an HTTP answer."""
         headers = {"retry-after": str(self.retry_after)} if self.retry_after is not None else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)
 
 
-def of_engine(error: KvtierError) -> ApiError:
-    """What the engine refused, or that there is no engine any more."""
+def from_engine(error: KvtierError) -> ApiError:
+    """Convert an error of the engine."""
     if isinstance(error, ClosedError):
-        return ApiError(503, "the engine has ended; the server is going down", code="engine_ended", retry_after=5)
+        return ApiError(503, "the engine has ended; the server is shutting down", code="engine_ended", retry_after=5)
     if isinstance(error, ArgumentError):
         return ApiError(400, str(error))
     if isinstance(error, StateError):
@@ -54,14 +52,14 @@ def of_engine(error: KvtierError) -> ApiError:
     return ApiError(500, str(error), code="engine_error")
 
 
-def of_validation(error: ValidationError) -> ApiError:
-    """The first of pydantic's findings. What was sent is not repeated: it may be a prompt."""
-    found = error.errors(include_url=False, include_input=False)[0]
-    place = [str(part) for part in found["loc"]]
-    where = ".".join(place) or None
-    message = str(found["msg"]).removeprefix("Value error, ")
-    if found["type"] == "extra_forbidden":
+def from_validation(error: ValidationError) -> ApiError:
+    """Convert the first error that pydantic reports. The input is not quoted: it may be a prompt."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = [str(part) for part in first["loc"]]
+    where = ".".join(path) or None
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
         known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
-        near = difflib.get_close_matches(place[-1], known, 1)
-        message = "there is no such field" + (f"; did you mean {near[0]}?" if near else "")
-    return ApiError(400, f"{where or 'the body'}: {message}", where, str(found["type"]))
+        near = difflib.get_close_matches(path[-1], known, 1)
+        message = "unknown field" + (f"; did you mean {near[0]}?" if near else "")
+    return ApiError(400, f"{where or 'the body'}: {message}", where, str(first["type"]))

@@ -32,11 +32,11 @@ _LINGER_BYTES = 1 << 20
 class HttpConnection(HttpToolsProtocol):
     """One client connection."""
 
-    def __init__(self, limits: Limits, table: ConnectionTable, activity: RequestLog, **options: Any) -> None:
+    def __init__(self, limits: Limits, table: ConnectionTable[HttpConnection], log: RequestLog, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
         self._table = table
-        self._activity = activity
+        self._request_log = log
         self._place = Place.NORMAL
         self._deadline: asyncio.TimerHandle | None = None
         """End of the current phase: head, or closing."""
@@ -58,9 +58,11 @@ class HttpConnection(HttpToolsProtocol):
         """Take a place in the table, possibly that of another connection."""
         super().connection_made(transport)
         host = self.client[0] if self.client else ""
-        self._place = self._table.add(self, address_group(host))
+        self._place, evicted = self._table.add(self, address_group(host))
+        if evicted is not None:
+            evicted.evict()
         if self._place is Place.REFUSED:
-            self._activity.connection_closed("no_place")
+            self._request_log.connection_closed("no_place")
             transport.abort()
             return
         self._set_deadline(self._limits.header_seconds, self._end_slow_head)
@@ -75,7 +77,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def evict(self) -> None:
         """Close in favour of a new connection."""
-        self._activity.connection_closed("evicted")
+        self._request_log.connection_closed("evicted")
         self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -85,22 +87,19 @@ class HttpConnection(HttpToolsProtocol):
             self._stall = self.loop.call_later(self._limits.send_seconds, self._end_stalled)
 
     def resume_writing(self) -> None:
-        """The client reads again."""
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """No further request came."""
-        self._activity.connection_closed("idle")
+        self._request_log.connection_closed("idle")
         super().timeout_keep_alive_handler()
         self._set_deadline(_LINGER_SECONDS, self.transport.abort)
 
     # ---- input ----
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser in bounded pieces."""
         if self._is_closing:
             self._num_raw_bytes += len(data)
             if self._num_raw_bytes > _LINGER_BYTES:
@@ -228,11 +227,11 @@ class HttpConnection(HttpToolsProtocol):
         if is_busy and self.cycle.response_started:
             self.transport.abort()
             return
-        if is_busy:  # the gate counts and logs the request as 499
+        if is_busy:  # the middleware counts and logs the request as 499
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         else:
-            self._activity.http("unknown", refusal.status)
+            self._request_log.http("unknown", refusal.status)
             _log.info("http method=- route=unknown status=%d code=%s", refusal.status, refusal.code)
         self._unset_keepalive_if_required()
         self._table.set_idle(self)
@@ -246,15 +245,15 @@ class HttpConnection(HttpToolsProtocol):
 
     def _end_slow_head(self) -> None:
         if self._in_head:
-            self._activity.connection_closed("slow_headers")
+            self._request_log.connection_closed("slow_headers")
             seconds = self._limits.header_seconds
             self._refuse(ApiError(408, f"the headers did not arrive within {seconds:g} s", code="header_timeout"))
         else:
-            self._activity.connection_closed("idle")
+            self._request_log.connection_closed("idle")
             self.transport.abort()
 
     def _end_stalled(self) -> None:
-        self._activity.connection_closed("stalled")
+        self._request_log.connection_closed("stalled")
         self.transport.abort()
 
     def _set_deadline(self, seconds: float | None, action: Any = None) -> None:

@@ -1,14 +1,17 @@
-"""What the front end and the engine process tell each other, and how it travels.
+"""Messages between the front end and its child processes, and their framing.
 
-    front end --Submit, Abort, Call, Ping, Close--> engine process
-    front end <--Started | Broken, Progress, Refused, Answer-- engine process
+    front end --Submit, Abort, Call--> engine process
+    front end <--Started | EngineFailed, StepOutputs, Reply-- engine process
+    front end --PrepareConfig, then Call--> worker process
+    front end <--Reply-- worker process
 
-A frame is a length (four bytes, big-endian) and a pickle. Both ends are ours and joined by a socket pair that nobody
-else can open, so pickles are safe here.
+A frame is a length (four bytes, big-endian) and a pickle. Pickles are safe here: both ends are ours and share a socket
+pair that no other process can open.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import pickle
 import socket
@@ -20,12 +23,12 @@ from typing import Any
 
 from kvtier.engine.params import Explanation, Output, SamplingParams
 
-LENGTH = struct.Struct(">I")
+_LENGTH = struct.Struct(">I")
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request; its outputs come in `Progress`."""
+    """A request. Its outputs come in `StepOutputs`; a `Reply` with this id means that it was rejected."""
 
     id: str
     tokens: tuple[int, ...]
@@ -33,38 +36,39 @@ class Submit:
     priority: int = 0
     salt: bytes = b""
     schema: str | None = None
-    """A JSON schema the answers follow."""
+    """JSON schema of the answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Nobody waits for this request any more."""
+    """Cancel a request."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run a control (engine_controls.CONTROLS) between two steps; an `Answer` with this id follows."""
+    """A function of the other process, by name. A `Reply` with this id follows.
+
+    The engine process runs the functions of `engine_controls.CONTROLS` between two steps. It answers PING at once, also
+    during a step. After SHUTDOWN, which has no reply, it cancels all requests, saves the cache and exits.
+    """
 
     id: int
     name: str
     arguments: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
-    """Answered with an empty `Answer` at once, also during a step."""
-
-    id: int
+PING, SHUTDOWN = "ping", "shutdown"
 
 
 @dataclass(frozen=True, slots=True)
-class Shutdown:
-    """Cancel what runs, keep what is cached if there is a place for it, and end."""
+class Reply:
+    """Result of a `Call`, or rejection of a `Submit`."""
 
-
-Command = Submit | Abort | Call | Ping | Shutdown
+    id: int | str
+    value: Any = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,50 +85,40 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """The engine could not start, or cannot go on."""
+    """The engine failed to start, or cannot continue."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """All that one step added, in one message."""
+    """Outputs of one step."""
 
     outputs: tuple[Output, ...]
     ended: tuple[Explanation, ...]
-    """Of the requests that got their last token."""
+    """One per request that finished."""
     sent: float
-    """time.monotonic of the engine process; the same clock as the front end's."""
+    """time.monotonic() of the engine process; both processes share this clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The engine did not take a request."""
-
-    id: str
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class ControlResult:
-    """What a call gave."""
-
-    id: int
-    value: Any
-    error: Exception | None = None
-
-
-Event = Started | EngineFailed | StepOutputs | Refused | ControlResult
+Command = Submit | Abort | Call
+Event = Started | EngineFailed | StepOutputs | Reply
 
 
 def frame(message: object) -> bytes:
-    """A message as it travels."""
+    """Return a message as sent over the socket."""
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(body)) + body
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_message(reader: asyncio.StreamReader) -> Any:
+    """Read one message. Raises OSError or IncompleteReadError if the other process dies."""
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return pickle.loads(await reader.readexactly(size))
 
 
 class Channel:
-    """The other process's end of a socket pair: blocking; one thread reads, any may send."""
+    """The child process's end of a socket pair. Blocking; one thread reads, any thread may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
@@ -133,20 +127,20 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: object) -> None:
-        """Raises OSError if the front end is gone."""
+        """Send a message. Raises OSError if the front end has exited."""
         data = frame(message)
         with self._sending:
             self._connection.sendall(data)
 
     def end(self) -> None:
-        """Nothing is sent any more, and whoever reads sees the end."""
-        with contextlib.suppress(OSError):  # the front end was quicker
+        """Stop sending, and end the iteration of the reader."""
+        with contextlib.suppress(OSError):  # the front end closed it first
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def __iter__(self) -> Iterator[Any]:
-        """Messages as they come, until the other end closes or dies."""
-        while len(head := self._stream.read(LENGTH.size)) == LENGTH.size:
-            (size,) = LENGTH.unpack(head)
+        """Yield messages until the other end closes or dies."""
+        while len(head := self._stream.read(_LENGTH.size)) == _LENGTH.size:
+            (size,) = _LENGTH.unpack(head)
             body = self._stream.read(size)
             if len(body) < size:
                 return

@@ -1,6 +1,6 @@
 """ASGI layer around the app: GuardMiddleware, event streams, and detection of client disconnects.
 
-GuardMiddleware checks headers, origin, key, and size and time of the body before the app runs; it writes one log line
+GuardMiddleware checks headers, origin, key and announced size of the body before the app runs; it writes one log line
 and counts one response per request. It is plain ASGI, so that disconnects pass through.
 """
 
@@ -15,6 +15,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 from kvtier.server.auth import ApiKeys
@@ -31,11 +32,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ClientGone(Exception):
-    """Nobody is there to answer."""
+    """The client has disconnected."""
 
 
 class EventStream(Response):
-    """Server-sent events from an iterator, which is closed when the client goes or does not read for too long."""
+    """Server-sent events of a generator, which is closed when the client disconnects or stops reading for too long."""
 
     media_type = "text/event-stream"
 
@@ -45,13 +46,12 @@ class EventStream(Response):
         self._first, self._rest, self._seconds = first, rest, seconds
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Send all of it; the end of the stream is an empty body."""
         async with aclosing(self._rest):
             try:
                 async with asyncio.timeout(self._seconds):
                     await unless_gone(receive, self._send(send))
             except (ClientGone, TimeoutError, OSError):
-                return  # a response that is not ended closes its connection
+                return  # uvicorn closes the connection of an unfinished response
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -62,7 +62,7 @@ class EventStream(Response):
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Do this work while the client is there; it is cancelled, and ClientGone raised, when the client is not."""
+    """Await `work`. If the client disconnects first, cancel it and raise ClientGone."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -70,9 +70,22 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
             raise ClientGone
         return task.result()
     finally:
-        for each in (task, gone):
-            each.cancel()
+        for future in (task, gone):
+            future.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def before_deadline(request: Request, limits: Limits, work: Awaitable[T]) -> T:
+    """Await `work` while the client is connected. Raises 504 at the deadline of the request."""
+    try:
+        async with asyncio.timeout(request.state.began + limits.request_seconds - time.monotonic()):
+            return await unless_gone(request.receive, work)
+    except TimeoutError as error:
+        raise request_timeout(limits) from error
+
+
+def request_timeout(limits: Limits) -> ApiError:
+    return ApiError(504, f"the request took longer than {limits.request_seconds:g} s", code="timeout")
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -83,35 +96,27 @@ async def _disconnect(receive: Receive) -> None:
 _log = logging.getLogger("kvtier.server")
 _OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")
 _ADMIN = ("/control", "/state", "/metrics")
-_POLLED = ("/health", "/state", "/metrics")  # not worth a line each time
+_POLLED = ("/health", "/state", "/metrics")  # logged at level DEBUG
 _ONCE = (b"authorization", b"host", b"origin", b"content-type")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 class GuardMiddleware:
-    """Wraps the app."""
+    """Checks requests before the app. `local_only`: without keys, requests from other sites' pages are rejected."""
 
-    def __init__(self, app: App, keys: ApiKeys, limits: Limits, activity: RequestLog, *, local_only: bool) -> None:
-        """`local_only`: there are no keys, so requests that another site's page makes a browser send are refused."""
+    def __init__(self, app: App, keys: ApiKeys, limits: Limits, log: RequestLog, *, local_only: bool) -> None:
         self._app = app
         self._keys = keys
         self._limits = limits
-        self._activity = activity
+        self._request_log = log
         self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app, or answer with an error."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         status = 0
-        body = _Body(receive, self._limits)
 
         async def watch(message: Message) -> None:
             nonlocal status
-            if body.refusal is not None and not status:
-                return  # the body was rejected: suppress the app's response
             status = message.get("status", status)
             await send(message)
 
@@ -119,19 +124,15 @@ class GuardMiddleware:
             headers = _headers(scope)
             _check_host(scope, headers)
             self._admit(scope, headers)
-            body.check_announced(headers.get("content-length"))
-            await self._app(scope, body.receive, watch)
-            if body.refusal is not None and not status:
-                raise body.refusal
+            length = headers.get("content-length", "")
+            if length.isdecimal() and int(length) > self._limits.body_bytes:
+                raise body_too_large(f"{length} bytes", self._limits)
+            await self._app(scope, receive, watch)
         except ApiError as error:
-            body.refusal = None
-            if not status:
-                await error.response()(scope, receive, watch)
-        except ClientGone:
-            status = status or 499
+            await error.response()(scope, receive, watch)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
-            self._activity.http(route, status)
+            self._request_log.http(route, status)
             level = logging.ERROR if status >= 500 else logging.DEBUG if route in _POLLED else logging.INFO
             _log.log(level, "http method=%s route=%s status=%d", scope["method"], route, status)
 
@@ -141,64 +142,23 @@ class GuardMiddleware:
         path, state = scope["path"], scope.setdefault("state", {})
         state.update(tenant=None, began=time.monotonic())
         if state.get("health_only") and path != "/health":
-            raise ApiError(
-                503,
-                "every connection of this server, or of your address, is in use",
-                code="too_many_connections",
-                retry_after=5,
-            )
+            message = "all connections of this server or of your address are in use; retry later"
+            raise ApiError(503, message, code="too_many_connections", retry_after=5)
         if path in _OPEN:
             return
         key, peer = headers.get("authorization"), (scope.get("client") or (None,))[0]
-        if any(path == each or path.startswith(f"{each}/") for each in _ADMIN):
+        if any(path == prefix or path.startswith(f"{prefix}/") for prefix in _ADMIN):
             self._keys.admit_admin(key, peer)
         else:
             state["tenant"] = self._keys.tenant(key)
 
 
-class _Body:
-    """Counts a body's bytes and time as it is read."""
-
-    def __init__(self, receive: Receive, limits: Limits) -> None:
-        self._receive = receive
-        self._limits = limits
-        self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
-        self._num_bytes = 0
-        self._is_whole = False
-        self.refusal: ApiError | ClientGone | None = None
-        """Reason for which the rest is not read."""
-
-    def check_announced(self, length: str | None) -> None:
-        if length is not None and length.isdecimal() and int(length) > self._limits.body_bytes:
-            raise self._too_large(f"{length} bytes")
-
-    async def receive(self) -> Message:
-        if self._is_whole:
-            return await self._receive()
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
-        except TimeoutError as error:
-            seconds = self._limits.body_seconds
-            self.refusal = ApiError(408, f"the body did not arrive within {seconds:g} s", code="body_timeout")
-            raise self.refusal from error
-        if message["type"] == "http.disconnect":
-            self.refusal = ClientGone()
-            raise self.refusal
-        self._num_bytes += len(message.get("body", b""))
-        self._is_whole = not message.get("more_body", False)
-        if self._num_bytes > self._limits.body_bytes:
-            self.refusal = self._too_large(f"more than {self._limits.body_bytes} bytes")
-            raise self.refusal
-        return message
-
-    def _too_large(self, what: str) -> ApiError:
-        limit = self._limits.body_bytes
-        return ApiError(413, f"the body has {what}; this server takes {limit}", code="body_too_large")
+def body_too_large(size: str, limits: Limits) -> ApiError:
+    return ApiError(413, f"the body has {size}; the limit is {limits.body_bytes}", code="body_too_large")
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """Return the headers by lower-case name. Raises 400 if one that must be unique comes twice."""
+    """Return the headers by lower-case name. Raises 400 if a unique one is repeated."""
     names = [name for name, _ in scope["headers"] if name in _ONCE]
     if len(set(names)) < len(names):
         name = next(name for name in names if names.count(name) > 1).decode()
@@ -214,12 +174,12 @@ def _check_host(scope: Scope, headers: dict[str, str]) -> None:
 
 
 def _reject_cross_site(headers: dict[str, str]) -> None:
-    """Without keys: refuse requests from other origins' pages, and under other host names (DNS rebinding)."""
+    """Raise 403 for requests from other origins' pages and under other host names (DNS rebinding)."""
     host, origin = headers.get("host", ""), headers.get("origin")
     is_cross_origin = origin is not None and _netloc(origin) != host
     is_cross_site = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
     if _hostname(host) not in _LOCAL or is_cross_origin or is_cross_site:
-        raise ApiError(403, "this server has no API keys and answers programs and pages of this machine only")
+        raise ApiError(403, "this server has no API keys and accepts requests from this machine only")
 
 
 def _netloc(origin: str) -> str | None:

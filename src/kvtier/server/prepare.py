@@ -1,7 +1,7 @@
-"""Preparation: from the bytes of a body to a validated request and its tokens. No asyncio, no fastapi, no torch.
+"""Preparation: validates the body of a request and tokenizes its prompts. No asyncio, no fastapi, no torch.
 
-A pure function of its input: it runs in the front end for a small body, and in a worker process (worker.py) for a large
-one, whose time the client controls.
+Small bodies are prepared in the front end. Large ones, whose time the client controls, are prepared by the same code in
+a worker process (worker.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from kvtier.engine import schemas
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ArgumentError, RangeError, StateError
-from kvtier.server.errors import ApiError, of_validation
+from kvtier.server.errors import ApiError, from_validation
 from kvtier.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -32,93 +32,73 @@ _SCHEMA = "response_format.json_schema.schema"
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareBody:
-    """Validate a body and tokenize its prompts."""
-
-    model: type[BaseModel]
-    data: bytes | bytearray
-    max_tokens: int
-    """A prompt of more tokens cannot run."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckSchema:
-    """Compile a JSON schema, to see that it can be done and how long it takes."""
-
-    schema: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoadCompiler:
-    """Get ready to compile schemas: seconds for a large vocabulary, whatever the schema."""
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared(Generic[Body]):
-    """A valid body, without the fields below, which may be large."""
+    """A validated body. Its prompts and its schema, which may be large, are moved to the other fields."""
 
     body: Body
     prompts: Sequence[Sequence[int]] = ()
     schema: str | None = None
-    """The JSON schema that the answer follows."""
+    """JSON schema of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What preparing needs of the model. Plain values: they travel to worker processes."""
+class PrepareConfig:
+    """Model and limits for `Preparation`. Plain values: they are sent to worker processes."""
 
     source: str
-    """Of the tokenizer, as load_tokenizer takes it."""
+    """Tokenizer, as an argument of load_tokenizer."""
     name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_answers: int
-    """n times the number of prompts, of one request."""
+    """Limit of n times the number of prompts of a request."""
+    seconds: float
+    """Time limit of one call in a worker process."""
 
 
 class Preparation:
-    """Prepares bodies for one model. Every refusal is an ApiError."""
+    """Prepares bodies for one model. Invalid ones raise ApiError."""
 
-    def __init__(self, model: ModelInfo, tokenizer: Tokenizer) -> None:
-        self._model = model
+    def __init__(self, config: PrepareConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
         self._tokenizer = tokenizer
         self._compiler: schemas.SchemaCompiler | None = None
 
-    def body(self, job: PrepareBody) -> Prepared[Any]:
-        """Prepare one body."""
-        body = _validate(job.model, job.data)
+    def prepare(self, model: type[BaseModel], data: bytes | bytearray, max_tokens: int) -> Prepared[Any]:
+        """Validate a body and tokenize its prompts. Prompts of more than `max_tokens` tokens are rejected."""
+        body = _validate(model, data)
         match body:
             case CompletionRequest():
-                return self._completion(body, job.max_tokens)
+                return self._completion(body, max_tokens)
             case ChatRequest():
-                return self._chat(body, job.max_tokens)
+                return self._chat(body, max_tokens)
             case TokenizeRequest():
-                tokens = self._one(body, job.max_tokens, add_special=body.add_special_tokens)
+                tokens = self._one(body, max_tokens, add_special=body.add_special_tokens)
                 return Prepared(body.model_copy(update={"prompt": None, "messages": None}), [tokens])
             case PromptBody():
-                tokens = self._one(body, job.max_tokens, add_special=True)
+                tokens = self._one(body, max_tokens, add_special=True)
                 if not tokens:
                     raise ApiError(400, "prompt: at least one token is needed", "prompt")
-                self._check_prompts([tokens], "prompt", job.max_tokens)
+                self._check_prompts([tokens], "prompt", max_tokens)
                 return Prepared(body.model_copy(update={"prompt": None, "messages": None}), [tokens])
         return Prepared(body)
 
-    def check_schema(self, job: CheckSchema) -> None:
-        """Compile a schema."""
+    def check_schema(self, schema: str) -> None:
+        """Compile a schema. Raises ApiError if it cannot be compiled."""
         compiler = self.load_compiler()
         try:
-            compiler.check(job.schema)
+            compiler.check(schema)
         except ArgumentError as error:
-            raise ApiError(400, f"response_format: this schema cannot be followed: {error}", _SCHEMA) from error
+            raise ApiError(400, f"response_format: the schema cannot be compiled: {error}", _SCHEMA) from error
 
     def load_compiler(self) -> schemas.SchemaCompiler:
-        """The compiler of schemas, made when it is first needed."""
+        """Return the schema compiler. The first call takes seconds for a large vocabulary."""
         if self._compiler is None:
-            model, made = self._model, self._tokenizer.to_json()
+            config, tokenizer = self._config, self._tokenizer.to_json()
             try:
-                self._compiler = schemas.SchemaCompiler(made, model.vocab_size, model.eos_token_ids)
-            except (ArgumentError, ValueError) as error:  # llguidance's, of a tokenizer that it cannot read
-                why = f"answers after a schema are not possible with this model: {type(error).__name__}: {error}"
+                self._compiler = schemas.SchemaCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
+            except (ArgumentError, ValueError) as error:  # llguidance rejects some tokenizers
+                why = f"this model does not support structured answers: {type(error).__name__}: {error}"
                 raise ApiError(500, why, code="engine_error") from error
         return self._compiler
 
@@ -178,32 +158,31 @@ class Preparation:
         tools: Sequence[Any] | None = None,
         variables: dict[str, Any] | None = None,
     ) -> list[int]:
-        given = [message.for_template() for message in messages]
-        self._check_size("".join(message["content"] for message in given), "messages", max_tokens)
+        rendered = [message.for_template() for message in messages]
+        self._check_size("".join(message["content"] for message in rendered), "messages", max_tokens)
         options: dict[str, Any] = {"parse_special": parse_special, "max_tokens": max_tokens, "tools": tools}
         variables = variables or {}
         if taken := sorted({"self", "messages", *options} & variables.keys()):
             name = "chat_template_kwargs"
-            raise ApiError(400, f"{name}: {', '.join(taken)} cannot be set here; rename the variable", name)
+            raise ApiError(400, f"{name}: {', '.join(taken)} is reserved; rename the variable", name)
         try:
-            return self._tokenizer.encode_chat(given, **variables, **options)
+            return self._tokenizer.encode_chat(rendered, **variables, **options)
         except StateError as error:
             raise ApiError(400, f"{error}: use /v1/completions", "messages") from error
         except (ArgumentError, TypeError) as error:
             raise _refusal(error, "messages", max_tokens) from error
 
     def _check(self, body: Sampling, num_answers: int) -> None:
-        if body.model != self._model.name:
-            raise ApiError(404, f"there is no model {body.model!r} here; this server has {self._model.name!r}", "model")
-        if num_answers > self._model.max_answers:
-            raise ApiError(
-                400, f"{num_answers} answers are asked for (n times prompts); at most {self._model.max_answers}", "n"
-            )
+        if body.model != self._config.name:
+            raise ApiError(404, f"unknown model {body.model!r}; this server has {self._config.name!r}", "model")
+        if num_answers > self._config.max_answers:
+            most = self._config.max_answers
+            raise ApiError(400, f"the request needs {num_answers} answers (n times prompts); the limit is {most}", "n")
         if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options is for streams: set stream: true", "stream_options")
+            raise ApiError(400, "stream_options needs stream: true", "stream_options")
 
     def _check_size(self, prompt: str | list[int], name: str, max_tokens: int) -> None:
-        """Refuse by length alone what cannot fit."""
+        """Reject by length alone what cannot fit."""
         if not isinstance(prompt, str):
             self._check_prompts([prompt], name, max_tokens, known=False)
             return
@@ -219,17 +198,13 @@ class Preparation:
         if not min(lengths):
             raise ApiError(400, f"{name} is empty: a request needs at least one token", name)
         if max(lengths) >= max_tokens:
-            raise ApiError(
-                400,
-                f"{name} has {max(lengths)} tokens; with one to generate this server takes {max_tokens}",
-                name,
-                "context_length_exceeded",
-            )
+            message = f"{name} has {max(lengths)} tokens; the limit is {max_tokens}, including one token to generate"
+            raise ApiError(400, message, name, "context_length_exceeded")
         if known:
             self._check_known(prompts, name)
 
     def _check_known(self, prompts: Sequence[Sequence[int]], name: str) -> None:
-        highest, vocab = max(max(prompt, default=0) for prompt in prompts), self._model.vocab_size
+        highest, vocab = max(max(prompt, default=0) for prompt in prompts), self._config.vocab_size
         if highest >= vocab:
             raise ApiError(400, f"{name}: token {highest} is not in [0, {vocab})", name)
 
@@ -245,24 +220,22 @@ def _validate(model: type[Body], data: bytes | bytearray) -> Body:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise of_validation(error) from error
+        raise from_validation(error) from error
 
 
 def _schema_text(body: Sampling) -> str | None:
-    """The schema that the answer follows, within bounds; it is not compiled yet."""
+    """Return the JSON schema of the answer, after checks that need no compiler."""
     schema, name = body.schema_text, "response_format"
     if schema is None:
         return None
     if not schemas.is_available():
-        raise ApiError(
-            400, f"{name}: this server has no llguidance, so only text can be asked for", name, "unavailable"
-        )
+        raise ApiError(400, f"{name}: this server lacks llguidance and supports only text", name, "unavailable")
     for other in ("min_tokens", "ignore_eos"):
         if getattr(body, other):
-            raise ApiError(400, f"{other} does not go with {name}, which says where an answer ends", other)
+            raise ApiError(400, f"{other} cannot be combined with {name}, which ends the answer", other)
     most = schemas.MAX_SCHEMA_BYTES
     if len(schema) > most:
-        raise ApiError(400, f"{name}: the schema has {len(schema)} bytes; at most {most} are taken", _SCHEMA)
+        raise ApiError(400, f"{name}: the schema has {len(schema)} bytes; the limit is {most}", _SCHEMA)
     if isinstance(body.response_format, JsonSchemaFormat):
         try:
             schemas.check_shape(body.response_format.json_schema.schema_)
@@ -273,6 +246,6 @@ def _schema_text(body: Sampling) -> str | None:
 
 def _refusal(error: ArgumentError | TypeError, name: str, max_tokens: int) -> ApiError:
     if isinstance(error, RangeError):
-        message = f"{name}: {error}; with one to generate this server takes {max_tokens} tokens"
+        message = f"{name}: {error}; the limit is {max_tokens} tokens, including one token to generate"
         return ApiError(400, message, name, "context_length_exceeded")
     return ApiError(400, f"{name}: {error}", name)

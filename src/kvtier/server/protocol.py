@@ -1,7 +1,7 @@
-"""What clients may send, as OpenAI defined it and with our additions; what is not named here is refused by name.
+"""Request bodies: OpenAI's fields and kvtier's additions. Unknown fields are rejected.
 
-Whatever is sent, validation takes linear time and finds few errors: sizes are checked before items, a list stops at its
-first wrong item, and lists of tokens are checked as a whole.
+Validation takes linear time and reports few errors for any input: sizes are checked before items, validation of a list
+stops at the first invalid item, and lists of tokens are checked as a whole.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Text = Annotated[str, StringConstraints(max_length=4 << 20)]
 _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _INT64 = 1 << 63
-_MAX_FIELDS = 64  # of an object whose fields are named here; the largest has 31
+_MAX_FIELDS = 64  # of an object with known fields; the largest has 31
 _MAX_PROMPTS = 128
-# Of JSON that clients make up: what writes it out again calls itself for every level (pydantic ends at 255).
+# Of arbitrary JSON: serializing it recurses once per level (pydantic fails at 255).
 _MAX_DEPTH = 100
 
 
@@ -46,20 +46,20 @@ def _shallow(value: dict[str, Any]) -> dict[str, Any]:
         ]
         if not level:
             return value
-    raise ValueError(f"objects and lists are nested deeper than {_MAX_DEPTH} levels; make it flatter")
+    raise ValueError(f"objects and lists are nested deeper than {_MAX_DEPTH} levels")
 
 
 AnyObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
-"""Anything that JSON can say, but not too deep."""
+"""Arbitrary JSON of limited depth."""
 
 
 def _few(most: int) -> Any:
-    """Bound a list or an object before any of its items is validated, and stop at the first wrong one."""
+    """Return a validator that bounds a list or an object before any of its items is validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > most:
             raise PydanticCustomError(
-                "too_long", "{count} items are given; at most {most} are taken", {"count": len(value), "most": most}
+                "too_long", "{count} items; the limit is {most}", {"count": len(value), "most": most}
             )
         return value
 
@@ -68,17 +68,17 @@ def _few(most: int) -> Any:
 
 def _check_fields(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > _MAX_FIELDS:
-        raise ValueError(f"an object has {len(value)} fields; at most {_MAX_FIELDS} are taken")
+        raise ValueError(f"an object has {len(value)} fields; the limit is {_MAX_FIELDS}")
     return value
 
 
 def _token_ids(values: list[Any], where: str = "") -> list[int]:
     """Check all at once: 1.4 million take 0.1 s (x86-64, 2026-11-16), and pydantic's error for each takes 26 s."""
     if not values:
-        raise ValueError(f"{where}a list of tokens is empty; a request needs at least one token")
+        raise ValueError(f"{where}empty list of tokens; a request needs at least one token")
     if set(map(type, values)) != {int}:
         at = next(index for index, value in enumerate(values) if type(value) is not int)
-        raise ValueError(f"{where}item {at} is not a token id; all items must be, since the first one is")
+        raise ValueError(f"{where}item {at} is not a token id, but the first item is")
     if min(values) < 0 or max(values) > _MAX_TOKEN_ID:
         at = next(index for index, value in enumerate(values) if not 0 <= value <= _MAX_TOKEN_ID)
         raise ValueError(f"{where}item {at} is not in [0, {_MAX_TOKEN_ID}]")
@@ -90,22 +90,22 @@ def _one_prompt(value: Any) -> str | list[int]:
         return value
     if isinstance(value, list):
         return _token_ids(value)
-    raise ValueError("a text or a list of token ids is expected")
+    raise ValueError("expected a text or a list of token ids")
 
 
 def _prompts(value: Any) -> str | list[int] | list[str] | list[list[int]]:
-    """The first item says what a list is of."""
+    """The first item determines the type of a list."""
     if not isinstance(value, list) or not value or type(value[0]) is int:
         return _one_prompt(value)
     if len(value) > _MAX_PROMPTS:
-        raise ValueError(f"{len(value)} prompts are given; at most {_MAX_PROMPTS} are taken")
+        raise ValueError(f"{len(value)} prompts; the limit is {_MAX_PROMPTS}")
     if isinstance(value[0], str):
-        if not all(isinstance(each, str) for each in value):
-            raise ValueError("all prompts must be texts, since the first one is")
+        if not all(isinstance(prompt, str) for prompt in value):
+            raise ValueError("all prompts must be texts if the first one is")
         return value
-    if not all(isinstance(each, list) for each in value):
-        raise ValueError("a text, token ids, texts, or lists of token ids are expected")
-    return [_token_ids(each, f"prompt {index}: ") for index, each in enumerate(value)]
+    if not all(isinstance(prompt, list) for prompt in value):
+        raise ValueError("expected a text, token ids, texts, or lists of token ids")
+    return [_token_ids(prompt, f"prompt {index}: ") for index, prompt in enumerate(value)]
 
 
 _Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -130,17 +130,16 @@ class Strict(BaseModel):
 
 
 class TextPart(Strict):
-    """A piece of a message's content. Only text: this server sees no pictures and hears nothing."""
+    """A part of a message's content. Only text is supported."""
 
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel):
-    """One turn. What other servers put into their answers (refusal, annotations ..) is let pass and not looked at."""
+class Message(Strict):
+    """One turn. Fields that other servers add to their answers (refusal, annotations, ...) are ignored."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-    _bounded = model_validator(mode="before")(_check_fields)
+    model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True), _few(4096)] | None = None
@@ -151,21 +150,21 @@ class Message(BaseModel):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and not self.tool_calls:
-            raise ValueError("a message has content, or is an assistant's with tool_calls")
+            raise ValueError("a message needs content or tool_calls")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: the content is one text."""
+        """Return the message for chat templates: its content is one text."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        told = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": content, **{key: value for key, value in told.items() if value}}
+        optional = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": content, **{key: value for key, value in optional.items() if value}}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True), _few(4096)]
 
 
 class FunctionDefinition(Strict):
-    """A function the model may ask for."""
+    """A function that the model may call."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: Text | None = None
@@ -174,23 +173,20 @@ class FunctionDefinition(Strict):
 
 
 class Tool(Strict):
-    """Goes to the chat template as it is."""
+    """Passed to the chat template unchanged."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class StreamOptions(Strict):
-    """What else a stream carries."""
-
     include_usage: bool = False
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Strict):
     """The schema of response_format."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
-    _bounded = model_validator(mode="before")(_check_fields)
+    model_config = ConfigDict(populate_by_name=True)
 
     name: Annotated[str, StringConstraints(max_length=64)] = "answer"
     description: Text | None = None
@@ -198,30 +194,24 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class TextFormat(Strict):
-    """No constraint."""
+class PlainFormat(Strict):
+    """Any text, or any JSON object."""
 
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Strict):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class JsonSchemaFormat(Strict):
-    """JSON after a schema."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class Sampling(Strict):
-    """What both kinds of completion share."""
+    """Fields of both kinds of completion."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     temperature: Annotated[float, Field(ge=TEMPERATURE.low, le=TEMPERATURE.high)] | None = None
@@ -250,7 +240,7 @@ class Sampling(Strict):
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     response_format: ResponseFormat | None = None
-    # Of OpenAI's own: accepted because clients send them, and without effect here.
+    # Accepted because OpenAI's clients send them; no effect.
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=64), _few(64)] | None = None
     store: bool | None = None
@@ -258,16 +248,16 @@ class Sampling(Strict):
 
     @property
     def schema_text(self) -> str | None:
-        """The JSON schema that the answer follows, if it is to follow one."""
+        """JSON schema of the answer, if response_format asks for one."""
         match self.response_format:
-            case JsonObjectFormat():
+            case PlainFormat(type="json_object"):
                 return '{"type": "object"}'
             case JsonSchemaFormat():
                 return json.dumps(self.response_format.json_schema.schema_)
         return None
 
     def sampling_params(self, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """As the engine wants it. Raises ArgumentError for what does not go together."""
+        """Return the engine's parameters. Raises ArgumentError for an invalid combination."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         presence, frequency = self.presence_penalty or 0.0, self.frequency_penalty or 0.0
         return SamplingParams(
@@ -301,7 +291,7 @@ class ChatRequest(Sampling):
         Annotated[dict[str, str | int | float | bool | None], Field(max_length=64), _few(64)] | None
     ) = None
     parse_special: bool = False
-    """True: the text of a special token in messages, tools and chat_template_kwargs becomes that token."""
+    """True if text of special tokens in messages, tools and chat_template_kwargs is parsed as those tokens."""
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
@@ -311,12 +301,19 @@ class ChatRequest(Sampling):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many to report beside the chosen one; None for no report."""
+        """Number of alternatives to report per token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """Name and value of the field that limits the answer."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @property
     def template_tools(self) -> list[Mapping[str, Any]] | None:
-        """For the chat template, unless the model is not to use any."""
+        """Tools for the chat template; None if the model must not use any."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
@@ -327,50 +324,56 @@ class CompletionRequest(Sampling):
 
     prompt: Prompts
     parse_special: bool = True
-    """True: the text of a special token in a prompt becomes that token."""
+    """True if text of special tokens in a prompt is parsed as those tokens."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
 
     @property
+    def num_logprobs(self) -> int | None:
+        """As ChatRequest.num_logprobs."""
+        return self.logprobs
+
+    @property
+    def token_limit(self) -> tuple[str, int]:
+        """As ChatRequest.token_limit."""
+        return "max_tokens", self.max_tokens or 16
+
+    @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several, each a text or tokens."""
+        """The prompts, each a text or tokens."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
 
+def _check_one_prompt(body: Any) -> Any:
+    if (body.prompt is None) == (body.messages is None):
+        raise ValueError("set either prompt or messages")
+    return body
+
+
 class TokenizeRequest(Strict):
-    """POST /tokenize: a text, or a conversation as the model would read it."""
+    """POST /tokenize: a text or a conversation."""
 
     model: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
     parse_special: bool | None = None
-    """As of the completion endpoints: by default true for a prompt, false for messages."""
-
-    @model_validator(mode="after")
-    def _has_one(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
+    """Default as in the completion endpoints: true for a prompt, false for messages."""
+    _has_one = model_validator(mode="after")(_check_one_prompt)
 
 
 class PromptBody(Strict):
-    """A prompt of the control API, in one of three forms, and whose cache is meant."""
+    """A prompt of the control API, and the tenant and salt of its cache."""
 
     prompt: OnePrompt | None = None
     messages: Messages | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     tenant: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     parse_special: bool | None = None
-    """As of TokenizeRequest."""
-
-    @model_validator(mode="after")
-    def _has_one(self) -> PromptBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
+    """As in TokenizeRequest."""
+    _has_one = model_validator(mode="after")(_check_one_prompt)
 
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]

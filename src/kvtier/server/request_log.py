@@ -1,11 +1,11 @@
-"""RequestLog: what the front end counts and remembers of the requests it served. No text of any of them."""
+"""RequestLog: counters and recent requests of the front end. Contains no text of any request."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,41 +17,41 @@ _WINDOW_SECONDS = 300.0
 _WINDOW_MOST = 10_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestRecord:
-    """A request that is over."""
+    """One request as shown by GET /state; updated while the request runs."""
 
     id: str
     tenant: str
     endpoint: str
-    ended: float
+    ended: float = 0.0
     """Unix time."""
-    finish: str
-    """stop, length, or why it ended otherwise: disconnected, timeout, refused, error."""
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    ttft_seconds: float | None
-    seconds: float
-    tokens_from: dict[str, int]
-    """Of the cached tokens, where they were found."""
-    explanation: str
-    """Why the match with the cache ended where it did, and whether blocks were loaded or computed again."""
+    finish: str = "disconnected"
+    """stop, length, disconnected, timeout, refused or error."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    ttft_seconds: float | None = None
+    seconds: float = 0.0
+    tokens_from: dict[str, int] = field(default_factory=dict)
+    """Cached tokens by tier."""
+    explanation: str = ""
+    """Why the match with the cache ended where it did, and whether blocks were loaded or recomputed."""
 
 
 class RequestLog:
-    """Counters for /metrics, a window of times to first token, and the last requests."""
+    """Counters for /metrics, a window of times to first token, and the latest requests."""
 
     def __init__(self) -> None:
         self.registry = Registry()
         new = self.registry
-        self._requests = new.counter("kvtier_requests_total", "Requests that are over.", ("endpoint", "finish"))
-        self._answers = new.counter("kvtier_http_responses_total", "HTTP answers.", ("route", "status"))
-        self._tokens = new.counter("kvtier_tokens_total", "Tokens of requests that are over.", ("kind",))
-        self._ttft = new.histogram("kvtier_ttft_seconds", "From a request to its first token.").of()
-        self._seconds = new.histogram("kvtier_request_seconds", "From a request to its end.").of()
+        self._requests = new.counter("kvtier_requests_total", "Finished requests.", ("endpoint", "finish"))
+        self._responses = new.counter("kvtier_http_responses_total", "HTTP responses.", ("route", "status"))
+        self._tokens = new.counter("kvtier_tokens_total", "Tokens of finished requests.", ("kind",))
+        self._ttft = new.histogram("kvtier_ttft_seconds", "Time from a request to its first token.").of()
+        self._seconds = new.histogram("kvtier_request_seconds", "Time from a request to its end.").of()
         self._delivery = new.histogram(
-            "kvtier_delivery_seconds", "From the engine's step to the event for a client, in the front end."
+            "kvtier_delivery_seconds", "Time from the engine's step to the event for a client, in the front end."
         ).of()
         self._rows = new.gauge("kvtier_answers", "Answers in the engine, by state.", ("state",))
         self._closed = new.counter(
@@ -61,19 +61,19 @@ class RequestLog:
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=_WINDOW_MOST)
 
     def http(self, route: str, status: int) -> None:
-        """An HTTP answer was given."""
-        self._answers.of(route, str(status)).add()
+        """Count an HTTP response."""
+        self._responses.of(route, str(status)).add()
 
     def connection_closed(self, reason: str) -> None:
         """Count a connection that the server closed: evicted, no_place, slow_headers, idle or stalled."""
         self._closed.of(reason).add()
 
     def delivered(self, seconds: float) -> None:
-        """What a step gave is on its way to a client."""
+        """Observe the time from a step to the event for a client."""
         self._delivery.observe(seconds)
 
     def ended(self, record: RequestRecord) -> None:
-        """A request is over."""
+        """Add a finished request."""
         self._requests.of(record.endpoint, record.finish).add()
         self._tokens.of("prompt").add(record.prompt_tokens)
         self._tokens.of("cached").add(record.cached_tokens)
@@ -84,24 +84,20 @@ class RequestLog:
             self._ttft.observe(record.ttft_seconds)
             self._ttfts.append((time.monotonic(), record.ttft_seconds))
 
-    def take(self, snapshot: Mapping[str, Any]) -> None:
-        """Take over what the engine is doing (engine_controls.snapshot); its cache has metrics of its own."""
+    def set_rows(self, snapshot: Mapping[str, Any]) -> None:
+        """Set the gauges of running and waiting answers (engine_controls.snapshot)."""
         for state in ("running", "waiting"):
             self._rows.of(state).set(snapshot[state])
 
     @property
     def recent(self) -> list[dict[str, Any]]:
-        """The last requests, the newest first."""
+        """The latest requests, newest first."""
         return [asdict(record) for record in reversed(self._recent)]
 
     def ttft(self) -> dict[str, Any]:
-        """Percentiles over the last minutes; null before there was a request."""
+        """Return percentiles of the last minutes; null without requests."""
         since = time.monotonic() - _WINDOW_SECONDS
-        return _percentiles([seconds for at, seconds in self._ttfts if at >= since])
-
-
-def _percentiles(values: Iterable[float]) -> dict[str, Any]:
-    found = list(values)
-    points = np.percentile(found, (50, 90, 99)).tolist() if found else (None, None, None)
-    names = ("p50_seconds", "p90_seconds", "p99_seconds")
-    return {"window_seconds": _WINDOW_SECONDS, "count": len(found), **dict(zip(names, points, strict=True))}
+        values = [seconds for at, seconds in self._ttfts if at >= since]
+        points = np.percentile(values, (50, 90, 99)).tolist() if values else (None, None, None)
+        names = ("p50_seconds", "p90_seconds", "p99_seconds")
+        return {"window_seconds": _WINDOW_SECONDS, "count": len(values), **dict(zip(names, points, strict=True))}

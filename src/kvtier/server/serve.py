@@ -1,4 +1,4 @@
-"""Run a server: start the engine process, listen, drain and save on SIGTERM."""
+"""Run a server: start the engine process, listen; drain and save on SIGTERM."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ import uvloop
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import UnavailableError
 from kvtier.server.admission import Admission
-from kvtier.server.app import make_app, model_info
+from kvtier.server.app import make_app, prepare_config
 from kvtier.server.auth import salt_of
-from kvtier.server.config import ServerConfig, Tenant
+from kvtier.server.config import Limits, ServerConfig, Tenant
 from kvtier.server.connections import make_table
-from kvtier.server.engine_client import EngineClient
-from kvtier.server.heartbeat import Heartbeat
+from kvtier.server.engine_client import EngineClient, Heartbeat
 from kvtier.server.http_connection import HttpConnection
 from kvtier.server.request_log import RequestLog
-from kvtier.server.worker import WorkerSetup
 from kvtier.server.worker_pool import WorkerPool
 
 _log = logging.getLogger("kvtier.server")
@@ -41,13 +39,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if the engine ended by itself or was killed.
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if the engine exited unexpectedly or was killed.
 
-    `ready` is called with the address once the server listens.
+    Calls `ready` with the address once the server listens.
 
-    starting -> listening --SIGTERM, SIGINT--> draining --all answered, or drain_seconds--> saving -> over
-                listening, draining --the engine ended--> over, exit code 1
-                any --second SIGTERM or SIGINT--> over at once, exit code 128 + signal, nothing saved
+    starting -> listening --SIGTERM, SIGINT--> draining --all answered, or drain_seconds--> saving -> exit
+                listening, draining --the engine exited--> exit, code 1
+                any --second SIGTERM or SIGINT--> exit at once, code 128 + signal, nothing saved
     """
     executor = ThreadPoolExecutor(thread_name_prefix="kvtier")
     with (
@@ -72,24 +70,23 @@ def _end_threads(executor: ThreadPoolExecutor, code: int) -> None:
         os._exit(code)
 
 
-class _Signals:
-    """Handles SIGTERM and SIGINT: the first runs `action`, the second ends the process at once."""
+def _handle_signals(action: Callable[[], object]) -> None:
+    """Run `action` on the first SIGTERM or SIGINT, replacing an earlier one; the second ends the process at once."""
+    loop = asyncio.get_running_loop()
 
-    def __init__(self, action: Callable[[], object]) -> None:
-        self.action = action
+    def stop() -> None:
         for number in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._stop)
-
-    def _stop(self) -> None:
-        for number in _SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(number)
-            signal.signal(number, _exit_now)  # runs even if the event loop does not
+            loop.remove_signal_handler(number)
+            signal.signal(number, _exit_now)  # runs even if the event loop hangs
         _log.info("stopping; another SIGTERM or SIGINT exits at once and saves nothing")
-        self.action()
+        action()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop)
 
 
 def _exit_now(number: int, _: FrameType | None) -> NoReturn:
-    """Kill the child processes and exit. No lock, no log and no thread is waited for: any of them may hang."""
+    """Kill the child processes and exit. Wait for no lock, log or thread: any of them may hang."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(128 + number)
@@ -98,7 +95,7 @@ def _exit_now(number: int, _: FrameType | None) -> NoReturn:
 async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[str], object]) -> int:
     engine = EngineClient(config.engine)
     starting = asyncio.ensure_future(engine.start())
-    signals = _Signals(starting.cancel)
+    _handle_signals(starting.cancel)
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
         await asyncio.to_thread(getattr, tokenizer, "max_token_bytes")  # takes long the first time
@@ -108,42 +105,40 @@ async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[s
         starting.cancel()
         await engine.close(0.0)
         raise
-    admission = Admission(started.max_rows, config.limits.waiting)
     limits = config.limits
-    setup = WorkerSetup(model_info(config, started), limits.prepare_seconds)
-    pool = WorkerPool(setup, limits.prepare_processes, has_tenants=bool(config.tenants))
+    admission = Admission(started, limits.waiting)
+    pool = WorkerPool(prepare_config(config, started), limits.prepare_processes, has_tenants=bool(config.tenants))
     pool.start()
-    activity, heartbeat = RequestLog(), Heartbeat(engine, limits)
-    app = make_app(config, engine, started, tokenizer, pool, admission, activity, heartbeat)
+    request_log, heartbeat = RequestLog(), Heartbeat(engine, limits)
+    app = make_app(config, engine, started, tokenizer, pool, admission, request_log, heartbeat)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    server = _Uvicorn(_uvicorn_config(config, app, activity), lambda: ready(address))
+    server = _Uvicorn(_uvicorn_config(limits, app, request_log), lambda: ready(address))
 
     def stop() -> None:
-        admission.closed = "it is going down"
+        admission.closed = "it is shutting down"
         server.should_exit = True
 
-    signals.action = stop
-    watches = [asyncio.create_task(each) for each in (_stop_without_engine(engine, stop), heartbeat.run())]
+    _handle_signals(stop)
+    watches = [asyncio.create_task(work) for work in (_stop_without_engine(engine, stop), heartbeat.run())]
     _log.info("serving model=%s at %s", config.model_name, address)
     await server.serve(sockets=[listener])
     await pool.close()
     failed = engine.ended.is_set()
     for watch in watches:
         watch.cancel()
-    _log.info("saving and ending")
+    _log.info("saving the cache and exiting")
     seconds = _CLOSE_SECONDS if await heartbeat.is_responsive() else 0.0
     code = await engine.close(seconds)
     if failed or code:
-        _log.error("the engine process ended with exit code %s", code)
+        _log.error("the engine process exited with code %s", code)
     return 1 if failed or code else 0
 
 
-def _uvicorn_config(config: ServerConfig, app: Any, activity: RequestLog) -> uvicorn.Config:
-    limits = config.limits
+def _uvicorn_config(limits: Limits, app: Any, request_log: RequestLog) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=cast(Any, functools.partial(HttpConnection, limits, make_table(limits), activity)),
+        http=cast(Any, functools.partial(HttpConnection, limits, make_table(limits), request_log)),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -155,25 +150,22 @@ def _uvicorn_config(config: ServerConfig, app: Any, activity: RequestLog) -> uvi
 
 
 class _Uvicorn(uvicorn.Server):
-    """Calls `ready` once it listens. Leaves signals to `_Signals`: it would raise them again before the save."""
+    """Calls `ready` once it listens. Does not handle signals: uvicorn would raise them again before the save."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
         super().__init__(config)
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
         await super().startup(sockets)
         self._ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handler."""
         yield
 
 
 async def _set_quotas(engine: EngineClient, tenants: Sequence[Tenant]) -> None:
-    """Set each tenant's quota of the memory tiers."""
     for tenant in tenants:
         for tier, num_blocks in (("device", tenant.device_blocks), ("host", tenant.host_blocks)):
             if num_blocks:
@@ -182,12 +174,12 @@ async def _set_quotas(engine: EngineClient, tenants: Sequence[Tenant]) -> None:
 
 async def _stop_without_engine(engine: EngineClient, stop: Callable[[], object]) -> None:
     await engine.ended.wait()
-    _log.error("no more requests are taken: %s", engine.why)
+    _log.error("requests are no longer accepted: %s", engine.why)
     stop()
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bind without listening: until the engine is ready, clients are refused and do not hang."""
+    """Bind without listening: until the engine is ready, connections are refused and do not hang."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

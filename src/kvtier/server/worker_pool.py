@@ -1,8 +1,8 @@
-"""WorkerPool: runs jobs in worker processes, with a deadline for each. For one event loop.
+"""WorkerPool: runs calls in worker processes, each with a deadline. For one event loop.
 
-run -> waiting, by tenant and kind --in turn--> a process --in time--> result
-                                                          --late-----> killed and replaced; the job fails
-                                                          --died-----> replaced; the job is tried once more
+run -> waiting, by tenant and name --in turn--> a process --in time--> result
+                                                          --late-----> killed and replaced; the call fails
+                                                          --died-----> replaced; the call is retried once
 """
 
 from __future__ import annotations
@@ -11,43 +11,40 @@ import asyncio
 import contextlib
 import logging
 import os
-import pickle
 import socket
 import subprocess
 import sys
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvtier.server.errors import ApiError
-from kvtier.server.messages import LENGTH, frame
-from kvtier.server.prepare import CheckSchema, LoadCompiler
-from kvtier.server.worker import Job, Outcome, WorkerSetup
+from kvtier.server.messages import Call, Reply, frame, read_message
+from kvtier.server.prepare import PrepareConfig
 
 _log = logging.getLogger("kvtier.server")
 _START_SECONDS = 60.0
 _RESTART_SECONDS = 1.0  # between two starts that fail
-_ABANDONED_SECONDS = 1.0  # more for a job whose client has gone: about what a new process takes to start
-_END_SECONDS = 1.0  # for a killed process to end; if the kernel takes longer, the server does not wait for it
-_MAX_WAITING = 64  # jobs of one tenant
+_ABANDONED_SECONDS = 1.0  # more for a call whose client left: about the start time of a new process
+_END_SECONDS = 1.0  # for a killed process to exit; if the kernel takes longer, the server does not wait for it
+_MAX_WAITING = 64  # calls of one tenant
 _DIED = (OSError, asyncio.IncompleteReadError)
-
-
-class _Late(Exception):
-    """A job took too long, and its process is killed."""
 
 
 @dataclass(slots=True)
 class _Task:
-    """A job, and who waits for its result."""
+    """A call and the future of its result."""
 
-    job: Job
+    call: Call
     tenant: str
-    kind: str
     future: asyncio.Future[Any]
-    was_tried: bool = False
+    is_retry: bool = False
     clock: asyncio.Timeout | None = None
-    """While it runs."""
+    """Set while it runs."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.tenant, self.call.name
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -77,14 +74,14 @@ class _Process:
             )
             undo.pop_all()
 
-    async def call(self, message: object) -> Any:
-        """Send a message and read the answer. Raises OSError or IncompleteReadError if the process dies."""
+    async def call(self, message: Call | PrepareConfig) -> Reply:
+        """Send a message and read the reply. Raises OSError or IncompleteReadError if the process dies."""
         if self._reader is None or self._writer is None:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 20)
         self._writer.write(frame(message))
         await self._writer.drain()
-        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        return pickle.loads(await self._reader.readexactly(size))
+        reply: Reply = await read_message(self._reader)
+        return reply
 
     def kill(self) -> None:
         self.process.kill()
@@ -96,25 +93,25 @@ class _Process:
 
 @dataclass(slots=True)
 class _Slot:
-    """A place for a process, and the task that keeps one there."""
+    """A position in the pool, and the task that keeps a process in it."""
 
     task: asyncio.Task[None] | None = None
     process: _Process | None = None
     is_free: bool = True
-    """True while it starts, or waits for a job."""
+    """True while the process starts or waits for a call."""
     dead: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    """Killed, and perhaps not ended yet."""
+    """Killed processes that may not have exited yet."""
 
 
 class WorkerPool:
-    """Up to `size` processes. They start when they are needed.
+    """Up to `size` processes, started on demand.
 
-    With tenants, one tenant never uses the last process; without, one kind of job never does. Jobs that wait are taken
-    in turn, one of each tenant and kind.
+    One tenant never uses the last process; in a server without tenants, one kind of call never does. Waiting calls are
+    taken in turn, one of each tenant and name.
     """
 
-    def __init__(self, setup: WorkerSetup, size: int, *, has_tenants: bool) -> None:
-        self._setup = setup
+    def __init__(self, config: PrepareConfig, size: int, *, has_tenants: bool) -> None:
+        self._config = config
         self._size = size
         self._most_running = max(1, size - 1)
         self._has_tenants = has_tenants
@@ -126,31 +123,29 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes."""
         return [slot.process.process.pid for slot in self._slots if slot.process is not None]
 
     @property
     def num_running(self) -> int:
-        """Jobs that processes work on."""
+        """Number of calls that a process is working on."""
         return self._running.total()
 
     def start(self) -> None:
-        """Start one process ahead of the first job."""
+        """Start one process ahead of the first call."""
         if not self._slots:
             self._add_slot()
 
-    async def run(self, job: Job, tenant: str, kind: str) -> Any:
-        """Run a job. Raises ApiError: the job's own, 400 if it is late, 429 or 503 if it cannot be run now.
+    async def run(self, name: str, tenant: str, /, **arguments: Any) -> Any:
+        """Run a call. Raises ApiError: that of the call, 400 if it is late, 429 or 503 if it cannot run now.
 
-        Cancelling removes it from the queue; if it runs already, its process may be replaced.
+        Cancelling removes it from the queue; if it is running, its process may be replaced.
         """
         if self._closed:
-            raise ApiError(503, "the server is going down", code="not_ready", retry_after=5)
-        if sum(len(tasks) for (name, _), tasks in self._waiting.items() if name == tenant) >= _MAX_WAITING:
-            raise ApiError(
-                429, f"{_MAX_WAITING} large requests wait to be prepared already", code="overloaded", retry_after=5
-            )
-        task = _Task(job, tenant, kind, asyncio.get_running_loop().create_future())
+            raise _shutting_down()
+        if sum(len(tasks) for (other, _), tasks in self._waiting.items() if other == tenant) >= _MAX_WAITING:
+            message = f"{_MAX_WAITING} large requests are already waiting to be prepared; retry later"
+            raise ApiError(429, message, code="overloaded", retry_after=5)
+        task = _Task(Call(0, name, arguments), tenant, asyncio.get_running_loop().create_future())
         self._put(task)
         if self._size > len(self._slots) and not any(slot.is_free for slot in self._slots) and self._may_run(task):
             self._add_slot()
@@ -161,16 +156,13 @@ class WorkerPool:
             self._leave(task)
 
     async def close(self) -> None:
-        """Kill the processes; what waits gets 503. Does not wait for any job."""
+        """Kill the processes and fail waiting calls with 503. Does not wait for any call."""
         self._closed = True
-        for tasks in self._waiting.values():
-            for task in tasks:
-                task.fail(ApiError(503, "the server is going down", code="not_ready", retry_after=5))
-        self._waiting.clear()
-        ended = [slot.task for slot in self._slots if slot.task is not None]
-        for each in ended:
-            each.cancel()
-        await asyncio.gather(*ended, return_exceptions=True)
+        self._fail_waiting(_shutting_down())
+        serving = [slot.task for slot in self._slots if slot.task is not None]
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
         for process in [process for slot in self._slots for process in slot.dead]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
@@ -179,11 +171,11 @@ class WorkerPool:
     # ---- queue ----
 
     def _put(self, task: _Task, *, first: bool = False) -> None:
-        tasks = self._waiting.setdefault((task.tenant, task.kind), deque())
+        tasks = self._waiting.setdefault(task.key, deque())
         tasks.appendleft(task) if first else tasks.append(task)
 
     def _group(self, task: _Task) -> str:
-        return task.tenant if self._has_tenants else task.kind
+        return task.tenant if self._has_tenants else task.call.name
 
     def _may_run(self, task: _Task) -> bool:
         return self._running[self._group(task)] < self._most_running
@@ -199,12 +191,12 @@ class WorkerPool:
         return None
 
     def _leave(self, task: _Task) -> None:
-        """After its result is there, or its client has gone."""
-        tasks = self._waiting.get((task.tenant, task.kind), ())
+        """Remove a task that has its result or was cancelled."""
+        tasks = self._waiting.get(task.key, deque())
         if task in tasks:
-            self._waiting[task.tenant, task.kind].remove(task)
-            if not self._waiting[task.tenant, task.kind]:
-                del self._waiting[task.tenant, task.kind]
+            tasks.remove(task)
+            if not tasks:
+                del self._waiting[task.key]
         elif task.clock is not None and not task.clock.expired():
             soon = asyncio.get_running_loop().time() + _ABANDONED_SECONDS
             task.clock.reschedule(min(soon, task.clock.when() or soon))
@@ -217,20 +209,20 @@ class WorkerPool:
         slot.task = asyncio.create_task(self._serve(slot))
 
     async def _serve(self, slot: _Slot) -> None:
-        """Keep a process in this slot, and give it jobs."""
+        """Keep a process in this slot and give it calls."""
         while True:
             slot.is_free = True
             try:
                 slot.process = _Process()
                 async with asyncio.timeout(_START_SECONDS):
-                    await slot.process.call(self._setup)
-                slot.dead = [each for each in slot.dead if each.poll() is None]
-                with contextlib.suppress(_Late, *_DIED):
-                    while True:
-                        await self._next(slot, slot.process)
+                    await slot.process.call(self._config)
+                slot.dead = [process for process in slot.dead if process.poll() is None]
+                while await self._next(slot, slot.process):
+                    pass
             except (*_DIED, TimeoutError) as error:
                 _log.error("a worker process did not start: %s", type(error).__name__)
-                self._fail_waiting()
+                message = "no worker process starts; see the server's log"
+                self._fail_waiting(ApiError(503, message, code="worker", retry_after=5))
                 await asyncio.sleep(_RESTART_SECONDS)
             finally:
                 if slot.process is not None:
@@ -238,14 +230,14 @@ class WorkerPool:
                     slot.dead.append(slot.process.process)
                     slot.process = None
 
-    def _fail_waiting(self) -> None:
+    def _fail_waiting(self, error: ApiError) -> None:
         for tasks in self._waiting.values():
             for task in tasks:
-                task.fail(ApiError(503, "no worker process starts; see the server's log", code="worker", retry_after=5))
+                task.fail(replace(error))  # each raises its own copy
         self._waiting.clear()
 
-    async def _next(self, slot: _Slot, process: _Process) -> None:
-        """Run the next job. Raises if the process must be replaced."""
+    async def _next(self, slot: _Slot, process: _Process) -> bool:
+        """Run the next task. Returns False if the process must be replaced."""
         slot.is_free = True
         while (task := self._take()) is None:
             self._changed.clear()
@@ -254,7 +246,7 @@ class WorkerPool:
         group = self._group(task)
         self._running[group] += 1
         try:
-            await self._do(task, process)
+            return await self._do(task, process)
         finally:
             task.clock = None
             self._running[group] -= 1
@@ -262,36 +254,43 @@ class WorkerPool:
                 del self._running[group]
             self._changed.set()
 
-    async def _do(self, task: _Task, process: _Process) -> None:
+    async def _do(self, task: _Task, process: _Process) -> bool:
         try:
-            if isinstance(task.job, CheckSchema) and not process.has_compiler:
+            if task.call.name == "check_schema" and not process.has_compiler:
                 async with asyncio.timeout(_START_SECONDS) as task.clock:
-                    await process.call(LoadCompiler())  # an error is the next call's, too
+                    await process.call(Call(0, "load_compiler", {}))  # the check would fail with the same error
                 process.has_compiler = True
-                if task.future.done():  # its client has gone
-                    return
-            async with asyncio.timeout(self._setup.seconds) as task.clock:
-                outcome: Outcome = await process.call(task.job)
-        except TimeoutError as error:
-            seconds = self._setup.seconds
-            message = f"preparing this request took longer than {seconds:g} s; send a shorter or a simpler one"
+                if task.future.done():  # its client left
+                    return True
+            async with asyncio.timeout(self._config.seconds) as task.clock:
+                reply = await process.call(task.call)
+        except TimeoutError:
+            seconds = self._config.seconds
+            message = f"preparing the request took longer than {seconds:g} s; send a shorter or simpler one"
             task.fail(ApiError(400, message, code="too_complex"))
-            _log.warning("a worker process was late with a job, or its client has gone: it is replaced")
-            raise _Late from error
+            _log.warning("replacing a worker process: its job is late, or the client of the job left")
+            return False
         except _DIED:
-            _log.warning("a worker process died in a job")
-            if task.was_tried or task.future.done():
+            _log.warning("a worker process died during a job")
+            if task.is_retry or task.future.done():
                 task.fail(ApiError(503, "two worker processes died of this request", code="worker", retry_after=5))
             else:
-                task.was_tried = True
+                task.is_retry = True
                 self._put(task, first=True)
-            raise
+            return False
         except asyncio.CancelledError:
-            task.fail(ApiError(503, "the server is going down", code="not_ready", retry_after=5))
+            task.fail(_shutting_down())
             raise
-        if outcome.why:
-            _log.error("a worker process failed in a job: %s", outcome.why)
-        if outcome.error is not None:
-            task.fail(outcome.error)
-        elif not task.future.done():
-            task.future.set_result(outcome.value)
+        if reply.error is None:
+            if not task.future.done():
+                task.future.set_result(reply.value)
+        elif isinstance(reply.error, ApiError):
+            task.fail(reply.error)
+        else:
+            _log.error("a worker process failed in a job: %s", reply.error)
+            task.fail(ApiError(500, "internal error; see the server's log"))
+        return True
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="not_ready", retry_after=5)

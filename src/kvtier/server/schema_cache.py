@@ -1,0 +1,158 @@
+"""JSON schemas of structured answers: checked in the front end, compiled in the engine process, both cached per tenant.
+
+    front end: SchemaChecks --Call--> worker process, which compiles it with a time limit
+    engine process: SchemaCompilations --thread of low priority--> constraint
+
+Caches are separate per tenant: a tenant neither evicts another's entries nor learns from them what others sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import queue
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+from kvtier.errors import KvtierError, UnavailableError
+from kvtier.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from kvtier.engine.grammar import Grammars, JsonConstraint
+    from kvtier.server.worker_pool import WorkerPool
+
+    Compilation = Future[Callable[[], JsonConstraint]]
+
+TenantKey = TypeVar("TenantKey")
+Value = TypeVar("Value")
+
+_MAX_CHECKS = 64  # per tenant
+_MAX_COMPILED = 16  # per tenant; a compiled schema takes up to some megabytes
+# A check that timed out may have run on a busy machine: it is repeated after this time.
+_RETRY_SECONDS = 300.0
+_NICE = 19  # a large schema takes seconds to compile, and the engine's own threads need the cores
+_PARAM = "response_format.json_schema.schema"
+
+
+class TenantLru(Generic[TenantKey, Value]):
+    """Keeps the `size` most recently used values of each tenant, by digest."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: dict[TenantKey, OrderedDict[bytes, Value]] = {}
+
+    def get(self, tenant: TenantKey, digest: bytes) -> Value | None:
+        values = self._values.get(tenant, OrderedDict())
+        if digest in values:
+            values.move_to_end(digest)
+        return values.get(digest)
+
+    def put(self, tenant: TenantKey, digest: bytes, value: Value) -> None:
+        values = self._values.setdefault(tenant, OrderedDict())
+        values[digest] = value
+        values.move_to_end(digest)
+        if len(values) > self._size:
+            values.popitem(last=False)
+
+    def discard(self, tenant: TenantKey, digest: bytes) -> None:
+        self._values.get(tenant, OrderedDict()).pop(digest, None)
+
+
+def _digest(schema: str) -> bytes:
+    return hashlib.sha256(schema.encode("utf-8", "surrogatepass")).digest()
+
+
+class SchemaChecks:
+    """Checks in worker processes whether schemas compile in time. For one event loop."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._results: TenantLru[str, ApiError | Literal["valid"]] = TenantLru(_MAX_CHECKS)
+        self._tasks: dict[tuple[str, bytes], asyncio.Task[ApiError | Literal["valid"]]] = {}
+        self._num_waiting: Counter[tuple[str, bytes]] = Counter()
+
+    async def check(self, schema: str, tenant: str) -> None:
+        """Raise ApiError if answers cannot follow this schema. Callers with the same schema share one check."""
+        digest = _digest(schema)
+        result = self._results.get(tenant, digest) or await self._share((tenant, digest), schema)
+        if isinstance(result, ApiError):
+            raise replace(result)
+
+    async def _share(self, key: tuple[str, bytes], schema: str) -> ApiError | Literal["valid"]:
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = asyncio.create_task(self._run(key, schema))
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # all clients may have left
+        self._num_waiting[key] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._num_waiting[key] -= 1
+            if not self._num_waiting[key]:
+                del self._num_waiting[key], self._tasks[key]
+                task.cancel()  # no effect if it is done
+
+    async def _run(self, key: tuple[str, bytes], schema: str) -> ApiError | Literal["valid"]:
+        result: ApiError | Literal["valid"] = "valid"
+        try:
+            await self._pool.run("check_schema", key[0], schema=schema)
+        except ApiError as error:
+            if error.status != 400:  # not a property of the schema
+                raise
+            result = error.with_traceback(None)
+            if error.code == "too_complex":
+                message = "response_format: the schema is too complex to compile in time; use a simpler one"
+                result = ApiError(400, message, _PARAM, error.code)
+                asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._results.discard, *key)
+        self._results.put(*key, result)
+        return result
+
+
+class SchemaCompilations:
+    """Compiles schemas on a thread of the engine process. The thread is a daemon: it never delays the exit."""
+
+    def __init__(self, make_grammars: Callable[[], Grammars]) -> None:
+        self._make_grammars = make_grammars
+        self._jobs: queue.SimpleQueue[tuple[str, bytes, bytes, Compilation]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._compiled: TenantLru[bytes, Compilation] = TenantLru(_MAX_COMPILED)
+        self._thread: threading.Thread | None = None
+
+    def get(self, schema: str, tenant: bytes) -> Compilation:
+        """Return a new or cached compilation of a schema. Its callbacks run on the compiling thread."""
+        digest = _digest(schema)
+        with self._lock:
+            cached = self._compiled.get(tenant, digest)
+            if cached is not None:
+                return cached
+            future: Compilation = Future()
+            self._compiled.put(tenant, digest, future)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="kvtier-constraints", daemon=True)
+            self._thread.start()
+        self._jobs.put((schema, tenant, digest, future))
+        return future
+
+    def _loop(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        grammars: Grammars | None = None
+        while True:
+            schema, tenant, digest, future = self._jobs.get()
+            try:
+                grammars = grammars or self._make_grammars()
+                compiled = grammars.json(schema)
+            except Exception as error:  # llguidance rejects some tokenizers; only this request fails
+                with self._lock:
+                    self._compiled.discard(tenant, digest)
+                future.set_exception(error if isinstance(error, KvtierError) else _unavailable(error))
+            else:
+                future.set_result(compiled)
+
+
+def _unavailable(error: Exception) -> UnavailableError:
+    return UnavailableError(f"this model does not support structured answers: {type(error).__name__}: {error}")
