@@ -68,7 +68,7 @@ def test_help_names_the_commands_and_what_they_do(capsys):
     shown = capsys.readouterr().out
     assert "usage: kvtier" in shown
     assert "doctor" in shown
-    assert "what this machine has" in shown
+    assert "hardware and packages of this machine" in shown
 
 
 def test_help_of_a_command_names_its_options(capsys):

@@ -140,7 +140,7 @@ def test_lines_that_are_no_requests_are_told_and_counted(tmp_path, capsys):
     assert json.loads(shown.out)["trace"]["num_problems"] == 10
     number = path.read_text().splitlines().index("{]") + 1
     assert f"{path}:{number}: not JSON" in shown.err
-    assert "lines that are no requests and were left out: 10, 5 more than shown" in shown.err
+    assert "invalid lines that were skipped: 10, 5 more than shown" in shown.err
     assert main([*arguments, "--strict"]) == 1
 
 
@@ -148,16 +148,16 @@ def test_lines_that_are_no_requests_are_told_and_counted(tmp_path, capsys):
     ("arguments", "what"),
     [
         (["none.jsonl"], "cannot read the trace none.jsonl"),
-        (["synthetic:turn=3"], "no knob 'turn'; there are sessions"),
-        (["synthetic:turns=x"], "turns is a number, got 'x'"),
-        (["synthetic:", "synthetic:"], "by itself"),
+        (["synthetic:turn=3"], "unknown knob 'turn' of a synthetic trace; known: sessions"),
+        (["synthetic:turns=x"], "turns must be a number, got 'x'"),
+        (["synthetic:", "synthetic:"], "cannot be combined"),
         (["synthetic:sessions=2", "--gpu", "h300"], "unknown gpu 'h300'"),
         (["synthetic:sessions=2", "--policy", "mru"], "unknown eviction policy 'mru'"),
         (["synthetic:sessions=2", "--disk", "1TiB"], "through host memory"),
         (["synthetic:sessions=2", "--limit", "0"], "--limit"),
         (["synthetic:turns=nan"], "turns is a mean of at least 1, got nan"),
-        (["synthetic:sessions=1e3"], "sessions is a whole number, got '1e3'"),
-        (["synthetic:sessions=2", "--jobs", "0"], "--jobs is a number of processes above 0, got 0"),
+        (["synthetic:sessions=1e3"], "sessions must be an integer, got '1e3'"),
+        (["synthetic:sessions=2", "--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["synthetic:sessions=2", "--capacities", "1"], "at least two points"),
         (["synthetic:sessions=2", "--capacities", "0", "--host", "1KiB"], "1024 bytes of host hold no block of 512"),
         (
@@ -187,10 +187,10 @@ def test_sizes_and_times_are_read_with_their_units():
     ]
     assert [seconds(text) for text in ("2s", "500ms", "1.5", "2min")] == [2.0, 0.5, 1.5, 120.0]
     for wrong in ("40", "GiB", "4 parsecs", "-1GiB", "1.2.3GB"):
-        with pytest.raises(argparse.ArgumentTypeError, match="a size is a number and one of"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a number and a unit"):
             size(wrong)
     for wrong in ("0s", "fast", "-2s", "2h"):
-        with pytest.raises(argparse.ArgumentTypeError, match="a time is a number above 0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a number above 0"):
             seconds(wrong)
 
 
@@ -198,4 +198,4 @@ def test_a_size_that_is_none_is_exit_code_2(capsys):
     with pytest.raises(SystemExit) as left:
         main(["replay", "t.jsonl", "--host", "lots"])
     assert left.value.code == 2
-    assert "a size is a number and one of" in capsys.readouterr().err
+    assert "expected a number and a unit" in capsys.readouterr().err

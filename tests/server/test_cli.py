@@ -35,7 +35,7 @@ def refused(capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("serv",), "there is no command 'serv'"),
+        (("serv",), "unknown command 'serv'"),
         (("serv",), "did you mean serve?"),
         (("serve", "--prot", "80"), "unknown option --prot; did you mean --port?"),
         (("serve", "--prot=80"), "unknown option --prot; did you mean --port?"),
@@ -77,7 +77,7 @@ def test_settings_that_nobody_knows_are_errors_with_a_suggestion(capsys, monkeyp
     file.write_text("[serve]\nprot = 80\n")
     assert f"{file}: [serve] has no option prot; did you mean port?" in refused(capsys, "serve", "--config", str(file))
     for text, told in (
-        ("[serv]\nport = 80\n", "there is no [serv]; did you mean serve?"),
+        ("[serv]\nport = 80\n", "unknown table [serv]; did you mean serve?"),
         ("port = = 80\n", "cannot be read as TOML"),
     ):
         file.write_text(text)
@@ -110,10 +110,13 @@ def test_a_value_of_the_wrong_kind_is_told_with_its_place(capsys, tmp_path, tabl
 @pytest.mark.parametrize(
     ("tenants", "told"),
     [
-        ('[[tenants]]\nname = "a"\nkey = "12345678"\nadmn = true', "[[tenants]] has no admn; did you mean admin?"),
+        (
+            '[[tenants]]\nname = "a"\nkey = "12345678"\nadmn = true',
+            "has no field admn; did you mean admin?",
+        ),
         ('[[tenants]]\nname = "a"', "needs a name and a key"),
-        ('[[tenants]]\nname = "a"\nkey = 12345678', "[[tenants]] key must be a text, got a value of type int"),
-        ('[[tenants]]\nname = "a"\nkey = "12345678"\nhost_blocks = "8"', "host_blocks must be a whole number"),
+        ('[[tenants]]\nname = "a"\nkey = 12345678', "[[tenants]] key must be a string, got a value of type int"),
+        ('[[tenants]]\nname = "a"\nkey = "12345678"\nhost_blocks = "8"', "host_blocks must be an integer"),
         ('[[tenants]]\nname = "a"\nkey = "12345678"\ndevice_blocks = -8', "must not be negative"),
         ('[[tenants]]\nname = "a"\nkey = "short"', "at least 8 are needed"),
         ('tenants = "a"', "[[tenants]]"),
@@ -211,7 +214,7 @@ def test_bench_reports_what_clients_saw(server, capsys):
     assert told["statuses"] == {"200": 8}
     assert told["ttft_p50_ms"] > 0
     assert main(["bench", "--url", "http://127.0.0.1:9", "--json"]) == 1
-    assert "no kvtier server answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert "no kvtier server at http://127.0.0.1:9" in capsys.readouterr().err
 
 
 def test_bench_fails_if_somebody_was_not_answered(server, capsys):
@@ -219,7 +222,7 @@ def test_bench_fails_if_somebody_was_not_answered(server, capsys):
     assert main([*load, "--max-tokens", "99999"]) == 1
     shown = capsys.readouterr()
     assert json.loads(shown.out)["statuses"] == {"400": 3}
-    assert "kvtier: of 3 requests 3 got status 400" in shown.err
+    assert "kvtier: of 3 requests, 3 got status 400" in shown.err
     for option in ("--clients", "--requests", "--max-tokens", "--prompt-words"):
         assert main([*load, option, "0"]) == 1
         assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
@@ -294,7 +297,7 @@ def test_verify_finds_damage_once_and_quarantines_it(folder, capsys):
 
 def test_what_is_no_disk_tier_or_is_in_use_is_told(folder, tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "none")]) == 1
-    assert "there is no folder" in capsys.readouterr().err
+    assert "is neither a folder nor the URL of a store" in capsys.readouterr().err
     assert main(["verify", str(tmp_path)]) == 1
     assert "is not the folder of a disk tier" in capsys.readouterr().err
     store = DiskStore(folder, 64 << 20, direct=False)

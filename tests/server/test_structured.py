@@ -129,5 +129,7 @@ def test_a_tokenizer_that_llguidance_cannot_read_costs_the_request_and_not_the_s
     body = {"model": server.model, "prompt": "x", "max_tokens": 3}
     answer = server.post("/v1/completions", {**body, "response_format": {"type": "json_object"}})
     assert answer.status_code == 500, answer.text
-    assert "not possible with this model: ValueError: can't determine decoder" in answer.json()["error"]["message"]
+    assert (
+        "does not support structured answers: ValueError: can't determine decoder" in answer.json()["error"]["message"]
+    )
     assert server.post("/v1/completions", body).status_code == 200

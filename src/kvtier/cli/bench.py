@@ -1,4 +1,4 @@
-"""`kvtier bench`: put load on a server and say how it bore it."""
+"""`kvtier bench`: load test of a running server."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    """`bench`."""
-    text = "Put load on a running server: clients that stream, some of which leave; times to first token and gaps."
+    text = "Measure a running server under load. Reports times to first token and between tokens."
     examples = """
     kvtier bench
     kvtier bench --url http://127.0.0.1:8000 --clients 64 --requests 1000 --disconnect 0.1 --json
     """
     command = add_command(commands, "bench", text, examples, bench)
-    add_option = command.add_argument
-    add_option("--url", default="http://127.0.0.1:8000", help="of the server; its key in $KVTIER_API_KEY")
-    add_option("--clients", type=int, default=8, help="at the same time")
-    add_option("--requests", type=int, default=64, help="in all")
-    add_option("--max-tokens", type=int, default=64, help="of each answer")
-    add_option("--prompt-words", type=int, default=64, help="of each prompt")
-    add_option("--shared-words", type=int, default=48, help="of these, the same in all prompts")
-    add_option("--disconnect", type=float, default=0.0, help="share of the requests that are left in the middle")
+    option = command.add_argument
+    option("--url", default="http://127.0.0.1:8000", help="address of the server; $KVTIER_API_KEY is its key")
+    option("--clients", type=int, default=8, metavar="N", help="concurrent clients")
+    option("--requests", type=int, default=64, metavar="N", help="total requests")
+    option("--max-tokens", type=int, default=64, metavar="N", help="tokens per answer")
+    option("--prompt-words", type=int, default=64, metavar="N", help="words per prompt")
+    option("--shared-words", type=int, default=48, metavar="N", help="words that all prompts begin with")
+    option("--disconnect", type=float, default=0.0, metavar="SHARE", help="share of requests to abandon midway")
 
 
 def bench(options: argparse.Namespace) -> int:
-    """1 unless everybody was answered."""
+    """Run the load and print a report. Returns 1 unless all requests succeeded."""
     from kvtier.server.load import LoadOptions, run_load
 
     for name in ("clients", "requests", "max_tokens", "prompt_words"):
@@ -62,23 +61,22 @@ def bench(options: argparse.Namespace) -> int:
         report = asyncio.run(
             run_load(load, lambda now: bar.update(sum(now.statuses.values()), f"{now.num_tokens} tokens"))
         )
-    told = report.summary()
+    summary = report.summary()
     if options.json:
-        print(json.dumps(told))
+        print(json.dumps(summary))
     else:
-        for name, value in told.items():
+        for name, value in summary.items():
             print(f"{name:<14}  {value}")
-    wrong = _wrong(report)
-    if wrong:
-        print(f"kvtier: of {options.requests} requests {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
+    failures = _failures(report)
+    if failures:
+        print(f"kvtier: of {options.requests} requests, {', '.join(failures)}", file=sys.stderr)
+    return 1 if failures else 0
 
 
-def _wrong(report: LoadReport) -> list[str]:
-    """How many got what instead of an answer."""
+def _failures(report: LoadReport) -> list[str]:
     counts = sorted((status, count) for status, count in report.statuses.items() if status != 200)
-    told = [f"{count} got {f'status {status}' if status else 'no answer'}" for status, count in counts]
-    return told + [f"{report.num_incomplete} were cut off"] * bool(report.num_incomplete)
+    failures = [f"{count} got {f'status {status}' if status else 'no response'}" for status, count in counts]
+    return failures + [f"{report.num_incomplete} ended early"] * bool(report.num_incomplete)
 
 
 def _model(url: str, key: str) -> str:
@@ -87,4 +85,4 @@ def _model(url: str, key: str) -> str:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return str(json.load(answer)["data"][0]["id"])
     except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
-        raise UnavailableError(f"no kvtier server answers at {url}: {error}") from error
+        raise UnavailableError(f"no kvtier server at {url}: {error}") from error

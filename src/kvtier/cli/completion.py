@@ -1,4 +1,4 @@
-"""`kvtier completion`: scripts that let a shell complete commands and options."""
+"""`kvtier completion`: completion scripts for shells."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ complete -F _kvtier kvtier
 
 
 def add(commands: Commands) -> None:
-    """`completion`."""
-    text = "Print a script that lets bash, zsh or fish complete commands and options."
+    text = "Print a shell completion script."
     examples = """
     source <(kvtier completion bash)
     kvtier completion zsh > "${fpath[1]}/_kvtier"
@@ -45,8 +44,8 @@ def add(commands: Commands) -> None:
             print(_SCRIPTS[options.shell](words, helps), end="")
         return 0
 
-    command = add_command(commands, "completion", text, examples, run)
-    command.add_argument("shell", choices=sorted(_SCRIPTS))
+    command = add_command(commands, "completion", text, examples, run, "SHELL")
+    command.add_argument("shell", choices=sorted(_SCRIPTS), metavar="SHELL", help="bash, fish or zsh")
 
 
 def _flags(parser: Parser) -> list[str]:

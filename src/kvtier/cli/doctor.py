@@ -1,4 +1,4 @@
-"""`kvtier doctor`: what this machine has."""
+"""`kvtier doctor`: hardware, packages and copy paths of this machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kvtier.memory.stream import Stream
 from kvtier.storage import checksum as storage_native
 from kvtier.transfer.strategy import TransferShape, choose
 
-_BLOCKS = {  # what the strategies are shown for
+_BLOCKS = {  # blocks for which strategies are shown
     "Llama-3-8B, 16 tokens": CacheGroup.attention("main", 32, 8, 128, "bf16", 16),
     "DeepSeek MLA, 16 tokens": CacheGroup.mla("main", 61, 576, "bf16", 16),
 }
 _NUM_BLOCKS = 512
-_OPTIONAL = {  # module: the extra that brings it
+_OPTIONAL = {  # module: the extra that installs it
     "cuda.bindings": "cuda",
     "ml_dtypes": "numpy",
     "redis": "redis",
@@ -41,11 +41,10 @@ _OPTIONAL = {  # module: the extra that brings it
 
 
 def doctor(*, as_json: bool = False, recalibrate: bool = False) -> int:
-    """Print the findings; what has not been measured yet is measured now. 0 also for a machine without a GPU: that is
-    no error."""
+    """Print the findings, after measuring GPUs that have no saved costs. Returns 0, also without a GPU."""
     gpus = [Placement("cuda", index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    costs = {gpu: (None if recalibrate else saved_costs(gpu)) or calibrate(gpu, progress=_tell) for gpu in gpus}
-    found = {
+    costs = {gpu: (None if recalibrate else saved_costs(gpu)) or calibrate(gpu, progress=_progress) for gpu in gpus}
+    findings = {
         "kvtier": kvtier.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {_num_cores()} cores, {_memory_gib():.0f} GiB",
@@ -60,19 +59,19 @@ def doctor(*, as_json: bool = False, recalibrate: bool = False) -> int:
     }
     measured = {str(gpu): _measured(gpu, costs[gpu]) for gpu in gpus}
     for name, figures in measured.items():
-        found |= _lines(name, figures)
+        findings |= _lines(name, figures)
     if not gpus:
-        found["GPU"] = "none: everything runs on the CPU"
+        findings["GPU"] = "none: everything runs on the CPU"
     if as_json:
-        print(json.dumps({**found, **({"measured": measured} if measured else {})}))
+        print(json.dumps({**findings, **({"measured": measured} if measured else {})}))
     else:
-        width = max(len(name) for name in found)
-        for name, value in found.items():
+        width = max(len(name) for name in findings)
+        for name, value in findings.items():
             print(f"{name:<{width}}  {value}")
     return 0
 
 
-def _tell(text: str) -> None:
+def _progress(text: str) -> None:
     print(f"measuring {text}", file=sys.stderr)
 
 
@@ -123,9 +122,9 @@ Figures = dict[str, Any]
 
 
 def _measured(gpu: Placement, costs: CostTable) -> Figures:
-    """What the calibration says of a GPU, in plain numbers, for programs (`--json`).
+    """Return the calibration of a GPU as plain numbers, for programs (`--json`).
 
-    Directions are "to host" and "to device". `expected_gbs` are those of scattered blocks, by the chosen strategy.
+    Directions are "to host" and "to device". `expected_gbs` is the rate of scattered blocks with the chosen strategy.
     """
     ways = {"to host": (gpu, PINNED), "to device": (PINNED, gpu)}
     keys = {way: f"{src.kind}>{dst.kind}" for way, (src, dst) in ways.items()}
@@ -162,17 +161,18 @@ def _expected(src: Placement, dst: Placement, group: CacheGroup, parts: int, cos
 
 
 def _lines(gpu: str, figures: Figures) -> dict[str, str]:
-    """The same for people: the link's limits, what the model loses beside each path, and how blocks would be moved."""
+    """Return the same as text: the link's limits, the slowdown of the model by each path, and strategies of blocks."""
     node, source = figures["numa_node"], figures["numa_source"]
-    found = {
+    lines = {
         f"link {gpu}": ", ".join(f"{rate:.1f} GB/s {way}" for way, rate in figures["link_gbs"].items())
         + (f"; NUMA node {node} ({source})" if node is not None else f"; no NUMA node ({source})"),
     }
     for way, lost in figures["model_loses"].items():
         shares = ", ".join(f"{path} {share:.0%}" for path, share in lost.items())
-        found[f"model loses, {way}, {gpu}"] = f"{shares or 'not measured'} of its time while a path is at work"
-    told: dict[str, list[str]] = {}
-    for each in figures["blocks"]:
-        rate = f" {each['expected_gbs']:.1f} GB/s expected" if each["expected_gbs"] else ""
-        told.setdefault(f"{each['form']} {each['blocks']}, {gpu}", []).append(f"{each['way']} {each['strategy']}{rate}")
-    return found | {f"blocks {name}": ", ".join(ways) for name, ways in told.items()}
+        lines[f"model loses, {way}, {gpu}"] = f"{shares or 'not measured'} of its time while a path is active"
+    strategies: dict[str, list[str]] = {}
+    for row in figures["blocks"]:
+        rate = f" {row['expected_gbs']:.1f} GB/s expected" if row["expected_gbs"] else ""
+        name = f"{row['form']} {row['blocks']}, {gpu}"
+        strategies.setdefault(name, []).append(f"{row['way']} {row['strategy']}{rate}")
+    return lines | {f"blocks {name}": ", ".join(ways) for name, ways in strategies.items()}

@@ -18,25 +18,24 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    """`generate` and `chat`."""
-    text = "Continue prompts, or each line of standard input, with a model on this machine."
+    text = "Generate text from prompts. Without a prompt, every line of standard input is one."
     examples = """
     kvtier generate "The capital of France is"
     kvtier generate --temperature 0.8 --seed 1 --json < prompts.txt
     """
-    command = add_command(commands, "generate", text, examples, generate)
-    command.add_argument("prompt", nargs="*", help="the prompts; without any, the lines of standard input")
+    command = add_command(commands, "generate", text, examples, generate, "[PROMPT ...]")
+    command.add_argument("prompt", nargs="*", metavar="PROMPT", help="text to continue")
     _add_options(command)
-    text = "Talk to a model in the terminal. An empty line ends it; what was read before is not read again."
+    text = "Chat with a model in the terminal. An empty line ends the conversation."
     examples = """
     kvtier chat
     kvtier chat --once "What is the capital of France?" --json
     kvtier chat --system "Answer in French." --first "Hello"
     """
     command = add_command(commands, "chat", text, examples, chat)
-    command.add_argument("--system", help="a system message to begin with")
-    command.add_argument("--first", metavar="MESSAGE", help="send this message first, then ask for more")
-    command.add_argument("--once", metavar="MESSAGE", help="send one message, print the answer and end")
+    command.add_argument("--system", metavar="MESSAGE", help="system message of the conversation")
+    command.add_argument("--first", metavar="MESSAGE", help="send this message, then read more from the terminal")
+    command.add_argument("--once", metavar="MESSAGE", help="send this message, print the answer and exit")
     _add_options(command)
 
 
@@ -48,7 +47,7 @@ def generate(options: argparse.Namespace) -> int:
     num_failed = 0
     for prompt, answers in zip(prompts, llm.generate(prompts, params), strict=True):
         for answer in answers:
-            num_failed += _tell_failure(answer)
+            num_failed += _report_failure(answer)
             if options.json:
                 _print_json({"prompt": prompt, "text": answer.text, **_counts(answer)})
             else:
@@ -59,7 +58,7 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
-    """A conversation, each answer printed as it is written."""
+    """Run a conversation and print the answers as they are generated."""
     params = _params(options)
     messages = [{"role": "system", "content": _text(options.system)}] if options.system else []
     first = _text(options.once or options.first or "")
@@ -72,7 +71,7 @@ def chat(options: argparse.Namespace) -> int:
         messages.append({"role": "user", "content": text})
         answer, last = _answer(llm, messages, params, options)
         messages.append({"role": "assistant", "content": answer})
-        is_failed = _tell_failure(last)
+        is_failed = _report_failure(last)
         if options.once:
             break
     llm.close()
@@ -82,7 +81,7 @@ def chat(options: argparse.Namespace) -> int:
 def _answer(
     llm: LLM, messages: list[dict[str, str]], params: SamplingParams, options: argparse.Namespace
 ) -> tuple[str, Output]:
-    """The whole text, and what was told of its end."""
+    """Generate and print an answer. Returns its text and its last output."""
     text, output = "", None
     llm.engine.add(llm.tokenizer.encode_chat(messages), params)
     while llm.engine.has_work():
@@ -99,8 +98,8 @@ def _answer(
     return text, output
 
 
-def _tell_failure(answer: Output | Any) -> bool:
-    """Whether an answer is missing, or half of it is; then say why."""
+def _report_failure(answer: Output | Any) -> bool:
+    """Print the reason if an answer is missing or incomplete; returns True then."""
     from kvtier.engine.params import FinishReason
 
     if answer.finish_reason not in (FinishReason.REFUSED, FinishReason.ERROR):
@@ -124,13 +123,13 @@ def _counts(answer: Any) -> dict[str, Any]:
     }
 
 
-def _print_json(told: dict[str, Any]) -> None:
-    is_utf8 = sys.stdout.encoding.lower() in ("utf-8", "utf8")  # what others cannot encode must be a JSON escape
-    print(json.dumps(told, ensure_ascii=not is_utf8), flush=True)
+def _print_json(row: dict[str, Any]) -> None:
+    is_utf8 = sys.stdout.encoding.lower() in ("utf-8", "utf8")  # other encodings need JSON escapes
+    print(json.dumps(row, ensure_ascii=not is_utf8), flush=True)
 
 
 def _text(given: str) -> str:
-    """A prompt as UTF-8 text, whatever the locale; an ArgumentError if its bytes are none."""
+    """Return an argument as text, decoded as UTF-8 in any locale. Raises ArgumentError for other bytes."""
     try:
         given.encode()
         return given
@@ -144,7 +143,7 @@ def _text(given: str) -> str:
 
 def _note(options: argparse.Namespace, answer: Output | Any) -> None:
     if options.verbose:
-        print(f"[{answer.num_prompt_tokens} tokens, {answer.num_cached_tokens} of them cached]", file=sys.stderr)
+        print(f"[prompt: {answer.num_prompt_tokens} tokens, {answer.num_cached_tokens} cached]", file=sys.stderr)
 
 
 def _llm(options: argparse.Namespace) -> LLM:
@@ -167,12 +166,12 @@ def _params(options: argparse.Namespace) -> SamplingParams:
 
 
 def _add_options(command: Parser) -> None:
+    command.add_argument("-v", "--verbose", action="store_true", help="show how many tokens of the prompt were cached")
     add_engine_options(command)
-    add_option = command.add_argument
-    add_option("--max-tokens", type=int, default=256, help="the longest answer")
-    add_option("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    add_option("--top-p", type=float, default=1.0, help="keep the likeliest tokens that reach this probability")
-    add_option("--top-k", type=int, default=0, help="keep so many of the likeliest tokens; 0 keeps all")
-    add_option("--seed", type=int, help="the same seed gives the same answer")
-    add_option("--stop", action="append", default=[], help="end the answer before this text; may be repeated")
-    add_option("-v", "--verbose", action="store_true", help="say how much of the prompt was cached")
+    option = command.add_argument_group("sampling").add_argument
+    option("--max-tokens", type=int, default=256, metavar="N", help="longest answer")
+    option("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0: greedy")
+    option("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely tokens up to this share")
+    option("--top-k", type=int, default=0, metavar="N", help="sample from the N most likely tokens; 0: all")
+    option("--seed", type=int, metavar="N", help="seed for reproducible answers")
+    option("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; repeatable")

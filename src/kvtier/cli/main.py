@@ -14,18 +14,20 @@ from kvtier.cli import bench, completion, generate, replay, serve, stores
 from kvtier.cli.parser import Commands, Parser, add_command, check_config, check_environment, read_config, suggest
 from kvtier.errors import KvtierError
 
-_EXIT_CODES = """exit codes:
-  0  done
-  1  could not be done, or `verify` found damage
-  2  not understood
+_EPILOG = """exit codes:
+  0    success
+  1    failure, or `verify` found damage
+  2    invalid command line
   130  interrupted
+
+Run 'kvtier COMMAND --help' for the options of a command.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if it went well, 1 if it could not be done, 2 if it was not understood."""
+    """Run a command and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what the locale has no letter for is shown as an escape
+        if isinstance(stream, io.TextIOWrapper):  # characters that the locale lacks are escaped
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -37,20 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has enough
+    except BrokenPipeError:  # the reader closed the pipe
         _drop_output()
         return 1
     except UnicodeError as error:
-        return _fail(f"input that is not text in the expected encoding: {error}")
+        return _fail(f"input is not text in the expected encoding: {error}")
     except OSError as error:
         _drop_output()
         return _fail(str(error))
 
 
 def _run(arguments: list[str]) -> int:
-    parser = Parser(prog="kvtier", description="A tiered KV-cache runtime for LLM inference.", epilog=_EXIT_CODES)
-    parser.add_argument("--version", action="version", version=f"kvtier {kvtier.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+    text = "Tiered KV cache for LLM inference: device, host memory, disk and shared stores."
+    parser = Parser(prog="kvtier", usage="kvtier COMMAND [options]", description=text, epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"kvtier {kvtier.__version__}", help="show the version")
+    commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND", parser_class=Parser)
     add_commands(commands)
     known: dict[str, Parser] = dict(commands.choices)
     _settle(known, arguments, parser)
@@ -60,7 +63,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _fail(message: str) -> int:
-    with contextlib.suppress(OSError):  # standard error may be full or closed, too
+    with contextlib.suppress(OSError):  # standard error may also be full or closed
         print(f"kvtier: {message}", file=sys.stderr)
     return 1
 
@@ -74,7 +77,7 @@ def _drop_output() -> None:
 
 
 def add_commands(commands: Commands) -> None:
-    """Every command there is. One more is one more line."""
+    """Add all commands."""
     serve.add(commands)
     generate.add(commands)
     bench.add(commands)
@@ -85,10 +88,10 @@ def add_commands(commands: Commands) -> None:
 
 
 def _settle(known: dict[str, Parser], arguments: Sequence[str], parser: Parser) -> None:
-    """Defaults from the TOML file and the environment, for the command that was named."""
+    """Set the defaults of the given command from the TOML file and the environment."""
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
     if name and name not in known:
-        parser.error(f"there is no command {name!r} (commands: {', '.join(known)}){suggest(name, known)}")
+        parser.error(f"unknown command {name!r} (commands: {', '.join(known)}){suggest(name, known)}")
     if not name:
         return
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -106,10 +109,7 @@ def _add_doctor(commands: Commands) -> None:
 
         return doctor(as_json=options.json, recalibrate=options.calibrate)
 
-    text = "Show what this machine has and which copy paths work on it, and why others do not."
+    text = "Show the hardware and packages of this machine and the copy paths that work on it."
     command = add_command(commands, "doctor", text, "kvtier doctor\nkvtier doctor --calibrate --json", run)
-    command.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="measure the copy paths anew (about a second per GPU) and keep the result",
-    )
+    help = "measure the copy paths again (about a second per GPU) and save the result"
+    command.add_argument("--calibrate", action="store_true", help=help)

@@ -1,4 +1,4 @@
-"""`kvtier replay` and `kvtier plan`: a trace through the real scheduler and cache, with simulated hardware."""
+"""`kvtier replay` and `kvtier plan`: run a trace through the real scheduler and cache on simulated hardware."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,35 +28,37 @@ _SHOWN = 5
 
 
 def add(commands: Commands) -> None:
-    """`replay` and `plan`."""
-    text = "Replay a trace on simulated hardware: hit rates by tier, time to first token, bytes on each link."
+    text = "Replay a trace on simulated hardware. Reports hit rates by tier, times to first token and traffic."
     examples = """
     kvtier replay trace.jsonl --model llama-3-8b --gpu h200 --device 40GiB --host 200GiB
     kvtier replay day-*.jsonl.zst --host 500GiB --disk 4TiB --policy lru,arc,s3fifo --replicas 6 --html report.html
     kvtier replay synthetic:sessions=500,turns=6,think_seconds=30 --host 100GiB --json
     """
-    command = add_command(commands, "replay", text, examples, replay)
+    command = add_command(commands, "replay", text, examples, replay, "TRACE ...")
+    option = command.add_argument
+    option(
+        "--policy", default="lru", metavar="NAMES", help="eviction policies to compare: lru, fifo, arc, s3fifo, cost"
+    )
+    option("--host", type=size, default=0, metavar="SIZE", help="host memory per replica")
+    option("--disk", type=size, default=0, metavar="SIZE", help="disk per replica")
+    option("--capacities", type=int, default=20, metavar="N", help="points of the hit rate curve; 0: no curve")
     _add_options(command)
-    command.add_argument("--policy", default="lru", help="eviction policies to compare: lru, fifo, arc, s3fifo, cost")
-    command.add_argument("--host", type=size, default=0, metavar="SIZE", help="host memory of a replica")
-    command.add_argument("--disk", type=size, default=0, metavar="SIZE", help="disk of a replica")
-    command.add_argument("--capacities", type=int, default=20, help="points of the curve of hit rates; 0: none")
-    text = "Say how much host memory and disk to give the cache, and what more of it would bring."
+    text = "Recommend sizes of host memory and disk for a trace. Shows the benefit of each further step."
     examples = """
     kvtier plan trace.jsonl --model llama-3-8b --gpu h200 --replicas 6 --ttft-p99 6s --html plan.html
     kvtier plan trace.jsonl --model llama-3-70b --gpu h100 --gpus 4 --ttft-p99 10s --disk-type nvme-gen4
     """
-    command = add_command(commands, "plan", text, examples, plan)
+    command = add_command(commands, "plan", text, examples, plan, "--ttft-p99 TIME TRACE ...")
+    option = command.add_argument
+    option("--ttft-p99", type=seconds, required=True, metavar="TIME", help="target of the time to first token, e.g. 2s")
+    option("--policy", default="lru", metavar="NAME", help="eviction policy")
+    option("--ram-price", type=float, metavar="USD", help="price of one GiB of host memory")
+    option("--disk-price", type=float, metavar="USD", help="price of one GiB of disk")
+    option("--all-replicas", action="store_true", help="simulate all replicas instead of one")
     _add_options(command)
-    command.add_argument("--ttft-p99", type=seconds, required=True, metavar="TIME", help="what to hold, such as 2s")
-    command.add_argument("--policy", default="lru", help="the eviction policy of the setups")
-    command.add_argument("--ram-price", type=float, metavar="$", help="of a GiB of host memory")
-    command.add_argument("--disk-price", type=float, metavar="$", help="of a GiB of disk")
-    command.add_argument("--all-replicas", action="store_true", help="simulate every replica and not one for all")
 
 
 def replay(options: argparse.Namespace) -> int:
-    """One run for each policy."""
     from kvtier.replay.curves import OPTIMUM, sweep
     from kvtier.replay.deployment import simulate
     from kvtier.replay.planner import capacities
@@ -63,83 +66,80 @@ def replay(options: argparse.Namespace) -> int:
 
     trace, policies = _trace(options), [name.strip() for name in options.policy.split(",")]
     setups = {policy: _setup(options, policy, host=options.host, disk=options.disk) for policy in policies}
-    told = describe_trace(trace, options.traces)
+    about = describe_trace(trace, options.traces)
     curve = []
     if options.capacities:
-        counts = capacities(told["num_distinct_blocks"], options.capacities)
-        with _bar("hit rates") as tell:
-            curve = sweep(trace.requests, counts, [*policies, OPTIMUM], jobs=options.jobs, progress=tell)
-    with _bar("simulating") as tell:
-        found = simulate(trace.requests, list(setups.values()), jobs=options.jobs, progress=tell)
-    runs, setup = dict(zip(setups, found, strict=True)), setups[policies[0]]
-    return _tell(options, replay_result(told, describe_setup(setup, _names(options, setup)), curve, runs))
+        counts = capacities(about["num_distinct_blocks"], options.capacities)
+        with _progress("hit rates") as update:
+            curve = sweep(trace.requests, counts, [*policies, OPTIMUM], jobs=options.jobs, progress=update)
+    with _progress("simulating") as update:
+        results = simulate(trace.requests, list(setups.values()), jobs=options.jobs, progress=update)
+    runs, setup = dict(zip(setups, results, strict=True)), setups[policies[0]]
+    return _print_result(options, replay_result(about, describe_setup(setup, _names(options, setup)), curve, runs))
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Sweep sizes and give advice."""
     from kvtier.replay.planner import plan
     from kvtier.replay.report import describe_setup, describe_trace, plan_result
 
     trace = _trace(options)
     setup = _setup(options, options.policy)
-    with _bar("") as tell:
-        found = plan(
+    with _progress("") as update:
+        result = plan(
             trace.requests,
             setup,
             options.ttft_p99,
             _prices(options),
             num_simulated=None if options.all_replicas else 1,
             jobs=options.jobs,
-            progress=lambda what, share: tell(share, what),
+            progress=lambda what, share: update(share, what),
         )
-    told = describe_trace(trace, options.traces)
-    return _tell(options, plan_result(told, describe_setup(setup, _names(options, setup)), found))
+    about = describe_trace(trace, options.traces)
+    return _print_result(options, plan_result(about, describe_setup(setup, _names(options, setup)), result))
 
 
 def size(text: str) -> int:
-    """40GiB, 1.5TB, 100MiB as bytes."""
-    found = re.fullmatch(r"([\d.]+)\s*([A-Za-z]+)", text.strip())
+    """Parse a size such as 40GiB or 1.5TB into bytes."""
+    match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]+)", text.strip())
     known = {unit.lower(): count for unit, count in _UNITS.items()}
-    if found is None or found[2].lower() not in known or found[1].count(".") > 1:
+    if match is None or match[2].lower() not in known or match[1].count(".") > 1:
         if text.strip() == "0":
             return 0
-        raise argparse.ArgumentTypeError(f"a size is a number and one of {', '.join(_UNITS)}, got {text!r}")
-    return round(float(found[1]) * known[found[2].lower()])
+        raise argparse.ArgumentTypeError(f"expected a number and a unit ({', '.join(_UNITS)}), got {text!r}")
+    return round(float(match[1]) * known[match[2].lower()])
 
 
 def seconds(text: str) -> float:
-    """2s, 500ms as seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", text.strip())
-    if found is None or (found[2] or "s") not in _SECONDS or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"a time is a number above 0 and one of {', '.join(_SECONDS)}, got {text!r}")
-    return float(found[1]) * _SECONDS[found[2] or "s"]
+    """Parse a time such as 2s or 500ms into seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", text.strip())
+    if match is None or (match[2] or "s") not in _SECONDS or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and a unit ({', '.join(_SECONDS)}), got {text!r}")
+    return float(match[1]) * _SECONDS[match[2] or "s"]
 
 
 def _add_options(command: Parser) -> None:
-    add_option = command.add_argument
-    add_option(
-        "traces",
-        nargs="+",
-        metavar="TRACE",
-        help="Mooncake JSONL or kvtier's own log, .gz and .zst too; or synthetic:KNOB=VALUE,.. for a generated one",
-    )
-    add_option("--model", default="llama-3-8b", help="a preset, or a .toml or .json file with the same keys")
-    add_option("--gpu", default="h200", help="a preset, or a file")
-    add_option("--gpus", type=int, default=1, metavar="N", help="GPUs of a replica (tensor parallel)")
-    add_option("--machine", metavar="FILE", help="take memory and link from `kvtier doctor --json` of that machine")
-    add_option("--device", type=size, default=0, metavar="SIZE", help="device memory for KV; what the weights leave")
-    add_option("--disk-type", default="nvme-gen4", metavar="DISK", help="a preset, or a file")
-    add_option("--replicas", type=int, default=1, metavar="N", help="how many serve; sizes are of each")
-    add_option("--routing", choices=("random", "prefix"), default="prefix", help="which replica gets a request")
-    add_option("--speed", type=float, default=1.0, metavar="X", help="have the requests come X times as fast")
-    add_option("--limit", type=int, metavar="N", help="only the first N requests")
-    add_option("--max-rows", type=int, default=256, help="requests in a step")
-    add_option("--max-step-tokens", type=int, default=8192, help="tokens in a step")
-    add_option("--quantum", type=float, default=0.05, help="seconds simulated at once; 0: every step by itself")
-    add_option("--seed", type=int, default=0, help="the same seed gives the same figures")
-    add_option("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes to spread the work over")
-    add_option("--strict", action="store_true", help="fail if some lines of a trace are no requests")
-    add_option("--html", metavar="FILE", help="also write a report with plots: one page, no network needed")
+    help = "trace in Mooncake's or kvtier's JSONL format, also .gz and .zst; or synthetic:KNOB=VALUE,..."
+    command.add_argument("traces", nargs="+", metavar="TRACE", help=help)
+    option = command.add_argument_group("workload").add_argument
+    option("--speed", type=float, default=1.0, metavar="X", help="replay X times as fast")
+    option("--limit", type=int, metavar="N", help="use only the first N requests")
+    option("--strict", action="store_true", help="fail if a line of the trace is invalid")
+    option = command.add_argument_group("deployment").add_argument
+    option("--model", default="llama-3-8b", help="preset, or .toml or .json file with the same keys")
+    option("--gpu", default="h200", help="preset or file")
+    option("--gpus", type=int, default=1, metavar="N", help="GPUs per replica (tensor parallel)")
+    option("--machine", metavar="FILE", help="output of `kvtier doctor --json`: use its memory size and link speeds")
+    option("--device", type=size, default=0, metavar="SIZE", help="device memory for KV; 0: all that the weights leave")
+    option("--disk-type", default="nvme-gen4", metavar="DISK", help="preset or file")
+    option("--replicas", type=int, default=1, metavar="N", help="number of replicas; sizes are per replica")
+    option("--routing", choices=("random", "prefix"), default="prefix", help="how to route requests to replicas")
+    option("--max-rows", type=int, default=256, metavar="N", help="requests per step")
+    option("--max-step-tokens", type=int, default=8192, metavar="N", help="tokens per step")
+    option = command.add_argument_group("simulation").add_argument
+    option("--quantum", type=float, default=0.05, metavar="SECONDS", help="time simulated at once; 0: single steps")
+    option("--seed", type=int, default=0, metavar="N", help="seed of the simulation")
+    option("--jobs", type=int, metavar="N", help="processes to use (default: one per core)")
+    option("--html", metavar="FILE", help="also write a report with plots as a single HTML file")
 
 
 def _trace(options: argparse.Namespace) -> Trace:
@@ -149,28 +149,29 @@ def _trace(options: argparse.Namespace) -> Trace:
     paths = [name for name in options.traces if not name.startswith("synthetic:")]
     made = [name.removeprefix("synthetic:") for name in options.traces if name.startswith("synthetic:")]
     if made and (paths or len(made) > 1):
-        raise ArgumentError("a synthetic trace is replayed by itself, not beside others")
+        raise ArgumentError("a synthetic trace cannot be combined with other traces")
     trace = Trace(_synthetic(made[0], options.seed), ()) if made else read_trace(*paths)
     for problem in trace.problems[:_SHOWN]:
         print(f"kvtier: {problem}", file=sys.stderr)
     if trace.problems:
         more = len(trace.problems) - _SHOWN
         rest = f", {more} more than shown" if more > 0 else ""
-        print(f"kvtier: lines that are no requests and were left out: {len(trace.problems)}{rest}", file=sys.stderr)
+        print(f"kvtier: invalid lines that were skipped: {len(trace.problems)}{rest}", file=sys.stderr)
         if options.strict:
-            raise ArgumentError(f"--strict was given, and lines of the trace are no requests: {len(trace.problems)}")
-    if options.jobs < 1:
-        raise ArgumentError(f"--jobs is a number of processes above 0, got {options.jobs}")
-    if options.limit is not None and options.limit < 1:
-        raise ArgumentError(f"--limit is a number of requests above 0, got {options.limit}")
+            raise ArgumentError(f"--strict: the trace has {len(trace.problems)} invalid lines")
+    if options.jobs is None:
+        options.jobs = len(os.sched_getaffinity(0))
+    for name in ("jobs", "limit"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ArgumentError(f"--{name} must be at least 1, got {value}")
     requests = scale_time(trace.requests, options.speed)[: options.limit]
     if not requests:
-        raise ArgumentError(f"there is no request in {', '.join(options.traces)}")
+        raise ArgumentError(f"no requests in {', '.join(options.traces)}")
     return Trace(requests, trace.problems)
 
 
 def _synthetic(text: str, seed: int) -> tuple[Any, ...]:
-    """`sessions=500,turns=6` as a trace."""
+    """Generate a trace from knobs such as `sessions=500,turns=6`."""
     from kvtier.replay.synth import SyntheticTrace, generate
 
     known = {field.name: field.type for field in fields(SyntheticTrace)}
@@ -178,13 +179,13 @@ def _synthetic(text: str, seed: int) -> tuple[Any, ...]:
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         if name not in known:
-            raise ArgumentError(f"a synthetic trace has no knob {name!r}; there are {', '.join(known)}")
-        is_whole = known[name] == "int"
+            raise ArgumentError(f"unknown knob {name!r} of a synthetic trace; known: {', '.join(known)}")
+        is_int = known[name] == "int"
         try:
-            knobs[name] = int(value) if is_whole else float(value)
+            knobs[name] = int(value) if is_int else float(value)
         except ValueError:
-            what = "a whole number" if is_whole else "a number"
-            raise ArgumentError(f"synthetic: {name} is {what}, got {value!r}") from None
+            kind = "an integer" if is_int else "a number"
+            raise ArgumentError(f"synthetic: {name} must be {kind}, got {value!r}") from None
     return tuple(generate(SyntheticTrace(**knobs)))
 
 
@@ -234,20 +235,14 @@ def _names(options: argparse.Namespace, setup: Deployment) -> dict[str, str]:
     }
 
 
-class _bar:
-    """A progress bar for shares of one thing after the other."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._progress = what, ProgressLine(100, "%")
-
-    def __enter__(self) -> Callable[..., None]:
-        return lambda share, what=self._what: self._progress.update(int(share * 100), what)
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.__exit__()
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[..., None]]:
+    """Show a progress bar. Yields a function that takes the finished share and optionally another label."""
+    with ProgressLine(100, "%") as bar:
+        yield lambda share, what=label: bar.update(int(share * 100), what)
 
 
-def _tell(options: argparse.Namespace, result: dict[str, Any]) -> int:
+def _print_result(options: argparse.Namespace, result: dict[str, Any]) -> int:
     from kvtier.replay.report import intro, tables, write_report
 
     if options.html:
@@ -259,12 +254,12 @@ def _tell(options: argparse.Namespace, result: dict[str, Any]) -> int:
     for table in tables(result):
         _print_table(table["columns"], table["rows"], table["shares"])
     if options.html:
-        print(f"\nThe report is in {options.html}")
+        print(f"\nReport written to {options.html}")
     return 0
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], shares: Sequence[int]) -> None:
-    """One line for each figure and one column for each run: runs are few and figures many."""
+    """Print one line per figure and one column per run: there are few runs and many figures."""
     lines = [[name, *(_text(row[at], at in shares) for row in rows)] for at, name in enumerate(columns)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(rows) + 1)]
     for line in lines:

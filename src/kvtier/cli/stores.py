@@ -1,4 +1,4 @@
-"""`kvtier inspect` and `kvtier verify`: what a store holds, and whether it still is what was stored."""
+"""`kvtier inspect` and `kvtier verify`: contents and integrity of a store."""
 
 from __future__ import annotations
 
@@ -15,85 +15,83 @@ from kvtier.errors import ArgumentError, StoreError
 if TYPE_CHECKING:
     from kvtier.storage import Store
 
-_UNBOUNDED = 1 << 62  # nothing is written, so nothing must go
-_WHERE = "the folder of a disk tier, or the URL of a store, such as redis://host or s3://bucket/prefix"
+_UNBOUNDED = 1 << 62  # nothing is written, so nothing must be evicted
+_WHERE = "folder of a disk tier, or URL of a store such as redis://host or s3://bucket/prefix"
 
 
 def add(commands: Commands) -> None:
-    """Both of them."""
-    text = "Show what is in a store: objects by model and layout. No server may have a disk tier open meanwhile."
-    command = add_command(
-        commands, "inspect", text, "kvtier inspect ~/kv\nkvtier inspect redis://cache --objects --json", inspect
-    )
-    command.add_argument("where", help=_WHERE)
-    command.add_argument("--objects", action="store_true", help="list every object, too")
-    text = "Read every object of a store, compare checksums, and quarantine what is damaged (exit code 1 then)."
-    command = add_command(commands, "verify", text, "kvtier verify ~/kv\nkvtier verify s3://bucket/kv --json", verify)
-    command.add_argument("where", help=_WHERE)
+    text = "Show the contents of a store by model and layout. No server may have a disk tier open meanwhile."
+    examples = "kvtier inspect ~/kv\nkvtier inspect redis://cache --objects --json"
+    command = add_command(commands, "inspect", text, examples, inspect, "STORE")
+    command.add_argument("where", metavar="STORE", help=_WHERE)
+    command.add_argument("--objects", action="store_true", help="also list every object")
+    text = "Read all objects of a store and verify their checksums. Damaged ones are quarantined; the exit code is 1."
+    examples = "kvtier verify ~/kv\nkvtier verify s3://bucket/kv --json"
+    command = add_command(commands, "verify", text, examples, verify, "STORE")
+    command.add_argument("where", metavar="STORE", help=_WHERE)
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Count, and list if asked to."""
     from kvtier.storage.audit import pages, take_inventory
 
     with closing(_open(options.where)) as store:
         if options.objects:
             for page in pages(store):
-                for each in page.objects:
-                    row = {"key": each.key.hex(), "namespace": each.label.namespace.hex()[:12], "bytes": each.nbytes}
-                    _tell(options, row, "{key}  {namespace}  {bytes:>12,} bytes")
-        found, stats = take_inventory(store), store.stats
-    if found.reason:
-        raise StoreError(f"{_shown(options.where)} could not be listed to its end: {found.reason}")
-    told = {
+                for item in page.objects:
+                    row = {"key": item.key.hex(), "namespace": item.label.namespace.hex()[:12], "bytes": item.nbytes}
+                    _print_row(options, row, "{key}  {namespace}  {bytes:>12,} bytes")
+        inventory, stats = take_inventory(store), store.stats
+    if inventory.reason:
+        raise StoreError(f"{_shown(options.where)} could not be listed completely: {inventory.reason}")
+    summary = {
         "store": _shown(options.where),
-        "objects": found.num_objects,
-        "bytes": found.nbytes,
+        "objects": inventory.num_objects,
+        "bytes": inventory.nbytes,
         "used_bytes": stats.used_bytes,
-        "unreadable": found.num_unreadable + stats.num_quarantined,
-        "namespaces": {u.namespace.hex()[:12]: {"objects": u.num_objects, "bytes": u.nbytes} for u in found.usages},
+        "unreadable": inventory.num_unreadable + stats.num_quarantined,
+        "namespaces": {u.namespace.hex()[:12]: {"objects": u.num_objects, "bytes": u.nbytes} for u in inventory.usages},
     }
     if options.json:
-        print(json.dumps(told))
+        print(json.dumps(summary))
         return 0
     files = f", files of {stats.used_bytes:,} bytes" if stats.used_bytes else ""
-    print(f"{found.num_objects} objects of {found.nbytes:,} bytes{files} in {told['store']}")
-    for usage in found.usages:
+    print(f"{inventory.num_objects} objects of {inventory.nbytes:,} bytes{files} in {summary['store']}")
+    for usage in inventory.usages:
         name = usage.namespace.hex()[:12]
         print(f"  namespace {name}  {usage.num_objects:>8} objects  {usage.nbytes:>15,} bytes")
-    if told["unreadable"]:
-        print(f"{told['unreadable']} records, files or objects cannot be read")
+    if summary["unreadable"]:
+        print(f"{summary['unreadable']} records, files or objects cannot be read")
     return 0
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Read everything. The store compares checksums and quarantines by itself."""
+    """Read all objects; the store itself verifies checksums and quarantines."""
     from kvtier.storage import ObjectStatus
     from kvtier.storage.audit import verify as read_all
 
     with closing(_open(options.where)) as store:
         unreadable = store.stats.num_quarantined
         with ProgressLine(store.stats.num_objects, "objects") as bar:
-            found = read_all(store, progress=lambda count, nbytes: bar.update(count, f"{nbytes / 1e9:.1f} GB"))
-    for defect in found.defects:
+            result = read_all(store, progress=lambda count, nbytes: bar.update(count, f"{nbytes / 1e9:.1f} GB"))
+    for defect in result.defects:
         row = {"key": defect.key.hex(), "status": defect.status.value, "reason": defect.reason}
-        _tell(options, row, "{key}  {status}: {reason}")
-    if found.reason:
-        raise StoreError(f"{_shown(options.where)} could not be read to its end: {found.reason}")
-    damaged = sum(defect.status is ObjectStatus.CORRUPT for defect in found.defects)
-    told = {
+        _print_row(options, row, "{key}  {status}: {reason}")
+    if result.reason:
+        raise StoreError(f"{_shown(options.where)} could not be read completely: {result.reason}")
+    damaged = sum(defect.status is ObjectStatus.CORRUPT for defect in result.defects)
+    summary = {
         "store": _shown(options.where),
-        "objects": found.num_sound + len(found.defects),
-        "bytes": found.nbytes,
+        "objects": result.num_sound + len(result.defects),
+        "bytes": result.nbytes,
         "damaged": damaged,
-        "failed": len(found.defects) - damaged,
-        "gone": found.num_gone,
-        "unreadable": unreadable + found.num_unreadable,
-        "seconds": round(found.seconds, 3),
+        "failed": len(result.defects) - damaged,
+        "gone": result.num_gone,
+        "unreadable": unreadable + result.num_unreadable,
+        "seconds": round(result.seconds, 3),
     }
     text = "{objects} objects read, {bytes:,} bytes in {seconds} s: {damaged} damaged, {failed} could not be read"
-    _tell(options, told, text)
-    return 0 if found.ok and not unreadable else 1
+    _print_row(options, summary, text)
+    return 0 if result.ok and not unreadable else 1
 
 
 def _open(where: str) -> Store:
@@ -103,16 +101,16 @@ def _open(where: str) -> Store:
     if re.match("[a-z0-9]+:", where) and not Path(where).exists():
         return open_store(where)
     if not Path(where).is_dir():
-        raise ArgumentError(f"there is no folder {where}, and it is no URL of a store")
+        raise ArgumentError(f"{where} is neither a folder nor the URL of a store")
     if not (Path(where) / "LOCK").exists():
-        raise ArgumentError(f"{where} is not the folder of a disk tier: it has no LOCK file, which each has")
+        raise ArgumentError(f"{where} is not the folder of a disk tier: it has no LOCK file")
     return DiskStore(where, _UNBOUNDED)
 
 
 def _shown(where: str) -> str:
-    """Without a password."""
+    """Remove the password from a URL."""
     return re.sub("//[^/@]*@", "//", where)
 
 
-def _tell(options: argparse.Namespace, row: dict[str, Any], text: str) -> None:
+def _print_row(options: argparse.Namespace, row: dict[str, Any], text: str) -> None:
     print(json.dumps(row) if options.json else text.format(**row))
