@@ -1,7 +1,7 @@
 """Loads and launches gather.cu: compiled by NVRTC on first use, per GPU architecture, in a fraction of a second.
 
 CUDA C rather than Triton, because Triton takes no arrays by value: reading descriptors from pinned memory or
-uploading them costs 1.7x to 5x torch.index_select on an H200, by-value parameters 1.0x to 1.1x (docs/log.md,
+uploading them costs 1.7x to 5x torch.index_select on an H200, by-value parameters 1.0x to 1.1x (docs/decisions/0007,
 2026-11-15).
 """
 

@@ -8,12 +8,12 @@
     slot 2                        [gather 2]   [copy 2      ]
 
 The kernel stream has high priority: while large matrix products run, a kernel starts only when one of them ends, and
-must then be first. One stream for all slots: one per slot, all enqueued ahead, was slower (docs/log.md).
+must then be first. One stream for all slots: one per slot, all enqueued ahead, was slower (docs/decisions/0006).
 
 Some pairs of a copy stream and a kernel stream interfere in the driver or the GPU: while the kernel stream has pending
 work and the model is busy, copies of any size run at 0.93 of the link. The pair stays slow; another kernel stream is
-not (H200, driver 580.159, 2026-11-15; docs/log.md). The pairs cannot be predicted, so copies are timed, and the ring
-replaces its kernel stream when they are slow.
+not (H200, driver 580.159, 2026-11-15; docs/decisions/0006). The pairs cannot be predicted, so copies are timed, and
+the ring replaces its kernel stream when they are slow.
 """
 
 from __future__ import annotations
