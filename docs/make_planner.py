@@ -1,10 +1,12 @@
-"""The figures of docs/planner.md: its commands are run on the conversation trace, their JSON is kept beside it.
+"""Fill in the figures of docs/planner.md from the results of its commands.
 
-python docs/make_planner.py --trace conversation_trace.jsonl   run, keep, draw and write (minutes)
-python docs/make_planner.py                                    write the page from what was kept
-python docs/make_planner.py --check                            exit code 1 if it is another one
+python docs/make_planner.py --trace conversation_trace.jsonl   run the commands (minutes), then write the page
+python docs/make_planner.py                                    write the page from docs/planner.json
+python docs/make_planner.py --check                            exit code 1 if the page is out of date
 
-Kept are docs/planner.json and the plots in docs/images; the page has the commands, tables and figures between markers.
+The JSON output of the commands is kept in docs/planner.json, the plots in docs/images. Generated parts of the page are
+between `<!-- made: NAME -->` and `<!-- end -->`. The trace is conversation_trace.jsonl of Mooncake's FAST25 release
+(github.com/kvcache-ai/Mooncake).
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
-PAGE, KEPT, IMAGES = FOLDER / "planner.md", FOLDER / "planner.json", FOLDER / "images"
+PAGE, RESULTS, IMAGES = FOLDER / "planner.md", FOLDER / "planner.json", FOLDER / "images"
 NAME = "conversation_trace.jsonl"
 COMMANDS = {
     "plan": f"kvtier plan {NAME} --model llama-3-8b --gpu h200 --replicas 6 --disk-type nvme-gen5 --ttft-p99 8s",
@@ -38,22 +41,21 @@ Json = dict[str, Any]
 
 
 def main() -> int:
-    """Run, write or check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--only", choices=("rates", *COMMANDS), help="run one of them, and keep the others as they are")
+    parser.add_argument("--only", choices=("rates", *COMMANDS), help="run only this command and keep the other results")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     if options.trace:
-        wanted = [options.only] if options.only else ["rates", *COMMANDS]
-        kept = json.loads(KEPT.read_text()) if options.only else {}
-        kept |= {name: rates(options.trace) if name == "rates" else run(options.trace, name) for name in wanted}
-        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
-    page = PAGE.read_text()
-    made = write(page, json.loads(KEPT.read_text()))
+        names = [options.only] if options.only else ["rates", *COMMANDS]
+        results = json.loads(RESULTS.read_text()) if options.only else {}
+        results |= {name: rates(options.trace) if name == "rates" else run(options.trace, name) for name in names}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    old = PAGE.read_text()
+    new = write(old, json.loads(RESULTS.read_text()))
     if options.check:
-        return int(made != page)
-    PAGE.write_text(made)
+        return int(new != old)
+    PAGE.write_text(new)
     return 0
 
 
@@ -61,7 +63,7 @@ def main() -> int:
 
 
 def rates(trace: Path) -> Json:
-    """Hit rates of some sizes, by policy."""
+    """Return the hit rates of SIZES by policy."""
     from kvtier.replay import read_trace, sweep
 
     points = sweep(read_trace(trace).requests, SIZES, POLICIES, jobs=2)
@@ -69,20 +71,20 @@ def rates(trace: Path) -> Json:
 
 
 def run(trace: Path, name: str) -> Json:
-    """What a command says of a trace; draws the plots of the plan."""
+    """Return the JSON output of a command; `plan` also draws the plots."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / f"{name}.html"
         arguments = shlex.split(COMMANDS[name].replace(NAME, shlex.quote(str(trace))))[1:]
         command = [sys.executable, "-m", "kvtier", *arguments, "--json", "--html", str(report)]
-        told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        result: Json = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
         if name == "plan":
             draw(report)
-    told["trace"]["files"] = [NAME]
-    return told  # type: ignore[no-any-return]
+    result["trace"]["files"] = [NAME]
+    return result
 
 
 def draw(report: Path) -> None:
-    """Pictures of a report's plots."""
+    """Save the plots of a report as PNG files."""
     from playwright.sync_api import sync_playwright
 
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -98,39 +100,53 @@ def draw(report: Path) -> None:
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
-def write(page: str, kept: Json) -> str:
-    """The page with what is between its markers made anew."""
+def write(page: str, results: Json) -> str:
+    """Return the page with its generated parts replaced."""
+    plan, replay = results["plan"], results["replay"]
+    html = {name: f"{COMMANDS[name]} --html {name}.html" for name in ("plan", "replay")}
     parts = {
-        "blocks": _blocks(kept["plan"]["trace"]),
-        "rates": _rates(kept["rates"]),
-        "commands": _code(f"{COMMANDS['replay']} --html report.html\n{COMMANDS['plan']} --html plan.html"),
-        "plan command": _code(COMMANDS["plan"] + " --html plan.html"),
+        "blocks": _fill(_blocks(plan["trace"])),
+        "rates": _rates(results["rates"]),
+        "commands": _code(html["replay"], html["plan"]),
+        "plan command": _code(html["plan"]),
         "replay command": _code(COMMANDS["replay"]),
-        "trace": _trace(kept["plan"]),
-        "curve": _curve(kept["plan"]["curve"]),
-        "device": _device(kept["plan"]),
-        "hosts": _hosts(kept["plan"]),
-        "disk hits": _disk_hits(kept["plan"]),
-        "disks": _disks(kept["plan"]),
-        "disk costs": _disk_costs(kept["plan"]),
-        "advice": "\n>\n".join(f"> {line}" for line in kept["plan"]["advice"]["text"]),
-        "policies": _policies(kept["replay"]),
-        "origins": _origins(kept["plan"]),
-        "links": _links(kept["plan"]),
-        "target": _target(kept["plan"]),
-        "grain commands": _code(f"{COMMANDS['fine']}\n{COMMANDS['coarse']}"),
-        "grain": _grain(kept["fine"], kept["coarse"]),
+        "trace": _fill(_trace(plan)),
+        "curve": _fill(_curve(plan["curve"])),
+        "device": _fill(_device(plan)),
+        "hosts": _hosts(plan),
+        "disk hits": _fill(_disk_hits(plan)),
+        "disks": _disks(plan),
+        "disk costs": _fill(_disk_costs(plan)),
+        "advice": "\n>\n".join(_fill(line, "> ", "> ") for line in plan["advice"]["text"]),
+        "policies": _policies(replay),
+        "origins": _origins(plan),
+        "links": _fill(_links(plan)),
+        "target": _fill(_target(plan)),
+        "grain commands": _code(COMMANDS["fine"], COMMANDS["coarse"]),
+        "grain": _grain(results["fine"], results["coarse"]),
     }
     for name, text in parts.items():
-        found = [*re.finditer(rf"(?<=<!-- made: {name} -->\n).*?(?=<!-- end -->)", page, re.DOTALL)]
-        if len(found) != 1:
-            raise SystemExit(f"docs/planner.md needs the marker <!-- made: {name} --> once, has it {len(found)} times")
-        page = f"{page[: found[0].start()]}{text}\n{page[found[0].end() :]}"
+        marked = re.compile(rf"<!-- made: {name} -->\n.*?<!-- end -->", re.DOTALL)
+        count = len(marked.findall(page))
+        if count != 1:
+            raise SystemExit(
+                f"docs/planner.md must have the marker <!-- made: {name} --> once, it has it {count} times"
+            )
+        page = marked.sub(f"<!-- made: {name} -->\n{text}\n<!-- end -->".replace("\\", r"\\"), page)
     return page
 
 
-def _code(text: str) -> str:
-    return f"```\n{text}\n```"
+def _fill(text: str, first: str = "", following: str = "") -> str:
+    return textwrap.fill(
+        text, 120, initial_indent=first, subsequent_indent=following, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _code(*commands: str) -> str:
+    """Format commands as a code block, broken before an option where a line is too long."""
+    glued = (re.sub(r"(--\S+) (?!--)", "\\1\0", command) for command in commands)
+    lines = (" \\\n    ".join(textwrap.wrap(command, 114, break_on_hyphens=False)) for command in glued)
+    return "\n".join(("```", *lines, "```")).replace("\0", " ")
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:
@@ -146,19 +162,19 @@ def _rates(rates: Json) -> str:
 def _blocks(trace: Json) -> str:
     return (
         f"The conversation trace of Mooncake has {trace['num_requests']:,} requests with {trace['num_blocks']:,} full "
-        f"blocks of {trace['block_tokens']} tokens, {trace['num_distinct_blocks']:,} of them different."
+        f"blocks of {trace['block_tokens']} tokens, {trace['num_distinct_blocks']:,} of them distinct."
     )
 
 
 def _trace(plan: Json) -> str:
     trace, token_bytes = plan["trace"], plan["setup"]["token_bytes"]
     count = trace["num_requests"]
-    different = trace["num_distinct_blocks"] * trace["block_tokens"] * token_bytes
+    distinct = trace["num_distinct_blocks"] * trace["block_tokens"] * token_bytes
     return (
         f"The conversation trace of Mooncake: {count:,} requests in {trace['seconds'] / 60:.0f} minutes, "
         f"{trace['prompt_tokens'] / count:,.0f} prompt tokens and {trace['answer_tokens'] / count:,.0f} answer tokens "
-        f"on average. With {plan['setup']['model']} a token takes {token_bytes / 1024:g} KiB, so all different blocks "
-        f"take {_about(different)}."
+        f"on average. With {plan['setup']['model']} a token takes {token_bytes / 1024:g} KiB, and all distinct blocks "
+        f"take {_about(distinct)}."
     )
 
 
@@ -171,23 +187,22 @@ def _curve(curve: list[Json]) -> str:
 
     least = min((point for point in curve if point["policy"] == "lru"), key=lambda point: point["capacity_bytes"])
     return (
-        f"The smallest size, {_about(least['capacity_bytes'])}, finds {least['hit_rate']:.1%} of the blocks with LRU, "
-        f"little but the system prompt; no size finds more than {most:.1%}. Of the sizes drawn, LRU needs "
-        f"{size('lru', 0.5)} to find half of that and {size('lru', 0.9)} to find nine tenths; the optimum needs "
-        f"{size('optimum', 0.5)} and {size('optimum', 0.9)}."
+        f"With LRU, the smallest size, {_about(least['capacity_bytes'])}, has a hit rate of {least['hit_rate']:.1%}, "
+        f"mostly the system prompt. No size exceeds {most:.1%}. LRU reaches half of that with {size('lru', 0.5)} and "
+        f"nine tenths with {size('lru', 0.9)}, the optimum with {size('optimum', 0.5)} and {size('optimum', 0.9)}."
     )
 
 
 def _device(plan: Json) -> str:
     alone = next(run for run in plan["results"] if not run["host_bytes"] and not run["disk_bytes"])
     return (
-        f"Each replica has {_about(plan['setup']['device_bytes'])} of KV on its GPU, and finds "
-        f"{alone['hit_rates']['device']:.0%} of its prompts there."
+        f"Each replica has {_about(plan['setup']['device_bytes'])} of KV on its GPU and a hit rate "
+        f"of {alone['hit_rates']['device']:.0%} there."
     )
 
 
 def _disk_and_host(plan: Json) -> tuple[Json, Json]:
-    """The cheapest setup with a disk, and the one with as much host memory and no disk."""
+    """Return the cheapest setup with a disk, and the one with the same amount of host memory and no disk."""
     disk = min((run for run in plan["results"] if run["disk_bytes"]), key=lambda run: run["price"])
     hosts = (run for run in plan["results"] if not run["disk_bytes"])
     return disk, next(run for run in hosts if run["host_bytes"] == disk["disk_bytes"])
@@ -196,8 +211,8 @@ def _disk_and_host(plan: Json) -> tuple[Json, Json]:
 def _disk_hits(plan: Json) -> str:
     disk, host = _disk_and_host(plan)
     return (
-        f"{_size(disk['disk_bytes'])} of NVMe below only {_size(disk['host_bytes'])} of host memory find "
-        f"{disk['hit_rate']:.1%}, {_size(host['host_bytes'])} of host memory {host['hit_rate']:.1%}:"
+        f"{_size(disk['disk_bytes'])} of NVMe with {_size(disk['host_bytes'])} of host memory have a hit rate of "
+        f"{disk['hit_rate']:.1%}, {_size(host['host_bytes'])} of host memory have {host['hit_rate']:.1%}:"
     )
 
 
@@ -205,16 +220,16 @@ def _disk_costs(plan: Json) -> str:
     disk, host = _disk_and_host(plan)
     p50, p99 = (disk["ttft"][share] - host["ttft"][share] for share in ("p50", "p99"))
     return (
-        f"Against {_size(host['host_bytes'])} of host memory and no disk, the cheapest of these costs {p50:.2f} s at "
-        f"the median and {p99:.2f} s at p99, for ${disk['price']:,.0f} instead of ${host['price']:,.0f} a replica."
+        f"Compared with {_size(host['host_bytes'])} of host memory and no disk, the cheapest of these adds {p50:.2f} s "
+        f"to the median and {p99:.2f} s to p99, for ${disk['price']:,.0f} instead of ${host['price']:,.0f} per replica."
     )
 
 
 def _target(plan: Json) -> str:
     best = min(run["ttft"]["p99"] for run in plan["results"])
     return (
-        f"Asked for a TTFT p99 below {best:.2f} s, it says that no size holds that: the slowest requests have long "
-        "prompts, and what is new in them takes seconds to compute."
+        f"No size reaches a TTFT p99 below {best:.2f} s: the slowest requests have long prompts, and their new part "
+        "takes seconds to compute."
     )
 
 
@@ -222,7 +237,7 @@ def _hosts(plan: Json) -> str:
     runs = [run for run in plan["results"] if not run["disk_bytes"]]
     rows = [[_size(run["host_bytes"]), _hits(run, "device", "host"), *_ttft(run), _share(run)] for run in runs]
     return _table(
-        ["host memory a replica", "hits: device + host", "TTFT p50", "p90", "p99", "dead on arrival"],
+        ["host memory", "hits: device + host", "TTFT p50", "p90", "p99", "blocks never reused"],
         rows,
     )
 
@@ -238,7 +253,7 @@ def _disks(plan: Json) -> str:
         ]
         for run in runs
     ]
-    return _table(["host + disk a replica", "hits: device + host + disk", "TTFT p50", "p90", "p99", "disk busy"], rows)
+    return _table(["host + disk", "hits: device + host + disk", "TTFT p50", "p90", "p99", "disk busy"], rows)
 
 
 def _policies(replay: Json) -> str:
@@ -250,8 +265,8 @@ def _policies(replay: Json) -> str:
 
 
 def _origins(plan: Json) -> str:
-    told = [f"- {what}: {source}" for what, source in plan["setup"]["sources"].items()]
-    return "\n".join([*told, f"- prices: {plan['prices']['source']}"])
+    sources = {**plan["setup"]["sources"], "prices": plan["prices"]["source"]}
+    return "\n".join(_fill(f"{name}: {source}", "- ", "  ") for name, source in sources.items())
 
 
 def _links(plan: Json) -> str:
@@ -259,14 +274,14 @@ def _links(plan: Json) -> str:
     for run in plan["results"]:
         for link in run["links"]:
             busy[link["name"]] = max(busy.get(link["name"], 0.0), link["busy"])
-    told = ", ".join(f"{name} {share:.1%}" for name, share in busy.items())
-    return f"Links are not the limit anywhere. Of the time they are busy, at most: {told}."
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in busy.items())
+    return f"No link is a limit. The largest share of time that each is busy: {shares}."
 
 
 def _grain(fine: Json, coarse: Json) -> str:
     rows = [
         [name, _hits(run, "device", "host"), *_ttft(run)]
-        for name, result in (("each by itself", fine), (f"{coarse['setup']['quantum'] * 1e3:g} ms together", coarse))
+        for name, result in (("one by one", fine), (f"in groups of {coarse['setup']['quantum'] * 1e3:g} ms", coarse))
         for run in result["results"]
     ]
     first = f"steps of the first {fine['trace']['num_requests']:,} requests"

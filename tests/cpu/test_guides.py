@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.main import add_commands
+from kvtier.cli.main import add_commands, main
 from kvtier.cli.parser import Parser
 from kvtier.index.policies import POLICIES
 
@@ -42,6 +42,18 @@ def test_commands_of_a_page_are_accepted(page):
     code = (fenced + "\n" + indented).replace("\\\n", " ")
     for command in re.findall(r"^kvtier ([a-z]+ .*)$", code, re.M):
         parser.parse_args(shlex.split(command, comments=True))
+
+
+def test_planner_commands_run_on_a_generated_trace(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "planner.md").read_text().replace("\\\n", " ")
+    commands = dict.fromkeys(re.findall(r"^kvtier ((?:replay|plan) .*)$", page, re.M))
+    assert len(commands) == 5
+    for command in commands:
+        trace = command.replace("conversation_trace.jsonl", "synthetic:sessions=12,turns=2")
+        assert main(shlex.split(trace)) == 0
+        assert "TTFT" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.html", "replay.html"}
 
 
 def test_extending_config_names_a_store():

@@ -313,7 +313,7 @@ def test_a_ghost_that_saw_nothing_says_so():
 
 def test_the_page_names_every_knob_with_its_default():
     page = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
-    told = page[page.index("Knobs, with their defaults:") : page.index("Lengths are means")]
+    parameters = page[page.index("Parameters and defaults:") : page.index("Lengths are means")]
     for knob in fields(SyntheticTrace):
         if knob.name != "seed":
-            assert re.search(rf"\b{knob.name} \({knob.default:g}\b", told), knob.name
+            assert re.search(rf"\b{knob.name} \({knob.default:g}\b", parameters), knob.name
