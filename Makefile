@@ -51,7 +51,7 @@ mutate: $(STAMP)  ## mutation testing (GROUP, SAMPLE, JOBS)
 
 test: $(STAMP)  ## run all tests that this machine supports
 	.ci/servers
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 check: $(STAMP)  ## check format, lint, types, layers, wording, generated pages
 	$(BIN)/ruff format --check .

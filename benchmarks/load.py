@@ -245,7 +245,7 @@ def _floor(clients: int) -> float:
 
 def _tiny(folder: Path) -> Path:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from server_support import make_tiny_model
+    from tiny_model import make_tiny_model
 
     return Path(make_tiny_model(folder))
 

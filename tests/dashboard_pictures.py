@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 
 from dashboard_support import LOOKS, Traffic, chromium, conversations, take_picture
-from server_support import ServerProcess, make_tiny_model
+from server_support import ServerProcess
+from tiny_model import make_tiny_model
 
 
 def main() -> None:

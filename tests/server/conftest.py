@@ -13,13 +13,6 @@ collect_ignore_glob = [] if all(importlib.util.find_spec(name) for name in NEEDE
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from server_support import make_tiny_model
-
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """A server without keys. Nobody stops it; whatever the tests do, its log has no unhandled exception."""
     from server_support import ServerProcess

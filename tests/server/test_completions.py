@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.engine.llm import LLM
 from kvtier.engine.sampling import SamplingParams
-from server_support import CONTEXT
+from tiny_model import CONTEXT
 
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from server_support import CONTEXT
+from tiny_model import CONTEXT
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 COUNT = 1_000_000

@@ -1,7 +1,8 @@
-"""LLM, EngineRunner, the command line and the example, on the real default model where one is needed."""
+"""LLM, EngineRunner and the command line; on the real default model where the text of an answer matters."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -22,32 +23,29 @@ from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.sequence import FinishReason
 from kvtier.errors import ArgumentError, CheckpointError, ClosedError
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def llm():
-    made = LLM(config=EngineConfig(16, CacheConfig(256)))
+def llm(tiny_model):
+    made = LLM(tiny_model, EngineConfig(16, CacheConfig(256)))
     yield made
     made.close()
 
 
-def test_it_knows_the_capital_of_france(llm):
-    answer = llm.chat(QUESTION, GREEDY)
-    assert answer.text == "The capital of France is Paris."
-    assert answer.finish_reason is FinishReason.STOP
-    assert answer.num_prompt_tokens == 37
-
-
-def test_a_second_time_the_prompt_is_cached(llm):
-    first, again = llm.chat(QUESTION, GREEDY), llm.chat(QUESTION, GREEDY)
-    assert again.text == first.text
+def test_it_knows_the_capital_of_france_and_caches_the_prompt():
+    with contextlib.closing(LLM(config=EngineConfig(16, CacheConfig(256)))) as llm:
+        first, again = (llm.chat(QUESTION, SamplingParams(temperature=0.0, max_tokens=12)) for _ in range(2))
+    assert first.text == again.text == "The capital of France is Paris."
+    assert first.finish_reason is FinishReason.STOP
+    assert first.num_prompt_tokens == 37
     assert again.num_cached_tokens >= 32
 
 
 def test_prompts_are_answered_in_order_with_their_own_parameters(llm):
-    params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (3, 1, 2)]
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (3, 1, 2)]
     answers = llm.generate(["One", "Two", "Three"], params)
     assert [len(each[0].token_ids) for each in answers] == [3, 1, 2]
     assert [each[0].finish_reason for each in answers] == [FinishReason.LENGTH] * 3
@@ -96,7 +94,7 @@ class InterruptsMain:
         self.num_tokens = 0
 
     def forbid(self, logits):
-        logits[:17] = -torch.inf  # control tokens
+        logits[256:] = -torch.inf  # special tokens
         if self.num_tokens == 2:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
@@ -133,8 +131,8 @@ def test_llm_in_forked_child_raises(llm):
     os.waitpid(child, 0)
 
 
-def test_llm_closed_refuses_calls():
-    made = LLM(config=EngineConfig(16, CacheConfig(16)))
+def test_llm_closed_refuses_calls(tiny_model):
+    made = LLM(tiny_model, EngineConfig(16, CacheConfig(16)))
     made.close()
     with pytest.raises(ClosedError, match="this LLM was closed"):
         made.generate([1], GREEDY)
@@ -154,7 +152,7 @@ def test_there_is_no_such_model():
 
 @pytest.fixture
 def runner(llm):
-    made = EngineRunner(Engine(llm.engine.model, llm.tokenizer, EngineConfig(16, CacheConfig(64))))
+    made = EngineRunner(Engine(llm.engine.model, llm.tokenizer, EngineConfig(16, CacheConfig(128))))
     yield made
     made.close()
 
@@ -172,7 +170,7 @@ def test_streams_on_other_threads(runner):
 
 
 def test_leaving_a_stream_early_cancels_the_request(runner):
-    stream = runner.stream("Once upon a time", SamplingParams(temperature=0.0, max_tokens=500), request_id="left")
+    stream = runner.stream("Once upon a time", ENDLESS, request_id="left")
     next(stream)
     stream.close()
     assert runner.call(lambda engine: engine.explain("left")).result().state == "abort"
@@ -189,7 +187,7 @@ def test_a_stream_that_is_cancelled_before_it_begins_harms_nobody(runner):
 
     runner.call(hold)
     assert holding.wait(60)
-    added = runner.submit("Once upon a time", SamplingParams(temperature=0.0, max_tokens=500), lambda _: None)
+    added = runner.submit("Once upon a time", ENDLESS, lambda _: None)
     assert added.cancel()
     may_go.set()
     assert runner.call(lambda _: 7).result() == 7
@@ -209,7 +207,7 @@ def test_an_engine_that_breaks_down_tells_whoever_waits(runner):
     def broken() -> None:
         raise OSError("the power is off")
 
-    stream = runner.stream("Once", SamplingParams(temperature=0.0, max_tokens=900))
+    stream = runner.stream("Once", ENDLESS)
     next(stream)
     runner.call(lambda engine: engine.control("break", broken)).result()
     with pytest.raises(ClosedError, match="engine failed") as caught:
@@ -242,7 +240,7 @@ def test_calls_that_wait_when_the_engine_breaks_down_or_is_closed_are_answered(l
 
 
 def test_closing_ends_open_streams(runner):
-    stream = runner.stream("Once", SamplingParams(temperature=0.0, max_tokens=900))
+    stream = runner.stream("Once", ENDLESS)
     next(stream)
     runner.close()
     runner.close()
