@@ -76,7 +76,7 @@ def counters(allocator: Allocator) -> tuple[int, int, int, int]:
 # ---- the allocators of the placements ----
 
 
-def test_the_allocator_of_a_placement_is_one_and_counts_what_names_no_other(placement):
+def test_default_allocator_is_shared_and_counts_buffers(placement):
     gc.collect()  # what other tests left in cycles must not come back in between
     allocator = default_allocator(placement)
     assert default_allocator(placement) is allocator
@@ -94,7 +94,7 @@ def test_the_allocator_of_a_placement_is_one_and_counts_what_names_no_other(plac
 @pytest.mark.parametrize(
     "nbytes", [1, 4096, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 5 * MIB + 12345, 32 * MIB, 32 * MIB + 1], ids="{:,}".format
 )
-def test_memory_of_every_size_holds_what_is_written_to_it(placement, nbytes):
+def test_allocator_memory_of_any_size_is_writable(placement, nbytes):
     held = default_allocator(placement).allocate(nbytes)
     assert held.nbytes == nbytes
     assert held.placement == placement
@@ -109,7 +109,7 @@ def test_memory_of_every_size_holds_what_is_written_to_it(placement, nbytes):
     assert int(tensor.sum(dtype=torch.int64)) == 15
 
 
-def test_large_memory_is_aligned_for_every_element_type_and_lives_with_its_views(placement):
+def test_large_allocation_is_aligned_and_outlives_buffer(placement):
     buffer = Buffer(MIB, "f64", placement)
     assert buffer.data() % 64 == 0
     tail = buffer.slice(MIB - 2)
@@ -119,7 +119,7 @@ def test_large_memory_is_aligned_for_every_element_type_and_lives_with_its_views
     assert tail.tolist() == [2.5, 2.5]
 
 
-def test_large_host_memory_is_private_to_the_process():
+def test_large_host_allocation_is_not_shared_with_forked_child():
     """A child made by fork (a data loader's worker, say) must not write into the parent's memory."""
     script = """
         import ctypes, os
@@ -141,7 +141,7 @@ def test_large_host_memory_is_private_to_the_process():
 
 @needs_no_gpu
 @pytest.mark.parametrize("text", ["pinned", "cuda:0"])
-def test_there_is_no_allocator_for_memory_the_machine_does_not_have(text):
+def test_default_allocator_without_gpu_raises(text):
     with pytest.raises(UnavailableError, match=text):
         default_allocator(Placement.parse(text))
 
@@ -149,7 +149,7 @@ def test_there_is_no_allocator_for_memory_the_machine_does_not_have(text):
 # ---- from two callables ----
 
 
-def test_the_callables_are_asked_for_exact_sizes_and_get_back_what_they_gave(placement):
+def test_from_callables_allocates_exact_sizes_and_frees_all(placement):
     pool = Pool(placement)
     sizes = [("u8", 1, 1), ("bf16", 3, 6), ("f64", 5, 40), ("u4", 3, 2), ("u2", 5, 2), ("u8", 4097, 4097)]
     buffers = [Buffer(count, name, allocator=pool.allocator) for name, count, _ in sizes]
@@ -161,18 +161,18 @@ def test_the_callables_are_asked_for_exact_sizes_and_get_back_what_they_gave(pla
     assert not pool.live
 
 
-def test_the_placement_may_be_given_as_text():
+def test_from_callables_accepts_placement_as_text():
     assert Allocator.from_callables("cuda:1", int, print).placement == Placement("cuda", 1)
     with pytest.raises(ArgumentError, match="nowhere"):
         Allocator.from_callables("nowhere", int, print)
 
 
-def test_a_buffer_elsewhere_cannot_come_from_this_allocator():
+def test_buffer_placement_differs_from_allocator_raises():
     with pytest.raises(ArgumentError, match="asked for pinned memory from an allocator of cpu memory"):
         Buffer(4, "u8", "pinned", allocator=Pool().allocator)
 
 
-def test_a_null_address_is_out_of_memory_and_is_not_given_back():
+def test_from_callables_null_address_raises_out_of_memory():
     allocator = allocator_that_answers(0)
     with pytest.raises(OutOfMemoryError, match="null address"):
         allocator.allocate(64)
@@ -180,14 +180,14 @@ def test_a_null_address_is_out_of_memory_and_is_not_given_back():
 
 
 @pytest.mark.parametrize("answer", [None, "0x10", 4096.0, b"", np.zeros(1)], ids=lambda each: type(each).__name__)
-def test_an_address_that_is_no_int_is_an_error_that_names_its_type(answer):
+def test_from_callables_non_int_address_raises_with_type(answer):
     allocator = allocator_that_answers(answer)
     with pytest.raises(ArgumentError, match=f"as an int, got {type(answer).__name__}"):
         allocator.allocate(64)
     assert counters(allocator) == (0, 0, 0, 0)
 
 
-def test_a_negative_address_is_an_error():
+def test_from_callables_negative_address_raises():
     returned: list[int] = []
     allocator = Allocator.from_callables(
         "cpu", lambda _nbytes: -4096, lambda address, _nbytes: returned.append(address)
@@ -198,7 +198,7 @@ def test_a_negative_address_is_an_error():
 
 
 @pytest.mark.parametrize("error", [MemoryError("full"), RuntimeError("no more")], ids=lambda each: type(each).__name__)
-def test_a_callable_that_says_it_has_no_memory_is_believed(error):
+def test_from_callables_memory_error_raises_out_of_memory(error):
     allocator = allocator_that_answers(error)
     with pytest.raises(OutOfMemoryError, match=str(error)) as caught:
         Buffer(64, "u8", allocator=allocator)
@@ -206,14 +206,14 @@ def test_a_callable_that_says_it_has_no_memory_is_believed(error):
     assert counters(allocator) == (0, 0, 0, 0)
 
 
-def test_any_other_error_of_a_callable_is_passed_on():
+def test_from_callables_other_error_propagates():
     allocator = allocator_that_answers(KeyError("a bug of its own"))
     with pytest.raises(KeyError, match="a bug of its own"):
         allocator.allocate(64)
     assert counters(allocator) == (0, 0, 0, 0)
 
 
-def test_an_allocate_function_may_give_other_buffers_of_the_allocator_back():
+def test_from_callables_allocate_may_free_other_buffers():
     """As one does that evicts."""
     cached: list[Buffer] = []
     memory = [ctypes.create_string_buffer(64) for _ in range(3)]
@@ -254,7 +254,7 @@ HOST_KEEPERS: dict[str, Callable[[Buffer], object]] = {
 
 
 @pytest.mark.parametrize("keeper", [*KEEPERS, *HOST_KEEPERS])
-def test_memory_is_given_back_once_when_the_last_that_uses_it_is_gone(placement, keeper):
+def test_memory_is_freed_once_after_last_reference(placement, keeper):
     if placement.is_device and keeper in HOST_KEEPERS:
         pytest.skip("shows host memory")
     pool = Pool(placement)
@@ -270,7 +270,7 @@ def test_memory_is_given_back_once_when_the_last_that_uses_it_is_gone(placement,
 
 
 @pytest.mark.parametrize("keeper", ["torch", "numpy", "memoryview", "array protocol", "DLPack"])
-def test_an_export_outlives_closing_the_buffer(keeper):
+def test_export_outlives_buffer_close(keeper):
     pool = Pool()
     buffer = Buffer(8, "i32", allocator=pool.allocator)
     kept = {**KEEPERS, **HOST_KEEPERS}[keeper](buffer)
@@ -280,7 +280,7 @@ def test_an_export_outlives_closing_the_buffer(keeper):
     assert pool.num_returned == 1
 
 
-def test_closing_gives_the_memory_back_at_once_and_only_once():
+def test_buffer_close_frees_memory_exactly_once():
     pool = Pool()
     buffer = Buffer(8, "i32", allocator=pool.allocator)
     part = buffer.slice(2)
@@ -293,7 +293,7 @@ def test_closing_gives_the_memory_back_at_once_and_only_once():
     assert pool.num_returned == 1
 
 
-def test_borrowing_does_not_keep_memory():
+def test_borrowed_buffer_does_not_keep_memory_alive():
     pool = Pool()
     buffer = Buffer(8, "i32", allocator=pool.allocator)
     borrowed = buffer.borrow()
@@ -302,7 +302,7 @@ def test_borrowing_does_not_keep_memory():
     assert not borrowed
 
 
-def test_memory_in_a_reference_cycle_is_given_back_when_it_is_collected():
+def test_memory_in_reference_cycle_is_freed_by_gc():
     pool = Pool()
     cycle: dict[str, object] = {"buffer": Buffer(8, "i32", allocator=pool.allocator)}
     cycle["itself"] = cycle
@@ -312,7 +312,7 @@ def test_memory_in_a_reference_cycle_is_given_back_when_it_is_collected():
     assert pool.num_returned == 1
 
 
-def test_the_callables_live_as_long_as_the_memory():
+def test_callables_stay_alive_while_memory_is_in_use():
     pool = Pool()
     returned, buffer = pool.returned, Buffer(8, "i32", allocator=pool.allocator)
     del pool
@@ -341,7 +341,7 @@ def copy_in_pieces(src: Buffer, dst: Buffer, stream: Stream) -> None:
 
 @pytest.mark.parametrize("enqueue_copy", [copy_all, copy_in_a_batch, copy_in_pieces])
 @pytest.mark.parametrize("give_up", ["drop", "close"])
-def test_memory_a_copy_still_uses_is_given_back_only_when_it_is_done(enqueue_copy, give_up):
+def test_memory_of_pending_copy_is_freed_after_completion(enqueue_copy, give_up):
     sources, targets = Pool(), Pool()
     with new_stream() as stream:
         src, dst = Buffer(8, "u8", allocator=sources.allocator), Buffer(8, "u8", allocator=targets.allocator)
@@ -364,7 +364,7 @@ def test_memory_a_copy_still_uses_is_given_back_only_when_it_is_done(enqueue_cop
 @pytest.mark.parametrize(
     "write", [lambda buffer, stream: buffer.fill(9, stream), lambda buffer, stream: buffer.view("u4").fill(9, stream)]
 )
-def test_memory_a_fill_still_uses_is_given_back_only_when_it_is_done(write):
+def test_memory_of_pending_fill_is_freed_after_completion(write):
     pool = Pool()
     with new_stream() as stream:
         with held_back(stream):
@@ -377,7 +377,7 @@ def test_memory_a_fill_still_uses_is_given_back_only_when_it_is_done(write):
     assert pool.returned[0] in (bytes([9, 9]), bytes([0x99, 0x99]))
 
 
-def test_memory_of_a_copy_that_is_skipped_is_given_back_all_the_same():
+def test_memory_of_skipped_copy_is_freed():
     pool = Pool()
 
     def fail() -> None:
@@ -391,7 +391,7 @@ def test_memory_of_a_copy_that_is_skipped_is_given_back_all_the_same():
     assert pool.num_returned == 2
 
 
-def test_memory_marked_as_used_by_a_stream_is_given_back_behind_its_event():
+def test_memory_used_by_stream_is_freed_after_event():
     reached: list[bool] = []
     with new_stream() as stream:
         with held_back(stream):
@@ -405,7 +405,7 @@ def test_memory_marked_as_used_by_a_stream_is_given_back_behind_its_event():
     assert reached == [True]
 
 
-def test_memory_used_by_a_stream_that_failed_is_given_back(monkeypatch):
+def test_memory_used_by_failed_stream_is_freed(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", bool)  # a report is fine; a leak is not
     pool = Pool()
 
@@ -424,11 +424,11 @@ def test_memory_used_by_a_stream_that_failed_is_given_back(monkeypatch):
 # ---- counting ----
 
 
-def test_nothing_was_allocated_at_first():
+def test_allocator_stats_are_zero_initially():
     assert counters(Pool().allocator) == (0, 0, 0, 0)
 
 
-def test_the_peak_stays_when_memory_is_given_back():
+def test_allocator_peak_remains_after_free():
     allocator = Pool().allocator
     first = allocator.allocate(100)
     second = allocator.allocate(50)
@@ -441,7 +441,7 @@ def test_the_peak_stays_when_memory_is_given_back():
     assert counters(allocator) == (0, 150, 0, 3)
 
 
-def test_no_bytes_are_an_allocation_that_asks_the_callables_for_nothing(placement):
+def test_zero_byte_buffer_does_not_call_the_callables(placement):
     pool = Pool(placement)
     buffer = Buffer(0, "f32", allocator=pool.allocator)
     assert buffer  # it has memory: of no bytes
@@ -453,14 +453,14 @@ def test_no_bytes_are_an_allocation_that_asks_the_callables_for_nothing(placemen
     assert pool.returned == []
 
 
-def test_no_bytes_can_be_allocated_everywhere(placement):
+def test_zero_byte_allocation_works_on_every_placement(placement):
     held = default_allocator(placement).allocate(0)
     assert held.nbytes == 0
     assert held.tensor().numel() == 0
     assert held.tensor().device == placement.torch
 
 
-def test_fewer_bytes_than_none_are_an_error(placement):
+def test_allocate_negative_size_raises(placement):
     allocator = default_allocator(placement)
     before = counters(allocator)
     with pytest.raises(RangeError, match=rf"-1 bytes of {placement} memory"):
@@ -470,7 +470,7 @@ def test_fewer_bytes_than_none_are_an_error(placement):
     assert counters(allocator) == before
 
 
-def test_the_counters_are_right_when_many_threads_allocate():
+def test_allocator_counters_with_many_threads_are_exact():
     pool = Pool()
 
     def come_and_go() -> None:
@@ -488,7 +488,7 @@ def test_the_counters_are_right_when_many_threads_allocate():
     assert sorted(pool.asked) == sorted(4 * list(range(1, 200)))
 
 
-def test_an_allocator_shows_its_counters():
+def test_allocator_repr_shows_counters():
     pool = Pool()
     held = pool.allocator.allocate(77)
     assert "77" in repr(pool.allocator)
@@ -562,7 +562,7 @@ TestStatisticsAgainstAModel.settings = settings(max_examples=50, stateful_step_c
 
 
 @pytest.mark.parametrize("nbytes", [1 << 50, 1 << 63, 1 << 70], ids="{:,}".format)
-def test_running_out_of_memory_is_an_error_with_the_numbers(placement, nbytes):
+def test_out_of_memory_error_reports_sizes_and_usage(placement, nbytes):
     allocator = default_allocator(placement)
     kept = allocator.allocate(1234)
     gc.collect()
@@ -578,12 +578,12 @@ def test_running_out_of_memory_is_an_error_with_the_numbers(placement, nbytes):
     assert allocator.allocate(kept.nbytes).nbytes == 1234  # and it goes on
 
 
-def test_a_buffer_too_large_is_out_of_memory(placement):
+def test_buffer_too_large_raises_out_of_memory(placement):
     with pytest.raises(OutOfMemoryError, match=f"{1 << 52:,} bytes"):
         Buffer(1 << 49, "f64", placement)
 
 
-def test_the_numbers_of_two_callables_are_their_own():
+def test_from_callables_out_of_memory_reports_own_usage():
     allocator = allocator_that_answers(MemoryError("the shelf is empty"))
     with pytest.raises(
         OutOfMemoryError, match=r"10,000 bytes.*0 bytes in 0 allocations.*unknown amount.*shelf is empty"
@@ -591,12 +591,12 @@ def test_the_numbers_of_two_callables_are_their_own():
         allocator.allocate(10_000)
 
 
-def test_running_out_is_also_the_memory_error_python_knows():
+def test_out_of_memory_error_is_a_memory_error():
     with pytest.raises(MemoryError):
         Buffer(1 << 50, "u8")
 
 
-def test_trimming_leaves_live_memory_alone(placement, make, read):
+def test_trim_leaves_live_memory_intact(placement, make, read):
     allocator = default_allocator(placement)
     values = np.arange(100, dtype=np.uint8)
     buffer = make(placement, values)
@@ -606,7 +606,7 @@ def test_trimming_leaves_live_memory_alone(placement, make, read):
     assert Buffer(10, "u8", placement).nbytes == 10
 
 
-def test_trimming_an_allocator_of_two_callables_does_nothing():
+def test_trim_on_from_callables_allocator_does_nothing():
     pool = Pool()
     held = pool.allocator.allocate(10)
     pool.allocator.trim()
@@ -615,7 +615,7 @@ def test_trimming_an_allocator_of_two_callables_does_nothing():
     del held
 
 
-def test_memory_comes_back_after_many_rounds(placement):
+def test_repeated_allocation_does_not_leak(placement):
     gc.collect()
     allocator = default_allocator(placement)
     before = counters(allocator)

@@ -23,12 +23,12 @@ def begun(phase=0, sequence=0, rows=2):
 # ---- ops ----
 
 
-def test_the_eight_ops_come_in_the_order_of_the_ancestor():
+def test_batch_ops_have_fixed_order_and_sides():
     assert [op.value for op in BatchOp] == ["add", "setup", "prepare", "forward", "unprep", "fetch", "update", "remove"]
     assert [op.name for op in BatchOp if op.side == "executor"] == ["PREPARE", "FORWARD", "UNPREP"]
 
 
-def test_every_op_is_a_method_of_a_module_that_does_nothing_by_default():
+def test_module_methods_do_nothing_by_default():
     for op in BatchOp:
         getattr(Module(), op.value)(Environment() if op.per_batch else [])
 
@@ -36,7 +36,7 @@ def test_every_op_is_a_method_of_a_module_that_does_nothing_by_default():
 # ---- environment ----
 
 
-def test_what_is_produced_can_be_read():
+def test_environment_returns_produced_values():
     env = Environment()
     assert env.produce(TOKENS, [1]) == [1]
     assert env.at(TOKENS) == env.get(TOKENS) == [1]
@@ -45,7 +45,7 @@ def test_what_is_produced_can_be_read():
     assert env.get(LOGITS) is None
 
 
-def test_misuse_of_the_environment_names_what_there_is():
+def test_environment_misuse_raises_with_known_entries():
     env = Environment()
     with pytest.raises(StateError, match=r"no tokens \(list\).*known: nothing"):
         env.at(TOKENS)
@@ -61,7 +61,7 @@ def test_misuse_of_the_environment_names_what_there_is():
         Environment().produce(TOKENS, 5)
 
 
-def test_the_batch_and_its_copy_are_entries_like_any_other():
+def test_environment_holds_batch_and_copy():
     env, batch, copy = Environment(), begun(), BatchCopy()
     env.produce(BATCH, batch)
     env.produce(COPY, copy)
@@ -80,7 +80,7 @@ class Writer(Module):
     writes = frozenset([TOKENS])
 
 
-def test_every_entry_read_must_be_written_by_somebody():
+def test_check_modules_with_unwritten_entry_raises():
     check_modules([Reader(), Writer()], [BATCH, COPY])
     with pytest.raises(ArgumentError, match=r"Reader reads tokens \(list\), which no module writes; written: batch"):
         check_modules([Reader()], [BATCH, COPY])
@@ -91,14 +91,14 @@ def test_every_entry_read_must_be_written_by_somebody():
 # ---- the states of a slot ----
 
 
-def test_a_batch_knows_its_sizes():
+def test_batch_data_reports_its_sizes():
     batch = BatchData(1)
     batch.begin(4, Permutation([1, 9, 0], 2), ["x", "y", "z"], [5, 6])
     assert (batch.phase, batch.sequence, batch.bs0, batch.bsz) == (1, 4, 2, 3)
     assert batch.global_token_num == 11
 
 
-def test_what_is_no_batch_is_refused():
+def test_batch_data_with_invalid_arguments_raises():
     with pytest.raises(ArgumentError, match="must not be negative"):
         BatchData(-1)
     with pytest.raises(ArgumentError, match="2 rows needs 2 requests, got 1"):

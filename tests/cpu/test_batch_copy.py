@@ -31,7 +31,7 @@ def numbers(size, seed=0):
 # ---- one call, one copy ----
 
 
-def test_a_copy_happens_at_run_and_not_before(placement, make, read):
+def test_batch_copy_copies_at_run_and_not_before(placement, make, read):
     src, dst = make(placement, numbers(8)), make(placement, np.zeros(8, np.uint8))
     batch = BatchCopy()
     batch(src, 8, dst)
@@ -42,7 +42,7 @@ def test_a_copy_happens_at_run_and_not_before(placement, make, read):
     assert len(batch) == 0
 
 
-def test_a_copy_returns_the_end_of_its_destination(placement, make, read):
+def test_batch_copy_call_returns_end_of_destination(placement, make, read):
     a, b, dst = make(placement, numbers(4, 1)), make(placement, numbers(4, 2)), make(placement, np.zeros(8, np.uint8))
     with BatchCopy() as batch:
         end = batch(a, 4, dst)
@@ -54,7 +54,7 @@ def test_a_copy_returns_the_end_of_its_destination(placement, make, read):
     assert read(dst).tolist() == expected.tolist()
 
 
-def test_sizes_count_elements_of_the_buffers_type():
+def test_batch_copy_sizes_count_elements():
     src, dst = Buffer.wrap(np.arange(6, dtype=np.int32)), Buffer.wrap(np.zeros(6, np.int32))
     with BatchCopy() as batch:
         batch(src, 2, dst)
@@ -63,13 +63,13 @@ def test_sizes_count_elements_of_the_buffers_type():
     assert batch.result.nbytes == 16
 
 
-def test_nothing_to_run_is_fine():
+def test_empty_batch_copy_runs():
     result = BatchCopy().run()
     assert (result.num_calls, result.num_entries, result.nbytes, result.path) == (0, 0, 0, "")
     assert result.merge_ratio == 1.0
 
 
-def test_copies_of_nothing_count_as_calls_and_not_as_entries():
+def test_zero_size_copies_count_as_calls_not_entries():
     src, dst = Buffer(8, "u8"), Buffer(8, "u8")
     with BatchCopy() as batch:
         batch(src, 0, dst)
@@ -79,7 +79,7 @@ def test_copies_of_nothing_count_as_calls_and_not_as_entries():
     assert (batch.result.num_calls, batch.result.num_entries, batch.result.steps) == (5, 0, ())
 
 
-def test_a_batch_runs_again_and_again():
+def test_batch_copy_can_run_repeatedly():
     src, dst = Buffer.wrap(numbers(8)), Buffer.wrap(np.zeros(8, np.uint8))
     batch = BatchCopy()
     for k in range(3):
@@ -91,7 +91,7 @@ def test_a_batch_runs_again_and_again():
 # ---- groups ----
 
 
-def test_without_a_group_neighbours_stay_apart():
+def test_adjacent_copies_without_group_do_not_merge():
     src, dst = Buffer(8, "u8"), Buffer(8, "u8")
     with BatchCopy() as batch:
         end = batch(src, 4, dst)
@@ -99,7 +99,7 @@ def test_without_a_group_neighbours_stay_apart():
     assert (batch.result.num_calls, batch.result.num_entries) == (2, 2)
 
 
-def test_in_a_group_neighbours_become_one():
+def test_adjacent_copies_in_group_merge():
     src, dst = Buffer.wrap(numbers(64)), Buffer.wrap(np.zeros(64, np.uint8))
     with BatchCopy() as batch:
         with batch.group():
@@ -111,7 +111,7 @@ def test_in_a_group_neighbours_become_one():
     assert dst.tolist()[:20] == numbers(64)[:20].tolist()
 
 
-def test_arrays_in_a_group_merge_with_what_is_beside_them():
+def test_arrays_in_group_merge_with_adjacent_copies():
     src, dst = Buffer(64, "u8"), Buffer(64, "u8")
     with BatchCopy() as batch, batch.group():
         batch(src, 4, dst)
@@ -120,7 +120,7 @@ def test_arrays_in_a_group_merge_with_what_is_beside_them():
     assert batch.result.num_entries == 1
 
 
-def test_groups_do_not_nest():
+def test_nested_group_raises():
     batch = BatchCopy()
     with batch.group(), pytest.raises(StateError, match="do not nest"), batch.group():
         pass
@@ -128,7 +128,7 @@ def test_groups_do_not_nest():
         pass  # the failed one left no trace
 
 
-def test_run_inside_a_group_is_an_error_and_loses_nothing():
+def test_run_inside_group_raises_and_keeps_copies():
     src, dst = Buffer.wrap(numbers(4)), Buffer.wrap(np.zeros(4, np.uint8))
     batch = BatchCopy()
     with batch.group():
@@ -139,7 +139,7 @@ def test_run_inside_a_group_is_an_error_and_loses_nothing():
     assert dst.tolist() == numbers(4).tolist()
 
 
-def test_discarding_in_a_group_leaves_it_open():
+def test_discard_in_group_leaves_group_open():
     batch, src = BatchCopy(), Buffer(8, "u8")
     with batch.group():
         batch(src, 4, Buffer(8, "u8"))
@@ -151,7 +151,7 @@ def test_discarding_in_a_group_leaves_it_open():
     assert batch.run().num_calls == 2
 
 
-def test_a_group_left_by_an_error_is_closed():
+def test_group_left_by_exception_is_closed():
     batch = BatchCopy()
     with pytest.raises(KeyError), batch.group():
         raise KeyError
@@ -162,7 +162,7 @@ def test_a_group_left_by_an_error_is_closed():
 # ---- life of a batch ----
 
 
-def test_leaving_the_block_by_an_error_discards():
+def test_batch_copy_left_by_exception_discards_copies():
     src, dst = Buffer.wrap(numbers(4)), Buffer.wrap(np.zeros(4, np.uint8))
     batch = BatchCopy()
 
@@ -178,7 +178,7 @@ def test_leaving_the_block_by_an_error_discards():
     assert dst.tolist() == [0] * 4
 
 
-def test_dropping_copies_that_never_ran_is_told():
+def test_dropping_pending_copies_warns():
     def drop():
         BatchCopy()(Buffer(4, "u8"), 4, Buffer(4, "u8"))
         gc.collect()
@@ -187,7 +187,7 @@ def test_dropping_copies_that_never_ran_is_told():
         drop()
 
 
-def test_dropping_a_batch_that_ran_or_was_discarded_is_silent():
+def test_dropping_finished_batch_copy_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with BatchCopy() as batch:
@@ -198,7 +198,7 @@ def test_dropping_a_batch_that_ran_or_was_discarded_is_silent():
         gc.collect()
 
 
-def test_buffers_added_live_until_the_run():
+def test_batch_copy_keeps_buffers_until_run():
     target = Buffer.wrap(np.zeros(4, np.uint8))
     batch = BatchCopy()
     batch(Buffer.wrap(numbers(4).copy()), 4, target)
@@ -210,7 +210,7 @@ def test_buffers_added_live_until_the_run():
 # ---- what is refused ----
 
 
-def test_misuse_is_refused_with_the_numbers():
+def test_batch_copy_with_invalid_arguments_raises():
     src, dst = Buffer(8, "u8"), Buffer(4, "u8")
     batch = BatchCopy()
     with pytest.raises(RangeError, match=r"5 elements from a Buffer of 8 into one of 4"):
@@ -230,7 +230,7 @@ def test_misuse_is_refused_with_the_numbers():
     assert len(batch) == 0
 
 
-def test_arrays_are_checked_all_at_once_and_the_first_wrong_piece_is_named():
+def test_pieces_with_invalid_arrays_raise_with_first_bad_piece():
     src, dst = Buffer(100, "u8"), Buffer(50, "u8")
     batch = BatchCopy()
     with pytest.raises(RangeError, match=r"piece 1: 10 elements from 95 of a Buffer of 100"):
@@ -262,7 +262,7 @@ def test_arrays_are_checked_all_at_once_and_the_first_wrong_piece_is_named():
     assert len(batch) == 0
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_batch_copy_accepts_numpy_integers():
     src, dst = Buffer.wrap(numbers(8)), Buffer.wrap(np.zeros(8, np.uint8))
     with BatchCopy() as batch:
         batch.pieces(src, [0], np.int64(2), dst, [0])
@@ -270,14 +270,14 @@ def test_numbers_of_numpy_are_numbers():
     assert dst.tolist()[:4] == numbers(8)[:4].tolist()
 
 
-def test_empty_buffers_have_room_for_nothing():
+def test_batch_copy_accepts_empty_buffers():
     with BatchCopy() as batch:
         batch.pieces(Buffer(dtype="u8"), [0], 0, Buffer(dtype="u8"), [0])
         batch(Buffer(dtype="u8"), 0, Buffer(dtype="u8"))
     assert batch.result.num_calls == 2
 
 
-def test_closed_buffers_are_refused():
+def test_batch_copy_of_closed_buffer_raises():
     closed = Buffer(4, "u8")
     closed.close()
     with pytest.raises(ClosedError):
@@ -286,12 +286,12 @@ def test_closed_buffers_are_refused():
         BatchCopy().pieces(Buffer(4, "u8"), [0], 1, closed, [0])
 
 
-def test_unknown_paths_are_refused():
+def test_batch_copy_with_unknown_path_raises():
     with pytest.raises(ArgumentError, match=r"'dma'.*host, loop, driver, gather"):
         BatchCopy(path="dma")
 
 
-def test_packed_elements_are_copied_by_whole_bytes():
+def test_packed_elements_are_copied_in_whole_bytes():
     src, dst = Buffer.pack(np.arange(8, dtype=np.uint8), "u4"), Buffer.pack(np.full(8, 15, np.uint8), "u4")
     with BatchCopy() as batch:
         batch(src, 2, dst.slice(4))
@@ -305,7 +305,7 @@ def test_packed_elements_are_copied_by_whole_bytes():
 
 
 @given(size=st.integers(1, 9), n=st.integers(0, 9), start=st.integers(0, 4))
-def test_an_odd_number_of_packed_elements_is_copied_as_copy_does_or_refused(size, n, start):
+def test_odd_packed_count_copies_like_copy_or_raises(size, n, start):
     def fresh():
         return Buffer.pack(np.full(2 * start + size, 9, np.uint8), "u4").slice(2 * start)
 
@@ -323,7 +323,7 @@ def test_an_odd_number_of_packed_elements_is_copied_as_copy_does_or_refused(size
     assert other.tolist() == one.tolist()
 
 
-def test_the_padding_of_an_odd_packed_buffer_is_nobodys():
+def test_whole_odd_packed_buffer_is_copied():
     src, dst = Buffer.pack(np.arange(3, dtype=np.uint8), "u4"), Buffer(3, "u4")
     with BatchCopy() as batch:
         batch(src, 3, dst)
@@ -334,7 +334,7 @@ def test_the_padding_of_an_odd_packed_buffer_is_nobodys():
 
 
 @paths
-def test_every_path_or_its_substitute_gives_the_same_bytes(path, placement, make, read):
+def test_every_copy_path_gives_the_same_bytes(path, placement, make, read):
     src, dst = make(placement, numbers(1000, 1)), make(placement, numbers(1000, 2))
     random = np.random.default_rng(3)
     src_at, dst_at = random.permutation(100) * 10, random.permutation(100) * 10
@@ -349,14 +349,14 @@ def test_every_path_or_its_substitute_gives_the_same_bytes(path, placement, make
     assert batch.result.reason
 
 
-def test_a_path_that_cannot_is_replaced_and_says_why():
+def test_unusable_forced_path_is_replaced_with_reason():
     with BatchCopy(path="driver") as batch:
         batch(Buffer(4, "u8"), 4, Buffer(4, "u8"))
     assert batch.result.path == "host"
     assert "driver was forced, but driver needs GPU memory on one side" in batch.result.reason
 
 
-def test_what_cannot_be_split_into_waves_counts_every_piece_as_one():
+def test_long_dependency_chain_counts_each_piece_as_wave():
     buffer = Buffer.wrap(numbers(300))
     with BatchCopy(path="host") as batch:
         batch.pieces(buffer, np.arange(100), 1, buffer, np.arange(100) + 1)
@@ -365,7 +365,7 @@ def test_what_cannot_be_split_into_waves_counts_every_piece_as_one():
     assert buffer.tolist()[:101] == [numbers(300)[0]] * 101
 
 
-def test_several_placements_in_one_batch(placement, make, read):
+def test_batch_copy_mixes_placements(placement, make, read):
     a, b = make(placement, numbers(64, 1)), make(CPU, numbers(64, 2))
     c, d = make(CPU, np.zeros(64, np.uint8)), make(placement, np.zeros(64, np.uint8))
     with BatchCopy() as batch:
@@ -383,7 +383,7 @@ def test_several_placements_in_one_batch(placement, make, read):
 # ---- streams ----
 
 
-def test_on_a_host_stream_the_copy_waits_its_turn_and_keeps_its_memory():
+def test_batch_copy_on_host_stream_waits_and_keeps_memory():
     gate, stream = threading.Event(), Stream()
     src, dst = Buffer.wrap(np.zeros(1 << 16, np.uint8)), Buffer(1 << 16, "u8")
     out, shown = dst.numpy(), src.numpy()
@@ -399,7 +399,7 @@ def test_on_a_host_stream_the_copy_waits_its_turn_and_keeps_its_memory():
     assert (out == 7).all()
 
 
-def test_a_host_stream_does_not_take_gpu_work():
+def test_batch_copy_of_gpu_memory_on_host_stream_raises():
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     batch = BatchCopy()
@@ -413,7 +413,7 @@ def test_a_host_stream_does_not_take_gpu_work():
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_dependent_copies_inside_one_memory_come_out_in_order(placement, make, read, data):
+def test_dependent_copies_in_one_buffer_keep_order(placement, make, read, data):
     size = data.draw(st.integers(30, 400))
     seed = data.draw(st.integers(0, 1000))
     buffer, expected = make(placement, numbers(size, seed)), numbers(size, seed)
@@ -507,7 +507,7 @@ TestBatchMachine = BatchMachine.TestCase
 TestBatchMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_the_immediate_copy_has_the_same_shape_of_call(placement, make, read):
+def test_copy_and_batch_copy_share_call_signature(placement, make, read):
     def both(functor):
         src, dst = make(placement, numbers(8, 1)), make(placement, np.zeros(8, np.uint8))
         end = functor(src, 3, dst)
@@ -519,7 +519,7 @@ def test_the_immediate_copy_has_the_same_shape_of_call(placement, make, read):
     assert both(copy) == both(BatchCopy())
 
 
-def test_copies_vouched_for_are_made_as_they_are_and_join_others():
+def test_copy_table_runs_unchanged_and_merges_with_others():
     memory = np.arange(64, dtype=np.uint8)
     at, held = memory.ctypes.data, Buffer.wrap(memory).holding
     table = np.array([[at, at + 8], [at + 32, at + 40], [4, 8]])

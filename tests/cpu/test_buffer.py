@@ -64,7 +64,7 @@ class Grants:
 # ---- construction ----
 
 
-def test_a_buffer_of_nothing_is_empty_untyped_and_falsy():
+def test_buffer_without_arguments_is_empty_untyped_and_falsy():
     buffer = Buffer()
     assert not buffer
     assert (len(buffer), buffer.size, buffer.nbytes, buffer.base) == (0, 0, 0, 0)
@@ -74,7 +74,7 @@ def test_a_buffer_of_nothing_is_empty_untyped_and_falsy():
 
 
 @pytest.mark.parametrize("name", names)
-def test_a_buffer_of_a_type_only_is_empty_typed_and_falsy(name, placement):
+def test_buffer_with_only_dtype_is_empty_typed_and_falsy(name, placement):
     buffer = Buffer(dtype=name, placement=placement)
     assert not buffer
     assert (buffer.size, buffer.nbytes, buffer.dtype, buffer.placement) == (0, 0, dt.dtype(name), placement)
@@ -83,7 +83,7 @@ def test_a_buffer_of_a_type_only_is_empty_typed_and_falsy(name, placement):
 
 
 @pytest.mark.parametrize("name", names)
-def test_a_buffer_of_a_placement_has_memory_for_its_elements(name, placement):
+def test_buffer_has_memory_for_its_elements(name, placement):
     buffer = Buffer(13, name, placement)
     assert buffer
     assert (len(buffer), buffer.size, buffer.dtype, buffer.placement) == (13, 13, dt.dtype(name), placement)
@@ -94,11 +94,11 @@ def test_a_buffer_of_a_placement_has_memory_for_its_elements(name, placement):
     assert not buffer.readonly
 
 
-def test_a_placement_may_be_given_by_its_name(placement):
+def test_buffer_accepts_placement_by_name(placement):
     assert Buffer(1, "u8", str(placement)).placement == placement
 
 
-def test_no_elements_are_memory_too(placement):
+def test_buffer_of_zero_elements_is_truthy(placement):
     buffer = Buffer(0, "bf16", placement)
     assert buffer, "truth is whether there is memory, not whether there are elements"
     assert (buffer.size, buffer.nbytes, buffer.tolist()) == (0, 0, [])
@@ -108,7 +108,7 @@ def test_no_elements_are_memory_too(placement):
     assert buffer.slice(0).view("u4").size == 0
 
 
-def test_memory_of_an_allocator_is_given_back_to_it_once(placement):
+def test_buffer_memory_returns_to_its_allocator_once(placement):
     grants = Grants(placement)
     allocator = grants.allocator()
     buffer = Buffer(5, "u4", allocator=allocator)
@@ -124,7 +124,7 @@ def test_memory_of_an_allocator_is_given_back_to_it_once(placement):
     assert allocator.stats.num_live == 0
 
 
-def test_the_allocator_in_force_serves_its_placement(placement):
+def test_buffer_uses_allocator_of_context(placement):
     grants = Grants(placement)
     with context(allocator=grants.allocator()):
         buffer = Buffer(8, "u8", placement)
@@ -132,13 +132,13 @@ def test_the_allocator_in_force_serves_its_placement(placement):
     assert Buffer(8, "u8", placement).data() not in grants.live
 
 
-def test_an_allocator_that_has_nothing_left_is_an_out_of_memory_error_with_the_numbers():
+def test_buffer_from_exhausted_allocator_raises_out_of_memory():
     broke = Allocator.from_callables("cpu", lambda _nbytes: 0, lambda _pointer, _nbytes: None)
     with pytest.raises(OutOfMemoryError, match="12,345 bytes of cpu memory"):
         Buffer(12345, "u8", allocator=broke)
 
 
-def test_borrowed_memory_is_the_callers_to_keep(placement, make, read):
+def test_from_pointer_does_not_own_memory(placement, make, read):
     memory = make(placement, counting(6))
     buffer = Buffer.from_pointer(memory.data() + 4, 4, "i32", placement)
     assert (buffer.data(), buffer.tolist()) == (memory.data() + 4, [1, 2, 3, 4])
@@ -148,7 +148,7 @@ def test_borrowed_memory_is_the_callers_to_keep(placement, make, read):
     assert memory.tolist() == [0, -1, -1, -1, -1, 5]
 
 
-def test_shared_memory_keeps_its_owner(placement, make):
+def test_from_pointer_keeps_owner_alive(placement, make):
     class Owner:
         def __init__(self) -> None:
             self.memory = make(placement, counting(4))
@@ -165,60 +165,60 @@ def test_shared_memory_keeps_its_owner(placement, make):
     assert gone() is None
 
 
-def test_a_negative_size_is_an_error_with_the_number(placement):
+def test_buffer_negative_size_raises(placement):
     with pytest.raises(RangeError, match="-3"):
         Buffer(-3, "u8", placement)
     with pytest.raises(RangeError, match="-3"):
         Buffer.from_pointer(4096, -3, "u8", placement)
 
 
-def test_a_size_without_a_type_is_an_error_that_shows_how():
+def test_buffer_size_without_dtype_raises_with_example():
     with pytest.raises(DTypeError, match=r"Buffer\(7, 'bf16'\)"):
         Buffer(7)
 
 
 @pytest.mark.parametrize("size", [1.0, "4", np.float32(3)])
-def test_a_size_that_is_no_whole_number_is_a_type_error(size):
+def test_buffer_non_integer_size_raises(size):
     with pytest.raises(TypeError):
         Buffer(size, "u8")
 
 
 @pytest.mark.parametrize("size", [1.0, "4", None])
-def test_a_size_at_an_address_that_is_no_whole_number_is_an_error(size):
+def test_from_pointer_non_integer_size_raises(size):
     with pytest.raises((TypeError, ArgumentError)):
         Buffer.from_pointer(Buffer(64, "u8").data(), size, "u8")
 
 
-def test_a_size_from_numpy_is_a_size():
+def test_buffer_accepts_numpy_integer_size():
     buffer = Buffer(np.int64(3), "u8")
     assert type(buffer.size) is int
     assert buffer.size == 3
 
 
-def test_an_unknown_type_is_an_error():
+def test_buffer_unknown_dtype_raises():
     with pytest.raises(DTypeError, match="'f128'"):
         Buffer(1, "f128")
 
 
-def test_an_allocator_of_another_placement_is_an_error(placement):
+def test_buffer_with_allocator_of_other_placement_raises(placement):
     elsewhere = Allocator.from_callables(Placement("cuda", 7), lambda _nbytes: 4096, lambda _pointer, _nbytes: None)
     with pytest.raises(ArgumentError, match=f"{placement} memory from an allocator of cuda:7"):
         Buffer(1, "u8", placement, allocator=elsewhere)
 
 
-def test_a_null_address_is_an_error_unless_nothing_is_there():
+def test_from_pointer_null_address_raises_unless_empty():
     with pytest.raises(ArgumentError, match=r"0x0 .* 16 bytes"):
         Buffer.from_pointer(0, 4, "i32")
     assert Buffer.from_pointer(0, 0, "i32").tolist() == []
 
 
-def test_a_negative_address_is_an_error():
+def test_from_pointer_negative_address_raises():
     with pytest.raises(ArgumentError, match="-0x8"):
         Buffer.from_pointer(-8, 4, "u8")
 
 
 @pytest.mark.parametrize(("name", "off"), [("i64", 4), ("f32", 1), ("bf16", 1)])
-def test_an_address_not_aligned_for_the_type_is_an_error(name, off):
+def test_from_pointer_misaligned_address_raises(name, off):
     memory = Buffer(64, "u8")
     item = dt.dtype(name).item_bytes
     with pytest.raises(ArgumentError, match=rf"{memory.data() + off:#x} is not a multiple of {item}\b.*{name}"):
@@ -228,7 +228,7 @@ def test_an_address_not_aligned_for_the_type_is_an_error(name, off):
 # ---- equality, truth, description ----
 
 
-def test_equal_means_the_same_elements_of_the_same_memory():
+def test_buffers_over_same_elements_are_equal():
     buffer = Buffer(8, "i32")
     assert buffer == buffer[:] == buffer.slice(0, 8)
     same = [buffer.slice(2, 4), buffer[2:6], buffer[1:][1:5], buffer[2:6].view("u8").view("i32")]
@@ -249,27 +249,27 @@ def test_equal_means_the_same_elements_of_the_same_memory():
     ],
     ids=["base", "size", "dtype", "memory", "empty", "contents", "address"],
 )
-def test_buffers_that_differ_in_anything_are_not_equal(other):
+def test_buffers_that_differ_in_any_field_are_not_equal(other):
     buffer = Buffer(4, "i32")
     assert buffer != other(buffer)
 
 
-def test_contents_are_never_compared(placement, make):
+def test_buffer_equality_ignores_contents(placement, make):
     assert make(placement, b"same") != make(placement, b"same")
 
 
-def test_a_borrowed_buffer_is_equal_to_what_it_borrows():
+def test_borrowed_buffer_equals_its_owner():
     buffer = Buffer(4, "i32")
     assert buffer.borrow() == buffer
     assert hash(buffer.borrow()) == hash(buffer)
 
 
-def test_two_buffers_over_one_array_are_equal():
+def test_buffers_wrapping_one_array_are_equal():
     array = counting(4)
     assert Buffer.wrap(array) == Buffer.wrap(array)
 
 
-def test_truth_is_whether_there_is_memory_that_may_be_used(placement):
+def test_buffer_is_falsy_after_close(placement):
     buffer = Buffer(2, "u8", placement)
     part, borrowed = buffer[:0], buffer.borrow()
     assert (bool(buffer), bool(part), bool(borrowed)) == (True, True, True)
@@ -277,7 +277,7 @@ def test_truth_is_whether_there_is_memory_that_may_be_used(placement):
     assert (bool(buffer), bool(part), bool(borrowed)) == (False, False, False)
 
 
-def test_repr_says_what_it_is_and_its_state(placement):
+def test_buffer_repr_shows_type_and_state(placement):
     buffer = Buffer(3, "bf16", placement)
     assert repr(buffer) == f"Buffer(3, 'bf16', '{placement}')"
     buffer.close()
@@ -287,13 +287,13 @@ def test_repr_says_what_it_is_and_its_state(placement):
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_pickling_is_refused_and_says_what_to_use(protocol):
+def test_buffer_pickle_raises_with_alternative(protocol):
     with pytest.raises(TypeError, match="save and load"):
         pickle.dumps(Buffer(1, "u8"), protocol)
 
 
 @pytest.mark.parametrize("duplicate", [copy_module.copy, copy_module.deepcopy])
-def test_copying_by_the_copy_module_is_refused(duplicate):
+def test_buffer_copy_module_raises(duplicate):
     with pytest.raises(TypeError, match="save and load"):
         duplicate(Buffer(1, "u8"))
 
@@ -301,13 +301,13 @@ def test_copying_by_the_copy_module_is_refused(duplicate):
 # ---- addresses ----
 
 
-def test_data_is_the_address_of_the_first_element(placement):
+def test_data_returns_address_of_first_element(placement):
     buffer = Buffer(8, "i32", placement)
     assert buffer.data() == buffer.raw_data() == buffer.torch().data_ptr()
     assert buffer[3:].data() == buffer.data() + 12
 
 
-def test_data_of_a_type_is_only_given_for_that_type():
+def test_data_with_other_dtype_raises():
     buffer = Buffer(8, "i32")
     assert buffer.data("i32") == buffer.data(dt.i32) == buffer.data()
     with pytest.raises(DTypeError, match="holds i32, not f32"):
@@ -315,23 +315,23 @@ def test_data_of_a_type_is_only_given_for_that_type():
 
 
 @pytest.mark.parametrize(("name", "offset", "nbytes"), [("i64", 3, 24), ("u8", 8, 8), ("u4", 6, 3), ("u2", 8, 2)])
-def test_raw_data_counts_elements(name, offset, nbytes):
+def test_raw_data_offset_counts_elements(name, offset, nbytes):
     buffer = Buffer(8, name)
     assert buffer.raw_data(offset) == buffer.data() + nbytes
 
 
 @pytest.mark.parametrize("offset", [-1, 9, 1 << 40])
-def test_an_address_outside_is_an_error_with_the_numbers(offset):
+def test_raw_data_out_of_range_raises(offset):
     with pytest.raises(RangeError, match=rf"{offset} is outside 0\.\.8"):
         Buffer(8, "i32").raw_data(offset)
 
 
-def test_an_address_inside_a_byte_is_an_error():
+def test_raw_data_inside_byte_raises():
     with pytest.raises(ArgumentError, match="element 3 of u4"):
         Buffer(8, "u4").raw_data(3)
 
 
-def test_data_or_gives_the_default_only_when_empty(placement):
+def test_data_or_returns_default_only_when_empty(placement):
     buffer = Buffer(8, "i32", placement)
     assert buffer.data_or(7) == buffer.data()
     assert Buffer(dtype="i32").data_or(7) == Buffer().data_or(7) == 7
@@ -354,12 +354,12 @@ def test_data_or_gives_the_default_only_when_empty(placement):
     ],
     ids=["data", "raw_data", "bytes_tensor", "torch", "numpy", "memoryview", "fill", "holding", "dlpack", "device"],
 )
-def test_asking_an_empty_buffer_for_memory_is_an_error(empty, use):
+def test_empty_buffer_memory_access_raises(empty, use):
     with pytest.raises(StateError, match=rf"empty .*\b{empty.dtype}\b"):
         use(empty)
 
 
-def test_an_empty_buffer_can_be_borrowed_sliced_iterated_and_closed():
+def test_empty_buffer_supports_borrow_slice_iterate_close():
     empty = Buffer(dtype="i32")
     assert empty.borrow() == empty.slice(0, 0) == empty.slice(0) == empty[:] == empty
     assert list(empty) == []
@@ -375,7 +375,7 @@ def test_an_empty_buffer_can_be_borrowed_sliced_iterated_and_closed():
 # ---- slices ----
 
 
-def test_a_slice_shares_memory(placement, make, read):
+def test_slice_shares_memory(placement, make, read):
     buffer = make(placement, counting(10))
     part = buffer.slice(3, 2)
     assert (part.size, part.base, part.nbytes, part.dtype, part.placement) == (2, 3, 8, dt.i32, placement)
@@ -384,13 +384,13 @@ def test_a_slice_shares_memory(placement, make, read):
     assert read(buffer).view(np.int32).tolist() == [0, 1, 2, -1, -1, 5, 6, 7, 8, 9]
 
 
-def test_slices_of_slices_add_up_their_bases():
+def test_nested_slices_add_their_bases():
     buffer = Buffer(100, "bf16")
     part = buffer.slice(10, 50).slice(5).slice(7, 3)
     assert (part.base, part.size, part.data()) == (22, 3, buffer.data() + 44)
 
 
-def test_a_slice_without_a_size_goes_to_the_end():
+def test_slice_without_size_extends_to_end():
     buffer = Buffer(10, "i32")
     assert buffer.slice(4).size == 6
     assert buffer.slice(10).size == 0
@@ -410,26 +410,26 @@ def test_a_slice_without_a_size_goes_to_the_end():
         (1 << 62, 1 << 62, f"{1 << 62} elements from {1 << 62}"),
     ],
 )
-def test_a_slice_outside_is_an_error_with_the_numbers(base, size, asked, placement):
+def test_buffer_slice_out_of_range_raises(base, size, asked, placement):
     with pytest.raises(RangeError, match=rf"{asked} of a Buffer of 10$"):
         Buffer(10, "i32", placement).slice(base, size)
 
 
 @pytest.mark.parametrize(("base", "size"), [(1.0, 2), (0, 2.0), (0.5, None), ("1", None)])
-def test_a_slice_by_other_than_whole_numbers_is_an_error(base, size):
+def test_buffer_slice_non_integer_raises(base, size):
     with pytest.raises((TypeError, ArgumentError)):
         Buffer(10, "u8").slice(base, size)
 
 
 @pytest.mark.parametrize(("name", "base"), [("u4", 3), ("u4", 1), ("fp4", 5), ("u2", 1), ("u2", 2), ("u2", 7)])
-def test_a_slice_that_starts_inside_a_byte_is_an_error_with_the_numbers(name, base):
+def test_packed_slice_starting_inside_byte_raises(name, base):
     with pytest.raises(ArgumentError, match=rf"element {base} of {name} starts at bit {base * dt.dtype(name).bits}\b"):
         Buffer(8, name).slice(base, 1)
     with pytest.raises(ArgumentError, match=rf"element {base} of {name}"):
         Buffer(8, name)[base:]
 
 
-def test_a_slice_may_end_inside_a_byte():
+def test_packed_slice_may_end_inside_byte():
     buffer = Buffer(8, "u2")
     assert (buffer.slice(4, 3).size, buffer.slice(4, 3).nbytes, buffer[:5].nbytes) == (3, 1, 2)
 
@@ -440,7 +440,7 @@ def test_a_slice_may_end_inside_a_byte():
     st.one_of(st.none(), st.integers(-15, 15)),
     st.one_of(st.none(), st.integers(-15, 15)),
 )
-def test_python_slicing_selects_what_it_selects_of_a_list(name, size, start, stop):
+def test_subscript_slice_matches_list_slice(name, size, start, stop):
     buffer, indices = Buffer(size, name), list(range(size))[start:stop]
     first = slice(start, stop).indices(size)[0]
     if first * dt.dtype(name).bits % 8:
@@ -453,7 +453,7 @@ def test_python_slicing_selects_what_it_selects_of_a_list(name, size, start, sto
 
 
 @pytest.mark.parametrize("step", [-1, 2, 3])
-def test_a_slice_with_a_step_is_an_error(step):
+def test_subscript_slice_with_step_raises(step):
     with pytest.raises(ArgumentError, match=f"step 1, got {step}"):
         Buffer(8, "u8")[::step]
 
@@ -461,7 +461,7 @@ def test_a_slice_with_a_step_is_an_error(step):
 # ---- views ----
 
 
-def test_a_view_reads_the_same_bytes_as_another_type(placement, make):
+def test_view_reinterprets_bytes_as_other_dtype(placement, make):
     buffer = make(placement, np.array([1.0, -2.5], np.float32))
     words = buffer.view("u32")
     assert (words.size, words.dtype, words.placement, words.data()) == (2, dt.u32, placement, buffer.data())
@@ -471,13 +471,13 @@ def test_a_view_reads_the_same_bytes_as_another_type(placement, make):
     assert words.view("f32") == buffer
 
 
-def test_a_view_of_a_slice_keeps_its_address(placement):
+def test_view_of_slice_keeps_address(placement):
     part = Buffer(8, "i64", placement).slice(2, 4)
     view = part.view("i32")
     assert (view.size, view.base, view.data()) == (8, 4, part.data())
 
 
-def test_bytes_that_do_not_divide_are_an_error_with_the_numbers():
+def test_view_with_partial_element_raises():
     with pytest.raises(ArgumentError, match=r"7 elements of u8 \(56 bits\) .* whole number of i32 \(32 bits\)"):
         Buffer(7, "u8").view("i32")
     with pytest.raises(ArgumentError, match=r"3 elements of u4 \(12 bits\)"):
@@ -486,29 +486,29 @@ def test_bytes_that_do_not_divide_are_an_error_with_the_numbers():
         Buffer(2, "u2").view("fp4")  # half a byte more would come along
 
 
-def test_a_misaligned_view_is_an_error_and_the_address_never_moves_back():
+def test_misaligned_view_raises():
     part = Buffer(16, "u8").slice(3, 4)
     with pytest.raises(ArgumentError, match=rf"{part.data():#x}.* 4 bytes of i32"):
         part.view("i32")
 
 
-def test_a_view_as_its_own_type_is_the_same():
+def test_view_as_own_dtype_is_equal():
     buffer = Buffer(3, "u4")
     assert buffer.view("u4") == buffer
 
 
-def test_a_view_as_an_unknown_type_is_an_error():
+def test_view_as_unknown_dtype_raises():
     with pytest.raises(DTypeError, match="'u6'"):
         Buffer(8, "u8").view("u6")
 
 
-def test_a_view_of_an_empty_buffer_is_an_empty_buffer_of_that_type_in_the_same_place():
+def test_view_of_empty_buffer_keeps_placement():
     empty = Buffer(dtype="i32", placement="pinned").view("bf16")
     assert not empty
     assert (empty.dtype, str(empty.placement)) == (dt.bf16, "pinned")
 
 
-def test_typed_refuses_another_type():
+def test_typed_with_other_dtype_raises():
     buffer = Buffer(2, "bf16")
     assert buffer.typed("bf16") is buffer
     assert buffer.typed(dt.bf16) is buffer
@@ -522,7 +522,7 @@ def test_typed_refuses_another_type():
 # ---- borrowing ----
 
 
-def test_a_borrowed_buffer_reads_and_writes_while_the_owner_lives(placement, make):
+def test_borrowed_buffer_reads_and_writes_owner_memory(placement, make):
     owner = make(placement, counting(4))
     borrowed = owner.borrow()
     assert (borrowed.data(), borrowed.size, borrowed.dtype) == (owner.data(), 4, dt.i32)
@@ -530,7 +530,7 @@ def test_a_borrowed_buffer_reads_and_writes_while_the_owner_lives(placement, mak
     assert owner.tolist() == borrowed.tolist() == [0, 9, 2, 3]
 
 
-def test_a_borrowed_buffer_does_not_keep_the_memory(placement):
+def test_borrowed_buffer_raises_after_owner_is_freed(placement):
     grants = Grants(placement)
     owner = Buffer(4, "i32", allocator=grants.allocator())
     borrowed = owner[1:].borrow()
@@ -548,7 +548,7 @@ def test_a_borrowed_buffer_does_not_keep_the_memory(placement):
             gone.fill(1)
 
 
-def test_a_borrowed_buffer_sees_the_owner_close(placement):
+def test_borrowed_buffer_raises_after_owner_close(placement):
     owner = Buffer(4, "i32", placement)
     borrowed = owner.borrow()
     owner.close()
@@ -556,7 +556,7 @@ def test_a_borrowed_buffer_sees_the_owner_close(placement):
         borrowed.tolist()
 
 
-def test_closing_a_borrowed_buffer_leaves_the_owner_alone(placement, make):
+def test_closing_borrowed_buffer_leaves_owner_open(placement, make):
     owner = make(placement, counting(3))
     borrowed = owner.borrow()
     borrowed.close()
@@ -607,7 +607,7 @@ def bits_of(data: np.ndarray | bytes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", names)
-def test_elements_are_read_as_numpy_reads_them(name, placement, make):
+def test_elements_match_numpy(name, placement, make):
     oracle = Oracle(name)
     # every bit pattern of a small type, some of a large one; bools are 0 and 1
     raw = np.arange(256, dtype=np.uint8)[:2] if name == "bool" else np.arange(256, dtype=np.uint8)
@@ -618,7 +618,7 @@ def test_elements_are_read_as_numpy_reads_them(name, placement, make):
         assert same_values([buffer.at(index), buffer[index], buffer[index - buffer.size]], [expected[index]] * 3)
 
 
-def test_packed_elements_start_in_the_lowest_bits(make):
+def test_packed_elements_start_in_lowest_bits(make):
     assert make(CPU, b"\x21\xe4", "u4").tolist() == [1, 2, 4, 14]
     assert make(CPU, b"\xe4", "u2").tolist() == [0, 1, 2, 3]
     assert make(CPU, b"\x72\xf9", "fp4").tolist() == [1.0, 6.0, -0.5, -6.0]
@@ -626,13 +626,13 @@ def test_packed_elements_start_in_the_lowest_bits(make):
 
 @pytest.mark.parametrize("name", names)
 @pytest.mark.parametrize("index", [-1, 5, 1 << 40, -(1 << 40)])
-def test_at_refuses_an_index_outside_with_the_numbers(name, index):
+def test_at_out_of_range_raises(name, index):
     with pytest.raises(RangeError, match=rf"index {index} is outside 0\.\.4 of a Buffer of 5"):
         Buffer(5, name).at(index)
 
 
 @pytest.mark.parametrize("index", [-6, 5, 1 << 40])
-def test_subscripts_outside_are_errors_that_name_the_index_that_was_given(index):
+def test_subscript_out_of_range_raises_with_given_index(index):
     buffer = Buffer(5, "u8")
     with pytest.raises(IndexError, match=rf"index {index}\b"):
         buffer[index]
@@ -641,7 +641,7 @@ def test_subscripts_outside_are_errors_that_name_the_index_that_was_given(index)
 
 
 @pytest.mark.parametrize("index", [1.0, "0", None])
-def test_an_index_that_is_no_whole_number_is_a_type_error(index):
+def test_subscript_non_integer_raises(index):
     buffer = Buffer(2, "u8")
     with pytest.raises(TypeError):
         buffer.at(index)
@@ -651,7 +651,7 @@ def test_an_index_that_is_no_whole_number_is_a_type_error(index):
         buffer[index] = 1
 
 
-def test_assigning_to_a_slice_is_a_type_error():
+def test_slice_assignment_raises():
     buffer = Buffer(2, "u8")
     with pytest.raises(TypeError):
         buffer[:] = 1
@@ -660,7 +660,7 @@ def test_assigning_to_a_slice_is_a_type_error():
 @pytest.mark.parametrize("name", names)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_setting_one_element_changes_no_other_bit(name, placement, make, read, data):
+def test_setitem_changes_no_other_bit(name, placement, make, read, data):
     oracle = Oracle(name)
     raw = data.draw(st.binary(min_size=24, max_size=24))
     buffer = make(placement, raw, name)
@@ -676,7 +676,7 @@ def test_setting_one_element_changes_no_other_bit(name, placement, make, read, d
 @pytest.mark.parametrize("name", names)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_filling_a_slice_changes_no_bit_outside_it(name, placement, make, read, data):
+def test_fill_of_slice_changes_no_bit_outside(name, placement, make, read, data):
     oracle = Oracle(name)
     raw = data.draw(st.binary(min_size=24, max_size=24))
     buffer = make(placement, raw, name)
@@ -694,7 +694,7 @@ def test_filling_a_slice_changes_no_bit_outside_it(name, placement, make, read, 
 
 @pytest.mark.parametrize("name", packed_names)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
-def test_the_neighbours_in_a_partial_last_byte_survive(name, size, placement, make, read):
+def test_partial_last_byte_write_keeps_neighbours(name, size, placement, make, read):
     oracle = Oracle(name)
     for write in (
         lambda part: part.fill(0),
@@ -710,7 +710,7 @@ def test_the_neighbours_in_a_partial_last_byte_survive(name, size, placement, ma
 
 
 @pytest.mark.parametrize("name", integer_names)
-def test_the_extremes_of_an_integer_type_are_held_and_what_is_beyond_is_an_error(name):
+def test_integer_dtype_holds_limits_and_rejects_beyond(name):
     limits, buffer = np.iinfo(dt.dtype(name).numpy), Buffer(3, name)
     buffer.fill(int(limits.max))
     buffer[0] = int(limits.min)
@@ -724,7 +724,7 @@ def test_the_extremes_of_an_integer_type_are_held_and_what_is_beyond_is_an_error
 
 
 @pytest.mark.parametrize(("name", "top"), [("u2", 3), ("u4", 15)])
-def test_the_extremes_of_a_packed_integer_type_are_held_and_what_is_beyond_is_an_error(name, top):
+def test_packed_dtype_holds_limits_and_rejects_beyond(name, top):
     buffer = Buffer(3, name)
     buffer.fill(top)
     assert buffer.tolist() == [top] * 3
@@ -737,21 +737,21 @@ def test_the_extremes_of_a_packed_integer_type_are_held_and_what_is_beyond_is_an
 
 
 @pytest.mark.parametrize("value", [0.25, 7.0, -5.0, math.inf, math.nan])
-def test_fp4_refuses_what_it_cannot_hold(value):
+def test_fp4_unrepresentable_value_raises(value):
     with pytest.raises(RangeError, match="fp4 cannot hold"):
         Buffer(3, "fp4").fill(value)
 
 
 @pytest.mark.parametrize("name", [*integer_names, "u2", "u4"])
 @pytest.mark.parametrize("value", [1.5, math.inf, math.nan])
-def test_integer_types_refuse_what_is_not_whole(name, value):
+def test_integer_dtype_fractional_value_raises(name, value):
     with pytest.raises(RangeError, match=f"{name}.*{value}"):
         Buffer(3, name).fill(value)
 
 
 @pytest.mark.parametrize("name", ["bool", "u8", "i64", "bf16", "u4", "fp4"])
 @pytest.mark.parametrize("value", ["1", None, [1, 2], (1,)], ids=repr)
-def test_a_value_that_is_no_number_is_an_error(name, value):
+def test_fill_with_non_number_raises(name, value):
     with pytest.raises((TypeError, ArgumentError)):
         Buffer(3, name).fill(value)
 
@@ -810,7 +810,7 @@ def copied(source: Window, count: int, target: Window, bits: np.ndarray) -> None
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_chain_of_operations_does_to_the_bits_what_numpy_does(placement, make, read, data):
+def test_random_operation_chain_matches_numpy_bits(placement, make, read, data):
     raw = data.draw(st.binary(min_size=1, max_size=48), label="memory")
     root = make(placement, raw)
     bits = bits_of(raw)
@@ -847,7 +847,7 @@ def test_any_chain_of_operations_does_to_the_bits_what_numpy_does(placement, mak
 # ---- streams ----
 
 
-def test_filling_on_a_host_stream_happens_in_its_order():
+def test_fill_on_host_stream_runs_in_stream_order():
     buffer, stream = Buffer(4, "u4"), Stream("cpu")
     clear(buffer)
     with held_back(stream):
@@ -858,7 +858,7 @@ def test_filling_on_a_host_stream_happens_in_its_order():
     stream.close()
 
 
-def test_reading_elements_waits_for_the_stream_in_force(placement):
+def test_element_read_waits_for_context_stream(placement):
     buffer = Buffer(4, "i32", placement)
     with context(stream=Stream(placement)):
         buffer.fill(7)
@@ -868,7 +868,7 @@ def test_reading_elements_waits_for_the_stream_in_force(placement):
         assert buffer.at(3) == 9
 
 
-def test_closing_while_a_stream_still_writes_keeps_the_memory_until_it_is_done():
+def test_close_during_stream_write_defers_free():
     grants, stream = Grants(CPU), Stream("cpu")
     buffer = Buffer(4, "u8", allocator=grants.allocator())
     with held_back(stream):
@@ -883,7 +883,7 @@ def test_closing_while_a_stream_still_writes_keeps_the_memory_until_it_is_done()
     stream.close()
 
 
-def test_a_host_stream_cannot_write_gpu_memory():
+def test_fill_of_gpu_memory_on_host_stream_raises():
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     with pytest.raises(ArgumentError, match=r"cuda:0.*cpu"):
@@ -929,7 +929,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_every_use_after_close_is_an_error(use):
+def test_buffer_use_after_close_raises(use):
     buffer = Buffer(8, "u4")
     part, borrowed = buffer.slice(0, 8), buffer.borrow()
     buffer.close()
@@ -938,7 +938,7 @@ def test_every_use_after_close_is_an_error(use):
             use(closed)
 
 
-def test_closing_any_view_closes_all(placement):
+def test_closing_view_closes_all_views(placement):
     buffer = Buffer(8, "u8", placement)
     part = buffer[2:4]
     part.view("i8").close()
@@ -947,14 +947,14 @@ def test_closing_any_view_closes_all(placement):
     assert not part
 
 
-def test_closing_twice_is_closing(placement):
+def test_buffer_close_twice_is_allowed(placement):
     buffer = Buffer(8, "u8", placement)
     buffer.close()
     buffer.close()
     assert not buffer
 
 
-def test_what_a_closed_buffer_was_can_still_be_asked(placement):
+def test_closed_buffer_keeps_its_description(placement):
     buffer = Buffer(6, "u4", placement)[2:]
     buffer.close()
     assert (buffer.size, len(buffer), buffer.nbytes, buffer.dtype, buffer.base) == (4, 4, 2, dt.u4, 2)
@@ -962,7 +962,7 @@ def test_what_a_closed_buffer_was_can_still_be_asked(placement):
     assert isinstance(hash(buffer), int)
 
 
-def test_close_gives_the_memory_back_at_once(placement):
+def test_buffer_close_frees_memory_at_once(placement):
     grants = Grants(placement)
     buffer = Buffer(4, "i32", allocator=grants.allocator())
     part = buffer[1:]
@@ -985,7 +985,7 @@ def readonly_buffer() -> tuple[Buffer, np.ndarray]:
 
 
 @pytest.mark.parametrize("part", [lambda b: b, lambda b: b[2:], lambda b: b.view("u8"), lambda b: b.borrow()])
-def test_nothing_writes_read_only_memory(part):
+def test_read_only_buffer_write_raises(part):
     whole, array = readonly_buffer()
     buffer = part(whole)
     assert buffer.readonly
@@ -1003,7 +1003,7 @@ def test_nothing_writes_read_only_memory(part):
     assert array.tolist() == list(range(8))
 
 
-def test_packed_read_only_memory_is_not_written():
+def test_packed_read_only_buffer_write_raises():
     buffer = Buffer.wrap(b"\xff\xff").view("u4")[:3]
     with pytest.raises(ArgumentError, match="read-only"):
         buffer.fill(0)
@@ -1012,7 +1012,7 @@ def test_packed_read_only_memory_is_not_written():
     assert buffer.tolist() == [15, 15, 15]
 
 
-def test_read_only_memory_is_read():
+def test_read_only_buffer_is_readable():
     buffer, array = readonly_buffer()
     assert buffer.tolist() == array.tolist()
     assert buffer[3] == buffer.at(3) == 3
@@ -1026,14 +1026,14 @@ def test_read_only_memory_is_read():
 
 
 @pytest.mark.parametrize("name", [name for name in names if name not in packed_names])
-def test_the_torch_type_is_the_numpy_type(name):
+def test_torch_dtype_matches_numpy_dtype(name):
     of_torch = torch_dtype(dt.dtype(name))
     assert str(of_torch) == f"torch.{dt.dtype(name).numpy.name}"
     assert from_torch(of_torch) == dt.dtype(name)
     assert of_torch.itemsize == dt.dtype(name).item_bytes
 
 
-def test_packed_types_are_bytes_to_torch_except_fp4_which_it_knows():
+def test_packed_torch_dtype_is_uint8_except_fp4():
     assert torch_dtype(dt.u2) == torch_dtype(dt.u4) == torch.uint8
     assert torch_dtype(dt.fp4) == torch.float4_e2m1fn_x2
     assert from_torch(torch.float4_e2m1fn_x2) == dt.fp4
@@ -1041,7 +1041,7 @@ def test_packed_types_are_bytes_to_torch_except_fp4_which_it_knows():
 
 
 @pytest.mark.parametrize("foreign", [torch.complex64, torch.float8_e4m3fnuz, torch.uint4], ids=str)
-def test_a_torch_type_we_do_not_have_is_an_error(foreign):
+def test_from_torch_unsupported_dtype_raises(foreign):
     with pytest.raises(DTypeError, match=str(foreign)):
         from_torch(foreign)
 
@@ -1052,7 +1052,7 @@ def test_a_torch_type_we_do_not_have_is_an_error(foreign):
 @pytest.mark.parametrize("name", packed_names)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_packing_and_unpacking_are_inverse(name, data):
+def test_pack_then_unpack_round_trips(name, data):
     oracle = Oracle(name)
     codes = data.draw(st.lists(st.integers(0, (1 << oracle.bits) - 1), max_size=9))
     elements = np.array(codes, np.uint8).view(oracle.numpy)
@@ -1065,7 +1065,7 @@ def test_packing_and_unpacking_are_inverse(name, data):
         assert unpacked.view(np.uint8).tolist() == codes
 
 
-def test_packing_bits_a_type_does_not_have_is_an_error():
+def test_pack_with_invalid_values_or_dtype_raises():
     with pytest.raises(RangeError, match="u2 holds bits 0 to 3, got 4"):
         Buffer.pack(np.array([1, 4], np.uint8), "u2")
     with pytest.raises(DTypeError, match="bf16 is not packed"):
@@ -1086,7 +1086,7 @@ def test_packing_bits_a_type_does_not_have_is_an_error():
     ],
     ids=lambda case: str(getattr(case, "dtype", case)),
 )
-def test_packing_elements_of_another_type_is_an_error_not_their_low_bits(values, name):
+def test_pack_elements_of_other_dtype_raises(values, name):
     with pytest.raises(ArgumentError):
         Buffer.pack(values, name)
 
@@ -1094,7 +1094,7 @@ def test_packing_elements_of_another_type_is_an_error_not_their_low_bits(values,
 # ---- memory that is not ours ----
 
 
-def test_memory_from_ctypes_is_memory():
+def test_from_pointer_wraps_ctypes_memory():
     block = (ctypes.c_int32 * 4)(5, 6, 7, 8)
     buffer = Buffer.from_pointer(ctypes.addressof(block), 4, "i32", owner=block)
     buffer[0] = -5

@@ -33,14 +33,14 @@ def exit_code_of(*arguments: str) -> object:
 # ---- as a command ----
 
 
-def test_the_module_is_the_command():
+def test_python_m_kvtier_runs_the_command():
     done = run_kvtier("doctor", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert json.loads(done.stdout)["kvtier"] == kvtier.__version__
 
 
-def test_a_command_it_does_not_know_is_an_error_of_the_caller():
+def test_cli_unknown_command_exits_2_and_lists_commands():
     done = run_kvtier("cure")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -49,7 +49,7 @@ def test_a_command_it_does_not_know_is_an_error_of_the_caller():
     assert "Traceback" not in done.stderr
 
 
-def test_the_console_script_is_declared_and_is_the_same_command():
+def test_console_script_entry_point_is_main():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["kvtier"].partition(":")
     assert getattr(importlib.import_module(module), name) is main
@@ -58,12 +58,12 @@ def test_the_console_script_is_declared_and_is_the_same_command():
 # ---- what it says of itself ----
 
 
-def test_the_version_is_that_of_the_package(capsys):
+def test_cli_version_matches_package(capsys):
     assert exit_code_of("--version") == 0
     assert capsys.readouterr().out == f"kvtier {kvtier.__version__}\n"
 
 
-def test_help_names_the_commands_and_what_they_do(capsys):
+def test_cli_help_lists_commands(capsys):
     assert exit_code_of("--help") == 0
     shown = capsys.readouterr().out
     assert "usage: kvtier" in shown
@@ -71,7 +71,7 @@ def test_help_names_the_commands_and_what_they_do(capsys):
     assert "hardware and packages of this machine" in shown
 
 
-def test_help_of_a_command_names_its_options(capsys):
+def test_cli_command_help_lists_options(capsys):
     assert exit_code_of("doctor", "--help") == 0
     shown = capsys.readouterr().out
     assert "--json" in shown
@@ -79,7 +79,7 @@ def test_help_of_a_command_names_its_options(capsys):
 
 
 @pytest.mark.parametrize("arguments", [(), ("cure",), ("doctor", "--no-such-option"), ("doctor", "extra")])
-def test_what_is_not_understood_is_exit_code_2_and_a_usage_line(capsys, arguments):
+def test_cli_invalid_arguments_exit_2_with_usage(capsys, arguments):
     assert exit_code_of(*arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -99,7 +99,7 @@ def test_doctor_prints_one_line_per_finding(capsys):
     assert len(found) == len(lines)
 
 
-def test_doctor_gives_the_same_findings_as_json(capsys):
+def test_doctor_json_matches_text_output(capsys):
     main(["doctor"])
     table = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert main(["doctor", "--json"]) == 0
@@ -109,7 +109,7 @@ def test_doctor_gives_the_same_findings_as_json(capsys):
     assert {name: value.strip() for name, value in table.items()} == found
 
 
-def test_doctor_says_which_copy_paths_work_here(capsys):
+def test_doctor_lists_working_copy_paths(capsys):
     main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
     paths = found["copy cpu to cpu"]
@@ -117,7 +117,7 @@ def test_doctor_says_which_copy_paths_work_here(capsys):
     assert "host" in paths  # "host", or "no host (why)"
 
 
-def test_doctor_says_whether_there_is_a_gpu(capsys):
+def test_doctor_reports_gpu_or_none(capsys):
     main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
     if torch.cuda.is_available():
@@ -128,7 +128,7 @@ def test_doctor_says_whether_there_is_a_gpu(capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the copy paths of the GPU and keeps the result")
-def test_calibrating_without_a_gpu_finds_nothing_to_measure(capsys):
+def test_doctor_calibrate_without_gpu_succeeds(capsys):
     assert main(["doctor", "--calibrate"]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
@@ -141,7 +141,7 @@ def test_doctor_shows_the_cache_directory(monkeypatch, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["cache directory"] == str(tmp_path / "cache")
 
 
-def test_doctor_finds_out_what_is_wrong_with_the_cache_directory(monkeypatch, capsys):
+def test_doctor_reports_unusable_cache_directory(monkeypatch, capsys):
     """Finding out is what it is for: a machine with a problem is no reason to fail."""
     monkeypatch.setenv("KVTIER_CACHE_DIR", "/dev/null/kvtier")
     assert main(["doctor", "--json"]) == 0
@@ -182,7 +182,7 @@ def test_cli_with_full_standard_output_fails_in_one_line(arguments):
     assert b"No space left" in done.stderr
 
 
-def test_cli_with_closed_pipe_ends_without_a_word():
+def test_cli_with_closed_pipe_exits_silently():
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as closed:
@@ -206,16 +206,16 @@ def test_cli_with_closed_pipe_ends_without_a_word():
         (["generate", "--stop", BAD_BYTES, "x"], 1),
     ],
 )
-def test_cli_with_bytes_that_are_no_text_fails_in_one_line(locale, arguments, code):
+def test_cli_with_non_text_argument_fails_in_one_line(locale, arguments, code):
     encoded = [each if isinstance(each, bytes) else each.encode() for each in arguments]
     must_fail_in_one_line(run_raw(*encoded, **locale), code)
 
 
-def test_cli_with_input_that_is_no_text_fails_in_one_line():
+def test_cli_with_non_text_input_fails_in_one_line():
     must_fail_in_one_line(run_raw("generate", stdin=BAD_BYTES))
 
 
-def test_cli_with_config_that_is_no_file_fails_in_one_line(tmp_path):
+def test_cli_with_unreadable_config_fails_in_one_line(tmp_path):
     (tmp_path / "bytes.toml").write_bytes(BAD_BYTES)
     for path in (tmp_path, tmp_path / "bytes.toml", tmp_path / "none.toml"):
         must_fail_in_one_line(run_raw("completion", "bash", "--config", str(path)))

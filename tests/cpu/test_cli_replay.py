@@ -32,7 +32,7 @@ def told(capsys, *arguments: str) -> dict:
     return json.loads(shown.out)
 
 
-def test_replay_tells_what_the_simulation_says(files, capsys):
+def test_replay_json_matches_simulation(files, capsys):
     sizes = ["--host", "4GiB", "--disk", "64GiB", "--policy", "lru,arc,s3fifo", "--capacities", "5"]
     result = told(capsys, "replay", *files, *sizes)
     setups = [
@@ -57,7 +57,7 @@ def test_replay_tells_what_the_simulation_says(files, capsys):
     assert result == told(capsys, "replay", *files, *sizes), "deterministic"
 
 
-def test_the_table_has_what_the_issue_asks_for(files, capsys):
+def test_replay_table_has_tiers_latencies_and_bandwidths(files, capsys):
     assert main(["replay", *files, "--host", "4GiB", "--disk", "64GiB", "--capacities", "0"]) == 0
     shown = capsys.readouterr().out
     for wanted in (
@@ -75,12 +75,12 @@ def test_the_table_has_what_the_issue_asks_for(files, capsys):
     assert "dead on arrival" in shown
 
 
-def test_a_service_that_cannot_keep_up_is_told_so(capsys):
+def test_replay_reports_overloaded_gpus(capsys):
     assert main(["replay", "synthetic:sessions=60", "--gpu", "l40s", "--speed", "50", "--capacities", "0"]) == 0
     assert "The GPUs are overloaded: half of the requests queue for" in capsys.readouterr().out
 
 
-def test_plan_says_what_to_buy_and_what_more_brings(files, capsys, tmp_path):
+def test_plan_prints_advice_and_effect_of_more_memory(files, capsys, tmp_path):
     result = told(capsys, "plan", *files, "--ttft-p99", "500ms", "--limit", "40", "--html", str(tmp_path / "p.html"))
     assert result["advice"]["target_ttft_p99"] == 0.5
     assert any("100 GiB more host memory would change the hit rate by" in line for line in result["advice"]["text"])
@@ -92,7 +92,7 @@ def test_plan_says_what_to_buy_and_what_more_brings(files, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["replay", "--capacities", "0"], ["plan", "--ttft-p99", "500ms"]])
-def test_refused_requests_are_told_where_there_are_some(command, files, capsys):
+def test_refused_requests_are_reported_only_if_any(command, files, capsys):
     assert main([command[0], *files, *command[1:]]) == 0
     shown = capsys.readouterr().out
     assert "are refused" not in shown
@@ -110,7 +110,7 @@ def test_refused_requests_are_told_where_there_are_some(command, files, capsys):
     assert row.split()[1:] == [str(run["num_refused"]) for run in runs]
 
 
-def test_what_has_no_source_is_said_to_be_assumed(capsys):
+def test_replay_lists_assumed_values(capsys):
     options = ["synthetic:sessions=2", "--capacities", "0", "--device", "20GiB"]
     guessed = told(capsys, "replay", *options, "--gpu", "a100")["setup"]["assumed"]["gpu"]
     assert guessed["link_bandwidth"] == preset(GpuSpec, "a100").link_bandwidth
@@ -121,7 +121,7 @@ def test_what_has_no_source_is_said_to_be_assumed(capsys):
     assert told(capsys, "replay", *options, "--gpu", "h200")["setup"]["assumed"]["gpu"] == {}
 
 
-def test_replicas_speed_and_a_synthetic_trace(capsys):
+def test_replay_synthetic_trace_with_speed_and_replicas(capsys):
     options = ["--capacities", "0", "--jobs", "1", "--device", "20GiB"]
     one = told(capsys, "replay", "synthetic:sessions=20,turns=3,seed=9", *options)
     assert one["trace"]["num_requests"] == len(list(generate(SyntheticTrace(sessions=20, turns=3.0, seed=9))))
@@ -130,7 +130,7 @@ def test_replicas_speed_and_a_synthetic_trace(capsys):
     assert fast["results"][0]["num_requests"] == one["results"][0]["num_requests"]
 
 
-def test_lines_that_are_no_requests_are_told_and_counted(tmp_path, capsys):
+def test_replay_reports_and_counts_invalid_lines(tmp_path, capsys):
     path = tmp_path / "t.jsonl"
     write_trace(generate(SyntheticTrace(sessions=3)), path)
     path.write_text(path.read_text() + "{]\n" + '{"timestamp": 1}\n' * 9)
@@ -170,14 +170,14 @@ def test_lines_that_are_no_requests_are_told_and_counted(tmp_path, capsys):
         ),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_line(arguments, what, capsys):
+def test_replay_with_invalid_option_fails_in_one_line(arguments, what, capsys):
     assert main(["replay", *arguments]) == 1
     shown = capsys.readouterr().err
     assert what in shown
     assert "Traceback" not in shown
 
 
-def test_sizes_and_times_are_read_with_their_units():
+def test_size_and_seconds_parse_units():
     assert [size(text) for text in ("40GiB", "1.5TB", "100 mib", "0", "7B")] == [
         40 << 30,
         1_500_000_000_000,
@@ -194,7 +194,7 @@ def test_sizes_and_times_are_read_with_their_units():
             seconds(wrong)
 
 
-def test_a_size_that_is_none_is_exit_code_2(capsys):
+def test_replay_with_invalid_size_exits_2(capsys):
     with pytest.raises(SystemExit) as left:
         main(["replay", "t.jsonl", "--host", "lots"])
     assert left.value.code == 2

@@ -61,11 +61,11 @@ def in_a_new_thread(call: Callable[[], Any]) -> Any:
 # ---- what is in force ----
 
 
-def test_without_a_context_host_work_is_done_at_once_with_the_default_allocator():
+def test_without_context_defaults_are_current():
     assert in_force() == DEFAULTS
 
 
-def test_a_context_sets_stream_and_allocator_and_puts_the_old_ones_back():
+def test_context_sets_and_restores_stream_and_allocator():
     allocator = new_allocator()
     with new_stream() as stream:
         with context(stream=stream, allocator=allocator):
@@ -73,7 +73,7 @@ def test_a_context_sets_stream_and_allocator_and_puts_the_old_ones_back():
         assert in_force() == DEFAULTS
 
 
-def test_contexts_nest_and_each_puts_back_what_was_before_it():
+def test_nested_contexts_restore_outer_values():
     first, second = new_allocator(), new_allocator()
     with new_stream() as outer, new_stream() as inner:
         with context(stream=outer, allocator=first):
@@ -86,7 +86,7 @@ def test_contexts_nest_and_each_puts_back_what_was_before_it():
         assert in_force() == DEFAULTS
 
 
-def test_what_is_not_given_stays_as_it_was():
+def test_context_keeps_values_not_given():
     allocator = new_allocator()
     with new_stream() as stream, context(stream=stream, allocator=allocator):
         with context():
@@ -101,7 +101,7 @@ def test_what_is_not_given_stays_as_it_was():
             assert in_force()[0] is stream
 
 
-def test_the_same_stream_and_allocator_may_be_set_again():
+def test_context_accepts_current_values_again():
     allocator = new_allocator()
     with new_stream() as stream, context(stream=stream, allocator=allocator):
         with context(stream=stream, allocator=allocator):
@@ -109,7 +109,7 @@ def test_the_same_stream_and_allocator_may_be_set_again():
         assert in_force() == (stream, allocator)
 
 
-def test_an_exception_in_the_block_puts_the_old_ones_back_and_goes_on():
+def test_context_left_by_exception_restores_values():
     outer = new_allocator()
     with context(allocator=outer):
         with (
@@ -122,7 +122,7 @@ def test_an_exception_in_the_block_puts_the_old_ones_back_and_goes_on():
     assert in_force() == DEFAULTS
 
 
-def test_returning_out_of_the_block_puts_the_old_ones_back():
+def test_context_left_by_return_restores_values():
     def leave_early(stream: Stream) -> Stream | None:
         with context(stream=stream):
             return current_stream(CPU)
@@ -135,7 +135,7 @@ def test_returning_out_of_the_block_puts_the_old_ones_back():
 # ---- allocators ----
 
 
-def test_there_is_one_allocator_for_each_placement():
+def test_context_holds_one_allocator_per_placement():
     host, pinned, device = new_allocator(CPU), new_allocator(PINNED), new_allocator(GPU)
     with context(allocator=[host, pinned, device]):
         assert current_allocator(CPU) is host
@@ -143,14 +143,14 @@ def test_there_is_one_allocator_for_each_placement():
         assert current_allocator(GPU) is device
 
 
-def test_any_iterable_of_allocators_will_do():
+def test_context_accepts_any_iterable_of_allocators():
     host, pinned = new_allocator(CPU), new_allocator(PINNED)
     with context(allocator=(each for each in (host, pinned))):
         assert current_allocator(CPU) is host
         assert current_allocator(PINNED) is pinned
 
 
-def test_an_allocator_leaves_those_of_other_placements_alone():
+def test_context_allocator_leaves_other_placements_unchanged():
     host, pinned, inner = new_allocator(CPU), new_allocator(PINNED), new_allocator(CPU)
     with context(allocator=pinned):
         assert current_allocator(CPU) is default_allocator(CPU)
@@ -162,14 +162,14 @@ def test_an_allocator_leaves_those_of_other_placements_alone():
             assert current_allocator(CPU) is host
 
 
-def test_gpus_are_placements_of_their_own():
+def test_context_keeps_allocators_per_gpu():
     first, second = new_allocator(Placement("cuda", 0)), new_allocator(Placement("cuda", 1))
     with context(allocator=[first, second]):
         assert current_allocator(Placement("cuda", 0)) is first
         assert current_allocator(Placement("cuda", 1)) is second
 
 
-def test_buffers_come_from_the_allocator_in_force(placement):
+def test_buffer_and_empty_like_use_context_allocator(placement):
     allocator = new_allocator(placement)
     with context(allocator=allocator):
         buffer = Buffer(8, "f32", placement)
@@ -180,7 +180,7 @@ def test_buffers_come_from_the_allocator_in_force(placement):
     assert allocator.stats.num_allocations == 2
 
 
-def test_an_allocator_named_in_the_call_comes_before_the_one_in_force():
+def test_explicit_allocator_overrides_context():
     named, in_context = new_allocator(), new_allocator()
     with context(allocator=in_context):
         buffer = Buffer(8, "u8", allocator=named)
@@ -192,7 +192,7 @@ def test_an_allocator_named_in_the_call_comes_before_the_one_in_force():
 # ---- streams ----
 
 
-def test_work_goes_to_the_stream_in_force():
+def test_copies_run_on_context_stream():
     with new_stream() as stream, held_back(stream):
         target = Buffer(4, "u8")
         target.fill(0)
@@ -204,7 +204,7 @@ def test_work_goes_to_the_stream_in_force():
     assert target.tolist() == [9, 2, 3, 4]  # closing the stream finished it
 
 
-def test_work_outside_the_block_is_done_at_once():
+def test_work_after_context_runs_immediately():
     with new_stream() as stream, held_back(stream):
         with context(stream=stream):
             pass
@@ -213,7 +213,7 @@ def test_work_outside_the_block_is_done_at_once():
         assert target.tolist() == [7, 7, 7, 7]
 
 
-def test_reading_an_element_waits_for_the_stream_in_force():
+def test_element_read_waits_for_context_stream():
     target = Buffer(4, "u8")
     target.fill(0)
     with new_stream() as stream, context(stream=stream):
@@ -224,7 +224,7 @@ def test_reading_an_element_waits_for_the_stream_in_force():
         assert target[3] == 6
 
 
-def test_a_stream_named_in_the_call_comes_before_the_one_in_force():
+def test_explicit_stream_overrides_context():
     target = Buffer(4, "u8")
     with new_stream() as blocked, new_stream() as free, held_back(blocked), context(stream=blocked):
         target.fill(8, free)
@@ -232,7 +232,7 @@ def test_a_stream_named_in_the_call_comes_before_the_one_in_force():
         assert target.numpy().tolist() == [8, 8, 8, 8]
 
 
-def test_a_host_stream_in_force_does_not_fit_gpu_memory():
+def test_current_stream_for_gpu_with_host_stream_raises():
     with new_stream() as stream, context(stream=stream):
         with pytest.raises(
             ArgumentError, match=r"stream in force is on cpu, but the memory is on cuda:0.*Stream\('cuda:0'\)"
@@ -244,18 +244,18 @@ def test_a_host_stream_in_force_does_not_fit_gpu_memory():
 
 @pytest.mark.parametrize("host", [CPU, PINNED], ids=str)
 @pytest.mark.parametrize("to_gpu", [True, False], ids=["to the GPU", "from the GPU"])
-def test_a_host_stream_given_to_a_call_does_not_fit_gpu_memory_on_either_side(host, to_gpu):
+def test_choose_stream_host_stream_with_gpu_memory_raises(host, to_gpu):
     with new_stream() as stream, pytest.raises(ArgumentError, match=r"work on cuda:0 memory.* a stream on cpu"):
         choose_stream(stream, *((host, GPU) if to_gpu else (GPU, host)))
 
 
-def test_a_host_stream_given_to_a_call_fits_all_host_memory():
+def test_choose_stream_host_stream_accepts_host_memory():
     with new_stream() as stream:
         assert choose_stream(stream, CPU) is stream
         assert choose_stream(stream, CPU, PINNED) is stream
 
 
-def test_memory_and_stream_in_the_wrong_place_are_an_error_in_every_call(placement):
+def test_gpu_work_on_host_stream_raises_in_every_call(placement):
     if not placement.is_device:
         pytest.skip("host memory fits every stream")
     buffer, host = Buffer(4, "u8", placement), Buffer(4, "u8")
@@ -272,12 +272,12 @@ def test_memory_and_stream_in_the_wrong_place_are_an_error_in_every_call(placeme
 # ---- threads and tasks ----
 
 
-def test_a_new_thread_starts_with_the_defaults():
+def test_new_thread_starts_with_defaults():
     with new_stream() as stream, context(stream=stream, allocator=new_allocator()):
         assert in_a_new_thread(in_force) == DEFAULTS
 
 
-def test_tasks_of_a_host_stream_start_with_the_defaults():
+def test_host_stream_tasks_start_with_defaults():
     seen: list[object] = []
     with new_stream() as stream, context(stream=stream, allocator=new_allocator()):
         stream.enqueue(lambda: seen.append(in_force()))
@@ -285,7 +285,7 @@ def test_tasks_of_a_host_stream_start_with_the_defaults():
     assert seen == [DEFAULTS]
 
 
-def test_threads_do_not_see_each_others_contexts():
+def test_threads_have_separate_contexts():
     inside, looked = threading.Event(), threading.Event()
     seen: list[object] = []
 
@@ -306,7 +306,7 @@ def test_threads_do_not_see_each_others_contexts():
     assert seen == [True]
 
 
-def test_asyncio_tasks_that_take_turns_keep_their_own_contexts():
+def test_interleaved_asyncio_tasks_have_separate_contexts():
     async def hold_a_context(stream: Stream, allocator: Allocator, turn: asyncio.Barrier) -> None:
         with context(stream=stream, allocator=allocator):
             await turn.wait()  # every task is inside its block now
@@ -328,7 +328,7 @@ def test_asyncio_tasks_that_take_turns_keep_their_own_contexts():
     asyncio.run(main())
 
 
-def test_an_asyncio_task_starts_with_what_was_in_force_where_it_was_made():
+def test_asyncio_task_inherits_context_at_creation():
     async def look() -> object:
         return in_force()
 
@@ -345,7 +345,7 @@ def test_an_asyncio_task_starts_with_what_was_in_force_where_it_was_made():
     asyncio.run(main())
 
 
-def test_a_context_in_an_asyncio_task_does_not_leak_when_the_task_is_cancelled():
+def test_cancelled_asyncio_task_does_not_leak_context():
     async def hold_a_context(inside: asyncio.Event) -> None:
         with context(allocator=new_allocator()):
             inside.set()

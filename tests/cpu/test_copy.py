@@ -34,7 +34,7 @@ def stream_of(placement: Placement) -> Stream:
 
 
 @pytest.mark.parametrize("name", names)
-def test_copying_everything_copies_every_byte(name, placement, make, read):
+def test_copy_of_whole_buffer_copies_every_byte(name, placement, make, read):
     raw = np.arange(48, dtype=np.uint8)
     source, target = make(placement, raw, name), make(placement, np.zeros(48, np.uint8), name)
     copy(source, target)
@@ -43,7 +43,7 @@ def test_copying_everything_copies_every_byte(name, placement, make, read):
 
 
 @pytest.mark.parametrize("direction", ["to", "from"])
-def test_copies_go_between_placements(direction, placement, make, read):
+def test_copy_works_between_placements(direction, placement, make, read):
     raw = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8)
     for other in {CPU, best_host()}:
         source, target = (other, placement) if direction == "to" else (placement, other)
@@ -52,19 +52,19 @@ def test_copies_go_between_placements(direction, placement, make, read):
         assert np.array_equal(read(copied), raw)
 
 
-def test_copying_n_elements_leaves_the_others(placement, make, read):
+def test_copy_of_n_elements_leaves_the_rest(placement, make, read):
     source, target = make(placement, np.arange(8, dtype=np.int32)), make(placement, np.full(6, -1, np.int32))
     copy(source, 3, target)
     assert read(target).view(np.int32).tolist() == [0, 1, 2, -1, -1, -1]
 
 
-def test_a_slice_is_a_destination(placement, make, read):
+def test_copy_into_slice_writes_only_slice(placement, make, read):
     source, target = make(placement, np.arange(8, dtype=np.int32)), make(placement, np.full(6, -1, np.int32))
     copy(source[5:7], target[1:3])
     assert read(target).view(np.int32).tolist() == [-1, 5, 6, -1, -1, -1]
 
 
-def test_copy_returns_the_rest_of_the_destination_so_that_copies_chain(placement, make, read):
+def test_copy_returns_rest_of_destination(placement, make, read):
     a, b = make(placement, np.array([1, 2], np.int16)), make(placement, np.array([3, 4, 5], np.int16))
     target = make(placement, np.zeros(6, np.int16))
     rest = copy(b, 1, copy(a, 2, target))
@@ -74,7 +74,7 @@ def test_copy_returns_the_rest_of_the_destination_so_that_copies_chain(placement
 
 
 @pytest.mark.parametrize(("name", "n"), [("u4", 3), ("fp4", 1), ("u2", 6)])
-def test_the_rest_that_starts_inside_a_byte_is_none(name, n, placement):
+def test_copy_rest_inside_byte_is_empty(name, n, placement):
     rest = copy(Buffer(8, name, placement), n, Buffer(8, name, placement))
     assert not rest
     assert (rest.size, rest.dtype.name, rest.placement) == (0, name, placement)
@@ -82,7 +82,7 @@ def test_the_rest_that_starts_inside_a_byte_is_none(name, n, placement):
 
 @pytest.mark.parametrize("name", packed)
 @pytest.mark.parametrize("n", range(9))
-def test_a_copy_that_ends_inside_a_byte_leaves_its_neighbours(name, n, placement, make, read):
+def test_copy_ending_inside_byte_keeps_neighbours(name, n, placement, make, read):
     source, target = make(placement, b"\x00" * 5, name), make(placement, b"\xff" * 5, name)
     copy(source, n, target)
     bits = bits_of(read(target)).reshape(-1, dt.dtype(name).bits)
@@ -90,7 +90,7 @@ def test_a_copy_that_ends_inside_a_byte_leaves_its_neighbours(name, n, placement
     assert bits[n:].all()
 
 
-def test_copying_nothing_is_nothing(placement, make, read):
+def test_copy_of_zero_elements_changes_nothing(placement, make, read):
     target = make(placement, b"abc")
     assert copy(Buffer(5, "u8", placement), 0, target) == target
     copy(target[:0], target[3:])
@@ -101,7 +101,7 @@ def test_copying_nothing_is_nothing(placement, make, read):
 @pytest.mark.parametrize("name", names)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_overlapping_copies_are_memmove(name, placement, make, data):
+def test_overlapping_copy_matches_memmove(name, placement, make, data):
     element, raw = dt.dtype(name), data.draw(st.binary(min_size=48, max_size=48))
     buffer = make(placement, raw, element)
     starts = st.integers(0, buffer.size // element.per_byte).map(lambda start: start * element.per_byte)
@@ -116,7 +116,7 @@ def test_overlapping_copies_are_memmove(name, placement, make, data):
 
 
 @pytest.mark.parametrize("gap", [-(1 << 20), -4096, -1, 1, 64, 4096, 1 << 20])
-def test_large_overlapping_copies_are_memmove(gap, placement, make, read):
+def test_large_overlapping_copy_matches_memmove(gap, placement, make, read):
     raw = np.random.default_rng(1).integers(0, 256, 4 << 20, np.uint8)
     buffer, n = make(placement, raw), (4 << 20) - abs(gap)
     src, dst = max(0, -gap), max(0, gap)
@@ -129,14 +129,14 @@ def test_large_overlapping_copies_are_memmove(gap, placement, make, read):
 # ---- streams ----
 
 
-def test_without_a_stream_a_host_copy_is_done_when_it_returns():
+def test_host_copy_without_stream_is_synchronous():
     source, target = Buffer.wrap(bytearray(b"abc")), Buffer.wrap(memory := bytearray(3))
     copy(source, target)
     assert memory == b"abc"
 
 
 @pytest.mark.parametrize("how", ["given", "in force"])
-def test_on_a_host_stream_a_copy_happens_in_its_order(how):
+def test_copy_on_host_stream_runs_in_stream_order(how):
     stream, target = Stream("cpu"), Buffer.wrap(memory := bytearray(3))
     with held_back(stream):
         if how == "given":
@@ -150,7 +150,7 @@ def test_on_a_host_stream_a_copy_happens_in_its_order(how):
     stream.close()
 
 
-def test_the_order_of_a_stream_is_that_of_the_calls(placement, make, read):
+def test_stream_runs_work_in_call_order(placement, make, read):
     stream, buffer = Stream(placement), make(placement, np.zeros(8, np.uint8))
     buffer.fill(1, stream)
     copy(buffer[:4], 4, buffer[4:], stream)
@@ -161,7 +161,7 @@ def test_the_order_of_a_stream_is_that_of_the_calls(placement, make, read):
     assert read(buffer).tolist() == [0, 0, 3, 3, 1, 1, 3, 3]
 
 
-def test_memory_in_a_pending_copy_is_kept_until_it_is_done():
+def test_pending_copy_keeps_memory_alive():
     stream, array, target = Stream("cpu"), np.arange(4, dtype=np.uint8), Buffer.wrap(memory := bytearray(4))
     alive = weakref.ref(array)
     with held_back(stream):
@@ -178,7 +178,7 @@ def test_memory_in_a_pending_copy_is_kept_until_it_is_done():
 
 
 @needs_gpu
-def test_a_stream_of_the_wrong_place_is_an_error():
+def test_copy_of_gpu_memory_on_host_stream_raises():
     device = Buffer(4, "u8", "cuda:0")
     with pytest.raises(ArgumentError, match=r"cuda:0 .* stream on cpu"):
         copy(device, Buffer(4, "u8"), stream=Stream("cpu"))
@@ -190,7 +190,7 @@ def test_a_stream_of_the_wrong_place_is_an_error():
 
 
 @needs_gpu
-def test_a_host_copy_on_a_gpu_stream_comes_after_what_was_before_it(make):
+def test_host_copy_on_gpu_stream_runs_in_stream_order(make):
     device, host, twin = make(Placement("cuda", 0), bytes([7] * 8)), Buffer(8, "u8", "pinned"), Buffer(8, "u8")
     stream = Stream("cuda:0")
     with torch.cuda.stream(stream.native):
@@ -205,49 +205,49 @@ def test_a_host_copy_on_a_gpu_stream_comes_after_what_was_before_it(make):
 
 
 @pytest.mark.parametrize(("source", "target"), [("f16", "bf16"), ("u8", "i8"), ("u4", "fp4"), ("u8", "u4")])
-def test_other_element_types_are_refused(source, target, placement):
+def test_copy_between_dtypes_raises(source, target, placement):
     with pytest.raises(DTypeError, match=rf"copy {source} elements into a Buffer of {target}"):
         copy(Buffer(8, source, placement), Buffer(8, target, placement))
 
 
 @pytest.mark.parametrize(("sizes", "n"), [((8, 4), 5), ((4, 8), 5), ((4, 4), -1), ((4, 4), 1 << 62), ((0, 4), 1)])
-def test_counts_outside_either_buffer_are_errors_with_the_numbers(sizes, n, placement, make, read):
+def test_copy_count_out_of_range_raises(sizes, n, placement, make, read):
     source, target = Buffer(sizes[0], "u8", placement), make(placement, b"\xff" * sizes[1])
     with pytest.raises(RangeError, match=rf"{n} elements from a Buffer of {sizes[0]} into one of {sizes[1]}"):
         copy(source, n, target)
     assert read(target).tobytes() == b"\xff" * sizes[1]
 
 
-def test_copying_everything_needs_equal_sizes():
+def test_copy_of_whole_buffer_with_other_size_raises():
     for sizes in ((3, 4), (4, 3), (0, 1)):
         with pytest.raises(RangeError, match=rf"equal sizes, got {sizes[0]} and {sizes[1]}"):
             copy(Buffer(sizes[0], "u8"), Buffer(sizes[1], "u8"))
 
 
 @pytest.mark.parametrize("n", [1.0, "1", None])
-def test_a_count_that_is_no_whole_number_is_an_error(n):
+def test_copy_with_non_integer_count_raises(n):
     with pytest.raises((TypeError, ArgumentError)):
         copy(Buffer(4, "u8"), n, Buffer(4, "u8"))
 
 
-def test_a_count_without_a_destination_is_an_error():
+def test_copy_without_destination_raises():
     with pytest.raises((TypeError, ArgumentError), match="destination"):
         copy(Buffer(4, "u8"), 4)
 
 
-def test_a_destination_given_twice_is_an_error():
+def test_copy_with_two_destinations_raises():
     with pytest.raises((TypeError, ArgumentError)):
         copy(Buffer(4, "u8"), Buffer(4, "u8"), Buffer(4, "u8"))
 
 
-def test_read_only_memory_is_not_a_destination():
+def test_copy_into_read_only_buffer_raises():
     target = Buffer.wrap(b"abcd")
     with pytest.raises(ArgumentError, match="read-only"):
         copy(Buffer(4, "u8"), target)
     assert target.tolist() == list(b"abcd")
 
 
-def test_closed_memory_is_neither_source_nor_destination(placement):
+def test_copy_and_clear_of_closed_buffer_raise(placement):
     closed, fine = Buffer(4, "u8", placement), Buffer(4, "u8", placement)
     closed.close()
     with pytest.raises(ClosedError):
@@ -263,7 +263,7 @@ def test_closed_memory_is_neither_source_nor_destination(placement):
 
 @pytest.mark.parametrize("name", names)
 @pytest.mark.parametrize("size", [0, 1, 5, 8])
-def test_clear_zeroes_every_element_and_nothing_else(name, size, placement, make, read):
+def test_clear_zeroes_exactly_its_elements(name, size, placement, make, read):
     buffer = make(placement, b"\xff" * 64, name)
     clear(buffer.slice(0, size))
     bits = bits_of(read(buffer)).reshape(-1, dt.dtype(name).bits)
@@ -271,7 +271,7 @@ def test_clear_zeroes_every_element_and_nothing_else(name, size, placement, make
     assert bits[size:].all()
 
 
-def test_clear_happens_in_the_order_of_its_stream():
+def test_clear_runs_in_stream_order():
     stream, buffer = Stream("cpu"), Buffer.wrap(memory := bytearray(b"abc"))
     with held_back(stream):
         clear(buffer, stream)
@@ -285,7 +285,7 @@ def test_clear_happens_in_the_order_of_its_stream():
 
 
 @pytest.mark.parametrize("name", names)
-def test_empty_like_is_new_memory_of_the_same_shape(name, placement):
+def test_empty_like_allocates_same_size_and_dtype(name, placement):
     buffer = Buffer(7, name, placement)
     twin = empty_like(buffer)
     assert (twin.size, twin.dtype, twin.placement) == (7, buffer.dtype, placement)
@@ -293,24 +293,24 @@ def test_empty_like_is_new_memory_of_the_same_shape(name, placement):
     assert not twin.readonly
 
 
-def test_empty_like_of_another_type_has_as_many_elements(placement):
+def test_empty_like_with_dtype_keeps_element_count(placement):
     twin = empty_like(Buffer(7, "f32", placement), "u4")
     assert (twin.size, twin.dtype, twin.nbytes, twin.placement) == (7, dt.u4, 4, placement)
     assert empty_like(twin, dtype=dt.bf16).dtype == dt.bf16
 
 
-def test_empty_like_elsewhere(placement):
+def test_empty_like_with_placement_keeps_dtype(placement):
     twin = empty_like(Buffer(7, "f32"), placement=placement)
     assert (twin.size, twin.dtype, twin.placement) == (7, dt.f32, placement)
     assert empty_like(twin, placement="cpu").placement == CPU
 
 
-def test_empty_like_of_another_type_elsewhere(placement):
+def test_empty_like_with_dtype_and_placement(placement):
     twin = empty_like(Buffer(7, "f32"), "i64", str(placement))
     assert (twin.size, twin.dtype, twin.placement) == (7, dt.i64, placement)
 
 
-def test_empty_like_uses_the_allocator_in_force():
+def test_empty_like_uses_context_allocator():
     memory = bytearray(64)
     block = (ctypes.c_char * 64).from_buffer(memory)
     allocator = Allocator.from_callables("cpu", lambda _nbytes: ctypes.addressof(block), lambda _pointer, _nbytes: None)
@@ -320,18 +320,18 @@ def test_empty_like_uses_the_allocator_in_force():
     assert memory[:4] == b"\x07\x07\x07\x00"
 
 
-def test_empty_like_of_a_slice_is_as_small_as_the_slice():
+def test_empty_like_of_slice_has_size_of_slice():
     assert empty_like(Buffer(100, "u8")[3:8]).nbytes == 5
 
 
-def test_empty_like_of_an_empty_buffer_is_empty():
+def test_empty_like_of_empty_buffer_is_empty():
     twin = empty_like(Buffer(dtype="bf16"))
     assert (twin.size, twin.dtype) == (0, dt.bf16)
     with pytest.raises((DTypeError, StateError)):
         empty_like(Buffer())
 
 
-def test_empty_like_of_an_unknown_type_or_place_is_an_error():
+def test_empty_like_with_unknown_dtype_or_placement_raises():
     with pytest.raises(DTypeError, match="'f8'"):
         empty_like(Buffer(1, "u8"), "f8")
     with pytest.raises(ArgumentError, match="'gpu'"):

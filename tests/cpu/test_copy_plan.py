@@ -74,7 +74,7 @@ def looks():
 
 
 @given(entries=st.one_of(any_entries(), any_entries(low_dst=150)), seed=st.integers(0, 99))
-def test_any_order_inside_the_waves_gives_what_the_entries_in_order_give(entries, seed):
+def test_any_order_inside_waves_gives_sequential_result(entries, seed):
     memory = np.random.default_rng(seed).integers(0, 256, MEMORY, dtype=np.uint8)
     expected = after(zip(entries.table[SRC], entries.table[NBYTES], entries.table[DST], strict=True), memory)
     for look in looks():
@@ -89,7 +89,7 @@ def test_any_order_inside_the_waves_gives_what_the_entries_in_order_give(entries
 
 @pytest.mark.skipif(native().code is None, reason="needs a C compiler")
 @given(entries=st.one_of(any_entries(), any_entries(low_dst=150)))
-def test_the_compiled_look_sees_what_the_other_sees(entries):
+def test_compiled_scan_matches_numpy_scan(entries):
     slow, fast = scan(entries), native().code.scan(entries)
     assert (slow.disjoint, slow.independent, slow.nbytes) == (fast.disjoint, fast.independent, fast.nbytes)
     assert (None if slow.starts is None else slow.starts.tolist()) == (
@@ -100,40 +100,40 @@ def test_the_compiled_look_sees_what_the_other_sees(entries):
 GROUPED = [(100, 4, 200), (104, 4, 204), (120, 4, 208), (124, 4, 212), (112, 4, 216)]
 
 
-def test_pieces_that_continue_each_other_merge():
+def test_adjacent_entries_merge():
     assert pieces_of(plan_copies(entries_of(*GROUPED))) == [(100, 8, 200), (120, 8, 208), (112, 4, 216)]
 
 
-def test_they_merge_whatever_their_order():
+def test_adjacent_entries_merge_in_any_order():
     plan = plan_copies(entries_of(*reversed(GROUPED)))
     assert pieces_of(plan) == [(100, 8, 200), (120, 8, 208), (112, 4, 216)]
     assert [[plan.caller_entry(part) for part in plan.parts(k)] for k in range(3)] == [[4, 3], [2, 1], [0]]
 
 
-def test_entries_of_no_scope_or_of_two_do_not_merge():
+def test_entries_of_different_scopes_do_not_merge():
     assert plan_copies(entries_of(*GROUPED, scope=[ALONE] * 5)).num_pieces == 5
     pieces = pieces_of(plan_copies(entries_of(*GROUPED, scope=[0, 1, 2, 2, 2])))
     assert pieces == [(100, 4, 200), (104, 4, 204), (120, 8, 208), (112, 4, 216)]
 
 
-def test_both_sides_must_continue():
+def test_entries_adjacent_on_one_side_do_not_merge():
     assert plan_copies(entries_of((0, 4, 100), (4, 4, 108))).num_pieces == 2
     assert plan_copies(entries_of((0, 4, 100), (8, 4, 104))).num_pieces == 2
 
 
-def test_a_hundred_thousand_shuffled_neighbours_are_one_piece():
+def test_shuffled_adjacent_entries_merge_into_one_piece():
     slots = np.random.default_rng(0).permutation(100_000) * 64
     plan = plan_copies(Entries(np.stack([slots, slots + (1 << 40), np.full(100_000, 64)])))
     assert pieces_of(plan) == [(0, 6_400_000, 1 << 40)]
 
 
-def test_what_reads_a_result_waits_for_it():
+def test_entry_reading_a_result_runs_in_later_wave():
     plan = plan_copies(entries_of((0, 4, 100), (100, 4, 200), (200, 4, 250), (8, 4, 16)))
     assert plan.num_waves == 3
     assert sorted(pieces_of(plan)[:2]) == [(0, 4, 100), (8, 4, 16)]
 
 
-def test_neighbours_of_two_waves_do_not_merge():
+def test_adjacent_entries_of_different_waves_do_not_merge():
     plan = plan_copies(entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104)))  # the last reads what the first writes
     assert pieces_of(plan) == [(50, 4, 4), (0, 4, 100), (4, 4, 104)]
     assert plan.wave_starts == [0, 2, 3]
@@ -142,24 +142,24 @@ def test_neighbours_of_two_waves_do_not_merge():
     assert plan.wave_starts == [0, 3, 4]
 
 
-def test_a_destination_written_twice_keeps_the_last():
+def test_destination_written_twice_keeps_order():
     plan = plan_copies(entries_of((0, 4, 100), (8, 4, 102)))
     assert pieces_of(plan) == [(0, 4, 100), (8, 4, 102)]
     assert plan.num_waves == 2
 
 
-def test_a_source_is_read_before_it_is_overwritten():
+def test_source_is_read_before_it_is_overwritten():
     plan = plan_copies(entries_of((50, 4, 100), (0, 4, 50)))
     assert pieces_of(plan) == [(50, 4, 100), (0, 4, 50)]
     assert plan.num_waves == 2
 
 
-def test_one_source_may_be_read_any_number_of_times():
+def test_shared_source_stays_in_one_wave():
     plan = plan_copies(entries_of(*((0, 4, 100 + 4 * k) for k in range(40))))
     assert (plan.num_waves, plan.num_pieces) == (1, 40)
 
 
-def test_an_entry_onto_itself_is_marked():
+def test_self_overlapping_entry_is_marked():
     plan = plan_copies(entries_of((0, 10, 5)))
     assert plan.overlapping
     assert not plan_copies(entries_of((0, 10, 10))).overlapping
@@ -168,7 +168,7 @@ def test_an_entry_onto_itself_is_marked():
     assert (beside_another.overlapping, beside_another.in_order, beside_another.num_waves) == (True, False, 1)
 
 
-def test_long_chains_run_one_by_one():
+def test_long_chain_runs_in_order():
     chain = [(4 * k, 4, 4 * (k + 1)) for k in range(MAX_WAVES + 1)]
     plan = plan_copies(entries_of(*chain))
     assert plan.in_order
@@ -178,12 +178,12 @@ def test_long_chains_run_one_by_one():
     assert shorter.num_waves == MAX_WAVES
 
 
-def test_ten_thousand_writes_to_one_place_do_not_list_every_pair():
+def test_many_writes_to_one_place_run_in_order():
     n = 10_000
     plan = plan_copies(Entries(np.stack([np.arange(n) * 8, np.full(n, 1 << 30), np.full(n, 8)])))
     assert plan.in_order
 
 
-def test_nothing_is_a_plan_of_nothing():
+def test_plan_without_entries_is_empty():
     plan = plan_copies(Entries(np.empty((3, 0), np.int64)))
     assert (plan.num_pieces, plan.num_waves, plan.nbytes, plan.wave_starts) == (0, 0, 0, [0])

@@ -69,7 +69,7 @@ def test_steps_copy_each_piece_in_its_own_direction(chunks, seed, path):
     assert sum(len(step.pieces) for step in result.steps) == num_moving
 
 
-def test_neighbours_of_two_directions_never_merge():
+def test_adjacent_copies_of_two_directions_do_not_merge():
     memory = numbers(64)
     base = memory.ctypes.data
     batch = BatchCopy()
@@ -82,7 +82,7 @@ def test_neighbours_of_two_directions_never_merge():
     assert memory[32:48].tolist() == numbers(64)[:16].tolist()
 
 
-def test_a_long_chain_of_two_directions_runs_in_order():
+def test_long_chain_of_two_directions_runs_in_order():
     count = MAX_WAVES + 10
     memory = numbers(4 * count + 4)
     base, batch = memory.ctypes.data, BatchCopy(path="loop")
@@ -101,7 +101,7 @@ def test_a_long_chain_of_two_directions_runs_in_order():
 # ---- waves and pieces onto themselves ----
 
 
-def test_dependent_copies_are_one_step_per_wave():
+def test_dependent_copies_run_one_step_per_wave():
     memory = numbers(64)
     buffer = Buffer.wrap(memory)
     with BatchCopy(path="host") as batch:
@@ -113,7 +113,7 @@ def test_dependent_copies_are_one_step_per_wave():
 
 
 @pytest.mark.parametrize("forced", [None, "loop", "host"])
-def test_only_pieces_onto_themselves_run_one_by_one(forced):
+def test_only_self_overlapping_pieces_run_one_by_one(forced):
     memory = numbers(128)
     buffer = Buffer.wrap(memory)
     with BatchCopy(path=forced) as batch:  # the second overlaps itself, the first and the third touch themselves
@@ -130,7 +130,7 @@ def test_only_pieces_onto_themselves_run_one_by_one(forced):
     assert batch.result.num_waves == 1
 
 
-def test_a_single_piece_onto_itself_is_one_step():
+def test_single_self_overlapping_piece_is_one_step():
     buffer = Buffer.wrap(numbers(32))
     with BatchCopy() as batch:
         batch(buffer, 20, buffer.slice(4))
@@ -141,7 +141,7 @@ def test_a_single_piece_onto_itself_is_one_step():
 # ---- scopes ----
 
 
-def test_arrays_merge_inside_and_not_with_each_other():
+def test_arrays_merge_internally_but_not_with_each_other():
     src, dst = Buffer(64, "u8"), Buffer(64, "u8")
     with BatchCopy() as batch:
         batch.pieces(src, [0, 4], 4, dst, [0, 4])
@@ -150,7 +150,7 @@ def test_arrays_merge_inside_and_not_with_each_other():
     assert (batch.result.num_calls, batch.result.num_entries) == (5, 3)
 
 
-def test_a_group_kept_open_by_discard_has_a_scope_of_its_own():
+def test_group_kept_open_by_discard_has_own_scope():
     src, dst = Buffer(64, "u8"), Buffer(64, "u8")
     batch = BatchCopy()
     with batch.group():
@@ -167,7 +167,7 @@ def test_a_group_kept_open_by_discard_has_a_scope_of_its_own():
 
 
 @pytest.mark.parametrize("way", ["call", "pieces", "pointers", "table"])
-def test_memory_of_a_pending_batch_is_kept_until_it_ran(way):
+def test_pending_batch_copy_keeps_memory_alive(way):
     array, out = numbers(8), np.zeros(8, np.uint8)
     alive, expected = weakref.ref(array), array.tolist()
     with new_stream() as stream:
@@ -196,7 +196,7 @@ def test_memory_of_a_pending_batch_is_kept_until_it_ran(way):
 # ---- what is refused ----
 
 
-def test_addresses_and_sizes_are_refused_where_they_must_be():
+def test_invalid_addresses_and_sizes_raise():
     for src, n, dst in itertools.product((-1, 0, 1, 4096), (-1, 0, 1, 2), (-1, 0, 1, 4096)):
         batch = BatchCopy()
         where = {"src_placement": CPU, "dst_placement": CPU}
@@ -219,7 +219,7 @@ def test_addresses_and_sizes_are_refused_where_they_must_be():
     st.integers(1, 10),
 )
 @settings(max_examples=150, deadline=None)
-def test_pieces_outside_of_their_buffers_are_named(pieces, src_size, dst_size):
+def test_piece_out_of_range_raises_with_its_number(pieces, src_size, dst_size):
     src, dst = Buffer(src_size, "u8"), Buffer(dst_size, "u8")
     bad = next(
         (k for k, (x, n, y) in enumerate(pieces) if min(x, n, y) < 0 or not (x + n <= src_size and y + n <= dst_size)),
@@ -236,7 +236,7 @@ def test_pieces_outside_of_their_buffers_are_named(pieces, src_size, dst_size):
             batch.pieces(src, columns[0], columns[1], dst, columns[2])
 
 
-def test_arrays_of_the_wrong_kind_are_refused():
+def test_pieces_with_invalid_array_type_raise():
     src, dst = Buffer(8, "u8"), Buffer(8, "u8")
     batch = BatchCopy()
     for wrong, told in (
@@ -254,7 +254,7 @@ def test_arrays_of_the_wrong_kind_are_refused():
     assert len(batch) == 0
 
 
-def test_offsets_count_elements_of_two_bytes():
+def test_piece_offsets_count_elements():
     src, dst = Buffer.wrap(np.arange(8, dtype=np.int16)), Buffer.wrap(np.zeros(8, np.int16))
     with BatchCopy() as batch:
         batch.pieces(src, np.array([5, 1], np.uint8), [2, 1], dst, [0, 6])
@@ -274,12 +274,12 @@ def test_offsets_count_elements_of_two_bytes():
         (GPU, GPU, True, False, "cuda:0 to cuda:0"),
     ],
 )
-def test_a_job_says_what_it_crosses(src, dst, on_device, over_link, name):
+def test_copy_context_reports_direction(src, dst, on_device, over_link, name):
     job = CopyContext(src, dst, None)
     assert (job.on_device, job.over_link, str(job)) == (on_device, over_link, name)
 
 
-def test_paths_that_cannot_serve_a_job_say_why():
+def test_why_not_gives_reason_for_unusable_path():
     between_hosts, to_gpu = CopyContext(CPU, CPU, None), CopyContext(CPU, GPU, None)
     assert why_not("loop", between_hosts) is why_not("loop", to_gpu) is None
     assert why_not("host", between_hosts) == (None if native().code else native().reason)
@@ -292,7 +292,7 @@ def test_paths_that_cannot_serve_a_job_say_why():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of this machine can do more")
-def test_without_a_driver_copies_of_a_gpu_are_planned_as_a_loop():
+def test_gpu_copy_without_driver_is_planned_as_loop():
     plan = plan_copies(Entries(np.array([[4096], [8192], [16]])))
     (step,) = plan_steps(BatchPlan(plan, ((GPU, CPU),), None, 1), None, "gather", None)
     assert step.path == "loop"
@@ -302,7 +302,7 @@ def test_without_a_driver_copies_of_a_gpu_are_planned_as_a_loop():
     assert "no loop" not in step.reason
 
 
-def test_parts_of_pieces_know_their_numbers_and_bytes():
+def test_pieces_part_keeps_ids_and_bytes():
     entries = Entries(np.array([[0, 100, 200], [1000, 1100, 1200], [1, 2, 4]]))
     whole = Pieces(entries.table, plan_copies(entries))
     assert (len(whole), whole.nbytes, Pieces(entries.table).nbytes) == (3, 7, 7)
@@ -314,7 +314,7 @@ def test_parts_of_pieces_know_their_numbers_and_bytes():
 
 
 @pytest.mark.parametrize("path", ["loop", "host"])
-def test_a_path_returns_its_name_and_moves_the_pieces(path):
+def test_run_path_copies_pieces_and_returns_its_name(path):
     if path == "host" and native().code is None:
         pytest.skip("needs a C compiler")
     memory = numbers(32)
@@ -324,7 +324,7 @@ def test_a_path_returns_its_name_and_moves_the_pieces(path):
     assert memory[16:32].tolist() == [*numbers(32)[:4], *numbers(32)[20:24], *numbers(32)[4:12]]
 
 
-def test_the_reason_of_a_step_ranks_the_estimates():
+def test_step_reason_ranks_the_estimates():
     pieces = Pieces(np.array([[0], [8], [8]]))
     job = CopyContext(CPU, CPU, None)
     step = CopyStep(job, pieces, "gather", "no loop: a test; ", {"driver": 30.2, "gather": 11.4})

@@ -27,36 +27,36 @@ def table(**paths):
 
 
 @pytest.mark.parametrize("size", _SIZES)
-def test_at_the_sizes_measured_the_estimate_is_what_was_measured(size):
+def test_estimate_at_measured_size_equals_measurement(size):
     measured = table(driver=(10.0, 2.0))
     expected = 10.0 + 7 * 2.0 * size / 4096
     assert measured.estimate_us(TO_HOST, 7, 7 * size)["driver"] == pytest.approx(expected)
 
 
 @given(size=st.integers(4096, 1 << 30), count=st.integers(1, 100_000))
-def test_between_and_beyond_them_a_piece_costs_its_bytes(size, count):
+def test_estimate_above_smallest_size_scales_with_bytes(size, count):
     expected = 10.0 + count * 2.0 * size / 4096
     assert table(driver=(10.0, 2.0)).estimate_us(TO_HOST, count, count * size)["driver"] == pytest.approx(expected)
 
 
 @given(size=st.integers(1, 4096), count=st.integers(1, 1000))
-def test_below_them_a_piece_costs_what_the_smallest_does(size, count):
+def test_estimate_below_smallest_size_is_constant(size, count):
     estimate = table(gather=(5.0, 1.0)).estimate_us(TO_HOST, count, count * size)["gather"]
     assert estimate == pytest.approx(5.0 + count)
 
 
-def test_only_what_was_measured_is_estimated():
+def test_estimate_covers_only_measured_paths():
     assert set(table(driver=(1, 1), loop=(1, 1)).estimate_us(TO_HOST, 1, 1)) == {"driver", "loop"}
     assert table(driver=(1, 1)).estimate_us(CopyContext(CPU, GPU, None), 1, 1) == {}
 
 
-def test_a_table_survives_its_file():
+def test_cost_table_json_round_trips():
     measured = table(driver=(10.0, 2.0), gather=(math.pi, 0.001))
     again = CostTable.from_json(measured.to_json())
     assert (again.origin, again.costs) == (measured.origin, measured.costs)
 
 
-def test_links_and_what_the_model_loses_survive_it_too():
+def test_cost_table_json_keeps_links_and_losses():
     measured = CostTable("a test", {}, {"cuda>pinned": 55.0}, {"cuda>pinned": {"driver": 0.02, "gather": 0.9}}, 1.5)
     again = CostTable.from_json(measured.to_json())
     assert (again.links, again.lost, again.seconds) == (measured.links, measured.lost, 1.5)
@@ -82,6 +82,6 @@ def test_links_and_what_the_model_loses_survive_it_too():
         table(driver=(1, 0)).to_json(),
     ],
 )
-def test_anything_else_is_not_a_table(text):
+def test_cost_table_from_invalid_json_raises(text):
     with pytest.raises(FormatError):
         CostTable.from_json(text)

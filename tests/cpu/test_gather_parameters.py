@@ -40,7 +40,7 @@ def fillers():
 
 
 @given(table=tables())
-def test_rows_say_what_the_table_says_or_refuse(table):
+def test_fill_rows_encodes_table_or_returns_zero(table):
     answers = []
     for fill in fillers():
         block = np.zeros(HEADER_WORDS + 2 * 50, np.uint32)
@@ -61,7 +61,7 @@ def test_rows_say_what_the_table_says_or_refuse(table):
 
 
 @pytest.mark.parametrize("fill", fillers())
-def test_sixty_four_gibibytes_of_16_byte_blocks_fit_32_bits(fill):
+def test_fill_rows_covers_64_gib_of_16_byte_blocks(fill):
     table = np.array([[16, (64 << 30) - 16 + 16], [32, 48], [16, 16]])
     block = np.zeros(HEADER_WORDS + 4, np.uint32)
     assert fill(table, 2, block) == 16
@@ -71,7 +71,7 @@ def test_sixty_four_gibibytes_of_16_byte_blocks_fit_32_bits(fill):
 
 
 @given(table=tables())
-def test_pieces_say_what_the_table_says(table):
+def test_fill_pieces_encodes_table(table):
     def compiled(table, block):
         return native().code.fill_pieces(table, block.ctypes.data)
 
@@ -82,7 +82,7 @@ def test_pieces_say_what_the_table_says(table):
         assert block[2 : 2 + 6 * table.shape[1]].view(np.int64).reshape(-1, 3).T.tolist() == table.tolist()
 
 
-def test_a_slice_of_columns_is_filled_as_it_is():
+def test_fill_rows_accepts_slice_of_columns():
     table = np.arange(30, dtype=np.int64).reshape(3, 10) + 100
     table[2] = 7
     for fill in fillers():

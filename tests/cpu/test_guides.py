@@ -62,7 +62,7 @@ def test_extending_config_names_a_store():
     assert [store.name for store in names["config"].cache.stores] == ["sqlite"]
 
 
-def test_the_policy_is_replayed_and_finds_something(capsys, monkeypatch):
+def test_extending_policy_replays_with_hits(capsys, monkeypatch):
     monkeypatch.setitem(POLICIES, "lfu", POLICIES["lru"])  # so that it is gone afterwards
     exec(compile(POLICY, "docs/extending.md", "exec"), {})
     told = re.findall(r"^(\w+): ([\d.]+)% of (\d+) blocks$", capsys.readouterr().out, re.M)
@@ -72,14 +72,14 @@ def test_the_policy_is_replayed_and_finds_something(capsys, monkeypatch):
     assert min(float(rate) for _, rate, _ in told) > 5
 
 
-def test_the_model_gives_tokens(capsys):
+def test_extending_model_generates_tokens(capsys):
     exec(compile(MODEL, "docs/extending.md", "exec"), {})
     tokens = [int(token) for token in re.findall(r"\d+", capsys.readouterr().out)]
     assert len(tokens) == 4
     assert max(tokens) < 100
 
 
-def test_kv_of_a_token_is_as_large_as_the_pictures_say():
+def test_concepts_kv_bytes_per_token_match_models():
     from kvtier.engine import ModelConfig
     from kvtier.engine.checkpoint import GgufFile, resolve
 
@@ -90,23 +90,23 @@ def test_kv_of_a_token_is_as_large_as_the_pictures_say():
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda path: path.name)
-def test_links_lead_somewhere(page):
+def test_page_links_lead_to_files(page):
     links = re.findall(r"\]\((?!https?://)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_every_page_is_in_the_index():
+def test_docs_index_lists_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     assert [page.name for page in DOCS if page.name != "README.md" and f"({page.name})" not in index] == []
 
 
 @pytest.mark.parametrize("page", ["extending.md", "tuning.md", "concepts.md", "operating.md"])
-def test_files_that_are_named_are_there(page):
+def test_files_named_in_pages_exist(page):
     named = re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+\w)`", (ROOT / "docs" / page).read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_the_reference_is_up_to_date():
+def test_reference_is_up_to_date():
     import subprocess
     import sys
 

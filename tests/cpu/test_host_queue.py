@@ -79,7 +79,7 @@ def outcome_of(call: Callable[[], object]) -> object:
 # ---- order and asynchrony ----
 
 
-def test_tasks_run_in_the_order_they_were_submitted():
+def test_queue_runs_tasks_in_submission_order():
     ran: list[int] = []
     with new_queue() as queue:
         for number in range(500):
@@ -88,7 +88,7 @@ def test_tasks_run_in_the_order_they_were_submitted():
         assert ran == list(range(500))
 
 
-def test_tasks_run_on_one_thread_which_is_not_the_callers():
+def test_queue_runs_tasks_on_one_named_thread():
     threads: list[threading.Thread] = []
     with new_queue() as queue:
         for _ in range(3):
@@ -99,7 +99,7 @@ def test_tasks_run_on_one_thread_which_is_not_the_callers():
     assert threads[0].name == "test"
 
 
-def test_submitting_does_not_wait_for_the_task():
+def test_submit_does_not_wait_for_task():
     ran: list[str] = []
     with new_queue() as queue:
         with held_back(queue):
@@ -118,7 +118,7 @@ def test_two_queues_run_at_the_same_time():
         other.synchronize()
 
 
-def test_a_blocked_queue_does_not_hold_up_another():
+def test_blocked_queue_does_not_block_another():
     ran: list[str] = []
     with new_queue() as one, new_queue() as other, held_back(one):
         other.submit(lambda: ran.append("other"))
@@ -127,7 +127,7 @@ def test_a_blocked_queue_does_not_hold_up_another():
         assert not one.query()
 
 
-def test_a_task_may_submit_the_next_one():
+def test_queue_task_may_submit_tasks():
     ran: list[str] = []
     with new_queue() as queue:
         with held_back(queue):
@@ -138,7 +138,7 @@ def test_a_task_may_submit_the_next_one():
     assert ran == ["submitted before it ran", "submitted by a task"]
 
 
-def test_each_of_many_submitting_threads_sees_its_own_order():
+def test_queue_keeps_order_of_each_submitting_thread():
     ran: list[tuple[int, int]] = []
     with new_queue() as queue:
 
@@ -158,7 +158,7 @@ def test_each_of_many_submitting_threads_sees_its_own_order():
         assert [number for each, number in ran if each == who] == list(range(200))
 
 
-def test_a_queue_is_done_when_nothing_was_submitted_or_everything_ran():
+def test_queue_query_is_true_when_idle():
     with new_queue() as queue:
         assert queue.query()
         with held_back(queue):
@@ -167,7 +167,7 @@ def test_a_queue_is_done_when_nothing_was_submitted_or_everything_ran():
         assert queue.query()
 
 
-def test_synchronize_waits_for_everything_submitted():
+def test_queue_synchronize_waits_for_all_tasks():
     ran: list[int] = []
     with new_queue() as queue:
         for round_number in range(50):
@@ -179,7 +179,7 @@ def test_synchronize_waits_for_everything_submitted():
 # ---- marks ----
 
 
-def test_an_unrecorded_mark_is_reached_and_holds_nobody_up():
+def test_unrecorded_mark_is_reached():
     mark = HostMark()
     assert mark.query()
     mark.synchronize()
@@ -188,7 +188,7 @@ def test_an_unrecorded_mark_is_reached_and_holds_nobody_up():
         queue.synchronize()
 
 
-def test_a_mark_is_reached_when_everything_before_it_is_done():
+def test_mark_is_reached_after_earlier_tasks():
     ran: list[str] = []
     with new_queue() as queue:
         with held_back(queue):
@@ -200,7 +200,7 @@ def test_a_mark_is_reached_when_everything_before_it_is_done():
         assert mark.query()
 
 
-def test_a_mark_does_not_wait_for_what_comes_after_it():
+def test_mark_does_not_wait_for_later_tasks():
     with new_queue() as queue:
         mark = mark_on(queue)
         with held_back(queue):
@@ -208,7 +208,7 @@ def test_a_mark_does_not_wait_for_what_comes_after_it():
             assert mark.query()
 
 
-def test_recording_again_moves_a_mark():
+def test_mark_recorded_again_moves():
     with new_queue() as queue:
         mark = mark_on(queue)
         mark.synchronize()
@@ -218,7 +218,7 @@ def test_recording_again_moves_a_mark():
         mark.synchronize()
 
 
-def test_a_mark_moves_to_another_queue():
+def test_mark_can_move_to_another_queue():
     with new_queue() as blocked, new_queue() as free, held_back(blocked):
         mark = mark_on(blocked)
         assert not mark.query()
@@ -227,7 +227,7 @@ def test_a_mark_moves_to_another_queue():
         assert mark.query()
 
 
-def test_a_queue_waits_for_a_mark_of_another():
+def test_wait_event_orders_two_queues():
     ran: list[str] = []
     with new_queue() as first, new_queue() as second:
         with held_back(first):
@@ -242,7 +242,7 @@ def test_a_queue_waits_for_a_mark_of_another():
     assert ran.index("before the wait") < ran.index("second")
 
 
-def test_a_wait_is_for_the_mark_as_it_was_when_the_wait_was_submitted():
+def test_wait_event_uses_mark_as_of_submission():
     with new_queue() as first, new_queue() as second:
         mark = mark_on(first)
         with held_back(second):
@@ -254,13 +254,13 @@ def test_a_wait_is_for_the_mark_as_it_was_when_the_wait_was_submitted():
             assert not mark.query()
 
 
-def test_a_queue_may_wait_for_its_own_mark():
+def test_wait_event_on_own_mark_returns():
     with new_queue() as queue:
         queue.wait_event(mark_on(queue))
         queue.synchronize()
 
 
-def test_waits_chain_over_queues():
+def test_wait_event_chains_over_queues():
     ran: list[str] = []
     with new_queue() as a, new_queue() as b, new_queue() as c:
         with held_back(a):
@@ -273,7 +273,7 @@ def test_waits_chain_over_queues():
     assert ran == ["a", "b", "c"]
 
 
-def test_the_time_between_two_marks_has_the_sign_of_their_order():
+def test_elapsed_time_sign_follows_mark_order():
     with new_queue() as queue:
         start, end = mark_on(queue), mark_on(queue)
         assert start.elapsed_time(end) >= 0
@@ -281,7 +281,7 @@ def test_the_time_between_two_marks_has_the_sign_of_their_order():
         assert start.elapsed_time(start) == 0
 
 
-def test_the_time_between_two_marks_waits_for_both():
+def test_elapsed_time_waits_for_both_marks():
     with new_queue() as queue:
         start = mark_on(queue)
         with held_back(queue):
@@ -291,7 +291,7 @@ def test_the_time_between_two_marks_waits_for_both():
 
 
 @pytest.mark.parametrize("recorded", ["start", "end"])
-def test_the_time_between_marks_needs_both_recorded(recorded):
+def test_elapsed_time_with_unrecorded_mark_raises(recorded):
     with new_queue() as queue:
         start, end = HostMark(), HostMark()
         (start if recorded == "start" else end).record(queue)
@@ -302,7 +302,7 @@ def test_the_time_between_marks_needs_both_recorded(recorded):
 # ---- errors ----
 
 
-def test_an_error_skips_the_tasks_behind_it_and_is_raised_by_synchronize():
+def test_task_error_skips_later_tasks_and_is_raised():
     ran: list[str] = []
     error = ValueError("task 2 went wrong")
     with new_queue() as queue:
@@ -315,7 +315,7 @@ def test_an_error_skips_the_tasks_behind_it_and_is_raised_by_synchronize():
     assert ran == ["before"]
 
 
-def test_an_error_is_raised_once_and_then_the_queue_is_usable_again():
+def test_task_error_is_raised_once_and_queue_recovers():
     ran: list[str] = []
     with new_queue() as queue:
         queue.submit(failing(ValueError("once")))
@@ -329,7 +329,7 @@ def test_an_error_is_raised_once_and_then_the_queue_is_usable_again():
     assert ran == ["afterwards"]
 
 
-def test_only_the_first_of_several_errors_is_raised():
+def test_queue_raises_first_of_several_errors():
     with new_queue() as queue:
         queue.submit(failing(ValueError("first")))
         queue.submit(failing(KeyError("second")))
@@ -338,7 +338,7 @@ def test_only_the_first_of_several_errors_is_raised():
         queue.synchronize()
 
 
-def test_a_queue_with_an_error_is_done_like_any_other():
+def test_queue_with_error_is_done():
     with new_queue() as queue:
         queue.submit(failing(ValueError("done")))
         mark = mark_on(queue)
@@ -348,7 +348,7 @@ def test_a_queue_with_an_error_is_done_like_any_other():
         assert queue.query()
 
 
-def test_marks_carry_the_error_of_their_place_and_no_other():
+def test_mark_carries_error_of_earlier_tasks_only():
     with new_queue() as queue:
         before = mark_on(queue)
         queue.submit(failing(ValueError("between")))
@@ -363,7 +363,7 @@ def test_marks_carry_the_error_of_their_place_and_no_other():
                 behind.synchronize()
 
 
-def test_recording_a_mark_again_leaves_its_error_behind():
+def test_mark_recorded_again_drops_its_error():
     with new_queue() as queue:
         queue.submit(failing(ValueError("old")))
         mark = mark_on(queue)
@@ -373,7 +373,7 @@ def test_recording_a_mark_again_leaves_its_error_behind():
         mark.synchronize()
 
 
-def test_the_time_to_a_mark_with_an_error_is_that_error():
+def test_elapsed_time_to_failed_mark_raises_its_error():
     with new_queue() as queue:
         start = mark_on(queue)
         queue.submit(failing(ValueError("no time")))
@@ -382,7 +382,7 @@ def test_the_time_to_a_mark_with_an_error_is_that_error():
             start.elapsed_time(end)
 
 
-def test_a_queue_that_waits_for_a_failed_one_fails_with_the_same_error():
+def test_queue_waiting_for_failed_queue_raises_same_error():
     ran: list[str] = []
     error = ValueError("of the first queue")
     with new_queue() as first, new_queue() as second:
@@ -399,7 +399,7 @@ def test_a_queue_that_waits_for_a_failed_one_fails_with_the_same_error():
     assert ran == ["afterwards"]
 
 
-def test_a_queue_that_does_not_wait_for_a_failed_one_is_not_affected():
+def test_queue_not_waiting_for_failed_queue_is_unaffected():
     ran: list[str] = []
     with new_queue() as first, new_queue() as second:
         before = mark_on(first)
@@ -411,7 +411,7 @@ def test_a_queue_that_does_not_wait_for_a_failed_one_is_not_affected():
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()], ids=["SystemExit", "CancelledError"])
-def test_an_exception_that_is_no_error_does_not_hang_whoever_waits(error):
+def test_base_exception_in_task_does_not_hang_synchronize(error):
     queue = HostQueue("test")
     queue.submit(failing(error))
     assert outcome_of(queue.synchronize) is error
@@ -419,14 +419,14 @@ def test_an_exception_that_is_no_error_does_not_hang_whoever_waits(error):
     queue.close()
 
 
-def test_synchronize_from_its_own_task_is_an_error_not_a_deadlock():
+def test_synchronize_in_own_task_raises_state_error():
     with new_queue() as queue:
         queue.submit(queue.synchronize)
         with pytest.raises(StateError, match="cannot wait for itself"):
             queue.synchronize()
 
 
-def test_the_error_of_a_task_that_waits_for_its_own_queue_is_still_there_for_whoever_synchronizes_next():
+def test_error_of_self_waiting_task_reaches_next_synchronize():
     tried = threading.Event()
 
     def task() -> None:
@@ -442,7 +442,7 @@ def test_the_error_of_a_task_that_waits_for_its_own_queue_is_still_there_for_who
             queue.synchronize()
 
 
-def test_waiting_in_a_task_for_a_mark_behind_it_is_an_error_not_a_deadlock():
+def test_waiting_in_task_for_later_mark_raises():
     queue = HostQueue("test")
     queue.submit(lambda: mark_on(queue).synchronize())
     assert isinstance(outcome_of(queue.synchronize), StateError)
@@ -462,7 +462,7 @@ class Memory:
         raise ValueError("failed with memory in use")
 
 
-def test_an_idle_queue_does_not_keep_the_last_task_alive():
+def test_idle_queue_releases_last_task():
     with new_queue() as queue:
         memory = Memory()
         watched = weakref.ref(memory)
@@ -474,7 +474,7 @@ def test_an_idle_queue_does_not_keep_the_last_task_alive():
         assert watched() is None
 
 
-def test_a_mark_does_not_keep_the_tasks_before_it_alive():
+def test_mark_does_not_keep_earlier_tasks_alive():
     with new_queue() as queue:
         memory = Memory()
         watched = weakref.ref(memory)
@@ -487,7 +487,7 @@ def test_a_mark_does_not_keep_the_tasks_before_it_alive():
         assert mark.query()
 
 
-def test_an_error_that_was_raised_does_not_keep_what_the_task_used_alive():
+def test_raised_error_does_not_keep_task_memory_alive():
     with new_queue() as queue:
         memory = Memory()
         watched = weakref.ref(memory)
@@ -499,7 +499,7 @@ def test_an_error_that_was_raised_does_not_keep_what_the_task_used_alive():
         assert watched() is None, "the idle queue still holds the error, its traceback, and the frames in it"
 
 
-def test_collecting_garbage_while_submitting_may_submit_to_the_same_queue():
+def test_gc_during_submit_may_submit_to_same_queue():
     """A deallocate function that frees in stream order submits from a finalizer; the collector runs when it likes."""
     script = """
         import gc
@@ -537,7 +537,7 @@ def test_collecting_garbage_while_submitting_may_submit_to_the_same_queue():
 # ---- closing ----
 
 
-def test_closing_finishes_what_was_submitted():
+def test_queue_close_finishes_submitted_tasks():
     ran: list[int] = []
     queue = HostQueue("test")
     for number in range(100):
@@ -546,7 +546,7 @@ def test_closing_finishes_what_was_submitted():
     assert ran == list(range(100))
 
 
-def test_closing_ends_the_thread():
+def test_queue_close_ends_the_thread():
     threads: list[threading.Thread] = []
     queue = HostQueue("test")
     queue.submit(lambda: threads.append(threading.current_thread()))
@@ -554,13 +554,13 @@ def test_closing_ends_the_thread():
     assert not threads[0].is_alive()
 
 
-def test_closing_twice_is_fine():
+def test_queue_close_twice_is_allowed():
     queue = HostQueue("test")
     queue.close()
     assert outcome_of(queue.close) is None
 
 
-def test_a_queue_may_be_closed_by_its_own_task():
+def test_queue_may_be_closed_by_own_task():
     queue = HostQueue("test")
     threads: list[threading.Thread] = []
     queue.submit(lambda: threads.append(threading.current_thread()))
@@ -582,13 +582,13 @@ def test_a_queue_may_be_closed_by_its_own_task():
     ],
     ids=["submit", "record", "wait_event", "synchronize"],
 )
-def test_using_a_closed_queue_is_an_error_neither_silence_nor_a_hang(use):
+def test_queue_use_after_close_raises(use):
     queue = HostQueue("test")
     queue.close()
     assert isinstance(outcome_of(lambda: use(queue)), StateError)
 
 
-def test_closing_tells_an_error_nobody_saw_and_only_once():
+def test_queue_close_raises_unseen_error_once():
     queue = HostQueue("test")
     queue.submit(failing(ValueError("unseen")))
     with pytest.raises(ValueError, match="unseen"):
@@ -596,7 +596,7 @@ def test_closing_tells_an_error_nobody_saw_and_only_once():
     queue.close()
 
 
-def test_closing_does_not_tell_an_error_again_that_somebody_saw():
+def test_queue_close_does_not_repeat_raised_error():
     queue = HostQueue("test")
     queue.submit(failing(ValueError("seen")))
     with pytest.raises(ValueError, match="seen"):

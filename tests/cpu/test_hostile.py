@@ -60,7 +60,7 @@ def test_stream_client_reports_a_refused_request():
     assert asyncio.run(serve_once("HTTP/1.1 429 Too Many Requests\r\n\r\n", client))[0] == "status 429"
 
 
-def test_stream_counts_gaps_from_start_and_the_open_one():
+def test_stream_counts_gaps_including_the_open_one():
     report = StreamReport()
     stream = Stream(Target("127.0.0.1", 1, "m"), Ask({}, ""), report)
     stream._count()
@@ -92,7 +92,7 @@ def test_corrected_adds_the_gaps_of_tokens_that_were_due():
 
 
 @pytest.mark.parametrize("name", hostile_attacks.ATTACKS)
-def test_attack_is_answered_and_stays_below_the_body_limit(name):
+def test_attack_is_answered_and_below_body_limit(name):
     attack = hostile_attacks.ATTACKS[name]
 
     async def client(target):

@@ -12,7 +12,7 @@ IDS = [0, 1, 2, 32_000, 7, 7, 99, 5, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32])
-def test_a_tensor_has_the_keys_of_the_list(dtype):
+def test_chain_of_tensor_has_keys_of_list(dtype):
     tensor = torch.tensor(IDS, dtype=dtype)
     chain = Chain(NAMESPACE, tensor)
     assert chain.keys() == Chain(NAMESPACE, IDS).keys()
@@ -21,12 +21,12 @@ def test_a_tensor_has_the_keys_of_the_list(dtype):
     assert grown.keys() == chain.keys()
 
 
-def test_a_strided_tensor_has_the_keys_of_what_it_shows():
+def test_chain_of_strided_tensor_has_keys_of_its_elements():
     tensor = torch.tensor(np.repeat(IDS, 2))
     assert Chain(NAMESPACE, tensor[::2]).keys() == Chain(NAMESPACE, IDS).keys()
 
 
-def test_a_tensor_may_be_changed_afterwards():
+def test_chain_copies_tensor():
     tensor = torch.tensor(IDS, dtype=torch.int32)
     chain = Chain(NAMESPACE, tensor)
     tensor.zero_()
@@ -36,6 +36,6 @@ def test_a_tensor_may_be_changed_afterwards():
 @pytest.mark.parametrize(
     "wrong", [torch.zeros(2, 2, dtype=torch.int32), torch.tensor(3), torch.ones(3), torch.tensor([1, -1])]
 )
-def test_a_tensor_that_holds_no_tokens_is_an_error(wrong):
+def test_chain_of_invalid_tensor_raises(wrong):
     with pytest.raises(KvtierError):
         Chain(NAMESPACE, wrong)

@@ -76,7 +76,7 @@ def capsule_name(capsule: Any) -> str:
 
 
 @pytest.mark.parametrize("name", whole)
-def test_a_numpy_array_is_wrapped_without_copying(name):
+def test_wrap_numpy_array_does_not_copy(name):
     array = array_of(name)
     buffer = Buffer.wrap(array)
     assert (buffer.data(), buffer.size, buffer.dtype, buffer.placement) == (address(array), 6, dt.dtype(name), CPU)
@@ -88,7 +88,7 @@ def test_a_numpy_array_is_wrapped_without_copying(name):
 
 
 @pytest.mark.parametrize("name", whole)
-def test_a_torch_tensor_is_wrapped_without_copying(name, placement, make):
+def test_wrap_torch_tensor_does_not_copy(name, placement, make):
     tensor = make(placement, array_of(name)).torch()
     buffer = Buffer.wrap(tensor)
     assert (buffer.data(), buffer.size) == (tensor.data_ptr(), 6)
@@ -100,7 +100,7 @@ def test_a_torch_tensor_is_wrapped_without_copying(name, placement, make):
 
 @pytest.mark.parametrize("name", whole)
 @pytest.mark.parametrize("producer", [OnlyDLPack, LegacyDLPack])
-def test_a_dlpack_array_of_torch_is_wrapped_without_copying(name, producer, placement, make):
+def test_wrap_torch_dlpack_does_not_copy(name, producer, placement, make):
     tensor = make(placement, array_of(name)).torch()
     buffer = Buffer.wrap(producer(tensor))
     assert (buffer.data(), buffer.dtype, buffer.placement) == (tensor.data_ptr(), dt.dtype(name), placement)
@@ -109,7 +109,7 @@ def test_a_dlpack_array_of_torch_is_wrapped_without_copying(name, producer, plac
 
 @pytest.mark.parametrize("name", in_dlpack_of_numpy)
 @pytest.mark.parametrize("producer", [OnlyDLPack, LegacyDLPack])
-def test_a_dlpack_array_of_numpy_is_wrapped_without_copying(name, producer):
+def test_wrap_numpy_dlpack_does_not_copy(name, producer):
     array = array_of(name)
     buffer = Buffer.wrap(producer(array))
     assert (buffer.data(), buffer.dtype, buffer.placement) == (address(array), dt.dtype(name), CPU)
@@ -118,7 +118,7 @@ def test_a_dlpack_array_of_numpy_is_wrapped_without_copying(name, producer):
 
 
 @pytest.mark.parametrize("name", in_dlpack_of_numpy)
-def test_the_array_interface_is_wrapped_without_copying(name):
+def test_wrap_array_interface_does_not_copy(name):
     array = array_of(name)
     buffer = Buffer.wrap(OnlyArrayInterface(array))
     assert (buffer.data(), buffer.dtype, buffer.tolist()) == (address(array), dt.dtype(name), array.tolist())
@@ -136,14 +136,14 @@ def test_the_array_interface_is_wrapped_without_copying(name):
     ],
     ids=lambda case: type(case).__name__,
 )
-def test_bytes_like_objects_are_wrapped_without_copying(source, name, values):
+def test_wrap_bytes_like_object_does_not_copy(source, name, values):
     buffer = Buffer.wrap(source)
     assert (buffer.dtype.name, buffer.tolist(), buffer.readonly) == (name, values, False)
     buffer[0] = 5
     assert memoryview(source)[0] == 5
 
 
-def test_arrays_of_any_shape_are_flat():
+def test_wrap_flattens_any_shape():
     array = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
     assert Buffer.wrap(array).tolist() == list(range(24))
     assert Buffer.wrap(torch.from_numpy(array)).tolist() == list(range(24))
@@ -151,7 +151,7 @@ def test_arrays_of_any_shape_are_flat():
     assert Buffer.wrap(np.empty((3, 0), np.float32)).tolist() == []
 
 
-def test_a_buffer_is_wrapped_as_any_other_array(placement, make):
+def test_wrap_buffer_shares_its_memory(placement, make):
     buffer = make(placement, array_of("f32"))
     again = Buffer.wrap(buffer)
     assert (again.data(), again.dtype, again.placement) == (buffer.data(), dt.f32, placement)
@@ -160,22 +160,22 @@ def test_a_buffer_is_wrapped_as_any_other_array(placement, make):
 
 
 @pytest.mark.parametrize("name", packed)
-def test_wrapping_a_buffer_keeps_its_type(name):
+def test_wrap_buffer_keeps_packed_dtype(name):
     assert Buffer.wrap(Buffer(8, name)).dtype.name == name
 
 
-def test_a_tensor_of_torchs_packed_fp4_is_fp4(placement, make):
+def test_wrap_torch_fp4_pairs_gives_fp4(placement, make):
     pairs = make(placement, b"\x10\x32").torch().view(torch.float4_e2m1fn_x2)
     buffer = Buffer.wrap(pairs)
     assert (buffer.size, buffer.dtype, buffer.tolist()) == (4, dt.fp4, [0.0, 0.5, 1.0, 1.5])
 
 
-def test_a_tensor_that_requires_grad_is_wrapped():
+def test_wrap_tensor_that_requires_grad():
     tensor = torch.ones(3, requires_grad=True)
     assert Buffer.wrap(tensor).data() == tensor.data_ptr()
 
 
-def test_a_tensor_that_only_promises_to_be_negated_is_not_taken_for_its_bytes():
+def test_wrap_lazily_negated_tensor_raises_or_negates():
     promised = torch.tensor([1 + 2j]).conj().imag
     assert promised.is_neg()
     assert promised.is_contiguous()
@@ -206,20 +206,20 @@ def test_a_tensor_that_only_promises_to_be_negated_is_not_taken_for_its_bytes():
     ],
     ids=["columns", "transposed", "step", "reversed", "broadcast", "memoryview", *["torch"] * 3, "dlpack", "interface"],
 )
-def test_what_is_not_contiguous_is_refused_with_shape_and_strides(source):
+def test_wrap_non_contiguous_raises_with_shape_and_strides(source):
     with pytest.raises(ArgumentError, match=r"one flat region.*shape \(\d.*strides \(-?\d"):
         Buffer.wrap(source)
 
 
 @pytest.mark.parametrize("name", ["i16", "f32", "u64"])
-def test_the_other_byte_order_is_refused(name):
+def test_wrap_big_endian_array_raises(name):
     array = array_of(name)
     with pytest.raises(DTypeError, match="byte order '>'"):
         Buffer.wrap(array.astype(array.dtype.newbyteorder(">")))
 
 
 @pytest.mark.parametrize("foreign", [ml_dtypes.uint2, ml_dtypes.uint4, ml_dtypes.float4_e2m1fn])
-def test_unpacked_elements_of_ml_dtypes_are_refused_and_the_error_says_how_to_pack_them(foreign):
+def test_wrap_unpacked_ml_dtypes_raises_with_pack_hint(foreign):
     array = np.zeros(4, foreign)
     with pytest.raises(DTypeError, match=r"one \w+ per byte, kvtier packs \d: use Buffer\.pack"):
         Buffer.wrap(array)
@@ -241,31 +241,31 @@ def test_unpacked_elements_of_ml_dtypes_are_refused_and_the_error_says_how_to_pa
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
-def test_element_types_we_do_not_have_are_refused_by_name(source, named):
+def test_wrap_unsupported_dtype_raises_with_name(source, named):
     with pytest.raises(DTypeError, match=named):
         Buffer.wrap(source)
 
 
 @pytest.mark.parametrize("source", [None, 3, "text", [1, 2], object()], ids=lambda case: type(case).__name__)
-def test_what_is_no_memory_is_refused(source):
+def test_wrap_object_without_memory_raises(source):
     with pytest.raises(ArgumentError, match=rf"over {type(source).__name__}: .*__dlpack__ or the buffer protocol"):
         Buffer.wrap(source)
 
 
-def test_an_array_that_is_not_aligned_for_its_type_is_refused():
+def test_wrap_misaligned_array_raises():
     storage = np.zeros(17, np.uint8)
     odd = storage[1:] if address(storage) % 8 == 0 else storage[:-1]
     with pytest.raises(ArgumentError, match=r"8 bytes|multiple of 8"):
         Buffer.wrap(odd.view(np.int64))
 
 
-def test_a_tensor_of_another_device_is_refused():
+def test_wrap_tensor_of_unsupported_device_raises():
     with pytest.raises(ArgumentError, match="meta"):
         Buffer.wrap(torch.empty(3, device="meta"))
 
 
 @needs_no_gpu
-def test_a_cuda_array_on_a_machine_without_a_gpu_is_an_error_that_says_what_is_missing():
+def test_wrap_cuda_array_without_gpu_raises():
     class CudaArray:
         __cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3}  # noqa: RUF012
 
@@ -274,7 +274,7 @@ def test_a_cuda_array_on_a_machine_without_a_gpu_is_an_error_that_says_what_is_m
 
 
 @needs_no_gpu
-def test_a_dlpack_array_on_a_gpu_we_do_not_have_is_an_error_that_says_what_is_missing():
+def test_wrap_cuda_dlpack_without_gpu_raises():
     class CudaArray:
         def __dlpack__(self, **_: Any) -> Any:
             raise AssertionError("nobody can use what this would give")
@@ -305,7 +305,7 @@ def readonly(array: np.ndarray) -> np.ndarray:
     ],
     ids=["bytes", "memoryview", "numpy", "array interface", "dlpack"],
 )
-def test_read_only_sources_make_read_only_buffers(source):
+def test_wrap_read_only_source_gives_read_only_buffer(source):
     buffer = Buffer.wrap(source)
     assert buffer.tolist() == [0, 1, 2, 3]
     assert buffer.readonly
@@ -314,7 +314,7 @@ def test_read_only_sources_make_read_only_buffers(source):
     assert buffer.tolist() == [0, 1, 2, 3]
 
 
-def test_read_only_buffers_are_shown_read_only():
+def test_read_only_buffer_exports_are_read_only():
     buffer = Buffer.wrap(bytes(range(8)))[2:6]
     assert buffer.memoryview().readonly
     assert not buffer.numpy().flags.writeable
@@ -323,7 +323,7 @@ def test_read_only_buffers_are_shown_read_only():
     assert buffer.memoryview().tobytes() == bytes([2, 3, 4, 5])
 
 
-def test_what_cannot_be_marked_read_only_is_refused():
+def test_read_only_buffer_torch_and_dlpack_export_raise():
     buffer = Buffer.wrap(bytes(4))
     with pytest.raises(ArgumentError, match="read-only"):
         buffer.torch()
@@ -331,7 +331,7 @@ def test_what_cannot_be_marked_read_only_is_refused():
         buffer.__dlpack__()
 
 
-def test_where_read_only_memory_is_can_be_asked():
+def test_read_only_buffer_has_dlpack_device():
     assert Buffer.wrap(bytes(4)).__dlpack_device__() == (1, 0)
 
 
@@ -339,7 +339,7 @@ def test_where_read_only_memory_is_can_be_asked():
 
 
 @pytest.mark.parametrize("name", whole)
-def test_numpy_shows_the_memory(name, make):
+def test_numpy_export_shares_memory(name, make):
     buffer = make(CPU, array_of(name))[2:]
     array = buffer.numpy()
     assert (address(array), array.dtype, array.tolist()) == (
@@ -352,13 +352,13 @@ def test_numpy_shows_the_memory(name, make):
 
 
 @pytest.mark.parametrize("name", packed)
-def test_numpy_shows_packed_elements_as_their_bytes(name, make):
+def test_numpy_export_of_packed_dtype_is_bytes(name, make):
     array = make(CPU, b"\x01\x02\x03", name).numpy()
     assert (array.dtype, array.tolist()) == (np.uint8, [1, 2, 3])
 
 
 @pytest.mark.parametrize("name", names)
-def test_asarray_shows_the_memory_as_numpy_does(name):
+def test_asarray_matches_numpy_export(name):
     buffer = Buffer(8, name)
     buffer.fill(1)
     array = np.asarray(buffer)
@@ -375,7 +375,7 @@ def test_asarray_converts_and_copies_on_request(make):
 
 
 @pytest.mark.parametrize("name", names)
-def test_torch_shows_the_memory(name, placement, make):
+def test_torch_export_shares_memory(name, placement, make):
     raw = bytes(range(1, 17)) if name != "bool" else bytes([0, 1] * 8)
     buffer = make(placement, raw, name)
     tensor = buffer.torch()
@@ -386,19 +386,19 @@ def test_torch_shows_the_memory(name, placement, make):
         assert tensor.numel() == buffer.size
 
 
-def test_torch_shows_fp4_as_its_pairs_and_other_packed_types_as_bytes():
+def test_torch_export_of_packed_dtypes():
     assert Buffer(4, "fp4").torch().dtype == torch.float4_e2m1fn_x2
     assert Buffer(4, "u4").torch().dtype == Buffer(8, "u2").torch().dtype == torch.uint8
 
 
-def test_torch_writes_through(placement, make):
+def test_torch_export_writes_through(placement, make):
     buffer = make(placement, array_of("i32"))
     buffer[2:4].torch().fill_(-1)
     assert buffer.tolist() == [0, 1, -1, -1, 4, 5]
 
 
 @pytest.mark.parametrize("name", names)
-def test_memoryview_shows_the_bytes(name, make):
+def test_memoryview_export_shares_bytes(name, make):
     raw = bytearray(range(16)) if name != "bool" else bytearray([0, 1] * 8)
     buffer = make(CPU, raw, name)
     view = buffer.memoryview()
@@ -409,7 +409,7 @@ def test_memoryview_shows_the_bytes(name, make):
 
 
 @pytest.mark.parametrize("name", in_dlpack_of_numpy)
-def test_the_array_interface_describes_the_memory(name, make):
+def test_array_interface_describes_memory(name, make):
     buffer = make(CPU, array_of(name))[1:]
     shown, expected = buffer.__array_interface__, array_of(name).__array_interface__
     assert (shown["typestr"], shown["shape"], shown["data"]) == (expected["typestr"], (5,), (buffer.data(), False))
@@ -418,17 +418,17 @@ def test_the_array_interface_describes_the_memory(name, make):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "fp8_e5m2"])
-def test_types_the_array_protocol_cannot_name_do_not_have_it(name):
+def test_array_interface_is_absent_for_unnamed_dtypes(name):
     assert not hasattr(Buffer(4, name), "__array_interface__")
 
 
-def test_packed_types_are_bytes_in_the_array_interface():
+def test_array_interface_of_packed_dtype_is_bytes():
     shown = Buffer(5, "u4").__array_interface__
     assert (shown["typestr"], shown["shape"]) == ("|u1", (3,))
 
 
 @pytest.mark.parametrize("name", names)
-def test_torch_reads_our_dlpack(name, placement):
+def test_dlpack_export_is_read_by_torch(name, placement):
     buffer = Buffer(8, name, placement)
     buffer.fill(1)
     tensor = torch.from_dlpack(buffer)
@@ -437,7 +437,7 @@ def test_torch_reads_our_dlpack(name, placement):
 
 
 @pytest.mark.parametrize("name", in_dlpack_of_numpy)
-def test_numpy_reads_our_dlpack(name, make):
+def test_dlpack_export_is_read_by_numpy(name, make):
     buffer = make(CPU, array_of(name))[1:4]
     array = np.from_dlpack(buffer)
     assert (address(array), array.dtype, array.tolist()) == (
@@ -447,7 +447,7 @@ def test_numpy_reads_our_dlpack(name, make):
     )
 
 
-def test_dlpack_capsules_are_versioned_when_the_consumer_can_read_that(placement):
+def test_dlpack_capsule_version_follows_max_version(placement):
     buffer = Buffer(4, "f32", placement)
     assert capsule_name(buffer.__dlpack__(max_version=(1, 0))) == "dltensor_versioned"
     assert capsule_name(buffer.__dlpack__(max_version=(2, 0))) == "dltensor_versioned"
@@ -455,20 +455,20 @@ def test_dlpack_capsules_are_versioned_when_the_consumer_can_read_that(placement
     assert capsule_name(buffer.__dlpack__()) == "dltensor"
 
 
-def test_dlpack_says_where_the_memory_is(placement):
+def test_dlpack_device_matches_placement(placement):
     kind, index = Buffer(4, "f32", placement).__dlpack_device__()
     assert type(kind) is type(index) is int
     assert (kind, index) == ({"cpu": 1, "pinned": 3, "cuda": 2}[placement.kind], 0)
 
 
-def test_dlpack_copies_when_asked_to(placement, make):
+def test_dlpack_with_copy_returns_a_copy(placement, make):
     buffer = make(placement, array_of("i32"))
     twin = torch.from_dlpack(buffer.__dlpack__(max_version=(1, 0), copy=True))
     assert twin.data_ptr() != buffer.data()
     assert twin.tolist() == buffer.tolist()
 
 
-def test_host_views_of_gpu_memory_are_errors(placement):
+def test_host_export_of_gpu_memory_raises(placement):
     buffer = Buffer(8, "u4", placement)
     for show in (Buffer.numpy, Buffer.memoryview, Buffer.unpack, np.asarray):
         if placement.is_device:
@@ -481,7 +481,7 @@ def test_host_views_of_gpu_memory_are_errors(placement):
 
 
 @given(st.binary(max_size=40), st.integers(0, 40), st.integers(0, 40))
-def test_whatever_way_out_the_bytes_are_the_same(raw, start, stop):
+def test_all_exports_return_identical_bytes(raw, start, stop):
     buffer, expected = Buffer.wrap(bytearray(raw))[start:stop], raw[start:stop]
     assert buffer.memoryview().tobytes() == expected
     assert buffer.numpy().tobytes() == expected
@@ -495,7 +495,7 @@ def test_whatever_way_out_the_bytes_are_the_same(raw, start, stop):
 # ---- who keeps what alive ----
 
 
-def test_a_wrapped_array_lives_as_long_as_any_slice_view_or_export():
+def test_wrapped_array_lives_as_long_as_any_derived_object():
     array = np.arange(8, dtype=np.int32)
     alive = weakref.ref(array)
     held: Any = Buffer.wrap(array)
@@ -522,7 +522,7 @@ def test_a_wrapped_array_lives_as_long_as_any_slice_view_or_export():
     ],
     ids=["torch", "dlpack", "legacy dlpack", "array interface", "memoryview", "buffer"],
 )
-def test_every_kind_of_source_stays_alive_and_is_let_go(wrap):
+def test_wrap_keeps_source_alive_until_buffer_is_freed(wrap):
     array = np.arange(8, dtype=np.int32)
     alive = weakref.ref(array)
     buffer = wrap(array)
@@ -535,7 +535,7 @@ def test_every_kind_of_source_stays_alive_and_is_let_go(wrap):
     assert alive() is None
 
 
-def test_closing_lets_a_wrapped_source_go():
+def test_buffer_close_releases_wrapped_source():
     array = np.arange(8, dtype=np.int32)
     alive = weakref.ref(array)
     buffer = Buffer.wrap(array)
@@ -556,7 +556,7 @@ def test_closing_lets_a_wrapped_source_go():
     ],
     ids=["torch", "from_dlpack", "legacy capsule", "versioned capsule", "wrap"],
 )
-def test_exports_survive_close_and_keep_the_memory(export, placement, make):
+def test_torch_export_outlives_buffer_close(export, placement, make):
     buffer = make(placement, array_of("i32"))
     memory = weakref.ref(buffer.holding)
     shown = export(buffer)
@@ -582,7 +582,7 @@ def test_exports_survive_close_and_keep_the_memory(export, placement, make):
     ],
     ids=["numpy", "memoryview", "asarray", "from_dlpack", "array interface"],
 )
-def test_host_exports_survive_close_and_keep_the_memory(export, make):
+def test_host_export_outlives_buffer_close(export, make):
     buffer = make(CPU, array_of("i32"))
     memory = weakref.ref(buffer.holding)
     part = export(buffer)[2:]
@@ -607,7 +607,7 @@ class OnlyInterfaceOf:
         return self.buffer.__array_interface__
 
 
-def test_a_dlpack_capsule_that_nobody_reads_lets_the_memory_go(placement):
+def test_unread_dlpack_capsule_releases_memory(placement):
     buffer = Buffer(4, "f32", placement)
     memory = weakref.ref(buffer.holding)
     capsules = [buffer.__dlpack__(), buffer.__dlpack__(max_version=(1, 0))]
@@ -631,7 +631,7 @@ def delayed_fill(tensor: torch.Tensor, value: int, stream: torch.cuda.Stream) ->
 
 @needs_gpu
 @pytest.mark.parametrize("name", ["u8", "i32", "f16", "f64"])
-def test_a_cuda_array_is_wrapped_without_copying(name):
+def test_wrap_cuda_array_does_not_copy(name):
     tensor = torch.arange(6, device="cuda").to(getattr(torch, dt.dtype(name).numpy_name)).reshape(2, 3)
     buffer = Buffer.wrap(OnlyCudaArrayInterface(tensor))
     assert (buffer.data(), buffer.size, str(buffer.placement)) == (tensor.data_ptr(), 6, "cuda:0")
@@ -639,7 +639,7 @@ def test_a_cuda_array_is_wrapped_without_copying(name):
 
 
 @needs_gpu
-def test_a_read_only_cuda_array_stays_read_only():
+def test_wrap_read_only_cuda_array_gives_read_only_buffer():
     tensor = torch.zeros(4, device="cuda")
     buffer = Buffer.wrap(OnlyCudaArrayInterface(tensor, data=(tensor.data_ptr(), True)))
     assert buffer.readonly
@@ -648,7 +648,7 @@ def test_a_read_only_cuda_array_stays_read_only():
 
 
 @needs_gpu
-def test_a_cuda_array_that_is_not_contiguous_or_of_the_other_byte_order_is_refused():
+def test_wrap_strided_or_big_endian_cuda_array_raises():
     tensor = torch.zeros(4, 4, device="cuda")
     with pytest.raises(ArgumentError, match=r"shape \(4, 4\) has strides \(4, 16\)"):
         Buffer.wrap(OnlyCudaArrayInterface(tensor.T))
@@ -657,7 +657,7 @@ def test_a_cuda_array_that_is_not_contiguous_or_of_the_other_byte_order_is_refus
 
 
 @needs_gpu
-def test_a_cuda_array_keeps_its_owner_alive():
+def test_wrap_cuda_array_keeps_owner_alive():
     owner = OnlyCudaArrayInterface(torch.arange(4, device="cuda"))
     alive = weakref.ref(owner)
     buffer = Buffer.wrap(owner)[1:]
@@ -672,7 +672,7 @@ def test_a_cuda_array_keeps_its_owner_alive():
 
 @needs_gpu
 @pytest.mark.parametrize("in_force", [False, True], ids=["torch's current stream", "a stream in force"])
-def test_the_pending_work_of_a_cuda_array_comes_first(in_force):
+def test_wrap_cuda_array_waits_for_producer_stream(in_force):
     producer, tensor = torch.cuda.Stream(), torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     delayed_fill(tensor, 7, producer)
@@ -683,7 +683,7 @@ def test_the_pending_work_of_a_cuda_array_comes_first(in_force):
 
 @needs_gpu
 @pytest.mark.parametrize("stream", [None, 1, 2], ids=["none", "legacy default", "per-thread default"])
-def test_the_streams_that_the_cuda_array_interface_names_by_number_are_known(stream):
+def test_cuda_array_interface_accepts_numbered_streams(stream):
     tensor = torch.arange(4, device="cuda")
     for ours in (None, Stream("cuda:0")):
         with context(stream=ours):
@@ -692,7 +692,7 @@ def test_the_streams_that_the_cuda_array_interface_names_by_number_are_known(str
 
 @needs_gpu
 @pytest.mark.parametrize("stream", [None, 1, -1], ids=["none", "legacy default", "do not wait"])
-def test_the_streams_that_dlpack_names_by_number_are_known(stream, make):
+def test_dlpack_accepts_numbered_streams(stream, make):
     buffer = make(Placement("cuda", 0), array_of("i32"))
     for ours in (None, Stream("cuda:0")):
         with context(stream=ours):
@@ -702,7 +702,7 @@ def test_the_streams_that_dlpack_names_by_number_are_known(stream, make):
 
 @needs_gpu
 @pytest.mark.parametrize("name", ["u8", "i32", "f16", "f64"])
-def test_the_cuda_array_interface_shows_the_memory(name):
+def test_cuda_array_interface_describes_memory(name):
     buffer = Buffer(8, name, "cuda:0")
     buffer.fill(3)
     part = buffer[2:]
@@ -722,7 +722,7 @@ class OnlyCudaInterfaceOf:
 
 
 @needs_gpu
-def test_the_cuda_array_interface_names_the_stream_in_force():
+def test_cuda_array_interface_names_context_stream():
     buffer, stream = Buffer(8, "f32", "cuda:0"), Stream("cuda:0")
     with context(stream=stream):
         assert buffer.__cuda_array_interface__["stream"] == stream.handle
@@ -732,7 +732,7 @@ def test_the_cuda_array_interface_names_the_stream_in_force():
 
 
 @needs_gpu
-def test_our_pending_work_comes_before_the_stream_of_a_dlpack_consumer():
+def test_dlpack_consumer_stream_waits_for_pending_work():
     buffer, ours, consumer = Buffer(1 << 20, "i32", "cuda:0"), Stream("cuda:0"), torch.cuda.Stream()
     buffer.fill(0)
     torch.cuda.synchronize()
@@ -744,7 +744,7 @@ def test_our_pending_work_comes_before_the_stream_of_a_dlpack_consumer():
 
 
 @needs_gpu
-def test_torch_waits_for_our_stream_when_it_reads_our_dlpack():
+def test_from_dlpack_waits_for_context_stream():
     buffer, ours = Buffer(1 << 20, "i32", "cuda:0"), Stream("cuda:0")
     buffer.fill(0)
     torch.cuda.synchronize()
@@ -755,7 +755,7 @@ def test_torch_waits_for_our_stream_when_it_reads_our_dlpack():
 
 
 @needs_gpu
-def test_a_dlpack_producer_is_asked_for_the_stream_in_force():
+def test_wrap_dlpack_passes_context_stream_to_producer():
     source, ours = OnlyDLPack(torch.arange(4, device="cuda")), Stream("cuda:0")
     with context(stream=ours):
         assert Buffer.wrap(source).tolist() == [0, 1, 2, 3]
@@ -763,7 +763,7 @@ def test_a_dlpack_producer_is_asked_for_the_stream_in_force():
 
 
 @needs_gpu
-def test_the_pending_work_of_a_dlpack_producer_comes_first():
+def test_wrap_dlpack_waits_for_producer_stream():
     producer, ours = torch.cuda.Stream(), Stream("cuda:0")
     tensor = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
@@ -779,7 +779,7 @@ def test_the_pending_work_of_a_dlpack_producer_comes_first():
 
 
 @needs_gpu
-def test_pinned_arrays_are_pinned_buffers():
+def test_wrap_pinned_array_gives_pinned_buffer():
     tensor = torch.arange(4).pin_memory()
     assert Buffer.wrap(tensor).placement == PINNED
     assert Buffer.wrap(OnlyDLPack(tensor)).placement == PINNED

@@ -106,7 +106,7 @@ sizes_of_pieces = st.lists(
 @example(sizes=[16 * MIB - 3, 4097, 63, 64, 65, 511], threads=3, seed=7)
 @example(sizes=[100], threads=1000, seed=7)  # more than it ever starts
 @settings(max_examples=60, deadline=None)
-def test_pieces_are_copied_as_numpy_does_by_any_number_of_threads(sizes, threads, seed):
+def test_native_copy_with_any_thread_count_matches_numpy(sizes, threads, seed):
     code = compiled()
     random = np.random.default_rng(seed)
     gaps = random.integers(0, 64, 2 * len(sizes))
@@ -130,7 +130,7 @@ def test_pieces_are_copied_as_numpy_does_by_any_number_of_threads(sizes, threads
     assert used == min(threads, 64)
 
 
-def test_many_bytes_are_copied_by_as_many_threads_as_they_are_worth():
+def test_native_copy_thread_count_grows_with_size():
     code = compiled()
     source, target = np.arange(12 * MIB // 4, dtype=np.uint32).view(np.uint8), np.zeros(12 * MIB, np.uint8)
     most = min(8, len(os.sched_getaffinity(0)))
@@ -139,18 +139,18 @@ def test_many_bytes_are_copied_by_as_many_threads_as_they_are_worth():
     assert code.copy(table_of(source, [(0, 0, 2 * MIB)], target)) == 1
 
 
-def test_no_pieces_are_no_work():
+def test_native_copy_of_empty_table_succeeds():
     assert compiled().copy(np.zeros((3, 0), np.int64)) == 1
 
 
-def test_some_columns_of_a_table_can_be_copied():
+def test_native_copy_accepts_slice_of_columns():
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     table = table_of(source, [(10 * k, 10 * k, 10) for k in range(10)], target)
     compiled().copy(table[:, 3:5])
     assert target.nonzero()[0].tolist() == list(range(30, 50))
 
 
-def test_one_piece_is_a_table_however_its_strides_are_written():
+def test_native_copy_accepts_single_column_of_any_strides():
     """numpy calls one column contiguous whatever its strides, so ascontiguousarray leaves them as they are."""
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     table = np.ascontiguousarray(np.array([[source.ctypes.data, target.ctypes.data, 20]]).T)
@@ -160,14 +160,14 @@ def test_one_piece_is_a_table_however_its_strides_are_written():
     assert compiled().scan(Entries(table)).disjoint
 
 
-def test_one_copy_is_a_batch():
+def test_batch_copy_of_one_piece_copies_it():
     source, target = Buffer.wrap(bytes(range(100))), Buffer(100, "u8")
     with BatchCopy() as copy:
         copy(source, 100, target)
     assert target.tolist() == list(range(100))
 
 
-def test_a_table_whose_rows_are_not_contiguous_is_an_error():
+def test_native_copy_with_non_contiguous_rows_raises():
     with pytest.raises(ArgumentError, match="contiguous rows"):
         compiled().copy(np.zeros((4, 3), np.int64).T)
     with pytest.raises(ArgumentError, match="contiguous rows"):
@@ -188,7 +188,7 @@ entries_close_together = st.lists(
 @example(rows=[(0, 0, 4), (4, 4, 4), (8, 8, 4)], ascending=False, scopes=[0] * 20)
 @example(rows=[(0, 0, 4), (4, 4, 4), (8, 8, 4)], ascending=False, scopes=[-1] * 20)
 @example(rows=[(0, 0, 4), (4, 4, 4), (8, 8, 4)], ascending=False, scopes=[0, 0, 1] + [0] * 17)
-def test_the_compiled_look_at_entries_finds_what_the_one_in_python_does(rows, ascending, scopes):
+def test_native_scan_of_touching_entries_matches_numpy(rows, ascending, scopes):
     rows = sorted(rows, key=lambda row: row[1]) if ascending else rows
     table = np.array(rows, np.int64).T.copy(order="C")
     for scope in (None, np.array(scopes[: len(rows)], np.int64)):
@@ -208,7 +208,7 @@ def test_the_compiled_look_at_entries_finds_what_the_one_in_python_does(rows, as
 )
 @example(places=[(1, 1), (1 << 20, 1)], unit=1 << 16, sizes=16)  # just within 2^32 units of 16 bytes
 @example(places=[(1, 1), ((1 << 20) + 1, 1)], unit=1 << 16, sizes=16)  # just outside
-def test_the_compiled_rows_of_the_gather_kernel_are_those_of_python(places, unit, sizes):
+def test_native_fill_rows_matches_numpy(places, unit, sizes):
     capacity = 20
     counts = np.full(len(places), sizes) if isinstance(sizes, int) else np.array(sizes[: len(places)])
     table = np.ascontiguousarray(np.vstack([np.array(places, np.int64).T * unit, counts]))
@@ -220,7 +220,7 @@ def test_the_compiled_rows_of_the_gather_kernel_are_those_of_python(places, unit
         np.testing.assert_array_equal(found, expected)
 
 
-def test_two_streams_may_copy_at_once():
+def test_native_copy_runs_on_two_streams_at_once():
     script = """
         import numpy as np
         from kvtier.memory import BatchCopy, Buffer, Stream, context
@@ -241,7 +241,7 @@ def test_two_streams_may_copy_at_once():
 # ---- compiling ----
 
 
-def test_the_code_is_compiled_into_the_cache_directory(monkeypatch, tmp_path):
+def test_native_code_is_compiled_into_cache_directory(monkeypatch, tmp_path):
     a_compiler()
     found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
     check_that_it_copies(found)
@@ -250,7 +250,7 @@ def test_the_code_is_compiled_into_the_cache_directory(monkeypatch, tmp_path):
     assert str(library) in found.reason
 
 
-def test_compiled_code_is_used_again(monkeypatch, tmp_path):
+def test_native_code_in_cache_is_reused(monkeypatch, tmp_path):
     a_compiler()
     in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
     [library] = tmp_path.iterdir()
@@ -260,7 +260,7 @@ def test_compiled_code_is_used_again(monkeypatch, tmp_path):
     assert (library.stat().st_ino, library.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_damaged_code_in_the_cache_is_compiled_anew(monkeypatch, tmp_path):
+def test_native_code_damaged_in_cache_is_recompiled(monkeypatch, tmp_path):
     a_compiler()
     in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "whole"), CC=None)
     [library] = (tmp_path / "whole").iterdir()
@@ -309,7 +309,7 @@ def planted(monkeypatch, tmp_path, built, quick_compiler):  # noqa: ARG001
     return folder / built.name, mark
 
 
-def test_native_code_planted_in_an_own_folder_would_be_loaded(monkeypatch, planted):
+def test_native_code_planted_in_own_folder_is_loaded(monkeypatch, planted):
     """What the tests below rely on."""
     _, mark = planted
     in_a_new_process(monkeypatch)
@@ -317,7 +317,7 @@ def test_native_code_planted_in_an_own_folder_would_be_loaded(monkeypatch, plant
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
-def test_native_code_in_folder_others_write_is_not_loaded(monkeypatch, planted, mode):
+def test_native_code_in_shared_folder_is_not_loaded(monkeypatch, planted, mode):
     library, mark = planted
     library.parent.chmod(mode)
     before = library.read_bytes()
@@ -329,7 +329,7 @@ def test_native_code_in_folder_others_write_is_not_loaded(monkeypatch, planted, 
     assert library.read_bytes() == before
 
 
-def test_native_code_below_folder_others_write_is_not_loaded(monkeypatch, planted, tmp_path):
+def test_native_code_below_shared_folder_is_not_loaded(monkeypatch, planted, tmp_path):
     _, mark = planted
     tmp_path.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="can be written by others"):
@@ -408,20 +408,20 @@ def test_native_code_with_readonly_cache_compiles_privately(monkeypatch, tmp_pat
     assert list((tmp_path / "own").iterdir()) == []
 
 
-def test_the_compiler_may_be_named_with_arguments(monkeypatch, tmp_path):
+def test_native_compiler_may_have_arguments(monkeypatch, tmp_path):
     found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{a_compiler()} -O1")
     check_that_it_copies(found)
 
 
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler", "/dev/null"])
-def test_a_compiler_that_does_not_work_is_the_recorded_reason(monkeypatch, tmp_path, compiler):
+def test_native_broken_compiler_is_recorded_as_reason(monkeypatch, tmp_path, compiler):
     found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=compiler)
     assert found.code is None
     assert f"compiling with {compiler} failed" in found.reason
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_compiler_said_is_in_the_reason(monkeypatch, tmp_path):
+def test_native_reason_includes_compiler_output(monkeypatch, tmp_path):
     found = in_a_new_process(
         monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{a_compiler()} -include no_such_header.h"
     )
@@ -429,19 +429,19 @@ def test_what_the_compiler_said_is_in_the_reason(monkeypatch, tmp_path):
     assert "no_such_header.h" in found.reason
 
 
-def test_no_compiler_is_the_recorded_reason(monkeypatch, tmp_path):
+def test_native_missing_compiler_is_recorded_as_reason(monkeypatch, tmp_path):
     found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None, PATH=NOT_A_FOLDER)
     assert found.code is None
     assert "no C compiler found (looked for $CC, cc, gcc, clang)" in found.reason
 
 
-def test_a_cache_directory_that_cannot_be_made_is_the_recorded_reason(monkeypatch):
+def test_native_unusable_cache_directory_is_recorded_as_reason(monkeypatch):
     found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=NOT_A_FOLDER, CC=None)
     assert found.code is None
     assert NOT_A_FOLDER in found.reason
 
 
-def test_a_user_without_a_home_directory_is_the_recorded_reason(monkeypatch):
+def test_native_missing_home_directory_is_recorded_as_reason(monkeypatch):
     """As in a container that runs under a number nobody gave a name."""
 
     def nobody(uid: int) -> None:
@@ -453,7 +453,7 @@ def test_a_user_without_a_home_directory_is_the_recorded_reason(monkeypatch):
     assert "home" in found.reason
 
 
-def test_without_a_compiler_batches_are_copied_all_the_same(tmp_path):
+def test_batch_copy_without_compiler_uses_loop(tmp_path):
     script = """
         import json
         import numpy as np
@@ -473,7 +473,7 @@ def test_without_a_compiler_batches_are_copied_all_the_same(tmp_path):
     assert "no C compiler found" in reason
 
 
-def test_two_processes_may_compile_at_once(tmp_path):
+def test_native_code_compiled_by_two_processes_at_once(tmp_path):
     a_compiler()
     script = """
         import sys
@@ -509,7 +509,7 @@ def test_two_processes_may_compile_at_once(tmp_path):
         ({"HOME": "home"}, "home/.cache/kvtier"),
     ],
 )
-def test_the_cache_directory_is_the_one_named_or_the_users(monkeypatch, tmp_path, set_variables, expected):
+def test_cache_dir_follows_environment_variables(monkeypatch, tmp_path, set_variables, expected):
     for name in ("KVTIER_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in set_variables.items():
@@ -518,12 +518,12 @@ def test_the_cache_directory_is_the_one_named_or_the_users(monkeypatch, tmp_path
     assert cache_dir().is_dir()
 
 
-def test_only_the_user_may_write_into_the_cache_directory(monkeypatch, tmp_path):
+def test_cache_dir_is_writable_by_owner_only(monkeypatch, tmp_path):
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path / "new"))
     assert stat.S_IMODE(cache_dir().stat().st_mode) == 0o700
 
 
-def test_a_file_is_written_whole_over_the_old_one(tmp_path):
+def test_write_atomically_replaces_file(tmp_path):
     path = tmp_path / "file"
     write_atomically(path, b"old and long")
     write_atomically(path, b"new")
@@ -531,7 +531,7 @@ def test_a_file_is_written_whole_over_the_old_one(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+def test_write_atomically_on_failure_leaves_no_file(tmp_path):
     taken = tmp_path / "taken"
     (taken / "by a folder").mkdir(parents=True)
     with pytest.raises(OSError, match="taken"):
@@ -539,7 +539,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == [taken]
 
 
-def test_a_reader_beside_a_writer_sees_one_version_or_the_other(tmp_path: Path):
+def test_write_atomically_reader_sees_one_version(tmp_path: Path):
     path = tmp_path / "file"
     versions = [bytes([number]) * 100_000 for number in range(20)]
     write_atomically(path, versions[0])

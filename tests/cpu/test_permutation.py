@@ -26,7 +26,7 @@ def rows_of(perm):
 
 
 @given(perm=permutations())
-def test_runs_are_the_fewest_that_say_the_same(perm):
+def test_runs_are_minimal_and_complete(perm):
     runs = perm.runs()
     said = {}
     for new, old, length in zip(*runs, strict=True):
@@ -42,14 +42,14 @@ def test_runs_are_the_fewest_that_say_the_same(perm):
 
 
 @given(perm=permutations())
-def test_moved_runs_leave_out_what_stays(perm):
+def test_moved_runs_skip_rows_that_stay(perm):
     runs = perm.runs(moved_only=True)
     moved = [int(new) + k for new, _, length in zip(*runs, strict=True) for k in range(length)]
     assert moved == [i for i, row in enumerate(rows_of(perm)) if row not in (None, i)]
 
 
 @given(perm=permutations())
-def test_new_runs_are_the_rest(perm):
+def test_new_runs_cover_new_rows(perm):
     runs = perm.new_runs()
     assert runs[0].tolist() == runs[1].tolist()
     new = [int(start) + k for start, _, length in zip(*runs, strict=True) for k in range(length)]
@@ -57,19 +57,19 @@ def test_new_runs_are_the_rest(perm):
 
 
 @given(perm=permutations(), size=st.integers(0, 12))
-def test_only_the_identity_is_an_identity(perm, size):
+def test_is_identity_is_true_only_for_identity(perm, size):
     assert perm.is_identity == (rows_of(perm) == list(range(perm.size0)))
     assert Permutation.identity(size).is_identity
     assert Permutation.identity(len(perm)).size0 == len(perm)
 
 
-def test_new_rows_are_equal_whatever_number_marks_them():
+def test_permutation_equality_ignores_new_row_numbers():
     assert Permutation([0, 3], 2) == Permutation([0, 9], 2) != Permutation([3, 0], 2)
     assert hash(Permutation([0, 3], 2)) == hash(Permutation([0, 9], 2))
     assert repr(Permutation([1, 7], 2)) == "Permutation([1, new], size0=2)"
 
 
-def test_what_is_no_permutation_is_refused():
+def test_permutation_with_invalid_rows_raises():
     with pytest.raises(RangeError, match="new row 1 names old row -1"):
         Permutation([0, -1], 3)
     with pytest.raises(RangeError, match="-2 rows"):
@@ -80,7 +80,7 @@ def test_what_is_no_permutation_is_refused():
         Permutation([[0, 1]], 3)
 
 
-def test_a_permutation_does_not_change_with_the_array_it_was_made_from():
+def test_permutation_copies_its_array():
     rows = np.array([1, 0])
     perm = Permutation(rows, 2)
     rows[0] = 0

@@ -137,7 +137,7 @@ def names(pipeline):
 
 @pytest.mark.parametrize("phases", [1, 2, 3])
 @pytest.mark.parametrize("seed", [None, 0])
-def test_results_lag_by_at_most_phases_less_one(phases, seed):
+def test_pipeline_results_lag_by_phases_minus_one(phases, seed):
     pipeline, counter = pipeline_of(phases, seed)
     ticket = pipeline.add(Request("a"))
     for step in range(1, 8):
@@ -151,7 +151,7 @@ def test_results_lag_by_at_most_phases_less_one(phases, seed):
     assert per_step == [[op.name for op in BatchOp if op.per_batch]] * 7
 
 
-def test_each_side_runs_on_its_own_thread():
+def test_pipeline_sides_run_on_separate_threads():
     pipeline, counter = pipeline_of()
     pipeline.step([pipeline.add(Request("a"))])
     pipeline.close()
@@ -161,7 +161,7 @@ def test_each_side_runs_on_its_own_thread():
     }
 
 
-def test_rows_keep_their_order_then_come_resumed_then_new_and_generating_ones_first():
+def test_pipeline_row_order_is_generating_kept_resumed_new():
     pipeline, _ = pipeline_of(1, 0)
     a, b, c = (pipeline.add(Request(name)) for name in "abc")
     pipeline.step([a, b, c])
@@ -175,7 +175,7 @@ def test_rows_keep_their_order_then_come_resumed_then_new_and_generating_ones_fi
     pipeline.close()
 
 
-def test_a_request_leaves_when_none_of_its_batches_is_in_flight():
+def test_cancelled_request_is_removed_after_its_last_batch():
     pipeline, _ = pipeline_of(3, 0)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
     pipeline.step([a, b])
@@ -193,7 +193,7 @@ def test_a_request_leaves_when_none_of_its_batches_is_in_flight():
     assert (b.status, b.request.removed) == (TicketStatus.CANCELLED, 1)
 
 
-def test_a_request_that_is_refused_fails_at_once():
+def test_request_rejected_by_module_fails_at_once():
     pipeline, _ = pipeline_of(1, 0)
     ticket = pipeline.add(Request("refused"))
     assert ticket.status is TicketStatus.FAILED
@@ -204,7 +204,7 @@ def test_a_request_that_is_refused_fails_at_once():
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 @pytest.mark.parametrize("phases", [1, 2, 3])
 @pytest.mark.parametrize("op", [op for op in BatchOp if op.per_batch])
-def test_a_module_that_raises_fails_its_batch_and_the_pipeline_goes_on(op, phases, seed):
+def test_module_error_fails_its_batch_only(op, phases, seed):
     pipeline, counter = pipeline_of(phases, seed)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
     for _ in range(3):
@@ -224,7 +224,7 @@ def test_a_module_that_raises_fails_its_batch_and_the_pipeline_goes_on(op, phase
 
 
 @pytest.mark.parametrize("executor", [ThreadExecutor, InlineExecutor])
-def test_a_timeline_shows_every_op_and_copy_with_its_rows_and_bytes(executor, tmp_path):
+def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
     timeline = Timeline()
     pipeline = Pipeline([Counter(2)], executor=executor, timeline=timeline)
     tickets = [pipeline.add(Request(name)) for name in "ab"]
@@ -261,7 +261,7 @@ def test_a_timeline_shows_every_op_and_copy_with_its_rows_and_bytes(executor, tm
     assert {event["args"].get("pieces") for event in shown if event["name"] == "copy"} == {1, 2}
 
 
-def test_the_timeline_of_a_stream_shows_when_it_ran_what_it_was_given():
+def test_timeline_stream_spans_show_execution_time():
     timeline = Timeline()
     with new_stream() as stream:
         kind = {"track": "executor", "phase": 0, "step": 0, "num_rows": 1, "stream": stream}
@@ -282,7 +282,7 @@ def test_the_timeline_of_a_stream_shows_when_it_ran_what_it_was_given():
         assert [span.name for span in timeline.spans] == ["first", "held", "fails"]
 
 
-def test_an_op_that_fails_is_in_the_timeline_too():
+def test_timeline_includes_failed_op():
     timeline, counter = Timeline(), Counter(1)
     pipeline = Pipeline([counter], phases=1, executor=InlineExecutor, timeline=timeline)
     counter.fail_at = BatchOp.FORWARD
@@ -291,12 +291,12 @@ def test_an_op_that_fails_is_in_the_timeline_too():
     assert [span.name for span in timeline.spans] == ["ADD", "SETUP", "copy", "PREPARE", "FORWARD", "REMOVE"]
 
 
-def test_an_empty_timeline_is_a_trace_of_nothing(tmp_path):
+def test_empty_timeline_saves_empty_trace(tmp_path):
     assert Timeline().save(tmp_path / "trace.json") == 0
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
 
 
-def test_a_step_that_cannot_be_is_refused_before_anything_happens():
+def test_invalid_step_raises_before_any_change():
     pipeline, _ = pipeline_of(1, 0)
     ticket = pipeline.add(Request("a"))
     for wrong in ({"tokens": 5}, {"generating": [[]]}):
@@ -308,7 +308,7 @@ def test_a_step_that_cannot_be_is_refused_before_anything_happens():
     pipeline.close()
 
 
-def test_rows_that_stay_cost_nothing():
+def test_unchanged_rows_reuse_the_identity_permutation():
     class Permutations(Module):
         seen: ClassVar[list] = []
 
@@ -327,7 +327,7 @@ def test_rows_that_stay_cost_nothing():
 
 
 @pytest.mark.parametrize("phases", [1, 2, 3])
-def test_the_host_waits_once_per_step(monkeypatch, phases):
+def test_pipeline_synchronizes_once_per_step(monkeypatch, phases):
     waits, synchronize = [], Stream.synchronize
     monkeypatch.setattr(Stream, "synchronize", lambda self: (waits.append(self), synchronize(self)))
     pipeline, _ = pipeline_of(phases)
@@ -340,7 +340,7 @@ def test_the_host_waits_once_per_step(monkeypatch, phases):
 
 
 @pytest.mark.parametrize("op", [BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH])
-def test_a_slot_is_free_only_when_nothing_of_a_failed_batch_runs(op):
+def test_failed_batch_slot_is_reused_after_its_work_ends(op):
     class Slow(Module):
         """Its work on the stream takes a while; the op fails meanwhile."""
 
@@ -360,7 +360,7 @@ def test_a_slot_is_free_only_when_nothing_of_a_failed_batch_runs(op):
 
 
 @pytest.mark.parametrize("op", [BatchOp.SETUP, BatchOp.FETCH, BatchOp.UPDATE])
-def test_an_interrupt_on_the_engine_goes_on_its_way_and_leaves_the_books_right(op):
+def test_interrupt_propagates_and_pipeline_stays_consistent(op):
     pipeline, counter = pipeline_of(2)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
     counter.fail_at, counter.error = op, KeyboardInterrupt
@@ -389,7 +389,7 @@ class FailsOnTheStream(Module):
 
 
 @pytest.mark.parametrize("phases", [1, 2, 3])
-def test_work_that_fails_on_the_stream_fails_its_batch_and_no_other(phases):
+def test_stream_error_fails_its_batch_only(phases):
     counter, device = Counter(phases), FailsOnTheStream()
     pipeline = Pipeline([counter, device], phases=phases)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
@@ -412,7 +412,7 @@ def test_work_that_fails_on_the_stream_fails_its_batch_and_no_other(phases):
     pipeline.close()
 
 
-def test_an_exit_in_a_module_does_not_end_the_executor():
+def test_system_exit_in_module_does_not_end_executor():
     class Exits(Module):
         def forward(self, env):
             if env.at(BATCH).sequence == 0:
@@ -428,7 +428,7 @@ def test_an_exit_in_a_module_does_not_end_the_executor():
     pipeline.close()
 
 
-def test_a_closed_pipeline_is_closed():
+def test_pipeline_use_after_close_raises():
     pipeline, _ = pipeline_of()
     ticket = pipeline.add(Request("a"))
     pipeline.close()
@@ -438,7 +438,7 @@ def test_a_closed_pipeline_is_closed():
             use()
 
 
-def test_an_error_on_leaving_is_told_and_the_threads_end():
+def test_remove_error_is_raised_by_close_and_threads_end():
     class Clings(Module):
         def remove(self, requests):
             raise Planned(str(requests))
@@ -453,7 +453,7 @@ def test_an_error_on_leaving_is_told_and_the_threads_end():
 
 
 @pytest.mark.parametrize("phases", [0, -1])
-def test_a_pipeline_has_a_phase(phases):
+def test_pipeline_without_phase_raises(phases):
     with pytest.raises(ArgumentError, match="at least one phase"):
         Pipeline([], phases=phases)
 
@@ -539,7 +539,7 @@ TestPipeline = PipelineMachine.TestCase
 TestPipeline.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
 
 
-def test_threads_and_no_threads_give_the_same_counts():
+def test_pipeline_executors_give_same_counts():
     def counts(seed):
         random = np.random.default_rng(5)
         pipeline, _ = pipeline_of(2, seed)

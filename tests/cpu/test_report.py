@@ -84,7 +84,7 @@ def numbers(pairs) -> list[tuple[float, float]]:
     return [(float(x), y) for x, y in pairs]
 
 
-def test_the_plots_of_a_replay_show_the_numbers_of_its_json(opened):
+def test_replay_plots_match_json(opened):
     page, result = opened("replay")
     curve = marks(page, "curve")
     assert list(curve) == ["lru", "arc", "s3fifo", "optimum"]
@@ -102,7 +102,7 @@ def test_the_plots_of_a_replay_show_the_numbers_of_its_json(opened):
     assert json.loads(page.text_content("#json")) == result
 
 
-def test_the_plots_of_a_plan_show_the_numbers_of_its_json(opened):
+def test_plan_plots_match_json(opened):
     page, result = opened("plan")
     bare = [run for run in result["results"] if not run["disk_bytes"]]
     ttft = marks(page, "host-ttft")
@@ -116,7 +116,7 @@ def test_the_plots_of_a_plan_show_the_numbers_of_its_json(opened):
 
 
 @pytest.mark.parametrize("name", ["replay", "plan"])
-def test_every_plot_has_lines_or_bars_of_some_size_inside_its_frame(opened, name):
+def test_plot_marks_are_visible_inside_their_frame(opened, name):
     page, _ = opened(name)
     charts = page.query_selector_all("figure svg")
     assert len(charts) >= 3
@@ -131,7 +131,7 @@ def test_every_plot_has_lines_or_bars_of_some_size_inside_its_frame(opened, name
             assert frame["y"] - 6 <= box["y"] <= frame["y"] + frame["height"]
 
 
-def test_the_table_has_every_run(opened):
+def test_report_table_lists_every_run(opened):
     page, result = opened("replay")
     rows = page.eval_on_selector_all(
         "#tables tbody tr", "all => all.map(r => [r.cells[0].textContent, Number(r.cells[1].dataset.value)])"
@@ -139,7 +139,7 @@ def test_the_table_has_every_run(opened):
     assert rows == [[run["policy"], run["hit_rate"]] for run in result["results"]]
 
 
-def test_series_can_be_hidden_and_the_axis_changed(opened):
+def test_report_series_can_be_hidden_and_axis_changed(opened):
     page, _ = opened("replay")
     page.get_by_role("checkbox", name="optimum").uncheck()
     assert list(marks(page, "curve")) == ["lru", "arc", "s3fifo"]
@@ -148,7 +148,7 @@ def test_series_can_be_hidden_and_the_axis_changed(opened):
     assert page.eval_on_selector("#chart-curve .mark:nth-of-type(3)", "mark => mark.getAttribute('cx')") != before
 
 
-def test_marks_are_reached_and_read_without_a_mouse(opened):
+def test_report_marks_are_accessible_by_keyboard(opened):
     page, result = opened("replay")
     page.locator("#chart-ttft .mark").first.focus()
     said = page.text_content("#chart-ttft .reading")
@@ -163,7 +163,7 @@ def test_marks_are_reached_and_read_without_a_mouse(opened):
     assert result["trace"]["files"][0].endswith("<t>.jsonl")
 
 
-def test_light_and_dark_and_a_narrow_screen(opened):
+def test_report_supports_dark_mode_and_narrow_screens(opened):
     backs = set()
     for scheme in ("light", "dark"):
         page, _ = opened("plan", color_scheme=scheme, viewport={"width": 400, "height": 800})

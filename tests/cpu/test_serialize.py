@@ -89,7 +89,7 @@ def reader(request: pytest.FixtureRequest, folder: Path) -> Callable[[bytes], Lo
 
 @pytest.mark.parametrize("name", names)
 @pytest.mark.parametrize("size", [0, 1, 13])
-def test_what_is_saved_is_what_is_loaded(name, size, reader, make, read):
+def test_save_then_load_round_trips(name, size, reader, make, read):
     nbytes = dt.dtype(name).nbytes(size)
     raw = np.arange(1, nbytes + 1, dtype=np.uint8) if name != "bool" else np.ones(nbytes, np.uint8)
     loaded = reader(record_of(make(CPU, raw, name, size)))
@@ -98,7 +98,7 @@ def test_what_is_saved_is_what_is_loaded(name, size, reader, make, read):
 
 
 @pytest.mark.parametrize("name", names)
-def test_every_way_to_write_writes_the_same_record(name, tmp_path, make):
+def test_every_save_target_gets_the_same_record(name, tmp_path, make):
     buffer = make(CPU, bytes(8), name)
     expected = record_of(buffer)
     file, larger = io.BytesIO(), bytearray(b"\xee" * (len(expected) + 3))
@@ -111,7 +111,7 @@ def test_every_way_to_write_writes_the_same_record(name, tmp_path, make):
 
 
 @pytest.mark.parametrize("name", names)
-def test_buffers_of_any_placement_are_saved_and_loaded(name, placement, tmp_path, make, read):
+def test_save_and_load_work_on_every_placement(name, placement, tmp_path, make, read):
     raw = np.arange(48, dtype=np.uint8) if name != "bool" else np.ones(48, np.uint8)
     buffer = make(placement, raw, name)
     save(buffer, tmp_path / "record")
@@ -123,18 +123,18 @@ def test_buffers_of_any_placement_are_saved_and_loaded(name, placement, tmp_path
     assert load(record_of(buffer), str(placement)).buffer.placement == placement
 
 
-def test_a_slice_is_saved_without_its_surroundings(placement, make):
+def test_save_of_slice_stores_only_the_slice(placement, make):
     part = make(placement, np.arange(100, dtype=np.int16)).slice(10, 3)
     assert saved_nbytes(part) == PAGE + 6
     assert load(record_of(part)).buffer.tolist() == [10, 11, 12]
 
 
-def test_a_typed_empty_buffer_is_saved(reader):
+def test_empty_typed_buffer_round_trips(reader):
     loaded = reader(record_of(Buffer(dtype="bf16")))
     assert (loaded.buffer.size, loaded.buffer.dtype, loaded.shape) == (0, dt.bf16, (0,))
 
 
-def test_loading_is_a_copy_of_memory():
+def test_load_from_memory_copies():
     memory = bytearray(record_of(numbers()))
     loaded = load(memory)
     memory[PAGE:] = bytes(len(memory) - PAGE)
@@ -143,23 +143,23 @@ def test_loading_is_a_copy_of_memory():
 
 
 @pytest.mark.parametrize("shape", [(24,), (2, 3, 4), (1, 1, 1, 1, 1, 1, 4, 6), (24, 1)])
-def test_the_shape_is_kept(shape, reader):
+def test_record_shape_round_trips(shape, reader):
     assert reader(record_of(numbers(24), shape=shape)).shape == shape
 
 
-def test_shapes_without_elements_or_dimensions_are_kept():
+def test_record_shape_of_zero_elements_or_dimensions_round_trips():
     assert load(record_of(numbers(0), shape=(3, 0, 2))).shape == (3, 0, 2)
     assert load(record_of(numbers(1), shape=())).shape == ()
     assert load(record_of(numbers(4), shape=np.zeros((2, 2)).shape)).shape == (2, 2)
 
 
 @pytest.mark.parametrize("shape", [(23,), (5, 5), (-1, -24), (-24,), (1,) * 8 + (24,), ()])
-def test_a_shape_that_does_not_describe_the_elements_is_an_error(shape):
+def test_save_with_mismatched_shape_raises(shape):
     with pytest.raises(ArgumentError, match="24 elements in at most 8 dimensions"):
         record_of(numbers(24), shape=shape)
 
 
-def test_several_records_follow_each_other_in_a_file(tmp_path):
+def test_file_may_hold_several_records(tmp_path):
     with open(tmp_path / "records", "wb") as file:
         save(numbers(3, "i32"), file)
         save(numbers(0, "bf16"), file)
@@ -197,23 +197,23 @@ class Trickle(io.RawIOBase):
         return len(part)
 
 
-def test_files_that_read_in_parts_are_read_whole():
+def test_load_handles_short_reads():
     assert load(Trickle(record_of(numbers(3000)))).buffer.tolist() == list(range(3000))
 
 
-def test_files_that_write_in_parts_are_written_whole():
+def test_save_handles_short_writes():
     file = Trickle()
     assert save(numbers(3000), file) == len(file.content)
     assert load(bytes(file.content)).buffer.tolist() == list(range(3000))
 
 
-def test_a_large_buffer_makes_the_trip(tmp_path, placement, make, read):
+def test_large_buffer_round_trips(tmp_path, placement, make, read):
     raw = np.random.default_rng(3).integers(0, 256, (5 << 20) + 7, np.uint8)
     save(make(placement, raw), tmp_path / "large")
     assert np.array_equal(read(load(tmp_path / "large", placement).buffer), raw)
 
 
-def test_what_the_stream_in_force_was_given_is_what_is_saved(placement):
+def test_save_waits_for_context_stream(placement):
     buffer = Buffer(1 << 16, "u8", placement)
     clear(buffer)
     with context(stream=Stream(placement)):
@@ -226,7 +226,7 @@ def test_what_the_stream_in_force_was_given_is_what_is_saved(placement):
 # ---- the layout, for other readers ----
 
 
-def test_the_header_is_what_the_format_says(make):
+def test_record_header_matches_format(make):
     record = record_of(make(CPU, bytes([1, 2, 3]), "u4", 5), shape=(5, 1))
     magic, version, ndim, _, name, size, nbytes, offset, crc = struct.unpack_from("<8sHHI16sQQQI", record)
     assert (magic, version, ndim) == (b"\x89KVBUF\r\n", 1, 2)
@@ -237,13 +237,13 @@ def test_the_header_is_what_the_format_says(make):
     assert record == sealed(record)
 
 
-def test_the_payload_is_on_a_page_and_can_be_mapped_by_numpy(tmp_path):
+def test_record_payload_can_be_mapped_by_numpy(tmp_path):
     save(numbers(1000, "f32"), tmp_path / "record")
     mapped = np.memmap(tmp_path / "record", np.float32, "r", offset=PAGE, shape=(10, 100))
     assert np.array_equal(mapped, np.arange(1000, dtype=np.float32).reshape(10, 100))
 
 
-def test_a_mapped_buffer_is_read_only_and_needs_no_file_once_loaded(tmp_path):
+def test_mapped_buffer_is_read_only_and_outlives_file(tmp_path):
     save(numbers(1000), tmp_path / "record")
     loaded = load(tmp_path / "record", map_file=True)
     os.unlink(tmp_path / "record")
@@ -257,12 +257,12 @@ def test_a_mapped_buffer_is_read_only_and_needs_no_file_once_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("source", [io.BytesIO, bytes, bytearray, memoryview])
-def test_only_a_path_is_mapped(source):
+def test_load_map_file_without_path_raises(source):
     with pytest.raises(ArgumentError, match="path"):
         load(source(record_of(numbers())), map_file=True)
 
 
-def test_a_file_is_mapped_to_plain_host_memory_only(tmp_path, placement):
+def test_load_map_file_to_other_placement_raises(tmp_path, placement):
     save(numbers(), tmp_path / "record")
     if placement == CPU:
         assert load(tmp_path / "record", placement, map_file=True).buffer.placement == CPU
@@ -275,7 +275,7 @@ def test_a_file_is_mapped_to_plain_host_memory_only(tmp_path, placement):
 
 
 @pytest.mark.parametrize("byte", range(128))
-def test_any_flipped_bit_of_the_header_fields_is_an_error(byte):
+def test_load_with_flipped_header_bit_raises(byte):
     record = record_of(numbers(), shape=(5, 1))
     for bit in range(8):
         damaged = bytearray(record)
@@ -287,7 +287,7 @@ def test_any_flipped_bit_of_the_header_fields_is_an_error(byte):
 @pytest.mark.parametrize("way", READERS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_flipped_bit_anywhere_is_an_error(way, folder, data):
+def test_load_with_any_flipped_bit_raises(way, folder, data):
     record = record_of(Buffer.wrap(np.frombuffer(data.draw(st.binary(max_size=300)), np.uint8)))
     position = data.draw(st.integers(0, len(record) * 8 - 1))
     damaged = bytearray(record)
@@ -299,7 +299,7 @@ def test_any_flipped_bit_anywhere_is_an_error(way, folder, data):
 @pytest.mark.parametrize("way", READERS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_truncation_is_an_error(way, folder, data):
+def test_load_of_truncated_record_raises(way, folder, data):
     record = record_of(numbers(40))
     length = data.draw(st.one_of(st.integers(1, len(record) - 1), st.integers(PAGE - 1, len(record) - 1)))
     there = length if length < PAGE else length - PAGE
@@ -321,24 +321,24 @@ def test_any_truncation_is_an_error(way, folder, data):
     ],
     ids=["empty", "png", "zeros", "text", "npy", "zip", "shifted", "bytes"],
 )
-def test_foreign_bytes_are_an_error(foreign, reader):
+def test_load_of_foreign_bytes_raises(foreign, reader):
     with pytest.raises(FormatError, match="not a kvtier buffer"):
         reader(foreign)
 
 
-def test_line_ends_changed_on_the_way_are_an_error(reader):
+def test_load_with_converted_line_ends_raises(reader):
     with pytest.raises(FormatError):
         reader(record_of(numbers()).replace(b"\r\n", b"\n"))
 
 
 @pytest.mark.parametrize("version", [2, 3, 0xFFFF])
-def test_a_newer_version_is_an_error_that_says_so(version, reader):
+def test_load_of_newer_version_raises_with_versions(version, reader):
     record = sealed(changed(record_of(numbers()), 8, "<H", version))
     with pytest.raises(VersionError, match=rf"version {version}.* up to 1"):
         reader(record)
 
 
-def test_a_version_that_never_was_is_an_error():
+def test_load_of_version_zero_raises():
     with pytest.raises(FormatError):
         load(sealed(changed(record_of(numbers()), 8, "<H", 0)))
 
@@ -359,12 +359,12 @@ def test_a_version_that_never_was_is_an_error():
         (64, "<Q", 4),
     ],
 )
-def test_a_header_that_contradicts_itself_is_an_error_even_with_its_checksum(offset, layout, value, reader):
+def test_load_with_inconsistent_header_raises(offset, layout, value, reader):
     with pytest.raises(FormatError):
         reader(sealed(changed(record_of(numbers()), offset, layout, value)))
 
 
-def test_a_payload_of_another_record_is_an_error(reader):
+def test_load_with_payload_of_other_record_raises(reader):
     one, other = record_of(numbers(5, "i32")), record_of(numbers(5, "f32"))
     with pytest.raises(FormatError, match=rf"{zlib.crc32(other[PAGE:]):#010x} over 20 bytes"):
         reader(one[:PAGE] + other[PAGE:])
@@ -372,12 +372,12 @@ def test_a_payload_of_another_record_is_an_error(reader):
 
 @pytest.mark.parametrize("way", ["bytes", "bytearray", "memoryview", "path", "mapped"])
 @pytest.mark.parametrize("more", [b"\0", b"x" * 5000, record_of(numbers())])
-def test_bytes_after_the_record_are_an_error(way, more, folder):
+def test_load_with_trailing_bytes_raises(way, more, folder):
     with pytest.raises(FormatError):
         READERS[way](record_of(numbers()) + more, folder)
 
 
-def test_damage_is_found_wherever_the_record_is_loaded_to(placement):
+def test_load_of_damaged_record_raises_on_every_placement(placement):
     damaged = bytearray(record_of(numbers()))
     damaged[-1] ^= 1
     with pytest.raises(FormatError):
@@ -388,7 +388,7 @@ def test_damage_is_found_wherever_the_record_is_loaded_to(placement):
 
 
 @pytest.mark.parametrize("missing", [1, 20, PAGE])
-def test_a_target_too_small_is_an_error_with_the_numbers_and_is_not_written(missing):
+def test_save_to_small_target_raises_without_writing(missing):
     buffer = numbers()
     target = bytearray(saved_nbytes(buffer) - missing)
     with pytest.raises(RangeError, match=rf"needs {saved_nbytes(buffer)} bytes, the target has {len(target)}"):
@@ -396,18 +396,18 @@ def test_a_target_too_small_is_an_error_with_the_numbers_and_is_not_written(miss
     assert not any(target)
 
 
-def test_a_read_only_target_is_an_error():
+def test_save_to_read_only_target_raises():
     with pytest.raises(ArgumentError, match="read-only"):
         save(numbers(), memoryview(bytes(5000)))
 
 
-def test_a_target_of_larger_items_is_filled_by_bytes():
+def test_save_accepts_memoryview_of_larger_items():
     memory = np.zeros(1029, np.int32)
     assert save(numbers(), memoryview(memory)) == memory.nbytes
     assert load(memoryview(memory)).buffer.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_saving_what_is_closed_or_without_a_type_is_an_error(placement):
+def test_save_of_closed_or_untyped_buffer_raises(placement):
     closed = Buffer(4, "u8", placement)
     closed.close()
     with pytest.raises(ClosedError):
@@ -416,7 +416,7 @@ def test_saving_what_is_closed_or_without_a_type_is_an_error(placement):
         save(Buffer(), bytearray(5000))
 
 
-def test_saving_again_replaces_the_file(tmp_path):
+def test_save_replaces_existing_file(tmp_path):
     save(numbers(1000), tmp_path / "record")
     save(numbers(3), tmp_path / "record")
     assert load(tmp_path / "record").buffer.tolist() == [0, 1, 2]
@@ -434,7 +434,7 @@ def files_limited_to(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["no file before", "a file before"])
-def test_a_save_that_fails_half_way_leaves_what_was_there(before, tmp_path):
+def test_failed_save_keeps_existing_file(before, tmp_path):
     if before:
         save(numbers(3), tmp_path / "record")
     with files_limited_to(3 * PAGE), pytest.raises(OSError, match="too large"):
@@ -444,32 +444,32 @@ def test_a_save_that_fails_half_way_leaves_what_was_there(before, tmp_path):
         assert load(tmp_path / "record").buffer.tolist() == [0, 1, 2]
 
 
-def test_a_save_into_a_folder_that_is_not_there_is_an_error(tmp_path):
+def test_save_into_missing_folder_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         save(numbers(), tmp_path / "missing" / "record")
     assert os.listdir(tmp_path) == []
 
 
-def test_a_save_over_a_folder_is_an_error_that_leaves_no_file(tmp_path):
+def test_save_over_folder_raises_and_leaves_no_file(tmp_path):
     (tmp_path / "record").mkdir()
     with pytest.raises(OSError, match="record"):
         save(numbers(), tmp_path / "record")
     assert os.listdir(tmp_path) == ["record"]
 
 
-def test_a_saved_file_has_the_permissions_of_any_new_file(tmp_path):
+def test_saved_file_has_default_permissions(tmp_path):
     save(numbers(), tmp_path / "record")
     (tmp_path / "other").write_bytes(b"")
     assert (tmp_path / "record").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_loading_a_file_that_is_not_there_is_an_error(tmp_path):
+def test_load_of_missing_file_raises(tmp_path):
     for options in ({}, {"map_file": True}):
         with pytest.raises(FileNotFoundError):
             load(tmp_path / "missing", **options)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_record_of_gpu_memory_is_loaded_on_another_placement(make):
+def test_record_of_gpu_memory_loads_on_other_placements(make):
     record = record_of(make(Buffer(0, "u8", "cuda:0").placement, np.arange(9, dtype=np.uint8)))
     assert load(record, "pinned").buffer.tolist() == load(record, "cuda:0").buffer.tolist() == list(range(9))

@@ -36,7 +36,7 @@ def values(tensor):
 # ---- the worked examples of the ancestor ----
 
 
-def test_warp_of_one_source_leaves_new_rows_alone(placement):
+def test_warp_without_new_source_leaves_new_rows_unchanged(placement):
     functor = BatchCopy()
     out = tensor([[0], [0], [77]], placement)
     warp(tensor([[1], [2], [3]], placement), Permutation([2, 0, 5], 3), out, functor)
@@ -44,7 +44,7 @@ def test_warp_of_one_source_leaves_new_rows_alone(placement):
     assert values(out) == [[3], [1], [77]]
 
 
-def test_warp_of_two_sources_takes_new_rows_from_the_same_place(placement):
+def test_warp_takes_new_rows_from_same_index(placement):
     functor = BatchCopy()
     out = tensor([[0]] * 4, placement)
     old, new = tensor([[1], [2], [3]], placement), tensor([[11], [12], [13], [14]], placement)
@@ -53,7 +53,7 @@ def test_warp_of_two_sources_takes_new_rows_from_the_same_place(placement):
     assert values(out) == [[3], [12], [1], [14]]
 
 
-def test_warp_of_rows_of_different_lengths(placement):
+def test_warp_ragged_moves_rows_of_different_lengths(placement):
     functor = BatchCopy()
     out = tensor([0] * 6, placement)
     old, new = tensor([1, 2, 31, 32, 33], placement), tensor([40], placement)
@@ -64,7 +64,7 @@ def test_warp_of_rows_of_different_lengths(placement):
     assert offsets.tolist() == [0, 3, 4, 6]
 
 
-def test_append_adds_one_element_to_old_rows_and_takes_new_ones(placement):
+def test_append_extends_old_rows_and_copies_new_rows(placement):
     functor = BatchCopy()
     out = tensor([[0] * 4] * 3, placement)
     old = tensor([[1, 2, 0, 0], [3, 0, 0, 0]], placement)
@@ -86,7 +86,7 @@ def permutations(draw):
 
 @given(perm=permutations(), width=st.integers(1, 5), with_new=st.booleans(), dtype=dtypes)
 @settings(deadline=None, max_examples=60)
-def test_warp_does_what_numpy_does(placement, perm, width, with_new, dtype):
+def test_warp_matches_numpy(placement, perm, width, with_new, dtype):
     old = np.arange(perm.size0 * width).reshape(perm.size0, width) % 100
     new = 100 + np.arange(len(perm) * width).reshape(len(perm), width) % 100
     expected = np.full((len(perm) + 1, width), 7)
@@ -106,7 +106,7 @@ def test_warp_does_what_numpy_does(placement, perm, width, with_new, dtype):
 
 @pytest.mark.skipif(native().code is None, reason="needs a C compiler")
 @given(perm=permutations(), old=st.sampled_from([0, 1000]), new=st.sampled_from([0, 5000]), row_bytes=st.integers(0, 9))
-def test_the_compiled_copies_of_rows_are_those_of_numpy(perm, old, new, row_bytes):
+def test_native_row_copies_match_numpy(perm, old, new, row_bytes):
     given = (perm.index, perm.size0, old, new, 9000, row_bytes)
     fast, slow = native().code.row_copies(*given), row_copies(*given)
     assert fast.flags.c_contiguous
@@ -120,13 +120,13 @@ def test_the_compiled_copies_of_rows_are_those_of_numpy(perm, old, new, row_byte
     assert fast[2].sum() == slow[2].sum()
 
 
-def test_the_fewest_copies_are_made_and_old_and_new_rows_are_never_one():
+def test_row_copies_are_minimal_and_never_join_old_and_new():
     # row size0 of memory behind the old rows is no old row, though the new rows begin there
     made = row_copies(np.array([1, 2, 3, 9, 9, 0, 9]), 4, 1000, 1000 + 4 * 8 - 3 * 8, 9000, 8)
     assert made.tolist() == [[1008, 1032, 1000, 1056], [9000, 9024, 9040, 9048], [24, 16, 8, 8]]
 
 
-def test_new_rows_may_come_from_another_kind_of_memory(placement):
+def test_warp_takes_new_rows_from_other_placement(placement):
     functor = BatchCopy()
     out, old = tensor([[0]] * 4, placement), tensor([[1], [2], [3]], placement)
     new = tensor([[11], [12], [13], [14]], PINNED if torch.cuda.is_available() else CPU)
@@ -137,7 +137,7 @@ def test_new_rows_may_come_from_another_kind_of_memory(placement):
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=40)
-def test_warp_in_place_reads_every_row_before_it_writes_any(placement, data):
+def test_warp_in_place_reads_all_rows_before_writing(placement, data):
     size = data.draw(st.integers(1, 10))
     perm = Permutation(data.draw(st.lists(st.integers(0, size), min_size=1, max_size=size)), size)
     rows = (np.arange(size * 3).reshape(size, 3) % 100).tolist()
@@ -149,7 +149,7 @@ def test_warp_in_place_reads_every_row_before_it_writes_any(placement, data):
     assert values(here) == expected
 
 
-def test_in_place_only_what_moves_is_copied():
+def test_warp_in_place_copies_only_moved_rows():
     here = tensor([[k] for k in range(6)], Placement("cpu"))
     with BatchCopy() as batch:
         warp(here, Permutation([0, 2, 1, 3, 4, 5], 6), here, batch, in_place=True)
@@ -161,7 +161,7 @@ def test_in_place_only_what_moves_is_copied():
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_ragged_warp_does_what_lists_do(placement, data):
+def test_warp_ragged_matches_lists(placement, data):
     perm = data.draw(permutations())
     old = data.draw(st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=perm.size0, max_size=perm.size0))
     new = data.draw(st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=len(perm), max_size=len(perm)))
@@ -186,7 +186,7 @@ def test_ragged_warp_does_what_lists_do(placement, data):
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_append_does_what_lists_do(placement, data):
+def test_append_matches_lists(placement, data):
     perm, capacity = data.draw(permutations()), 5
     rows = st.lists(st.integers(1, 99), max_size=capacity - 1)
     old = data.draw(st.lists(rows, min_size=perm.size0, max_size=perm.size0))
@@ -217,7 +217,7 @@ def test_append_does_what_lists_do(placement, data):
 # ---- what the ancestor left unchecked ----
 
 
-def test_misfits_are_refused_with_the_numbers(placement):
+def test_warp_with_mismatched_rows_raises(placement):
     rows = tensor([[1, 2], [3, 4]], placement)
     functor = BatchCopy()
     perm = Permutation([1, 0], 2)
@@ -238,7 +238,7 @@ def test_misfits_are_refused_with_the_numbers(placement):
     functor.discard()
 
 
-def test_memory_that_overlaps_is_refused(placement):
+def test_warp_with_overlapping_memory_raises(placement):
     rows, functor, perm = tensor([[1], [2], [3]], placement), BatchCopy(), Permutation([1, 0], 2)
     with pytest.raises(ArgumentError, match="a0 and b1 overlap"):
         warp(rows[:2], perm, rows[1:], functor)
@@ -250,7 +250,7 @@ def test_memory_that_overlaps_is_refused(placement):
     assert len(functor) == 0
 
 
-def test_offsets_and_capacities_are_checked(placement):
+def test_invalid_offsets_and_capacities_raise(placement):
     flat, out, functor = tensor([1, 2, 3], placement), tensor([0, 0, 0], placement), BatchCopy()
     perm = Permutation([1, 0], 2)
     given = {"new": flat, "new_offset": [0, 0, 0]}
@@ -275,14 +275,14 @@ def test_offsets_and_capacities_are_checked(placement):
 # ---- State ----
 
 
-def test_an_identity_copies_nothing_and_does_not_swap(placement):
+def test_state_warp_with_identity_does_nothing(placement):
     state, functor = State((4, 2), "i32", placement), BatchCopy()
     front = state.front.data_ptr()
     assert not state.warp(Permutation.identity(3), functor)
     assert (state.front.data_ptr(), len(functor)) == (front, 0)
 
 
-def test_a_state_follows_its_rows(placement):
+def test_state_warp_moves_rows_and_swaps(placement):
     state = State((4,), torch.int32, placement)
     state.front.copy_(torch.tensor([10, 20, 30, 40]))
     with BatchCopy() as functor:
@@ -294,14 +294,14 @@ def test_a_state_follows_its_rows(placement):
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,)])
-def test_rows_of_nothing_are_rows(placement, shape):
+def test_state_accepts_empty_rows(placement, shape):
     state = State(shape, "u8", placement)
     size0 = shape[0]
     with BatchCopy() as functor:
         state.warp(Permutation(range(1, size0), size0) if size0 else Permutation([], 0), functor)
 
 
-def test_sizes_may_be_numpy_integers(placement):
+def test_permutation_accepts_numpy_integers(placement):
     state = State((3,), "i32", placement)
     state.front.copy_(torch.tensor([1, 2, 3]))
     with BatchCopy() as functor:
@@ -311,7 +311,7 @@ def test_sizes_may_be_numpy_integers(placement):
         Permutation([0], 1.5)
 
 
-def test_a_state_needs_rows():
+def test_state_without_rows_raises():
     for shape in ((), (-1, 2)):
         with pytest.raises(ArgumentError, match="needs rows"):
             State(shape, "u8")
@@ -360,7 +360,7 @@ class RowMapMachine(RuleBasedStateMachine):
 TestRowMap = RowMapMachine.TestCase
 
 
-def test_what_a_row_map_refuses():
+def test_row_map_with_invalid_permutation_raises():
     rows = RowMap(3)
     rows.apply(Permutation([5, 5], 0))
     with pytest.raises(ArgumentError, match="of 1 rows, the map has 2"):

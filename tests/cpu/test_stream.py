@@ -55,19 +55,19 @@ def output_of(script: str) -> str:
 # ---- a stream ----
 
 
-def test_a_stream_is_on_plain_host_memory_unless_told_otherwise():
+def test_stream_default_placement_is_cpu():
     with new_stream() as stream:
         assert stream.placement == CPU
         assert "cpu" in repr(stream)
 
 
-def test_every_host_stream_has_a_handle_of_its_own_that_no_cuda_stream_has():
+def test_host_stream_handles_are_unique_and_negative():
     with new_stream() as one, new_stream() as other:
         assert one.handle != other.handle
         assert max(one.handle, other.handle) < 0
 
 
-def test_work_is_done_in_order_while_the_caller_goes_on():
+def test_stream_runs_tasks_in_order_asynchronously():
     ran: list[int] = []
     with new_stream() as stream:
         with held_back(stream):
@@ -89,7 +89,7 @@ def test_two_streams_overlap():
         other.synchronize()
 
 
-def test_a_stream_is_synchronized_from_any_thread():
+def test_stream_synchronize_works_from_any_thread():
     ran: list[str] = []
     with new_stream() as stream:
         waiting = threading.Thread(target=lambda: (stream.synchronize(), ran.append("waited")))
@@ -100,7 +100,7 @@ def test_a_stream_is_synchronized_from_any_thread():
     assert ran == ["task", "waited"]
 
 
-def test_an_error_skips_what_is_behind_it_and_is_raised_once():
+def test_stream_error_skips_later_tasks_and_is_raised_once():
     ran: list[str] = []
     with new_stream() as stream:
         stream.enqueue(failing(ValueError("broken")))
@@ -113,7 +113,7 @@ def test_an_error_skips_what_is_behind_it_and_is_raised_once():
     assert ran == ["afterwards"]
 
 
-def test_a_stream_cannot_wait_for_itself():
+def test_stream_synchronize_in_own_task_raises():
     with new_stream() as stream:
         stream.enqueue(stream.synchronize)
         with pytest.raises(StateError, match="cannot wait for itself"):
@@ -123,7 +123,7 @@ def test_a_stream_cannot_wait_for_itself():
 # ---- events ----
 
 
-def test_an_unrecorded_event_is_reached_and_holds_nobody_up():
+def test_unrecorded_event_is_reached():
     event = Event()
     assert event.query()
     event.synchronize()
@@ -132,7 +132,7 @@ def test_an_unrecorded_event_is_reached_and_holds_nobody_up():
         stream.synchronize()
 
 
-def test_recording_makes_an_event_or_moves_the_given_one():
+def test_stream_record_returns_new_or_given_event():
     with new_stream() as stream:
         made = stream.record()
         assert isinstance(made, Event)
@@ -140,7 +140,7 @@ def test_recording_makes_an_event_or_moves_the_given_one():
         assert stream.record() is not made
 
 
-def test_an_event_is_reached_when_what_is_before_it_is_done():
+def test_event_is_reached_after_earlier_tasks():
     ran: list[str] = []
     with new_stream() as stream:
         with held_back(stream):
@@ -152,7 +152,7 @@ def test_an_event_is_reached_when_what_is_before_it_is_done():
         assert ran == ["before"]
 
 
-def test_an_event_does_not_wait_for_what_is_behind_it():
+def test_event_does_not_wait_for_later_tasks():
     with new_stream() as stream:
         event = stream.record()
         with held_back(stream):
@@ -161,7 +161,7 @@ def test_an_event_does_not_wait_for_what_is_behind_it():
             assert not stream.query()
 
 
-def test_an_event_recorded_again_is_at_its_new_place():
+def test_event_recorded_again_moves():
     with new_stream() as stream:
         event = stream.record()
         event.synchronize()
@@ -171,7 +171,7 @@ def test_an_event_recorded_again_is_at_its_new_place():
         event.synchronize()
 
 
-def test_an_event_recorded_on_another_stream_forgets_the_first():
+def test_event_can_move_to_another_stream():
     with new_stream() as blocked, new_stream() as free, held_back(blocked):
         event = blocked.record()
         free.record(event)
@@ -179,7 +179,7 @@ def test_an_event_recorded_on_another_stream_forgets_the_first():
         assert event.query()
 
 
-def test_a_stream_waits_for_an_event_of_another():
+def test_stream_wait_orders_two_streams():
     ran: list[str] = []
     with new_stream() as first, new_stream() as second:
         with held_back(first):
@@ -191,7 +191,7 @@ def test_a_stream_waits_for_an_event_of_another():
     assert ran == ["first", "second"]
 
 
-def test_waiting_the_other_way_round_is_the_same():
+def test_event_wait_orders_two_streams():
     ran: list[str] = []
     with new_stream() as first, new_stream() as second:
         with held_back(first):
@@ -202,7 +202,7 @@ def test_waiting_the_other_way_round_is_the_same():
     assert ran == ["first", "second"]
 
 
-def test_a_wait_is_for_the_event_as_it_was_then():
+def test_stream_wait_uses_event_as_of_the_call():
     with new_stream() as first, new_stream() as second:
         event = first.record()
         second.wait(event)
@@ -212,7 +212,7 @@ def test_a_wait_is_for_the_event_as_it_was_then():
             assert not event.query()
 
 
-def test_an_event_carries_the_error_of_its_place_to_whoever_waits():
+def test_event_carries_error_to_waiting_streams():
     error = ValueError("at the first stream")
     with new_stream() as first, new_stream() as second:
         clean = first.record()
@@ -228,7 +228,7 @@ def test_an_event_carries_the_error_of_its_place_to_whoever_waits():
         second.synchronize()
 
 
-def test_the_time_between_events_has_the_sign_of_their_order():
+def test_event_elapsed_sign_follows_order():
     start, end = Event(timing=True), Event(timing=True)
     with new_stream() as stream:
         stream.record(start)
@@ -241,7 +241,7 @@ def test_the_time_between_events_has_the_sign_of_their_order():
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (False, False)])
-def test_the_time_between_events_needs_both_to_be_recorded(first, second):
+def test_event_elapsed_with_unrecorded_event_raises(first, second):
     start, end = Event(timing=True), Event(timing=True)
     with new_stream() as stream:
         for event, recorded in ((start, first), (end, second)):
@@ -252,14 +252,14 @@ def test_the_time_between_events_needs_both_to_be_recorded(first, second):
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (False, False)])
-def test_the_time_between_events_needs_both_to_be_made_for_it(first, second):
+def test_event_elapsed_without_timing_raises(first, second):
     with new_stream() as stream:
         start, end = stream.record(Event(timing=first)), stream.record(Event(timing=second))
         with pytest.raises(StateError, match="timing=True"):
             start.elapsed(end)
 
 
-def test_the_time_to_an_event_with_an_error_is_that_error():
+def test_event_elapsed_to_failed_event_raises_its_error():
     with new_stream() as stream:
         start = stream.record(Event(timing=True))
         stream.enqueue(failing(ValueError("no time")))
@@ -271,7 +271,7 @@ def test_the_time_to_an_event_with_an_error_is_that_error():
 # ---- closing, dropping, leaving ----
 
 
-def test_closing_finishes_what_was_enqueued_and_ends_the_thread():
+def test_stream_close_finishes_tasks_and_ends_thread():
     ran: list[int] = []
     stream = Stream()
     thread = thread_of(stream)
@@ -282,13 +282,13 @@ def test_closing_finishes_what_was_enqueued_and_ends_the_thread():
     assert not thread.is_alive()
 
 
-def test_closing_twice_is_fine():
+def test_stream_close_twice_is_allowed():
     stream = Stream()
     stream.close()
     stream.close()
 
 
-def test_a_stream_may_be_closed_by_its_own_task():
+def test_stream_may_be_closed_by_own_task():
     ran: list[str] = []
     stream = Stream()
     thread = thread_of(stream)
@@ -314,7 +314,7 @@ def test_a_stream_may_be_closed_by_its_own_task():
         lambda stream, event: event.wait(stream),
     ],
 )
-def test_using_a_closed_stream_is_an_error(use):
+def test_stream_use_after_close_raises(use):
     stream = Stream()
     event = stream.record()
     stream.close()
@@ -322,7 +322,7 @@ def test_using_a_closed_stream_is_an_error(use):
         use(stream, event)
 
 
-def test_events_outlive_their_stream():
+def test_event_outlives_its_stream():
     stream = Stream()
     clean = stream.record(Event(timing=True))
     stream.enqueue(failing(ValueError("of a closed stream")))
@@ -336,7 +336,7 @@ def test_events_outlive_their_stream():
         broken.synchronize()
 
 
-def test_a_dropped_stream_ends_its_thread():
+def test_dropped_stream_ends_its_thread():
     stream = Stream()
     thread, watched = thread_of(stream), weakref.ref(stream)
     del stream
@@ -346,7 +346,7 @@ def test_a_dropped_stream_ends_its_thread():
     assert thread not in threading.enumerate()
 
 
-def test_a_dropped_stream_finishes_what_was_enqueued():
+def test_dropped_stream_finishes_its_tasks():
     ran: list[int] = []
     stream = Stream()
     thread = thread_of(stream)
@@ -357,7 +357,7 @@ def test_a_dropped_stream_finishes_what_was_enqueued():
     assert ran == list(range(100))
 
 
-def test_events_of_a_dropped_stream_are_still_reached():
+def test_event_of_dropped_stream_is_reached():
     stream = Stream()
     event = stream.record()
     del stream
@@ -365,7 +365,7 @@ def test_events_of_a_dropped_stream_are_still_reached():
     assert event.query()
 
 
-def test_a_stream_that_only_its_own_task_still_refers_to_ends_when_the_task_does():
+def test_stream_referenced_only_by_own_task_ends_with_it():
     stream = Stream()
     thread = thread_of(stream)
     with held_back(stream):
@@ -374,7 +374,7 @@ def test_a_stream_that_only_its_own_task_still_refers_to_ends_when_the_task_does
     assert ended(thread)
 
 
-def test_a_stream_in_a_reference_cycle_ends_when_it_is_collected():
+def test_stream_in_reference_cycle_ends_when_collected():
     stream = Stream()
     thread = thread_of(stream)
     cycle = {"stream": stream}
@@ -384,7 +384,7 @@ def test_a_stream_in_a_reference_cycle_ends_when_it_is_collected():
     assert ended(thread)
 
 
-def test_a_stream_dropped_by_a_task_of_another_that_it_waits_for_is_no_deadlock():
+def test_stream_dropped_by_task_it_waits_for_does_not_deadlock():
     script = """
         import functools, threading
         from kvtier.memory import Stream
@@ -401,7 +401,7 @@ def test_a_stream_dropped_by_a_task_of_another_that_it_waits_for_is_no_deadlock(
     assert output_of(script) == "second\n"
 
 
-def test_what_was_enqueued_before_the_interpreter_exits_is_done():
+def test_stream_tasks_finish_before_interpreter_exit():
     script = """
         import atexit, threading
         from kvtier.memory import Stream
@@ -424,12 +424,12 @@ def test_what_was_enqueued_before_the_interpreter_exits_is_done():
 
 
 @pytest.mark.parametrize("foreign", [None, "cuda:0", object(), 1.5])
-def test_only_cuda_streams_and_handles_can_be_wrapped(foreign):
+def test_stream_wrap_of_other_object_raises(foreign):
     with pytest.raises(ArgumentError, match=f"cannot wrap {type(foreign).__name__}"):
         Stream.wrap(foreign)
 
 
-def test_a_host_stream_cannot_be_wrapped():
+def test_stream_wrap_of_host_stream_raises():
     with new_stream() as stream:
         with pytest.raises(ArgumentError, match="cannot wrap Stream"):
             Stream.wrap(stream)
@@ -437,24 +437,24 @@ def test_a_host_stream_cannot_be_wrapped():
             Stream.wrap(stream.native)
 
 
-def test_a_raw_handle_needs_its_gpu():
+def test_stream_wrap_of_handle_without_placement_raises():
     with pytest.raises(ArgumentError, match=r"0x1234 says nothing about its GPU: pass placement='cuda:0'"):
         Stream.wrap(0x1234)
 
 
-def test_a_raw_handle_does_not_belong_to_host_memory():
+def test_stream_wrap_of_handle_on_cpu_raises():
     with pytest.raises(ArgumentError, match="belongs to a GPU, not to cpu"):
         Stream.wrap(0x1234, "cpu")
 
 
 @needs_no_gpu
-def test_a_raw_handle_of_a_gpu_that_is_not_there_is_an_error():
+def test_stream_wrap_of_handle_on_missing_gpu_raises():
     with pytest.raises(UnavailableError, match="cuda:0"):
         Stream.wrap(0x1234, "cuda:0")
 
 
 @needs_no_gpu
-def test_a_stream_on_a_gpu_that_is_not_there_is_an_error():
+def test_stream_on_missing_gpu_raises():
     with pytest.raises(UnavailableError, match="cuda:3"):
         Stream(Placement("cuda", 3))
 
