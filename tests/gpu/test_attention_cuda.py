@@ -42,7 +42,7 @@ SHAPES = [((6, 2), 64), ((32, 8), 128), ((4, 4), 32), ((9, 3), 64), ((16, 1), 12
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("heads", "dim"), SHAPES, ids=str)
 @pytest.mark.parametrize("mix", MIXES)
-def test_the_kernels_equal_the_reference(mix, heads, dim, dtype):
+def test_paged_attention_kernel_matches_reference(mix, heads, dim, dtype):
     from kvtier.engine.attention_triton import triton_paged_attention
 
     for seed, block_tokens in ((0, 16), (1, 4), (2, 64)):
@@ -53,7 +53,7 @@ def test_the_kernels_equal_the_reference(mix, heads, dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_steps_between_matrices_equal_plain_torch(dtype):
+def test_triton_ops_match_torch_ops(dtype):
     from kvtier.engine.ops_triton import TritonOps
 
     fast, plain, near = TritonOps(), TorchOps(), {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
@@ -77,7 +77,7 @@ def test_the_steps_between_matrices_equal_plain_torch(dtype):
     torch.testing.assert_close(copied, cache, **near)
 
 
-def test_a_captured_decode_step_reads_the_tables_of_its_replay():
+def test_captured_attention_reads_tables_at_replay():
     from kvtier.engine.ops_triton import TritonOps
 
     ops = TritonOps()
@@ -99,7 +99,7 @@ def test_a_captured_decode_step_reads_the_tables_of_its_replay():
     torch.testing.assert_close(out, wanted, rtol=2e-4, atol=2e-4)
 
 
-def test_decode_graphs_give_the_logits_of_the_plain_step():
+def test_decode_graph_logits_match_plain_step():
     from benchmarks.random_weights import random_weights
 
     from kvtier.engine.graph import DecodeGraphs

@@ -44,7 +44,7 @@ def contents(buffer):
 @pytest.mark.parametrize("src_place", PLACES, ids=str)
 @given(data=st.data())
 @settings(max_examples=8, deadline=None)
-def test_every_path_in_every_direction_moves_the_same_bytes(src_place, dst_place, path, data):
+def test_every_path_and_direction_copies_the_same_bytes(src_place, dst_place, path, data):
     size = data.draw(st.sampled_from([64, 1000, 300_000]))
     src, src_values = filled(size, src_place, 1)
     dst, dst_values = filled(size, dst_place, 2)
@@ -67,7 +67,7 @@ def test_every_path_in_every_direction_moves_the_same_bytes(src_place, dst_place
 @pytest.mark.parametrize("path", PATHS)
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=30, deadline=None)
-def test_dependent_pieces_inside_one_device_buffer_run_in_order(path, seed):
+def test_dependent_pieces_in_one_gpu_buffer_run_in_order(path, seed):
     random = np.random.default_rng(seed)
     size = int(random.integers(40, 3000))
     buffer, expected = filled(size, GPU, seed)
@@ -83,7 +83,7 @@ def test_dependent_pieces_inside_one_device_buffer_run_in_order(path, seed):
 
 @pytest.mark.parametrize("count", [1, 168, 171, 507, 508, 1365, 4090, 4091, 9000])
 @pytest.mark.parametrize("uniform", [True, False])
-def test_the_gather_kernel_takes_any_number_of_pieces(count, uniform):
+def test_gather_kernel_accepts_any_number_of_pieces(count, uniform):
     random = np.random.default_rng(count)
     src, src_values = filled(count * 48, GPU, 1)
     dst, expected = filled(count * 48, PINNED, 2)
@@ -97,7 +97,7 @@ def test_the_gather_kernel_takes_any_number_of_pieces(count, uniform):
     assert np.array_equal(contents(dst), expected)
 
 
-def test_gather_rows_far_apart_fall_back_to_full_addresses():
+def test_gather_of_distant_rows_uses_full_addresses():
     far = Buffer(5 << 30, "u8", GPU)  # odd offsets over 4 GiB do not fit 32 bits
     far.slice(0, 8).fill(1)
     far.slice((5 << 30) - 7, 7).fill(2)
@@ -108,7 +108,7 @@ def test_gather_rows_far_apart_fall_back_to_full_addresses():
 
 
 @pytest.mark.parametrize("path", ["driver", "gather", "loop", None])
-def test_the_legacy_default_stream_keeps_its_order(path):
+def test_legacy_default_stream_keeps_order(path):
     src, dst = Buffer(1 << 24, "u8", GPU), Buffer(1 << 24, "u8", GPU)
     blocks = np.arange(0, 1 << 24, 1 << 16)
     assert torch.cuda.current_stream().cuda_stream == 0
@@ -121,7 +121,7 @@ def test_the_legacy_default_stream_keeps_its_order(path):
 
 
 @pytest.mark.parametrize("forced", [None, "driver", "gather", "loop"])
-def test_a_captured_copy_replays(forced):
+def test_captured_batch_copy_replays(forced):
     src, dst = Buffer(1 << 16, "u8", GPU), Buffer(1 << 16, "u8", GPU)
     at = np.random.default_rng(0).permutation(64) * 1024
     graph, stream = torch.cuda.CUDAGraph(), Stream(GPU)
@@ -138,7 +138,7 @@ def test_a_captured_copy_replays(forced):
         assert dst.torch().eq(value).all()
 
 
-def test_host_copies_cannot_be_captured():
+def test_capture_of_host_copy_raises():
     a, b, c = Buffer(64, "u8"), Buffer(64, "u8"), Buffer(64, "u8", GPU)
     graph, stream = torch.cuda.CUDAGraph(), Stream(GPU)
     with context(stream=stream), torch.cuda.graph(graph, stream=stream.native):
@@ -170,7 +170,7 @@ else:
 """
 
 
-def test_every_path_works_in_a_thread_that_never_used_the_gpu():
+def test_every_path_works_in_a_fresh_thread():
     src, values = filled(4096, GPU, 1)
     stream, failures = Stream(GPU), []
 
@@ -229,12 +229,12 @@ for path in ("driver", "gather", "loop", None):
 
 
 @pytest.mark.parametrize("script", [FIRST_IN_CAPTURE, WITHOUT_BINDINGS], ids=["first use in a capture", "no bindings"])
-def test_in_a_process_of_its_own(script):
+def test_batch_copy_works_in_a_fresh_process(script):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_but_copies_of_nothing_can_be_captured():
+def test_zero_size_copy_can_be_captured():
     graph, stream = torch.cuda.CUDAGraph(), Stream(GPU)
     src, dst = Buffer(4, "u8", GPU), Buffer(4, "u8", GPU)
     with context(stream=stream), torch.cuda.graph(graph, stream=stream.native):
@@ -245,20 +245,20 @@ def test_nothing_but_copies_of_nothing_can_be_captured():
 
 
 @pytest.mark.parametrize("path", ["driver", "loop"])
-def test_a_failed_entry_names_its_index_addresses_and_size(path):
+def test_failed_copy_reports_index_address_and_size(path):
     done = subprocess.run([sys.executable, "-c", FAILING, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("version", [12080, 13000])
-def test_both_signatures_of_the_batch_call_copy(version):
+def test_batch_call_copies_with_both_driver_signatures(version):
     call = cuda.BatchCall.of_version(version)
     assert call.reports_failure == (version == 12080)
     cuda._self_test(call, GPU)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_pieces_that_touch_across_two_allocations_are_copied(path):
+def test_adjacent_pieces_across_allocations_are_copied(path):
     size = 2 << 20
     taken = sorted(int(cuda.unwrap(cuda.driver().cuMemAlloc(size))) for _ in range(64))
     try:
@@ -278,7 +278,7 @@ def test_pieces_that_touch_across_two_allocations_are_copied(path):
             cuda.unwrap((*cuda.driver().cuMemFree(pointer), None))
 
 
-def test_pageable_memory_is_not_for_the_kernel():
+def test_gather_of_pageable_memory_is_replaced_with_reason():
     job = CopyContext(CPU, GPU, Stream(GPU))
     assert "not pinned" in why_not("gather", job)
     src, values = filled(4096, CPU, 0)
@@ -289,7 +289,7 @@ def test_pageable_memory_is_not_for_the_kernel():
     assert np.array_equal(contents(dst), values)
 
 
-def test_addresses_are_placed_by_the_driver():
+def test_placement_of_address_comes_from_the_driver():
     for place in PLACES:
         buffer = Buffer(4096, "u8", place)
         assert cuda.placement_of(buffer.data()) == place
@@ -299,7 +299,7 @@ def test_addresses_are_placed_by_the_driver():
 
 
 @pytest.mark.parametrize("place", [PINNED, GPU], ids=str)
-def test_memory_dropped_while_a_copy_uses_it_is_not_reused(place):
+def test_memory_of_pending_copy_is_not_reused(place):
     stream = Stream(GPU)
     for attempt in range(5):
         src, values = filled(8 << 20, place, attempt)
@@ -317,7 +317,7 @@ def test_memory_dropped_while_a_copy_uses_it_is_not_reused(place):
         assert np.array_equal(contents(dst), values)
 
 
-def test_copies_wait_for_the_stream_they_are_given():
+def test_batch_copy_runs_in_stream_order():
     stream = Stream(GPU)
     src, dst = Buffer(1 << 20, "u8", GPU), Buffer(1 << 20, "u8", PINNED)
     with torch.cuda.stream(stream.native):
@@ -330,7 +330,7 @@ def test_copies_wait_for_the_stream_they_are_given():
     assert (dst.numpy() == 5).all()
 
 
-def test_host_work_on_a_cuda_stream_keeps_its_order():
+def test_host_copy_on_cuda_stream_keeps_order():
     stream = Stream(GPU)
     device, pinned, plain = Buffer(1 << 20, "u8", GPU), Buffer(1 << 20, "u8", PINNED), Buffer(1 << 20, "u8")
     with torch.cuda.stream(stream.native):
@@ -343,7 +343,7 @@ def test_host_work_on_a_cuda_stream_keeps_its_order():
     assert (plain.numpy() == 6).all()
 
 
-def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
+def test_calibrate_saves_measured_costs(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
     table = calibrate(GPU)
     (file,) = tmp_path.glob("costs-*.json")
@@ -352,10 +352,10 @@ def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
     assert set(table.costs["cuda>cuda"]) == {"gather", "driver", "loop"}
 
 
-def test_kernels_are_compiled_once():
+def test_gather_kernels_are_compiled_once():
     assert gather_kernels(GPU) is gather_kernels(GPU)
 
 
-def test_a_gpu_that_is_not_there_is_refused_by_name():
+def test_buffer_on_missing_gpu_raises_with_name():
     with pytest.raises(UnavailableError, match=r"cuda:9.*1 GPU|cuda:9.*GPU\(s\)"):
         Buffer(1, "u8", "cuda:9")

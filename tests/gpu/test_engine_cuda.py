@@ -68,16 +68,16 @@ def wanted() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("graph_sizes", [(), (1, 4)])
 @pytest.mark.parametrize("num_blocks", [200, 12])
-def test_the_same_answers_as_on_the_cpu(wanted, num_blocks, graph_sizes):
+def test_engine_on_cuda_matches_cpu(wanted, num_blocks, graph_sizes):
     assert answers("cuda", num_blocks, graph_sizes=graph_sizes) == wanted
 
 
-def test_the_same_answers_with_somebody_guessing_ahead(wanted):
+def test_engine_on_cuda_with_proposer_matches_cpu(wanted):
     assert answers("cuda", 200, proposer=NgramProposer(3), graph_sizes=(8,)) == wanted
     assert answers("cuda", 60, proposer=DraftProposer(model("cuda"), 3)) == wanted
 
 
-def test_small_copies_use_memory_again_only_when_its_kernel_is_done():
+def test_pinned_copier_reuses_memory_after_its_kernel():
     """Sends of all sizes behind a busy stream, more than are kept at a time: none is written over before it is read."""
     from kvtier.engine.pinned_copier import PinnedCopier
 
@@ -97,7 +97,7 @@ def test_small_copies_use_memory_again_only_when_its_kernel_is_done():
         assert copies.to_list(numbers) == numbers.tolist()
 
 
-def test_small_copies_listen_while_they_wait_for_the_gpu_as_long_as_there_is_something_to_hear():
+def test_pinned_copier_polls_callback_while_waiting():
     from kvtier.engine.pinned_copier import PinnedCopier
 
     for num_news in (0, 3, 1 << 60):
@@ -117,7 +117,7 @@ def test_small_copies_listen_while_they_wait_for_the_gpu_as_long_as_there_is_som
         assert len(heard) == num_news + 1 if num_news < 1 << 60 else len(heard) > 3
 
 
-def test_what_rows_are_drawn_with_comes_whole_to_the_device():
+def test_sample_with_pinned_copier_matches_plain_copies():
     from kvtier.engine.pinned_copier import PinnedCopier
 
     copies, logits = PinnedCopier(), torch.randn(12, 1000, device="cuda")

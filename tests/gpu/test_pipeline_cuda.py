@@ -94,7 +94,7 @@ def pipeline_of(phases, executor=ThreadExecutor, **options):
 
 @pytest.mark.parametrize("executor", [ThreadExecutor, InlineExecutor])
 @pytest.mark.parametrize("phases", [1, 2, 3])
-def test_every_row_follows_its_request(phases, executor):
+def test_pipeline_rows_follow_their_requests(phases, executor):
     random = np.random.default_rng(phases)
     pipeline, _ = pipeline_of(phases, executor)
     tickets, expected = [pipeline.add(Request(f"r{k}")) for k in range(MOST + 3)], {}
@@ -112,7 +112,7 @@ def test_every_row_follows_its_request(phases, executor):
 
 @pytest.mark.parametrize("phases", [1, 2, 3])
 @pytest.mark.parametrize("op", PER_BATCH)
-def test_a_module_that_raises_fails_its_batch_and_the_pipeline_goes_on(op, phases):
+def test_module_error_on_cuda_fails_its_batch_only(op, phases):
     pipeline, counter = pipeline_of(phases)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
     for _ in range(3):
@@ -133,7 +133,7 @@ def test_a_module_that_raises_fails_its_batch_and_the_pipeline_goes_on(op, phase
     pipeline.close()
 
 
-def test_torch_and_the_copies_of_a_side_use_its_stream():
+def test_torch_and_copies_use_the_stream_of_their_side():
     pipeline, counter = pipeline_of(2)
     pipeline.step([pipeline.add(Request("a"))])
     pipeline.close()
@@ -144,7 +144,7 @@ def test_torch_and_the_copies_of_a_side_use_its_stream():
 
 
 @pytest.mark.parametrize("phases", [1, 2, 3])
-def test_the_host_waits_once_per_step_and_nowhere_else(monkeypatch, phases):
+def test_pipeline_on_cuda_synchronizes_once_per_step(monkeypatch, phases):
     pipeline, _ = pipeline_of(phases)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
     pipeline.step([a, b])  # what is made once, such as kernels and costs, may wait
@@ -172,7 +172,7 @@ def test_the_host_waits_once_per_step_and_nowhere_else(monkeypatch, phases):
     pipeline.close()
 
 
-def test_the_next_batch_is_set_up_while_the_device_is_busy():
+def test_next_batch_is_set_up_while_gpu_is_busy():
     class Watches(Module):
         """Looks at the executor's stream from the engine, once the batch before is on it."""
 
@@ -199,7 +199,7 @@ def test_the_next_batch_is_set_up_while_the_device_is_busy():
     assert watches.busy
 
 
-def test_the_timeline_shows_what_the_device_did_and_when(tmp_path):
+def test_timeline_shows_gpu_spans_in_order(tmp_path):
     timeline = Timeline()
     pipeline, _ = pipeline_of(2, timeline=timeline)
     tickets = [pipeline.add(Request(name)) for name in "ab"]

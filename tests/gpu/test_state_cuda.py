@@ -17,7 +17,7 @@ def warp_behind_a_sleep(state, batch, new, stream, cycles):
         batch.run()
 
 
-def test_the_memory_of_a_state_dropped_during_its_warp_is_kept_until_that_is_done():
+def test_state_dropped_during_warp_keeps_its_memory():
     size = 3 << 20
     stream, new = Stream(GPU), torch.ones((1, size), dtype=torch.uint8, device=GPU.torch)
     # once before: the first copy of a machine measures the paths, the first of a process compiles kernels

@@ -18,5 +18,5 @@ class CudaTiersMachine(TiersMachine):
     device: ClassVar[str] = "cuda"
 
 
-def test_no_wrong_byte_is_ever_handed_out_on_cuda():
+def test_tiers_on_cuda_never_return_wrong_bytes():
     run(CudaTiersMachine, 25, ("device", "host"))  # a disk hit in so few is luck

@@ -56,7 +56,7 @@ def picture(tensors):
 
 @pytest.mark.parametrize("strategy", [None, "direct", "kernel", "staged"])
 @pytest.mark.parametrize("form", ["block-first", "layer-first"])
-def test_hundreds_of_megabytes_both_ways_at_once_are_exact(form, strategy):
+def test_concurrent_save_and_load_of_300_mib_are_exact(form, strategy):
     manager, tensors, host = made(form)
     before, random = picture(tensors), np.random.default_rng(0)
     half, slots = random.permutation(NUM), random.permutation(NUM)
@@ -75,7 +75,7 @@ def test_hundreds_of_megabytes_both_ways_at_once_are_exact(form, strategy):
         assert strategy is None or save.report.strategy == strategy
 
 
-def test_layer_first_caches_are_staged_and_block_first_ones_are_not():
+def test_layer_first_is_staged_and_block_first_is_direct():
     for form, strategy in (("block-first", "direct"), ("layer-first", "staged")):
         manager, _, _ = made(form)
         with manager:
@@ -85,7 +85,7 @@ def test_layer_first_caches_are_staged_and_block_first_ones_are_not():
 
 
 @pytest.mark.parametrize("form", ["block-first", "layer-first"])
-def test_a_save_waits_for_the_kernel_that_writes_its_blocks(form):
+def test_save_waits_for_kernel_that_writes_its_blocks(form):
     manager, tensors, host = made(form)
     compute = torch.cuda.Stream()
     with manager:
@@ -100,7 +100,7 @@ def test_a_save_waits_for_the_kernel_that_writes_its_blocks(form):
 
 
 @pytest.mark.parametrize("form", ["block-first", "layer-first"])
-def test_compute_of_a_layer_waits_for_the_layer_and_the_host_does_not(form):
+def test_layer_compute_waits_for_load_without_blocking_host(form):
     manager, tensors, host = made(form)
     for slot in range(300):
         host.block(slot).fill(3)
@@ -126,7 +126,7 @@ def test_compute_of_a_layer_waits_for_the_layer_and_the_host_does_not(form):
         assert 0 < load.layers.arrival_ms(0) < load.layers.arrival_ms(7)
 
 
-def test_urgent_loads_pass_bulk_that_is_held_up():
+def test_urgent_load_overtakes_blocked_bulk_load():
     manager, _, _ = made("block-first")
     gate = Stream(GPU)
     with manager:
@@ -138,7 +138,7 @@ def test_urgent_loads_pass_bulk_that_is_held_up():
         assert bulk.wait(60).status is TransferStatus.DONE
 
 
-def test_bulk_in_flight_stays_within_its_bound():
+def test_bulk_in_flight_bytes_stay_within_limit():
     config = TransferConfig(slice_bytes=16 << 20, max_in_flight_bytes=32 << 20)
     manager, _, _ = made("block-first", config=config)
     gate = Stream(GPU)
@@ -151,7 +151,7 @@ def test_bulk_in_flight_stays_within_its_bound():
         assert bulk.wait().status is TransferStatus.DONE
 
 
-def test_tensors_dropped_during_a_copy_live_until_it_is_done():
+def test_tensors_dropped_during_save_stay_alive():
     manager, tensors, host = made("layer-first")
     wanted = picture(tensors)[:300].cpu()
     gate = Stream(GPU)
@@ -168,7 +168,7 @@ def test_tensors_dropped_during_a_copy_live_until_it_is_done():
         del junk
 
 
-def test_host_memory_is_pinned_piece_by_piece_and_unpinned_when_freed():
+def test_host_memory_is_pinned_in_pieces_until_freed():
     host = HostMemory(GROUP, 300, GPU, piece_bytes=32 << 20)
     host.wait_ready(timeout=60)
     pointer = host.block(299).data()
@@ -178,7 +178,7 @@ def test_host_memory_is_pinned_piece_by_piece_and_unpinned_when_freed():
     assert cuda.placement_of(pointer) != PINNED
 
 
-def test_a_run_across_registered_pieces_is_copied():
+def test_run_across_registered_pieces_is_copied():
     host = HostMemory(GROUP, 300, GPU, piece_bytes=32 << 20)
     host.wait_ready(timeout=60)
     cache = torch.randint(0, 256, (300, GROUP.block_bytes), dtype=torch.uint8, device="cuda")
@@ -187,7 +187,7 @@ def test_a_run_across_registered_pieces_is_copied():
     assert torch.equal(torch.stack([host.block(slot).torch() for slot in range(300)]), cache.cpu())
 
 
-def test_fresh_threads_use_the_right_device_and_leave_the_current_one():
+def test_transfers_in_fresh_threads_keep_current_device():
     manager, tensors, _ = made("layer-first")
     found = []
 
@@ -206,7 +206,7 @@ def test_fresh_threads_use_the_right_device_and_leave_the_current_one():
         assert torch.equal(both[[1, 2]], both[[3, 4]])
 
 
-def test_a_ring_whose_copies_are_slow_goes_on_with_another_kernel_stream():
+def test_slow_staging_ring_switches_kernel_stream():
     manager, tensors, _ = made("layer-first", config=TransferConfig(strategy="staged"))
     before, slots = picture(tensors), np.random.default_rng(0).permutation(NUM)
     with manager:
@@ -223,7 +223,7 @@ def test_a_ring_whose_copies_are_slow_goes_on_with_another_kernel_stream():
         assert len(used) >= 6  # two to begin with
 
 
-def test_the_calibration_knows_the_link_and_what_the_model_loses():
+def test_calibrate_measures_link_and_model_loss():
     table = calibrate(GPU)
     assert table.seconds < 10  # the benchmark holds it to 3
     assert set(table.links) == set(table.lost) == {"cuda>pinned", "pinned>cuda"}
@@ -234,7 +234,7 @@ def test_the_calibration_knows_the_link_and_what_the_model_loses():
     assert kept.links == table.links
 
 
-def test_doctor_tells_the_link_and_the_strategies(capsys):
+def test_doctor_reports_link_and_strategies(capsys):
     calibrate(GPU)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
@@ -253,7 +253,7 @@ def test_doctor_tells_the_link_and_the_strategies(capsys):
     assert all(0.5 * slowest < each["expected_gbs"] < 1.2 * slowest for each in figures["blocks"])
 
 
-def test_the_doctor_measures_what_has_not_been_measured_as_the_first_thing_of_a_process(tmp_path):
+def test_doctor_in_fresh_process_calibrates(tmp_path):
     environment = {**os.environ, "KVTIER_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "kvtier", "doctor", "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -262,7 +262,7 @@ def test_the_doctor_measures_what_has_not_been_measured_as_the_first_thing_of_a_
     assert json.loads(done.stdout)["measured"]["cuda:0"]["calibration_seconds"] > 0
 
 
-def test_waiting_for_an_event_that_is_near_and_for_one_that_is_far():
+def test_event_synchronize_waits_for_near_and_far_events():
     stream = Stream(GPU)
     for cycles in (200_000, 100_000_000):  # 0.1 ms; 50 ms, beyond which a waiting thread sleeps in the driver
         event = Event(blocking=True)
