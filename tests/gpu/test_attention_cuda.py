@@ -43,7 +43,7 @@ SHAPES = [((6, 2), 64), ((32, 8), 128), ((4, 4), 32), ((9, 3), 64), ((16, 1), 12
 @pytest.mark.parametrize(("heads", "dim"), SHAPES, ids=str)
 @pytest.mark.parametrize("mix", MIXES)
 def test_paged_attention_kernel_matches_reference(mix, heads, dim, dtype):
-    from kvtier.engine.attention_triton import triton_paged_attention
+    from kvtier.engine.ops_triton import triton_paged_attention
 
     for seed, block_tokens in ((0, 16), (1, 4), (2, 64)):
         parts, cache, batch = paged(seed, MIXES[mix], heads=heads, dim=dim, block_tokens=block_tokens, dtype=dtype)

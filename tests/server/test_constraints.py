@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvtier.engine.engine import EngineConfig
-from kvtier.engine.grammar import Grammars
 from kvtier.engine.llm import LLM
 from kvtier.engine.params import SamplingParams
+from kvtier.engine.schemas import SchemaCompiler
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError, UnavailableError
 from kvtier.server.engine_process import EngineServer
@@ -27,7 +27,7 @@ SLOW = json.dumps({"type": "object", "properties": {f"some property {i}": {} for
 
 def constraints(tiny_model):
     tokenizer = load_tokenizer(tiny_model)
-    return SchemaCompilations(lambda: Grammars(tokenizer, 259, [257]))
+    return SchemaCompilations(lambda: SchemaCompiler(tokenizer.to_json(), 259, [257]))
 
 
 def test_get_of_the_same_schema_compiles_once_per_tenant(tiny_model):
@@ -48,7 +48,7 @@ def test_get_of_a_wrong_schema_fails_and_is_not_kept(tiny_model):
     failed = made.get('{"type": "nonsense"}', b"")
     assert isinstance(failed.exception(WAIT), ArgumentError)
     assert made.get('{"type": "nonsense"}', b"") is not failed
-    broken = SchemaCompilations(lambda: Grammars(load_tokenizer("/nowhere"), 259, [257]))
+    broken = SchemaCompilations(lambda: SchemaCompiler(load_tokenizer("/nowhere").to_json(), 259, [257]))
     assert not isinstance(broken.get("{}", b"").exception(WAIT), UnavailableError)
 
 

@@ -1,11 +1,7 @@
 """Load a model from a Hugging Face folder or a GGUF file.
 
-GGUF files: metadata and tensors under their Hugging Face names. Dequantising is the `gguf` package's.
-
-Two things differ from Hugging Face: shapes are written innermost first, and files of the llama architecture hold the
-rows of q and k with the halves of each head interleaved.
-
-`load_model`: from a name or a path to a model that computes.
+GGUF files differ in two ways: shapes are written innermost first, and files of the llama architecture interleave the
+halves of each head in the rows of q and k. The `gguf` package dequantizes.
 """
 
 from __future__ import annotations
@@ -65,20 +61,15 @@ class GgufFile:
         tied = "output.weight" not in self._header.tensors
         self.config = ModelConfig.from_gguf(self._header.metadata, tied_embeddings=tied)
 
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """The key-value pairs, arrays as lists."""
-        return self._header.metadata
-
     def __contains__(self, name: str) -> bool:
         return _gguf_name(name) in self._header.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape, outermost first."""
+        """Return the shape, outermost first."""
         return self._header.tensors[_gguf_name(name)].shape
 
     def raw(self, name: str) -> RawMatrix | None:
-        """The quantised rows, in the order Hugging Face has them."""
+        """Return the quantized rows, in Hugging Face order."""
         tensor = self._header.tensors[_gguf_name(name)]
         kind = self._kind(tensor).name
         if len(tensor.shape) != 2 or kind not in PACKED_KINDS:
@@ -87,7 +78,7 @@ class GgufFile:
         order = self._row_order(name)
         # a copy, because a mapped file is read-only memory, which torch warns about
         chosen = torch.from_numpy(rows.copy() if order is None else rows[order])
-        return RawMatrix(kind, chosen.view(torch.bfloat16) if kind == "BF16" else chosen)
+        return (kind, chosen.view(torch.bfloat16) if kind == "BF16" else chosen)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Dequantise into `out`."""
@@ -101,14 +92,14 @@ class GgufFile:
             values = self._gguf.quants.dequantize(stored, kind)
         except NotImplementedError as error:
             raise CheckpointError(
-                f"{name} in {self._path} is quantised as {kind.name}, which gguf cannot read"
+                f"{name} in {self._path} is quantized as {kind.name}, which gguf cannot read"
             ) from error
         if not values.flags.writeable:
             values = values.copy()
         out.copy_(torch.from_numpy(values).view(out.shape))
 
     def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
-        """Those of the configuration, divided by the file's own factors (how GGUF tells llama3 scaling)."""
+        """Return those of the configuration, divided by the factors of the file (llama3 scaling in GGUF)."""
         base = config.rope.inverse_frequencies(config.head_dim)
         tensor = self._header.tensors.get("rope_freqs.weight")
         if tensor is None:
@@ -116,7 +107,7 @@ class GgufFile:
         return base / torch.from_numpy(self._stored(tensor).view(np.float32).reshape(-1).copy())
 
     def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes, one row per row of the tensor (a vector is one row)."""
+        """Return the bytes, one row per row of the tensor (a vector is one row)."""
         block_elements, block_bytes = self._gguf.GGML_QUANT_SIZES[self._kind(tensor)]
         *outer, inner = tensor.shape
         rows, row_bytes = int(np.prod(outer)), inner // block_elements * block_bytes
@@ -137,7 +128,7 @@ class GgufFile:
             ) from error
 
     def _row_order(self, name: str) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        """Rows of q and k as Hugging Face orders them: the even ones of a head, then the odd ones."""
+        """Return the rows of q and k in Hugging Face order: even rows of a head, then odd rows."""
         if self.config.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return None
         rows = np.arange(self.shape(name)[0]).reshape(-1, self.config.head_dim // 2, 2)
@@ -158,14 +149,13 @@ def load_model(
     device: str | torch.device = "cpu",
     ops: Ops | None = None,
 ) -> Model:
-    """Read a model's weights onto a device. `ops` is how it computes, the device's fast way unless given."""
+    """Read a model onto a device. `ops` defaults to the fastest operations of the device."""
     path, kind, place = resolve(model), torch_dtype(element_type(dtype)), torch.device(device)
     if not kind.is_floating_point:
-        raise CheckpointError(f"a model cannot compute in {kind}; take f32, bf16 or f16")
+        raise CheckpointError(f"a model cannot compute in {kind}; use f32, bf16 or f16")
     if path.is_dir():
         config = ModelConfig.from_folder(path)
         with SafetensorsFolder(path) as folder:
             return Model(config, assemble(config, folder, kind, place), ops)
-
     file = GgufFile(path)
     return Model(file.config, assemble(file.config, file, kind, place), ops)

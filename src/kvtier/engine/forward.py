@@ -1,9 +1,9 @@
-"""The flat batch a forward pass takes: the new tokens of every sequence one after the other, and where their keys go.
+"""ForwardBatch: the flat input of a forward pass, with the new tokens of all sequences and the slots of their KV.
 
     tokens of three sequences   a a a a | b | c c        query_starts = [0, 4, 5, 7]
-    a: first chunk of a prompt    b: decoding    c: a later chunk, or drafted tokens to verify
+    a: first chunk of a prompt    b: decoding    c: a later chunk, or draft tokens to verify
 
-It is prepared on the host, with numpy, and holds the sizes the host must know, so that no step waits for the device.
+It is prepared on the host with numpy and keeps the sizes that the host needs, so that no step waits for the device.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import torch
 from kvtier.errors import ArgumentError, RangeError
 
 Table = Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]
-# what a step sends; numpy takes 5 us to tell a type's name
+# types that a step sends; numpy takes 5 us to compute the name of a type
 _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("uint8", "int32", "int64", "float32", "float64")}
 Send = Callable[[np.ndarray[Any, np.dtype[np.uint8]], torch.device], torch.Tensor]
 
 
 class SequenceInput(NamedTuple):
-    """What one sequence brings to a step."""
+    """The input of one sequence to a step."""
 
     token_ids: Sequence[int]
     """The new tokens, at least one."""
     num_computed: int
-    """Tokens before them, whose keys and values are in the cache already."""
+    """Tokens before them, whose keys and values are in the cache."""
     block_table: Table
-    """Blocks of the sequence in order; they must hold the computed and the new tokens."""
+    """Blocks of the sequence in order, with room for computed and new tokens."""
     num_logits: int = 1
-    """How many of the last new tokens want logits: 0 inside a prompt, 1 to sample, k + 1 to verify k drafted tokens."""
+    """Number of last new tokens that need logits: 0 inside a prompt, 1 to sample, k + 1 to verify k draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +46,29 @@ class ForwardBatch:
     positions: torch.Tensor
     """[tokens] int64"""
     slots: torch.Tensor
-    """[tokens] int64: block * block_tokens + offset, where the token's key and value go; -1 writes nothing (CUDA)."""
+    """[tokens] int64: block * block_tokens + offset of the key and value; -1 writes nothing (CUDA)."""
     query_starts: torch.Tensor
     """[sequences + 1] int32"""
     context_lens: torch.Tensor
-    """[sequences] int32: tokens to attend to, the new ones included."""
+    """[sequences] int32: tokens to attend to, including the new ones."""
     block_tables: torch.Tensor
-    """[sequences, most blocks] int32, padded with 0."""
+    """[sequences, maximum of blocks] int32, padded with 0."""
     logit_rows: torch.Tensor
-    """[wanted] int64: rows of `input_ids` whose logits are wanted, in order of the sequences."""
+    """[logits] int64: rows of `input_ids` that need logits, in order of the sequences."""
     query_lens: tuple[int, ...]
     contexts: tuple[int, ...]
     """`context_lens` on the host."""
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence brings exactly one token."""
+        """True if every sequence has exactly one new token."""
         return len(self.query_lens) == len(self.input_ids)
 
     @classmethod
     def build(
         cls, sequences: Sequence[SequenceInput], block_tokens: int, device: torch.device, send: Send | None = None
     ) -> ForwardBatch:
-        """Lay out a batch. Checks every sequence against its block table. `send` brings bytes to the device."""
+        """Build a batch. Checks every sequence against its block table. `send` copies bytes to the device."""
         if not sequences:
             raise ArgumentError("a forward pass needs at least one sequence")
         query_lens = np.array([len(each.token_ids) for each in sequences], np.int64)
@@ -104,31 +104,31 @@ class ForwardBatch:
 def _padded(
     tables: Sequence[Table], lengths: np.ndarray[Any, np.dtype[np.int64]]
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Block tables as rows of one array, with 0 behind each."""
+    """Return block tables as rows of one array, padded with 0."""
     padded = np.zeros((len(tables), lengths.max()), np.int32)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.concatenate(tables)
     return padded
 
 
 def _explain(index: int, sequence: SequenceInput, block_tokens: int) -> NoReturn:
-    """What is wrong with a sequence."""
+    """Raise the error of an invalid sequence."""
     new, room = len(sequence.token_ids), len(sequence.block_table) * block_tokens
     if not new or sequence.num_computed < 0:
         raise ArgumentError(
-            f"sequence {index} brings {new} tokens after {sequence.num_computed}: it needs one or more, after 0 or more"
+            f"sequence {index} has {new} tokens after {sequence.num_computed}: at least 1 is needed, after 0 or more"
         )
     if sequence.num_computed + new > room:
         raise RangeError(
             f"sequence {index} would reach {sequence.num_computed + new} tokens, but its {len(sequence.block_table)} "
             f"blocks of {block_tokens} hold {room}: allocate before the step"
         )
-    raise RangeError(f"sequence {index} wants logits of {sequence.num_logits} of its {new} new tokens")
+    raise RangeError(f"sequence {index} needs logits of {sequence.num_logits} of its {new} new tokens")
 
 
 def to_tensors(
     arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device, send: Send | None
 ) -> list[torch.Tensor]:
-    """The same on the device, by one copy that nobody waits for."""
+    """Copy arrays to the device in one copy, without waiting for it."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     firsts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)]).tolist()

@@ -1,13 +1,14 @@
 """Decode steps as CUDA graphs: one launch instead of several hundred.
 
-A graph has fixed shapes and addresses, so there is one for each of a few batch sizes, over input tensors of its own; a
-step takes the next larger one and fills it up with rows that attend to one token and store nothing.
+A graph has fixed shapes and addresses, so there is one for each of a few batch sizes, over its own input tensors. A
+step uses the next larger size, padded with rows that attend to one token and store nothing.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class DecodeGraphs:
     """Captured decode steps of one model on one cache."""
 
     def __init__(self, model: Model, cache: torch.Tensor, max_blocks: int, batch_sizes: Sequence[int]) -> None:
-        """`max_blocks`: the longest block table a sequence may have. Capturing takes a moment per batch size."""
+        """`max_blocks` is the length of the longest block table."""
         if cache.device.type != "cuda":
             raise ArgumentError(f"CUDA graphs need a cache on CUDA, this one is on {cache.device}")
         if not batch_sizes or min(batch_sizes) < 1:
@@ -33,11 +34,11 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):  # the largest first, so that the others fit into its memory
+        for size in reversed(self._sizes):  # the largest first: the others reuse its memory
             self._capture(size, pool)
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether there is a graph for this batch: one new token and one row of logits per sequence, few enough."""
+        """True if a graph fits this batch: one new token and one row of logits per sequence, and not too many."""
         return (
             batch.is_decode
             and len(batch.query_lens) <= self._sizes[-1]
@@ -46,7 +47,7 @@ class DecodeGraphs:
         )
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits of a batch that `takes` accepts, [sequences, vocab]; they hold until the next step."""
+        """Return the logits of a batch that `takes` accepts, [sequences, vocab]; valid until the next step."""
         count = len(batch.query_lens)
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
         inputs = self._inputs
@@ -70,7 +71,7 @@ class DecodeGraphs:
         step = self._model
         stream = torch.cuda.Stream(self._cache.device)
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
-        with torch.cuda.stream(stream):  # compiles kernels and makes workspaces, which a capture must not
+        with torch.cuda.stream(stream):  # compile kernels and allocate workspaces, not allowed during a capture
             step.logits(step.forward(batch, self._cache))
         torch.cuda.current_stream(self._cache.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -80,7 +81,7 @@ class DecodeGraphs:
 
 
 def _padded(size: int, max_blocks: int, device: torch.device) -> ForwardBatch:
-    """A batch of rows that attend to one token of block 0 and store nothing."""
+    """Return a batch of rows that attend to one token of block 0 and store nothing."""
     zeros = torch.zeros(size, dtype=torch.int64, device=device)
     return ForwardBatch(
         input_ids=zeros,
@@ -96,15 +97,6 @@ def _padded(size: int, max_blocks: int, device: torch.device) -> ForwardBatch:
 
 
 def _first_rows(batch: ForwardBatch, size: int) -> ForwardBatch:
-    """Views of the first rows."""
-    return ForwardBatch(
-        input_ids=batch.input_ids[:size],
-        positions=batch.positions[:size],
-        slots=batch.slots[:size],
-        query_starts=batch.query_starts[: size + 1],
-        context_lens=batch.context_lens[:size],
-        block_tables=batch.block_tables[:size],
-        logit_rows=batch.logit_rows[:size],
-        query_lens=batch.query_lens[:size],
-        contexts=batch.contexts[:size],
-    )
+    """Return views of the first rows."""
+    rows = {field.name: getattr(batch, field.name)[:size] for field in fields(batch)}
+    return ForwardBatch(**{**rows, "query_starts": batch.query_starts[: size + 1]})

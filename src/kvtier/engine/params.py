@@ -16,33 +16,27 @@ if TYPE_CHECKING:
 _MAX_LOGPROBS = 1024
 
 
-class Bounds(NamedTuple):
-    """Lowest and highest accepted value of a parameter."""
-
-    low: float
-    high: float
-
-
-# The HTTP protocol uses the same numbers. Together with float32 logits they keep every intermediate value finite.
-TEMPERATURE = Bounds(0.0, 100.0)
+# Lowest and highest accepted values. The HTTP protocol uses the same numbers. Together with float32 logits they keep
+# every intermediate value finite.
+TEMPERATURE = (0.0, 100.0)
 """OpenAI accepts up to 2. Above 100 the distribution is uniform for any model."""
-PENALTY = Bounds(-2.0, 2.0)
+PENALTY = (-2.0, 2.0)
 """Presence and frequency penalty, as OpenAI, vLLM and SGLang define them."""
-REPETITION_PENALTY = Bounds(0.01, 100.0)
-"""vLLM and SGLang accept up to 2; checkpoints ship values of 1.0 to 1.3. A factor of 100 either way already decides
-every choice, and logits below 1e36 stay finite. Without a lower bound, 1e-45 is 0 in float32: x / 0 is infinite."""
+REPETITION_PENALTY = (0.01, 100.0)
+"""vLLM and SGLang accept up to 2; checkpoints ship values of 1.0 to 1.3. A factor of 100 already decides every choice,
+and logits below 1e36 stay finite. The lower bound avoids a division by 0: 1e-45 is 0 in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Against repeating: all neutral by default."""
+    """Penalties for repeated tokens; the defaults have no effect."""
 
     repetition: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
     presence: float = 0.0
-    """Taken from the logits of tokens in the output."""
+    """Subtracted from the logits of tokens in the output."""
     frequency: float = 0.0
-    """Taken from them once for each time they occur there."""
+    """Subtracted once for each occurrence in the output."""
 
     def __post_init__(self) -> None:
         _within("repetition penalty", self.repetition, *REPETITION_PENALTY)
@@ -51,7 +45,7 @@ class Penalties:
 
 
 class Constraint(Protocol):
-    """Restricts the tokens of one answer: a grammar and its position. An exception ends that answer only."""
+    """Restricts the tokens of one sequence: a grammar and its position. An exception ends only that sequence."""
 
     def forbid(self, logits: torch.Tensor) -> None:
         """Set the logits of tokens that cannot follow to -inf. Raises StateError if it cannot."""
@@ -62,32 +56,32 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request's tokens are chosen and when it ends."""
+    """How the tokens of a request are sampled, and when it ends."""
 
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """0 selects the most likely token."""
     top_k: int = 0
     """Keep only this many of the most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the most likely tokens that together reach this probability."""
+    """Keep the most likely tokens whose probabilities sum to this."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the most likely one's probability."""
+    """Drop tokens less likely than this fraction of the largest probability."""
     penalties: Penalties = field(default_factory=Penalties)
     seed: int | None = None
-    """The same seed gives the same tokens; without one they differ from run to run."""
+    """The same seed gives the same tokens; None uses a random seed."""
     stop: tuple[str, ...] = ()
     """Texts that end the output; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int = 128
     min_tokens: int = 0
-    """Before this many tokens neither the end-of-text token nor a stop token is chosen."""
+    """End-of-text and stop tokens are not sampled before this many tokens."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Report the log-probability of each chosen token and of this many of the most likely ones."""
+    """Report log-probabilities of each sampled token and of this many most likely tokens."""
     n: int = 1
-    """Samples per prompt; they share its blocks."""
+    """Samples per prompt. They share its blocks."""
     constraint: Callable[[], Constraint] | None = None
-    """Makes what limits the tokens of one answer (grammar.Grammars)."""
+    """Makes the constraint of each sample (schemas.SchemaCompiler.constraint)."""
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, *TEMPERATURE)
@@ -104,24 +98,24 @@ class SamplingParams:
         if not all(isinstance(token, int) for token in self.stop_token_ids):
             raise ArgumentError(f"stop_token_ids must be whole numbers, got {self.stop_token_ids!r}")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ArgumentError(f"stop must be a tuple of texts that are not empty, got {self.stop!r}")
+            raise ArgumentError(f"stop must be a tuple of non-empty strings, got {self.stop!r}")
         if self.n > 1 and self.is_greedy:
             raise ArgumentError(f"n = {self.n} samples at temperature 0 would all be the same; raise the temperature")
         if self.constraint is not None and (self.min_tokens or self.ignore_eos):
-            raise ArgumentError("a constraint says where an answer ends: neither min_tokens nor ignore_eos go with it")
+            raise ArgumentError("min_tokens and ignore_eos cannot be combined with a constraint, which decides the end")
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always selected."""
         return self.temperature == 0.0
 
 
 class Logprobs(NamedTuple):
-    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters."""
+    """Natural logarithms of the probabilities of the model, before penalties, temperature and filters."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]
-    """(token, log-probability) of the most likely tokens, the likeliest first."""
+    """(token, log-probability) of the most likely tokens, in descending order."""
 
 
 def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -137,48 +131,48 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
 
 
 class FinishReason(Enum):
-    """Why an answer ended."""
+    """Why a sequence ended."""
 
     STOP = "stop"
-    """The model ended it, or a stop text or token came."""
+    """End-of-text, a stop token or a stop string."""
     LENGTH = "length"
-    """It reached max_tokens, the model's context, or all the cache has room for."""
+    """max_tokens, the context length or the capacity of the cache was reached."""
     ABORT = "abort"
-    """Somebody cancelled it."""
+    """The request was cancelled."""
     REFUSED = "refused"
-    """There is no room for it, and nothing under way will make some; `error` says why."""
+    """It does not fit into the cache; `error` has the reason."""
     ERROR = "error"
-    """The request or its whole step failed; `error` says why."""
+    """The request or its step failed; `error` has the reason."""
 
 
 @dataclass(slots=True)
 class Output:
-    """What one step added to one answer.
+    """Text and tokens that one step added to one sequence.
 
-    Not frozen, and not to be changed: a frozen dataclass takes five times as long to make, once per token.
+    Treat it as immutable. It is not frozen because a frozen dataclass takes five times as long to create, per token.
     """
 
     request_id: str
     index: int
-    """Which of the request's n answers."""
+    """Number of the sequence among the n of its request."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
-    """As many as tokens, if the request asked for them."""
+    """One per token if the request reports them, otherwise empty."""
     finish_reason: FinishReason | None
     num_prompt_tokens: int
     num_cached_tokens: int
     error: str = ""
 
     def __reduce__(self) -> tuple[type[Output], tuple[object, ...]]:
-        """Outputs travel between processes: 8.5 us there and back; 31.6 as dataclasses do it (x86-64, 2026-11-15)."""
-        told = (self.request_id, self.index, self.text, self.token_ids, self.logprobs)
-        return Output, (*told, self.finish_reason, self.num_prompt_tokens, self.num_cached_tokens, self.error)
+        """Pickle the fields as a tuple: 8.5 us per round trip instead of 31.6 (x86-64, 2026-11-15)."""
+        fields = (self.request_id, self.index, self.text, self.token_ids, self.logprobs)
+        return Output, (*fields, self.finish_reason, self.num_prompt_tokens, self.num_cached_tokens, self.error)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What became of a request, and why its prompt was found in the cache or not."""
+    """State of a request, and why its prompt was found in the cache or not."""
 
     request_id: str
     state: str
@@ -187,12 +181,12 @@ class Explanation:
     num_new_tokens: int
     num_preempted: int
     miss: str
-    """Why the match ended where it did."""
+    """Reason why the cached prefix was not longer."""
     tokens_from: dict[str, int]
-    """The cached tokens by the tier they were found in."""
+    """Cached tokens by tier."""
     why_loaded: str
-    """Whether blocks of lower tiers were loaded or computed again, with the numbers; empty if there were none."""
+    """Reason to load or recompute the blocks of lower tiers, with the numbers; empty if there were none."""
     waited_seconds: float | None
-    """From its arrival until it had a place and its blocks were on their way."""
+    """From arrival to admission."""
     ttft_seconds: float | None
-    """From its arrival to its first token."""
+    """From arrival to the first token."""

@@ -1,7 +1,7 @@
-"""From logits to tokens: one sampler for a whole batch of requests.
+"""Sampling of tokens from logits, for a whole batch of requests.
 
-A request's sample depends on its logits, its parameters, its own tokens and its own generator, never on its batch
-mates: every step works on rows, and random numbers are drawn from a generator per request.
+The sample of a request depends on its logits, its parameters, its own tokens and its own generator, never on the rest
+of the batch: all operations work on rows, and every request has its own random generator.
 """
 
 from __future__ import annotations
@@ -36,16 +36,8 @@ class Sample(NamedTuple):
     logprobs: Logprobs | None
 
 
-class CandidateOrder(NamedTuple):
-    """How a row's tokens are looked at. Only rows alike are drawn together, so that none depends on the others."""
-
-    width: int
-    """The most likely ones in order, this many; 0: all."""
-    sorted: bool
-
-
 class RequestSampler:
-    """A request's side of sampling: its parameters, its generator and the tokens penalties count."""
+    """The sampling state of one request: parameters, generator, and the tokens that penalties count."""
 
     def __init__(
         self,
@@ -54,7 +46,7 @@ class RequestSampler:
         eos_token_ids: Sequence[int] = (),
         index: int = 0,
     ) -> None:
-        """`index` tells the n samples of a request apart."""
+        """`index` is the number of this sample among the n samples of a request."""
         self.params = params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._random = np.random.default_rng([seed, index])
@@ -66,36 +58,35 @@ class RequestSampler:
         self._always_changes = params.penalties != Penalties() or self._constraint is not None
         self._min_tokens = params.min_tokens if self._ends else 0
         self.is_greedy = params.is_greedy
-        self.order = CandidateOrder(params.top_k, bool(params.top_k) or params.top_p < 1.0)
-        """How its tokens are looked at."""
+        self.is_sorted = bool(params.top_k) or params.top_p < 1.0
+        """True if its candidates must be sorted by weight."""
         self.error = ""
-        """Why the request cannot continue; its sampled tokens are invalid then. Set by `fail`."""
+        """Reason why the request cannot continue; its samples are invalid then. Set by `fail`."""
 
     def fail(self, error: Exception) -> None:
-        """Record an error that belongs to this request alone. The first one counts."""
+        """Record an error of this request. Only the first one is kept."""
         named = f"{type(error).__name__}: {error}"
         self.error = self.error or (str(error) if isinstance(error, KvtierError) and str(error) else named)
 
     def accept(self, token_id: int) -> None:
-        """Count a token of the output (the sampler does not do it itself: drafted tokens may be refused)."""
+        """Add a token to the output. `sample` does not: a draft token may be rejected."""
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
         self._num_chosen += 1
         if self._constraint is not None:
             self._constraint.accept(token_id)
 
     def is_end(self, token_id: int) -> bool:
-        """Whether this token ends the request."""
+        """True if this token ends the request."""
         return token_id in self._ends
 
     @property
     def changes_logits(self) -> bool:
-        """Whether `adjust` would do anything now."""
+        """True if `adjust` changes logits."""
         return self._always_changes or self._num_chosen < self._min_tokens
 
     @torch.inference_mode()
     def adjust(self, logits: torch.Tensor) -> None:
-        """Apply penalties to a row of logits in place, and forbid an end that would come too early, and what does not
-        fit the constraint."""
+        """Apply penalties to a row of logits in place; forbid early ends and tokens that violate the constraint."""
         penalties = self.params.penalties
         output = torch.tensor(list(self._counts), dtype=torch.int64, device=logits.device)
         if penalties.repetition != 1.0:
@@ -114,12 +105,12 @@ class RequestSampler:
             self._constraint.forbid(logits)
 
     def uniform(self) -> float:
-        """The request's next random number, in [0, 1)."""
+        """Return the next random number of the request, in [0, 1)."""
         return float(self._random.random())
 
     @functools.cached_property
     def _in_prompt(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The prompt's tokens, each once: 8 ms for 33,000 (H200's host, 2026-11-15), so only where a penalty asks."""
+        """Distinct tokens of the prompt. Lazy: 8 ms for 33,000 tokens (host of the H200, 2026-11-15)."""
         return np.unique(np.asarray(self._prompt, np.int64))
 
 
@@ -138,7 +129,7 @@ def sample(
     """
     if logits.shape[0] != len(requests):
         raise ArgumentError(f"{logits.shape[0]} rows of logits for {len(requests)} requests: one each")
-    reports = _report_later(logits, requests)
+    reports = _logprobs(logits, requests)
     for row, request in enumerate(requests):
         if request.changes_logits:
             try:
@@ -150,7 +141,7 @@ def sample(
         chosen = _draw(logits, requests, send)
     else:
         chosen = logits.argmax(-1)
-        # argmax finds NaN first, then +inf; it finds -inf only if there is nothing else
+        # argmax returns NaN first, then +inf; it returns -inf only if all are
         chosen = _unless_infinite(logits.gather(-1, chosen[:, None]).squeeze(-1), chosen)
         if random:
             chosen[random] = _draw(logits[random], [requests[row] for row in random], send)
@@ -161,10 +152,13 @@ def sample(
     ]
 
 
-def _sample(request: RequestSampler, token: int, report: _Report | None) -> Sample:
+def _sample(request: RequestSampler, token: int, report: _RowLogprobs | None) -> Sample:
     if token == NO_TOKEN:
         request.error = request.error or _NO_DISTRIBUTION
-    return Sample(token, None if report is None or request.error else Logprobs(float(report.row[token]), report.top))
+    if report is None or request.error:
+        return Sample(token, None)
+    logprobs, top = report
+    return Sample(token, Logprobs(float(logprobs[token]), top))
 
 
 def _clamped(changed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -178,35 +172,32 @@ def _unless_infinite(highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
-    groups: dict[CandidateOrder, list[int]] = {}
+    """Sample each row. Rows are grouped by top_k and sorting, so that none depends on the others."""
+    groups: dict[tuple[int, bool], list[int]] = {}
     for row, request in enumerate(requests):
-        groups.setdefault(request.order, []).append(row)
+        groups.setdefault((request.params.top_k, request.is_sorted), []).append(row)
     if len(groups) == 1:
-        return _draw_alike(logits, requests, requests[0].order, send)
+        return _draw_group(logits, requests, send)
     chosen = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
-    for order, rows in groups.items():
-        chosen[rows] = _draw_alike(logits[rows], [requests[row] for row in rows], order, send)
+    for rows in groups.values():
+        chosen[rows] = _draw_group(logits[rows], [requests[row] for row in rows], send)
     return chosen
 
 
-def _draw_alike(
-    logits: torch.Tensor, requests: Sequence[RequestSampler], order: CandidateOrder, send: Send | None
-) -> torch.Tensor:
-    """One draw for each row. Changes the logits."""
-    code = native().code if logits.device.type == "cpu" and not order.width else None
+def _draw_group(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
+    """Sample rows of one group. Changes the logits."""
+    code = native().code if logits.device.type == "cpu" and not requests[0].params.top_k else None
     if code is None or not code.takes(logits):
-        return _draw_in_torch(logits, requests, order, send)
-    wishes = [(_temperature(each), each.params.min_p, each.params.top_p, each.uniform()) for each in requests]
-    return code.draw(logits, np.array(wishes, SAMPLING_ROW))
+        return _draw_in_torch(logits, requests, send)
+    rows = [(_temperature(each), each.params.min_p, each.params.top_p, each.uniform()) for each in requests]
+    return code.draw(logits, np.array(rows, SAMPLING_ROW))
 
 
-def _draw_in_torch(
-    logits: torch.Tensor, requests: Sequence[RequestSampler], order: CandidateOrder, send: Send | None
-) -> torch.Tensor:
-    """Temperature, top-k, top-p, min-p, and one draw by inverting the running sum of what is left.
+def _draw_in_torch(logits: torch.Tensor, requests: Sequence[RequestSampler], send: Send | None) -> torch.Tensor:
+    """Apply temperature, top-k, top-p and min-p, then sample by inverting the running sum of the weights.
 
-    Sums are running sums, which take the elements of a row in order; torch.sum may not. A GPU is still busy with the
-    logits when this is called: nothing here waits for it, so that all of this is in its queue when they are there.
+    All sums are running sums, which add the elements of a row in order; torch.sum may not. Nothing here waits for the
+    device, which still computes the logits: these operations are queued behind them.
     """
     params = [request.params for request in requests]
     columns = (
@@ -220,28 +211,28 @@ def _draw_in_torch(
     weights = logits.sub_(highest)
     weights.div_(temperature).exp_()
     tokens = None
-    if order.sorted:
-        if order.width:
-            weights, tokens = weights.topk(min(order.width, weights.shape[1]), dim=-1)
+    if requests[0].is_sorted:
+        if top_k := params[0].top_k:
+            weights, tokens = weights.topk(min(top_k, weights.shape[1]), dim=-1)
             mass = top_p * _running(weights)[:, -1:]
         else:
             mass = top_p * _running(weights)[:, -1:]
-            weights, tokens = _reaching(mass, top_p, weights)
+            weights, tokens = _heaviest(mass, top_p, weights)
         dropped = _running(weights) - weights >= mass
-        dropped &= top_p < 1.0  # all of them reach 1 but for rounding
+        dropped &= top_p < 1.0  # with top_p = 1 only rounding would drop tokens
         weights = weights.masked_fill(dropped, 0.0)
     if any(each.min_p for each in params):
         weights = weights.masked_fill(weights < min_p, 0.0)  # the likeliest has weight 1
     running = _running(weights)
     target = uniform * running[:, -1:]
-    # right, because a draw that falls exactly on a border belongs to the token after it
+    # right: a draw exactly on a boundary belongs to the token after it
     place = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
     chosen = place if tokens is None else tokens.gather(-1, place)
     return _unless_infinite(highest, chosen).squeeze(-1)
 
 
 def _temperature(request: RequestSampler) -> float:
-    """As a float32 that is not 0: with 0 the likeliest would weigh 0 / 0, and not 1."""
+    """Return the temperature as a float32 above 0: with 0, the weight of the most likely token would be 0 / 0."""
     return max(request.params.temperature, _COLDEST)
 
 
@@ -249,48 +240,39 @@ def _running(weights: torch.Tensor) -> torch.Tensor:
     return weights.cumsum(-1, dtype=torch.float64)
 
 
-class _Ranked(NamedTuple):
-    """Weights from the heaviest on, and whose they are; rows that have fewer end with zeros."""
+def _heaviest(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the heaviest weights of each row in descending order, enough to reach its mass, and their tokens.
 
-    weights: torch.Tensor
-    tokens: torch.Tensor
-
-
-def _reaching(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) -> _Ranked:
-    """Of each row as many as reach its mass, which is its share p of all.
-
-    Tokens lighter than (1 - p) / vocabulary of all weigh less than 1 - p together: the others reach p. Mostly they are
-    few, and need no sort of the whole vocabulary.
+    The mass is the share p of the total. Tokens lighter than (1 - p) / vocabulary of the total weigh less than 1 - p
+    together, so the others reach p. They are usually few, which avoids sorting the whole vocabulary. Shorter rows end
+    with zeros.
     """
-    cut = (mass * (1 / top_p - 1) / weights.shape[1]).clamp_(max=1.0)  # the likeliest has weight 1; 1 / p may be inf
+    cut = (mass * (1 / top_p - 1) / weights.shape[1]).clamp_(max=1.0)  # the largest weight is 1; 1 / p may be inf
     is_heavy = weights >= cut.mul_(1 - 1e-6).to(weights.dtype)
     counts = is_heavy.sum(-1)
     rows, tokens = is_heavy.nonzero(as_tuple=True)
     places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    packed = weights.new_zeros(len(weights), max(1, int(counts.max())))  # a row of NaN has none
+    packed = weights.new_zeros(len(weights), max(1, int(counts.max())))  # a row of NaN has no heavy token
     owners = torch.zeros_like(packed, dtype=torch.int64)
     packed[rows, places], owners[rows, places] = weights[rows, tokens], tokens
     heaviest = packed.sort(dim=-1, descending=True, stable=True)
-    return _Ranked(heaviest.values, owners.gather(-1, heaviest.indices))
+    return heaviest.values, owners.gather(-1, heaviest.indices)
 
 
-class _Report(NamedTuple):
-    """Log-probabilities of a row, and its most likely tokens."""
-
-    row: torch.Tensor
-    top: tuple[tuple[int, float], ...]
+_RowLogprobs = tuple[torch.Tensor, tuple[tuple[int, float], ...]]
+"""Log-probabilities of a row, and its most likely tokens."""
 
 
-def _report_later(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> dict[int, _Report]:
-    """For the rows that want log-probabilities: taken before anything changes the logits."""
+def _logprobs(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> dict[int, _RowLogprobs]:
+    """Return the log-probabilities of the rows that report them, computed before the logits are changed."""
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if not rows:
         return {}
     logprobs = logits[rows].log_softmax(-1)
     wanted = [requests[row].params.logprobs or 0 for row in rows]
     values, tokens = logprobs.topk(min(max(wanted), logits.shape[1]), dim=-1)
-    found = {}
+    reports = {}
     for i, (row, count) in enumerate(zip(rows, wanted, strict=True)):
         top = tuple(zip(tokens[i, :count].tolist(), values[i, :count].tolist(), strict=True))
-        found[row] = _Report(logprobs[i], top)
-    return found
+        reports[row] = logprobs[i], top
+    return reports

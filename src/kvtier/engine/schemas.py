@@ -1,25 +1,31 @@
-"""JSON schemas for answers: bounds, and compilation with llguidance. No torch: the server's worker processes use it."""
+"""JSON schemas for outputs: limits, compilation with llguidance (extra `structured`), constraints of sequences.
+
+Imports torch only to apply a constraint: the worker processes of the server use this module too.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtier.errors import ArgumentError, UnavailableError
+import numpy as np
+
+from kvtier.errors import ArgumentError, StateError, UnavailableError
 
 if TYPE_CHECKING:
     import llguidance
+    import torch
 
-# As people write JSON, and nothing else: with any white space allowed, a model may write nothing but that.
+# One fixed form of white space: if any were allowed, a model could write white space forever.
 FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_SCHEMA_BYTES = 512 << 10
 # Compiling takes up to quadratic time in these. 1,000 properties take 0.4 s, 5,000 take 9 s, and patterns under allOf
-# multiply (SmolLM2's vocabulary, x86-64, 2 busy cores, 2026-11-16); a deadline covers what the numbers let pass.
+# multiply (SmolLM2's vocabulary, x86-64, 2 busy cores, 2026-11-16); a deadline limits the rest.
 _MOST = {"properties": 10_000, "patterns": 256, "references": 2_000}
-# A mask is computed on the engine's thread for every token, while all other requests wait.
+# A mask is computed on the engine thread for every token, while all other requests wait.
 _MAX_MASK_SECONDS = 0.25
 
 
@@ -42,7 +48,7 @@ def check_shape(schema: Mapping[str, Any]) -> None:
             open_values.extend(value)
     for name, most in _MOST.items():
         if counts[name] > most:
-            raise ArgumentError(f"the schema has {counts[name]} {name}; at most {most} are taken")
+            raise ArgumentError(f"the schema has {counts[name]} {name}; at most {most} are accepted")
 
 
 def _size(value: Any) -> int:
@@ -50,19 +56,19 @@ def _size(value: Any) -> int:
 
 
 class SchemaCompiler:
-    """Compiles schemas for one model's tokens."""
+    """Compiles schemas for the vocabulary of one model."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         if not eos_token_ids:
-            raise ArgumentError("the model has no end-of-text token, with which an answer after a schema ends")
+            raise ArgumentError("the model has no end-of-text token, which outputs that follow a schema end with")
         self._llguidance = load_llguidance()
         self._tokenizer = self._llguidance.LLTokenizer(tokenizer_json, vocab_size, list(eos_token_ids))
         self._limits = self._llguidance.LLParserLimits(verbose_errors=False)  # errors would quote the whole grammar
 
     def compile(self, schema: str) -> llguidance.LLMatcher:
-        """Compile a schema, without the GIL. Raises ArgumentError if answers cannot follow it.
+        """Compile a schema, without the GIL. Raises ArgumentError if it is not supported.
 
-        The time is not bounded: 2 KB can take hours. Do it where it can be killed first.
+        The time is not limited: 2 KB can take hours. Compile it first in a process that can be killed.
         """
         try:
             grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=FORM)
@@ -75,23 +81,54 @@ class SchemaCompiler:
             raise ArgumentError(str(matcher.get_error()))
         return matcher
 
+    def constraint(self, schema: str) -> Callable[[], JsonConstraint]:
+        """Compile a schema; returns a function that makes a constraint for one sequence."""
+        matcher = self.compile(schema)
+        return lambda: JsonConstraint(matcher.deep_copy())
+
     def check(self, schema: str) -> None:
-        """Raise ArgumentError if answers cannot follow a schema, or only too slowly."""
+        """Raise ArgumentError if a schema is not supported, or too slow."""
         matcher = self.compile(schema).deep_copy()
         began = time.thread_time()
         matcher.compute_bitmask()
         seconds = time.thread_time() - began
         if seconds > _MAX_MASK_SECONDS:
             raise ArgumentError(
-                f"the tokens allowed by the schema take {seconds:.2f} s to find, and {_MAX_MASK_SECONDS:g} s is the "
-                "limit; a schema with fewer properties or shorter lists takes less"
+                f"the schema takes {seconds:.2f} s per token; the limit is {_MAX_MASK_SECONDS:g} s. Use fewer "
+                "properties or shorter lists"
             )
 
 
+class JsonConstraint:
+    """Restricts one sequence to a JSON schema."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def forbid(self, logits: torch.Tensor) -> None:
+        """Mask the tokens that cannot follow. Raises StateError if none can, or if the grammar is too complex."""
+        import torch
+
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little", count=len(logits))
+        if self._matcher.is_error() or not allowed.any():
+            raise self._error()
+        logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
+
+    def accept(self, token_id: int) -> None:
+        """Advance the grammar by a token. Raises StateError if it cannot follow."""
+        if not self._matcher.consume_token(token_id):
+            raise self._error()
+
+    def _error(self) -> StateError:
+        reason = self._matcher.stop_reason()  # the text of the error may quote the schema
+        return StateError(f"no token fits the schema ({reason}); use a simpler schema")
+
+
 def load_llguidance() -> Any:
-    """The package, or an error that says what to install."""
+    """Import llguidance. Raises UnavailableError if it is not installed."""
     try:
         import llguidance
     except ImportError as error:
-        raise UnavailableError("answers after a schema need llguidance: pip install 'kvtier[structured]'") from error
+        raise UnavailableError("outputs with a schema need llguidance: pip install 'kvtier[structured]'") from error
     return llguidance

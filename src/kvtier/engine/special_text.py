@@ -1,4 +1,4 @@
-"""Special tokens that users typed: find them in what goes to a chat template, and keep them plain text.
+"""Special tokens in user text: find them in the input of a chat template, and keep them plain text.
 
 A template renders special tokens ("<|im_start|>") between the strings of a request. The same text inside such a string
 must not become a control token: it would open a turn in another role. `hide` replaces the first character of each by a

@@ -1,7 +1,7 @@
-"""A model's share for one of several tensor-parallel ranks.
+"""The share of a model on one of several tensor-parallel ranks.
 
-qkv, gate_up   rows: the rank's heads, and its part of the feed-forward width
-output, down   columns: what multiplies them; every rank has a sum of its own, and all of them are added up
+qkv, gate_up   rows: the heads of the rank, and its part of the feed-forward width
+output, down   columns: the matching inputs; the partial sums of all ranks are added by all_reduce
 the rest       whole: embedding, norms, head
 """
 
@@ -19,12 +19,12 @@ from kvtier.errors import ArgumentError
 
 
 def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """The shape of each rank's share; an ArgumentError where it cannot be shared out equally."""
+    """Return the shape of the share of each rank. Raises ArgumentError if the shares would not be equal."""
     names = {"num_heads": "attention heads", "num_kv_heads": "KV heads", "ffn_dim": "feed-forward features"}
     for name, words in names.items():
         if getattr(config, name) % num_ranks:
             raise ArgumentError(
-                f"tensor_parallel={num_ranks}: the model's {getattr(config, name)} {words} cannot be shared out "
+                f"tensor_parallel={num_ranks}: the model's {getattr(config, name)} {words} cannot be split "
                 f"equally; choose a number of ranks that divides {config.num_heads} attention heads, "
                 f"{config.num_kv_heads} KV heads and {config.ffn_dim} feed-forward features"
             )
@@ -32,18 +32,18 @@ def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
 
 
 def split_weights(config: ModelConfig, weights: ModelWeights, rank: int, num_ranks: int) -> ModelWeights:
-    """One rank's weights; `config` is the whole model's."""
+    """Return the weights of one rank; `config` is that of the whole model."""
     layers = tuple(split_layer(config, layer, rank, num_ranks) for layer in weights.layers)
     return replace(without_layers(weights, rank), layers=layers)
 
 
 def without_layers(weights: ModelWeights, rank: int) -> ModelWeights:
-    """What a rank has beside its layers. The first makes the logits; the others have a head without rows."""
+    """Return the weights of a rank except its layers. Rank 0 computes logits; the others have an empty head."""
     return replace(weights, layers=(), head=weights.head if rank == 0 else Linear(weights.embedding[:0]))
 
 
 def split_layer(config: ModelConfig, layer: LayerWeights, rank: int, num_ranks: int) -> LayerWeights:
-    """One rank's part of a layer."""
+    """Return the share of one rank of a layer."""
     q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return replace(
         layer,
@@ -58,7 +58,7 @@ Weights = TypeVar("Weights", ModelWeights, LayerWeights, Linear)
 
 
 def with_tensors(weights: Weights, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
-    """The same with every tensor changed: moved, or copied. A packed matrix stays as it is."""
+    """Apply `change` (a move, a copy) to every tensor. A packed matrix stays as it is."""
     changed: dict[str, Any] = {}
     for each in fields(weights):
         value = getattr(weights, each.name)
@@ -72,7 +72,7 @@ def with_tensors(weights: Weights, change: Callable[[torch.Tensor], torch.Tensor
 
 
 def _rows(whole: Linear, heights: list[int], rank: int, num_ranks: int) -> Linear:
-    """The rank's part of each of the matrices that lie one below the other."""
+    """Split each of the stacked matrices by rows."""
 
     def mine(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([part.chunk(num_ranks)[rank] for part in tensor.split(heights)])
@@ -81,5 +81,5 @@ def _rows(whole: Linear, heights: list[int], rank: int, num_ranks: int) -> Linea
 
 
 def _columns(whole: Linear, rank: int, num_ranks: int) -> Linear:
-    """The bias is added once, by the first rank."""
+    """Split a matrix by columns. Only rank 0 adds the bias."""
     return Linear(whole.weight.chunk(num_ranks, dim=1)[rank].contiguous(), whole.bias if rank == 0 else None)

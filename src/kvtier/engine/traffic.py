@@ -1,10 +1,10 @@
-"""TransferMeter: how many bytes went from which tier to which, and how fast lately."""
+"""TransferMeter: bytes and recent rate of transfers between tiers."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtier.messages import Plan, Report
 
@@ -13,7 +13,7 @@ WINDOW_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """One direction."""
+    """Bytes moved from one tier to another."""
 
     source: str
     target: str
@@ -23,57 +23,51 @@ class TierTraffic:
     """Over the last WINDOW_SECONDS."""
 
 
-@dataclass(slots=True)
-class _Direction:
-    num_bytes: int = 0
-    lately: deque[tuple[float, int]] = field(default_factory=deque)
-
-
 class TransferMeter:
-    """Looks at plans as they begin and at reports as they come. For the engine's thread."""
+    """Measures transfers from their plans and reports. For the engine thread."""
 
     def __init__(self, clock: Callable[[], float], num_ranks: int = 1) -> None:
         self._clock = clock
         self._num_ranks = num_ranks
-        self._under_way: dict[int, tuple[str, str]] = {}
-        self._num_told: Counter[int] = Counter()
-        self._directions: dict[tuple[str, str], _Direction] = {}
+        self._in_flight: dict[int, tuple[str, str]] = {}
+        self._num_reports: Counter[int] = Counter()
+        self._totals: Counter[tuple[str, str]] = Counter()
+        self._recent: dict[tuple[str, str], deque[tuple[float, int]]] = defaultdict(deque)
 
     def began(self, plan: Plan) -> None:
-        """Its transfers are under way."""
+        """Record the transfers of a plan."""
         for transfer in plan.transfers:
-            self._under_way[transfer.id] = (transfer.source, transfer.target)
+            self._in_flight[transfer.id] = (transfer.source, transfer.target)
 
     def done(self, report: Report) -> None:
-        """Some of them are over."""
+        """Count the bytes of a report."""
         now = self._clock()
-        for outcome in report.results:
-            ends = self._ends_of(outcome.transfer_id)
-            if ends is not None and outcome.num_bytes:
-                direction = self._directions.setdefault(ends, _Direction())
-                direction.num_bytes += outcome.num_bytes
-                direction.lately.append((now, outcome.num_bytes))
-                _forget(direction, now)
+        for result in report.results:
+            direction = self._direction(result.transfer_id)
+            if direction is not None and result.num_bytes:
+                self._totals[direction] += result.num_bytes
+                self._recent[direction].append((now, result.num_bytes))
+                _expire(self._recent[direction], now)
 
-    def _ends_of(self, transfer_id: int) -> tuple[str, str] | None:
-        """Forgotten when every rank has told of it."""
-        self._num_told[transfer_id] += 1
-        if self._num_told[transfer_id] < self._num_ranks:
-            return self._under_way.get(transfer_id)
-        del self._num_told[transfer_id]
-        return self._under_way.pop(transfer_id, None)
+    def _direction(self, transfer_id: int) -> tuple[str, str] | None:
+        """Return source and target of a transfer; forget it after the report of the last rank."""
+        self._num_reports[transfer_id] += 1
+        if self._num_reports[transfer_id] < self._num_ranks:
+            return self._in_flight.get(transfer_id)
+        del self._num_reports[transfer_id]
+        return self._in_flight.pop(transfer_id, None)
 
     def traffic(self) -> list[TierTraffic]:
-        """Every direction that was ever used."""
+        """Return the traffic of every direction used so far."""
         now = self._clock()
-        told = []
-        for (source, target), direction in self._directions.items():
-            _forget(direction, now)
-            lately = sum(num_bytes for _, num_bytes in direction.lately)
-            told.append(TierTraffic(source, target, direction.num_bytes, lately / WINDOW_SECONDS))
-        return told
+        rows = []
+        for direction, num_bytes in self._totals.items():
+            recent = self._recent[direction]
+            _expire(recent, now)
+            rows.append(TierTraffic(*direction, num_bytes, sum(size for _, size in recent) / WINDOW_SECONDS))
+        return rows
 
 
-def _forget(direction: _Direction, now: float) -> None:
-    while direction.lately and direction.lately[0][0] < now - WINDOW_SECONDS:
-        direction.lately.popleft()
+def _expire(recent: deque[tuple[float, int]], now: float) -> None:
+    while recent and recent[0][0] < now - WINDOW_SECONDS:
+        recent.popleft()

@@ -1,7 +1,7 @@
-"""The weights of a model, fused as the forward pass reads them, and how they come out of a checkpoint.
+"""The weights of a model, fused as the forward pass reads them, and their assembly from a checkpoint.
 
-A checkpoint is a `TensorSource`: tensors under their Hugging Face names. `assemble` asks it for each of them, with the
-shape the configuration requires, and joins q, k, v and gate, up into one matrix each.
+A checkpoint is a `TensorSource`: tensors under their Hugging Face names. `assemble` reads each of them, checks its
+shape against the configuration, and joins q, k, v and gate, up into one matrix each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Linear:
     """[out, in]"""
     bias: torch.Tensor | None = None
     packed: PackedWeight | None = None
-    """The same numbers in fewer bytes, for steps of a few tokens on the CPU, which wait for memory."""
+    """The same matrix in fewer bytes, for steps of few tokens on the CPU: they are limited by memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All of a model's weights, on one device in one type."""
+    """All weights of a model, on one device in one type."""
 
     embedding: torch.Tensor
     """[vocab, hidden]"""
@@ -55,40 +55,36 @@ class ModelWeights:
     norm: torch.Tensor
     head: Linear
     inverse_frequencies: torch.Tensor
-    """Of the rotation, [head_dim / 2], float32."""
+    """Of the rotary embedding, [head_dim / 2], float32."""
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, and so where the model computes."""
+        """Device of the weights, and of the computation."""
         return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """Type of the weights, and of the computation."""
         return self.embedding.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class RawMatrix:
-    """A matrix as the checkpoint stores it: `kind` is bf16, or a GGUF type such as Q4_1, whose rows are bytes."""
-
-    kind: str
-    rows: torch.Tensor
+RawMatrix = tuple[str, torch.Tensor]
+"""A matrix as stored: "BF16" and its rows, or a GGUF type such as "Q4_1" and rows of bytes."""
 
 
 class TensorSource(Protocol):
     """Tensors under their Hugging Face names ("model.layers.0.self_attn.q_proj.weight")."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """True if the checkpoint has this tensor."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape it would be read with."""
+        """Return the shape that `read_into` needs."""
         ...
 
     def raw(self, name: str) -> RawMatrix | None:
-        """The matrix as stored, where that is smaller than float32 and rows can be joined."""
+        """Return the matrix as stored, if that is smaller than float32 and rows can be joined."""
         ...
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
@@ -96,12 +92,12 @@ class TensorSource(Protocol):
         ...
 
     def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
-        """Of the rotation; a checkpoint may bring its own."""
+        """Return those of the rotary embedding; a checkpoint may have its own."""
         ...
 
 
 def assemble(config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Read and fuse every weight of the model; an error names the first that is missing or misshapen."""
+    """Read and fuse all weights. Raises CheckpointError for a missing tensor or a wrong shape."""
     return _Assembler(config, source, dtype, device).model()
 
 
@@ -155,7 +151,7 @@ class _Assembler:
         return Linear(weight, biases, self._packed(weights))
 
     def _joined(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
-        """The tensors one below the other, each converted straight into its place."""
+        """Stack tensors; each is converted directly into its place."""
         out = torch.empty(sum(rows), *columns, **self._options)
         for name, part, height in zip(names, out.split(list(rows)), rows, strict=True):
             self._check(name, (height, *columns))
@@ -167,10 +163,11 @@ class _Assembler:
 
     def _packed(self, names: Sequence[str]) -> PackedWeight | None:
         raws = [self._source.raw(name) for name in names] if self._packs else []
-        whole = [raw for raw in raws if raw is not None]
-        if not whole or len(whole) != len(raws) or len({raw.kind for raw in whole}) > 1:
+        stored = [raw for raw in raws if raw is not None]
+        kinds = {kind for kind, _ in stored}
+        if len(stored) != len(raws) or len(kinds) != 1:
             return None
-        return pack(whole[0].kind, torch.cat([raw.rows for raw in whole]))
+        return pack(kinds.pop(), torch.cat([rows for _, rows in stored]))
 
     def _check(self, name: str, wanted: tuple[int, ...]) -> None:
         if name not in self._source:
@@ -178,10 +175,10 @@ class _Assembler:
                 f"the checkpoint has no tensor {name!r}, which a {self._config.architecture} model of "
                 f"{self._config.num_layers} layers needs; it is incomplete, or its configuration is another model's"
             )
-        found = self._source.shape(name)
-        if found != wanted:
+        shape = self._source.shape(name)
+        if shape != wanted:
             raise CheckpointError(
-                f"{name} has shape {list(found)} where the configuration requires {list(wanted)}: "
+                f"{name} has shape {list(shape)} where the configuration requires {list(wanted)}: "
                 "weights and configuration are of different models"
             )
 
@@ -220,20 +217,20 @@ class SafetensorsFolder:
         return name in self._file_of
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape in the file's header; nothing is read."""
+        """Return the shape in the header; the tensor is not read."""
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def raw(self, name: str) -> RawMatrix | None:
-        """bf16 matrices: half the bytes of what the CPU computes in, and exact in it."""
+        """Return bf16 matrices: half the bytes of float32, and exact."""
         stored = self._file_of[name].get_tensor(name)
-        return RawMatrix("BF16", stored) if stored.dtype == torch.bfloat16 and stored.ndim == 2 else None
+        return ("BF16", stored) if stored.dtype == torch.bfloat16 and stored.ndim == 2 else None
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Convert straight out of the mapped file."""
+        """Convert from the mapped file."""
         out.copy_(self._file_of[name].get_tensor(name))
 
     def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
-        """Those of the configuration."""
+        """Return those of the configuration."""
         return config.rope.inverse_frequencies(config.head_dim)
 
 

@@ -20,10 +20,10 @@ import torch
 
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WritebackConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
-from kvtier.engine.grammar import Grammars, JsonConstraint
 from kvtier.engine.llm import LLM
 from kvtier.engine.params import Explanation, Output, SamplingParams
 from kvtier.engine.runner import EngineRunner
+from kvtier.engine.schemas import JsonConstraint, SchemaCompiler
 from kvtier.engine.speculate import NgramProposer
 from kvtier.errors import ArgumentError, ClosedError
 from kvtier.replay import Recorder
@@ -121,7 +121,7 @@ class EngineServer:
         self._runner = EngineRunner(engine, self._fail)
         self._outputs: list[Output] = []
         self._ended: list[Explanation] = []
-        self._compilations = SchemaCompilations(self._make_grammars)
+        self._compilations = SchemaCompilations(self._make_compiler)
         self._compiling: set[str] = set()
         """Requests whose schema is being compiled."""
         self._lock = threading.Lock()
@@ -199,10 +199,10 @@ class EngineServer:
         )
         future.add_done_callback(partial(self._reply_if_rejected, command.id))
 
-    def _make_grammars(self) -> Grammars:
+    def _make_compiler(self) -> SchemaCompiler:
         assert self._engine.tokenizer is not None
         config = self._engine.model.config
-        return Grammars(self._engine.tokenizer, config.vocab_size, config.eos_token_ids)
+        return SchemaCompiler(self._engine.tokenizer.to_json(), config.vocab_size, config.eos_token_ids)
 
     def _reply_if_rejected(self, name: str, future: Future[str]) -> None:
         if future.exception() is not None:

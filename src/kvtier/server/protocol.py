@@ -214,13 +214,13 @@ class Sampling(Strict):
     """Fields of both kinds of completion."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=512)]
-    temperature: Annotated[float, Field(ge=TEMPERATURE.low, le=TEMPERATURE.high)] | None = None
+    temperature: Annotated[float, Field(ge=TEMPERATURE[0], le=TEMPERATURE[1])] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=PENALTY.low, le=PENALTY.high)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=PENALTY.low, le=PENALTY.high)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTY.low, le=REPETITION_PENALTY.high)] | None = None
+    presence_penalty: Annotated[float, Field(ge=PENALTY[0], le=PENALTY[1])] | None = None
+    frequency_penalty: Annotated[float, Field(ge=PENALTY[0], le=PENALTY[1])] | None = None
+    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTY[0], le=REPETITION_PENALTY[1])] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: (
         Annotated[str, StringConstraints(min_length=1, max_length=1024)]

@@ -23,7 +23,7 @@ from kvtier.errors import KvtierError, UnavailableError
 from kvtier.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from kvtier.engine.grammar import Grammars, JsonConstraint
+    from kvtier.engine.schemas import JsonConstraint, SchemaCompiler
     from kvtier.server.worker_pool import WorkerPool
 
     Compilation = Future[Callable[[], JsonConstraint]]
@@ -116,8 +116,8 @@ class SchemaChecks:
 class SchemaCompilations:
     """Compiles schemas on a thread of the engine process. The thread is a daemon: it never delays the exit."""
 
-    def __init__(self, make_grammars: Callable[[], Grammars]) -> None:
-        self._make_grammars = make_grammars
+    def __init__(self, make_compiler: Callable[[], SchemaCompiler]) -> None:
+        self._make_compiler = make_compiler
         self._jobs: queue.SimpleQueue[tuple[str, bytes, bytes, Compilation]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._compiled: TenantLru[bytes, Compilation] = TenantLru(_MAX_COMPILED)
@@ -140,12 +140,12 @@ class SchemaCompilations:
 
     def _loop(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        grammars: Grammars | None = None
+        compiler: SchemaCompiler | None = None
         while True:
             schema, tenant, digest, future = self._jobs.get()
             try:
-                grammars = grammars or self._make_grammars()
-                compiled = grammars.json(schema)
+                compiler = compiler or self._make_compiler()
+                compiled = compiler.constraint(schema)
             except Exception as error:  # llguidance rejects some tokenizers; only this request fails
                 with self._lock:
                     self._compiled.discard(tenant, digest)

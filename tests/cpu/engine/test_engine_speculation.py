@@ -122,7 +122,7 @@ def test_ngrams_find_what_was_said_before(model):
     name = engine.add(prompt + tokens + prompt, greedy(20))
     plain = alone(model, prompt + tokens + prompt, greedy(20))
     assert finish(engine)[name].tokens == plain.tokens
-    guess = NgramProposer(3, longest=2, shortest=2)._guess
+    guess = NgramProposer(3, longest=2, shortest=2)._draft
     assert guess(np.array([1, 2, 3, 4, 5, 1, 2], np.int32)) == (3, 4, 5)
     assert guess(np.array([1, 2, 3, 1, 2, 4, 1, 2], np.int32)) == (4, 1, 2)
     assert guess(np.array([1, 2, 3], np.int32)) == ()

@@ -104,7 +104,7 @@ def test_a_batch_is_laid_out_flat():
 @pytest.mark.parametrize(
     ("sequence", "error", "text"),
     [
-        (SequenceInput([], 0, [1]), ArgumentError, "sequence 0 brings 0 tokens"),
+        (SequenceInput([], 0, [1]), ArgumentError, "sequence 0 has 0 tokens"),
         (SequenceInput([1], -1, [1]), ArgumentError, "after -1"),
         (SequenceInput([1] * 5, 4, [1, 2]), RangeError, "reach 9 tokens, but its 2 blocks of 4 hold 8"),
         (SequenceInput([1], 0, [1], 2), RangeError, "logits of 2 of its 1"),

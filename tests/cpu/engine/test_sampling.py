@@ -276,11 +276,11 @@ def test_sample_row_not_finite_fails_alone(kind, spoil, vocab):
         assert not any(each.error for each in requests[1:])
 
 
-@pytest.mark.parametrize("repetition", [REPETITION_PENALTY.low, REPETITION_PENALTY.high])
+@pytest.mark.parametrize("repetition", REPETITION_PENALTY)
 @pytest.mark.parametrize("scale", [1.0, 1e30, 3.4e38])
 @pytest.mark.parametrize("vocab", [50, 64], ids=["torch", "native"])
 def test_penalties_at_their_bounds_stay_finite(repetition, scale, vocab):
-    penalties = Penalties(repetition, PENALTY.low, PENALTY.high)
+    penalties = Penalties(repetition, *PENALTY)
     request = RequestSampler(SamplingParams(penalties=penalties, top_p=0.5, seed=1), range(20))
     for token in range(10, 30):
         request.accept(token)
