@@ -25,7 +25,6 @@ from kvtier.messages import (
     Report,
     Route,
     StoreLookup,
-    TierCapacity,
     TransferRequest,
     TransferResult,
     slot_bytes,
@@ -174,11 +173,11 @@ class CacheController:
         damaged = slot_bytes(np.array(found, np.int32)) if found else b""
         presences: list[StoreLookup] = self._stores.take_presences()
         ready = self.num_host_ready
-        sizes = (TierCapacity("host", ready),) if ready > self._told_ready else ()
+        num_host_slots = ready if ready > self._told_ready else 0
         self._told_ready = ready
-        if not (outcomes or presences or sizes or damaged):
+        if not (outcomes or presences or num_host_slots or damaged):
             return []
-        return [Report(self._epoch, self.rank, tuple(outcomes), tuple(presences), sizes, damaged)]
+        return [Report(self._epoch, self.rank, tuple(outcomes), tuple(presences), num_host_slots, damaged)]
 
     @property
     def is_busy(self) -> bool:
