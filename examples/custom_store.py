@@ -15,8 +15,8 @@ from typing import Any
 import tiered_cache
 
 from kvtier.storage import RemoteStore
-from kvtier.storage.remote.bucket import BucketError, Listing, Parts, Put, RequestSize
-from kvtier.storage.workers import Scratch
+from kvtier.storage.codec import Scratch
+from kvtier.storage.remote.bucket import BucketError, Parts, Put, RequestSize
 
 
 class SqliteBucket:
@@ -44,9 +44,9 @@ class SqliteBucket:
     def delete(self, names: Sequence[str]) -> list[bool]:
         return [bool(self._run("DELETE FROM kv WHERE name = ? RETURNING 1", (name,))) for name in names]
 
-    def list_names(self, cursor: str, limit: int) -> Listing:
+    def list_names(self, cursor: str, limit: int) -> tuple[list[str], str]:
         rows = self._run("SELECT name FROM kv WHERE name > ? ORDER BY name LIMIT ?", (cursor, limit))
-        return Listing(tuple(name for (name,) in rows), rows[-1][0] if len(rows) == limit else "")
+        return [name for (name,) in rows], rows[-1][0] if len(rows) == limit else ""
 
     def reset(self) -> None:
         """Open new connections, after an error. There are none to a file."""

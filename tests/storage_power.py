@@ -32,7 +32,7 @@ class Versions:
             outcome, room = get(store, number, nbytes)
             if not outcome.ok:
                 assert room == b"\xee" * nbytes, "a miss changed the caller's memory"
-                if "asked for" not in outcome.reason:
+                if "expected" not in outcome.reason:
                     return None
                 continue
             matching = [v for v, n in enumerate(self.sizes[number]) if n == nbytes]

@@ -106,7 +106,7 @@ def test_arguments_no_store_could_serve_are_errors(store):
     [
         (Label(OTHER_NAMESPACE), 5000, "another namespace"),
         (Label.of(NAMESPACE, b"other tokens"), 5000, "other tokens"),
-        (LABEL, 4999, "stored 5000 bytes, asked for 4999"),
+        (LABEL, 4999, "stored 5000 bytes, expected 4999"),
     ],
 )
 def test_an_object_of_another_model_other_tokens_or_another_length_is_a_miss(store, label, nbytes, reason):

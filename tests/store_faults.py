@@ -67,15 +67,14 @@ class Setup:
 
     def store(self, *, breaker: Breaker | None = None, envelope: Envelope | None = None, timeout_s: float = 30.0):
         if self.kind == "redis":
-            from kvtier.storage.remote.redis import RedisBucket, RedisConfig
+            from kvtier.storage.remote.redis import RedisBucket
 
-            config = RedisConfig(port=self.proxy.port, prefix=self.prefix)
-            bucket = RedisBucket(config, num_connections=4, timeout_s=timeout_s)
+            bucket = RedisBucket(port=self.proxy.port, prefix=self.prefix, num_connections=4, timeout_s=timeout_s)
         else:
-            from kvtier.storage.remote.s3 import S3Bucket, S3Config
+            from kvtier.storage.remote.s3 import S3Bucket
 
             endpoint = f"http://127.0.0.1:{self.proxy.port}"
-            bucket = S3Bucket(S3Config("test", self.prefix, endpoint, "us-east-1", S3_KEY, S3_SECRET), timeout_s)
+            bucket = S3Bucket("test", self.prefix, endpoint, "us-east-1", S3_KEY, S3_SECRET, timeout_s=timeout_s)
         options = {"timeout_s": timeout_s, "retry": FAST, "breaker": breaker or Breaker(retry_s=0), "num_threads": 4}
         made = RemoteStore(bucket, self.kind, envelope=envelope, **options)
         self._stores.append(made)

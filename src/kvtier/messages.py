@@ -1,11 +1,11 @@
-"""Messages between the deciding side and the moving side: plans one way, reports the other. Immutable values.
+"""What the deciding side and the moving side tell each other: plans one way, reports the other. Values, nothing else.
 
-    CacheManager --Plan--> CacheController (every rank)          drops, probes and transfers to do, in this order
-    CacheManager <--Report-- CacheController                     results of transfers and probes
+    CacheManager --Plan--> CacheController (every rank)          what to forget, to look up and to move, in this order
+    CacheManager <--Report-- CacheController                     what became of it, and what is there
 
-The transfers of a plan are independent of each other and of earlier plans in flight: a transfer that depends on another
-is planned after that one was reported. Slots and keys are sent as bytes (little-endian int32, 32 bytes each), so that
-the size of a message is that of its blocks.
+The transfers of a plan do not depend on each other, nor on those of earlier plans that are still under way: what needs
+another to be done is planned when that was reported. Slots and keys travel as bytes (little-endian int32, 32 bytes
+each), so that a message costs by its blocks.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ KEY_BYTES = 32
 
 
 class Route(StrEnum):
-    """Source and target of a transfer. Requests wait for loads and fetches, not for the others."""
+    """Why blocks are moved. A load and a fetch are waited for, the others are not."""
 
     HOST_TO_DEVICE = "load"
+    """Host to device."""
     DEVICE_TO_HOST = "save"
+    """Device to host."""
     STORE_TO_HOST = "fetch"
+    """A store to the host."""
     HOST_TO_STORE = "store"
+    """Host to a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """Copy blocks from one tier to another, the i-th source to the i-th target. A store has keys instead of slots."""
+    """Blocks from one tier to another, the i-th source to the i-th target. A store's side has keys instead of slots."""
 
     id: int
     route: Route
@@ -43,7 +47,7 @@ class TransferRequest:
     source_slots: bytes = b""
     target_slots: bytes = b""
     keys: bytes = b""
-    """Keys of the blocks if source or target is a store."""
+    """Of the blocks, where a store is on one side."""
 
     def __post_init__(self) -> None:
         sources, targets, keys = len(self.source_slots), len(self.target_slots), len(self.keys)
@@ -56,27 +60,30 @@ class TransferRequest:
 
     @property
     def store(self) -> str:
-        """Name of the store that is source or target, or empty."""
+        """The store on one side, if there is one."""
         if self.route is Route.STORE_TO_HOST:
             return self.source
         return self.target if self.route is Route.HOST_TO_STORE else ""
 
     @property
     def num_blocks(self) -> int:
+        """How many blocks it moves."""
         return len(self.source_slots or self.target_slots) // 4
 
     @property
     def sources(self) -> I32:
+        """The source slots."""
         return np.frombuffer(self.source_slots, "<i4")
 
     @property
     def targets(self) -> I32:
+        """The target slots."""
         return np.frombuffer(self.target_slots, "<i4")
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Look up keys in a store. Without keys: list all that it has."""
+    """Which of these keys does a store have? Without keys: all that it has."""
 
     id: int
     store: str
@@ -85,7 +92,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Remove keys from a store. Without keys: all of this cache."""
+    """A store is to forget these keys; without keys, all of this cache."""
 
     store: str
     keys: bytes = b""
@@ -93,7 +100,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Work for one step: drops, then probes, then transfers. Ids rise; the epoch changes with every reset."""
+    """What to do for one step: drops, then probes, then transfers. Ids rise; the epoch changes with every reset."""
 
     id: int
     epoch: int
@@ -105,61 +112,68 @@ class Plan:
         return bool(self.transfers or self.probes or self.drops)
 
     def only(self, transfer_ids: Collection[int]) -> Plan:
-        """Return a plan of these transfers alone."""
-        transfers = tuple(each for each in self.transfers if each.id in transfer_ids)
-        return replace(self, transfers=transfers, probes=(), drops=())
+        """These transfers of it, and nothing else."""
+        return replace(self, transfers=self._where(transfer_ids, True), probes=(), drops=())
 
     def without(self, transfer_ids: Collection[int]) -> Plan:
-        """Return the plan without these transfers."""
-        if not transfer_ids:
-            return self
-        return replace(self, transfers=tuple(each for each in self.transfers if each.id not in transfer_ids))
+        """All but these transfers."""
+        return replace(self, transfers=self._where(transfer_ids, False)) if transfer_ids else self
+
+    def _where(self, transfer_ids: Collection[int], wanted: bool) -> tuple[TransferRequest, ...]:
+        return tuple(each for each in self.transfers if (each.id in transfer_ids) is wanted)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """Result of one transfer on one rank."""
+    """What became of one transfer."""
 
     transfer_id: int
     ok: bool
-    """True if every block arrived."""
+    """Whether every block arrived."""
     num_bytes: int
     seconds: float
     reason: str = ""
     arrived: bytes = b""
-    """If only some blocks arrived: one byte for each, 1 or 0. Empty: all or none, as `ok` says."""
+    """Where only some blocks did: one byte for each, 1 for those. Empty: all or none, as `ok` says."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLookup:
-    """Keys that a store has and keys that it does not have: the result of a probe, or of a read that found nothing."""
+    """These keys are in a store, those are not: the answer to a probe, or what a read that found nothing has shown."""
 
     store: str
     present: bytes = b""
     absent: bytes = b""
     probe_id: int = 0
-    """Probe that this answers, each exactly once, also on failure; 0: the result of a read."""
+    """Every probe is answered once, with or without success; 0: nobody asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierCapacity:
+    """So many slots of a tier can be used: host memory comes piece by piece."""
+
+    tier: str
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Results of one rank since its last report."""
+    """What one rank has done of its plans since its last report."""
 
     epoch: int
     rank: int
     results: tuple[TransferResult, ...] = ()
     lookups: tuple[StoreLookup, ...] = ()
-    num_host_slots: int = 0
-    """Host slots that can be used now, as host memory is allocated step by step; 0: no change."""
+    capacities: tuple[TierCapacity, ...] = ()
     damaged: bytes = b""
-    """Host slots whose content changed unexpectedly."""
+    """Host slots whose block is no longer what was put there."""
 
 
 def slot_bytes(slots: I32) -> bytes:
-    """Return slots in the form of messages."""
+    """Slots as messages carry them."""
     return slots.astype("<i4", copy=False).tobytes()
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """Return the keys of a message as a list."""
+    """The single keys of a message."""
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]

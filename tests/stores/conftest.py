@@ -49,7 +49,7 @@ def mooncake(tmp_path_factory):
 @pytest.fixture(scope="session")
 def mooncake_client(mooncake):
     """One client for all tests, since closing one takes a second: prefix -> store."""
-    from kvtier.storage.remote.mooncake import MooncakeBucket, MooncakeConfig
+    from kvtier.storage.remote.mooncake import MooncakeBucket
 
     class Lent(MooncakeBucket):
         def __init__(self, prefix):
@@ -58,6 +58,6 @@ def mooncake_client(mooncake):
         def close(self):
             pass
 
-    client = MooncakeBucket(MooncakeConfig(f"127.0.0.1:{mooncake.port}", admin_port=mooncake.admin_port), timeout_s=10)
+    client = MooncakeBucket(f"127.0.0.1:{mooncake.port}", admin_port=mooncake.admin_port, timeout_s=10)
     yield lambda prefix: RemoteStore(Lent(prefix), "mooncake")
     client.close()

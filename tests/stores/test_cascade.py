@@ -78,7 +78,7 @@ def test_inventories_follow_each_other():
     put(far, 3, 4)
     store = Cascade([near, far])
     assert sorted(all_keys(store, 2)) == sorted(key_of(n) for n in (1, 2, 3, 3, 4))
-    with pytest.raises(ArgumentError, match="no cursor"):
+    with pytest.raises(ArgumentError, match="not a cursor"):
         store.scan("7|")
 
 

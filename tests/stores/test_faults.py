@@ -399,7 +399,7 @@ def test_expired_objects_are_not_served_and_go(setup):
     clock.now += 99
     assert check_read(store, 1).ok
     clock.now += 2
-    assert check_read(store, 1).reason == "its time was over"
+    assert check_read(store, 1).reason == "expired"
     assert setup.raw.get(key_of(1).hex()) is None
     assert all_keys(store) == []
     assert put(store, 2).ok  # the same again: its life begins anew
@@ -407,7 +407,7 @@ def test_expired_objects_are_not_served_and_go(setup):
 
 
 def test_a_redis_killed_in_the_middle_and_started_again(tmp_path):
-    from kvtier.storage.remote.redis import RedisBucket, RedisConfig
+    from kvtier.storage.remote.redis import RedisBucket
 
     with contextlib.ExitStack() as stack:
         try:
@@ -415,7 +415,7 @@ def test_a_redis_killed_in_the_middle_and_started_again(tmp_path):
         except NotInstalled as missing:
             pytest.skip(str(missing))
         store = RemoteStore(
-            RedisBucket(RedisConfig(port=port), 4, 5.0), "redis", breaker=Breaker(retry_s=0), retry=FAST
+            RedisBucket(port=port, num_connections=4, timeout_s=5.0), "redis", breaker=Breaker(retry_s=0), retry=FAST
         )
         put(store, *range(8), nbytes=200_000)
     outcome = check_read(store, 1, 200_000)

@@ -20,31 +20,31 @@ from store_servers import free_ports
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("", "names no store"),
+        ("", "is not a store"),
         ("/mnt/kv", "must be one of disk, memory, redis, rediss, s3, mooncake"),
-        ("ftp://host", "names no store"),
-        ("disk:/kv", "needs a folder and its room: disk:/mnt/nvme/kv?bytes=200GiB"),
+        ("ftp://host", "is not a store"),
+        ("disk:/kv", "needs a folder and a size: disk:/mnt/nvme/kv?bytes=200GiB"),
         ("disk:?bytes=1GiB", "needs a folder"),
         ("disk://kv?bytes=1GiB", "needs a folder"),
         ("disk:/kv?bytes=lots", "bytes=lots is not bytes such as 200GiB"),
-        ("disk:/kv?bytes=1GiB&syncc=write", "unknown option syncc; there are bytes, compression, direct, free"),
+        ("disk:/kv?bytes=1GiB&syncc=write", "unknown option syncc; known are bytes, compression, direct, free"),
         ("disk:/kv?bytes=1GiB&sync=often", "sync=often is not"),
         ("disk:/kv?bytes=1GiB&direct=1", "direct=1 is not yes or no"),
-        ("disk:/kv?bytes=1GiB&bytes=2GiB", "twice"),
-        ("memory:/kv", "has no place"),
+        ("disk:/kv?bytes=1GiB&bytes=2GiB", "duplicate option"),
+        ("memory:/kv", "has no host or path"),
         ("memory:?bytes=-1", "bytes=-1"),
         ("redis:///0", "needs a host"),
-        ("redis://host/zero", "number for the database"),
-        ("redis://host:port", "not the URL of a store"),
+        ("redis://host/zero", "database number"),
+        ("redis://host:port", "invalid store URL"),
         ("redis://host/1?cluster=yes", "only database 0"),
-        ("redis://host?ca=/ca.crt", "begin with rediss://"),
+        ("redis://host?ca=/ca.crt", "use rediss://"),
         ("redis://host?ttl=soon", "a time such as 30s, 12h or 7d"),
-        ("redis://host?ttl=0.5s", "at least a second"),
-        ("redis://host?secret=/nonexistent/file", "the secret cannot be read"),
+        ("redis://host?ttl=0.5s", "at least 1 second"),
+        ("redis://host?secret=/nonexistent/file", "cannot read the secret"),
         ("redis://user:hunter2@host?color=red", "unknown option color"),
         ("s3:///prefix", "needs a bucket: s3://bucket/prefix"),
         ("mooncake://", "needs the master"),
-        ("memory:?bytes", "not the URL"),
+        ("memory:?bytes", "invalid store URL"),
     ],
 )
 def test_a_url_that_says_nothing_sensible_is_told_what_is_wrong(url, said):
@@ -85,7 +85,7 @@ def test_several_in_order_and_one_that_is_only_read(tmp_path):
     with contextlib.closing(open_store(second)) as store:
         assert [get(store, n)[0].ok for n in (1, 2)] == [True, False]
     with contextlib.closing(open_store(second + "&write=no")) as store:
-        assert put(store, 3)[0].reason == "no store takes writes"
+        assert put(store, 3)[0].reason == "no store is writable"
 
 
 def test_what_was_opened_is_closed_when_a_later_one_cannot_be(tmp_path):
@@ -107,8 +107,8 @@ def test_a_server_that_is_not_there_says_what_to_do(scheme):
     with pytest.raises(StoreError) as refused:
         open_store(f"{place}timeout=2s")
     message = str(refused.value)
-    assert "cannot be opened" in message
-    assert "check that the server is up" in message
+    assert "cannot open" in message
+    assert "check that the server runs" in message
     assert "hunter2" not in message
 
 
@@ -119,7 +119,7 @@ def test_a_server_that_hangs_is_told_after_the_deadline(scheme, request):
     place = f"redis://127.0.0.1:{upstream.port}?"
     if scheme == "s3":
         place = f"s3://key:secret@bucket?endpoint=http://127.0.0.1:{upstream.port}&region=r&"
-    with contextlib.closing(upstream), pytest.raises(StoreError, match="cannot be opened"):
+    with contextlib.closing(upstream), pytest.raises(StoreError, match="cannot open"):
         open_store(f"{place}timeout=500ms")
 
 

@@ -20,7 +20,7 @@ TTL_S = 100
 def machine(port: int) -> type[RuleBasedStateMachine]:
     import redis
 
-    from kvtier.storage.remote.redis import RedisBucket, RedisConfig
+    from kvtier.storage.remote.redis import RedisBucket
 
     raw = redis.Redis(port=port)
 
@@ -32,10 +32,9 @@ def machine(port: int) -> type[RuleBasedStateMachine]:
             self.prefix, self.clock, self.ttl_s = uuid.uuid4().hex, Clock(), ttl_s
             self.clock.now = 1e9
             self.envelope = Envelope(Cipher(bytes(32)) if is_sealed else None, ttl_s=ttl_s, clock=self.clock)
-            config = RedisConfig(port=port, prefix=self.prefix)
+            bucket = {"port": port, "prefix": self.prefix, "num_connections": 2, "timeout_s": 20.0}
             self.stores = [
-                RemoteStore(RedisBucket(config, 2, 20.0), "redis", envelope=self.envelope, timeout_s=20.0)
-                for _ in range(2)
+                RemoteStore(RedisBucket(**bucket), "redis", envelope=self.envelope, timeout_s=20.0) for _ in range(2)
             ]
             self.there: dict[int, tuple[int, float, bool]] = {}
 

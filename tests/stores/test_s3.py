@@ -43,7 +43,7 @@ def test_what_has_lived_half_its_life_is_stored_anew(s3_port):
 
 
 def test_wrong_credentials_say_so_and_are_not_shown(s3_port):
-    with pytest.raises(StoreError, match="cannot be opened") as refused:
+    with pytest.raises(StoreError, match="cannot open") as refused:
         open_store(url_of(s3_port, "p", secret="another-secret"))
     assert "another-secret" not in str(refused.value)
     assert "credentials" in str(refused.value)

@@ -49,16 +49,15 @@ def inspect(options: argparse.Namespace) -> int:
         "bytes": inventory.nbytes,
         "used_bytes": stats.used_bytes,
         "unreadable": inventory.num_unreadable + stats.num_quarantined,
-        "namespaces": {u.namespace.hex()[:12]: {"objects": u.num_objects, "bytes": u.nbytes} for u in inventory.usages},
+        "namespaces": {key.hex()[:12]: {"objects": n, "bytes": size} for key, (n, size) in inventory.usages.items()},
     }
     if options.json:
         print(json.dumps(summary))
         return 0
     files = f", files of {stats.used_bytes:,} bytes" if stats.used_bytes else ""
     print(f"{inventory.num_objects} objects of {inventory.nbytes:,} bytes{files} in {summary['store']}")
-    for usage in inventory.usages:
-        name = usage.namespace.hex()[:12]
-        print(f"  namespace {name}  {usage.num_objects:>8} objects  {usage.nbytes:>15,} bytes")
+    for namespace, (num_objects, nbytes) in inventory.usages.items():
+        print(f"  namespace {namespace.hex()[:12]}  {num_objects:>8} objects  {nbytes:>15,} bytes")
     if summary["unreadable"]:
         print(f"{summary['unreadable']} records, files or objects cannot be read")
     return 0
@@ -73,12 +72,12 @@ def verify(options: argparse.Namespace) -> int:
         unreadable = store.stats.num_quarantined
         with ProgressLine(store.stats.num_objects, "objects") as bar:
             result = read_all(store, progress=lambda count, nbytes: bar.update(count, f"{nbytes / 1e9:.1f} GB"))
-    for defect in result.defects:
-        row = {"key": defect.key.hex(), "status": defect.status.value, "reason": defect.reason}
+    for key, defect in result.defects:
+        row = {"key": key.hex(), "status": defect.status.value, "reason": defect.reason}
         _print_row(options, row, "{key}  {status}: {reason}")
     if result.reason:
         raise StoreError(f"{_shown(options.where)} could not be read completely: {result.reason}")
-    damaged = sum(defect.status is ObjectStatus.CORRUPT for defect in result.defects)
+    damaged = sum(defect.status is ObjectStatus.CORRUPT for _, defect in result.defects)
     summary = {
         "store": _shown(options.where),
         "objects": result.num_sound + len(result.defects),

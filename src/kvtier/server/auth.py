@@ -1,4 +1,4 @@
-"""API keys: authentication of tenants and separation of their caches."""
+"""API keys and tenants."""
 
 from __future__ import annotations
 

@@ -20,13 +20,14 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 @dataclass
 class ApiError(Exception):
-    """An error that is sent as the HTTP response."""
+    """An error response."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
-    retry_after: int | None = None  # seconds
+    retry_after: int | None = None
+    """Seconds."""
 
     @property
     def body(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Cancel a request. No reply follows."""
+    """Cancel a request."""
 
     id: str
 
@@ -73,7 +73,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The engine is ready; the fields are those of its model and cache."""
+    """The engine is ready."""
 
     max_context: int
     vocab_size: int
@@ -92,7 +92,7 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """All outputs of one engine step."""
+    """Outputs of one step."""
 
     outputs: tuple[Output, ...]
     ended: tuple[Explanation, ...]

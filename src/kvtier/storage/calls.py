@@ -1,31 +1,31 @@
-"""One call of a store: the circuit breaker, threads, the deadline and the results.
+"""Calls of a store: threads, deadline, results and the circuit breaker.
 
-A failing store costs one deadline: Batch ends calls in time, Breaker stops new ones.
+A failing store costs one deadline: Batch ends calls in time, Breaker refuses new ones.
 """
 
 from __future__ import annotations
 
 import functools
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 from kvtier.errors import ArgumentError
+from kvtier.storage.codec import Scratch
 from kvtier.storage.store import ObjectResult, ObjectStatus
-from kvtier.storage.workers import Job, Scratch, Workers
+
+Job = Callable[[Scratch], object]
 
 
 class Batch:
-    """One call: the outcomes of its objects, filled in by workers, and the moment from which nobody may.
+    """One call: the results of its objects, which worker threads set until the deadline.
 
-    A worker that is stuck in the kernel cannot be stopped. So it works on memory of its own, and touches the caller's
-    memory and the store's books only inside `settle`, which does nothing once the call has returned:
+    A thread that hangs in the kernel cannot be stopped. It therefore works on its own memory, and accesses the
+    caller's memory and the store's metadata only inside `settle`, which does nothing once the call has returned:
 
         running --settle(all)--> settled --wait()--> returned
-        running --deadline-----> expired: open objects are FAILED --> returned; late workers find it closed
-
-    Each job is run inside `with batch`; `is_running` tells whether some have not ended yet.
+        running --deadline-----> expired: open objects are FAILED --> returned; `settle` returns False
     """
 
     def __init__(self, num_objects: int) -> None:
@@ -36,12 +36,12 @@ class Batch:
         self._num_jobs = 0
         self._is_expired = False
         self.is_late = False
-        """Whether it returned before all was done."""
+        """True if the call returned before all objects were done."""
         self.trouble = ""
-        """What an unhealthy store did to this call; nothing if it was well."""
+        """Failure of the store in this call; empty if it is healthy."""
 
     def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
-        """Give objects their outcomes, after `act`, which must be brief. False: the call has returned, nothing done."""
+        """Set results after running `act`, which must be short. Do nothing and return False if the call returned."""
         with self._condition:
             if self._is_expired:
                 return False
@@ -62,14 +62,14 @@ class Batch:
         return True
 
     def fail(self, trouble: str) -> None:
-        """Give all objects that have no outcome yet the same bad one."""
+        """Set all open objects to FAILED."""
         with self._condition:
             self.trouble = trouble
             left = [index for index, outcome in enumerate(self._outcomes) if outcome is None]
         self.settle(dict.fromkeys(left, ObjectResult(ObjectStatus.FAILED, reason=trouble)))
 
     def wait(self, timeout_s: float) -> tuple[ObjectResult, ...]:
-        """The outcomes, when all are there or the time is over. Nothing of the caller's is touched from then on."""
+        """Return the results when all are set or the time is up. The caller's memory is not accessed afterwards."""
         with self._condition:
             self._condition.wait_for(lambda: not self._num_open, timeout_s)
             self._is_expired = True
@@ -82,37 +82,28 @@ class Batch:
 
     @property
     def is_expired(self) -> bool:
-        """Whether the call has returned."""
+        """True if the call has returned."""
         with self._condition:
             return self._is_expired
 
     @property
     def is_running(self) -> bool:
-        """Whether a worker is still busy with it."""
+        """True if a thread still works on it."""
         with self._condition:
             return self._num_jobs > 0
 
     def add_jobs(self, count: int) -> None:
-        """Announce jobs, each of which will be run inside `with batch`."""
+        """Add jobs, or subtract ended ones."""
         with self._condition:
             self._num_jobs += count
-
-    def __enter__(self) -> Batch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._condition:
-            self._num_jobs -= 1
 
 
 class Breaker:
     """Decides whether a call may try the store.
 
-    closed --a deadline missed, or `max_failures` unhealthy calls in a row--> open
-    open --after `retry_s`, and when nothing hangs any more--> half open: one call may try
-    half open --well--> closed
+    closed --a missed deadline, or `max_failures` unhealthy calls in a row--> open
+    open --after `retry_s`, and when no call hangs--> half open: one call may try
+    half open --healthy--> closed
     half open --unhealthy--> open, for twice as long, up to `max_retry_s`
     """
 
@@ -137,7 +128,7 @@ class Breaker:
         self.num_refused = 0
 
     def opinion(self) -> str:
-        """Why a call would be turned away now; nothing if it would not. For calls that do not reach the store."""
+        """Return the reason why a call would be refused now, or an empty string. For calls answered from memory."""
         with self._lock:
             self._overdue = [batch for batch in self._overdue if batch.is_running]
             if not self._overdue and (self._open_until is None or self._open_until <= self._clock()):
@@ -145,7 +136,7 @@ class Breaker:
             return f"breaker open ({self._reason})"
 
     def refusal(self) -> str:
-        """Why a call may not be made now; nothing if it may, and then `record` must be told how it went."""
+        """Return the reason why a call is refused, or an empty string; then `record` must follow."""
         with self._lock:
             self._overdue = [batch for batch in self._overdue if batch.is_running]
             reason = self._refusal()
@@ -166,7 +157,7 @@ class Breaker:
         return ""
 
     def record(self, batch: Batch) -> None:
-        """How an admitted call went."""
+        """Record the result of an admitted call."""
         with self._lock:
             was_trying, self._is_trying = self._is_trying, False
             if not batch.trouble:
@@ -182,13 +173,22 @@ class Breaker:
 
 
 class CallRunner:
-    """Has the jobs of a call done by its deadline, unless the breaker is open."""
+    """Runs the jobs of calls on daemon threads, each with its own scratch memory, unless the breaker is open.
 
-    def __init__(self, workers: Workers, breaker: Breaker, timeout_s: float) -> None:
-        self._workers, self._breaker, self._timeout_s = workers, breaker, timeout_s
+    Daemons, because a thread that hangs in the kernel on a dead disk must not prevent the process from ending.
+    """
+
+    def __init__(self, num_threads: int, name: str, breaker: Breaker, timeout_s: float) -> None:
+        self._breaker, self._timeout_s = breaker, timeout_s
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def run(self, count: int, plan: Callable[[Batch], list[Job]], timeout_s: float | None) -> Sequence[ObjectResult]:
-        """The outcomes of so many objects. `plan` settles what needs no work and returns the jobs for the rest."""
+        """Return the results of `count` objects. `plan` settles those without I/O and returns jobs for the others."""
         refusal = self._breaker.refusal()
         if refusal:
             return [ObjectResult(ObjectStatus.FAILED, reason=refusal)] * count
@@ -196,16 +196,32 @@ class CallRunner:
         jobs = plan(batch)
         batch.add_jobs(len(jobs))
         for job in jobs:
-            self._workers.submit(functools.partial(_run_job, batch, job))
+            self._jobs.put(functools.partial(_run_job, batch, job))
         outcomes = batch.wait(self._timeout_s if timeout_s is None else timeout_s)
         self._breaker.record(batch)
         return outcomes
 
+    def close(self) -> bool:
+        """Finish submitted jobs and end the threads. Return False if some still hang after the deadline."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        give_up = time.monotonic() + self._timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        scratch = Scratch()
+        while (job := self._jobs.get()) is not None:
+            job(scratch)
+            del job  # keep nothing of a finished call alive until the next one
+
 
 def _run_job(batch: Batch, job: Job, scratch: Scratch) -> None:
-    """A job that fails costs its call, not its thread."""
-    with batch:
-        try:
-            job(scratch)
-        except Exception as error:  # the edge of a thread: whatever it is, somebody waits for this batch
-            batch.fail(f"{type(error).__name__}: {error}")
+    """Run a job. An exception fails its call, not the thread."""
+    try:
+        job(scratch)
+    except Exception as error:  # any error must end the wait of the caller
+        batch.fail(f"{type(error).__name__}: {error}")
+    finally:
+        batch.add_jobs(-1)

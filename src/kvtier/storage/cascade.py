@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from kvtier.errors import ArgumentError, ClosedError, StoreError
+from kvtier.errors import ArgumentError, StoreError
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
-    Kind,
     Meter,
     ObjectResult,
     ObjectStatus,
@@ -22,19 +21,18 @@ from kvtier.storage.store import (
     StoreStats,
     UsesMemory,
     Write,
-    check_keys,
     view_of,
 )
 
 _WORSE = (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
-"""Of several bad answers the last of these is told: where one store could not say, nobody knows that it is missing."""
+"""From best to worst. The worst result of several stores is reported: if one failed, the object may exist."""
 
 
 class Cascade:
-    """Reads ask one store after the other for what is not found yet; writes and removals go to all, at the same time.
+    """Reads try one store after the other; writes and removals go to all of them in parallel.
 
-    A store that is not `writable` is only read. One deadline is for the whole call: of the time that is left a reader
-    gives each store its share, so that one that hangs does not take the others' turn.
+    A store that is not `writable` is only read. The deadline is for the whole call: a read divides the remaining time
+    among the remaining stores, so that a hanging store leaves time for the others.
     """
 
     def __init__(
@@ -42,61 +40,58 @@ class Cascade:
     ) -> None:
         writable = [True] * len(stores) if writable is None else list(writable)
         if not stores or len(stores) != len(writable) or timeout_s <= 0:
-            raise ArgumentError(f"a Cascade needs stores, got {len(stores)}, {len(writable)=} alike, and {timeout_s=}")
+            raise ArgumentError(f"a Cascade needs {len(stores)=} >= 1 equal to {len(writable)=}, and {timeout_s=} > 0")
         self._stores, self._timeout_s = tuple(stores), timeout_s
-        self._takers = tuple(store for store, is_writable in zip(stores, writable, strict=True) if is_writable)
-        self._meter = Meter()
-        self._is_closed = False
+        self._writable = tuple(store for store, is_writable in zip(stores, writable, strict=True) if is_writable)
+        self._meter = Meter("this Cascade")
 
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Which of these objects are in any of the stores."""
-        begin = self._begin(keys)
+        begin = self._meter.begin(keys)
 
-        def ask(store: Store, left: Sequence[int], wait_s: float) -> Results:
+        def call(store: Store, left: Sequence[int], wait_s: float) -> Results:
             return store.contains([keys[index] for index in left], timeout_s=wait_s)
 
-        return self._end(Kind.LOOKUP, self._in_turn(len(keys), ask, timeout_s), begin)
+        return self._meter.end("lookups", self._in_turn(len(keys), call, timeout_s), begin)
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
-        """Fill the given memory from the first store that has it."""
-        begin = self._begin([read.key for read in reads])
+        """Fill the given memory from the first store that has the object."""
+        begin = self._meter.begin([read.key for read in reads])
         for read in reads:
             view_of(read.into, writable=True)
 
-        def ask(store: Store, left: Sequence[int], wait_s: float) -> Results:
+        def call(store: Store, left: Sequence[int], wait_s: float) -> Results:
             return store.read_into([reads[index] for index in left], timeout_s=wait_s)
 
-        return self._end(Kind.READ, self._in_turn(len(reads), ask, timeout_s), begin)
+        return self._meter.end("reads", self._in_turn(len(reads), call, timeout_s), begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Store objects everywhere. STORED: at least one store has it, and the reason tells of the others."""
-        begin = self._begin([write.key for write in writes])
+        """Write to all writable stores. STORED: at least one has the object; the reason has the errors of others."""
+        begin = self._meter.begin([write.key for write in writes])
         for write in writes:
             view_of(write.payload)
         wait_s = self._timeout_s if timeout_s is None else timeout_s
-        answers = _at_once([lambda s=store: s.write(writes, timeout_s=wait_s) for store in self._takers])  # type: ignore[misc]
-        outcomes = [_stored_somewhere([answer[index] for answer in answers]) for index in range(len(writes))]
-        is_durable = any(answer.is_durable and answer.ok for answer in answers)
-        return replace(self._end(Kind.WRITE, outcomes, begin), is_durable=is_durable)
+        results = _in_parallel([lambda s=store: s.write(writes, timeout_s=wait_s) for store in self._writable])  # type: ignore[misc]
+        outcomes = [_any_stored([one[index] for one in results]) for index in range(len(writes))]
+        is_durable = any(one.is_durable and one.ok for one in results)
+        return self._meter.end("writes", outcomes, begin, is_durable=is_durable)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Forget objects everywhere but in stores that are only read."""
-        begin = self._begin(keys)
+        """Delete objects from all writable stores."""
+        begin = self._meter.begin(keys)
         wait_s = self._timeout_s if timeout_s is None else timeout_s
-        answers = _at_once([lambda s=store: s.remove(keys, timeout_s=wait_s) for store in self._takers])  # type: ignore[misc]
-        outcomes = [_removed_everywhere([answer[index] for answer in answers]) for index in range(len(keys))]
-        is_durable = bool(answers) and all(answer.is_durable for answer in answers)
-        return replace(self._end(Kind.REMOVAL, outcomes, begin), is_durable=is_durable)
+        results = _in_parallel([lambda s=store: s.remove(keys, timeout_s=wait_s) for store in self._writable])  # type: ignore[misc]
+        outcomes = [_all_removed([one[index] for one in results]) for index in range(len(keys))]
+        is_durable = bool(results) and all(one.is_durable for one in results)
+        return self._meter.end("removals", outcomes, begin, is_durable=is_durable)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """The inventories one after the other; what is in two stores comes twice."""
-        begin = self._begin([])
+        """Return a page of one store after the other. Objects in two stores are listed twice."""
+        begin = self._meter.begin()
         number, _, inner = (cursor or "0|").partition("|")
         if not number.isdecimal() or int(number) >= len(self._stores):
-            raise ArgumentError(f"{cursor!r} is no cursor of a Cascade of {len(self._stores)} stores")
-        page = self._stores[int(number)].scan(
-            inner, limit, timeout_s=self._timeout_s if timeout_s is None else timeout_s
-        )
+            raise ArgumentError(f"{cursor!r} is not a cursor of a Cascade of {len(self._stores)} stores")
+        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        page = self._stores[int(number)].scan(inner, limit, timeout_s=wait_s)
         if page.reason or page.cursor:
             following = f"{number}|{page.cursor}"
         else:
@@ -104,22 +99,14 @@ class Cascade:
         return replace(page, cursor=following, seconds=time.perf_counter() - begin)
 
     def register(self, memory: memoryview) -> None:
-        """With those of the stores that use it, also if one refuses."""
-        with contextlib.ExitStack() as asking:
-            for store in self._stores:
-                if isinstance(store, UsesMemory):
-                    asking.callback(store.register, memory)
+        for_each([store.register for store in self._stores if isinstance(store, UsesMemory)], memory)
 
     def unregister(self, memory: memoryview) -> None:
-        """From those of the stores that use it, also if one cannot."""
-        with contextlib.ExitStack() as asking:
-            for store in self._stores:
-                if isinstance(store, UsesMemory):
-                    asking.callback(store.unregister, memory)
+        for_each([store.unregister for store in self._stores if isinstance(store, UsesMemory)], memory)
 
     def close(self) -> None:
-        """Close all of them; the first StoreError is raised when all are."""
-        self._is_closed = True
+        """Close all stores; then raise the first StoreError."""
+        self._meter.is_closed = True
         errors: list[StoreError] = []
         for store in self._stores:
             try:
@@ -131,29 +118,13 @@ class Cascade:
 
     @property
     def stats(self) -> StoreStats:
-        """Its own calls, and what the stores hold together."""
+        """Calls of the cascade, and the sum of the contents of its stores."""
         parts = [store.stats for store in self._stores]
-        return replace(
-            self._meter.stats,
-            num_objects=sum(part.num_objects for part in parts),
-            used_bytes=sum(part.used_bytes for part in parts),
-            max_bytes=sum(part.max_bytes for part in parts),
-            num_evicted=sum(part.num_evicted for part in parts),
-            num_quarantined=sum(part.num_quarantined for part in parts),
-            num_refused=sum(part.num_refused for part in parts),
-        )
-
-    def _begin(self, keys: Sequence[bytes]) -> float:
-        if self._is_closed:
-            raise ClosedError("this Cascade is closed")
-        check_keys(keys)
-        return time.perf_counter()
-
-    def _end(self, kind: Kind, outcomes: Sequence[ObjectResult], begin: float) -> Results:
-        return self._meter.count(kind, Results(tuple(outcomes), time.perf_counter() - begin))
+        names = ("num_objects", "used_bytes", "max_bytes", "num_evicted", "num_quarantined", "num_refused")
+        return replace(self._meter.stats, **{name: sum(getattr(part, name) for part in parts) for name in names})
 
     def _in_turn(
-        self, count: int, ask: Callable[[Store, Sequence[int], float], Results], timeout_s: float | None
+        self, count: int, call: Callable[[Store, Sequence[int], float], Results], timeout_s: float | None
     ) -> Sequence[ObjectResult]:
         give_up = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         outcomes = [ObjectResult(ObjectStatus.MISSING)] * count
@@ -162,22 +133,21 @@ class Cascade:
             if not left:
                 break
             share_s = max(0.0, give_up - time.monotonic()) / (len(self._stores) - number)
-            for index, outcome in zip(left, ask(store, left, share_s), strict=True):
+            for index, outcome in zip(left, call(store, left, share_s), strict=True):
                 outcomes[index] = _better(outcomes[index], outcome)
             left = [index for index in left if not outcomes[index].ok]
         return outcomes
 
 
 def _better(one: ObjectResult, other: ObjectResult) -> ObjectResult:
-    """The answer of two stores, neither of them asked after the other had the object."""
     if other.ok:
         return other
     return max(other, one, key=lambda outcome: (_WORSE.index(outcome.status), bool(outcome.reason)))
 
 
-def _stored_somewhere(outcomes: Sequence[ObjectResult]) -> ObjectResult:
+def _any_stored(outcomes: Sequence[ObjectResult]) -> ObjectResult:
     if not outcomes:
-        return ObjectResult(ObjectStatus.FAILED, reason="no store takes writes")
+        return ObjectResult(ObjectStatus.FAILED, reason="no store is writable")
     reasons = "; ".join(outcome.reason for outcome in outcomes if not outcome.ok)
     stored = [outcome for outcome in outcomes if outcome.ok]
     if not stored:
@@ -185,25 +155,23 @@ def _stored_somewhere(outcomes: Sequence[ObjectResult]) -> ObjectResult:
     return ObjectResult(ObjectStatus.STORED, max(outcome.nbytes for outcome in stored), reasons or stored[0].reason)
 
 
-def _removed_everywhere(outcomes: Sequence[ObjectResult]) -> ObjectResult:
+def _all_removed(outcomes: Sequence[ObjectResult]) -> ObjectResult:
     failed = [outcome for outcome in outcomes if outcome.status is ObjectStatus.FAILED]
     if failed:
         return failed[0]
     return next((outcome for outcome in outcomes if outcome.ok), ObjectResult(ObjectStatus.MISSING))
 
 
-def _at_once(calls: Sequence[Callable[[], Results]]) -> list[Results]:
-    """What the calls return; each on a thread of its own, since each may take the whole deadline."""
-    answers: list[Results | None] = [None] * len(calls)
+def _in_parallel(calls: Sequence[Callable[[], Results]]) -> list[Results]:
+    """Run each call on its own thread, since each may take the whole deadline."""
+    if len(calls) < 2:
+        return [call() for call in calls]
+    with ThreadPoolExecutor(len(calls), "kvtier-cascade") as threads:
+        return [future.result() for future in [threads.submit(call) for call in calls]]
 
-    def run(number: int) -> None:
-        answers[number] = calls[number]()
 
-    threads = [threading.Thread(target=run, args=(n,), name="kvtier-cascade") for n in range(1, len(calls))]
-    for thread in threads:
-        thread.start()
-    if calls:
-        run(0)
-    for thread in threads:
-        thread.join()
-    return [answer for answer in answers if answer is not None]
+def for_each(functions: Sequence[Callable[[memoryview], None]], memory: memoryview) -> None:
+    """Call all functions, even if one raises; then raise."""
+    with contextlib.ExitStack() as stack:
+        for function in functions:
+            stack.callback(function, memory)

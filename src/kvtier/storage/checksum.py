@@ -1,13 +1,9 @@
-"""CRC-32 of blocks, and the compiled functions of this package.
+"""Checksum of stored bytes: CRC-32 in the lower half, the sum of the 32-bit words in the upper half.
 
-The functions of native.c. Each has a twin in Python, for other processors and machines without a compiler.
-
-The checksum of stored bytes: CRC-32 in the lower half, the sum of the 32-bit words in the upper one.
-
-A CRC finds every error of one or two bits and every burst of up to 32 for certain, which is how bits rot; a sum adds
-another 32 bits against what a CRC finds only most of the time, such as a page of other bytes: together one in 2^64.
-Both have twins in every Python (zlib, numpy). native.c does the two in one pass, five times as fast: 24 GB/s on a
-core for 1 MiB in its cache, zlib with numpy 4.2, SHA-256 1.5, BLAKE2b 0.8 (2026-11-15, Xeon with AVX-512).
+A CRC detects every error of one or two bits and every burst of up to 32, which are the typical disk errors. The sum
+adds 32 bits against other errors, such as a replaced page: one in 2^64 is missed. native.c computes both in one pass;
+zlib and numpy are the twins for other processors and machines without a compiler. On one core, 1 MiB in its cache:
+native 24 GB/s, zlib with numpy 4.2, SHA-256 1.5, BLAKE2b 0.8 (2026-11-15, Xeon with AVX-512).
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ _FLAGS = ("-O3", "-shared", "-fPIC", "-msse4.1", "-mpclmul", "-pthread")
 
 
 class StorageNative:
-    """The compiled functions. They release the GIL."""
+    """Functions of native.c. They release the GIL."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -41,51 +37,50 @@ class StorageNative:
         self.copy.argtypes, self.copy.restype = [pointer, pointer, size], None
 
 
-@functools.cache  # compiling and loading once per process is the point
+@functools.cache  # compile and load once per process
 def native() -> Native[StorageNative]:
-    """The native code of this machine."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return Native(None, f"native.c is for x86-64, this is {platform.machine()}")
     return load(NativeSource("kvtier.storage", ["native.c"], _FLAGS), _tried)
 
 
 def _tried(path: Path) -> StorageNative:
-    """What decides over wrong bytes is tried before use."""
+    """Load the library and test it before use."""
     if "pclmulqdq" not in Path("/proc/cpuinfo").read_text():
         raise UnavailableError("this processor has no carry-less multiplication (PCLMULQDQ)")
     code, sample = StorageNative(path), bytes(range(256))
     if code.checksum(sample, len(sample)) & 0xFFFFFFFF != zlib.crc32(sample):
-        raise UnavailableError(f"{path} computes something else")
+        raise UnavailableError(f"{path} computes wrong checksums")
     return code
 
 
 def address_of(data: memoryview | bytes | bytearray) -> int:
-    """Where the bytes of a contiguous buffer begin; 0 for none."""
+    """Return the address of a contiguous buffer; 0 if it is empty."""
     if not len(data):
         return 0
     if isinstance(data, memoryview) and not data.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(data))  # at a fifth of the cost
+        return ctypes.addressof(ctypes.c_char.from_buffer(data))  # a fifth of the cost of numpy
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return address
 
 
-_STEP = 64  # bytes the C loop takes at a time
+_STEP = 64  # bytes per iteration of the C loop
 _MASK = 0xFFFFFFFF
-_LARGE = 2 << 20  # bytes, from which on a thread, some 50 us, is worth it
+_LARGE = 2 << 20  # bytes; above this a second thread, about 50 us, pays off
 
 
 def checksum(data: memoryview | bytes | bytearray, then: bytes = b"") -> int:
-    """64 bits over these bytes and those that follow them; the GIL is free meanwhile."""
+    """Return the checksum of `data` followed by `then`. Releases the GIL."""
     code = native().code
     whole = len(data) - len(data) % _STEP
     if code is None or not whole:
         return checksum_in_python(data, then)
-    found = code.checksum(address_of(data), whole)
-    return found if whole == len(data) and not then else _go_on(found, memoryview(data)[whole:], then)
+    total = code.checksum(address_of(data), whole)
+    return total if whole == len(data) and not then else _extend(total, memoryview(data)[whole:], then)
 
 
 def checksums(pieces: Sequence[memoryview]) -> list[int]:
-    """Of each by itself; on two cores if they are large."""
+    """Return the checksum of each piece, on two cores if they are large."""
     code = native().code
     sizes = [len(piece) for piece in pieces]
     if code is None or any(size % _STEP or not size for size in sizes) or sum(sizes) < _LARGE:
@@ -98,16 +93,16 @@ def checksums(pieces: Sequence[memoryview]) -> list[int]:
 
 
 def checksum_in_python(data: memoryview | bytes | bytearray, then: bytes = b"") -> int:
-    """The twin of the compiled one."""
-    return _go_on(0, memoryview(data), then)
+    """Twin of the compiled function."""
+    return _extend(0, memoryview(data), then)
 
 
-def _go_on(found: int, data: memoryview, then: bytes) -> int:
-    """The checksum of what was seen, a multiple of four bytes, then of this."""
+def _extend(total: int, data: memoryview, then: bytes) -> int:
+    """Extend the checksum of a multiple of four bytes by `data` and `then`."""
     whole = len(data) & ~3
     rest = bytes(data[whole:]) + then
-    crc = zlib.crc32(rest, zlib.crc32(data[:whole], found & _MASK))
-    return crc | ((found >> 32) + _sum_words(data[:whole]) + _sum_words(memoryview(rest)) & _MASK) << 32
+    crc = zlib.crc32(rest, zlib.crc32(data[:whole], total & _MASK))
+    return crc | ((total >> 32) + _sum_words(data[:whole]) + _sum_words(memoryview(rest)) & _MASK) << 32
 
 
 def _sum_words(data: memoryview) -> int:

@@ -1,7 +1,8 @@
-"""From an object to the bytes of a slot and back: compression, checksum, and the alignment that direct I/O needs."""
+"""Encoding of an object to the bytes of a slot and back: compression, checksum, and alignment for direct I/O."""
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from enum import Enum
 
@@ -11,11 +12,32 @@ from kvtier.errors import RangeError
 from kvtier.storage.checksum import address_of, checksum, native
 from kvtier.storage.record import Flags, Record
 from kvtier.storage.store import Label, ObjectResult, ObjectStatus, Read
-from kvtier.storage.workers import ALIGNMENT, Scratch, round_up
+
+ALIGNMENT = 4096
+"""Alignment of addresses, offsets and lengths for direct I/O, on any disk we know."""
+_HUGE = 2 << 20  # bytes of a huge page
+
+
+def round_up(nbytes: int, multiple: int = ALIGNMENT) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+class Scratch:
+    """Aligned memory of one thread, which grows to the largest size that was taken."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return uninitialized bytes. They are valid until the next call."""
+        if self._memory is None or len(self._memory) < nbytes:
+            self._memory = mmap.mmap(-1, round_up(max(nbytes, 1), _HUGE))
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(self._memory)[:nbytes]
 
 
 class Compression(Enum):
-    """Lossless forms of a payload. Blocks of floating-point numbers shrink little: measure before choosing one."""
+    """Lossless compression of payloads. Floating-point blocks shrink little: measure before choosing one."""
 
     NONE = "none"
     ZLIB = "zlib"
@@ -28,8 +50,8 @@ def encode(
     compression: Compression = Compression.NONE,
     known: int | None = None,
 ) -> tuple[Record, memoryview]:
-    """What is stored of an object, and its record; compressed only if that is shorter. `known`: the payload's checksum,
-    where nothing is compressed and no token ids follow it."""
+    """Return record and stored bytes of an object, compressed only if that is shorter. `known` is the checksum of the
+    payload, valid without compression and token ids."""
     stored, flags = payload, Flags.NONE
     if compression is Compression.ZLIB:
         packed = zlib.compress(payload, 1)
@@ -41,7 +63,7 @@ def encode(
 
 
 def lay_out(stored: memoryview, token_ids: bytes, scratch: Scratch, *, aligned: bool) -> list[memoryview]:
-    """The buffers to write to a slot, without copying what is aligned already.
+    """Return the buffers to write to a slot. Aligned bytes are not copied.
 
     stored     [ whole pages, in place        | rest ]
     scratch                                   [ rest | token ids | zeros ]
@@ -59,31 +81,31 @@ def lay_out(stored: memoryview, token_ids: bytes, scratch: Scratch, *, aligned: 
 
 
 def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
-    """The object in a slot's bytes, verified; or nothing, and what is wrong with them."""
+    """Return the verified object in a slot's bytes, or nothing and the reason why it is invalid."""
     empty = memoryview(b"")
     if len(data) < record.total_bytes:
-        return empty, f"cut short: {len(data)} of {record.total_bytes} bytes"
+        return empty, f"truncated: {len(data)} of {record.total_bytes} bytes"
     if checksum(data[: record.total_bytes]) != record.checksum:
         return empty, "the checksum differs"
     stored = data[: record.stored_bytes]
     if not record.flags & Flags.ZLIB:
-        if record.stored_bytes != record.nbytes:  # checksums tell damage, not who made it: servers are shared
-            return empty, f"contradicts itself: {record.stored_bytes} bytes stored of {record.nbytes}, uncompressed"
+        if record.stored_bytes != record.nbytes:  # a valid checksum does not exclude forged records: servers are shared
+            return empty, f"inconsistent: {record.stored_bytes} bytes stored of {record.nbytes}, uncompressed"
         return stored, ""
     unpacker = zlib.decompressobj()
     try:
         payload = unpacker.decompress(stored, record.nbytes)
     except zlib.error as error:
-        return empty, f"cannot be decompressed: {error}"
+        return empty, f"cannot decompress: {error}"
     if len(payload) != record.nbytes:
         return empty, f"decompressed to {len(payload)} instead of {record.nbytes} bytes"
     return memoryview(payload), ""
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy as many bytes as both have, without holding the GIL or filling the cache with what the GPU reads next."""
+    """Copy without holding the GIL, and without filling the CPU cache with bytes that the GPU reads next."""
     if len(target) != len(source):
-        raise RangeError(f"{len(source)} bytes cannot be copied to memory of {len(target)}")
+        raise RangeError(f"cannot copy {len(source)} bytes to memory of {len(target)}")
     code = native().code
     if code is not None and len(source):
         code.copy(address_of(target), address_of(source), len(source))
@@ -92,6 +114,6 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def mismatch(label: Label, nbytes: int, read: Read, wanted: int) -> ObjectResult | None:
-    """The miss of a reader who expects something else than what is stored."""
-    reason = label.difference(read.label) or (nbytes != wanted and f"stored {nbytes} bytes, asked for {wanted}")
+    """Return a miss if the stored object is not the expected one."""
+    reason = label.difference(read.label) or (nbytes != wanted and f"stored {nbytes} bytes, expected {wanted}")
     return ObjectResult(ObjectStatus.MISSING, reason=reason) if reason else None

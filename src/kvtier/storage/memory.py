@@ -1,4 +1,4 @@
-"""MemoryStore: the store that is a dictionary. The double for tests of what uses a store, and the shortest example."""
+"""MemoryStore: a store in a dictionary. For tests, and the shortest example of a Store."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvtier.errors import ArgumentError, ClosedError
+from kvtier.errors import ArgumentError
 from kvtier.storage.checksum import checksum
 from kvtier.storage.codec import copy_bytes, encode, mismatch
 from kvtier.storage.record import RECORD_BYTES, Record
 from kvtier.storage.store import (
-    Kind,
     Meter,
     ObjectResult,
     ObjectStatus,
@@ -23,7 +22,6 @@ from kvtier.storage.store import (
     StoredObject,
     StoreStats,
     Write,
-    check_keys,
     view_of,
 )
 
@@ -38,59 +36,53 @@ class MemoryObject:
 
     @property
     def nbytes(self) -> int:
-        """What it counts for."""
         return RECORD_BYTES + self.record.total_bytes
 
 
 class MemoryStore:
-    """Objects in a dictionary, bounded by bytes, least recently used first out. Checksums are verified as on disk."""
+    """Objects in a dictionary, limited in bytes, with LRU eviction. Checksums are verified as on disk."""
 
     def __init__(self, max_bytes: int) -> None:
         if max_bytes < 1:
-            raise ArgumentError(f"a store needs room, got max_bytes={max_bytes}")
+            raise ArgumentError(f"max_bytes must be at least 1, got {max_bytes}")
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._meter = Meter()
+        self._meter = Meter("this MemoryStore")
         self._used_bytes = self._num_evicted = self._num_quarantined = 0
-        self._is_closed = False
         self.objects: OrderedDict[bytes, MemoryObject] = OrderedDict()
         """From the least to the most recently used."""
 
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
-        """Which of these objects are there."""
-        begin = self._begin(keys)
+        begin = self._meter.begin(keys)
         with self._lock:
             outcomes = [
                 ObjectResult(ObjectStatus.FOUND if key in self.objects else ObjectStatus.MISSING) for key in keys
             ]
-        return self._end(Kind.LOOKUP, outcomes, begin)
+        return self._meter.end("lookups", outcomes, begin)
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
-        """Fill the given memory."""
-        begin = self._begin([read.key for read in reads])
+        begin = self._meter.begin([read.key for read in reads])
         views = [view_of(read.into, writable=True) for read in reads]
         with self._lock:
             outcomes = [self._read(read, view) for read, view in zip(reads, views, strict=True)]
-        return self._end(Kind.READ, outcomes, begin)
+        return self._meter.end("reads", outcomes, begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
-        """Store objects."""
-        begin = self._begin([write.key for write in writes])
+        begin = self._meter.begin([write.key for write in writes])
         views = [view_of(write.payload) for write in writes]
         with self._lock:
             outcomes = [self._write(write, view) for write, view in zip(writes, views, strict=True)]
-        return self._end(Kind.WRITE, outcomes, begin)
+        return self._meter.end("writes", outcomes, begin)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
-        """Forget objects."""
-        begin = self._begin(keys)
+        begin = self._meter.begin(keys)
         with self._lock:
             outcomes = [ObjectResult(ObjectStatus.REMOVED if self._drop(key) else ObjectStatus.MISSING) for key in keys]
-        return self._end(Kind.REMOVAL, outcomes, begin)
+        return self._meter.end("removals", outcomes, begin)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:  # noqa: ARG002
-        """The inventory, in the order of keys."""
-        begin = self._begin([])
+        """Return a page of the inventory, sorted by key."""
+        begin = self._meter.begin()
         after = bytes.fromhex(cursor)
         with self._lock:
             keys = sorted(key for key in self.objects if key > after)[: limit + 1]
@@ -99,15 +91,14 @@ class MemoryStore:
         return Page(objects, keys[limit - 1].hex() if len(keys) > limit else "", time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Delete all objects."""
         with self._lock:
-            self._is_closed = True
+            self._meter.is_closed = True
             self.objects.clear()
             self._used_bytes = 0
 
     @property
     def stats(self) -> StoreStats:
-        """What it did and holds."""
         with self._lock:
             return replace(
                 self._meter.stats,
@@ -117,15 +108,6 @@ class MemoryStore:
                 num_evicted=self._num_evicted,
                 num_quarantined=self._num_quarantined,
             )
-
-    def _begin(self, keys: Sequence[bytes]) -> float:
-        if self._is_closed:
-            raise ClosedError("this MemoryStore is closed")
-        check_keys(keys)
-        return time.perf_counter()
-
-    def _end(self, kind: Kind, outcomes: Sequence[ObjectResult], begin: float) -> Results:
-        return self._meter.count(kind, Results(tuple(outcomes), time.perf_counter() - begin))
 
     def _read(self, read: Read, into: memoryview) -> ObjectResult:
         held = self.objects.get(read.key)
@@ -156,7 +138,7 @@ class MemoryStore:
         return ObjectResult(ObjectStatus.STORED, len(payload))
 
     def _drop(self, key: bytes) -> bool:
-        gone = self.objects.pop(key, None)
-        if gone is not None:
-            self._used_bytes -= gone.nbytes
-        return gone is not None
+        dropped = self.objects.pop(key, None)
+        if dropped is not None:
+            self._used_bytes -= dropped.nbytes
+        return dropped is not None

@@ -1,11 +1,7 @@
-"""Open a store by URL, and one store per shard.
+"""Open stores by URL, and one store per shard.
 
-open_store: a store, or several in order, from URLs.
-
-ShardStores: the stores that hold one rank's shards of every block.
-
-A server takes all of them. A folder has one owner, and which process that is changes with the number of ranks: so a
-disk store of S shards is S folders, of which a rank opens those of its shards.
+A server stores all shards of a block. A folder has one owning process, and the owner of a shard changes with the number
+of ranks: so a disk store of S shards is S folders, and a rank opens those of its shards.
 
     disk:/kv, 4 shards        /kv/shard-0-of-4   /kv/shard-1-of-4   /kv/shard-2-of-4   /kv/shard-3-of-4
     opened by 2 ranks         |------------ rank 0 ------------|   |------------ rank 1 ------------|
@@ -14,6 +10,7 @@ disk store of S shards is S folders, of which a rank opens those of its shards.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -22,7 +19,7 @@ from typing import Any, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvtier.errors import ArgumentError, StoreError, UnavailableError
-from kvtier.storage.cascade import Cascade
+from kvtier.storage.cascade import Cascade, for_each
 from kvtier.storage.codec import Compression
 from kvtier.storage.disk.store import DiskStore, Sync
 from kvtier.storage.memory import MemoryStore
@@ -40,26 +37,26 @@ EXAMPLES = (
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_S3_THREADS = 16  # requests of single objects wait for the network most of the time
+_S3_THREADS = 16  # requests are of single objects and mostly wait for the network
 
 
 def open_store(
     where: str | Sequence[str], *, secret: bytes | None = None, shard: int = 0, num_shards: int = 1
 ) -> Store:
-    """The store a URL names; of several, one that reads them in order and writes to all, `write=no` excepted.
+    """Open the store of a URL. Several URLs give a Cascade: reads in order, writes to all without `write=no`.
 
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 
-    `secret` encrypts what goes to servers (AES-GCM; or per URL `secret=FILE`). docs/stores.md lists the options. A URL
-    that says nothing sensible is an ArgumentError, a missing extra an UnavailableError, a server that does not
-    answer a StoreError. Of a folder, one of `num_shards` has its own part, with its share of the bytes.
+    `secret` encrypts objects on servers (AES-GCM; or per URL `secret=FILE`). docs/stores.md lists the options. Raises
+    ArgumentError for an invalid URL, UnavailableError for a missing extra, StoreError if the server does not respond.
+    In a folder, each of `num_shards` shards has its own subfolder, with its share of the bytes.
     """
     urls = [where] if isinstance(where, str) else list(where)
     if not urls:
-        raise ArgumentError(f"open_store needs at least one URL, such as {EXAMPLES}")
+        raise ArgumentError(f"open_store needs at least one URL; examples: {EXAMPLES}")
     stores: list[Store] = []
     writable: list[bool] = []
-    with contextlib.ExitStack() as opened:  # if one cannot be opened, those before it are closed
+    with contextlib.ExitStack() as opened:  # if one fails, close those before it
         for url in urls:
             options = _UrlOptions.of(url, shard, num_shards)
             writable.append(options.flag("write", True))
@@ -69,18 +66,13 @@ def open_store(
     return stores[0] if len(stores) == 1 and all(writable) else Cascade(stores, writable)
 
 
-def is_folder(url: str) -> bool:
-    """Whether a URL names a folder, which one process at a time can open."""
-    return urlsplit(url).scheme == "disk"
-
-
 @dataclass(frozen=True, slots=True)
 class _UrlOptions:
-    """The options of a URL; each is taken out when it is asked for, and what is left at the end was a mistake."""
+    """Options of a URL. Each is removed when it is read; those left at the end are unknown."""
 
     url: SplitResult
     shown: str
-    """The URL as messages may show it: without user and password."""
+    """The URL without user and password, for messages."""
     left: dict[str, str]
     known: list[str]
     shard: int = 0
@@ -94,9 +86,9 @@ class _UrlOptions:
             pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
             _ = parts.port
         except ValueError as error:
-            raise ArgumentError(f"not the URL of a store ({error}); examples: {EXAMPLES}") from error
+            raise ArgumentError(f"invalid store URL ({error}); examples: {EXAMPLES}") from error
         if len(dict(pairs)) < len(pairs):
-            raise ArgumentError(f"{shown}: an option is there twice, in {sorted(name for name, _ in pairs)}")
+            raise ArgumentError(f"{shown}: duplicate option in {sorted(name for name, _ in pairs)}")
         return cls(parts, shown, dict(pairs), [], shard, num_shards)
 
     def text(self, name: str, default: str = "") -> str:
@@ -104,24 +96,24 @@ class _UrlOptions:
         return self.left.pop(name, default)
 
     def number(self, name: str, default: int) -> int:
-        return self._parsed(name, default, "a whole number", lambda text: int(text))
+        return self.parsed(name, default, "a whole number", int)
 
     def nbytes(self, name: str, default: int) -> int:
-        return self._parsed(name, default, "bytes such as 200GiB", lambda text: int(_amount(text, _UNITS)))
+        return self.parsed(name, default, "bytes such as 200GiB", lambda text: int(_amount(text, _UNITS)))
 
     def seconds(self, name: str, default: float) -> float:
-        return self._parsed(name, default, "a time such as 30s, 12h or 7d", lambda text: float(_amount(text, _TIMES)))
+        return self.parsed(name, default, "a time such as 30s, 12h or 7d", lambda text: _amount(text, _TIMES))
 
     def flag(self, name: str, default: bool) -> bool:
-        return self._parsed(name, default, "yes or no", lambda text: {"yes": True, "no": False}[text])
+        return self.parsed(name, default, "yes or no", lambda text: {"yes": True, "no": False}[text])
 
     def finish(self) -> None:
-        """An ArgumentError if there are options nobody knows."""
+        """Raise ArgumentError if there are unknown options."""
         if self.left:
             known = ", ".join(sorted(self.known))
-            raise ArgumentError(f"{self.shown}: unknown option {', '.join(sorted(self.left))}; there are {known}")
+            raise ArgumentError(f"{self.shown}: unknown option {', '.join(sorted(self.left))}; known are {known}")
 
-    def _parsed(self, name: str, default: Value, what: str, parse: Callable[[str], Value]) -> Value:
+    def parsed(self, name: str, default: Value, what: str, parse: Callable[[str], Value]) -> Value:
         text = self.text(name)
         try:
             return parse(text) if text else default
@@ -148,8 +140,7 @@ def _open(options: _UrlOptions, secret: bytes | None) -> Store:
     opener = openers.get(options.url.scheme)
     if opener is None:
         raise ArgumentError(
-            f"{options.shown!r} names no store: the part before the colon must be one of {', '.join(openers)}; "
-            f"examples: {EXAMPLES}"
+            f"{options.shown!r} is not a store: the scheme must be one of {', '.join(openers)}; examples: {EXAMPLES}"
         )
     return opener(options, secret)
 
@@ -161,26 +152,25 @@ def _open_disk(options: _UrlOptions, _: bytes | None) -> Store:
         "min_free_bytes": options.nbytes("free", 1 << 30),
         "num_threads": options.number("threads", 0) or None,
         "timeout_s": options.seconds("timeout", DEFAULT_TIMEOUT_S),
+        "sync": options.parsed("sync", Sync.CLOSE, "close or write", Sync),
+        "compression": _compression(options),
+        "direct": options.flag("direct", True),
     }
-    sync, compression = _choice(options, "sync", Sync, Sync.CLOSE), _compression(options)
-    direct = options.flag("direct", True)
     options.finish()
     path = unquote(options.url.path)
     if options.url.netloc or not path or max_bytes < 1:
-        raise ArgumentError(
-            f"{options.shown}: a disk store needs a folder and its room: disk:/mnt/nvme/kv?bytes=200GiB"
-        )
+        raise ArgumentError(f"{options.shown}: a disk store needs a folder and a size: disk:/mnt/nvme/kv?bytes=200GiB")
     if options.num_shards > 1:
         path = f"{path}/shard-{options.shard}-of-{options.num_shards}"
         max_bytes //= options.num_shards
-    return DiskStore(path, max_bytes, sync=sync, compression=compression, direct=direct, **settings)  # type: ignore[arg-type]
+    return DiskStore(path, max_bytes, **settings)  # type: ignore[arg-type]
 
 
 def _open_memory(options: _UrlOptions, _: bytes | None) -> Store:
     max_bytes = options.nbytes("bytes", 1 << 30)
     options.finish()
     if options.url.netloc or options.url.path:
-        raise ArgumentError(f"{options.shown}: a store in memory has no place: memory:?bytes=1GiB")
+        raise ArgumentError(f"{options.shown}: a memory store has no host or path: memory:?bytes=1GiB")
     return MemoryStore(max_bytes)
 
 
@@ -188,43 +178,44 @@ def _open_redis(options: _UrlOptions, secret: bytes | None) -> Store:
     with_tls, url = options.url.scheme == "rediss", options.url
     database = url.path.strip("/")
     if not url.hostname or not (database or "0").isdecimal():
-        raise ArgumentError(f"{options.shown}: needs a host, and a number for the database: redis://host:6379/0")
+        raise ArgumentError(f"{options.shown}: needs a host and a database number: redis://host:6379/0")
     try:
-        from kvtier.storage.remote.redis import RedisBucket, RedisConfig
+        from kvtier.storage.remote.redis import RedisBucket
     except ImportError as error:
         raise _missing("redis", options, error) from error
-    remote = _Remote.of(options, secret, num_threads=4)
-    config = RedisConfig(
+    is_cluster, ca_file, cert_file = options.flag("cluster", False), options.text("ca"), options.text("cert")
+    if is_cluster and int(database or 0):
+        raise ArgumentError(f"{options.shown}: a cluster has only database 0")
+    if not with_tls and (ca_file or cert_file):
+        raise ArgumentError(f"{options.shown}: certificates need TLS; use rediss:// instead of redis://")
+    connect = functools.partial(
+        RedisBucket,
         host=url.hostname,
         port=url.port or 6379,
         username=unquote(url.username or ""),
         password=unquote(url.password or ""),
         database=int(database or 0),
-        is_cluster=options.flag("cluster", False),
+        is_cluster=is_cluster,
         is_encrypted=with_tls,
-        ca_file=options.text("ca"),
-        cert_file=options.text("cert"),
+        ca_file=ca_file,
+        cert_file=cert_file,
         key_file=options.text("cert_key"),
         prefix=options.text("prefix", "kvtier:"),
-        ttl_s=remote.ttl_s,
     )
-    options.finish()
-    if config.is_cluster and config.database:
-        raise ArgumentError(f"{options.shown}: a cluster has only database 0")
-    if not with_tls and (config.ca_file or config.cert_file):
-        raise ArgumentError(f"{options.shown}: certificates are for TLS; begin with rediss:// instead of redis://")
-    return remote.open(lambda: RedisBucket(config, remote.num_threads, remote.timeout_s))
+    return _open_remote(
+        options, secret, lambda count, wait_s, ttl_s: connect(num_connections=count, timeout_s=wait_s, ttl_s=ttl_s), 4
+    )
 
 
 def _open_s3(options: _UrlOptions, secret: bytes | None) -> Store:
     if not options.url.hostname:
         raise ArgumentError(f"{options.shown}: needs a bucket: s3://bucket/prefix")
     try:
-        from kvtier.storage.remote.s3 import S3Bucket, S3Config
+        from kvtier.storage.remote.s3 import S3Bucket
     except ImportError as error:
         raise _missing("s3", options, error) from error
-    remote = _Remote.of(options, secret, num_threads=_S3_THREADS)
-    config = S3Config(
+    connect = functools.partial(
+        S3Bucket,
         bucket=options.url.hostname,
         prefix=unquote(options.url.path),
         endpoint=options.text("endpoint"),
@@ -232,19 +223,18 @@ def _open_s3(options: _UrlOptions, secret: bytes | None) -> Store:
         access_key_id=unquote(options.url.username or ""),
         secret_access_key=unquote(options.url.password or ""),
     )
-    options.finish()
-    return remote.open(lambda: S3Bucket(config, remote.timeout_s))
+    return _open_remote(options, secret, lambda _, wait_s, __: connect(timeout_s=wait_s), _S3_THREADS)
 
 
 def _open_mooncake(options: _UrlOptions, secret: bytes | None) -> Store:
     if not options.url.hostname:
         raise ArgumentError(f"{options.shown}: needs the master: mooncake://host:50051")
     try:
-        from kvtier.storage.remote.mooncake import MooncakeBucket, MooncakeConfig
+        from kvtier.storage.remote.mooncake import MooncakeBucket
     except ImportError as error:
         raise _missing("mooncake", options, error) from error
-    remote = _Remote.of(options, secret, num_threads=1)
-    config = MooncakeConfig(
+    connect = functools.partial(
+        MooncakeBucket,
         master=f"{options.url.hostname}:{options.url.port or 50051}",
         local_host=options.text("local", "127.0.0.1"),
         metadata=options.text("metadata", "P2PHANDSHAKE"),
@@ -255,57 +245,41 @@ def _open_mooncake(options: _UrlOptions, secret: bytes | None) -> Store:
         admin_port=options.number("admin", 0),
         prefix=options.text("prefix", "kvtier-"),
     )
+    return _open_remote(options, secret, lambda _, wait_s, __: connect(timeout_s=wait_s), 1)
+
+
+def _open_remote(
+    options: _UrlOptions, secret: bytes | None, connect: Callable[[int, float, float | None], Bucket], num_threads: int
+) -> Store:
+    """Read the options that all servers share, connect, and return the store."""
+    file, ttl_s = options.text("secret"), options.seconds("ttl", 0.0) or None
+    cipher = Cipher(_read_secret(options, file) if file else secret or b"") if file or secret is not None else None
+    envelope = Envelope(cipher, _compression(options), ttl_s)
+    timeout_s = options.seconds("timeout", DEFAULT_TIMEOUT_S)
+    retry = Retry(options.number("retries", Retry().num_retries))
+    num_threads = options.number("threads", num_threads)
     options.finish()
-    return remote.open(lambda: MooncakeBucket(config, remote.timeout_s))
-
-
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    """What all servers have in common."""
-
-    shown: str
-    envelope: Envelope
-    ttl_s: float | None
-    num_threads: int
-    timeout_s: float
-    retry: Retry
-
-    @classmethod
-    def of(cls, options: _UrlOptions, secret: bytes | None, *, num_threads: int) -> _Remote:
-        file = options.text("secret")
-        ttl_s = options.seconds("ttl", 0.0) or None
-        cipher = Cipher(_read_secret(options, file) if file else secret or b"") if file or secret is not None else None
-        envelope = Envelope(cipher, _compression(options), ttl_s)
-        timeout_s = options.seconds("timeout", DEFAULT_TIMEOUT_S)
-        retry = Retry(options.number("retries", Retry().num_retries))
-        return cls(options.shown, envelope, ttl_s, options.number("threads", num_threads), timeout_s, retry)
-
-    def open(self, connect: Callable[[], Bucket]) -> Store:
-        """The store; a StoreError if the server does not answer."""
-        try:
-            bucket = connect()
-        except BucketError as error:
-            raise StoreError(
-                f"{self.shown} cannot be opened: {error}; check that the server is up, that the host, the port and the "
-                f"credentials are right, and that this machine may reach it"
-            ) from error
-        shared = {"num_threads": self.num_threads, "timeout_s": self.timeout_s}
-        return RemoteStore(bucket, self.shown, envelope=self.envelope, retry=self.retry, **shared)  # type: ignore[arg-type]
+    try:
+        bucket = connect(num_threads, timeout_s, ttl_s)
+    except BucketError as error:
+        raise StoreError(
+            f"cannot open {options.shown}: {error}; check that the server runs, that host, port and credentials are "
+            f"correct, and that this machine can reach it"
+        ) from error
+    return RemoteStore(
+        bucket, options.shown, envelope=envelope, num_threads=num_threads, timeout_s=timeout_s, retry=retry
+    )
 
 
 def _read_secret(options: _UrlOptions, file: str) -> bytes:
     try:
         return Path(file).read_bytes()
     except OSError as error:
-        raise ArgumentError(f"{options.shown}: the secret cannot be read: {error}") from error
+        raise ArgumentError(f"{options.shown}: cannot read the secret: {error}") from error
 
 
 def _compression(options: _UrlOptions) -> Compression:
-    return _choice(options, "compression", Compression, Compression.NONE)
-
-
-def _choice(options: _UrlOptions, name: str, kind: Callable[[str], Value], default: Value) -> Value:
-    return options._parsed(name, default, "one of its values", kind)
+    return options.parsed("compression", Compression.NONE, "none or zlib", Compression)
 
 
 def _missing(extra: str, options: _UrlOptions, error: ImportError) -> UnavailableError:
@@ -317,49 +291,40 @@ def _missing(extra: str, options: _UrlOptions, error: ImportError) -> Unavailabl
 
 @dataclass(frozen=True, slots=True)
 class ShardStores:
-    """One store for all shards, or one for each of the shards from `first` on."""
+    """Stores of one rank's shards: one store for all of them, or one per shard from `first` on."""
 
     stores: tuple[Store, ...]
     first: int = 0
 
     def of(self, shard: int | None) -> Store:
-        """Where a shard is; None: what every rank has, which is with the first shard."""
+        """Return the store of a shard. None: data of every rank, stored with the first shard."""
         if len(self.stores) == 1:
             return self.stores[0]
         return self.stores[0 if shard is None else shard - self.first]
 
     @property
     def stats(self) -> StoreStats:
-        """Of all of them together."""
         return sum_stats([store.stats for store in self.stores])
 
     def register(self, memory: memoryview) -> None:
-        """With those of them that use it, also if one refuses."""
-        with contextlib.ExitStack() as asking:
-            for store in self.stores:
-                if isinstance(store, UsesMemory):
-                    asking.callback(store.register, memory)
+        for_each([store.register for store in self.stores if isinstance(store, UsesMemory)], memory)
 
     def unregister(self, memory: memoryview) -> None:
-        """From those of them that use it, also if one cannot."""
-        with contextlib.ExitStack() as asking:
-            for store in self.stores:
-                if isinstance(store, UsesMemory):
-                    asking.callback(store.unregister, memory)
+        for_each([store.unregister for store in self.stores if isinstance(store, UsesMemory)], memory)
 
     def close(self) -> None:
-        """All of them, also if one cannot be closed in order."""
+        """Close all stores, even if one raises."""
         with contextlib.ExitStack() as closing:
             for store in self.stores:
                 closing.callback(store.close)
 
 
 def open_shards(urls: Sequence[str], shards: range, num_shards: int, *, secret: bytes | None = None) -> ShardStores:
-    """What these URLs name (see `open_store`), for some of a block's `num_shards` shards."""
-    if num_shards == 1 or not any(is_folder(url) for url in urls):
+    """Open URLs as `open_store` does, for some of a block's `num_shards` shards."""
+    if num_shards == 1 or not any(urlsplit(url).scheme == "disk" for url in urls):
         return ShardStores((open_store(urls, secret=secret),), shards.start)
     stores: list[Store] = []
-    with contextlib.ExitStack() as opened:  # if one cannot be opened, those before it are closed
+    with contextlib.ExitStack() as opened:  # if one fails, close those before it
         for shard in shards:
             stores.append(open_store(urls, secret=secret, shard=shard, num_shards=num_shards))
             opened.callback(stores[-1].close)
@@ -368,9 +333,9 @@ def open_shards(urls: Sequence[str], shards: range, num_shards: int, *, secret: 
 
 
 def sum_stats(stats: Sequence[StoreStats]) -> StoreStats:
-    """Of several stores that hold parts of the same blocks."""
+    """Sum the stats of stores that hold parts of the same blocks."""
     if not stats:
-        raise ArgumentError("there are no stores to sum up")
+        raise ArgumentError("sum_stats needs at least one store")
     totals: dict[str, Any] = {}
     for each in fields(StoreStats):
         values = [getattr(one, each.name) for one in stats]

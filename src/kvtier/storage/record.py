@@ -1,4 +1,4 @@
-"""The header of a stored object: 256 bytes, little-endian, with a CRC of its own.
+"""The header of a stored object: 256 bytes, little-endian, with its own CRC.
 
      at  bytes  field
       0      8  magic
@@ -11,15 +11,15 @@
      32     32  key
      64     32  namespace fingerprint
      96     16  token digest
-    112      8  bytes of the object, as its reader wants them
-    120      8  bytes of the stored payload: fewer if it is compressed
+    112      8  bytes of the object, uncompressed
+    120      8  bytes of the stored payload, possibly compressed
     128      8  checksum of the stored payload (checksum.py)
-    136      8  seconds since 1970 from which on it is no longer there; 0: it stays
+    136      8  expiry, seconds since 1970; 0: none
     144    108  zeros
     252      4  CRC-32 of the 252 bytes before
 
-256 zeros are the record of a slot that holds nothing. On disk a record lies in its segment's table; a store that keeps
-whole objects puts it before the payload, with segment and slot 0.
+256 zeros are the record of an empty slot. On disk, records are in the table of their segment; remote stores put the
+record before the payload, with segment and slot 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from enum import IntFlag
 from kvtier.errors import FormatError, VersionError
 from kvtier.storage.store import Label
 
-MAGIC = b"\x89KVOBJ\r\n"  # a byte no text has, and line ends that a text-mode transfer would change
+MAGIC = b"\x89KVOBJ\r\n"  # a non-text byte, and line ends that a text-mode transfer would change
 VERSION = 1
 RECORD_BYTES = 256
 BLANK = bytes(RECORD_BYTES)
@@ -41,8 +41,6 @@ _CRC = struct.Struct("<I")
 
 
 class Flags(IntFlag):
-    """What is special about an object."""
-
     NONE = 0
     ZLIB = 1
     QUARANTINED = 2
@@ -50,7 +48,7 @@ class Flags(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is known of a stored object without its payload."""
+    """Metadata of a stored object."""
 
     key: bytes
     namespace: bytes
@@ -67,27 +65,26 @@ class Record:
 
     @property
     def label(self) -> Label:
-        """Its label, without the token ids."""
+        """The label, without token ids."""
         return Label(self.namespace, self.token_digest)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes it takes in a slot."""
+        """Bytes in a slot."""
         return self.stored_bytes + self.token_bytes
 
     def at(self, segment: int, slot: int, sequence: int) -> Record:
-        """The same object in this place."""
+        """Return the record of the same object in another place."""
         sizes = (self.nbytes, self.stored_bytes, self.checksum, self.token_bytes, self.flags)
         return Record(self.key, self.namespace, self.token_digest, *sizes, sequence, segment, slot, self.expires_s)
 
     def is_same_object(self, other: Record) -> bool:
-        """Whether both describe the same bytes under the same label, wherever they are and however long they stay."""
+        """True if both have the same bytes and label, in any place and with any expiry."""
         if self.checksum != other.checksum:
             return False
         return replace(self.at(0, 0, 0), expires_s=0) == replace(other.at(0, 0, 0), expires_s=0)
 
     def pack(self) -> bytes:
-        """Its 256 bytes."""
         fixed = _FIELDS.pack(
             *(MAGIC, VERSION, self.flags, self.token_bytes, self.sequence, self.segment, self.slot),
             *(self.key, self.namespace, self.token_digest, self.nbytes, self.stored_bytes, self.checksum),
@@ -97,7 +94,7 @@ class Record:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Record:
-        """The record in these 256 bytes; a FormatError says what is wrong with them."""
+        """Return the record in 256 bytes; FormatError if they are invalid."""
         if len(data) != RECORD_BYTES:
             raise FormatError(f"a record has {RECORD_BYTES} bytes, got {len(data)}")
         magic, version, flags, token_bytes, sequence, segment, slot, *rest = _FIELDS.unpack_from(data)
@@ -108,5 +105,5 @@ class Record:
         if version != VERSION:
             raise VersionError(f"the record has format version {version}, this kvtier reads {VERSION}")
         key, namespace, digest, nbytes, stored_bytes, checksum, expires_s = rest
-        found = (Flags(flags), sequence, segment, slot, expires_s)
-        return cls(key, namespace, digest, nbytes, stored_bytes, checksum, token_bytes, *found)
+        place = (sequence, segment, slot, expires_s)
+        return cls(key, namespace, digest, nbytes, stored_bytes, checksum, token_bytes, Flags(flags), *place)

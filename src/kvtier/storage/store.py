@@ -1,24 +1,21 @@
-"""The Store interface: batched calls, one outcome per object, traffic counters.
+"""Store: the batched interface behind which a disk, a server or a bucket keeps blocks.
 
-Store: one small batched interface, behind which a disk, a server or a bucket keeps blocks.
-
-Every call takes a batch and answers each object of it: found, stored, removed, missing, corrupt or failed, with the
-reason in words. A miss is never an exception; exceptions are for calls no store could carry out. Every call ends by its
-deadline: what did not finish by then is failed, and memory given to `read_into` is not touched after it returned.
-
-Counts calls of a store.
+Every call takes a batch and returns one result per object: found, stored, removed, missing, corrupt or failed, with a
+reason. A miss is not an exception; exceptions are for invalid calls. Every call ends by its deadline: objects that are
+not done by then are failed, and memory passed to `read_into` is not written after the call returned.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from kvtier.errors import ArgumentError
+from kvtier.errors import ArgumentError, ClosedError
 
 KEY_BYTES = 32
 NAMESPACE_BYTES = 32
@@ -26,22 +23,23 @@ DIGEST_BYTES = 16
 DEFAULT_TIMEOUT_S = 10.0
 
 Buffer = bytes | bytearray | memoryview
-"""Memory of any kind that shows itself as a contiguous buffer; for `read_into` a writable one."""
+"""Contiguous memory; writable for `read_into`."""
+CallKind = Literal["lookups", "reads", "writes", "removals"]
 
 
 class ObjectStatus(Enum):
-    """What became of one object of a batch."""
+    """Result of one object of a batch."""
 
     FOUND = "found"
-    """contains: it is there. read_into: its bytes, verified, are in the caller's memory."""
+    """contains: it is present. read_into: its verified bytes are in the caller's memory."""
     STORED = "stored"
     REMOVED = "removed"
     MISSING = "missing"
-    """Not there, or there for another namespace, other tokens or another length: the reason says which."""
+    """Absent, or present with another namespace, tokens or length: see the reason."""
     CORRUPT = "corrupt"
-    """Its bytes are not those that were stored; it is quarantined, and missing from now on."""
+    """Its bytes differ from those that were stored. It is quarantined, and missing from now on."""
     FAILED = "failed"
-    """The store could not say: an error, a deadline, no room, or a breaker that is open."""
+    """An error, a deadline, no space, or an open breaker."""
 
 
 _OK = frozenset((ObjectStatus.FOUND, ObjectStatus.STORED, ObjectStatus.REMOVED))
@@ -49,7 +47,7 @@ _OK = frozenset((ObjectStatus.FOUND, ObjectStatus.STORED, ObjectStatus.REMOVED))
 
 @dataclass(frozen=True, slots=True)
 class ObjectResult:
-    """What became of one object, how many bytes of it moved, and why it is not better than that."""
+    """Status of one object, bytes moved, and the reason if it is not as requested."""
 
     status: ObjectStatus
     nbytes: int = 0
@@ -57,18 +55,17 @@ class ObjectResult:
 
     @property
     def ok(self) -> bool:
-        """Whether what was asked for is done."""
         return self.status in _OK
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The outcomes of a batch in its order, and the seconds the call took."""
+    """Results of a batch in its order, and the seconds of the call."""
 
     outcomes: tuple[ObjectResult, ...]
     seconds: float
     is_durable: bool = False
-    """Whether what was stored or removed is so after a power failure, too, and not only after the process is killed."""
+    """True if the change survives a power failure, and not only the end of the process."""
 
     def __len__(self) -> int:
         return len(self.outcomes)
@@ -81,25 +78,23 @@ class Results:
 
     @property
     def nbytes(self) -> int:
-        """Bytes moved for all objects together."""
         return sum(outcome.nbytes for outcome in self.outcomes)
 
     @property
     def ok(self) -> bool:
-        """Whether all is done that was asked for."""
+        """True if all objects are done as requested."""
         return all(outcome.ok for outcome in self.outcomes)
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What an object says about itself beside its key. A read that expects another label is a miss."""
+    """Identity of an object in addition to its key. A read that expects another label is a miss."""
 
     namespace: bytes
     """Fingerprint of model, weights, dtype, layout and block size: index.Namespace.fingerprint."""
     token_digest: bytes = bytes(DIGEST_BYTES)
     token_ids: bytes = b""
-    """The tokens themselves (little-endian int32), only where the operator wants them in the store. Not compared:
-    the digest is."""
+    """The tokens (little-endian int32), if the operator wants them in the store. Only the digest is compared."""
 
     def __post_init__(self) -> None:
         if len(self.namespace) != NAMESPACE_BYTES or len(self.token_digest) != DIGEST_BYTES:
@@ -110,26 +105,24 @@ class Label:
 
     @classmethod
     def of(cls, namespace: bytes, token_ids: bytes, *, secret: bytes = b"", keep_ids: bool = False) -> Label:
-        """The label of a block of these tokens; `secret` keeps whoever reads the store from guessing prompts."""
+        """Return the label of a block of tokens. `secret` prevents readers of the store from guessing prompts."""
         return cls(namespace, digest_tokens(token_ids, secret), bytes(token_ids) if keep_ids else b"")
 
     def difference(self, expected: Label) -> str:
-        """Why this is not the label that was expected; nothing if it is."""
+        """Return the reason why this is not the expected label, or an empty string."""
         if self.namespace != expected.namespace:
             return f"stored for another namespace, {self.namespace.hex()[:12]}"
-        if self.token_digest != expected.token_digest:
-            return "stored for other tokens"
-        return ""
+        return "stored for other tokens" if self.token_digest != expected.token_digest else ""
 
 
 def digest_tokens(token_ids: bytes, secret: bytes = b"") -> bytes:
-    """The digest of a block's tokens that its label carries."""
+    """Return the digest of a block's tokens for its label."""
     return hashlib.blake2b(token_ids, digest_size=DIGEST_BYTES, key=secret, person=b"kvtier tokens").digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Fill `into` with the object of this key, if it is the one expected and exactly as long."""
+    """Fill `into` with the object of this key, if label and length are the expected ones."""
 
     key: bytes
     label: Label
@@ -138,7 +131,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Store these bytes. They must stay as they are until the call returns."""
+    """Store these bytes. They must not change until the call returns."""
 
     key: bytes
     label: Label
@@ -151,27 +144,27 @@ class StoredObject:
 
     key: bytes
     label: Label
-    """Without token ids, which are not in memory."""
+    """Without token ids."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A part of an inventory, and where the next one begins."""
+    """Part of an inventory, and the cursor of the next part."""
 
     objects: tuple[StoredObject, ...]
     cursor: str
     """For the next call; empty after the last page."""
     seconds: float
     reason: str = ""
-    """Why the page is empty though there may be objects: the store failed."""
+    """Set if the store failed and the page is empty for that reason."""
     num_unreadable: int = 0
-    """Objects of this page that are left out because nobody can tell what they are."""
+    """Objects of this page that are omitted because their records are invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """What one kind of call has done so far."""
+    """Totals of one kind of call."""
 
     num_done: int = 0
     num_missing: int = 0
@@ -182,7 +175,6 @@ class CallStats:
     num_calls: int = 0
 
     def plus(self, results: Results) -> CallStats:
-        """With one more call."""
         statuses = [outcome.status for outcome in results]
         missing, corrupt, failed = (
             statuses.count(s) for s in (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
@@ -207,105 +199,104 @@ class StoreStats:
     writes: CallStats = field(default_factory=CallStats)
     removals: CallStats = field(default_factory=CallStats)
     num_objects: int = 0
-    """0, as the next two, where a server keeps the objects: `scan` tells what is there."""
+    """0, like the next two, if a server keeps the objects: use `scan`."""
     used_bytes: int = 0
-    """What the store takes, its own bookkeeping and free slots included."""
+    """Bytes of the store, metadata and free slots included."""
     max_bytes: int = 0
     num_evicted: int = 0
     num_quarantined: int = 0
-    """Objects found corrupt since the store was opened, and files found unreadable when it was."""
+    """Objects found corrupt since the store was opened, and files found unreadable at that time."""
     num_refused: int = 0
-    """Calls turned away by an open breaker."""
+    """Calls refused by an open breaker."""
 
 
 class Store(Protocol):
-    """Where blocks are kept. Thread-safe; `timeout_s` None is the store's own deadline."""
+    """Keeps blocks by key. Thread-safe; `timeout_s` None is the deadline of the store."""
 
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Which of these objects are there. Their bytes are not looked at."""
+        """Look up objects, without reading their bytes."""
         ...
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
-        """Fill the given memory. Where the outcome is not FOUND, memory holds what it held before."""
+        """Fill the given memory. It is unchanged where the outcome is not FOUND."""
         ...
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Store objects, replacing others of their keys, evicting the least recently used as need be."""
+        """Store objects, replace those with the same keys, and evict the least recently used if space is short."""
         ...
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Forget objects."""
+        """Delete objects."""
         ...
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """The inventory, about `limit` objects a page. What changes meanwhile may be in it or not, or twice."""
+        """Return one page of the inventory, about `limit` objects. Concurrent changes may be missing or doubled."""
         ...
 
     def close(self) -> None:
-        """End what the store runs and give back what it holds. Again: nothing. Calls after it are ClosedErrors."""
+        """Stop threads and release resources. Idempotent; calls after it raise ClosedError."""
         ...
 
     @property
-    def stats(self) -> StoreStats:
-        """What it did and holds."""
-        ...
+    def stats(self) -> StoreStats: ...
 
 
 @runtime_checkable
 class UsesMemory(Protocol):
-    """What can make memory ready before blocks come from it: some stores, some buckets. Optional; a refusal is a
-    StoreError (of a bucket a BucketError), after which everything works as before. No deadline: it may pin gigabytes.
+    """Optional interface of stores and buckets that prepare memory before blocks are moved from it.
+
+    A refusal is a StoreError (of a bucket a BucketError), without effect on later calls. No deadline: a call may pin
+    gigabytes.
     """
 
     def register(self, memory: memoryview) -> None:
-        """Blocks are read from and written to this memory from now on, until it is unregistered. Again: nothing."""
+        """Announce that blocks are read from and written to this memory until it is unregistered. Idempotent."""
         ...
 
     def unregister(self, memory: memoryview) -> None:
-        """This memory, all that was registered with it, is about to be given back. Unknown memory: nothing."""
+        """Release memory that was registered. Unknown memory is ignored."""
         ...
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
-    """An ArgumentError unless every key has the length of one."""
     for key in keys:
         if len(key) != KEY_BYTES:
             raise ArgumentError(f"a block key has {KEY_BYTES} bytes, got {len(key)}")
 
 
 def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
-    """The bytes of a buffer; an ArgumentError if it is not contiguous, or read-only where it must not be."""
+    """Return the bytes of a buffer; ArgumentError if it is not contiguous, or read-only and must be writable."""
     view = memoryview(buffer)
     if not view.c_contiguous or (writable and view.readonly):
         raise ArgumentError(f"need contiguous {'writable ' if writable else ''}memory, got {view.format} {view.shape}")
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
-class Kind(Enum):
-    """The calls that are counted."""
-
-    LOOKUP = "lookup"
-    READ = "read"
-    WRITE = "write"
-    REMOVAL = "removal"
-
-
 class Meter:
-    """Traffic by kind, from any thread."""
+    """Checks and counts the calls of one store. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._lock = threading.Lock()
-        self._traffic = {kind: CallStats() for kind in Kind}
+        self._stats = StoreStats()
+        self.is_closed = False
 
-    def count(self, kind: Kind, results: Results) -> Results:
-        """Add a call; returns its results."""
+    def begin(self, keys: Sequence[bytes] = ()) -> float:
+        """Check a call; return its start time for `end`."""
+        if self.is_closed:
+            raise ClosedError(f"{self._name} is closed")
+        check_keys(keys)
+        return time.perf_counter()
+
+    def end(
+        self, kind: CallKind, outcomes: Sequence[ObjectResult], begin: float, *, is_durable: bool = False
+    ) -> Results:
+        results = Results(tuple(outcomes), time.perf_counter() - begin, is_durable)
         with self._lock:
-            self._traffic[kind] = self._traffic[kind].plus(results)
+            self._stats = replace(self._stats, **{kind: getattr(self._stats, kind).plus(results)})
         return results
 
     @property
     def stats(self) -> StoreStats:
-        """The traffic; what the store holds is for the store to fill in."""
-        with self._lock:
-            of = self._traffic
-            return StoreStats(of[Kind.LOOKUP], of[Kind.READ], of[Kind.WRITE], of[Kind.REMOVAL])
+        """The calls; the store adds its contents."""
+        return self._stats

@@ -30,7 +30,7 @@ STORES = {
 def store(request, tmp_path):
     made: Store = STORES[request.param](tmp_path / "store")
     yield made
-    if isinstance(made, DiskStore) and not made._is_closed:
+    if isinstance(made, DiskStore) and not made._meter.is_closed:
         made.check()
     made.close()
 

@@ -189,7 +189,7 @@ def test_without_room_for_one_segment_writes_fail_with_the_numbers_and_reads_go_
     store = opened(min_free_bytes=1 << 60)
     outcome = put(store, 1)[0]
     assert outcome.status is ObjectStatus.FAILED
-    assert "floor" in outcome.reason
+    assert "minimum" in outcome.reason
     assert not store.contains([key_of(1)])[0].ok
 
 
@@ -725,7 +725,7 @@ def test_a_disk_that_fails_while_opening_or_closing_is_an_error_of_ours_and_the_
         raise OSError(errno.EIO, "Input/output error")
 
     disk.before = fail
-    with pytest.raises(StoreError, match="when closed"):
+    with pytest.raises(StoreError, match="at close"):
         store.close()
     with pytest.raises(StoreError, match="cannot open"):
         opened(files=disk)

@@ -1,14 +1,14 @@
-"""What the disk store holds: which object is in which slot, who is at it, and who goes next. No I/O, no lock.
+"""Catalog: the metadata of a disk store: objects, their slots, holds and the eviction order. No I/O, no lock.
 
-A slot is in one of these states; only free slots are handed out, so nobody's bytes change under a reader:
+A slot is in one of these states. Only free slots are handed out, so bytes do not change under a reader:
 
     free --take()--> held by a writer --publish()--> an object's --discard(), evict(), replaced--> gone
      ^                    |                                                                          |
-     +---- give_back() ---+                           the last of its readers and of the one who blanks its record
+     +---- give_back() ---+                                         the last release, after its record is blanked
      +-----------------------------------------------------------------------------------------------+
 
-Eviction is of single objects, least recently used first, among slots of the size that is needed. A whole segment of
-another size goes instead where even its last used object is older: so the sizes share the space as their use does.
+Eviction removes single objects, the least recently used of the needed slot size. If even the last use of a whole
+segment of another size is older, that segment is evicted instead: so the sizes share the space by use.
 """
 
 from __future__ import annotations
@@ -23,26 +23,23 @@ from kvtier.storage.record import Flags, Record
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """A slot of a segment."""
-
     segment: int
     slot: int
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An object, and who is at it."""
+    """An object and its holds."""
 
     record: Record
     slot_bytes: int
     used_at: int = 0
-    num_allocations: int = 0
+    num_holds: int = 0
     is_gone: bool = False
-    """No longer to be found; its slot is free once nobody holds it."""
+    """Removed from the index; its slot becomes free with the last release."""
 
     @property
     def place(self) -> SlotRef:
-        """Its slot."""
         return SlotRef(self.record.segment, self.record.slot)
 
 
@@ -50,24 +47,24 @@ class Entry:
 class _SegmentEntries:
     shape: SegmentHeader
     slots: list[Entry | None]
-    num_allocations: int = 0
+    num_holds: int = 0
     used_at: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Size:
-    """All slots of one length."""
+    """All slots of one size."""
 
     free: deque[SlotRef] = field(default_factory=deque)
-    """Used again in the order in which they became free: what is written together stays together."""
+    """Reused in the order in which they became free: objects written together stay together."""
     quarantined: deque[SlotRef] = field(default_factory=deque)
-    """Free, but the last to be used again, so that they can be looked at."""
+    """Free, but reused last, so that they can be examined."""
     entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     """From the least to the most recently used."""
 
 
 class Catalog:
-    """The books of a DiskStore."""
+    """The metadata of a DiskStore."""
 
     def __init__(self) -> None:
         self._entries: dict[bytes, Entry] = {}
@@ -82,18 +79,17 @@ class Catalog:
 
     @property
     def segments(self) -> list[int]:
-        """Numbers of all segments."""
         return list(self._segments)
 
     @property
     def held_segments(self) -> set[int]:
-        """Numbers of the segments that somebody holds a slot of."""
-        return {number for number, segment in self._segments.items() if segment.num_allocations}
+        """Segments with a held slot."""
+        return {number for number, segment in self._segments.items() if segment.num_holds}
 
     def add_segment(
         self, shape: SegmentHeader, occupied: Collection[int] = (), quarantined: Collection[int] = ()
     ) -> None:
-        """Take in a segment. Its occupied slots are held as if by writers: `publish` what is in them."""
+        """Add a segment. Its occupied slots are held as if by writers: `publish` their objects."""
         self._segments[shape.number] = _SegmentEntries(shape, [None] * shape.num_slots, len(occupied))
         self.file_bytes += shape.file_bytes
         size = self._sizes.setdefault(shape.slot_bytes, _Size())
@@ -102,7 +98,7 @@ class Catalog:
         size.quarantined.extend(SlotRef(shape.number, slot) for slot in quarantined)
 
     def remove_segment(self, number: int) -> None:
-        """Forget a segment that nobody holds, with all that is in it."""
+        """Remove a segment without holds and all its objects."""
         segment = self._segments.pop(number)
         self.file_bytes -= segment.shape.file_bytes
         size = self._sizes[segment.shape.slot_bytes]
@@ -114,55 +110,54 @@ class Catalog:
                 self.num_evicted += 1
 
     def find(self, key: bytes) -> Entry | None:
-        """The object of this key."""
         return self._entries.get(key)
 
     def hold(self, entry: Entry) -> None:
-        """Keep an object's slot as it is until `release`; counts as a use."""
+        """Keep the bytes of an object until `release`. Counts as a use."""
         self._use(entry)
-        entry.num_allocations += 1
-        self._segments[entry.record.segment].num_allocations += 1
+        entry.num_holds += 1
+        self._segments[entry.record.segment].num_holds += 1
 
     def release(self, entry: Entry, *, keep_slot: bool = False) -> None:
-        """End a hold. `keep_slot`: never use this slot again, its record could not be blanked."""
+        """End a hold. `keep_slot`: never reuse the slot, because blanking its record failed."""
         segment = self._segments[entry.record.segment]
-        segment.num_allocations -= 1
-        entry.num_allocations -= 1
+        segment.num_holds -= 1
+        entry.num_holds -= 1
         if keep_slot:
-            entry.num_allocations = -1  # never comes to 0 by a release
-        if entry.is_gone and entry.num_allocations == 0:
+            entry.num_holds = -1  # a release never makes it 0
+        if entry.is_gone and entry.num_holds == 0:
             segment.slots[entry.record.slot] = None
             size = self._sizes[entry.slot_bytes]
             (size.quarantined if entry.record.flags & Flags.QUARANTINED else size.free).append(entry.place)
 
     def take(self, slot_bytes: int) -> SlotRef | None:
-        """A free slot, held for a writer until `publish` or `give_back`."""
+        """Return a free slot, held for a writer until `publish`, `give_back` or `retire`."""
         size = self._sizes.get(slot_bytes)
         free = size and (size.free or size.quarantined)
         if not free:
             return None
         place = free.popleft()
-        self._segments[place.segment].num_allocations += 1
+        self._segments[place.segment].num_holds += 1
         return place
 
     def give_back(self, place: SlotRef) -> None:
-        """A writer's slot that came to nothing; its record is blank."""
+        """Free a writer's slot that was not published. Its record is blank."""
         segment = self._segments[place.segment]
-        segment.num_allocations -= 1
+        segment.num_holds -= 1
         self._sizes[segment.shape.slot_bytes].free.appendleft(place)
 
     def retire(self, place: SlotRef) -> None:
-        """A writer's slot that must not be used again: its record could not be blanked."""
-        self._segments[place.segment].num_allocations -= 1
+        """Give up a writer's slot whose record could not be blanked. It is not reused."""
+        self._segments[place.segment].num_holds -= 1
 
     def publish(self, record: Record) -> Entry | None:
-        """Let the object in a writer's slot be found. Returns one that goes for it, to be blanked and released.
+        """Add the object in a writer's slot. Return the one it replaces, to be blanked and released.
 
-        That is the previous object of its key; or itself, if a later one was faster.
+        That is the previous object of the key; or the new one, if a later write was published first.
         """
         segment = self._segments[record.segment]
         entry = Entry(record, segment.shape.slot_bytes)
-        segment.num_allocations -= 1
+        segment.num_holds -= 1
         segment.slots[record.slot] = entry
         previous = self._entries.get(record.key)
         if previous is not None and previous.record.sequence > record.sequence:
@@ -177,17 +172,17 @@ class Catalog:
         return previous
 
     def discard(self, key: bytes) -> Entry | None:
-        """Let an object not be found any more. The caller blanks its record and releases it."""
+        """Remove an object. The caller blanks its record and releases it."""
         entry = self._entries.get(key)
         if entry is not None:
             self._go(entry)
         return entry
 
     def evict(self, slot_bytes: int, *, by_segment: bool) -> Entry | int | None:
-        """Make room for a slot of this length: an object that goes (blank its record and release it), or, if that
-        would help, the number of a segment to remove; None if everything is held."""
+        """Select a victim for a slot of this size: an object (removed; blank its record and release it), or with
+        `by_segment` possibly the number of a segment to remove. None if everything is held."""
         size = self._sizes.get(slot_bytes)
-        own = next((entry for entry in size.entries.values() if not entry.num_allocations), None) if size else None
+        own = next((entry for entry in size.entries.values() if not entry.num_holds), None) if size else None
         other = self.coldest_segment(slot_bytes) if by_segment and self._sizes.keys() - {slot_bytes} else None
         if other is not None and (own is None or self._segments[other].used_at < own.used_at):
             return other
@@ -197,15 +192,13 @@ class Catalog:
         return own
 
     def coldest_segment(self, except_slot_bytes: int = 0) -> int | None:
-        """The segment whose last use is longest ago, of those that nobody holds."""
-        candidates = (
-            s for s in self._segments.values() if not s.num_allocations and s.shape.slot_bytes != except_slot_bytes
-        )
+        """Return the least recently used segment without holds."""
+        candidates = (s for s in self._segments.values() if not s.num_holds and s.shape.slot_bytes != except_slot_bytes)
         coldest = min(candidates, key=lambda segment: segment.used_at, default=None)
         return coldest.shape.number if coldest else None
 
     def after(self, segment: int, slot: int) -> Iterator[Record]:
-        """Objects by their place, from this one on."""
+        """Yield objects in the order of their slots, from this slot on."""
         for number in sorted(n for n in self._segments if n >= segment):
             entries = self._segments[number].slots
             for entry in entries[slot if number == segment else 0 :]:
@@ -213,20 +206,20 @@ class Catalog:
                     yield entry.record
 
     def check(self) -> None:
-        """Raise AssertionError unless the books agree with each other; for tests, when nobody holds anything."""
+        """Raise AssertionError if the metadata is inconsistent. For tests, without holds."""
         places: dict[SlotRef, str] = {}
         for size in self._sizes.values():
             free = [*size.free, *size.quarantined]
             assert len({*free}) == len(free), "a slot is free twice"
             places.update(dict.fromkeys(free, "free"))
             for key, entry in size.entries.items():
-                assert self._entries[key] is entry, "an entry is listed under another's key"
+                assert self._entries[key] is entry, "an entry is listed under another key"
                 assert not entry.is_gone, "an entry is listed and gone"
-                assert entry.place not in places, f"{entry.place} is {places.get(entry.place)} and an object's"
-                places[entry.place] = "an object's"
+                assert entry.place not in places, f"{entry.place} is {places.get(entry.place)} and used"
+                places[entry.place] = "used"
         num_slots = sum(segment.shape.num_slots for segment in self._segments.values())
         assert len(self._entries) == sum(len(size.entries) for size in self._sizes.values())
-        assert not any(segment.num_allocations for segment in self._segments.values()), "something is still held"
+        assert not any(segment.num_holds for segment in self._segments.values()), "something is still held"
         assert len(places) == num_slots, f"{num_slots - len(places)} slots are lost"
         assert self.file_bytes == sum(segment.shape.file_bytes for segment in self._segments.values())
 
@@ -243,8 +236,8 @@ class Catalog:
         self._hold_gone(entry)
 
     def _hold_gone(self, entry: Entry) -> None:
-        entry.num_allocations += 1
-        self._segments[entry.record.segment].num_allocations += 1
+        entry.num_holds += 1
+        self._segments[entry.record.segment].num_holds += 1
 
     def _unlist(self, entry: Entry) -> None:
         del self._entries[entry.record.key]

@@ -1,4 +1,4 @@
-"""Everything the disk store does to files, in one thin place: tests record it, delay it, fail it and replay it."""
+"""File operations of the disk store, in one place: tests record, delay, fail and replay them."""
 
 from __future__ import annotations
 
@@ -6,65 +6,16 @@ import contextlib
 import errno
 import os
 from collections.abc import Sequence
-from typing import Protocol
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 
 
-class Files(Protocol):
-    """File operations by descriptor. All raise OSError; reads and writes are whole or an error."""
+class Files:
+    """File operations by descriptor. All raise OSError; reads and writes are complete or an error."""
 
     def open(self, path: str, *, create: bool = False, direct: bool = False) -> int:
-        """A descriptor for reading and writing; `direct` bypasses the page cache or is an error."""
-        ...
-
-    def close(self, descriptor: int) -> None:
-        """Give a descriptor back."""
-        ...
-
-    def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer; fewer bytes than it has only at the end of the file."""
-        ...
-
-    def write(self, descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
-        """Write buffers behind each other."""
-        ...
-
-    def allocate(self, descriptor: int, nbytes: int) -> None:
-        """Make a file this long, its space reserved where the filesystem can."""
-        ...
-
-    def sync(self, descriptor: int) -> None:
-        """Have the file's bytes on the disk."""
-        ...
-
-    def sync_folder(self, path: str) -> None:
-        """Have the names in a folder on the disk."""
-        ...
-
-    def rename(self, old: str, new: str) -> None:
-        """Give a file another name, at once."""
-        ...
-
-    def unlink(self, path: str) -> None:
-        """Delete a file."""
-        ...
-
-    def list(self, folder: str) -> dict[str, int]:
-        """Names and bytes of the plain files in a folder."""
-        ...
-
-    def free_bytes(self, folder: str) -> int:
-        """Bytes that are free where the folder is."""
-        ...
-
-
-class OsFiles:
-    """The operating system's."""
-
-    def open(self, path: str, *, create: bool = False, direct: bool = False) -> int:
-        """A descriptor for reading and writing."""
+        """Open for reading and writing; `direct` bypasses the page cache or is an error."""
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_CREAT | os.O_EXCL if create else 0
         if direct:
@@ -74,11 +25,10 @@ class OsFiles:
         return os.open(path, flags, FILE_MODE)
 
     def close(self, descriptor: int) -> None:
-        """Give a descriptor back."""
         os.close(descriptor)
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer."""
+        """Fill the buffer; return fewer bytes only at the end of the file."""
         done = 0
         while done < len(buffer):
             count = os.preadv(descriptor, [buffer[done:]], offset + done)
@@ -88,12 +38,12 @@ class OsFiles:
         return done
 
     def write(self, descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
-        """Write buffers behind each other."""
-        left = [memoryview(each) for each in buffers if len(each)]
+        """Write buffers one after another."""
+        left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         while left:
             count = os.pwritev(descriptor, left, offset)
             if not count:
-                raise OSError(errno.ENOSPC, "the filesystem took no byte")
+                raise OSError(errno.ENOSPC, "the filesystem wrote no byte")
             offset += count
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))
@@ -101,20 +51,20 @@ class OsFiles:
                 left[0] = left[0][count:]
 
     def allocate(self, descriptor: int, nbytes: int) -> None:
-        """Make a file this long."""
+        """Set the length of a file and reserve its space if the filesystem supports it."""
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-            os.ftruncate(descriptor, nbytes)  # space is then found, or not, when a slot is written
+            os.ftruncate(descriptor, nbytes)  # a full disk then shows when a slot is written
 
     def sync(self, descriptor: int) -> None:
-        """Have the file's bytes on the disk."""
+        """Flush the bytes of a file to the disk."""
         os.fdatasync(descriptor)
 
     def sync_folder(self, path: str) -> None:
-        """Have the names in a folder on the disk."""
+        """Flush the names in a folder to the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -122,24 +72,22 @@ class OsFiles:
             os.close(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name."""
         os.replace(old, new)
 
     def unlink(self, path: str) -> None:
-        """Delete a file."""
         os.unlink(path)
 
     def list(self, folder: str) -> dict[str, int]:
-        """Names and bytes of the plain files in a folder."""
-        found = {}
+        """Return names and sizes of the regular files in a folder."""
+        sizes = {}
         with os.scandir(folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     if entry.is_file(follow_symlinks=False):
-                        found[entry.name] = entry.stat(follow_symlinks=False).st_size
-        return found
+                        sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return sizes
 
     def free_bytes(self, folder: str) -> int:
-        """Bytes that are free where the folder is, for us."""
-        found = os.statvfs(folder)
-        return found.f_bavail * found.f_frsize
+        """Return the free bytes of the filesystem that unprivileged users may take."""
+        stats = os.statvfs(folder)
+        return stats.f_bavail * stats.f_frsize

@@ -1,12 +1,12 @@
-"""Opening a store's folder: one process at a time, nothing newer than we know, nothing deleted that is not ours.
+"""Opening the folder of a disk store: lock it, check versions, and rebuild the index.
 
-    LOCK                  locked, as is the folder, by the process that has the store open; holds its process id
-    segment-00000012.*    segments (segment.py); one without a table was being made or deleted: its file is deleted
-    quarantine/           segments whose tables cannot be read, as they were found: ours to keep, yours to delete
-    anything else         is left alone
+    LOCK                  locked, like the folder, by the process that has the store open; contains its process id
+    segment-00000012.*    segments (segment.py); one without a table was being created or deleted: its file is deleted
+    quarantine/           segments with unreadable tables, unchanged; kept until the operator deletes them
+    anything else         is not touched
 
-The index comes back from the segments' tables; no payload is read. Of two records with one key the later one counts,
-and the other is blanked, so that it cannot come back.
+The index is rebuilt from the tables of the segments; no payload is read. Of two records with one key the later one
+counts, and the other is blanked, so that it cannot reappear.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from kvtier.storage.record import BLANK, RECORD_BYTES, Flags, Record
 LOCK = "LOCK"
 QUARANTINE = "quarantine"
 _NO_FOLDER_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of filesystems, such as NFS, that can lock files and not folders."""
+"""Errors of filesystems, such as NFS, that can lock files but not folders."""
 
 
 class FolderLock:
     """The lock of a store's folder, held until `release` or the end of the process.
 
-    The folder itself is locked, so that deleting the file LOCK admits no second owner. LOCK is locked, too: it holds
-    the owner's process id, and earlier versions lock nothing else. Both locks are flock(2), which also excludes two
-    stores of one process; POSIX locks do not, and any `close` of the file would drop them. A forked child shares flock
-    locks, so a fork hook closes its copies, and `release` unlocks before it closes: a child never keeps the folder of
-    its parent. Python cannot unregister a fork hook; it holds a weak reference.
+    The folder itself is locked, so that deleting the file LOCK admits no second owner. LOCK is locked as well: it has
+    the owner's process id, and earlier versions lock only it. Both locks are flock(2), which also excludes two stores
+    of one process; POSIX locks do not, and any `close` of the file would drop them. A forked child shares flock locks,
+    so a fork hook closes its copies, and `release` unlocks before it closes: a child never keeps the folder of its
+    parent. Python cannot unregister a fork hook; it holds a weak reference.
     """
 
     def __init__(self, folder: str) -> None:
@@ -50,8 +50,8 @@ class FolderLock:
             mode = os.stat(folder).st_mode
             if mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise StoreError(
-                    f"{folder!r} can be written by others (mode {stat.S_IMODE(mode):o}), who could plant blocks in it: "
-                    f"chmod 700 it, or name a folder of your own"
+                    f"{folder!r} is writable by other users (mode {stat.S_IMODE(mode):o}), who could insert blocks; "
+                    f"chmod 700 it, or use a folder of your own"
                 )
             self._lock_folder()
             self._lock_file()
@@ -82,28 +82,27 @@ class FolderLock:
         except BlockingIOError as error:
             raise self._in_use() from error
         if not os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False)):
-            raise StoreInUseError(f"{path!r} was replaced while it was being locked: open the store again")
+            raise StoreInUseError(f"{path!r} was replaced while it was being locked; open the store again")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def _in_use(self) -> StoreInUseError:
         try:
             descriptor = os.open(os.path.join(self._folder, LOCK), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # deleted under its owner
+        except OSError:  # deleted while in use
             owner = ""
         else:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             os.close(descriptor)
         return StoreInUseError(
-            f"{self._folder!r} is in use by process {owner or 'unknown'}: a store has one owner; "
-            f"close it there, or give this one a folder of its own"
+            f"{self._folder!r} is in use by process {owner or 'unknown'}; close the store there, or use another folder"
         )
 
     def release(self) -> None:
-        """Let others have the folder. Twice is fine."""
+        """Unlock the folder. Idempotent."""
         while self._descriptors:
             descriptor = self._descriptors.pop()
-            with contextlib.suppress(OSError):  # filesystems without such locks
+            with contextlib.suppress(OSError):  # filesystems without folder locks
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
@@ -121,29 +120,29 @@ def _forget(reference: weakref.ref[FolderLock]) -> None:
 
 @dataclass(slots=True)
 class Recovered:
-    """What was found in a folder."""
+    """The contents of a folder."""
 
     segments: dict[int, Segment] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
-    """Objects, from the first to the last stored."""
+    """Objects, in the order in which they were stored."""
     quarantined: list[Record] = field(default_factory=list)
     """Objects that an earlier process found corrupt."""
     num_bad: int = 0
-    """Records and files found unreadable."""
+    """Unreadable records and files."""
     quarantine_bytes: int = 0
     last_number: int = 0
-    """The highest number any segment has, unreadable ones included."""
+    """Highest segment number, unreadable segments included."""
 
 
 def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recovered:
-    """Open all segments of a folder that `max_bytes` has room for one by one; larger ones are deleted.
+    """Open all segments of a folder. Segments larger than `max_bytes` are deleted.
 
-    A VersionError, before anything is changed, if one is from a newer kvtier.
+    Raises VersionError, before any change, if a segment is from a newer kvtier.
     """
     found = Recovered()
     quarantine = os.path.join(folder, QUARANTINE)
     if os.path.islink(quarantine):
-        raise StoreError(f"{quarantine!r} is a symbolic link, and damaged segments would leave the folder: remove it")
+        raise StoreError(f"{quarantine!r} is a symbolic link, and damaged segments would leave the folder; remove it")
     if os.path.isdir(quarantine):
         found.quarantine_bytes = sum(files.list(quarantine).values())
     names = files.list(folder)
@@ -156,13 +155,13 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
                 found.quarantine_bytes += _set_aside(files, folder, number, names)
                 found.num_bad += 1
                 continue
-            if slots_name(number) not in names:  # being deleted, and the disk forgot the slots first
+            if slots_name(number) not in names:  # was being deleted, and the slots were deleted on disk first
                 files.unlink(os.path.join(folder, table_name(number)))
                 continue
             if shape.file_bytes > max_bytes:
                 for path in (table_name(number), slots_name(number)):
                     files.unlink(os.path.join(folder, path))
-                files.sync_folder(folder)  # or its objects would come back after a power failure
+                files.sync_folder(folder)  # or its objects could reappear after a power failure
                 continue
             segment = found.segments[number] = Segment(files, folder, shape, direct=direct)
             records, num_bad = segment.read_table(names[slots_name(number)])
@@ -182,7 +181,7 @@ def recover(files: Files, folder: str, max_bytes: int, *, direct: bool) -> Recov
 
 
 def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> SegmentHeader | None:
-    """What the superblock says; None if it cannot be true. One of the two files may have been cut short, not both."""
+    """Return the header of a segment; None if it is invalid. One of the two files may be truncated, not both."""
     data = bytearray(SUPERBLOCK_BYTES)
     descriptor = files.open(os.path.join(folder, table_name(number)))
     try:
@@ -192,7 +191,7 @@ def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -
     try:
         shape = SegmentHeader.unpack(memoryview(data)[:count])
     except VersionError as error:
-        raise VersionError(f"{folder!r}: {error}; upgrade kvtier, or give it another folder") from error
+        raise VersionError(f"{folder!r}: {error}; upgrade kvtier, or use another folder") from error
     except FormatError:
         return None
     table_slots = (names[table_name(number)] - SUPERBLOCK_BYTES) // RECORD_BYTES
@@ -201,7 +200,7 @@ def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -
 
 
 def _set_aside(files: Files, folder: str, number: int, names: dict[str, int]) -> int:
-    """Move a segment that cannot be read to the quarantine; returns its bytes."""
+    """Move an unreadable segment to the quarantine; return its bytes."""
     aside = os.path.join(folder, QUARANTINE)
     os.makedirs(aside, FOLDER_MODE, exist_ok=True)
     taken = files.list(aside)

@@ -1,9 +1,9 @@
-"""A segment: equal slots in one preallocated file, and the table of what they hold in another.
+"""A segment: equal slots in one preallocated file, and the table of their records in another.
 
-    segment-00000012.kv      slots: payload | token ids | whatever was there before, up to the slot's length
+    segment-00000012.kv      slots: payload | token ids | old bytes, up to the size of the slot
     segment-00000012.table   superblock of 4096 bytes | the record of each slot, 256 bytes (record.py)
 
-Two files, because a small write through the page cache locks its file against direct writes that are under way.
+Two files, because a small write through the page cache locks its file against concurrent direct writes.
 
 Superblock, little-endian:
 
@@ -17,11 +17,10 @@ Superblock, little-endian:
      32   4060  zeros
    4092      4  CRC-32 of the 4092 bytes before
 
-A slot is written payload first, record last, so that an object cut off by the end of the process has no record; and its
-record is blanked before another payload goes there. Should the disk have done these in another order when the power
-failed, the payload's checksum, which is in the record, tells. A table has its name only when its superblock and all of
-its slots are on disk: slots without a table, or a table without slots, are what is left of a segment being made, or
-being deleted.
+The payload is written before the record, so that an object interrupted by the end of the process has no record; and
+the record is blanked before another payload is written. If the disk reordered these writes before a power failure, the
+payload's checksum in the record differs. A table gets its name when its superblock and all slots are on disk: slots
+without a table, or a table without slots, are left from a segment that was being created or deleted.
 """
 
 from __future__ import annotations
@@ -35,39 +34,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import FormatError, VersionError
+from kvtier.storage.codec import ALIGNMENT, round_up
 from kvtier.storage.disk.files import Files
 from kvtier.storage.record import BLANK, RECORD_BYTES, Record
-from kvtier.storage.workers import ALIGNMENT, round_up
 
 MAGIC = b"\x89KVSEG\r\n"
 VERSION = 1
 SUPERBLOCK_BYTES = 4096
 MAX_SLOTS = 1 << 24
-"""Of a segment: 64 GiB of the smallest slots. More in a superblock would only cost memory when the store is opened."""
+"""Per segment: 64 GiB of the smallest slots. Limits the memory that a damaged superblock can cost at opening."""
 _FIELDS = struct.Struct("<8sHHIQQ4060x")
 _CRC = struct.Struct("<I")
 _NAME = re.compile(r"segment-(\d{8})\.(?:kv|table)(?:\.new)?")
 
 
 def slots_name(number: int) -> str:
-    """The file of a segment's slots."""
     return f"segment-{number:08}.kv"
 
 
 def table_name(number: int) -> str:
-    """The file of a segment's table."""
     return f"segment-{number:08}.table"
 
 
 def segment_number(name: str) -> int | None:
-    """The number of the segment that a file belongs to; None for files that are not ours."""
+    """Return the segment number in a file name; None for other files."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What a superblock says."""
+    """The contents of a superblock."""
 
     number: int
     slot_bytes: int
@@ -75,12 +72,10 @@ class SegmentHeader:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the table's file."""
         return SUPERBLOCK_BYTES + round_up(self.num_slots * RECORD_BYTES)
 
     @property
     def slots_bytes(self) -> int:
-        """Bytes of the slots' file."""
         return self.num_slots * self.slot_bytes
 
     @property
@@ -90,18 +85,17 @@ class SegmentHeader:
 
     @classmethod
     def fitting(cls, number: int, slot_bytes: int, segment_bytes: int) -> SegmentHeader:
-        """The segment with as many slots as fit into so many bytes, but at least one."""
+        """Return the header with as many slots as fit into `segment_bytes`, at least one."""
         room = segment_bytes - SUPERBLOCK_BYTES - ALIGNMENT
         return cls(number, slot_bytes, min(MAX_SLOTS, max(1, room // (slot_bytes + RECORD_BYTES))))
 
     def pack(self) -> bytes:
-        """The superblock."""
         fixed = _FIELDS.pack(MAGIC, VERSION, RECORD_BYTES, self.number, self.slot_bytes, self.num_slots)
         return fixed + _CRC.pack(zlib.crc32(fixed))
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> SegmentHeader:
-        """What this superblock says; a FormatError says what is wrong with it."""
+        """Return the header in a superblock; FormatError if it is invalid."""
         if len(data) < SUPERBLOCK_BYTES:
             raise FormatError(f"a superblock has {SUPERBLOCK_BYTES} bytes, the file has {len(data)}")
         magic, version, record_bytes, number, slot_bytes, num_slots = _FIELDS.unpack_from(data)
@@ -113,12 +107,12 @@ class SegmentHeader:
             raise VersionError(f"segment {number} has format version {version}, this kvtier reads up to {VERSION}")
         is_sized = 0 < num_slots <= MAX_SLOTS and slot_bytes and not slot_bytes % ALIGNMENT
         if version < 1 or record_bytes != RECORD_BYTES or not is_sized:
-            raise FormatError(f"segment {number} contradicts itself: {num_slots} slots of {slot_bytes} bytes")
+            raise FormatError(f"segment {number} is inconsistent: {num_slots} slots of {slot_bytes} bytes")
         return cls(number, slot_bytes, num_slots)
 
 
 class Segment:
-    """The open files of a segment. Not locked: whoever owns a slot uses it."""
+    """The open files of a segment. No lock: the holder of a slot accesses it."""
 
     def __init__(self, files: Files, folder: str, shape: SegmentHeader, *, direct: bool) -> None:
         self._files, self._folder = files, folder
@@ -144,18 +138,19 @@ class Segment:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            return None  # this filesystem has no direct I/O
+            return None  # the filesystem has no direct I/O
 
     @classmethod
     def create(cls, files: Files, folder: str, shape: SegmentHeader, *, direct: bool) -> Segment:
-        """A new segment, on disk before it has its name. What an error leaves behind is deleted here or at opening."""
+        """Create a segment, which is on disk before it gets its name. Leftover files are deleted here or at opening."""
         slots, table = (os.path.join(folder, name(shape.number)) for name in (slots_name, table_name))
         made = []
         try:
             for path, nbytes, content in (
                 (slots, shape.slots_bytes, b""),
-                (table + ".new", shape.table_bytes, shape.pack().ljust(shape.table_bytes, b"\0")),  # written, so that
-            ):  # later syncs of the table have no extents to record
+                # Written as a whole, so that later syncs of the table have no extents to record.
+                (table + ".new", shape.table_bytes, shape.pack().ljust(shape.table_bytes, b"\0")),
+            ):
                 descriptor = files.open(path, create=True)
                 made.append(path)
                 try:
@@ -175,37 +170,34 @@ class Segment:
 
     @property
     def is_direct(self) -> bool:
-        """Whether slots bypass the page cache."""
+        """True if slots bypass the page cache."""
         return self._direct is not None
 
     def close(self) -> None:
-        """Give the descriptors back."""
         while self._open:
             self._files.close(self._open.pop())
 
     def unlink(self) -> None:
-        """Delete the files; their descriptors, too, are given back."""
+        """Close and delete the files."""
         self.close()
-        for name in (table_name, slots_name):  # in this order: slots without a table are deleted at the next opening
+        for name in (table_name, slots_name):  # in this order: the next opening deletes slots without a table
             self._files.unlink(os.path.join(self._folder, name(self.shape.number)))
 
     def sync_slots(self) -> None:
-        """Have the slots on disk."""
         self._files.sync(self._slots)
 
     def sync_table(self) -> None:
-        """Have the table on disk."""
         self._files.sync(self._table)
 
     def read_table(self, slots_bytes: int) -> tuple[list[Record], int]:
-        """The records of slots that are whole within a file of so many bytes, and how many others were not blank.
+        """Return the valid records of slots within a file of `slots_bytes`, and the number of invalid ones.
 
-        A file that was cut is made whole again, so that its slots can be used.
+        A truncated file is extended to its full size, so that its slots can be used.
         """
         shape = self.shape
         table = bytearray(shape.num_slots * RECORD_BYTES)
         self._files.read(self._table, memoryview(table), SUPERBLOCK_BYTES)
-        found, num_bad = [], 0
+        records, num_bad = [], 0
         for slot in range(shape.num_slots):
             data = bytes(table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
             if data == BLANK:
@@ -215,10 +207,10 @@ class Segment:
                 num_bad += 1
                 self.write_records(slot, BLANK)
             else:
-                found.append(record)
+                records.append(record)
         if slots_bytes < shape.slots_bytes:
             self._files.allocate(self._slots, shape.slots_bytes)
-        return found, num_bad
+        return records, num_bad
 
     def _checked(self, data: bytes, slot: int) -> Record | None:
         try:
@@ -229,14 +221,14 @@ class Segment:
         return record if here and record.total_bytes <= self.shape.slot_bytes else None
 
     def write_records(self, slot: int, data: bytes) -> None:
-        """Put records, or BLANKs, into the table: this slot's and those of the slots after it.
+        """Write records or blanks of this slot and the following ones into the table.
 
-        No record crosses a page, so a process that is killed in the middle of it has written each wholly or not.
+        No record crosses a page, so a killed process has written each record completely or not at all.
         """
         self._files.write(self._table, [data], SUPERBLOCK_BYTES + slot * RECORD_BYTES)
 
     def write_slot(self, slot: int, buffers: Sequence[memoryview]) -> None:
-        """Put bytes into a slot. For direct I/O their addresses and lengths must be multiples of ALIGNMENT."""
+        """Write a slot. For direct I/O, addresses and lengths must be multiples of ALIGNMENT."""
         offset = slot * self.shape.slot_bytes
         if self._direct is not None:
             try:
@@ -246,7 +238,7 @@ class Segment:
         self._files.write(self._slots, buffers, offset)
 
     def read_slot(self, slot: int, buffer: memoryview) -> int:
-        """Read a slot's first bytes; fewer than asked for where the file ends. Alignment as for `write_slot`."""
+        """Read the first bytes of a slot; fewer at the end of the file. Alignment as for `write_slot`."""
         offset = slot * self.shape.slot_bytes
         if self._direct is not None:
             try:
@@ -256,7 +248,7 @@ class Segment:
         return self._files.read(self._slots, buffer, offset)
 
     def _fall_back(self, error: OSError) -> None:
-        """Some filesystems accept O_DIRECT and refuse the I/O: from then on use the page cache."""
+        """Use the page cache from now on: some filesystems accept O_DIRECT and refuse the I/O."""
         if error.errno != errno.EINVAL:
             raise error
         self._direct = None

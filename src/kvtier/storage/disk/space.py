@@ -1,56 +1,57 @@
-"""The folder of a DiskStore as a place for objects: books and files together, bounded, and safe for many threads."""
+"""SlotAllocator: the slots of a disk store, metadata and files together. Bounded in bytes, and thread-safe."""
 
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from kvtier.errors import StoreError
+from kvtier.storage.codec import round_up
 from kvtier.storage.disk.catalog import Catalog, Entry, SlotRef
 from kvtier.storage.disk.files import Files
 from kvtier.storage.disk.recovery import FolderLock, recover
 from kvtier.storage.disk.segment import Segment, SegmentHeader
 from kvtier.storage.record import BLANK, Flags, Record
-from kvtier.storage.workers import round_up
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-"""Errors of a disk that is well, but full."""
+"""Errors of a disk that is healthy but full."""
 _MAX_NAMES = 100
-"""Numbers that one write tries for a new segment; the next write goes on behind them."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskLimits:
-    """How much of the disk the store may take."""
-
-    max_bytes: int
-    segment_bytes: int
-    min_free_bytes: int
+"""Numbers that one write tries for a new segment; the next write continues after them."""
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """The length of a slot for an object: rounded up by at most a sixteenth, so that there are few lengths."""
+    """Return the slot size of an object: rounded up by at most a sixteenth, so that there are few sizes."""
     return round_up(max(nbytes, 1), max(4096, 1 << max(0, nbytes.bit_length() - 5)))
 
 
 class SlotAllocator:
-    """Slots for objects. The lock is held for the books only, never during I/O, so that a hanging disk hangs nobody
-    but the threads that wait for it; making room is one thread's work at a time."""
+    """Slots for objects. The lock protects metadata and is never held during I/O, so that a hanging disk blocks only
+    the threads that wait for it. One thread at a time makes room."""
 
-    def __init__(self, folder: str, limits: DiskLimits, files: Files, *, direct: bool, sync: bool) -> None:
-        self._folder, self._limits, self._files, self._direct = folder, limits, files, direct
+    def __init__(
+        self,
+        folder: str,
+        files: Files,
+        *,
+        max_bytes: int,
+        segment_bytes: int,
+        min_free_bytes: int,
+        direct: bool,
+        sync: bool,
+    ) -> None:
+        self._folder, self._files, self._direct = folder, files, direct
+        self._max_bytes, self._segment_bytes, self._min_free_bytes = max_bytes, segment_bytes, min_free_bytes
         self._lock = threading.Lock()
         self._growth = threading.Lock()
         self._catalog = Catalog()
         self._segments: dict[int, Segment] = {}
         self._blanked: set[int] = set()
-        """Segments whose tables have blanks that may not be on disk."""
+        """Segments with blanked records that may not be on disk."""
         self._going: set[SlotRef] = set()
-        """Of objects that were replaced, and whose records are being blanked."""
+        """Slots of replaced objects whose records are being blanked."""
         self._wiped = threading.Condition(self._lock)
         self._folder_lock = FolderLock(folder)
         try:
@@ -63,7 +64,7 @@ class SlotAllocator:
             raise
 
     def _recover(self, sync: bool) -> None:
-        found = recover(self._files, self._folder, self._limits.max_bytes, direct=self._direct)
+        found = recover(self._files, self._folder, self._max_bytes, direct=self._direct)
         self._segments = found.segments
         self._quarantine_bytes, self.num_quarantined = found.quarantine_bytes, found.num_bad
         self._last_number = found.last_number
@@ -73,24 +74,23 @@ class SlotAllocator:
             self._catalog.add_segment(segment.shape, occupied, bad)
         for record in found.records:
             self._catalog.publish(record)
-        if sync:  # what an earlier process left to the page cache counts as durable from now on
+        if sync:  # writes that an earlier process left in the page cache count as durable from now on
             self.sync_slots(self._segments)
             self.sync_tables(self._segments)
-        while self._catalog.file_bytes + self._quarantine_bytes > self._limits.max_bytes and self._segments:
+        while self._catalog.file_bytes + self._quarantine_bytes > self._max_bytes and self._segments:
             coldest = self._catalog.coldest_segment()
-            assert coldest is not None, "nobody can hold a segment yet"
+            assert coldest is not None, "no segment is held yet"
             self._drop(coldest)
 
     # --- finding
 
     def find(self, key: bytes) -> Record | None:
-        """What is stored under this key."""
         with self._lock:
             entry = self._catalog.find(key)
             return entry.record if entry else None
 
     def hold(self, key: bytes) -> Entry | None:
-        """The object of this key, whose slot stays as it is until `release`."""
+        """Return the object of this key; its bytes do not change until `release`."""
         with self._lock:
             entry = self._catalog.find(key)
             if entry is not None:
@@ -98,7 +98,7 @@ class SlotAllocator:
             return entry
 
     def hold_same(self, record: Record) -> bool:
-        """Whether this very object is there already; counts as a use of it."""
+        """True if an equal object is stored. Counts as a use."""
         with self._lock:
             entry = self._catalog.find(record.key)
             if entry is None or not record.is_same_object(entry.record):
@@ -108,12 +108,11 @@ class SlotAllocator:
             return True
 
     def release(self, entry: Entry) -> None:
-        """End a hold."""
         with self._lock:
             self._catalog.release(entry)
 
     def list_after(self, segment: int, slot: int, limit: int) -> list[Record]:
-        """Objects by their place."""
+        """Return objects in the order of their slots."""
         with self._lock:
             records = self._catalog.after(segment, slot)
             return [record for _, record in zip(range(limit), records, strict=False)]
@@ -121,13 +120,13 @@ class SlotAllocator:
     # --- changing
 
     def next_sequences(self, count: int) -> range:
-        """Numbers for objects about to be written, in the order in which they shall count."""
+        """Return sequence numbers for the objects of a write."""
         with self._lock:
             self._sequence += count
             return range(self._sequence - count + 1, self._sequence + 1)
 
     def reserve(self, nbytes: int) -> SlotRef | str:
-        """A slot for so many bytes, its record blank, evicting as need be; or why there is none."""
+        """Return a slot with a blank record, or the reason why there is none. Evicts if space is short."""
         slot_bytes = slot_bytes_for(nbytes)
         with self._lock:
             place = self._catalog.take(slot_bytes)
@@ -137,7 +136,7 @@ class SlotAllocator:
             return self._make_room(slot_bytes)
 
     def publish(self, records: Iterable[Record]) -> list[Entry]:
-        """Let written objects be found. Returns those that go for them: `wipe` them."""
+        """Add written objects to the index. Return those they replace: `wipe` them."""
         with self._lock:
             replaced = [self._catalog.publish(record) for record in records]
             going = [entry for entry in replaced if entry is not None]
@@ -145,12 +144,12 @@ class SlotAllocator:
         return going
 
     def discard(self, key: bytes) -> Entry | None:
-        """Let an object not be found any more: `wipe` it."""
+        """Remove an object from the index: `wipe` it."""
         with self._lock:
             return self._catalog.discard(key)
 
     def wipe(self, entries: Sequence[Entry]) -> None:
-        """Blank the records of objects that are gone, and their slots are free. OSError: they are not used again."""
+        """Blank the records of removed objects and free their slots. On OSError the slots are not reused."""
         is_done = False
         try:
             self._blank(entry.place for entry in entries)
@@ -163,10 +162,10 @@ class SlotAllocator:
                 self._wiped.notify_all()
 
     def quarantine(self, entry: Entry) -> None:
-        """Set a corrupt object aside: not found any more, its record says why, its slot is reused last."""
+        """Remove a corrupt object from the index and mark its record. Its slot is reused last."""
         with self._lock:
             if self._catalog.find(entry.record.key) is not entry:
-                return  # it went while it was read
+                return  # removed while it was read
             self._catalog.discard(entry.record.key)
             self.num_quarantined += 1
             entry.record = replace(entry.record, flags=entry.record.flags | Flags.QUARANTINED)
@@ -179,7 +178,7 @@ class SlotAllocator:
                 self._catalog.release(entry, keep_slot=not is_written)
 
     def give_back(self, places: Iterable[SlotRef]) -> None:
-        """Reserved slots that came to nothing. Those whose records cannot be blanked are not used again."""
+        """Free reserved slots that were not published. Those whose records cannot be blanked are not reused."""
         for place in places:
             try:
                 self._blank([place])
@@ -193,17 +192,17 @@ class SlotAllocator:
         blanks = dict.fromkeys(places, BLANK)
         try:
             self.write_records(blanks)
-        finally:  # not before: somebody who syncs meanwhile would sync too early, and count them as synced
+        finally:  # not before: a concurrent sync would be too early, and count them as synced
             with self._lock:
                 self._blanked.update(place.segment for place in blanks)
 
     def sync_blanks(self) -> None:
-        """Have it on disk that what is gone is gone: an older record of an object that was replaced, too, or it would
-        come back if the power failed after its successor was removed. Whoever blanks that just now is waited for."""
+        """Flush blanked records to the disk, including those of replaced objects: these would reappear if the power
+        failed after their successor was removed. Waits for threads that are blanking such records."""
         with self._wiped:
             before = frozenset(self._going)
             self._wiped.wait_for(lambda: before.isdisjoint(self._going))
-        with self._growth:  # no segment is deleted meanwhile, and nobody is blanking what was evicted
+        with self._growth:  # excludes deletion of segments and blanking of evicted objects
             with self._lock:
                 numbers = self._blanked & self._segments.keys()
                 self._blanked.clear()
@@ -215,13 +214,13 @@ class SlotAllocator:
                 raise
 
     def segment(self, place: SlotRef) -> Segment:
-        """The open file of a slot that the caller holds."""
+        """Return the segment of a slot that the caller holds."""
         return self._segments[place.segment]
 
     def write_records(self, records: Mapping[SlotRef, bytes]) -> None:
-        """Put packed records, or blanks, into their tables: from here on they survive the end of the process.
+        """Write packed records, or blanks, into their tables. They then survive the end of the process.
 
-        Those of neighbouring slots go with one write: it is the end of a batch, and nothing else goes to the disk.
+        Adjacent slots share one write: at the end of a batch the disk has nothing else to do.
         """
         places = sorted((place.segment, place.slot, place) for place in records)
         starts = [i for i, (number, slot, _) in enumerate(places) if not i or places[i - 1][:2] != (number, slot - 1)]
@@ -230,17 +229,17 @@ class SlotAllocator:
             self.segment(places[first][2]).write_records(places[first][1], data)
 
     def sync_slots(self, numbers: Iterable[int]) -> None:
-        """Have payloads of these segments on disk; the caller holds slots of them."""
+        """Flush payloads of these segments. The caller holds slots of them."""
         for number in numbers:
             self._segments[number].sync_slots()
 
     def sync_tables(self, numbers: Iterable[int]) -> None:
-        """Have records of these segments on disk; the caller holds slots of them."""
+        """Flush records of these segments. The caller holds slots of them."""
         for number in numbers:
             self._segments[number].sync_table()
 
     def sync_all(self) -> list[OSError]:
-        """Have everything on disk, as far as possible. Nobody may be at it."""
+        """Flush everything, as far as possible; return the errors. No call may be running."""
         errors = []
         for segment in self._segments.values():
             try:
@@ -251,7 +250,7 @@ class SlotAllocator:
         return errors
 
     def close(self) -> None:
-        """Close the files, let others have the folder. Nobody may be at it."""
+        """Close the files and unlock the folder. No call may be running."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
@@ -261,31 +260,29 @@ class SlotAllocator:
 
     @property
     def num_objects(self) -> int:
-        """Objects that can be found."""
         return len(self._catalog)
 
     @property
     def num_evicted(self) -> int:
-        """Objects that went to make room."""
         return self._catalog.num_evicted
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, the quarantined ones included."""
+        """Bytes of all files, quarantined ones included."""
         return self._catalog.file_bytes + self._quarantine_bytes
 
     @property
     def is_direct(self) -> bool:
-        """Whether all segments bypass the page cache."""
+        """True if all segments bypass the page cache."""
         with self._lock:
             return self._direct and all(segment.is_direct for segment in self._segments.values())
 
     def check(self) -> None:
-        """Raise AssertionError unless the books agree with each other and with the files; for tests, when idle."""
+        """Raise AssertionError if metadata and files are inconsistent. For tests, when idle."""
         with self._lock:
             self._catalog.check()
             assert set(self._catalog.segments) == set(self._segments)
-            assert self.used_bytes <= self._limits.max_bytes or not self._segments
+            assert self.used_bytes <= self._max_bytes or not self._segments
 
     # --- making room
 
@@ -308,21 +305,19 @@ class SlotAllocator:
                 self.wipe([victim])
 
     def _could_grow(self, slot_bytes: int) -> bool:
-        """Whether there would be room for a segment if all others went."""
-        limits = self._limits
-        needed = SegmentHeader.fitting(0, slot_bytes, limits.segment_bytes).file_bytes
+        """True if there would be room for a segment without all others."""
+        needed = SegmentHeader.fitting(0, slot_bytes, self._segment_bytes).file_bytes
         free = self._files.free_bytes(self._folder) + self._catalog.file_bytes - needed
-        return needed + self._quarantine_bytes <= limits.max_bytes and free >= limits.min_free_bytes
+        return needed + self._quarantine_bytes <= self._max_bytes and free >= self._min_free_bytes
 
     def _grow(self, slot_bytes: int) -> bool:
-        """Add a segment, if there is room for one; the last may be smaller, down to an eighth."""
-        limits = self._limits
-        room = limits.max_bytes - self.used_bytes
-        segment_bytes = room if limits.segment_bytes // 8 <= room < limits.segment_bytes else limits.segment_bytes
+        """Add a segment if there is room; the last may be smaller, down to an eighth."""
+        room = self._max_bytes - self.used_bytes
+        segment_bytes = room if self._segment_bytes // 8 <= room < self._segment_bytes else self._segment_bytes
         shape = SegmentHeader.fitting(self._last_number + 1, slot_bytes, segment_bytes)
         if shape.file_bytes > room:
             return False
-        if self._files.free_bytes(self._folder) - shape.file_bytes < limits.min_free_bytes:
+        if self._files.free_bytes(self._folder) - shape.file_bytes < self._min_free_bytes:
             return False
         try:
             segment = self._create(shape)
@@ -336,7 +331,7 @@ class SlotAllocator:
         return True
 
     def _create(self, shape: SegmentHeader) -> Segment:
-        """Make a segment of this shape under the next number whose names are free: links and folders may have them."""
+        """Create a segment with the next number whose file names are free: links and folders may have them."""
         while True:
             self._last_number += 1
             try:
@@ -349,16 +344,16 @@ class SlotAllocator:
     def _drop(self, number: int) -> None:
         with self._lock:
             if number in self._catalog.held_segments:
-                return  # somebody came meanwhile; choose again
+                return  # held again since it was selected
             self._catalog.remove_segment(number)
             segment = self._segments.pop(number)
         segment.unlink()
-        self._files.sync_folder(self._folder)  # or its objects would come back after a power failure
+        self._files.sync_folder(self._folder)  # or its objects could reappear after a power failure
 
     def _why_no_room(self, slot_bytes: int) -> str:
         aside = f", {self._quarantine_bytes} of them in quarantine" if self._quarantine_bytes else ""
         free = self._files.free_bytes(self._folder)
         return (
-            f"no room for a slot of {slot_bytes} bytes: {self.used_bytes} of {self._limits.max_bytes} bytes used{aside}"
-            f", {free} free on {os.fspath(self._folder)!r} (floor {self._limits.min_free_bytes}), nothing to evict"
+            f"no room for a slot of {slot_bytes} bytes: {self.used_bytes} of {self._max_bytes} bytes used{aside}"
+            f", {free} free in {self._folder!r} (minimum {self._min_free_bytes}), nothing to evict"
         )

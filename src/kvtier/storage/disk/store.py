@@ -1,4 +1,4 @@
-"""DiskStore: blocks in a folder of preallocated files, verified on every read. docs/storage.md has the whole story."""
+"""DiskStore: blocks in a folder of preallocated files, verified on every read. See docs/storage.md."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
-from kvtier.errors import ArgumentError, ClosedError, StoreError
-from kvtier.storage.calls import Batch, Breaker, CallRunner
-from kvtier.storage.codec import Compression, copy_bytes, decode, encode, lay_out, mismatch
+from kvtier.errors import ArgumentError, StoreError
+from kvtier.storage.calls import Batch, Breaker, CallRunner, Job
+from kvtier.storage.codec import Compression, Scratch, copy_bytes, decode, encode, lay_out, mismatch, round_up
 from kvtier.storage.disk.catalog import Entry, SlotRef
-from kvtier.storage.disk.files import Files, OsFiles
-from kvtier.storage.disk.space import FULL, DiskLimits, SlotAllocator
+from kvtier.storage.disk.files import Files
+from kvtier.storage.disk.space import FULL, SlotAllocator
 from kvtier.storage.record import Record
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
-    Kind,
     Meter,
     ObjectResult,
     ObjectStatus,
@@ -29,26 +28,24 @@ from kvtier.storage.store import (
     StoredObject,
     StoreStats,
     Write,
-    check_keys,
     view_of,
 )
-from kvtier.storage.workers import Job, Scratch, Workers, round_up
 
 MISSING = ObjectResult(ObjectStatus.MISSING)
 
 
 class Sync(Enum):
-    """When bytes must be on the disk itself, and not only with the operating system."""
+    """When bytes are flushed from the operating system to the disk."""
 
     CLOSE = "close"
-    """When the store is closed. Everything stored survives the end of the process, however it ends; a power failure
-    may cost what was stored since the store was opened, and is noticed by the checksums."""
+    """When the store is closed. Stored objects survive any end of the process; a power failure may damage objects
+    stored since the store was opened, which the checksums detect."""
     WRITE = "write"
-    """When `write` and `remove` return: what they report done survives a power failure."""
+    """When `write` and `remove` return: their results survive a power failure."""
 
 
 def default_threads() -> int:
-    """Two per core, from 8 to 16: some wait for the disk while others check what came.
+    """Return two per core, from 8 to 16: some wait for the disk while others verify.
 
     On 2 cores 8 threads read at 89 % of the bare calls of as many threads, 4 at 71 % (virtual disk, 2026-11-15).
     """
@@ -58,11 +55,10 @@ def default_threads() -> int:
 class DiskStore:
     """A store in a local folder, for one process at a time.
 
-        with_room_for_200_gib = DiskStore("/mnt/nvme/kv", 200 << 30)
+        store = DiskStore("/mnt/nvme/kv", 200 << 30)
 
-    `max_bytes` bounds all files of the folder. `direct` bypasses the page cache where the filesystem allows it: what is
-    hot is in the host tier anyway. I/O is done by `num_threads` threads (None: two per core, from 8 to 16), one object
-    each at a time.
+    `max_bytes` limits all files of the folder. `direct` bypasses the page cache if the filesystem supports it: hot
+    blocks are in the host tier. `num_threads` threads do the I/O (None: two per core, from 8 to 16), one object each.
     """
 
     def __init__(
@@ -86,31 +82,34 @@ class DiskStore:
                 f"a DiskStore needs positive {max_bytes=}, {segment_bytes=}, {num_threads=}, {timeout_s=}, "
                 f"and {min_free_bytes=} of at least 0"
             )
-        limits = DiskLimits(max_bytes, min(segment_bytes, max_bytes), min_free_bytes)
-        is_synced = sync is Sync.WRITE
-        self._space = SlotAllocator(os.fspath(folder), limits, files or OsFiles(), direct=direct, sync=is_synced)
         self._folder, self._max_bytes = os.fspath(folder), max_bytes
-        self._sync, self._compression, self._timeout_s = sync, compression, timeout_s
+        self._is_synced, self._compression, self._timeout_s = sync is Sync.WRITE, compression, timeout_s
+        self._space = SlotAllocator(
+            self._folder,
+            files or Files(),
+            max_bytes=max_bytes,
+            segment_bytes=min(segment_bytes, max_bytes),
+            min_free_bytes=min_free_bytes,
+            direct=direct,
+            sync=self._is_synced,
+        )
         self._breaker = breaker or Breaker()
-        self._workers = Workers(num_threads, "kvtier-disk")
-        self._calls = CallRunner(self._workers, self._breaker, timeout_s)
-        self._meter = Meter()
+        self._calls = CallRunner(num_threads, "kvtier-disk", self._breaker, timeout_s)
+        self._meter = Meter(f"the DiskStore in {self._folder!r}")
         self._close_lock = threading.Lock()
-        self._is_closed = False
 
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
-        """Which of these objects are there; answered from memory."""
-        begin = self._begin(keys)
+        """Look up objects in memory."""
+        begin = self._meter.begin(keys)
         refusal = self._breaker.opinion()
         if refusal:
             outcomes = [ObjectResult(ObjectStatus.FAILED, reason=refusal)] * len(keys)
         else:
             outcomes = [ObjectResult(ObjectStatus.FOUND) if self._space.find(key) else MISSING for key in keys]
-        return self._end(Kind.LOOKUP, outcomes, begin)
+        return self._meter.end("lookups", outcomes, begin)
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
-        """Fill the given memory; where the outcome is not FOUND it holds what it held."""
-        begin = self._begin([read.key for read in reads])
+        begin = self._meter.begin([read.key for read in reads])
         views = [view_of(read.into, writable=True) for read in reads]
 
         def plan(batch: Batch) -> list[Job]:
@@ -127,13 +126,12 @@ class DiskStore:
                 batch.settle({index: missed})
             return jobs
 
-        return self._end(Kind.READ, self._calls.run(len(reads), plan, timeout_s), begin)
+        return self._meter.end("reads", self._calls.run(len(reads), plan, timeout_s), begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Store objects, replacing others of their keys, evicting the least recently used as need be."""
-        begin = self._begin([write.key for write in writes])
+        begin = self._meter.begin([write.key for write in writes])
         views = [view_of(write.payload) for write in writes]
-        last = {write.key: index for index, write in enumerate(writes)}  # of several under one key it counts
+        last = {write.key: index for index, write in enumerate(writes)}  # of several writes of a key, the last counts
 
         def plan(batch: Batch) -> list[Job]:
             staged = _Staged(len(last))
@@ -142,30 +140,31 @@ class DiskStore:
                 functools.partial(self._stage, batch, staged, i, n, writes[at], views[at]) for i, (n, at) in numbered
             ]
 
-        outcomes = dict(zip(last, self._calls.run(len(last), plan, timeout_s), strict=True))
-        told = [
-            outcomes[w.key] if last[w.key] == i else replace(outcomes[w.key], nbytes=0) for i, w in enumerate(writes)
+        by_key = dict(zip(last, self._calls.run(len(last), plan, timeout_s), strict=True))
+        outcomes = [
+            by_key[w.key] if last[w.key] == i else replace(by_key[w.key], nbytes=0) for i, w in enumerate(writes)
         ]
-        return self._end(Kind.WRITE, told, begin)
+        return self._meter.end("writes", outcomes, begin, is_durable=self._is_synced)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Forget objects. Unless the breaker turns the call away they are not found from now on, even if the outcome is
-        FAILED; and where writes are synced, a power failure does not bring them back."""
-        begin = self._begin(keys)
+        """Delete objects. Unless the breaker refuses the call they are missing from now on, even if the outcome is
+        FAILED; with Sync.WRITE they stay missing after a power failure."""
+        begin = self._meter.begin(keys)
 
         def plan(batch: Batch) -> list[Job]:
             entries = [self._space.discard(key) for key in keys]
-            gone = {index: entry for index, entry in enumerate(entries) if entry is not None}
-            if not gone and self._sync is Sync.CLOSE:
+            removed = {index: entry for index, entry in enumerate(entries) if entry is not None}
+            if not removed and not self._is_synced:
                 batch.settle(dict.fromkeys(range(len(keys)), MISSING))
                 return []
-            return [functools.partial(self._wipe, batch, gone)]
+            return [functools.partial(self._wipe, batch, removed)]
 
-        return self._end(Kind.REMOVAL, self._calls.run(len(keys), plan, timeout_s), begin)
+        outcomes = self._calls.run(len(keys), plan, timeout_s)
+        return self._meter.end("removals", outcomes, begin, is_durable=self._is_synced)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:  # noqa: ARG002
-        """The inventory by place on disk; answered from memory."""
-        begin = self._begin([])
+        """Return a page of the inventory from memory, in the order of slots."""
+        begin = self._meter.begin()
         refusal = self._breaker.opinion()
         if refusal:
             return Page((), cursor, time.perf_counter() - begin, refusal)
@@ -176,28 +175,30 @@ class DiskStore:
         return Page(objects, last, time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Finish what was begun, have everything on disk, end the threads, let others have the folder.
+        """Finish running calls, flush everything to the disk, end the threads and unlock the folder.
 
-        Each takes at most the deadline. If the disk hangs, the files stay open and the folder locked until the process
-        ends. A StoreError if the disk fails.
+        Waiting for calls and flushing take at most the deadline each. If the disk hangs, the files stay open and the
+        folder locked until the process ends. Raises StoreError if the disk fails.
         """
         with self._close_lock:
-            if self._is_closed:
+            if self._meter.is_closed:
                 return
-            self._is_closed = True
-            if not self._workers.close(self._timeout_s):
+            self._meter.is_closed = True
+            if not self._calls.close():
                 return
             errors: list[OSError] = []
-            last = Workers(1, "kvtier-disk-close")
-            last.submit(lambda _: errors.extend(self._space.sync_all()))
-            if last.close(self._timeout_s):
+            flush = threading.Thread(
+                target=lambda: errors.extend(self._space.sync_all()), name="kvtier-disk-close", daemon=True
+            )
+            flush.start()
+            flush.join(self._timeout_s)
+            if not flush.is_alive():
                 self._space.close()
         if errors:
-            raise StoreError(f"the store in {self._folder!r} could not be written out when closed: {errors[0]}")
+            raise StoreError(f"flushing the store in {self._folder!r} failed at close: {errors[0]}")
 
     @property
     def stats(self) -> StoreStats:
-        """What it did and holds."""
         space = self._space
         return replace(
             self._meter.stats,
@@ -211,31 +212,19 @@ class DiskStore:
 
     @property
     def is_direct(self) -> bool:
-        """Whether I/O bypasses the page cache: asked for, and not refused by the filesystem."""
+        """True if I/O bypasses the page cache: requested, and supported by the filesystem."""
         return self._space.is_direct
 
     def check(self) -> None:
-        """Raise AssertionError unless the books agree with each other; for tests, when nothing runs."""
+        """Raise AssertionError if the metadata is inconsistent. For tests, when idle."""
         self._space.check()
 
-    # --- every call
-
-    def _begin(self, keys: Sequence[bytes]) -> float:
-        if self._is_closed:
-            raise ClosedError(f"the DiskStore in {self._folder!r} is closed")
-        check_keys(keys)
-        return time.perf_counter()
-
-    def _end(self, kind: Kind, outcomes: Sequence[ObjectResult], begin: float) -> Results:
-        is_durable = self._sync is Sync.WRITE and kind in (Kind.WRITE, Kind.REMOVAL)
-        return self._meter.count(kind, Results(tuple(outcomes), time.perf_counter() - begin, is_durable))
-
-    # --- jobs, on the workers' threads
+    # --- jobs, on the threads
 
     def _load(self, batch: Batch, index: int, entry: Entry, into: memoryview, scratch: Scratch) -> None:
         try:
             if batch.is_expired:
-                return  # it waited behind a read that hung
+                return  # it waited for a read that hung
             record = entry.record
             room = scratch.take(round_up(record.total_bytes))
             count = self._space.segment(entry.place).read_slot(record.slot, room)
@@ -256,7 +245,7 @@ class DiskStore:
     def _stage(
         self, batch: Batch, staged: _Staged, index: int, sequence: int, write: Write, view: memoryview, scratch: Scratch
     ) -> None:
-        """Write one object; whoever is the last of the batch publishes all of them."""
+        """Write one object; the last one of the batch publishes all of them."""
         try:
             if not batch.is_expired:
                 staged.outcomes[index] = self._put(staged, sequence, write, view, scratch)
@@ -282,21 +271,21 @@ class DiskStore:
         except OSError:
             self._space.give_back([place])
             raise
-        staged.packed[place] = record.pack()  # here, while others write, and not at the end of the batch
+        staged.packed[place] = record.pack()  # here, in parallel with other writes, not at the end of the batch
         staged.records.append(record)
         return ObjectResult(ObjectStatus.STORED, record.nbytes)
 
     def _commit(self, batch: Batch, staged: _Staged) -> None:
-        """Let all objects of a batch be found, unless the caller may have changed his memory while it was read."""
+        """Publish all objects of a batch, unless the call has returned and the caller may have changed the memory."""
         records = sorted(staged.records, key=lambda record: record.sequence)
         segments = sorted({record.segment for record in records})
         is_sound = False
         try:
             if not batch.is_expired:
-                if self._sync is Sync.WRITE:
+                if self._is_synced:
                     self._space.sync_slots(segments)
                 self._space.write_records(staged.packed)
-                if self._sync is Sync.WRITE:
+                if self._is_synced:
                     self._space.sync_tables(segments)
                 is_sound = True
         finally:
@@ -306,16 +295,16 @@ class DiskStore:
             self._space.wipe(self._space.publish(records))
             batch.settle(staged.outcomes)
 
-    def _wipe(self, batch: Batch, gone: dict[int, Entry], _: Scratch) -> None:
-        self._space.wipe([*gone.values()])
-        if self._sync is Sync.WRITE:
+    def _wipe(self, batch: Batch, removed: dict[int, Entry], _: Scratch) -> None:
+        self._space.wipe([*removed.values()])
+        if self._is_synced:
             self._space.sync_blanks()
-        removed = ObjectResult(ObjectStatus.REMOVED)
-        batch.settle({index: removed if index in gone else MISSING for index in range(batch.num_objects)})
+        done = ObjectResult(ObjectStatus.REMOVED)
+        batch.settle({index: done if index in removed else MISSING for index in range(batch.num_objects)})
 
 
 class _Staged:
-    """The objects of one write that are in their slots and not published yet."""
+    """Objects of one write that are in their slots but not published."""
 
     def __init__(self, count: int) -> None:
         self.records: list[Record] = []
@@ -325,7 +314,7 @@ class _Staged:
         self._lock = threading.Lock()
 
     def count_down(self) -> bool:
-        """True for the last one."""
+        """True for the last object."""
         with self._lock:
             self._num_left -= 1
             return not self._num_left

@@ -1,7 +1,7 @@
-"""Bucket: what a RemoteStore asks of a server: named strings of bytes, in batches.
+"""Bucket: the interface of a RemoteStore to a server: named values of bytes, in batches.
 
-One file per server implements it (redis.py, s3.py, mooncake.py). A bucket knows nothing of blocks, records, checksums
-or deadlines; it may lose, change or mix up what it keeps, and RemoteStore finds out.
+One file per server implements it (redis.py, s3.py, mooncake.py). A bucket has no records, checksums or deadlines. It
+may lose, change or swap values: RemoteStore detects that.
 """
 
 from __future__ import annotations
@@ -11,102 +11,91 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from kvtier.storage.workers import Scratch
+from kvtier.storage.codec import Scratch
 
 Parts = Sequence[memoryview]
-"""A value in pieces, so that what lies in different memory need not be joined before it is sent."""
+"""A value in pieces, which may be in different memory."""
 
 
 class BucketError(Exception):
-    """A server did not do what it was asked to. It never leaves the storage package: stores answer with outcomes."""
+    """A request to a server failed. Internal to the storage package: stores return outcomes."""
 
     def __init__(self, message: str, *, is_transient: bool = True) -> None:
         super().__init__(message)
         self.is_transient = is_transient
-        """Whether asking again may help."""
+        """True if a retry may help."""
 
 
 class Put(Enum):
-    """What became of one value that was to be kept."""
+    """Result of writing one value."""
 
     STORED = "stored"
     EXISTS = "exists"
-    """There is one of this name already, and it was not to be replaced."""
+    """The name exists, and `replace` was False."""
     FULL = "full"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """How a batch is best cut into requests, which run on threads at the same time."""
+    """How to split a batch into requests, which run in parallel on threads."""
 
     max_names: int
     min_bytes: int = 1 << 20
-    """Less than this is not worth another request, be there ever so many threads."""
+    """Do not split smaller batches."""
     max_bytes: int = 4 << 20
-    """What one request brings at most: what came is still in the cache when it is verified, threads hold little, and
-    late ones stop soon; and it is enough for a round trip not to matter."""
+    """Of one read. Small enough that values are in the CPU cache when verified, that threads hold little memory and
+    that late ones stop soon; large enough that the round trip does not matter."""
     max_put_bytes: int = 4 << 20
-    """What one request takes at most."""
+    """Of one write."""
     num_puts: int | None = None
-    """Requests into which a batch to be put is cut, unless they were too large; None: as many as there are threads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """Some of the names in a bucket, and where the next ones begin; an empty cursor after the last."""
-
-    names: tuple[str, ...]
-    cursor: str
+    """Requests per batch of writes, more if they would be too large; None: one per thread."""
 
 
 class Bucket(Protocol):
-    """Every method may raise a BucketError, and be called from any thread."""
+    """Thread-safe. Every method may raise a BucketError."""
 
     request_size: RequestSize
 
-    def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which of them are there."""
-        ...
+    def exists(self, names: Sequence[str]) -> list[bool]: ...
 
     def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
-        """Their values, of one that is longer than its room the first bytes. None: not there.
+        """Return values, at most as many bytes as their rooms; longer values are not read beyond. None: missing.
 
-        No more than the room is read, however long the stored value is. What is no string of bytes counts as an empty
-        value, and does not fail the others.
-        They may lie in the scratch memory, and hold until it is taken again.
+        Entries of another type count as empty values and do not fail the others. Values may be in the scratch memory,
+        and are valid until it is taken again.
         """
         ...
 
     def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:
-        """The first bytes of their values. None: not there."""
+        """Return the first bytes of values. None: missing."""
         ...
 
     def put(self, names: Sequence[str], values: Sequence[Parts], scratch: Scratch, *, replace: bool) -> list[Put]:
-        """Keep these values. Without `replace` a bucket may leave one alone that is there already.
+        """Write values. Without `replace` a bucket may skip existing names.
 
-        A value is made when it is asked for, which may raise a BucketError.
+        `values[i]` computes the value, which may raise a BucketError.
         """
         ...
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Forget them; which of them were there."""
+        """Delete values; return which of them existed."""
         ...
 
-    def list_names(self, cursor: str, limit: int) -> Listing:
-        """About so many of all names."""
+    def list_names(self, cursor: str, limit: int) -> tuple[list[str], str]:
+        """Return about `limit` names and the next cursor, which is empty after the last names."""
         ...
 
     def reset(self) -> None:
-        """Drop connections: what they would say next cannot be trusted."""
+        """Drop idle connections, whose next reply may belong to another request."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Calls that hang may still do so."""
+        """Release resources. Hanging calls may continue to hang."""
         ...
 
 
 def join(parts: Parts, room: memoryview) -> memoryview:
-    """The parts one after another in this room."""
+    """Copy the parts one after another into `room`."""
     at = 0
     for part in parts:
         room[at : at + len(part)] = part

@@ -1,8 +1,8 @@
-"""Blocks in a Mooncake Store: memory of many machines, one master that knows what is where. Needs the extra `mooncake`.
+"""MooncakeBucket: blocks in a Mooncake Store, the memory of many machines with one master. Needs the extra `mooncake`.
 
-Blocks are sent from where they are: over TCP from any memory, over RDMA from memory that was registered (`register`),
-such as the host tier; what is not registered goes through memory that is. Objects of Mooncake cannot be changed, so one
-that is to be replaced is removed first. The client cannot list names; the master's administration port can.
+Blocks are sent in place: over TCP from any memory, over RDMA from registered memory (`register`), such as the host
+tier; other memory is copied to registered memory first. Mooncake's objects are immutable, so a replacement is a removal
+and a put. The client cannot list names; the master's administration port can.
 """
 
 from __future__ import annotations
@@ -13,78 +13,75 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from mooncake.store import MooncakeDistributedStore
 
 from kvtier.storage.checksum import address_of
-from kvtier.storage.remote.bucket import BucketError, Listing, Parts, Put, RequestSize, join
-from kvtier.storage.workers import Scratch
+from kvtier.storage.codec import Scratch
+from kvtier.storage.remote.bucket import BucketError, Parts, Put, RequestSize, join
 
-# What the client answers where it does not count bytes.
+# Return codes of the client, below 0 where it otherwise returns a number of bytes.
 _OK = 0
 _TOO_SMALL = -600
 _NO_ROOM = -200
 _NOT_FOUND = -704
-_GONE = (-703, _NOT_FOUND, -710, -712)  # not written to its end, not there, or its memory left the pool
+_GONE = (-703, _NOT_FOUND, -710, -712)  # incomplete, missing, or its memory left the pool
 _TCP = "tcp"
 
 
-@dataclass(frozen=True, slots=True)
-class MooncakeConfig:
-    """Where the master is, and what this process adds."""
-
-    master: str
-    """host:port"""
-    local_host: str = "127.0.0.1"
-    """How others reach this machine."""
-    metadata: str = "P2PHANDSHAKE"
-    """How clients find each other: by hand-shake, or the URL of a metadata server."""
-    protocol: str = _TCP
-    """tcp or rdma"""
-    device: str = ""
-    """For rdma: the network devices, such as mlx5_0."""
-    segment_bytes: int = 0
-    """Memory this process lends to the pool; gone when it ends."""
-    buffer_bytes: int = 64 << 20
-    """The client's own memory for transfers."""
-    admin_port: int = 0
-    """The master's administration port (its --metrics_port), without which there is no inventory."""
-    prefix: str = "kvtier-"
-
-
 class MooncakeBucket:
-    """Named objects in a Mooncake Store. A master that cannot be reached is a BucketError when this is made."""
+    """Objects in a Mooncake Store. Raises BucketError if the master does not respond.
 
-    # One request moves its objects in parallel by itself: 32 of 1 MiB at 1,117 MiB/s in one, 799 in two halves at once,
-    # 769 in four quarters (2026-11-15, TCP, loopback, 2 cores). So there is one thread unless more are asked for, and
-    # what is put, which takes three calls of the master, goes at once.
+    master          host:port
+    local_host      address of this machine for others
+    metadata        how clients find each other: by handshake, or the URL of a metadata server
+    protocol        tcp or rdma
+    device          for rdma: the network devices, such as mlx5_0
+    segment_bytes   memory that this process lends to the pool while it runs
+    buffer_bytes    the client's own memory for transfers
+    admin_port      the master's administration port (its --metrics_port), needed for inventories
+    """
+
+    # One request moves its objects in parallel: 32 of 1 MiB at 1,117 MiB/s in one request, 799 in two parallel halves,
+    # 769 in four quarters (2026-11-15, TCP, loopback, 2 cores). So one thread is the default, and a batch of puts,
+    # which takes three calls of the master, is one request.
     request_size = RequestSize(max_names=1024, max_put_bytes=64 << 20)
 
-    def __init__(self, config: MooncakeConfig, timeout_s: float) -> None:
-        self._config, self._prefix, self._timeout_s = config, config.prefix, timeout_s
-        self._registered: dict[int, memoryview] = {}  # the views keep the memory from being given back
+    def __init__(
+        self,
+        master: str,
+        *,
+        timeout_s: float,
+        local_host: str = "127.0.0.1",
+        metadata: str = "P2PHANDSHAKE",
+        protocol: str = _TCP,
+        device: str = "",
+        segment_bytes: int = 0,
+        buffer_bytes: int = 64 << 20,
+        admin_port: int = 0,
+        prefix: str = "kvtier-",
+    ) -> None:
+        self._prefix, self._timeout_s, self._is_tcp = prefix, timeout_s, protocol == _TCP
+        self._admin_port = admin_port
+        self._admin_url = f"http://{master.rpartition(':')[0]}:{admin_port}/get_all_keys"
+        self._registered: dict[int, memoryview] = {}  # the views keep the memory alive
         self._lock = threading.Lock()  # of the dictionary
-        self._changing = threading.Lock()  # nobody else waits while gigabytes are pinned
-        _knock(config.master, timeout_s)
+        self._changing = threading.Lock()  # held while gigabytes are pinned, which must not block others
+        _check_reachable(master, timeout_s)
         self._client = MooncakeDistributedStore()
-        code = self._client.setup(
-            *(config.local_host, config.metadata, config.segment_bytes, config.buffer_bytes),
-            *(config.protocol, config.device, config.master),
-        )
+        code = self._client.setup(local_host, metadata, segment_bytes, buffer_bytes, protocol, device, master)
         if code != _OK:
-            raise BucketError(f"the client could not be set up, code {code}", is_transient=False)
+            raise BucketError(f"the setup of the client failed with code {code}", is_transient=False)
 
     def register(self, memory: memoryview) -> None:
-        """Let the network device read this memory where it is, from now on."""
-        # Over TCP there is no such device: blocks are sent from any memory. And there, other than over RDMA, the client
-        # lets whoever connects read and write what is registered.
-        if self._config.protocol != _TCP:
+        """Let the network device access this memory."""
+        # Over TCP there is no such device: blocks are sent from any memory. And unlike over RDMA, the client would let
+        # any peer read and write registered memory.
+        if not self._is_tcp:
             with self._changing:
                 self._add(memory)
 
     def unregister(self, memory: memoryview) -> None:
-        """From now on what is in this memory is copied before it is sent."""
         at = address_of(memory)
         with self._changing:
             with self._lock:
@@ -94,50 +91,46 @@ class MooncakeBucket:
             code = self._client.unregister_buffer(at)
             if code != _OK:
                 with self._lock:
-                    self._registered[at] = view  # stays mapped: other memory at its address would be refused, or worse
-                raise BucketError(f"{len(view)} bytes could not be unregistered, code {code}", is_transient=False)
+                    self._registered[at] = view  # still mapped: its address must not be reused
+                raise BucketError(f"unregistering {len(view)} bytes failed with code {code}", is_transient=False)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which of them are there."""
         codes = self._client.batch_is_exist(self._full(names))
         self._check(codes, (0, 1))
         return [code == 1 for code in codes]
 
     def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
-        """Their values, in the scratch memory; of one that does not fit as much as does."""
         full, room = self._full(names), self._take(scratch, sum(rooms))
         ends = [sum(rooms[: number + 1]) for number in range(len(rooms))]
         places = [room[end - nbytes : end] for end, nbytes in zip(ends, rooms, strict=True)]
         addresses = [address_of(place) for place in places]
         counts = self._client.batch_get_into(full, addresses, list(rooms))
-        found: list[memoryview | None] = []
+        values: list[memoryview | None] = []
         for name, place, count in zip(full, places, counts, strict=True):
             if count == _TOO_SMALL:
                 count = self._part(name, place)
             if count < 0 and count not in _GONE:
-                raise BucketError(f"an object could not be read, code {count}")
-            found.append(place[:count] if count >= 0 else None)
-        return found
+                raise BucketError(f"reading an object failed with code {count}")
+            values.append(place[:count] if count >= 0 else None)
+        return values
 
     def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:
-        """The first bytes of their values."""
         full, room = self._full(names), self._take(scratch, nbytes * len(names))
         offsets = range(0, len(room), nbytes)
         zeros, sizes = [[0] for _ in full], [[nbytes] for _ in full]
-        told = self._client.get_into_ranges([address_of(room)], [full], [[[at] for at in offsets]], [zeros], [sizes])
+        counts = self._client.get_into_ranges([address_of(room)], [full], [[[at] for at in offsets]], [zeros], [sizes])
         heads: list[bytes | None] = []
-        for name, at, (count,) in zip(full, offsets, told[0], strict=True):
+        for name, at, (count,) in zip(full, offsets, counts[0], strict=True):
             if count < 0 and count not in _GONE:
                 count = self._part(name, room[at : at + nbytes])  # shorter than a head
             heads.append(bytes(room[at : at + count]) if count >= 0 else None)
         return heads
 
     def put(self, names: Sequence[str], values: Sequence[Parts], scratch: Scratch, *, replace: bool) -> list[Put]:
-        """Put those that are not there, or all."""
         if replace:
             self.delete(names)
-        there = [False] * len(names) if replace else self.exists(names)
-        left = [index for index, is_there in enumerate(there) if not is_there]
+        existing = [False] * len(names) if replace else self.exists(names)
+        left = [index for index, exists in enumerate(existing) if not exists]
         done = [Put.EXISTS] * len(names)
         if left:
             wanted = values[:] if len(left) == len(values) else [values[index] for index in left]
@@ -153,41 +146,39 @@ class MooncakeBucket:
         return done
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Forget them, also while somebody reads: each read gives an object a lease, 10 s by default, for which the
-        master would refuse. Who reads then may get the bytes of whatever comes into that memory."""
+        """Delete objects, by force: a read leases an object, 10 s by default, and the master would refuse until then.
+        A concurrent read may get the bytes of another object that is put into that memory."""
         codes = self._client.batch_remove(self._full(names), True)
         self._check(codes, (_OK, *_GONE))
         return [code == _OK for code in codes]
 
-    def list_names(self, cursor: str, limit: int) -> Listing:
-        """Names in their order; the master tells all of them every time."""
-        if not self._config.admin_port:
+    def list_names(self, cursor: str, limit: int) -> tuple[list[str], str]:
+        """Return names in order. The master sends all of them every time."""
+        if not self._admin_port:
             raise BucketError(
-                "the client of Mooncake cannot list objects; give the master's administration port, admin=9003",
+                "the Mooncake client cannot list objects; set the master's administration port, admin=9003",
                 is_transient=False,
             )
-        url = f"http://{self._config.master.rpartition(':')[0]}:{self._config.admin_port}/get_all_keys"
         try:
-            with urllib.request.urlopen(url, timeout=self._timeout_s) as answer:
-                keys = answer.read().decode("utf-8", "replace").split()
+            with urllib.request.urlopen(self._admin_url, timeout=self._timeout_s) as response:
+                keys = response.read().decode("utf-8", "replace").split()
         except (urllib.error.URLError, OSError, ValueError) as error:
-            raise BucketError(f"{url}: {error}") from error
+            raise BucketError(f"{self._admin_url}: {error}") from error
         ours = re.compile(re.escape(self._prefix) + "[0-9a-f]{64}")
         names = sorted(key.removeprefix(self._prefix) for key in keys if ours.fullmatch(key))
         names = [name for name in names if name > cursor][: limit + 1]
-        return Listing(tuple(names[:limit]), names[limit - 1] if len(names) > limit else "")
+        return names[:limit], names[limit - 1] if len(names) > limit else ""
 
     def reset(self) -> None:
-        """The client looks after its connections."""
+        """Do nothing: the client manages its connections."""
 
     def close(self) -> None:
-        """Leave the pool."""
         self._client.close()
 
     def _take(self, scratch: Scratch, nbytes: int) -> memoryview:
-        """Scratch memory the client can use; ranges of objects are read into nothing else, over TCP neither."""
+        """Return registered scratch memory, which range reads need, even over TCP."""
         room = scratch.take(nbytes)
-        self._add(memoryview(room.obj))  # all of it: the same memory is taken in other lengths
+        self._add(memoryview(room.obj))  # all of it: the next take may be longer
         return room
 
     def _add(self, memory: memoryview) -> None:
@@ -197,7 +188,7 @@ class MooncakeBucket:
                 return
         code = self._client.register_buffer(at, len(memory))
         if code != _OK:
-            raise BucketError(f"{len(memory)} bytes could not be registered, code {code}", is_transient=False)
+            raise BucketError(f"registering {len(memory)} bytes failed with code {code}", is_transient=False)
         with self._lock:
             self._registered[at] = memory
 
@@ -205,17 +196,17 @@ class MooncakeBucket:
         return [self._prefix + name for name in names]
 
     def _part(self, name: str, place: memoryview) -> int:
-        """The first bytes of an object, as many as there are and fit; their number, or a code below 0."""
+        """Read the first bytes of an object, as many as fit; return their number or an error code."""
         stored = self._client.get_size(name)
         count = min(stored, len(place))
         if count <= 0:
             return int(count)
-        answer = self._client.get_into_ranges([address_of(place)], [[name]], [[[0]]], [[[0]]], [[[count]]])
-        return int(answer[0][0][0])
+        counts = self._client.get_into_ranges([address_of(place)], [[name]], [[[0]]], [[[0]]], [[[count]]])
+        return int(counts[0][0][0])
 
     def _pieces(self, values: Sequence[Parts], scratch: Scratch) -> list[list[memoryview]]:
-        """The parts of values where they are, or, if the network device cannot read them there, in scratch memory."""
-        if self._config.protocol == _TCP:
+        """Return the parts of values, copied to scratch memory if the network device cannot read them in place."""
+        if self._is_tcp:
             return [[part for part in parts if len(part)] for parts in values]
         others = [part for parts in values for part in parts if not self._is_registered(part)]
         room = self._take(scratch, sum(map(len, others)))
@@ -241,8 +232,8 @@ class MooncakeBucket:
             raise BucketError(f"{len(wrong)} of {len(codes)} objects failed with code {wrong[0]}")
 
 
-def _knock(master: str, timeout_s: float) -> None:
-    """A BucketError unless somebody listens there: the client would try for a minute and a half."""
+def _check_reachable(master: str, timeout_s: float) -> None:
+    """Raise BucketError if no server listens there: the client would retry for 90 seconds."""
     host, _, port = master.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout_s).close()

@@ -1,14 +1,13 @@
-"""Blocks on a Redis or Valkey server, or a cluster of them. Needs the extra `redis`.
+"""RedisBucket: blocks on a Redis or Valkey server, or a cluster. Needs the extra `redis`.
 
-Every request is one pipeline of GETRANGE, SET, EXISTS or UNLINK; on a cluster one per node. Redis evicts by itself
-(set `maxmemory` and `maxmemory-policy allkeys-lru`), so objects vanish without notice.
+Every request is one pipeline of GETRANGE, SET, EXISTS or UNLINK; on a cluster one per node. Redis evicts on its own
+(set `maxmemory` and `maxmemory-policy allkeys-lru`), so objects may vanish at any time.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -31,8 +30,8 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from kvtier.storage.remote.bucket import BucketError, Listing, Parts, Put, RequestSize, join
-from kvtier.storage.workers import Scratch
+from kvtier.storage.codec import Scratch
+from kvtier.storage.remote.bucket import BucketError, Parts, Put, RequestSize, join
 
 _MOVED = (MovedError, AskError, TryAgainError)
 _TRANSIENT = (
@@ -46,89 +45,85 @@ _TRANSIENT = (
 )
 _REFUSED = (AuthenticationError, AuthorizationError)  # subclasses of ConnectionError
 _ERRORS = (RedisError, RedisClusterException, OSError, ValueError, TypeError, IndexError)
-"""What the client raises; the last three where what it reads is not the protocol."""
-_SMALL_BYTES = 1 << 14  # pieces up to this are sent together, larger ones from where they are
+"""Errors of the client; the last three for replies that violate the protocol."""
+_SMALL_BYTES = 1 << 14  # pieces up to this are joined, larger ones sent in place
 _READ_BYTES = 1 << 18  # per recv: 576 MiB/s for values of 1 MiB instead of 493 with 64 KiB (2026-11-15, loopback)
 
 
-@dataclass(frozen=True, slots=True)
-class RedisConfig:
-    """Where a Redis is, and how to be let in."""
-
-    host: str = "127.0.0.1"
-    port: int = 6379
-    username: str = ""
-    password: str = ""
-    database: int = 0
-    is_cluster: bool = False
-    """`host` is one of its nodes."""
-    is_encrypted: bool = False
-    """TLS; the server's certificate is verified, host name included."""
-    ca_file: str = ""
-    """Certificates to trust instead of the system's."""
-    cert_file: str = ""
-    key_file: str = ""
-    """What we show to a server that wants to know clients."""
-    prefix: str = "kvtier:"
-    """Names begin with it; two deployments on one server have two."""
-    ttl_s: float | None = None
-
-
-# A server takes one command after another, so what is put at once, on several connections, only takes cores from it: of
-# two cores, one of them the server's, 32 x 1 MiB in one request came at .87 to .97 of the raw client's rate, in eight
-# on four threads at .78 to .87; the nodes of a cluster took them at .76 and .86 (2026-11-15).
+# A server runs one command after another, so parallel puts only take cores from it. On two cores, one of them the
+# server's, 32 x 1 MiB in one request reached .87 to .97 of the raw client's rate, in eight requests on four threads .78
+# to .87; on a cluster .76 and .86 (2026-11-15).
 _ONE_SERVER = RequestSize(
     max_names=4096, max_put_bytes=32 << 20, num_puts=max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 )
 
 
 class RedisBucket:
-    """Named strings on a Redis. Connecting to a server that is not there is a BucketError."""
+    """Strings on a Redis server. Raises BucketError if the server does not respond.
 
-    def __init__(self, config: RedisConfig, num_connections: int, timeout_s: float) -> None:
-        self._prefix, self._is_cluster = config.prefix, config.is_cluster
-        self.request_size = RequestSize(max_names=4096) if config.is_cluster else _ONE_SERVER
-        self._expiry = ("PX", max(1, int(config.ttl_s * 1000))) if config.ttl_s is not None else ()
+    With `is_cluster`, `host` is one of the nodes. With `is_encrypted` (TLS), the server's certificate and host name are
+    verified, against `ca_file` instead of the system's certificates if it is set; `cert_file` and `key_file` are the
+    client's. Names start with `prefix`; deployments that share a server need different ones.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 6379,
+        *,
+        num_connections: int,
+        timeout_s: float,
+        username: str = "",
+        password: str = "",
+        database: int = 0,
+        is_cluster: bool = False,
+        is_encrypted: bool = False,
+        ca_file: str = "",
+        cert_file: str = "",
+        key_file: str = "",
+        prefix: str = "kvtier:",
+        ttl_s: float | None = None,
+    ) -> None:
+        self._prefix, self._is_cluster = prefix, is_cluster
+        self.request_size = RequestSize(max_names=4096) if is_cluster else _ONE_SERVER
+        self._expiry = ("PX", max(1, int(ttl_s * 1000))) if ttl_s is not None else ()
         options: dict[str, Any] = {
-            "host": config.host,
-            "port": config.port,
-            "username": config.username or None,
-            "password": config.password or None,
+            "host": host,
+            "port": port,
+            "username": username or None,
+            "password": password or None,
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
             "socket_read_size": _READ_BYTES,
             "retry": Retry(NoBackoff(), 0),
             "max_connections": num_connections,
         }
-        if config.is_encrypted:
-            files = {"ssl_ca_certs": config.ca_file, "ssl_certfile": config.cert_file, "ssl_keyfile": config.key_file}
+        if is_encrypted:
+            files = {"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file}
             options |= {"ssl": True} | {name: file for name, file in files.items() if file}
         try:
-            self._client = RedisCluster(**options) if config.is_cluster else redis.Redis(db=config.database, **options)
+            self._client = RedisCluster(**options) if is_cluster else redis.Redis(db=database, **options)
             self._client.ping()
         except _ERRORS as error:
             raise _explain(error) from error
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which of them are there."""
         return [bool(reply) for reply in self._pipe([("EXISTS", self._prefix + name) for name in names])]
 
     def fetch(self, names: Sequence[str], rooms: Sequence[int], scratch: Scratch) -> list[memoryview | None]:  # noqa: ARG002
-        """The first bytes of their values, as many as there is room for; an empty value counts as none."""
         return [None if value is None else memoryview(value) for value in self._ranges(names, rooms)]
 
     def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:  # noqa: ARG002
-        """The first bytes of their values; an empty value counts as none."""
         return self._ranges(names, [nbytes] * len(names))
 
     def _ranges(self, names: Sequence[str], sizes: Sequence[int]) -> list[bytes | None]:
-        """So many first bytes of each value, none of what is no string. None: not there."""
+        """Return the first bytes of each value; empty for other types, None for missing or empty values."""
         commands = [("GETRANGE", self._prefix + n, 0, size - 1) for n, size in zip(names, sizes, strict=True)]
         replies = self._pipe(commands, _is_wrong_type)
         return [b"" if isinstance(reply, Exception) else reply or None for reply in replies]
 
     def put(self, names: Sequence[str], values: Sequence[Parts], scratch: Scratch, *, replace: bool) -> list[Put]:  # noqa: ARG002
-        """Set them all, which also renews their time to live; from where they are, without joining their parts."""
+        """Set all values, which also renews their time to live."""
         try:
             replies = self._send([self._prefix + name for name in names], values)
         except BucketError as error:
@@ -136,7 +131,7 @@ class RedisBucket:
                 raise
             replies = dict.fromkeys(range(len(names)), error)
         moved = [index for index, reply in replies.items() if isinstance(reply, (*_MOVED, BucketError))]
-        if moved and self._is_cluster:  # its client knows where to ask, but takes only values in one piece
+        if moved and self._is_cluster:  # the client follows moved slots, but needs values in one piece
             replies |= self._send_joined(moved, names, values, scratch)
         wrong = next((reply for reply in replies.values() if _is_error(reply, _is_out_of_memory)), None)
         if wrong is not None:
@@ -144,32 +139,31 @@ class RedisBucket:
         return [Put.STORED if not isinstance(replies[i], Exception) else Put.FULL for i in range(len(names))]
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Forget them."""
         return [bool(reply) for reply in self._pipe([("UNLINK", self._prefix + name) for name in names])]
 
-    def list_names(self, cursor: str, limit: int) -> Listing:
-        """SCAN; on a cluster node by node, the node's number before the colon."""
+    def list_names(self, cursor: str, limit: int) -> tuple[list[str], str]:
+        """SCAN, on a cluster node by node. A cursor is node:position."""
         node, _, at = (cursor or "0:0").partition(":")
         nodes = self._nodes()
         if not node.isdecimal() or not at.isdecimal() or int(node) >= len(nodes):
-            raise BucketError(f"{cursor!r} is no cursor of this store", is_transient=False)
+            raise BucketError(f"{cursor!r} is not a cursor of this store", is_transient=False)
         pattern = _escaped(self._prefix) + "?" * 64
         try:
-            following, found = nodes[int(node)].scan(int(at), match=pattern, count=limit)
+            following, keys = nodes[int(node)].scan(int(at), match=pattern, count=limit)
         except _ERRORS as error:
             raise _explain(error) from error
-        names = tuple(name.decode("utf-8", "replace").removeprefix(self._prefix) for name in found)
+        names = [key.decode("utf-8", "replace").removeprefix(self._prefix) for key in keys]
         if following:
-            return Listing(names, f"{node}:{following}")
-        return Listing(names, f"{int(node) + 1}:0" if int(node) + 1 < len(nodes) else "")
+            return names, f"{node}:{following}"
+        return names, f"{int(node) + 1}:0" if int(node) + 1 < len(nodes) else ""
 
     def reset(self) -> None:
-        """Drop the connections nobody uses now."""
+        """Drop idle connections."""
         for node in self._nodes():
             node.connection_pool.disconnect(inuse_connections=False)
 
     def close(self) -> None:
-        """Drop all connections, also under whoever hangs."""
+        """Drop all connections, even those of hanging calls."""
         for node in self._nodes():
             node.connection_pool.disconnect()
 
@@ -182,7 +176,7 @@ class RedisBucket:
     def _pipe(
         self, commands: Sequence[tuple[Any, ...]], is_expected: Callable[[Exception], bool] = lambda _: False
     ) -> list[Any]:
-        """The replies to commands sent at once; errors among them other than the expected are raised."""
+        """Send commands in one pipeline; return the replies. Errors other than the expected ones are raised."""
         try:
             pipeline = self._client.pipeline(transaction=False)
             for command in commands:
@@ -197,10 +191,10 @@ class RedisBucket:
         return replies
 
     def _send(self, names: Sequence[str], values: Sequence[Parts]) -> dict[int, Any]:
-        """SET on one connection to each node, all sent before any is answered. Replies, errors among them, by number.
+        """SET on one connection per node, all sent before the first reply. Return replies and errors by number.
 
-        Written out because a pipeline of the client takes a value in one piece, and joining the pieces costs as much as
-        the checksum: half of what we may add to what Redis takes.
+        Written out because a pipeline of the client needs a value in one piece, and joining the pieces costs as much as
+        the checksum: half of our overhead budget over plain Redis.
         """
         nodes: dict[Any, list[int]] = {}
         used: list[Any] = []
@@ -216,7 +210,7 @@ class RedisBucket:
                     replies[index] = _read_reply(connection)
         except (*_ERRORS, BucketError) as error:
             for _, connection in used:
-                connection.disconnect()  # what it has not said yet must not answer somebody else
+                connection.disconnect()  # its pending replies must not reach another request
             raise error if isinstance(error, BucketError) else _explain(error) from error
         finally:
             for pool, connection in used:
@@ -226,7 +220,7 @@ class RedisBucket:
     def _send_joined(
         self, chosen: Sequence[int], names: Sequence[str], values: Sequence[Parts], scratch: Scratch
     ) -> dict[int, Any]:
-        """The same through a pipeline of the client, which finds slots that moved."""
+        """Set values through a pipeline of the client, which follows moved slots."""
         sizes = [sum(map(len, values[index])) for index in chosen]
         room, commands = scratch.take(sum(sizes)), []
         for index, nbytes in zip(chosen, sizes, strict=True):
@@ -237,7 +231,7 @@ class RedisBucket:
     def _packed(
         self, names: Sequence[str], values: Sequence[Parts], chosen: Sequence[int]
     ) -> Iterator[bytes | memoryview]:
-        """SET commands as Redis reads them, piece by piece: a value is asked for when those before it are sent."""
+        """Yield the bytes of SET commands. A value is computed when those before it have been sent."""
         text = bytearray()
         for index in chosen:
             parts = values[index]
@@ -250,7 +244,7 @@ class RedisBucket:
                     yield bytes(text)
                     yield part
                     text.clear()
-            text += b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(str(each)), str(each).encode()) for each in self._expiry)
+            text += b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(str(word)), str(word).encode()) for word in self._expiry)
         yield bytes(text)
 
     def _pool_of(self, name: str) -> Any:
@@ -280,16 +274,16 @@ def _is_wrong_type(error: Exception) -> bool:
 
 
 def _explain(error: Exception) -> BucketError:
-    """What the client raised, in our words."""
+    """Translate an error of the client."""
     if isinstance(error, _REFUSED):
-        return BucketError(f"refused us: {error}", is_transient=False)
-    if isinstance(error, MovedError):  # the client of a cluster follows them
-        return BucketError("it is a node of a cluster: add cluster=yes", is_transient=False)
+        return BucketError(f"access denied: {error}", is_transient=False)
+    if isinstance(error, MovedError):  # a cluster client follows them
+        return BucketError("the server is a node of a cluster; add cluster=yes", is_transient=False)
     if isinstance(error, _TRANSIENT):
         return BucketError(f"{type(error).__name__}: {error}")
     if isinstance(error, ResponseError):
         return BucketError(str(error), is_transient=False)
-    return BucketError(f"not the protocol of Redis: {type(error).__name__}: {error}")
+    return BucketError(f"invalid reply: {type(error).__name__}: {error}")
 
 
 def _escaped(prefix: str) -> str:

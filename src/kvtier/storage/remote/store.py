@@ -1,4 +1,4 @@
-"""RemoteStore: blocks on a server, which is taken to be lossy, slow and wrong. docs/stores.md has the whole story."""
+"""RemoteStore: blocks on a server, which may lose, delay or corrupt them. See docs/stores.md."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
-from kvtier.errors import ArgumentError, ClosedError, FormatError, StoreError
-from kvtier.storage.calls import Batch, Breaker, CallRunner
-from kvtier.storage.codec import copy_bytes
-from kvtier.storage.remote.bucket import Bucket, BucketError, Listing, Parts, Put
-from kvtier.storage.remote.envelope import Envelope, Packed
+from kvtier.errors import ArgumentError, FormatError, StoreError
+from kvtier.storage.calls import Batch, Breaker, CallRunner, Job
+from kvtier.storage.codec import Scratch, copy_bytes
+from kvtier.storage.record import Record
+from kvtier.storage.remote.bucket import Bucket, BucketError, Parts, Put
+from kvtier.storage.remote.envelope import EXPIRED, Envelope, Packed
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
-    Kind,
     Meter,
     ObjectResult,
     ObjectStatus,
@@ -28,37 +28,38 @@ from kvtier.storage.store import (
     StoreStats,
     UsesMemory,
     Write,
-    check_keys,
     view_of,
 )
-from kvtier.storage.workers import Job, Scratch, Workers
 
-Asked = ParamSpec("Asked")
-Answer = TypeVar("Answer")
+Arguments = ParamSpec("Arguments")
+Response = TypeVar("Response")
+Work = Callable[[Sequence[int], Batch, Scratch], None]
+"""Handles the objects of one request, by their numbers."""
+_MISSING = ObjectResult(ObjectStatus.MISSING)
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often a request is made again, and how long to wait before: anything up to twice the last most, by chance,
-    so that clients that failed together do not come back together."""
+    """Number of retries and the wait before each: random, up to twice the previous maximum, so that clients that failed
+    together do not retry together."""
 
     num_retries: int = 2
     first_wait_s: float = 0.05
 
     def __post_init__(self) -> None:
         if self.num_retries < 0 or self.first_wait_s < 0:
-            raise ArgumentError(f"retries cannot be negative, got {self}")
+            raise ArgumentError(f"retries must be 0 or more, got {self}")
 
     def wait_s(self, attempt: int) -> float:
-        """Before trying again after this many failures, from 0."""
+        """Return the wait before a retry; the first attempt is 0."""
         return random.uniform(0, self.first_wait_s * 2**attempt)
 
 
 class RemoteStore:
-    """A store on a server, for any number of processes at a time.
+    """A store on a server, shared by any number of processes.
 
-    Requests run on `num_threads` threads, so many of them at a time. `where` names the server in messages.
-    What it holds is not known here: `stats` counts calls only.
+    At most `num_threads` requests run in parallel. `where` names the server in messages. `stats` has no contents, only
+    calls.
     """
 
     def __init__(
@@ -78,65 +79,56 @@ class RemoteStore:
         self._envelope = envelope or Envelope()
         self._retry = retry or Retry()
         self._breaker = breaker or Breaker()
-        self._workers = Workers(num_threads, "kvtier-remote")
         self._num_threads = num_threads
-        self._calls = CallRunner(self._workers, self._breaker, timeout_s)
-        self._meter = Meter()
+        self._calls = CallRunner(num_threads, "kvtier-remote", self._breaker, timeout_s)
+        self._meter = Meter(f"the store on {where}")
         self._lock = threading.Lock()
         self._num_quarantined = 0
-        self._is_closed = False
 
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Which of these objects are there. One that is damaged or expired may be FOUND here and not when read."""
-        begin = self._begin(keys)
-        names = [self._envelope.name(key) for key in keys]
-
-        def find(chunk: Sequence[int], batch: Batch, _: Scratch) -> None:
-            found = self._ask(batch, self._bucket.exists, [names[index] for index in chunk])
-            told = {True: ObjectResult(ObjectStatus.FOUND), False: ObjectResult(ObjectStatus.MISSING)}
-            batch.settle({index: told[is_there] for index, is_there in zip(chunk, found, strict=True)})
-
-        return self._end(Kind.LOOKUP, self._run([0] * len(keys), find, timeout_s), begin)
+        """Look up objects. A damaged or expired one may be FOUND here, and not when it is read."""
+        begin = self._meter.begin(keys)
+        outcomes = self._run_by_name(keys, self._bucket.exists, ObjectResult(ObjectStatus.FOUND), timeout_s)
+        return self._meter.end("lookups", outcomes, begin)
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
-        """Fill the given memory with verified bytes; where the outcome is not FOUND it holds what it held."""
-        begin = self._begin([read.key for read in reads])
+        begin = self._meter.begin([read.key for read in reads])
         views = [view_of(read.into, writable=True) for read in reads]
         names = [self._envelope.name(read.key) for read in reads]
 
-        def look(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> dict[int, ObjectResult]:
+        def fetch(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> dict[int, ObjectResult]:
+            """Settle objects, except damaged and expired ones: return these, to be deleted first."""
             rooms = [len(views[index]) + self._envelope.extra_bytes for index in chunk]
-            values = self._ask(batch, self._bucket.fetch, [names[index] for index in chunk], rooms, scratch)
+            values = self._request(batch, self._bucket.fetch, [names[index] for index in chunk], rooms, scratch)
             useless = {}
             for index, value in zip(chunk, values, strict=True):
-                verdict = self._envelope.judge(reads[index], len(views[index]), value)
-                if verdict.is_useless:
-                    useless[index] = verdict.outcome  # settled when it is gone
-                elif verdict.payload is None:
-                    batch.settle({index: verdict.outcome})
+                outcome, payload = self._envelope.open(reads[index], len(views[index]), value)
+                if outcome is EXPIRED or outcome.status is ObjectStatus.CORRUPT:
+                    useless[index] = outcome
                 else:
-                    batch.settle({index: verdict.outcome}, functools.partial(copy_bytes, views[index], verdict.payload))
+                    copy = functools.partial(copy_bytes, views[index], payload) if payload is not None else None
+                    batch.settle({index: outcome}, copy)
             return useless
 
         def load(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
-            useless = look(chunk, batch, scratch)
+            useless = fetch(chunk, batch, scratch)
             doubtful = [index for index, outcome in useless.items() if outcome.status is ObjectStatus.CORRUPT]
             self._quarantine(batch, {i: (names[i], useless[i]) for i in useless if i not in doubtful})
             if doubtful:
-                # It need not be the object: a removal may have overtaken the read, whose memory then held another's
-                # (Mooncake), a bit may have flipped on the way, the connection may be out of step. Damage lasts.
+                # The object may be intact: a concurrent removal may have replaced the memory (Mooncake), a bit may
+                # have flipped in transit, the connection may be out of step. Read again: real damage persists.
                 self._bucket.reset()
-                self._do(confirm, doubtful, batch, scratch)
+                self._run_chunk(confirm, doubtful, batch, scratch)
 
         def confirm(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
-            self._quarantine(batch, {i: (names[i], outcome) for i, outcome in look(chunk, batch, scratch).items()})
+            self._quarantine(batch, {i: (names[i], outcome) for i, outcome in fetch(chunk, batch, scratch).items()})
 
-        return self._end(Kind.READ, self._run([len(view) for view in views], load, timeout_s), begin)
+        return self._meter.end("reads", self._run([len(view) for view in views], load, timeout_s), begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Store objects, replacing others of their keys. One that is there already is not always sent again."""
-        begin = self._begin([write.key for write in writes])
-        last = {write.key: index for index, write in enumerate(writes)}  # of several under one key it counts
+        """Store objects. Equal objects that exist are not always sent again."""
+        begin = self._meter.begin([write.key for write in writes])
+        last = {write.key: index for index, write in enumerate(writes)}  # of several writes of a key, the last counts
         chosen = [writes[index] for index in last.values()]
         views = [view_of(write.payload) for write in writes]
         chosen_views = [views[index] for index in last.values()]
@@ -145,59 +137,67 @@ class RemoteStore:
             parcels = _Parcels(self._envelope, {index: (chosen[index], chosen_views[index]) for index in chunk}, batch)
             self._save(batch, parcels, scratch)
 
-        sizes, limits = [len(view) for view in chosen_views], self._bucket.request_size
-        outcomes = dict(
-            zip(last, self._run(sizes, save, timeout_s, _Cut(limits.num_puts, limits.max_put_bytes)), strict=True)
-        )
-        told = [
-            outcomes[w.key] if last[w.key] == i else replace(outcomes[w.key], nbytes=0) for i, w in enumerate(writes)
+        sizes = [len(view) for view in chosen_views]
+        by_key = dict(zip(last, self._run(sizes, save, timeout_s, is_put=True), strict=True))
+        outcomes = [
+            by_key[w.key] if last[w.key] == i else replace(by_key[w.key], nbytes=0) for i, w in enumerate(writes)
         ]
-        return self._end(Kind.WRITE, told, begin)
+        return self._meter.end("writes", outcomes, begin)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Forget objects. One that a failed first attempt removed is MISSING at the next."""
-        begin = self._begin(keys)
+        """Delete objects. If a failed attempt has deleted one, its retry reports MISSING."""
+        begin = self._meter.begin(keys)
+        outcomes = self._run_by_name(keys, self._bucket.delete, ObjectResult(ObjectStatus.REMOVED), timeout_s)
+        return self._meter.end("removals", outcomes, begin)
+
+    def _run_by_name(
+        self,
+        keys: Sequence[bytes],
+        request: Callable[[Sequence[str]], list[bool]],
+        done: ObjectResult,
+        timeout_s: float | None,
+    ) -> Sequence[ObjectResult]:
+        """Run a request that returns True or False per name; True becomes `done`, False MISSING."""
         names = [self._envelope.name(key) for key in keys]
 
-        def drop(chunk: Sequence[int], batch: Batch, _: Scratch) -> None:
-            gone = self._ask(batch, self._bucket.delete, [names[index] for index in chunk])
-            told = {True: ObjectResult(ObjectStatus.REMOVED), False: ObjectResult(ObjectStatus.MISSING)}
-            batch.settle({index: told[was_there] for index, was_there in zip(chunk, gone, strict=True)})
+        def work(chunk: Sequence[int], batch: Batch, _: Scratch) -> None:
+            existed = self._request(batch, request, [names[index] for index in chunk])
+            batch.settle({index: done if exists else _MISSING for index, exists in zip(chunk, existed, strict=True)})
 
-        return self._end(Kind.REMOVAL, self._run([0] * len(keys), drop, timeout_s), begin)
+        return self._run([0] * len(keys), work, timeout_s)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """The inventory, in the server's order."""
-        begin = self._begin([])
-        found: list[Listing] = []
+        """Return a page of the inventory, in the server's order."""
+        begin = self._meter.begin()
+        done = ObjectResult(ObjectStatus.FOUND)
+        listing: list[tuple[list[str], str]] = []
 
         def list_names(_: Sequence[int], batch: Batch, __: Scratch) -> None:
-            listing = self._ask(batch, self._bucket.list_names, cursor, limit)
-            batch.settle({0: ObjectResult(ObjectStatus.FOUND)}, lambda: found.append(listing))
+            page = self._request(batch, self._bucket.list_names, cursor, limit)
+            batch.settle({0: done}, lambda: listing.append(page))
 
         listed = self._run([0], list_names, timeout_s)
-        names = found[0].names if found else ()
-        seen = _Seen()
+        names, following = listing[0] if listing else ([], "")
+        heads: dict[int, bytes | None] = {}
 
-        def look(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
+        def fetch_heads(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
             chosen = [names[index] for index in chunk]
-            heads = self._ask(batch, self._bucket.fetch_heads, chosen, self._envelope.head_bytes, scratch)
-            batch.settle(
-                dict.fromkeys(chunk, ObjectResult(ObjectStatus.FOUND)),
-                lambda: seen.add(self._envelope, chunk, chosen, heads),
-            )
+            fetched = self._request(batch, self._bucket.fetch_heads, chosen, self._envelope.head_bytes, scratch)
+            batch.settle(dict.fromkeys(chunk, done), lambda: heads.update(zip(chunk, fetched, strict=True)))
 
         left_s = (self._timeout_s if timeout_s is None else timeout_s) - (time.perf_counter() - begin)
-        looked = self._run([0] * len(names), look, max(0.0, left_s))
-        failed = next((each.reason for each in (*listed, *looked) if not each.ok), "")
+        fetched = self._run([0] * len(names), fetch_heads, max(0.0, left_s))
+        failed = next((outcome.reason for outcome in (*listed, *fetched) if not outcome.ok), "")
         if failed:
             return Page((), cursor, time.perf_counter() - begin, failed)
-        objects = tuple(seen.objects[index] for index in sorted(seen.objects))
-        return Page(objects, found[0].cursor, time.perf_counter() - begin, num_unreadable=seen.num_unreadable)
+        records = [self._record(names[index], heads[index]) for index in sorted(heads) if heads[index] is not None]
+        valid = [record for record in records if record is not None and not self._envelope.is_expired(record)]
+        objects = tuple(StoredObject(record.key, record.label, record.nbytes) for record in valid)
+        return Page(objects, following, time.perf_counter() - begin, num_unreadable=records.count(None))
 
     def register(self, memory: memoryview) -> None:
-        """Send blocks from this memory without copying them first, where the server's client can do that."""
-        self._begin([])
+        """Send blocks from this memory without copies, if the client of the server supports it."""
+        self._meter.begin()
         if isinstance(self._bucket, UsesMemory):
             try:
                 self._bucket.register(memory)
@@ -205,66 +205,50 @@ class RemoteStore:
                 raise StoreError(f"{self._where}: {error}") from error
 
     def unregister(self, memory: memoryview) -> None:
-        """No longer; a closed store has none."""
-        if isinstance(self._bucket, UsesMemory) and not self._is_closed:
+        if isinstance(self._bucket, UsesMemory) and not self._meter.is_closed:
             try:
                 self._bucket.unregister(memory)
             except BucketError as error:
                 raise StoreError(f"{self._where}: {error}") from error
 
     def close(self) -> None:
-        """Finish what was begun, end the threads, disconnect; after the deadline without waiting any longer."""
+        """Finish running calls, end the threads and disconnect. Do not wait longer than the deadline."""
         with self._lock:
-            if self._is_closed:
+            if self._meter.is_closed:
                 return
-            self._is_closed = True
-        self._workers.close(self._timeout_s)
+            self._meter.is_closed = True
+        self._calls.close()
         self._bucket.close()
 
     @property
     def stats(self) -> StoreStats:
-        """What it did. What the server holds is for `scan` to tell."""
         return replace(self._meter.stats, num_quarantined=self._num_quarantined, num_refused=self._breaker.num_refused)
 
     # --- every call
 
-    def _begin(self, keys: Sequence[bytes]) -> float:
-        if self._is_closed:
-            raise ClosedError(f"the store on {self._where} is closed")
-        check_keys(keys)
-        return time.perf_counter()
-
-    def _end(self, kind: Kind, outcomes: Sequence[ObjectResult], begin: float) -> Results:
-        return self._meter.count(kind, Results(tuple(outcomes), time.perf_counter() - begin))
-
     def _run(
-        self,
-        sizes: Sequence[int],
-        work: Callable[[Sequence[int], Batch, Scratch], None],
-        timeout_s: float | None,
-        cut: _Cut | None = None,
+        self, sizes: Sequence[int], work: Work, timeout_s: float | None, *, is_put: bool = False
     ) -> Sequence[ObjectResult]:
-        """Have the work done in chunks of objects, each on some thread."""
+        """Run `work` on chunks of objects, in parallel."""
         if not sizes:
             return ()
 
         def plan(batch: Batch) -> list[Job]:
-            return [
-                functools.partial(self._do, work, chunk, batch)
-                for chunk in self._chunks(sizes, cut or _Cut(None, self._bucket.request_size.max_bytes))
-            ]
+            chunks = self._chunks(sizes, is_put=is_put)
+            return [functools.partial(self._run_chunk, work, chunk, batch) for chunk in chunks]
 
         return self._calls.run(len(sizes), plan, timeout_s)
 
-    def _chunks(self, sizes: Sequence[int], cut: _Cut) -> list[list[int]]:
-        """Numbers of objects that go into one request: so many that every thread has its share and a single request,
-        unless that were too large."""
+    def _chunks(self, sizes: Sequence[int], *, is_put: bool) -> list[list[int]]:
+        """Split objects into requests: equal shares of bytes, one per thread, more if they would be too large."""
         limits = self._bucket.request_size
-        share = max(sum(sizes) / (cut.num_requests or self._num_threads), limits.min_bytes)
+        max_bytes = limits.max_put_bytes if is_put else limits.max_bytes
+        num_requests = (is_put and limits.num_puts) or self._num_threads
+        share = max(sum(sizes) / num_requests, limits.min_bytes)
         chunks: list[list[int]] = [[]]
-        nbytes, taken = 0, 0.0  # in the last one, and of its share: what one has too much the next has less
+        nbytes, taken = 0, 0.0  # bytes of the last chunk, and of its share: an excess reduces the next share
         for index, size in enumerate(sizes):
-            is_full = taken >= share or nbytes + size > cut.max_bytes or len(chunks[-1]) == limits.max_names
+            is_full = taken >= share or nbytes + size > max_bytes or len(chunks[-1]) == limits.max_names
             if is_full and chunks[-1]:
                 chunks.append([])
                 nbytes, taken = 0, max(0.0, taken - share)
@@ -272,27 +256,21 @@ class RemoteStore:
             nbytes, taken = nbytes + size, taken + size
         return chunks
 
-    # --- jobs, on the workers' threads
+    # --- jobs, on the threads
 
-    def _do(
-        self,
-        work: Callable[[Sequence[int], Batch, Scratch], None],
-        chunk: Sequence[int],
-        batch: Batch,
-        scratch: Scratch,
-    ) -> None:
+    def _run_chunk(self, work: Work, chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
         if batch.is_expired:
-            return  # it waited behind a request that hung
+            return  # it waited for a request that hung
         try:
             work(chunk, batch, scratch)
         except BucketError as error:
             batch.trouble = f"{self._where}: {error}"
             batch.settle(dict.fromkeys(chunk, ObjectResult(ObjectStatus.FAILED, reason=batch.trouble)))
 
-    def _ask(
-        self, batch: Batch, request: Callable[Asked, Answer], *args: Asked.args, **options: Asked.kwargs
-    ) -> Answer:
-        """The server's answer; transient errors are retried. Once nobody waits for it any more nothing is asked."""
+    def _request(
+        self, batch: Batch, request: Callable[Arguments, Response], *args: Arguments.args, **options: Arguments.kwargs
+    ) -> Response:
+        """Send a request; retry transient errors until the call has returned."""
         attempt = 0
         while not batch.is_expired:
             try:
@@ -302,16 +280,19 @@ class RemoteStore:
                     raise
             time.sleep(self._retry.wait_s(attempt))
             attempt += 1
-        raise BucketError("the deadline came first")
+        raise BucketError("the deadline has passed")
 
     def _save(self, batch: Batch, parcels: _Parcels, scratch: Scratch) -> None:
-        """Send objects; those that are there already only if they are others."""
+        """Send objects; existing ones only if they differ."""
         exist = self._put(batch, parcels, parcels.indices, scratch, replace=False)
         if exist:
             names = [parcels.name(index) for index in exist]
-            heads = self._ask(batch, self._bucket.fetch_heads, names, self._envelope.head_bytes, scratch)
-            told = zip(exist, names, heads, strict=True)
-            same = {index for index, name, head in told if self._is_there(name, parcels[index], head)}
+            heads = self._request(batch, self._bucket.fetch_heads, names, self._envelope.head_bytes, scratch)
+            same = {
+                index
+                for index, name, head in zip(exist, names, heads, strict=True)
+                if self._is_current(self._record(name, head), parcels[index][0])
+            }
             batch.settle(dict.fromkeys(same, ObjectResult(ObjectStatus.STORED, reason="was there already")))
             others = [index for index in exist if index not in same]
             if others:
@@ -320,59 +301,52 @@ class RemoteStore:
     def _put(
         self, batch: Batch, parcels: _Parcels, chosen: Sequence[int], scratch: Scratch, *, replace: bool
     ) -> list[int]:
-        """Send objects; returns those that were left alone because something of their name exists."""
+        """Send objects; return those that were skipped because their name exists."""
         names = [parcels.name(index) for index in chosen]
         values = _Values(parcels, chosen)
-        done = dict(
-            zip(chosen, self._ask(batch, self._bucket.put, names, values, scratch, replace=replace), strict=True)
-        )
-        full = ObjectResult(ObjectStatus.FAILED, reason=f"{self._where} has no room for it")
+        puts = self._request(batch, self._bucket.put, names, values, scratch, replace=replace)
+        done = dict(zip(chosen, puts, strict=True))
+        full = ObjectResult(ObjectStatus.FAILED, reason=f"{self._where} is full")
         batch.settle({index: full for index, put in done.items() if put is Put.FULL})
         stored = [index for index, put in done.items() if put is Put.STORED]
-        batch.settle({index: ObjectResult(ObjectStatus.STORED, parcels[index].record.nbytes) for index in stored})
+        batch.settle({index: ObjectResult(ObjectStatus.STORED, parcels[index][0].nbytes) for index in stored})
         return [index for index, put in done.items() if put is Put.EXISTS]
 
-    def _is_there(self, name: str, packed: Packed, head: bytes | None) -> bool:
+    def _record(self, name: str, head: bytes | None) -> Record | None:
+        """Return the record of a value; None if it is missing or invalid."""
         try:
-            found = self._envelope.read_head(name, head) if head is not None else None
+            return self._envelope.read_head(name, head) if head is not None else None
         except FormatError:
-            return False
-        return found is not None and found.is_same_object(packed.record) and self._envelope.is_fresh(found)
+            return None
+
+    def _is_current(self, stored: Record | None, record: Record) -> bool:
+        return stored is not None and stored.is_same_object(record) and self._envelope.is_fresh(stored)
 
     def _quarantine(self, batch: Batch, useless: dict[int, tuple[str, ObjectResult]]) -> None:
-        """Objects nobody may get again are deleted, before anybody hears of them."""
+        """Delete useless objects before the call reports them."""
         if not useless:
             return
         corrupt = sum(outcome.status is ObjectStatus.CORRUPT for _, outcome in useless.values())
         with self._lock:
             self._num_quarantined += corrupt
         if corrupt:
-            self._bucket.reset()  # what deletes must not go over a connection that is out of step
+            self._bucket.reset()  # a delete must not use a connection that is out of step
         failure = ""
         try:
-            self._ask(batch, self._bucket.delete, [name for name, _ in useless.values()])
+            self._request(batch, self._bucket.delete, [name for name, _ in useless.values()])
         except BucketError as error:
-            failure = f"; it could not be deleted: {error}"
-        batch.settle({i: replace(each, reason=each.reason + failure) for i, (_, each) in useless.items()})
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a batch becomes requests."""
-
-    num_requests: int | None
-    """None: as many as there are threads."""
-    max_bytes: int
+            failure = f"; deleting it failed: {error}"
+        batch.settle({i: replace(outcome, reason=outcome.reason + failure) for i, (_, outcome) in useless.items()})
 
 
 class _Parcels:
-    """The objects of one request by number, packed when they are asked for: while the first are on their way the
-    checksums of the others are taken, and what is sent is in the cache.
+    """The objects of one request by number, packed on access: checksums are computed while earlier objects are sent,
+    and the bytes to send are in the CPU cache.
 
-    Memory that the caller may have changed must not get a checksum that is right:
+    Memory that the caller may have changed must not get a valid checksum:
 
-        memory read, call still open   the checksum is the block's; if other bytes are sent later, who reads finds out
-        memory read, call returned     nobody knows what it is the checksum of: nothing is sent
+        memory read, call still open   the checksum is the block's; if other bytes are sent later, a read detects it
+        memory read, call returned     the checksum may be of other bytes: nothing is sent
     """
 
     def __init__(self, envelope: Envelope, writes: Mapping[int, tuple[Write, memoryview]], batch: Batch) -> None:
@@ -381,25 +355,24 @@ class _Parcels:
         self.indices = list(writes)
 
     def name(self, index: int) -> str:
-        """Of its object."""
         return self._envelope.name(self._writes[index][0].key)
 
     def __getitem__(self, index: int) -> Packed:
         return self.together([index])[0]
 
     def together(self, indices: Sequence[int]) -> list[Packed]:
-        """Several at once."""
+        """Pack several objects at once."""
         left = [index for index in indices if index not in self._packed]
         if left:
             packed = self._envelope.pack_all([self._writes[index] for index in left])
             if self._batch.is_expired:
-                raise BucketError("the deadline came first")
+                raise BucketError("the deadline has passed")
             self._packed.update(zip(left, packed, strict=True))
         return [self._packed[index] for index in indices]
 
 
 class _Values(Sequence[Parts]):
-    """What of some parcels is sent, as a bucket takes it."""
+    """The values of some parcels, as an argument of `Bucket.put`."""
 
     def __init__(self, parcels: _Parcels, chosen: Sequence[int]) -> None:
         self._parcels, self._chosen = parcels, chosen
@@ -409,28 +382,5 @@ class _Values(Sequence[Parts]):
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            return [packed.parts for packed in self._parcels.together(self._chosen[number])]
-        return self._parcels[self._chosen[number]].parts
-
-
-class _Seen:
-    """What an inventory found, by its place in it."""
-
-    def __init__(self) -> None:
-        self.objects: dict[int, StoredObject] = {}
-        self.num_unreadable = 0
-
-    def add(
-        self, envelope: Envelope, chunk: Sequence[int], names: Sequence[str], heads: Sequence[bytes | None]
-    ) -> None:
-        """Note these; one that is gone meanwhile, or whose time is over, is none."""
-        for index, name, head in zip(chunk, names, heads, strict=True):
-            if head is None:
-                continue
-            try:
-                record = envelope.read_head(name, head)
-            except FormatError:
-                self.num_unreadable += 1
-                continue
-            if not envelope.is_expired(record):
-                self.objects[index] = StoredObject(record.key, record.label, record.nbytes)
+            return [parts for _, parts in self._parcels.together(self._chosen[number])]
+        return self._parcels[self._chosen[number]][1]
