@@ -1,9 +1,9 @@
-"""CacheController: carries out plans. It moves bytes and decides nothing.
+"""CacheController: executes plans. It moves bytes and makes no policy decisions.
 
     Plan ──submit──> device <─TransferManager─> host <─StoreWorker─> stores ──poll──> Report
 
-Nothing here waits for a copy but `wait` and `close`. Blocks of every cache group travel together: a block has arrived
-when it has in all of them. A transfer that fails is reported as failed for exactly the blocks it lost.
+Only `wait`, `release` and `close` wait for copies. A block has arrived when it is in all cache groups. A failed
+transfer reports exactly the blocks it lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtier.messages import (
     Plan,
     Report,
     Route,
-    StoreLookup,
+    TierCapacity,
     TransferRequest,
     TransferResult,
     slot_bytes,
@@ -41,7 +41,7 @@ from kvtier.worker.store_io import StoreWorker
 
 @dataclass(slots=True)
 class _CopyInFlight:
-    """A load of a plan, or all its saves, under way: one copy for each cache group."""
+    """One load of a plan, or all its saves: one copy per cache group."""
 
     transfers: tuple[TransferRequest, ...]
     copies: list[Copy]
@@ -49,9 +49,9 @@ class _CopyInFlight:
 
 
 class CacheController:
-    """The engine's device caches, block-first, one per group of `layout`; as many blocks of each in host memory.
+    """Moves blocks between device caches (block-first, one per group of `layout`), host memory and stores.
 
-    It owns the host memory and the stores, and closes them. For one thread, but for `wait`.
+    Owns the host memory and the stores. Not thread-safe, except `wait`.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class CacheController:
         config: TransferConfig | None = None,
         mover: Mover = run_path,
     ) -> None:
-        """`namespace` is the fingerprint that stored blocks carry, `secret` keys the digests of their tokens. With
-        several ranks `layout` is this rank's own (KVLayout.of_rank). `mover` carries out copies; tests pass one that
-        fails."""
+        """`namespace` is the fingerprint in the labels of stored blocks, `secret` the key of their token digests. With
+        several ranks, `layout` is that of this rank (KVLayout.of_rank). `mover` executes copies; tests inject failures.
+        """
         if len(caches) != len(layout.groups) or num_host_blocks < 1:
             raise ArgumentError(
-                f"{len(layout.groups)} groups need as many caches and host blocks, got {len(caches)} and "
-                f"{num_host_blocks}"
+                f"need one cache for each of {len(layout.groups)} groups and at least 1 host block, got {len(caches)} "
+                f"caches and {num_host_blocks} host blocks"
             )
         sharding = sharding or Sharding()
         self.rank = sharding.rank
@@ -85,7 +85,7 @@ class CacheController:
         self._hosts = self._new_hosts(num_host_blocks)
         for host in self._hosts:
             host.wait_ready(min(host.num_slots, host.piece_slots))
-        self.register(caches)  # before there are threads: tensors that do not fit must leave nothing behind
+        self.register(caches)  # before threads start: an error must leave none behind
         self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace, sharding, secret)
         self._under: dict[int, _CopyInFlight] = {}
         self._by_copy: dict[int, _CopyInFlight] = {}
@@ -93,23 +93,23 @@ class CacheController:
         self._to_host: dict[int, I32] = {}  # host slots that transfers write
         self._done: list[TransferResult] = []
         self._epoch = 0
-        self._told_ready = 0
+        self._reported_ready = 0
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def register(self, caches: Sequence[torch.Tensor]) -> None:
-        """Use these tensors; those before must have been released."""
+        """Use these device tensors. Previous ones must have been released."""
         for group, cache, host in zip(self.layout.groups, caches, self._hosts, strict=True):
             self._transfers.register(DeviceCache.block_first(group, cache), host)
 
     def release(self) -> None:
-        """Wait for every copy, then forget the device tensors, so that they can be freed: for sleep and resize."""
+        """Wait for all copies, then drop the device tensors, so that they can be freed (sleep, resize)."""
         self._transfers.release()
 
     def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
-        """Other host memory, with the blocks that are in both. Nothing may be under way; slots beyond are lost.
+        """Replace the host memory and copy the blocks that fit. No transfer may be in flight.
 
-        OutOfMemoryError if there is not as much to be had: then it is as before.
+        Raises OutOfMemoryError without any change if the memory cannot be allocated.
         """
         old, new = self._hosts, self._new_hosts(num_blocks)
         try:
@@ -128,12 +128,12 @@ class CacheController:
         self._stores.use(self._hosts)
         for before in old:
             before.free()
-        self._told_ready = 0
+        self._reported_ready = 0
         self.register(caches)
 
     @property
     def num_host_ready(self) -> int:
-        """Host slots that can be used by now; at least one piece of each group's memory."""
+        """Host slots that are ready to use; at least one piece of each group's memory."""
         return min(host.num_ready for host in self._hosts)
 
     def _new_hosts(self, num_blocks: int) -> list[HostMemory]:
@@ -142,11 +142,11 @@ class CacheController:
     # ---- plans -----------------------------------------------------------------------------------------------------
 
     def present(self) -> Event | None:
-        """The end of what the current stream has been given: for a plan that is submitted later."""
+        """Return the end of the work queued on the current stream, for a plan that is submitted later."""
         return self._transfers.present()
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
-        """Begin what a plan says. Copies come behind `after`; None: behind what the current stream has been given."""
+        """Start a plan. Copies start after `after`; None: after the work queued on the current stream."""
         self._epoch = plan.epoch
         for drop in plan.drops:
             self._stores.drop(drop)
@@ -160,68 +160,68 @@ class CacheController:
                 self._stores.move(transfer)
             elif transfer.route is Route.HOST_TO_DEVICE:
                 self._copy((transfer,), after)
-        # Nobody waits for a save, and a step of many rows has many of a block each: one copy is 0.3 ms of this thread.
+        # Saves are not urgent, and a step of many rows has many of one block: one copy takes 0.3 ms of this thread.
         self._copy(tuple(transfer for transfer in plan.transfers if transfer.route is Route.DEVICE_TO_HOST), after)
 
     def poll(self, *, loads_only: bool = False) -> list[Report]:
-        """What has been done since the last call: all of it, or all but the saves. Never waits."""
+        """Return what has finished since the last call, with `loads_only` without saves. Never waits."""
         for report in self._transfers.poll(only_urgent=loads_only):
             self._take(report)
-        outcomes, self._done = [*self._done, *self._stores.take_outcomes()], []
-        self._note(outcomes)
-        found = self._scrubber.take_damaged()
-        damaged = slot_bytes(np.array(found, np.int32)) if found else b""
-        presences: list[StoreLookup] = self._stores.take_presences()
+        from_stores, lookups = self._stores.take()
+        results, self._done = [*self._done, *from_stores], []
+        self._note(results)
+        slots = self._scrubber.take_damaged()
+        damaged = slot_bytes(np.array(slots, np.int32)) if slots else b""
         ready = self.num_host_ready
-        num_host_slots = ready if ready > self._told_ready else 0
-        self._told_ready = ready
-        if not (outcomes or presences or num_host_slots or damaged):
+        capacities = (TierCapacity("host", ready),) if ready > self._reported_ready else ()
+        self._reported_ready = ready
+        if not (results or lookups or capacities or damaged):
             return []
-        return [Report(self._epoch, self.rank, tuple(outcomes), tuple(presences), num_host_slots, damaged)]
+        return [Report(self._epoch, self.rank, tuple(results), tuple(lookups), capacities, damaged)]
 
     @property
     def is_busy(self) -> bool:
-        """Whether reports are still to come."""
+        """True if reports are to come."""
         return bool(self._under or self._done or self._stores.is_busy)
 
     @property
     def is_copying(self) -> bool:
-        """Whether blocks are on their way between device and host."""
+        """True if copies between device and host are in flight."""
         return bool(self._under)
 
     def wait(self, timeout: float) -> None:
-        """Wait until something may have been done, at most so long. For when there is nothing else to do."""
-        under_way = sorted(self._under.values(), key=lambda each: each.transfers[0].route is not Route.HOST_TO_DEVICE)
-        if under_way and not self._stores.is_busy:
+        """Wait until something may have finished, loads first. For when there is nothing else to do."""
+        copies = sorted(self._under.values(), key=lambda under: under.transfers[0].route is not Route.HOST_TO_DEVICE)
+        if copies and not self._stores.is_busy:
             with contextlib.suppress(TransferTimeoutError):
-                under_way[0].copies[0].settle(timeout)
-        else:  # copies beside a store's work are looked at again soon
-            self._stores.has_news(min(timeout, 0.001) if under_way else timeout)
+                copies[0].copies[0].settle(timeout)
+        else:  # with copies and store calls in flight, return soon
+            self._stores.wait(min(timeout, 0.001) if copies else timeout)
 
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
-        """For a step that starts before these loads are done."""
+        """Return the waits of a step that starts before these loads have ended."""
         copies = [self._under[number].copies for number in transfer_ids if number in self._under]
         failed = any(not outcome.ok and outcome.transfer_id in transfer_ids for outcome in self._done)
         return LayerWaits(copies, self._device, failed=failed)
 
     def close(self) -> None:
-        """Finish what is under way, close the stores, free the host memory. Twice is fine."""
+        """Finish all transfers, close the stores and free the host memory. Idempotent."""
         self._stores.close()
         self._transfers.close()
         self._scrubber.close()
         for host in self._hosts:
             host.free()
 
-    def _note(self, outcomes: Sequence[TransferResult]) -> None:
-        """What has come to the host stays there: from now on it is looked after."""
-        for outcome in outcomes:
-            slots = self._to_host.pop(outcome.transfer_id, None)
-            if slots is not None and (outcome.ok or outcome.arrived):
-                arrived = slots[np.frombuffer(outcome.arrived, np.bool_)] if outcome.arrived else slots
+    def _note(self, results: Sequence[TransferResult]) -> None:
+        """Scrub blocks that have arrived on the host."""
+        for result in results:
+            slots = self._to_host.pop(result.transfer_id, None)
+            if slots is not None and (result.ok or result.arrived):
+                arrived = slots[np.frombuffer(result.arrived, np.bool_)] if result.arrived else slots
                 self._scrubber.note(arrived.tolist())
 
     def _copy(self, transfers: tuple[TransferRequest, ...], after: Event | None) -> None:
-        """One copy for each group, of one load or of any number of saves, on the device's copy streams."""
+        """Start one copy per group, for one load or any number of saves."""
         if not transfers:
             return
         under = _CopyInFlight(transfers, [])
@@ -237,9 +237,9 @@ class CacheController:
                     copy = self._transfers.save(sources, targets, group=group.name, after=after)
                 under.copies.append(copy)
         except KvtierError as error:
-            for copy in under.copies:  # what was started must be over before the slots are anybody else's
+            for copy in under.copies:  # they must end before the slots are reused
                 copy.wait()
-            if len(transfers) > 1:  # only those that cannot be done fail
+            if len(transfers) > 1:  # retry one by one, so that only invalid transfers fail
                 for transfer in transfers:
                     self._copy((transfer,), after)
                 return
@@ -250,18 +250,19 @@ class CacheController:
         self._by_copy.update((copy.id, under) for copy in under.copies)
 
     def _take(self, report: TransferReport) -> None:
-        """A copy of one group is over."""
+        """Handle the end of the copy of one group."""
         under = self._by_copy.pop(report.id, None)
         if under is None:
-            return  # it was waited for when its transfer failed to start
+            return  # its transfer failed to start
         under.reports.append(report)
         if len(under.reports) < len(under.copies):
             return
-        lost = [failure.host_id for each in under.reports for failure in each.failures]
-        reason = "; ".join(sorted({str(failure.error) for each in under.reports for failure in each.failures}))
-        # of the copies, and not until somebody looked: a step may lie between
-        seconds = max(each.seconds for each in under.reports)
-        num_bytes = sum(each.nbytes for each in under.reports)
+        failures = [failure for one in under.reports for failure in one.failures]
+        lost = [failure.host_id for failure in failures]
+        reason = "; ".join(sorted({str(failure.error) for failure in failures}))
+        # The time of the copies, not until this poll: a step may lie between.
+        seconds = max(one.seconds for one in under.reports)
+        num_bytes = sum(one.nbytes for one in under.reports)
         num_blocks = sum(transfer.num_blocks for transfer in under.transfers)
         for transfer in under.transfers:
             del self._under[transfer.id]
@@ -271,14 +272,14 @@ class CacheController:
             if arrived is None or arrived.all():
                 self._done.append(TransferResult(transfer.id, True, share, seconds))
             else:
-                which = arrived.astype(np.uint8).tobytes()
-                self._done.append(TransferResult(transfer.id, False, share, seconds, reason, which))
+                mask = arrived.astype(np.uint8).tobytes()
+                self._done.append(TransferResult(transfer.id, False, share, seconds, reason, mask))
 
 
 def layout_of(caches: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:
-    """The layout of block-first caches [block, layer, K/V, token, head, head size], the first one's group "main".
+    """Return the layout of block-first caches [block, layer, K/V, token, head, head size].
 
-    Those who guess for it are small: with several ranks, the first has them whole.
+    The first cache is group "main", the others are draft models. These are small: rank 0 has them whole.
     """
     groups = []
     for number, cache in enumerate(caches):

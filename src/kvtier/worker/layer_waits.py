@@ -1,4 +1,4 @@
-"""LayerWaits: lets a model start while its cached blocks are still being loaded."""
+"""LayerWaits: starts a forward pass while cached blocks are still being loaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvtier.transfer.layers import DEFAULT_TIMEOUT
 
 
 class LayerWaits:
-    """For one step: `before_layer` holds the model until that layer's blocks are there; `arrived` tells at the end.
+    """Waits of one step: `before_layer` waits for the blocks of a layer, `arrived` for all of them.
 
-    A layer that fails to arrive is computed with whatever is there, and `arrived` is False: the step's result is wrong
-    and must not be used.
+    If a layer fails to load, the step computes with invalid blocks, and `arrived` returns False: its result must be
+    discarded.
     """
 
     def __init__(
@@ -25,32 +25,32 @@ class LayerWaits:
         failed: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        """`loads`: for each load a copy per cache group; `failed` if another could not even be started. After
-        `timeout` seconds a layer is waited for again."""
+        """`loads` has one copy per cache group for each load; `failed` if a load could not be started. Waits for a
+        layer are repeated after `timeout` seconds."""
         self._timeout = timeout
         self._loads = loads
         self._failed = failed
         self._device = device
 
     def before_layer(self, layer: int, group: int = 0) -> None:
-        """On CUDA the current stream waits, and not the host."""
+        """Wait for the blocks of a layer. On CUDA the current stream waits, not the host."""
         stream = current_stream(self._device)
         for copies in self._loads:
             self._wait(copies[group], layer, stream)
 
     def _wait(self, copy: TransferHandle, layer: int, stream: Stream | None) -> None:
-        """However long it takes: a layer computed before its blocks came would count as right once they have come, as
-        after a process that was stopped for a minute."""
+        """Wait without limit: a layer computed before its blocks arrived would count as valid once they have, for
+        example if the process was suspended for a minute."""
         while True:
             try:
                 copy.layers.wait(layer, stream, self._timeout)
             except LayerSwapTimeoutError:
                 continue
-            except TransferError:  # `arrived` will tell
+            except TransferError:  # `arrived` returns False
                 pass
             return
 
     def arrived(self) -> bool:
-        """Wait until all of it is over; whether every block is there."""
+        """Wait for the end of all loads; return True if every block arrived."""
         arrived = [copy.settle().status is TransferStatus.DONE for copies in self._loads for copy in copies]
         return all(arrived) and not self._failed

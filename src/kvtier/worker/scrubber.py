@@ -1,8 +1,8 @@
-"""Scrubber: looks, slowly and in the background, whether what lies in host memory is still what was put there.
+"""Scrubber: verifies the blocks in host memory, slowly and in the background.
 
-    forget ──> somebody writes the slot ──> note ──thread──> summed ──thread, round after round──> the same, or damaged
+    forget ──> the slot is written ──> note ──thread──> checksum known ──thread, every round──> equal, or damaged
 
-Memory that is used for days does change by itself. A block that did is told of, in every round, and so is a miss.
+Bits in memory flip over days. A damaged block is reported in every round, and treated as a miss.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ BYTES_PER_SECOND = 64 << 20
 
 
 class Scrubber:
-    """The checksums of host slots, over all groups, and the thread that compares. Never blocks whoever moves blocks."""
+    """Checksums of host slots over all groups, and the thread that compares them. Never delays transfers."""
 
     def __init__(self, hosts: Sequence[HostMemory], every_seconds: float = 0.5) -> None:
         self._hosts = hosts
         self._every = every_seconds
-        self._lock = threading.Lock()  # of what is known
+        self._lock = threading.Lock()  # of the metadata
         self._reading = threading.Lock()  # of the memory
-        self._stamps: dict[int, int] = {}  # slot -> which of its contents it has; a reader that saw another is late
+        self._stamps: dict[int, int] = {}  # slot -> version of its contents; a checksum of another version is void
         self._new: dict[int, None] = {}
-        self._sums: dict[int, tuple[int, ...]] = {}  # those looked at last at the end
+        self._sums: dict[int, tuple[int, ...]] = {}  # the last verified at the end
         self._damaged: set[int] = set()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-scrub", daemon=True)
         self._thread.start()
 
     def forget(self, slots: Iterable[int]) -> None:
-        """These are about to be written, or nobody's any more."""
+        """Stop verifying slots that are about to be written or free."""
         with self._lock:
             for slot in slots:
                 self._stamps[slot] = self._stamps.get(slot, 0) + 1
@@ -43,27 +43,27 @@ class Scrubber:
                 self._damaged.discard(slot)
 
     def note(self, slots: Iterable[int]) -> None:
-        """These have been written, and stay."""
+        """Verify slots that have been written."""
         with self._lock:
             self._new.update(dict.fromkeys(slots))
 
     def take_damaged(self) -> list[int]:
-        """Slots whose block was found not to be what it was, and that were not written since."""
-        if not self._damaged:  # asked several times a step
+        """Return damaged slots that were not written since."""
+        if not self._damaged:  # called several times per step
             return []
         with self._lock:
             taken, self._damaged = sorted(self._damaged), set()
             return taken
 
     def use(self, hosts: Sequence[HostMemory], num_slots: int) -> None:
-        """Other memory from now on, with the same in its first slots."""
+        """Switch to other memory with the same contents in its first slots."""
         with self._reading, self._lock:
             self._hosts = hosts
             self._new = {slot: None for slot in self._new if slot < num_slots}
             self._sums = {slot: sums for slot, sums in self._sums.items() if slot < num_slots}
 
     def close(self) -> None:
-        """Look at nothing any more: the memory may be freed. Twice is fine."""
+        """Stop the thread, so that the memory can be freed. Idempotent."""
         self._closed.set()
         self._thread.join()
 
@@ -71,24 +71,24 @@ class Scrubber:
 
     def _run(self) -> None:
         while not self._closed.wait(0.0 if self._new else self._every):
-            self._look()
+            self._verify_some()
 
-    def _look(self) -> None:
-        """Look at some blocks, new ones first."""
+    def _verify_some(self) -> None:
+        """Verify some blocks, new ones first."""
         with self._reading:
             block_bytes = sum(host.group.block_bytes for host in self._hosts)
-            most = max(1, int(BYTES_PER_SECOND * max(self._every, 0.1)) // block_bytes)
+            limit = max(1, int(BYTES_PER_SECOND * max(self._every, 0.1)) // block_bytes)
             with self._lock:
-                slots = list(itertools.islice(self._new or self._sums, most))
+                slots = list(itertools.islice(self._new or self._sums, limit))
                 stamps = [self._stamps.get(slot, 0) for slot in slots]
-            found = [block_checksums(host, slots) for host in self._hosts] if slots else []
-            with self._lock:  # still reading: other memory may have fewer slots
+            sums = [block_checksums(host, slots) for host in self._hosts] if slots else []
+            with self._lock:  # inside _reading: other memory may have fewer slots
                 for slot, stamp in zip(slots, stamps, strict=True):
                     if self._stamps.get(slot, 0) == stamp:
-                        self._compare(slot, tuple(sums[slot] for sums in found))
+                        self._compare(slot, tuple(of_group[slot] for of_group in sums))
 
-    def _compare(self, slot: int, found: tuple[int, ...]) -> None:
+    def _compare(self, slot: int, sums: tuple[int, ...]) -> None:
         self._new.pop(slot, None)
-        known = self._sums[slot] = self._sums.pop(slot, found)
-        if known != found:
+        known = self._sums[slot] = self._sums.pop(slot, sums)
+        if known != sums:
             self._damaged.add(slot)

@@ -1,8 +1,7 @@
-"""StoreWorker: reads and writes stores for a CacheController, on threads of its own.
+"""StoreWorker: reads and writes stores for a CacheController, on its own threads.
 
-Of each store reads and probes have one thread, since requests wait for them, and writes another: a store that hangs
-holds up no other, and in a write not its own reads. Stores batch and parallelise by themselves, and end every call by
-their deadline.
+Each store has one thread for reads and probes, which requests wait for, and one for writes: a hanging store delays no
+other, and a hanging write no read. Stores batch and parallelize on their own, and end every call by their deadline.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ from kvtier.errors import StoreError
 from kvtier.layout import CacheGroup
 from kvtier.messages import KEY_BYTES, Drop, Probe, Route, StoreLookup, TransferRequest, TransferResult, split_keys
 from kvtier.storage import Label, ObjectStatus, Read, Results, ShardStores, Store, UsesMemory, Write, digest_tokens
+from kvtier.storage.audit import pages
 from kvtier.transfer import HostMemory
 from kvtier.worker.sharding import Bytes, ObjectPart, Sharding, parts_of
 
 _SCAN_PAGE = 4096
 _GATHER_BYTES = 16 << 20
-"""Most that is gathered for one call of a store: as much as malloc keeps, so that its pages are touched once."""
+"""Limit of gathered bytes per call of a store: as much as malloc keeps, so that its pages are reused."""
 
 
 class StoreWorker:
-    """Moves blocks between the host slots of every group and stores. A block is one object per part (sharding.py)."""
+    """Moves blocks between host slots and stores. A block is one object per part (sharding.py)."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class StoreWorker:
         self._users = {name: store for name, store in stores.items() if isinstance(store, UsesMemory)}
         self._parts = parts_of(groups, sharding)
         self._namespace, self._secret = namespace, secret
-        self._outcomes: list[TransferResult] = []
-        self._presences: list[StoreLookup] = []
+        self._results: list[TransferResult] = []
+        self._lookups: list[StoreLookup] = []
         self._num_open = 0
         self._changed = threading.Condition()
         self._queues: dict[tuple[str, str], queue.SimpleQueue[Callable[[], None] | None]] = {}
@@ -63,60 +63,52 @@ class StoreWorker:
     # ---- for the controller ----------------------------------------------------------------------------------------
 
     def move(self, transfer: TransferRequest) -> None:
-        """Fetch or store blocks."""
         kind = "read" if transfer.route is Route.STORE_TO_HOST else "write"
         self._put(transfer.store, kind, lambda: self._move(transfer))
 
     def probe(self, probe: Probe) -> None:
-        """Look which keys are there."""
         self._put(probe.store, "read", lambda: self._probe(probe))
 
     def drop(self, drop: Drop) -> None:
-        """Forget blocks."""
         self._put(drop.store, "write", lambda: self._drop(drop))
 
     def use(self, hosts: Sequence[HostMemory]) -> None:
-        """Other host memory, while nothing is under way. When this returns no store has the old any more."""
-        is_left = threading.Semaphore(0)
+        """Switch to other host memory, while no transfer runs. On return no store has the old memory registered."""
+        done = threading.Semaphore(0)
 
-        def leave(user: UsesMemory) -> None:
+        def unregister(user: UsesMemory) -> None:
             try:
                 _unregister(user, self.hosts)
             finally:
-                is_left.release()
+                done.release()
 
-        for name, user in self._users.items():  # behind its registration, which may still be on its way
-            self._queues[name, "write"].put(functools.partial(leave, user))
+        for name, user in self._users.items():  # after its registration, which may still be queued
+            self._queues[name, "write"].put(functools.partial(unregister, user))
         for _ in self._users:
-            is_left.acquire()
+            done.acquire()
         self.hosts = hosts
         self._register()
 
-    def take_outcomes(self) -> list[TransferResult]:
-        """Of transfers that are over."""
+    def take(self) -> tuple[list[TransferResult], list[StoreLookup]]:
+        """Return the results and lookups since the last call."""
         with self._changed:
-            taken, self._outcomes = self._outcomes, []
-            return taken
-
-    def take_presences(self) -> list[StoreLookup]:
-        """What was found to be there."""
-        with self._changed:
-            taken, self._presences = self._presences, []
+            taken = self._results, self._lookups
+            self._results, self._lookups = [], []
             return taken
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is to come."""
+        """True if results or lookups are to come."""
         with self._changed:
-            return bool(self._num_open or self._outcomes or self._presences)
+            return bool(self._num_open or self._results or self._lookups)
 
-    def has_news(self, timeout: float) -> bool:
-        """Whether there is something to take; waits for it at most so long."""
+    def wait(self, timeout: float) -> bool:
+        """Wait until there is something to take; return False after the timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._outcomes or self._presences), timeout)
+            return self._changed.wait_for(lambda: bool(self._results or self._lookups), timeout)
 
     def close(self) -> None:
-        """Finish what was asked for, then close the stores."""
+        """Finish queued work, then close the stores."""
         for todo in self._queues.values():
             todo.put(None)
         for thread in self._threads:
@@ -131,7 +123,7 @@ class StoreWorker:
     # ---- on the threads --------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        """Before the first write of each store, and not here: it may take as long as pinning all of the memory."""
+        """Queue registration before the first write of each store: it may take as long as pinning all memory."""
         for name, user in self._users.items():
             self._queues[name, "write"].put(functools.partial(_register, user, self.hosts))
 
@@ -141,21 +133,21 @@ class StoreWorker:
             self._num_open += 1
         todo.put(task)
 
-    def _tell(self, outcome: TransferResult | None, presence: StoreLookup | None, *, is_over: bool = True) -> None:
+    def _report(self, result: TransferResult | None, lookup: StoreLookup | None, *, is_done: bool = True) -> None:
         with self._changed:
-            self._num_open -= is_over
-            if outcome is not None:
-                self._outcomes.append(outcome)
-            if presence is not None:
-                self._presences.append(presence)
+            self._num_open -= is_done
+            if result is not None:
+                self._results.append(result)
+            if lookup is not None:
+                self._lookups.append(lookup)
             self._changed.notify_all()
 
     def _by_store(self, name: str) -> list[tuple[Store, list[ObjectPart]]]:
-        """Which parts go where: a tier of several folders has one for each shard."""
-        found = self._stores[name]
-        if not isinstance(found, ShardStores):
-            return [(found, list(self._parts))]
-        return [(store, [part for part in self._parts if found.of(part.shard) is store]) for store in found.stores]
+        """Return the stores of a tier with their parts: a tier of several folders has one per shard."""
+        tier = self._stores[name]
+        if not isinstance(tier, ShardStores):
+            return [(tier, list(self._parts))]
+        return [(store, [part for part in self._parts if tier.of(part.shard) is store]) for store in tier.stores]
 
     def _move(self, transfer: TransferRequest) -> None:
         began = time.perf_counter()
@@ -171,34 +163,34 @@ class StoreWorker:
                     gone[some] |= _by_block(lost, mine).any(axis=0)
                     reasons |= {outcome.reason for outcome in results if outcome.reason}
                     num_bytes += results.nbytes
-        except Exception as error:  # whatever a store raises is this transfer's failure, and not the thread's
+        except Exception as error:  # any error of a store fails this transfer, not the thread
             good[:] = False
             reasons.add(f"{type(error).__name__}: {error}")
         absent = b"".join(itertools.compress(split_keys(transfer.keys), gone.tolist()))
         arrived = b"" if good.all() else good.astype(np.uint8).tobytes()
         reason = "; ".join(sorted(reasons)[:3])
-        outcome = TransferResult(transfer.id, bool(good.all()), num_bytes, time.perf_counter() - began, reason, arrived)
-        self._tell(outcome, StoreLookup(transfer.store, absent=absent) if absent else None)
+        result = TransferResult(transfer.id, bool(good.all()), num_bytes, time.perf_counter() - began, reason, arrived)
+        self._report(result, StoreLookup(transfer.store, absent=absent) if absent else None)
 
     def _exchange(self, store: Store, parts: Sequence[ObjectPart], transfer: TransferRequest, some: slice) -> Results:
-        """The objects of some of a transfer's blocks, those of one part after those of the other, in one call."""
+        """Read or write the objects of some blocks of a transfer in one call, ordered by part."""
         is_fetch = transfer.route is Route.STORE_TO_HOST
         slots = (transfer.targets if is_fetch else transfer.sources)[some].tolist()
         block_keys = transfer.keys[some.start * KEY_BYTES : some.stop * KEY_BYTES]
-        # a block's key tells all tokens up to its end; the key of a part's object is another
+        # A block's key identifies all tokens up to its end. The keys of its objects differ.
         digests = [digest_tokens(key, self._secret) for key in split_keys(block_keys)]
         keys = [key for part in parts for key in part.key_list(block_keys)]
         namespaces = [part.namespace(self._namespace) for part in parts]
         labels = [Label(namespace, digest) for namespace in namespaces for digest in digests]
         gathered = {part: np.empty((len(slots), part.nbytes), np.uint8) for part in parts if part.span is None}
-        memory = [each for part in parts for each in self._memory(part, slots, gathered.get(part))]
-        # block by block, all parts of one while the processor's cache has it: part by part takes twice as long
+        memory = [view for part in parts for view in self._memory(part, slots, gathered.get(part))]
+        # Block by block, while the block is in the CPU cache: part by part takes twice as long.
         if not is_fetch:
             for at, slot in enumerate(slots):
                 for part, objects in gathered.items():
                     part.gather(self._block(part, slot), objects[at])
-            return store.write([Write(*each) for each in zip(keys, labels, memory, strict=True)])
-        results = store.read_into([Read(*each) for each in zip(keys, labels, memory, strict=True)])
+            return store.write([Write(*fields) for fields in zip(keys, labels, memory, strict=True)])
+        results = store.read_into([Read(*fields) for fields in zip(keys, labels, memory, strict=True)])
         found = dict(zip(parts, _by_block([outcome.ok for outcome in results], parts).tolist(), strict=True))
         for at, slot in enumerate(slots):
             for part, objects in gathered.items():
@@ -207,15 +199,14 @@ class StoreWorker:
         return results
 
     def _memory(self, part: ObjectPart, slots: Sequence[int], gathered: Bytes | None) -> list[memoryview]:
-        """Where a part of each slot's block is, or is gathered."""
+        """Return the memory of a part of each slot's block, or of its gathered copy."""
         if gathered is not None:
-            return [memoryview(each) for each in gathered]
+            return [memoryview(row) for row in gathered]
         span, host = part.span, self.hosts[part.group]
         assert span is not None
         return [host.block(slot).memoryview()[span.offset : span.offset + span.nbytes] for slot in slots]
 
     def _block(self, part: ObjectPart, slot: int) -> Bytes:
-        """A host slot of its group."""
         block: Bytes = self.hosts[part.group].block(slot).numpy()
         return block
 
@@ -228,15 +219,15 @@ class StoreWorker:
             for store, parts in self._by_store(probe.store) if keys else ():
                 asked = [key for part in parts for key in part.key_list(probe.keys)]
                 found &= _by_block([outcome.ok for outcome in store.contains(asked)], parts).all(axis=0)
-        except Exception:  # a store that cannot be asked has nothing
+        except Exception:  # a store that fails has no blocks
             found[:] = False
         present = b"".join(itertools.compress(keys, found.tolist()))
         absent = b"".join(itertools.compress(keys, (~found).tolist()))
-        self._tell(None, StoreLookup(probe.store, present, absent, probe.id))
+        self._report(None, StoreLookup(probe.store, present, absent, probe.id))
 
     def _scan(self, probe: Probe) -> None:
-        """Tell page by page which blocks of this cache a store has, all objects of them."""
-        lacking: dict[bytes, set[ObjectPart]] = {}  # what was not seen yet, of blocks of which something was
+        """Report page by page the blocks of which a store has all objects."""
+        lacking: dict[bytes, set[ObjectPart]] = {}  # missing parts of incomplete blocks
         for store, parts in self._by_store(probe.store):
             for page in self._pages(store, parts):
                 whole = []
@@ -248,7 +239,7 @@ class StoreWorker:
                             whole.append(key)
                             del lacking[key]
                 if whole:
-                    self._tell(None, StoreLookup(probe.store, b"".join(whole)), is_over=False)
+                    self._report(None, StoreLookup(probe.store, b"".join(whole)), is_done=False)
 
     def _drop(self, drop: Drop) -> None:
         try:
@@ -259,38 +250,33 @@ class StoreWorker:
                 for page in list(self._pages(store, parts)):
                     store.remove([key for keys in page.values() for key in keys])
         finally:
-            self._tell(None, None)
+            self._report(None, None)
 
     def _pages(self, store: Store, parts: Sequence[ObjectPart]) -> Iterator[dict[ObjectPart, list[bytes]]]:
-        """The objects a store has of these parts, as far as it can tell."""
+        """Yield the object keys of each page of a store, by part."""
         known = {part.namespace(self._namespace): part for part in parts}
-        cursor = ""
-        while True:
-            page = store.scan(cursor, _SCAN_PAGE)
-            found: dict[ObjectPart, list[bytes]] = {}
-            for each in page.objects:
-                if (part := known.get(each.label.namespace)) is not None:
-                    found.setdefault(part, []).append(each.key)
-            yield found
-            cursor = page.cursor
-            if page.reason or not cursor:
-                return
+        for page in pages(store, limit=_SCAN_PAGE):
+            keys: dict[ObjectPart, list[bytes]] = {}
+            for stored in page.objects:
+                if (part := known.get(stored.label.namespace)) is not None:
+                    keys.setdefault(part, []).append(stored.key)
+            yield keys
 
 
 def _register(user: UsesMemory, hosts: Sequence[HostMemory]) -> None:
     for host in hosts:
-        with contextlib.suppress(StoreError):  # its blocks are copied before they are sent, as if nobody had asked
+        with contextlib.suppress(StoreError):  # its blocks are then copied before they are sent
             user.register(host.view())
 
 
 def _unregister(user: UsesMemory, hosts: Sequence[HostMemory]) -> None:
     for host in hosts:
-        with contextlib.suppress(StoreError):  # the store keeps what it did not let go
+        with contextlib.suppress(StoreError):  # the store keeps it registered
             user.unregister(host.view())
 
 
 def _batches(parts: Sequence[ObjectPart], num_blocks: int) -> Iterator[slice]:
-    """So many blocks at a time that what is gathered of them is not too much; all of them if nothing is."""
+    """Yield runs of blocks whose gathered parts stay below the limit; all blocks if nothing is gathered."""
     gathered = sum(part.nbytes for part in parts if part.span is None)
     step = max(1, _GATHER_BYTES // gathered) if gathered else num_blocks
     for start in range(0, num_blocks if parts else 0, step):
@@ -298,11 +284,11 @@ def _batches(parts: Sequence[ObjectPart], num_blocks: int) -> Iterator[slice]:
 
 
 def _by_block(answers: Sequence[bool], parts: Sequence[ObjectPart]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """One row for each part, one column for each block."""
+    """Return one row per part, one column per block."""
     return np.array(answers, np.bool_).reshape(len(parts), -1)
 
 
 def _run(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := todo.get()) is not None:
-        with contextlib.suppress(Exception):  # a drop that failed: what is left is right, and a probe finds it again
+        with contextlib.suppress(Exception):  # a failed drop: the remaining blocks are valid, a probe finds them
             task()

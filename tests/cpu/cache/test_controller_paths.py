@@ -53,21 +53,21 @@ def test_close_while_a_copy_runs_waits_for_it():
 def test_resize_frees_the_old_memory_and_reports_the_new(rigs, num_host):
     rig = rigs(8, 6)
     (first,) = rig.controller.poll()
-    assert (first.epoch, first.num_host_slots) == (0, 6)
+    assert (first.epoch, [(size.tier, size.num_slots) for size in first.capacities]) == (0, [("host", 6)])
     old = rig.controller._hosts
     rig.controller.resize_host(num_host, rig.caches)
     assert [host.growth for host in old] == [GrowthState.FREED] * 2
     with pytest.raises(ClosedError):
         old[0].block(0)
     (report,) = rig.controller.poll()
-    assert report.num_host_slots == num_host
+    assert [(size.tier, size.num_slots) for size in report.capacities] == [("host", num_host)]
     assert rig.controller.poll() == []
 
 
 def test_single_host_block_is_reported(rigs):
     rig = rigs(2, 1)
     (report,) = rig.controller.poll()
-    assert report.num_host_slots == 1
+    assert [(size.tier, size.num_slots) for size in report.capacities] == [("host", 1)]
 
 
 def test_host_is_as_far_as_its_slowest_group(monkeypatch):
@@ -90,10 +90,10 @@ def test_host_is_as_far_as_its_slowest_group(monkeypatch):
     assert (draft.wait_ready(), main.num_ready) == (8, 2)
     assert controller.num_host_ready == 2
     (report,) = controller.poll()
-    assert report.num_host_slots == 2
+    assert [size.num_slots for size in report.capacities] == [2]
     may_go.set()
     assert main.wait_ready() == controller.num_host_ready == 8
-    assert [report.num_host_slots for report in controller.poll()] == [8]
+    assert [size.num_slots for report in controller.poll() for size in report.capacities] == [8]
     controller.close()
 
 
@@ -136,8 +136,8 @@ def test_resize_keeps_watching_the_slots_that_are_left(rigs):
 def settle(scrubber) -> None:
     """Until every new slot has been looked at, and all of them once more."""
     while scrubber._new:
-        scrubber._look()
-    scrubber._look()
+        scrubber._verify_some()
+    scrubber._verify_some()
 
 
 @pytest.mark.parametrize("purpose", [Route.DEVICE_TO_HOST, Route.STORE_TO_HOST])
@@ -380,17 +380,18 @@ def test_store_worker_is_busy_until_its_answers_are_taken(rigs):
     rig = rigs(stores={"disk": MemoryStore(1 << 20)})
     rig.run(rig.save([0], [0]))
     worker = rig.controller._stores
-    assert (worker.is_busy, worker.has_news(0.0)) == (False, False)
+    assert (worker.is_busy, worker.wait(0.0)) == (False, False)
     worker.move(rig.store([0], [0]))
-    assert worker.has_news(30) is True
+    assert worker.wait(30) is True
     assert worker.is_busy
-    assert len(worker.take_outcomes()) == 1
-    assert (worker.take_outcomes(), worker.is_busy) == ([], False)
+    results, lookups = worker.take()
+    assert (len(results), lookups) == (1, [])
+    assert (worker.take(), worker.is_busy) == (([], []), False)
     worker.probe(Probe(7, "disk", KEYS[0] + KEYS[1]))
-    assert worker.has_news(30) is True
+    assert worker.wait(30) is True
     assert worker.is_busy
-    assert worker.take_presences() == [StoreLookup("disk", KEYS[0], KEYS[1], 7)]
-    assert (worker.take_presences(), worker.is_busy) == ([], False)
+    assert worker.take() == ([], [StoreLookup("disk", KEYS[0], KEYS[1], 7)])
+    assert (worker.take(), worker.is_busy) == (([], []), False)
 
 
 class Small(MemoryStore):

@@ -131,7 +131,7 @@ BLOCK_BYTES = sum(group.block_bytes for group in GROUPS)
 def test_look_takes_as_many_blocks_as_the_rate_allows(quiet, monkeypatch, num_blocks, per_look):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (num_blocks * BLOCK_BYTES + 1) / 3600.0)
     quiet.write(0, 1, 2, 3)
-    quiet.scrubber._look()
+    quiet.scrubber._verify_some()
     assert list(quiet.scrubber._sums) == [0, 1, 2, 3][:per_look]
     assert list(quiet.scrubber._new) == [0, 1, 2, 3][per_look:]
 
@@ -141,7 +141,7 @@ def test_rate_of_a_scrubber_without_pause_is_that_of_a_tenth_second(monkeypatch)
     room = Room()
     room.scrubber.close()  # its thread; the looks are ours
     room.write(0, 1, 2)
-    room.scrubber._look()
+    room.scrubber._verify_some()
     assert list(room.scrubber._sums) == [0, 1]
     for host in room.hosts:
         host.free()
@@ -151,13 +151,13 @@ def test_rounds_come_to_every_block(quiet, monkeypatch):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 3600.0)
     quiet.write(0, 1, 2, 3, 4)
     for _ in range(3):
-        quiet.scrubber._look()
+        quiet.scrubber._verify_some()
     assert not quiet.scrubber._new
     for slot in range(5):
         quiet.flip(slot, 0)
     found = []
     for _ in range(3):
-        quiet.scrubber._look()
+        quiet.scrubber._verify_some()
         found.append(quiet.scrubber.take_damaged())
     assert sorted(slot for some in found[:2] for slot in some) == sorted({*found[0], *found[1]})
     assert {slot for some in found for slot in some} == {0, 1, 2, 3, 4}
@@ -165,10 +165,10 @@ def test_rounds_come_to_every_block(quiet, monkeypatch):
 
 def test_slot_that_was_never_written_before_is_summed(quiet):
     quiet.scrubber.note([2])
-    quiet.scrubber._look()
+    quiet.scrubber._verify_some()
     assert set(quiet.scrubber._sums) == {2}
     quiet.flip(2, 1)
-    quiet.scrubber._look()
+    quiet.scrubber._verify_some()
     assert quiet.scrubber.take_damaged() == [2]
     assert quiet.scrubber.take_damaged() == []
 
@@ -176,23 +176,23 @@ def test_slot_that_was_never_written_before_is_summed(quiet):
 def test_slot_that_is_written_again_before_a_look_is_left_out(quiet):
     quiet.write(1, 2)
     quiet.scrubber.forget([1])
-    quiet.scrubber._look()
+    quiet.scrubber._verify_some()
     assert set(quiet.scrubber._sums) == {2}
 
 
 def test_damage_of_a_slot_that_was_written_since_is_forgotten(quiet):
     quiet.write(1, 2)
-    quiet.scrubber._look()
+    quiet.scrubber._verify_some()
     quiet.flip(1, 0)
     quiet.flip(2, 0)
-    quiet.scrubber._look()
+    quiet.scrubber._verify_some()
     quiet.scrubber.forget([1])
     assert quiet.scrubber.take_damaged() == [2]
 
 
 def test_slots_beyond_other_memory_are_forgotten(quiet):
     quiet.write(0, 3)
-    quiet.scrubber._look()
+    quiet.scrubber._verify_some()
     quiet.write(2, 4)
     quiet.scrubber.note([3])
     quiet.hosts, old = quiet.new(3), quiet.hosts
@@ -200,7 +200,7 @@ def test_slots_beyond_other_memory_are_forgotten(quiet):
     for host in old:
         host.free()
     assert (set(quiet.scrubber._new), set(quiet.scrubber._sums)) == ({2}, {0})
-    quiet.scrubber._look()
+    quiet.scrubber._verify_some()
     assert set(quiet.scrubber._sums) == {0, 2}
     quiet.write(1)
     quiet.scrubber.use(quiet.hosts, 3)

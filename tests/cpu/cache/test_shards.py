@@ -331,7 +331,7 @@ def test_a_store_that_lacks_one_shard_of_a_block_does_not_have_it(ranks, num_ran
         for part in parts_of(LAYOUT.of_rank(num_ranks).groups, Sharding(rank, num_ranks, 4))
     ]
     lost = next(part for part in parts if part.shard == (2 if which == 0 else None))
-    del store.objects[lost.keys(KEYS[1])]
+    del store.objects[lost.key_list(KEYS[1])[0]]
     owners = {rank for rank in range(num_ranks) if which == 1 or 2 in Sharding(rank, num_ranks, 4).shards}
     some.run(Probe(5, "disk", b"".join(KEYS)))
     some.run(Probe(6, "disk"))
@@ -387,7 +387,7 @@ def test_a_rank_that_cannot_read_leaves_its_slots_as_they_were(ranks):
     some = ranks(LAYOUT, 1, 4, store)
     some.fill(blocks)
     some.down()
-    bad = parts_of(LAYOUT.groups, Sharding(0, 1, 4))[1].keys(KEYS[2])
+    bad = parts_of(LAYOUT.groups, Sharding(0, 1, 4))[1].key_list(KEYS[2])[0]
     again = ranks(LAYOUT, 1, 4, FaultyStore(store, [Fault(flip_bit=9, only=lambda key: key == bad)]))
     hosts = again.controllers[0]._hosts
     for host in hosts:
@@ -474,7 +474,7 @@ def test_a_failure_on_one_rank_makes_a_block_a_miss_on_all(fault, is_shared):
     store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
     writers = Cache(2, store, is_shared=is_shared)
     writers.compute(blocks)
-    bad = parts_of(LAYOUT.of_rank(2).groups, Sharding(1, 2, 4))[0].keys(writers.chain.keys()[2 * 32 : 3 * 32])
+    bad = parts_of(LAYOUT.of_rank(2).groups, Sharding(1, 2, 4))[0].key_list(writers.chain.keys()[2 * 32 : 3 * 32])[0]
     calls = itertools.count()
 
     def hits(key: bytes) -> bool:
@@ -510,18 +510,18 @@ def test_heads_and_shards_that_do_not_divide_are_refused_with_the_numbers():
     layout = KVLayout(4, (CacheGroup.attention("main", 1, 6, 8, dt.f16, 4),))
     with pytest.raises(ArgumentError, match="6 KV heads, which 4 ranks"):
         layout.of_rank(4)
-    with pytest.raises(ArgumentError, match="2 ranks cannot share 3 shards"):
+    with pytest.raises(ArgumentError, match="2 ranks cannot divide 3 shards"):
         Sharding(0, 2, 3)
-    with pytest.raises(ArgumentError, match="no rank 2 of 2"):
+    with pytest.raises(ArgumentError, match="invalid rank 2 of 2"):
         Sharding(2, 2, 2)
-    with pytest.raises(ArgumentError, match="no rank -1 of 2"):
+    with pytest.raises(ArgumentError, match="invalid rank -1 of 2"):
         Sharding(-1, 2, 2)
-    with pytest.raises(ArgumentError, match="no rank 0 of 0"):
+    with pytest.raises(ArgumentError, match="invalid rank 0 of 0"):
         Sharding(0, 0, 1)
-    with pytest.raises(ArgumentError, match="1 ranks cannot share 0 shards"):
+    with pytest.raises(ArgumentError, match="1 ranks cannot divide 0 shards"):
         Sharding(0, 1, 0)
     assert [list(Sharding(rank, 3, 6).shards) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(ArgumentError, match="6 KV heads of 8 f16 on each rank: they cannot be cut into 4"):
+    with pytest.raises(ArgumentError, match="6 KV heads of 8 f16 on each rank, which cannot be divided into 4"):
         parts_of(layout.groups, Sharding(0, 1, 4))
     odd = KVLayout(2, (CacheGroup.attention("main", 1, 4, 1, dt.u4, 2),))
     with pytest.raises(ArgumentError, match="whole heads and bytes"):

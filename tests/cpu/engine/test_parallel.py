@@ -139,7 +139,7 @@ def test_what_cannot_be_shared_equally_is_refused_before_anything_starts(config,
 def test_options_that_cannot_be_are_refused_before_anything_starts():
     with pytest.raises(ArgumentError, match="4 KV heads cannot be cut into 3 shards"):
         Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(8), tensor_parallel=3))
-    with pytest.raises(ArgumentError, match="4 ranks cannot share 2 shards"):
+    with pytest.raises(ArgumentError, match="4 ranks cannot divide 2 shards"):
         Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(8), tensor_parallel=4, kv_shards=2))
     config = EngineConfig(BLOCK, CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),)), tensor_parallel=2)
     with pytest.raises(ArgumentError, match="each opens its own: give its URL"):
