@@ -258,14 +258,14 @@ def compared(wanted: Kept, found: Kept) -> dict[str, object]:
 def row_of(mode: str, case: Case, engine: Engine, begin: float) -> dict[str, object]:
     """What the tiers did."""
     stats = {tier.name: tier.hit_tokens for tier in engine.manager.stats.tiers}
-    failed = engine.manager.transfers.counts.num_failed
+    counts = engine.manager.transfers.counts
     return {
         "mode": mode,
         "cache": case.name,
         "seconds": time.perf_counter() - begin,
         **{tier: stats.get(tier, 0) for tier in ("device", "host", "disk")},
-        "loaded": engine.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE],
-        "failed": sum(failed.values()),
+        "loaded": counts[Route.HOST_TO_DEVICE].num_blocks,
+        "failed": sum(route.num_failed for route in counts.values()),
     }
 
 

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.report import Bar, Row, arguments, at_least, at_most, medians, print_table, report
 from kvtier.memory import BatchCopy, Buffer, copy
-from kvtier.memory.copy_plan import Entries, plan_copies, scan
+from kvtier.memory.copy_plan import plan_copies, scan
 from kvtier.memory.native import native
 
 PIECE, PIECES, SLOTS = 4096, 10_000, 20_000
@@ -96,13 +96,13 @@ def _measure_planning(random: np.random.Generator) -> tuple[list[Row], Bar]:
     mixed = random.integers(1, PIECE, ENTRIES)
     base = 1 << 40
     cases = {
-        "nothing merges": Entries(np.stack([shuffled * PIECE, base + slots * PIECE, sizes])),
-        "mixed sizes": Entries(np.stack([shuffled * PIECE, base + slots * PIECE, mixed])),
-        "everything merges, shuffled": Entries(np.stack([slots * PIECE, base + slots * PIECE, sizes])),
+        "nothing merges": np.stack([shuffled * PIECE, base + slots * PIECE, sizes]),
+        "mixed sizes": np.stack([shuffled * PIECE, base + slots * PIECE, mixed]),
+        "everything merges, shuffled": np.stack([slots * PIECE, base + slots * PIECE, sizes]),
     }
     code = native().code
     look = scan if code is None else code.scan  # as BatchCopy does
-    planners = {name: functools.partial(plan_copies, entries, look) for name, entries in cases.items()}
+    planners = {name: functools.partial(plan_copies, table, None, look) for name, table in cases.items()}
     seconds = medians({"argsort": lambda: np.argsort(slots), **planners}, rounds=25)
     rows: list[Row] = [
         {"planning 100,000 entries": name, "ms": value * 1e3, "argsorts": value / seconds["argsort"]}

@@ -16,7 +16,7 @@ from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import FormatError, StateError
 from kvtier.index import Chain, Namespace
-from kvtier.messages import Report, StoreLookup, TierCapacity, TransferResult, split_keys
+from kvtier.messages import Report, StoreLookup, TransferResult, split_keys
 from kvtier.replay.cost import Work
 from kvtier.replay.recorder import LOG_VERSION, describe
 from kvtier.replay.trace import TraceRequest, parse_line
@@ -165,10 +165,10 @@ class _Follower:
             StoreLookup(store, self._known(present), self._known(absent), probe)
             for store, present, absent, probe in event["presences"]
         ]
-        sizes = tuple(TierCapacity(tier, count) for tier, count in event["sizes"])
+        num_host_slots = max((count for _, count in event["sizes"]), default=0)
         damaged = bytes.fromhex(event.get("damaged", ""))
         rank = event.get("rank", 0)
-        self._manager.apply(Report(event["epoch"], rank, tuple(outcomes), tuple(presences), sizes, damaged))
+        self._manager.apply(Report(event["epoch"], rank, tuple(outcomes), tuple(presences), num_host_slots, damaged))
 
     def _known(self, names: list[str]) -> bytes:
         """Keys of blocks; those that no request of the log has matter to none."""

@@ -170,7 +170,7 @@ def main() -> None:
     print_table([{"what": name, "value": value} for name, value in row.items()])
     num_leaked = _left(state)
     bars: list[Bar] = [
-        at_most("5xx", done.num_5xx, 0),
+        at_most("5xx", sum(count for status, count in done.statuses.items() if status >= 500), 0),
         at_most("requests without an answer, or cut off", done.statuses[0] + done.num_incomplete, 0),
         at_most("leaked blocks, leases and places", num_leaked, 0),
         at_most("more threads than before", after.num_threads - before.num_threads, 0),

@@ -70,7 +70,7 @@ def compare(trace: Sequence[TraceRequest], block_tokens: int, rounds: int) -> tu
         manager.check()
     gc.enable()
     us = {name: sum(taken) / len(prompts) * 1e6 for name, taken in best.items()}
-    ratio, counts = us["manager"] / us["index with keys"], manager.transfers.counts.num_blocks
+    ratio, counts = us["manager"] / us["index with keys"], manager.transfers.counts
     row: Row = {
         "block tokens": block_tokens,
         "requests": len(prompts),
@@ -78,7 +78,7 @@ def compare(trace: Sequence[TraceRequest], block_tokens: int, rounds: int) -> tu
         "over index with keys": ratio,
         "over index": us["manager"] / us["index"],
         "hit tokens": " ".join(f"{tier.name} {tier.hit_tokens}" for tier in manager.stats.tiers),
-        "blocks moved": " ".join(f"{purpose.value} {count}" for purpose, count in counts.items()),
+        "blocks moved": " ".join(f"{purpose.value} {count.num_blocks}" for purpose, count in counts.items()),
     }
     return row, at_most(f"manager over the bare index with keys, {block_tokens} tokens a block", ratio, 3.0)
 

@@ -93,7 +93,7 @@ def measure(name: str, num_steps: int) -> Row:
         wall.append(whole.wall - forward.wall - wall_before)
         cpu.append(whole.cpu - forward.cpu - cpu_before)
     after = engine.manager.transfers.counts
-    moved = {purpose.value: after.num_blocks[purpose] - before.num_blocks[purpose] for purpose in Route}
+    moved = {purpose.value: after[purpose].num_blocks - before[purpose].num_blocks for purpose in Route}
     engine.close()
     return {
         "case": name,

@@ -57,7 +57,7 @@ class Rig:
                 assert (report.epoch, report.rank) == (epoch, 0)
                 outcomes += report.results
                 self.presences += report.lookups
-                self.sizes += [size.num_slots for size in report.capacities]
+                self.sizes += [report.num_host_slots] if report.num_host_slots else []
         assert len({outcome.transfer_id for outcome in outcomes}) == len(outcomes), "a transfer was reported twice"
         return outcomes
 

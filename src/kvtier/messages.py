@@ -1,11 +1,11 @@
-"""What the deciding side and the moving side tell each other: plans one way, reports the other. Values, nothing else.
+"""Messages between the deciding side and the moving side: plans one way, reports the other. Immutable values.
 
-    CacheManager --Plan--> CacheController (every rank)          what to forget, to look up and to move, in this order
-    CacheManager <--Report-- CacheController                     what became of it, and what is there
+    CacheManager --Plan--> CacheController (every rank)          drops, probes and transfers to do, in this order
+    CacheManager <--Report-- CacheController                     results of transfers and probes
 
-The transfers of a plan do not depend on each other, nor on those of earlier plans that are still under way: what needs
-another to be done is planned when that was reported. Slots and keys travel as bytes (little-endian int32, 32 bytes
-each), so that a message costs by its blocks.
+The transfers of a plan are independent of each other and of earlier plans in flight: a transfer that depends on another
+is planned after that one was reported. Slots and keys are sent as bytes (little-endian int32, 32 bytes each), so that
+the size of a message is that of its blocks.
 """
 
 from __future__ import annotations
@@ -24,21 +24,17 @@ KEY_BYTES = 32
 
 
 class Route(StrEnum):
-    """Why blocks are moved. A load and a fetch are waited for, the others are not."""
+    """Source and target of a transfer. Requests wait for loads and fetches, not for the others."""
 
     HOST_TO_DEVICE = "load"
-    """Host to device."""
     DEVICE_TO_HOST = "save"
-    """Device to host."""
     STORE_TO_HOST = "fetch"
-    """A store to the host."""
     HOST_TO_STORE = "store"
-    """Host to a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """Blocks from one tier to another, the i-th source to the i-th target. A store's side has keys instead of slots."""
+    """Copy blocks from one tier to another, the i-th source to the i-th target. A store has keys instead of slots."""
 
     id: int
     route: Route
@@ -47,7 +43,7 @@ class TransferRequest:
     source_slots: bytes = b""
     target_slots: bytes = b""
     keys: bytes = b""
-    """Of the blocks, where a store is on one side."""
+    """Keys of the blocks if source or target is a store."""
 
     def __post_init__(self) -> None:
         sources, targets, keys = len(self.source_slots), len(self.target_slots), len(self.keys)
@@ -60,30 +56,27 @@ class TransferRequest:
 
     @property
     def store(self) -> str:
-        """The store on one side, if there is one."""
+        """Name of the store that is source or target, or empty."""
         if self.route is Route.STORE_TO_HOST:
             return self.source
         return self.target if self.route is Route.HOST_TO_STORE else ""
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it moves."""
         return len(self.source_slots or self.target_slots) // 4
 
     @property
     def sources(self) -> I32:
-        """The source slots."""
         return np.frombuffer(self.source_slots, "<i4")
 
     @property
     def targets(self) -> I32:
-        """The target slots."""
         return np.frombuffer(self.target_slots, "<i4")
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Which of these keys does a store have? Without keys: all that it has."""
+    """Look up keys in a store. Without keys: list all that it has."""
 
     id: int
     store: str
@@ -92,7 +85,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A store is to forget these keys; without keys, all of this cache."""
+    """Remove keys from a store. Without keys: all of this cache."""
 
     store: str
     keys: bytes = b""
@@ -100,7 +93,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do for one step: drops, then probes, then transfers. Ids rise; the epoch changes with every reset."""
+    """Work for one step: drops, then probes, then transfers. Ids rise; the epoch changes with every reset."""
 
     id: int
     epoch: int
@@ -112,68 +105,61 @@ class Plan:
         return bool(self.transfers or self.probes or self.drops)
 
     def only(self, transfer_ids: Collection[int]) -> Plan:
-        """These transfers of it, and nothing else."""
-        return replace(self, transfers=self._where(transfer_ids, True), probes=(), drops=())
+        """Return a plan of these transfers alone."""
+        transfers = tuple(each for each in self.transfers if each.id in transfer_ids)
+        return replace(self, transfers=transfers, probes=(), drops=())
 
     def without(self, transfer_ids: Collection[int]) -> Plan:
-        """All but these transfers."""
-        return replace(self, transfers=self._where(transfer_ids, False)) if transfer_ids else self
-
-    def _where(self, transfer_ids: Collection[int], wanted: bool) -> tuple[TransferRequest, ...]:
-        return tuple(each for each in self.transfers if (each.id in transfer_ids) is wanted)
+        """Return the plan without these transfers."""
+        if not transfer_ids:
+            return self
+        return replace(self, transfers=tuple(each for each in self.transfers if each.id not in transfer_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """What became of one transfer."""
+    """Result of one transfer on one rank."""
 
     transfer_id: int
     ok: bool
-    """Whether every block arrived."""
+    """True if every block arrived."""
     num_bytes: int
     seconds: float
     reason: str = ""
     arrived: bytes = b""
-    """Where only some blocks did: one byte for each, 1 for those. Empty: all or none, as `ok` says."""
+    """If only some blocks arrived: one byte for each, 1 or 0. Empty: all or none, as `ok` says."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLookup:
-    """These keys are in a store, those are not: the answer to a probe, or what a read that found nothing has shown."""
+    """Keys that a store has and keys that it does not have: the result of a probe, or of a read that found nothing."""
 
     store: str
     present: bytes = b""
     absent: bytes = b""
     probe_id: int = 0
-    """Every probe is answered once, with or without success; 0: nobody asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierCapacity:
-    """So many slots of a tier can be used: host memory comes piece by piece."""
-
-    tier: str
-    num_slots: int
+    """Probe that this answers, each exactly once, also on failure; 0: the result of a read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank has done of its plans since its last report."""
+    """Results of one rank since its last report."""
 
     epoch: int
     rank: int
     results: tuple[TransferResult, ...] = ()
     lookups: tuple[StoreLookup, ...] = ()
-    capacities: tuple[TierCapacity, ...] = ()
+    num_host_slots: int = 0
+    """Host slots that can be used now, as host memory is allocated step by step; 0: no change."""
     damaged: bytes = b""
-    """Host slots whose block is no longer what was put there."""
+    """Host slots whose content changed unexpectedly."""
 
 
 def slot_bytes(slots: I32) -> bytes:
-    """Slots as messages carry them."""
+    """Return slots in the form of messages."""
     return slots.astype("<i4", copy=False).tobytes()
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """The single keys of a message."""
+    """Return the keys of a message as a list."""
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]

@@ -361,7 +361,7 @@ def test_long_dependency_chain_counts_each_piece_as_wave():
     with BatchCopy(path="host") as batch:
         batch.pieces(buffer, np.arange(100), 1, buffer, np.arange(100) + 1)
     assert (batch.result.num_waves, batch.result.path) == (100, "loop")
-    assert "host was forced, but the pieces depend on each other" in batch.result.reason
+    assert "host was forced, but the pieces have too many dependencies" in batch.result.reason
     assert buffer.tolist()[:101] == [numbers(300)[0]] * 101
 
 

@@ -43,7 +43,7 @@ def new_allocator(placement: Placement = CPU) -> Allocator:
     def deallocate(address: int, nbytes: int) -> None:
         assert live.pop(address).nbytes == nbytes
 
-    return Allocator.from_callables(placement, allocate, deallocate)
+    return Allocator(placement, allocate, deallocate)
 
 
 def in_force() -> tuple[Stream | None, Allocator]:
@@ -235,7 +235,7 @@ def test_explicit_stream_overrides_context():
 def test_current_stream_for_gpu_with_host_stream_raises():
     with new_stream() as stream, context(stream=stream):
         with pytest.raises(
-            ArgumentError, match=r"stream in force is on cpu, but the memory is on cuda:0.*Stream\('cuda:0'\)"
+            ArgumentError, match=r"current stream is on cpu, but the memory is on cuda:0.*Stream\('cuda:0'\)"
         ):
             current_stream(GPU)
         assert current_stream(CPU) is stream
@@ -265,7 +265,7 @@ def test_gpu_work_on_host_stream_raises_in_every_call(placement):
                 misuse()
         with context(stream=stream):
             for misuse in (lambda: buffer.fill(1), lambda: copy(host, buffer), lambda: buffer[0]):
-                with pytest.raises(ArgumentError, match="stream in force is on cpu"):
+                with pytest.raises(ArgumentError, match="current stream is on cpu"):
                     misuse()
 
 

@@ -185,7 +185,7 @@ def test_copy_of_gpu_memory_on_host_stream_raises():
     # synchronizing it would not wait for the GPU
     with pytest.raises(ArgumentError, match=r"cuda:0 .* stream on pinned"):
         copy(device, Buffer(4, "u8", "pinned"), stream=Stream("pinned"))
-    with context(stream=Stream("cpu")), pytest.raises(ArgumentError, match=r"in force is on cpu.*cuda:0"):
+    with context(stream=Stream("cpu")), pytest.raises(ArgumentError, match=r"current stream is on cpu.*cuda:0"):
         copy(device, Buffer(4, "u8"))
 
 
@@ -313,7 +313,7 @@ def test_empty_like_with_dtype_and_placement(placement):
 def test_empty_like_uses_context_allocator():
     memory = bytearray(64)
     block = (ctypes.c_char * 64).from_buffer(memory)
-    allocator = Allocator.from_callables("cpu", lambda _nbytes: ctypes.addressof(block), lambda _pointer, _nbytes: None)
+    allocator = Allocator("cpu", lambda _nbytes: ctypes.addressof(block), lambda _pointer, _nbytes: None)
     with context(allocator=allocator):
         twin = empty_like(Buffer.wrap(b"abc"))
     twin.fill(7)

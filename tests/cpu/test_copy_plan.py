@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.memory.copy_plan import ALONE, DST, MAX_WAVES, NBYTES, SRC, Entries, plan_copies, scan
+from kvtier.memory.copy_plan import ALONE, DST, MAX_WAVES, NBYTES, SRC, plan_copies, scan
 from kvtier.memory.native import native
 
 MEMORY = 300
@@ -14,7 +14,7 @@ MEMORY = 300
 def entries_of(*copies, scope=None):
     """Entries from (src, nbytes, dst) triples."""
     src, nbytes, dst = zip(*copies, strict=True)
-    return Entries(np.array([src, dst, nbytes]), None if scope is None else np.array(scope))
+    return np.array([src, dst, nbytes]), None if scope is None else np.array(scope)
 
 
 def pieces_of(plan):
@@ -43,15 +43,15 @@ def after(entries_in_order, memory):
 def check(plan, entries):
     """Raise unless the plan holds every entry once, merges only within a scope, and its waves are sound."""
     seen = [plan.caller_entry(part) for piece in range(plan.num_pieces) for part in plan.parts(piece)]
-    assert sorted(seen) == list(range(len(entries)))
+    assert sorted(seen) == list(range(entries[0].shape[1]))
     assert plan.first_entries().tolist() == [plan.caller_entry(plan.parts(k)[0]) for k in range(plan.num_pieces)]
     for piece, (src, nbytes, dst) in enumerate(pieces_of(plan)):
         members = [plan.caller_entry(part) for part in plan.parts(piece)]
-        assert entries.table[NBYTES][members].sum() == nbytes
-        assert (entries.table[SRC][members[0]], entries.table[DST][members[0]]) == (src, dst)
-        if len(members) > 1 and entries.scope is not None:
-            assert len(set(entries.scope[members].tolist())) == 1
-            assert entries.scope[members[0]] != ALONE
+        assert entries[0][NBYTES][members].sum() == nbytes
+        assert (entries[0][SRC][members[0]], entries[0][DST][members[0]]) == (src, dst)
+        if len(members) > 1 and entries[1] is not None:
+            assert len(set(entries[1][members].tolist())) == 1
+            assert entries[1][members[0]] != ALONE
     assert plan.wave_starts[0] == 0
     assert plan.wave_starts[-1] == plan.num_pieces
     if not plan.in_order:
@@ -76,9 +76,9 @@ def looks():
 @given(entries=st.one_of(any_entries(), any_entries(low_dst=150)), seed=st.integers(0, 99))
 def test_any_order_inside_waves_gives_sequential_result(entries, seed):
     memory = np.random.default_rng(seed).integers(0, 256, MEMORY, dtype=np.uint8)
-    expected = after(zip(entries.table[SRC], entries.table[NBYTES], entries.table[DST], strict=True), memory)
+    expected = after(zip(entries[0][SRC], entries[0][NBYTES], entries[0][DST], strict=True), memory)
     for look in looks():
-        plan = plan_copies(entries, look)
+        plan = plan_copies(*entries, look)
         check(plan, entries)
         pieces, order = pieces_of(plan), []
         for wave in range(len(plan.wave_starts) - 1):
@@ -90,7 +90,7 @@ def test_any_order_inside_waves_gives_sequential_result(entries, seed):
 @pytest.mark.skipif(native().code is None, reason="needs a C compiler")
 @given(entries=st.one_of(any_entries(), any_entries(low_dst=150)))
 def test_compiled_scan_matches_numpy_scan(entries):
-    slow, fast = scan(entries), native().code.scan(entries)
+    slow, fast = scan(*entries), native().code.scan(*entries)
     assert (slow.disjoint, slow.independent, slow.nbytes) == (fast.disjoint, fast.independent, fast.nbytes)
     assert (None if slow.starts is None else slow.starts.tolist()) == (
         None if fast.starts is None else fast.starts.tolist()
@@ -101,89 +101,89 @@ GROUPED = [(100, 4, 200), (104, 4, 204), (120, 4, 208), (124, 4, 212), (112, 4, 
 
 
 def test_adjacent_entries_merge():
-    assert pieces_of(plan_copies(entries_of(*GROUPED))) == [(100, 8, 200), (120, 8, 208), (112, 4, 216)]
+    assert pieces_of(plan_copies(*entries_of(*GROUPED))) == [(100, 8, 200), (120, 8, 208), (112, 4, 216)]
 
 
 def test_adjacent_entries_merge_in_any_order():
-    plan = plan_copies(entries_of(*reversed(GROUPED)))
+    plan = plan_copies(*entries_of(*reversed(GROUPED)))
     assert pieces_of(plan) == [(100, 8, 200), (120, 8, 208), (112, 4, 216)]
     assert [[plan.caller_entry(part) for part in plan.parts(k)] for k in range(3)] == [[4, 3], [2, 1], [0]]
 
 
 def test_entries_of_different_scopes_do_not_merge():
-    assert plan_copies(entries_of(*GROUPED, scope=[ALONE] * 5)).num_pieces == 5
-    pieces = pieces_of(plan_copies(entries_of(*GROUPED, scope=[0, 1, 2, 2, 2])))
+    assert plan_copies(*entries_of(*GROUPED, scope=[ALONE] * 5)).num_pieces == 5
+    pieces = pieces_of(plan_copies(*entries_of(*GROUPED, scope=[0, 1, 2, 2, 2])))
     assert pieces == [(100, 4, 200), (104, 4, 204), (120, 8, 208), (112, 4, 216)]
 
 
 def test_entries_adjacent_on_one_side_do_not_merge():
-    assert plan_copies(entries_of((0, 4, 100), (4, 4, 108))).num_pieces == 2
-    assert plan_copies(entries_of((0, 4, 100), (8, 4, 104))).num_pieces == 2
+    assert plan_copies(*entries_of((0, 4, 100), (4, 4, 108))).num_pieces == 2
+    assert plan_copies(*entries_of((0, 4, 100), (8, 4, 104))).num_pieces == 2
 
 
 def test_shuffled_adjacent_entries_merge_into_one_piece():
     slots = np.random.default_rng(0).permutation(100_000) * 64
-    plan = plan_copies(Entries(np.stack([slots, slots + (1 << 40), np.full(100_000, 64)])))
+    plan = plan_copies(np.stack([slots, slots + (1 << 40), np.full(100_000, 64)]))
     assert pieces_of(plan) == [(0, 6_400_000, 1 << 40)]
 
 
 def test_entry_reading_a_result_runs_in_later_wave():
-    plan = plan_copies(entries_of((0, 4, 100), (100, 4, 200), (200, 4, 250), (8, 4, 16)))
+    plan = plan_copies(*entries_of((0, 4, 100), (100, 4, 200), (200, 4, 250), (8, 4, 16)))
     assert plan.num_waves == 3
     assert sorted(pieces_of(plan)[:2]) == [(0, 4, 100), (8, 4, 16)]
 
 
 def test_adjacent_entries_of_different_waves_do_not_merge():
-    plan = plan_copies(entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104)))  # the last reads what the first writes
+    plan = plan_copies(*entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104)))  # the last reads what the first writes
     assert pieces_of(plan) == [(50, 4, 4), (0, 4, 100), (4, 4, 104)]
     assert plan.wave_starts == [0, 2, 3]
-    plan = plan_copies(entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104), (8, 4, 108), (12, 4, 112)))
+    plan = plan_copies(*entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104), (8, 4, 108), (12, 4, 112)))
     assert pieces_of(plan) == [(50, 4, 4), (0, 4, 100), (8, 8, 108), (4, 4, 104)]
     assert plan.wave_starts == [0, 3, 4]
 
 
 def test_destination_written_twice_keeps_order():
-    plan = plan_copies(entries_of((0, 4, 100), (8, 4, 102)))
+    plan = plan_copies(*entries_of((0, 4, 100), (8, 4, 102)))
     assert pieces_of(plan) == [(0, 4, 100), (8, 4, 102)]
     assert plan.num_waves == 2
 
 
 def test_source_is_read_before_it_is_overwritten():
-    plan = plan_copies(entries_of((50, 4, 100), (0, 4, 50)))
+    plan = plan_copies(*entries_of((50, 4, 100), (0, 4, 50)))
     assert pieces_of(plan) == [(50, 4, 100), (0, 4, 50)]
     assert plan.num_waves == 2
 
 
 def test_shared_source_stays_in_one_wave():
-    plan = plan_copies(entries_of(*((0, 4, 100 + 4 * k) for k in range(40))))
+    plan = plan_copies(*entries_of(*((0, 4, 100 + 4 * k) for k in range(40))))
     assert (plan.num_waves, plan.num_pieces) == (1, 40)
 
 
 def test_self_overlapping_entry_is_marked():
-    plan = plan_copies(entries_of((0, 10, 5)))
+    plan = plan_copies(*entries_of((0, 10, 5)))
     assert plan.overlapping
-    assert not plan_copies(entries_of((0, 10, 10))).overlapping
-    assert not plan_copies(entries_of((0, 10, 10), (10, 10, 30))).overlapping
-    beside_another = plan_copies(entries_of((0, 10, 5), (100, 4, 200)))
+    assert not plan_copies(*entries_of((0, 10, 10))).overlapping
+    assert not plan_copies(*entries_of((0, 10, 10), (10, 10, 30))).overlapping
+    beside_another = plan_copies(*entries_of((0, 10, 5), (100, 4, 200)))
     assert (beside_another.overlapping, beside_another.in_order, beside_another.num_waves) == (True, False, 1)
 
 
 def test_long_chain_runs_in_order():
     chain = [(4 * k, 4, 4 * (k + 1)) for k in range(MAX_WAVES + 1)]
-    plan = plan_copies(entries_of(*chain))
+    plan = plan_copies(*entries_of(*chain))
     assert plan.in_order
     assert pieces_of(plan) == chain
-    shorter = plan_copies(entries_of(*chain[:-1]))
+    shorter = plan_copies(*entries_of(*chain[:-1]))
     assert not shorter.in_order
     assert shorter.num_waves == MAX_WAVES
 
 
 def test_many_writes_to_one_place_run_in_order():
     n = 10_000
-    plan = plan_copies(Entries(np.stack([np.arange(n) * 8, np.full(n, 1 << 30), np.full(n, 8)])))
+    plan = plan_copies(np.stack([np.arange(n) * 8, np.full(n, 1 << 30), np.full(n, 8)]))
     assert plan.in_order
 
 
 def test_plan_without_entries_is_empty():
-    plan = plan_copies(Entries(np.empty((3, 0), np.int64)))
+    plan = plan_copies(np.empty((3, 0), np.int64))
     assert (plan.num_pieces, plan.num_waves, plan.nbytes, plan.wave_starts) == (0, 0, 0, [0])

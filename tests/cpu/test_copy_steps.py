@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.memory import CPU, PINNED, BatchCopy, Buffer, Placement, context
 from kvtier.memory.copy_paths import CopyContext, Pieces, run_path, why_not
-from kvtier.memory.copy_plan import MAX_WAVES, Entries, plan_copies
-from kvtier.memory.copy_steps import BatchPlan, CopyStep, plan_steps
+from kvtier.memory.copy_plan import MAX_WAVES, plan_copies
+from kvtier.memory.copy_steps import CopyStep, plan_steps
 from kvtier.memory.native import native
 from support import held_back, new_stream
 
@@ -293,8 +293,8 @@ def test_why_not_gives_reason_for_unusable_path():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of this machine can do more")
 def test_gpu_copy_without_driver_is_planned_as_loop():
-    plan = plan_copies(Entries(np.array([[4096], [8192], [16]])))
-    (step,) = plan_steps(BatchPlan(plan, ((GPU, CPU),), None, 1), None, "gather", None)
+    plan = plan_copies(np.array([[4096], [8192], [16]]))
+    (step,) = plan_steps(plan, (((GPU, CPU),), None), None, "gather", None)
     assert step.path == "loop"
     assert step.reason.startswith("gather was forced, but ")
     assert "no gather: " in step.reason
@@ -303,9 +303,9 @@ def test_gpu_copy_without_driver_is_planned_as_loop():
 
 
 def test_pieces_part_keeps_ids_and_bytes():
-    entries = Entries(np.array([[0, 100, 200], [1000, 1100, 1200], [1, 2, 4]]))
-    whole = Pieces(entries.table, plan_copies(entries))
-    assert (len(whole), whole.nbytes, Pieces(entries.table).nbytes) == (3, 7, 7)
+    table = np.array([[0, 100, 200], [1000, 1100, 1200], [1, 2, 4]])
+    whole = Pieces(table, plan_copies(table))
+    assert (len(whole), whole.nbytes, Pieces(table).nbytes) == (3, 7, 7)
     part = whole.part(slice(1, 3))
     assert (part.ids.tolist(), part.nbytes, len(part)) == ([1, 2], 6, 2)
     last = part.part(np.array([False, True]))

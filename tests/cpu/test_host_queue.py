@@ -42,9 +42,7 @@ def held_back(queue: HostQueue) -> Iterator[None]:
 
 
 def mark_on(queue: HostQueue) -> HostMark:
-    mark = HostMark()
-    mark.record(queue)
-    return mark
+    return queue.record()
 
 
 def mark_of_another_queue() -> HostMark:
@@ -179,15 +177,6 @@ def test_queue_synchronize_waits_for_all_tasks():
 # ---- marks ----
 
 
-def test_unrecorded_mark_is_reached():
-    mark = HostMark()
-    assert mark.query()
-    mark.synchronize()
-    with new_queue() as queue:
-        queue.wait_event(mark)
-        queue.synchronize()
-
-
 def test_mark_is_reached_after_earlier_tasks():
     ran: list[str] = []
     with new_queue() as queue:
@@ -208,25 +197,6 @@ def test_mark_does_not_wait_for_later_tasks():
             assert mark.query()
 
 
-def test_mark_recorded_again_moves():
-    with new_queue() as queue:
-        mark = mark_on(queue)
-        mark.synchronize()
-        with held_back(queue):
-            mark.record(queue)
-            assert not mark.query()
-        mark.synchronize()
-
-
-def test_mark_can_move_to_another_queue():
-    with new_queue() as blocked, new_queue() as free, held_back(blocked):
-        mark = mark_on(blocked)
-        assert not mark.query()
-        mark.record(free)
-        mark.synchronize()
-        assert mark.query()
-
-
 def test_wait_event_orders_two_queues():
     ran: list[str] = []
     with new_queue() as first, new_queue() as second:
@@ -240,18 +210,6 @@ def test_wait_event_orders_two_queues():
         second.synchronize()
     assert ran.index("first") < ran.index("second")
     assert ran.index("before the wait") < ran.index("second")
-
-
-def test_wait_event_uses_mark_as_of_submission():
-    with new_queue() as first, new_queue() as second:
-        mark = mark_on(first)
-        with held_back(second):
-            second.wait_event(mark)
-            waited = mark_on(second)
-        with held_back(first):
-            mark.record(first)  # behind the gate, which the wait above must not see
-            waited.synchronize()
-            assert not mark.query()
 
 
 def test_wait_event_on_own_mark_returns():
@@ -288,15 +246,6 @@ def test_elapsed_time_waits_for_both_marks():
             end = mark_on(queue)
         assert start.elapsed_time(end) >= 0
         assert end.query()
-
-
-@pytest.mark.parametrize("recorded", ["start", "end"])
-def test_elapsed_time_with_unrecorded_mark_raises(recorded):
-    with new_queue() as queue:
-        start, end = HostMark(), HostMark()
-        (start if recorded == "start" else end).record(queue)
-        with pytest.raises(StateError, match="recorded"):
-            start.elapsed_time(end)
 
 
 # ---- errors ----
@@ -361,16 +310,6 @@ def test_mark_carries_error_of_earlier_tasks_only():
         for _ in range(2):  # a mark keeps its error, however often it is asked
             with pytest.raises(ValueError, match="between"):
                 behind.synchronize()
-
-
-def test_mark_recorded_again_drops_its_error():
-    with new_queue() as queue:
-        queue.submit(failing(ValueError("old")))
-        mark = mark_on(queue)
-        with pytest.raises(ValueError, match="old"):
-            queue.synchronize()
-        mark.record(queue)
-        mark.synchronize()
 
 
 def test_elapsed_time_to_failed_mark_raises_its_error():

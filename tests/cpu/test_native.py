@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvtier.errors import ArgumentError
 from kvtier.files import cache_dir, write_atomically
 from kvtier.memory import BatchCopy, Buffer
-from kvtier.memory.copy_plan import Entries, scan
+from kvtier.memory.copy_plan import scan
 from kvtier.memory.gather import fill_rows
 from kvtier.memory.native import MemoryNative, native
 from kvtier.native_code import Native
@@ -157,7 +157,7 @@ def test_native_copy_accepts_single_column_of_any_strides():
     assert table.strides != (8, 8)
     compiled().copy(table)
     assert target[:20].tolist() == list(range(20))
-    assert compiled().scan(Entries(table)).disjoint
+    assert compiled().scan(table).disjoint
 
 
 def test_batch_copy_of_one_piece_copies_it():
@@ -192,8 +192,7 @@ def test_native_scan_of_touching_entries_matches_numpy(rows, ascending, scopes):
     rows = sorted(rows, key=lambda row: row[1]) if ascending else rows
     table = np.array(rows, np.int64).T.copy(order="C")
     for scope in (None, np.array(scopes[: len(rows)], np.int64)):
-        entries = Entries(table, scope)
-        expected, found = scan(entries), compiled().scan(entries)
+        expected, found = scan(table, scope), compiled().scan(table, scope)
         for name in ("disjoint", "independent", "nbytes"):
             assert getattr(found, name) == getattr(expected, name), name
         assert (found.starts is None) == (expected.starts is None)

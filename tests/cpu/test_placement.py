@@ -105,7 +105,7 @@ def test_gpu_placement_without_gpu_raises_with_reason(ask, text):
 @needs_gpu
 def test_gpu_index_too_large_raises_with_gpu_count():
     count = torch.cuda.device_count()
-    with pytest.raises(UnavailableError, match=rf"cuda:{count} was asked for, but this machine has {count} GPU"):
+    with pytest.raises(UnavailableError, match=rf"cuda:{count} does not exist: this machine has {count} GPU"):
         Placement("cuda", count).require()
 
 

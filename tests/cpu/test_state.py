@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.memory import CPU, PINNED, BatchCopy, Buffer, Placement, copy
-from kvtier.memory.copy_plan import Entries, scan
+from kvtier.memory.copy_plan import scan
 from kvtier.memory.native import native
 from kvtier.state import Permutation, RowMap, State, append, warp, warp_ragged
 from kvtier.state.warp import row_copies
@@ -111,7 +111,7 @@ def test_native_row_copies_match_numpy(perm, old, new, row_bytes):
     fast, slow = native().code.row_copies(*given), row_copies(*given)
     assert fast.flags.c_contiguous
     if row_bytes and fast.size:  # what BatchCopy is told of them
-        seen = scan(Entries(fast))
+        seen = scan(fast)
         assert (seen.independent, seen.starts) == (True, None)
         kept = sum(not is_new for is_new in perm.is_new)
         assert seen.nbytes == row_bytes * (kept * bool(old) + perm.num_new * bool(new))

@@ -438,7 +438,7 @@ def test_stream_wrap_of_host_stream_raises():
 
 
 def test_stream_wrap_of_handle_without_placement_raises():
-    with pytest.raises(ArgumentError, match=r"0x1234 says nothing about its GPU: pass placement='cuda:0'"):
+    with pytest.raises(ArgumentError, match=r"0x1234 does not identify its GPU: pass placement='cuda:0'"):
         Stream.wrap(0x1234)
 
 

@@ -63,11 +63,11 @@ def filled(model: Model, setup, talks, **options) -> None:
 
 
 def num_fetched(engine: Engine) -> int:
-    return engine.manager.transfers.counts.num_blocks[Route.STORE_TO_HOST]
+    return engine.manager.transfers.counts[Route.STORE_TO_HOST].num_blocks
 
 
 def num_failed(engine: Engine) -> int:
-    return engine.manager.transfers.counts.num_failed[Route.STORE_TO_HOST]
+    return engine.manager.transfers.counts[Route.STORE_TO_HOST].num_failed
 
 
 def test_another_engine_finds_what_one_has_stored(model, setup, talks, wanted):

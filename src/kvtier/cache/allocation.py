@@ -1,4 +1,4 @@
-"""Allocation: a request's cached KV, and the manager's numbers."""
+"""Allocation: a request's cached KV. Statistics of the manager."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.index.pool import I32
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy a block on the device before the step computes: its first `num_tokens` tokens are wanted in the target."""
+    """Copy the first `num_tokens` tokens of a block to another on the device, before the step computes."""
 
     source: int
     target: int
@@ -23,20 +23,20 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier in numbers. Of a store only what is known to be there is known."""
+    """Numbers of one tier; of a store, only the blocks that it is known to have."""
 
     name: str
     num_blocks: int
-    """It has room for; 0 for a store."""
+    """Capacity; 0 for a store."""
     num_used: int
     num_evictable: int
     hit_tokens: int
-    """Tokens that requests were given from it."""
+    """Tokens of requests that were found in this tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """The manager in numbers, since it was made."""
+    """Numbers of the manager since its start."""
 
     num_blocks: int
     num_free: int
@@ -48,9 +48,9 @@ class CacheStats:
 
 
 class Allocation:
-    """A request's cached KV: a lease on what was found, and slots of its own. The manager changes it; callers read.
+    """A request's cached KV: a lease on the matched blocks, and slots of its own. Only the manager changes it.
 
-    `num_cached_tokens` tokens need not be computed, once `copy` (if there is one) is made.
+    `num_cached_tokens` tokens need not be computed after `copy`, if there is one.
     """
 
     __slots__ = ("copy", "decision", "is_loading", "lease", "loads", "num_cached_tokens", "source", "tokens_from")
@@ -58,38 +58,37 @@ class Allocation:
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self.is_loading = False
-        """Whether blocks of it are on their way to the device; see CacheManager.is_ready."""
+        """True while blocks are in flight to the device; see CacheManager.is_ready."""
         self.loads: tuple[int, ...] = ()
-        """The transfers that bring them, as far as they were started for this hold."""
+        """Their transfers, if all were started for this allocation."""
         self.tokens_from: dict[str, int] = {}
-        """Cached tokens by the tier they were found in."""
+        """Cached tokens by tier."""
         self.num_cached_tokens = lease.num_matched_tokens
         self.source: Lease | None = None
-        """Holds the block that the beginning of the next one is copied from, until that is computed."""
+        """Lease on the block whose beginning is copied to the next block, until that is computed."""
         self.copy: BlockCopy | None = None
         self.decision: LoadDecision | None = None
-        """Whether blocks below the device were to be loaded, if there were any."""
+        """Decision to load or to compute the blocks below the device, if there were any."""
 
     @property
     def chain(self) -> Chain:
-        """The request's tokens."""
         return self.lease.chain
 
     @property
     def table(self) -> I32:
-        """The device slot of each block, in order."""
+        """Device slot of each block."""
         return self.lease.table
 
     @property
     def num_on_device(self) -> int:
-        """Blocks before the first that is to be loaded."""
+        """Number of blocks before the first one to load."""
         missing = self.lease.table == NO_SLOT
         return int(missing.argmax()) if missing.any() else len(missing)
 
     @property
     def num_blocks_needed(self) -> int:
-        """Device slots it needs for all tokens it knows, and has not got."""
+        """Device slots still needed for all tokens of the chain."""
         lease = self.lease
         num_blocks = -(-lease.chain.num_tokens // lease.chain.namespace.block_tokens)
-        to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))  # else they are reserved
+        to_load = 0 if self.is_loading else int(np.count_nonzero(lease.table == NO_SLOT))  # otherwise reserved already
         return max(0, num_blocks - len(lease.table)) + to_load

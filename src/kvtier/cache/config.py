@@ -1,4 +1,4 @@
-"""CacheConfig: what a cache is made from."""
+"""Configuration of a cache and its tiers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvtier.errors import ArgumentError, RangeError
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """What the manager is made from; it is never changed."""
+    """Configuration of a CacheManager."""
 
     num_blocks: int
-    """Of the device tier."""
+    """Blocks of the device tier."""
     prefix_caching: bool = True
     policy: str = "lru"
     host: HostConfig | None = None
@@ -22,14 +22,14 @@ class CacheConfig:
     stores: tuple[StoreConfig, ...] = ()
     """Further tiers below the host, the nearest first."""
     partial_scan: int = 8
-    """How many cached blocks are looked at for one that begins as the first block that was not found does."""
+    """How many cached blocks are compared to find one that begins like the first block that was not found."""
     free_share: float = 0.0
     """Evict from the device ahead of demand, so that this share of it is free."""
     recompute: bool = True
-    """Whether blocks are computed where that is expected to be faster than to load them."""
+    """Compute cached blocks if that is expected to be faster than loading them."""
     secret: bytes = field(default=b"", repr=False)
-    """Keys the digests that stored blocks carry of their tokens. All who share a store need the same, of at most 64
-    bytes; without one whoever reads the store can check a guess at a prompt."""
+    """Key of the token digests in stored blocks, at most 64 bytes, equal for all that share a store. Without one, a
+    reader of the store can check a guess at a prompt."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -53,23 +53,23 @@ class WritePolicy(Enum):
     THROUGH = "write_through"
     """As soon as it is in the tier above."""
     SELECTIVE = "write_through_selective"
-    """Once it was used again `min_uses` times."""
+    """After it was used again `min_uses` times."""
     BACK = "write_back"
-    """When the tier above runs low, the ones finished longest ago first; and all of them when the cache is flushed."""
+    """When the tier above runs low, blocks that finished first go first; all of them when the cache is flushed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WritebackConfig:
-    """How blocks come to a lower tier."""
+    """Policy and limits of copies to a lower tier."""
 
     write: WritePolicy = WritePolicy.THROUGH
     min_uses: int = 1
     max_blocks: int = 256
-    """On their way at a time: saves must not crowd out loads."""
+    """Most blocks in flight: saves must not delay loads."""
     low_share: float = 0.25
     """For write_back: save when less than this share of the tier above is free."""
     blocks_per_second: float = math.inf
-    """The bandwidth that saves may take, over a second."""
+    """Bandwidth limit of saves."""
 
     def __post_init__(self) -> None:
         if self.max_blocks < 1 or self.min_uses < 1 or self.blocks_per_second <= 0:
@@ -102,11 +102,11 @@ class Patience(Enum):
     """How long a request waits for its blocks from a store before it is scheduled."""
 
     BEST_EFFORT = "best_effort"
-    """Not at all: what has arrived when its turn comes is used."""
+    """Not at all: it uses the blocks that have arrived."""
     DEADLINE = "deadline"
     """At most `wait_seconds`."""
     WAIT = "wait"
-    """Until they have arrived, or failed to."""
+    """Until they have arrived or failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,12 @@ class StoreConfig:
     patience: Patience = Patience.DEADLINE
     wait_seconds: float = 5.0
     is_shared: bool = False
-    """Whether others write to it too: then it is asked what it has, request by request. If not, its inventory is taken
-    once, and what is stored is remembered."""
+    """True if other processes write to it: keys are looked up for each request. Otherwise the inventory is read once,
+    and writes are recorded."""
     max_fetching_blocks: int = 1024
-    """On their way from it at a time."""
+    """Most blocks in flight from it."""
     max_known: int = 1 << 22
-    """Keys that are remembered of it, at about 150 bytes each: it evicts by itself, and tells nobody."""
+    """Most keys recorded for it, at about 150 bytes each: it evicts without notice."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name in ("device", "host"):

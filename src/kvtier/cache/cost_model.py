@@ -1,4 +1,4 @@
-"""CostModel: how long loading and computing will take, learned from before: what decides between the two."""
+"""CostModel: predicts the time to load and to compute blocks, from measurements, and decides between the two."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 
 from kvtier.messages import Route
 
-# What was seen 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
+# A sample 40 samples ago counts for a third: long enough for a stable fit, short enough to follow a busy link.
 _DECAY = 1 - 1 / 40
 _MOST_NEW = 16
-_ALIKE = 1e-7  # what is left of an amount's squares, of 1, beside the others: from here on it cannot be told from them
-_TRY_AFTER = 32  # loads refused in a row, after which one is made to see whether it is still that slow
-_STILL = 0.7  # of what was expected: a trial that takes longer is no news
+_ALIKE = 1e-7  # least independent part of an amount's squares, of 1: below it the matrix counts as singular
+_TRY_AFTER = 32  # loads refused in a row before one is tried, in case the link is faster again
+_STILL = 0.7  # of the expected time: a trial that takes longer confirms the old measurements
 Matrix = list[list[float]]
-Way = tuple[Route, str]
-"""How blocks are moved, and from or to which store: each has a speed of its own."""
+Link = tuple[Route, str]
+"""A route and the store at one end, or empty: each has its own speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadDecision:
-    """Whether cached blocks below the device are loaded, and the numbers it was decided by."""
+    """Decision to load cached blocks below the device or to compute them, with its numbers."""
 
     load: bool
     num_tokens: int
     load_seconds: float | None
-    """None where nothing was measured yet."""
+    """None before the first measurement."""
     compute_seconds: float | None
 
     def __str__(self) -> str:
@@ -45,104 +45,106 @@ class LoadDecision:
 
 
 class OnlineLeastSquares:
-    """Seconds as a sum of costs times amounts, by least squares over what was seen, old samples fading.
+    """Fits seconds as a sum of costs times amounts, by least squares with exponential decay of old samples.
 
-    Costs are not negative. As long as what was seen does not tell them apart, such as a single sample, several are as
-    good; `in_doubt`, min or max, says which of them count.
+    Costs are not negative. If the samples do not determine them, such as a single sample, several solutions are equally
+    good; `in_doubt`, min or max, selects the prediction.
     """
 
     def __init__(self, num_amounts: int, in_doubt: Callable[[Iterable[float]], float]) -> None:
         self._in_doubt = in_doubt
         self._squares = np.zeros((num_amounts + 1, num_amounts + 1))
         self._products = np.zeros(num_amounts + 1)
-        self._num_seen = 0
+        self._num_samples = 0
         self._new: list[tuple[float, ...]] = []
         self._costs: list[list[float]] = []
 
     def observe(self, amounts: Sequence[float], seconds: float) -> None:
-        """It took so long. Costs next to nothing: what was seen is taken in later, several at a time."""
+        """Record a sample. Cheap: samples are added to the fit in batches."""
         self._new.append((1.0, *amounts, seconds))
         if len(self._new) >= _MOST_NEW:
-            self._take_in()
+            self._add_samples()
 
     def predict(self, amounts: Sequence[float]) -> float | None:
-        """How long it would take, by what was seen but for the last few samples; None before anything was."""
-        if self._new and (not self._costs or 4 * len(self._new) > self._num_seen):
-            self._take_in()
-        if not self._num_seen:
+        """Return the expected seconds; None before the first sample. The last few samples may not count yet."""
+        if self._new and (not self._costs or 4 * len(self._new) > self._num_samples):
+            self._add_samples()
+        if not self._num_samples:
             return None
         if not self._costs:
             self._costs = self._solve()
         x = (1.0, *amounts)
         return self._in_doubt(_dot(costs, x) for costs in self._costs)
 
-    def _take_in(self) -> None:
-        seen = np.array(self._new)
-        x, seconds, count = seen[:, :-1], seen[:, -1], len(seen)
+    def _add_samples(self) -> None:
+        samples = np.array(self._new)
+        x, seconds, count = samples[:, :-1], samples[:, -1], len(samples)
         faded = x * (_DECAY ** np.arange(count - 1, -1, -1.0))[:, None]
         self._squares = self._squares * _DECAY**count + faded.T @ x
         self._products = self._products * _DECAY**count + faded.T @ seconds
-        self._num_seen += count
+        self._num_samples += count
         self._new, self._costs = [], []
 
     def _solve(self) -> list[list[float]]:
-        seen: Matrix = self._squares.tolist()
-        used = [i for i, row in enumerate(seen) if row[i]]  # of what never was there nothing is known
-        scale = [math.sqrt(max(row[i], 1e-300)) for i, row in enumerate(seen)]
-        squares = [[each / (scale[i] * scale[j]) for j, each in enumerate(row)] for i, row in enumerate(seen)]
-        products = [each / scale[i] for i, each in enumerate(self._products.tolist())]
-        found = _explanations(squares, products, used)
-        explained = [_dot(products, costs) for costs in found]  # of the squares
+        sums: Matrix = self._squares.tolist()
+        used = [i for i, row in enumerate(sums) if row[i]]  # amounts that were not always 0
+        scale = [math.sqrt(max(row[i], 1e-300)) for i, row in enumerate(sums)]
+        squares = [[value / (scale[i] * scale[j]) for j, value in enumerate(row)] for i, row in enumerate(sums)]
+        products = [value / scale[i] for i, value in enumerate(self._products.tolist())]
+        solutions = _solutions(squares, products, used)
+        explained = [_dot(products, costs) for costs in solutions]  # share of the squares
         enough = max(explained) * (1 - 1e-6)
         return [
-            [cost / each for cost, each in zip(costs, scale, strict=True)]
-            for costs, share in zip(found, explained, strict=True)
+            [cost / unit for cost, unit in zip(costs, scale, strict=True)]
+            for costs, share in zip(solutions, explained, strict=True)
             if share >= enough
         ]
 
 
-def _explanations(squares: Matrix, products: list[float], used: list[int]) -> list[list[float]]:
-    """The best costs; where amounts never varied, and so cannot be told apart, those without one or the other."""
+def _solutions(squares: Matrix, products: list[float], used: list[int]) -> list[list[float]]:
+    """Return the best costs; if some amounts are collinear, the best costs without each of them."""
     best = _least_squares(squares, products, used)
     if best is not None:
         return [best]
     left = [[i for i in used if i != without] for without in used]
-    return [costs for some in left for costs in _explanations(squares, products, some)]
+    return [costs for some in left for costs in _solutions(squares, products, some)]
 
 
 def _least_squares(squares: Matrix, products: list[float], used: list[int]) -> list[float] | None:
-    """The best costs of those that are used, none negative; None if these cannot be told apart.
+    """Return the best costs of the used amounts, none negative; None if these are collinear.
 
-    Where some come out negative, at least one of these is 0 in the best solution: each is tried.
+    If some come out negative, at least one of these is 0 in the best solution: each is tried.
     """
-    found = _solution([[squares[i][j] for j in used] + [products[i]] for i in used])
-    if found is None:
+    solved = _solve_equations([[squares[i][j] for j in used] + [products[i]] for i in used])
+    if solved is None:
         return None
-    negative = [i for i, cost in zip(used, found, strict=True) if cost < 0]
+    negative = [i for i, cost in zip(used, solved, strict=True) if cost < 0]
     if negative:
         tries = [_least_squares(squares, products, [i for i in used if i != zero]) for zero in negative]
-        found_some = [each for each in tries if each is not None]
-        return max(found_some, key=lambda costs: _dot(products, costs), default=None)
+        solvable = [costs for costs in tries if costs is not None]
+        return max(solvable, key=lambda costs: _dot(products, costs), default=None)
     costs = [0.0] * len(products)
-    for i, cost in zip(used, found, strict=True):
+    for i, cost in zip(used, solved, strict=True):
         costs[i] = cost
     return costs
 
 
-def _solution(rows: Matrix) -> list[float] | None:
-    """Solve two or three equations, each with its right side behind it, of a symmetric matrix with ones on its
-    diagonal; None where that is next to singular. With numpy a fit took 81 us, with this 26 (dev, 2026-11-16)."""
+def _solve_equations(rows: Matrix) -> list[float] | None:
+    """Solve two or three equations; a row ends with its right side. None if the matrix is nearly singular.
+
+    The matrix is symmetric with ones on its diagonal. With numpy a fit took 81 us, with this 26 (dev, 2026-11-16).
+    """
     for k, upper in enumerate(rows):
         if upper[k] < _ALIKE:
             return None
         for row in rows[k + 1 :]:
             factor = row[k] / upper[k]
-            row[k:] = [each - factor * above for each, above in zip(row[k:], upper[k:], strict=True)]
-    found: list[float] = []
+            row[k:] = [value - factor * above for value, above in zip(row[k:], upper[k:], strict=True)]
+    solution: list[float] = []
     for k in range(len(rows) - 1, -1, -1):
-        known = _dot(rows[k][k + 1 : -1], found)
-        found.insert(0, (rows[k][-1] - known) / rows[k][k])
-    return found
+        known = _dot(rows[k][k + 1 : -1], solution)
+        solution.insert(0, (rows[k][-1] - known) / rows[k][k])
+    return solution
 
 
 def _dot(one: Iterable[float], other: Iterable[float]) -> float:
@@ -150,48 +152,48 @@ def _dot(one: Iterable[float], other: Iterable[float]) -> float:
 
 
 class CostModel:
-    """What moving blocks and computing tokens costs on this machine, as measured."""
+    """Measured times of transfers and computation on this machine."""
 
     def __init__(self) -> None:
-        self._moves: dict[Way, OnlineLeastSquares] = {}
-        self._doubted: dict[Way, OnlineLeastSquares] = {}
-        """What was known of ways that are being tried again."""
-        self._compute = OnlineLeastSquares(2, in_doubt=max)  # in doubt it is loaded, which shows what that takes
+        self._transfers: dict[Link, OnlineLeastSquares] = {}
+        self._doubted: dict[Link, OnlineLeastSquares] = {}
+        """Old measurements of links that are being tried again."""
+        self._compute = OnlineLeastSquares(2, in_doubt=max)  # in doubt load, which measures the link
         self._num_refused = 0
 
-    def observe_transfer(self, way: Way, num_blocks: int, seconds: float) -> None:
-        """A move of so many blocks took so long."""
-        before = self._doubted.pop(way, None)
+    def observe_transfer(self, link: Link, num_blocks: int, seconds: float) -> None:
+        """Record the time of a transfer."""
+        before = self._doubted.pop(link, None)
         if before is not None and seconds >= _STILL * (before.predict((num_blocks,)) or 0.0):
-            self._moves[way] = before
-        if way not in self._moves:
-            self._moves[way] = OnlineLeastSquares(1, in_doubt=min)
-        self._moves[way].observe((num_blocks,), seconds)
+            self._transfers[link] = before
+        if link not in self._transfers:
+            self._transfers[link] = OnlineLeastSquares(1, in_doubt=min)
+        self._transfers[link].observe((num_blocks,), seconds)
 
     def observe_compute(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
-        """A step of so many tokens took so long; `attended_tokens` sums the context each of them looked back on."""
+        """Record the time of a step; `attended_tokens` is the sum of the context lengths of its tokens."""
         self._compute.observe((num_tokens, attended_tokens), seconds)
 
-    def transfer_seconds(self, way: Way, num_blocks: int) -> float | None:
-        """How long it would take to move so many; None before anything was seen."""
-        return self._moves[way].predict((num_blocks,)) if way in self._moves else None
+    def transfer_seconds(self, link: Link, num_blocks: int) -> float | None:
+        """Return the expected time to transfer blocks; None before the first measurement."""
+        return self._transfers[link].predict((num_blocks,)) if link in self._transfers else None
 
     def compute_seconds(self, first: int, num_tokens: int) -> float | None:
-        """How long it would take to compute tokens [first, first + num_tokens) of a request."""
+        """Return the expected time to compute tokens [first, first + num_tokens) of a request."""
         return self._compute.predict((num_tokens, num_tokens * (first + num_tokens / 2)))
 
-    def decide(self, num_blocks: dict[Way, int], first: int, num_tokens: int, *, again: bool = False) -> LoadDecision:
-        """Load, or recompute? `num_blocks` are to be moved for it, those queued before them included.
+    def decide(self, num_blocks: dict[Link, int], first: int, num_tokens: int, *, again: bool = False) -> LoadDecision:
+        """Decide whether to load or to compute. `num_blocks` counts the blocks to transfer, including those queued.
 
-        `again`: it was asked for the same request before, which is refused once however often.
+        `again`: not the first decision for the request; a request counts as refused once.
         """
-        times = [self.transfer_seconds(way, count) for way, count in num_blocks.items() if count]
+        times = [self.transfer_seconds(link, count) for link, count in num_blocks.items() if count]
         load = sum(time for time in times if time is not None) if None not in times else None
         compute = self.compute_seconds(first, num_tokens)
         is_faster = load is None or compute is None or load <= compute
         self._num_refused = 0 if is_faster else self._num_refused + (not again)
         is_trial = self._num_refused >= _TRY_AFTER
-        if is_trial:  # nobody measures a link that nobody uses: doubt what it was like, and see
+        if is_trial:  # an unused link is not measured: forget its speed and measure again
             self._num_refused = 0
-            self._doubted |= {way: self._moves.pop(way) for way in num_blocks if way in self._moves}
+            self._doubted |= {link: self._transfers.pop(link) for link in num_blocks if link in self._transfers}
         return LoadDecision(is_faster or is_trial, num_tokens, load, compute)

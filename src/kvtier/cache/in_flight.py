@@ -1,22 +1,22 @@
-"""TransferTracker: the transfers a manager has planned and not heard of yet, and what they hold until then.
+"""TransferTracker: planned transfers that are not reported yet, and the leases that they hold.
 
-    planned: WRITING in the target, READING in the source, a lease  ──every rank's outcome──>  READY or gone, released
+    planned: WRITING in the target, READING in the source, a lease  ──every rank's result──>  READY or removed, released
 
-A move holds a lease of its own, so neither side of it can be evicted or reused while it runs, whoever finishes, aborts
-or resets meanwhile. After a reset its blocks are out of the tree; its slots are freed when it is over, and nothing of
-it becomes readable.
+A transfer holds a lease of its own, so neither its source nor its target can be evicted or reused while it runs, even
+if its request finishes, aborts, or the cache is reset. After a reset its blocks are out of the tree: its slots are
+freed when it ends, and none of its blocks becomes readable.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvtier.errors import ArgumentError, StateError
 from kvtier.index import Lease, RadixTree, Slots, Tier
 from kvtier.index.transitions import begin_read, end_read, end_write
-from kvtier.messages import Drop, Plan, Probe, Report, Route, TransferRequest, TransferResult, slot_bytes
+from kvtier.messages import Drop, Plan, Probe, Route, TransferRequest, TransferResult, slot_bytes
 
 Mask = bytes
 """One byte for each block, 1 or 0: find, count and slices of bytes are the cheapest vector operations Python has."""
@@ -24,12 +24,12 @@ Mask = bytes
 
 @dataclass(slots=True)
 class RouteStats:
-    """What goes for one purpose, of fetches and stores from and to one store, in numbers."""
+    """Numbers of one route; of transfers from and to stores, for one store."""
 
     route: Route
     store: str
     num_in_flight: int = 0
-    """Blocks under way."""
+    """Blocks in flight."""
     num_blocks: int = 0
     num_bytes: int = 0
     num_failed: int = 0
@@ -38,7 +38,7 @@ class RouteStats:
 
 @dataclass(slots=True)
 class PendingTransfer:
-    """One transfer under way: blocks [first, first + count) of a lease's path."""
+    """A transfer in flight: blocks [first, stop) of a lease's path."""
 
     transfer: TransferRequest
     stats: RouteStats
@@ -50,197 +50,182 @@ class PendingTransfer:
     waiting_for: set[int]
     """Ranks that have not reported it."""
     arrived: Mask
-    """Blocks no rank has reported lost."""
+    """Blocks that no rank reported as failed; at the end, the blocks that are readable in the target."""
     seconds: float = 0.0
-    """Of the slowest rank."""
+    """Time of the slowest rank."""
 
     @property
     def count(self) -> int:
-        """Its blocks."""
         return len(self.arrived)
 
     @property
     def stop(self) -> int:
-        """One past its last block."""
         return self.first + len(self.arrived)
 
 
-@dataclass(slots=True)
-class TransferCounts:
-    """What became of moves so far."""
-
-    num_blocks: dict[Route, int] = field(default_factory=lambda: dict.fromkeys(Route, 0))
-    num_bytes: dict[Route, int] = field(default_factory=lambda: dict.fromkeys(Route, 0))
-    num_failed: dict[Route, int] = field(default_factory=lambda: dict.fromkeys(Route, 0))
-    """Blocks that did not arrive."""
-    seconds: dict[Route, float] = field(default_factory=lambda: dict.fromkeys(Route, 0.0))
-
-
 class TransferTracker:
-    """Plans transfers and takes their reports, for `num_ranks` ranks that each do every transfer."""
+    """Plans transfers and applies their results. Each of `num_ranks` ranks does every transfer."""
 
-    def __init__(self, tree: RadixTree, num_ranks: int, on_end: Callable[[PendingTransfer, Mask], None]) -> None:
-        """`on_end` is told of each move that is over, and which of its blocks are where they should be."""
+    def __init__(self, tree: RadixTree, num_ranks: int) -> None:
         self.epoch = 0
         self.num_ranks = num_ranks
         self._tree = tree
         self._tiers = {tier.name: tier for tier in tree.tiers}
-        self._on_end = on_end
         self._ids = itertools.count(1)
         self._plan_ids = itertools.count(1)
         self._planned: list[TransferRequest] = []
         self._probes: list[Probe] = []
         self._drops: list[Drop] = []
-        self._asked: dict[int, set[int]] = {}
+        self._unanswered: dict[int, set[int]] = {}
+        """Probe -> ranks that have not answered it."""
         self._in_flight: dict[int, PendingTransfer] = {}
-        self._ways: dict[tuple[Route, str], RouteStats] = {}
+        self._stats: dict[tuple[Route, str], RouteStats] = {}
 
     @property
     def leases(self) -> list[Lease]:
-        """What moves hold, for checking."""
-        return [move.lease for move in self._in_flight.values()]
+        """Leases of all transfers in flight."""
+        return [pending.lease for pending in self._in_flight.values()]
 
     @property
     def in_flight(self) -> bool:
-        """Whether some report is still to come."""
         return bool(self._in_flight)
 
     def is_in_flight(self, transfer_id: int) -> bool:
-        """Whether some rank has not told what became of a transfer."""
         return transfer_id in self._in_flight
 
     @property
     def has_plan(self) -> bool:
-        """Whether something was planned that no plan has told yet."""
+        """True if the next plan is not empty."""
         return bool(self._planned or self._probes or self._drops)
 
-    def num_blocks(self, purpose: Route, store: str = "") -> int:
-        """Blocks under way; of fetches and stores, from and to one store."""
-        way = self._ways.get((purpose, store))
-        return way.num_in_flight if way is not None else 0
+    def num_blocks(self, route: Route, store: str = "") -> int:
+        """Count the blocks in flight on a route; of transfers from and to stores, for one store."""
+        stats = self._stats.get((route, store))
+        return stats.num_in_flight if stats is not None else 0
 
     @property
-    def counts(self) -> TransferCounts:
-        """What became of moves so far, by purpose."""
-        counts = TransferCounts()
-        for way in self._ways.values():
-            counts.num_blocks[way.route] += way.num_blocks
-            counts.num_bytes[way.route] += way.num_bytes
-            counts.num_failed[way.route] += way.num_failed
-            counts.seconds[way.route] += way.seconds
+    def counts(self) -> dict[Route, RouteStats]:
+        """Numbers of each route so far, the sum over stores."""
+        counts = {route: RouteStats(route, "") for route in Route}
+        for stats in self._stats.values():
+            total = counts[stats.route]
+            total.num_in_flight += stats.num_in_flight
+            total.num_blocks += stats.num_blocks
+            total.num_bytes += stats.num_bytes
+            total.num_failed += stats.num_failed
+            total.seconds += stats.seconds
         return counts
 
     def start(
         self,
-        purpose: Route,
+        route: Route,
         lease: Lease,
         first: int,
         source: Slots | str,
         target: Slots | str,
         keys: bytes = b"",
     ) -> int:
-        """Plan to move blocks [first, ..) of a path. The move owns the lease from now on. Returns its id.
+        """Plan a transfer of blocks [first, ..) of a path; returns its id. The transfer owns the lease from now on.
 
-        Each end is slots of a tier, or the name of a store. What is written in a tier is WRITING already
+        Source and target are slots of a tier or the name of a store. Blocks in a target tier are WRITING already
         (`begin_write`, or a graft).
         """
-        source_tier, source_name, source_slots = self._end(source)
-        target_tier, target_name, target_slots = self._end(target)
+        source_tier, source_name, source_slots = self._endpoint(source)
+        target_tier, target_name, target_slots = self._endpoint(target)
         number = next(self._ids)
-        transfer = TransferRequest(number, purpose, source_name, target_name, source_slots, target_slots, keys)
+        transfer = TransferRequest(number, route, source_name, target_name, source_slots, target_slots, keys)
         count = transfer.num_blocks
         if source_tier is not None:
             begin_read(lease, source_tier, first, count)
         self._planned.append(transfer)
         store = transfer.store
-        way = self._ways.get((purpose, store))
-        if way is None:
-            way = self._ways[purpose, store] = RouteStats(purpose, store)
-        way.num_in_flight += count
+        stats = self._stats.get((route, store))
+        if stats is None:
+            stats = self._stats[route, store] = RouteStats(route, store)
+        stats.num_in_flight += count
         waiting, arrived = set(range(self.num_ranks)), b"\1" * count
         self._in_flight[number] = PendingTransfer(
-            transfer, way, lease, first, source_tier, target_tier, self.epoch, waiting, arrived
+            transfer, stats, lease, first, source_tier, target_tier, self.epoch, waiting, arrived
         )
         return number
 
-    def _end(self, end: Slots | str) -> tuple[Tier | None, str, bytes]:
+    def _endpoint(self, end: Slots | str) -> tuple[Tier | None, str, bytes]:
         if isinstance(end, str):
             return None, end, b""
         return self._tiers[end.tier], end.tier, slot_bytes(end.ids)
 
     def probe(self, store: str, keys: bytes = b"") -> int:
-        """Ask a store which of these it has, or for all that it has. Returns the probe's id."""
+        """Plan a lookup of these keys in a store, or of all its keys; returns the probe's id."""
         self._probes.append(Probe(next(self._ids), store, keys))
-        self._asked[self._probes[-1].id] = set(range(self.num_ranks))
+        self._unanswered[self._probes[-1].id] = set(range(self.num_ranks))
         return self._probes[-1].id
 
     def on_probe_result(self, rank: int, probe_id: int) -> bool:
-        """A rank has answered a probe; whether that was the last."""
-        waiting_for = self._asked.get(probe_id, set())
+        """Record a rank's answer to a probe; returns True if it was the last."""
+        waiting_for = self._unanswered.get(probe_id, set())
         waiting_for.discard(rank)
-        return not waiting_for and self._asked.pop(probe_id, None) is not None
+        return not waiting_for and self._unanswered.pop(probe_id, None) is not None
 
     def drop(self, drop: Drop) -> None:
-        """Tell a store to forget."""
         self._drops.append(drop)
 
     def plan(self) -> Plan:
-        """What was planned since the last plan."""
+        """Return everything planned since the last plan."""
         planned, probes, drops = tuple(self._planned), tuple(self._probes), tuple(self._drops)
         self._planned, self._probes, self._drops = [], [], []
         return Plan(next(self._plan_ids), self.epoch, planned, probes, drops)
 
-    def apply(self, report: Report) -> None:
-        """Take a rank's outcomes. A move is over when every rank has reported it; a block arrived if all say so."""
-        if not 0 <= report.rank < self.num_ranks:
-            raise ArgumentError(f"a report of rank {report.rank}, there are {self.num_ranks}")
-        for outcome in report.results:
-            self._take(report.rank, outcome)
-
     def reset(self) -> None:
-        """What is in flight counts for nothing from now on; its slots come back with its reports."""
+        """Invalidate the transfers in flight. Their slots are freed with their results."""
         self.epoch += 1
 
-    def _take(self, rank: int, outcome: TransferResult) -> None:
-        move = self._in_flight.get(outcome.transfer_id)
-        if move is None or rank not in move.waiting_for:
-            raise StateError(f"transfer {outcome.transfer_id} was reported by rank {rank}, which had none to report")
-        if outcome.arrived and len(outcome.arrived) != move.count:
-            raise ArgumentError(
-                f"transfer {outcome.transfer_id} has {move.count} blocks, its outcome tells of {len(outcome.arrived)}"
-            )
-        move.waiting_for.discard(rank)
-        if outcome.arrived:
-            move.arrived = mask_and(move.arrived, outcome.arrived)
-        elif not outcome.ok:
-            move.arrived = bytes(move.count)
-        move.seconds = max(move.seconds, outcome.seconds)
-        move.stats.num_bytes += outcome.num_bytes
-        if not move.waiting_for:
-            self._finish(move)
+    def apply(self, rank: int, result: TransferResult) -> PendingTransfer | None:
+        """Apply a rank's result; returns the transfer if every rank has reported it.
 
-    def _finish(self, move: PendingTransfer) -> None:
-        way, count, num_arrived = move.stats, move.count, move.arrived.count(1)
-        del self._in_flight[move.transfer.id]
-        way.num_in_flight -= count
-        way.num_blocks += num_arrived
-        way.num_failed += count - num_arrived
-        way.seconds += move.seconds
-        there = move.arrived if move.epoch == self.epoch else bytes(count)
-        if move.target is not None and 0 not in there:
-            end_write(self._tree, move.lease, move.target, move.first, count, ok=True)
-        elif move.target is not None:
+        A block arrived if all ranks say so. The caller then owns the transfer's lease and releases it.
+        """
+        pending = self._in_flight.get(result.transfer_id)
+        if pending is None or rank not in pending.waiting_for:
+            raise StateError(f"transfer {result.transfer_id} was reported by rank {rank}, which had none to report")
+        if result.arrived and len(result.arrived) != pending.count:
+            raise ArgumentError(
+                f"transfer {result.transfer_id} has {pending.count} blocks, its result has {len(result.arrived)}"
+            )
+        pending.waiting_for.discard(rank)
+        if result.arrived:
+            pending.arrived = mask_and(pending.arrived, result.arrived)
+        elif not result.ok:
+            pending.arrived = bytes(pending.count)
+        pending.seconds = max(pending.seconds, result.seconds)
+        pending.stats.num_bytes += result.num_bytes
+        if pending.waiting_for:
+            return None
+        self._finish(pending)
+        return pending
+
+    def _finish(self, pending: PendingTransfer) -> None:
+        """Update the states of source and target, and the statistics."""
+        stats, count, num_arrived = pending.stats, pending.count, pending.arrived.count(1)
+        del self._in_flight[pending.transfer.id]
+        stats.num_in_flight -= count
+        stats.num_blocks += num_arrived
+        stats.num_failed += count - num_arrived
+        stats.seconds += pending.seconds
+        if pending.epoch != self.epoch:
+            pending.arrived = bytes(count)
+        arrived, target = pending.arrived, pending.target
+        if target is not None and 0 not in arrived:
+            end_write(self._tree, pending.lease, target, pending.first, count, ok=True)
+        elif target is not None:
             for ok in (True, False):
-                for first, stop in mask_runs(there, move.first, value=ok):
-                    end_write(self._tree, move.lease, move.target, first, stop - first, ok=ok)
-        if move.source is not None:
-            end_read(move.lease, move.source, move.first, count)
-        self._on_end(move, there)
-        self._tree.release(move.lease, used=False)
+                for first, stop in mask_runs(arrived, pending.first, value=ok):
+                    end_write(self._tree, pending.lease, target, first, stop - first, ok=ok)
+        if pending.source is not None:
+            end_read(pending.lease, pending.source, pending.first, count)
 
 
 def mask_runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int]]:
-    """The stretches [first, stop) where a mask has a value, numbered from `start`: mostly none or one."""
+    """Yield the runs [first, stop) of a value in a mask, numbered from `start`: mostly none or one."""
     first = mask.find(value)
     while first >= 0:
         stop = mask.find(1 - value, first)
@@ -250,7 +235,7 @@ def mask_runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int
 
 
 def mask_and(one: Mask, other: Mask) -> Mask:
-    """Where both masks are 1."""
+    """Return the mask that is 1 where both are."""
     if 0 not in other:
         return one
     return (int.from_bytes(one, "little") & int.from_bytes(other, "little")).to_bytes(len(one), "little")

@@ -1,27 +1,27 @@
-"""CacheManager: what a scheduler asks about cached KV. It decides with block numbers and moves nothing.
+"""CacheManager: finds, allocates and publishes cached KV for a scheduler. It decides with block numbers only.
 
-No torch, no I/O, no threads, no clock: `now` comes with the call. One request's life:
+No torch, no I/O, no threads, no clock: the caller passes `now`. Life of a request:
 
     prefetch -> Prefetch ─┐
                   match -> Allocation --allocate, is_ready, publish, extend ..--> finish | abort | preempt
 
-With lower tiers, `plan` says what to move and `apply` takes what became of it: nothing is readable before its copy is
-reported done, nothing is reused before its reader is, and a copy that failed is a miss.
+With lower tiers, `plan` returns the transfers to make and `apply` takes their results: no block is readable before its
+copy is reported, no slot is reused before its readers are done, and a failed copy is a miss.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from kvtier.cache.allocation import Allocation, BlockCopy, CacheStats, TierStats
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.cost_model import CostModel
-from kvtier.cache.in_flight import Mask, PendingTransfer, TransferTracker
+from kvtier.cache.in_flight import PendingTransfer, TransferTracker, mask_runs
 from kvtier.cache.prefetch import Prefetch, Prefetcher, origins
-from kvtier.cache.writeback import HostWriteback, StoreWriteback
+from kvtier.cache.writeback import HostWriter, StoreIndex, WritebackQueue
 from kvtier.errors import ArgumentError, LoadError, StateError
 from kvtier.index import (
     BlockPool,
@@ -40,15 +40,15 @@ from kvtier.index import (
 )
 from kvtier.index.chain import TokenIds
 from kvtier.index.check import check_tree
-from kvtier.index.node import ABSENT, WRITING
-from kvtier.index.transitions import block_slots
+from kvtier.index.node import ABSENT, IS_ABSENT, WRITING
+from kvtier.index.transitions import begin_write, block_slots, block_states
 from kvtier.messages import Plan, Report, Route
 
 _KEEP = Retention()
 
 
 class CacheManager:
-    """Finds, allocates, publishes and lets go of the device's blocks. For one thread."""
+    """Decides which KV blocks are cached where. Not thread-safe."""
 
     def __init__(
         self,
@@ -60,66 +60,70 @@ class CacheManager:
         listener: Listener | None = None,
         ghost: GhostCache | None = None,
     ) -> None:
-        """`num_host_ready` host slots can be used at once, the others when reports say so; None: all."""
+        """Begin with `num_host_ready` usable host slots (None: all); reports add the others."""
         self.config = config
-        self._device = Tier(0, BlockPool("device", config.num_blocks), lambda: make_policy(config.policy))
+        self._device = Tier(0, BlockPool("device", config.num_blocks), partial(make_policy, config.policy))
         tiers, host = [self._device], config.host if config.prefix_caching else None
+        free_shares = [(self._device, config.free_share)]
         if host is not None:
             num_ready = host.num_blocks if num_host_ready is None else num_host_ready
-            tiers.append(Tier(1, BlockPool("host", num_ready), lambda: make_policy(host.policy)))
-        keyed = host is not None and bool(config.stores)
+            tiers.append(Tier(1, BlockPool("host", num_ready), partial(make_policy, host.policy)))
+            free_shares.insert(0, (tiers[1], host.free_share))
+        stores = config.stores if host is not None else ()
         self.tree = RadixTree(
-            namespace, tiers, enabled=config.prefix_caching, with_keys=keyed, listener=listener, ghost=ghost
+            namespace, tiers, enabled=config.prefix_caching, with_keys=bool(stores), listener=listener, ghost=ghost
         )
-        self.transfers = TransferTracker(self.tree, num_ranks, self._ended)
+        self.transfers = TransferTracker(self.tree, num_ranks)
         self.cost_model = CostModel()
         self.decisions = {"load": 0, "recompute": 0}
-        """How often blocks below the device were loaded, and computed again instead."""
-        self.observer: Callable[[PendingTransfer], None] | None = None
-        """Told of every move that is over."""
-        self.host: HostWriteback | None = None
-        self.stores: dict[str, StoreWriteback] = {}
-        if host is not None:
-            most = max(1024, config.num_blocks + host.num_blocks)  # jobs: prompts that can be in memory
-            self.host = HostWriteback(self.tree, self._device, tiers[1], host, self.transfers, most)
-            self.stores = {
-                each.name: StoreWriteback(self.tree, tiers[1], each, self.transfers, most) for each in config.stores
-            }
-        self.queues = tuple(copies.queue for copies in (self.host, *self.stores.values()) if copies is not None)
-        """What is to be saved, to the host and to each store."""
-        stores = list(self.stores.values())
+        """How often blocks below the device were loaded, and how often they were computed instead."""
+        self.num_damaged = 0
+        """Host blocks that the scrubber found changed."""
+        self.stores = {each.name: StoreIndex(self.tree, tiers[-1], each, self.transfers) for each in stores}
+        self.queues = self._make_queues(tiers)
+        """Blocks to copy down: to the host, then to each store. Empty without a host tier."""
         speeds = self.cost_model if config.recompute else None
-        self._prefetcher = Prefetcher(self.tree, tiers[-1], stores, self.transfers, speeds) if stores else None
+        self._prefetcher = Prefetcher(self.tree, tiers[-1], list(self.stores.values()), self.transfers, speeds)
+        self._free_shares = tuple(free_shares)
+        self._host_slots = [0] * num_ranks
         self._allocations: set[Allocation] = set()
         self._pins: set[Lease] = set()
         self._queried_tokens = 0
         self._hit_tokens = dict.fromkeys((*(tier.name for tier in tiers), *self.stores), 0)
 
-    # ---- a request's life ------------------------------------------------------------------------------------------
+    def _make_queues(self, tiers: list[Tier]) -> tuple[WritebackQueue, ...]:
+        host = self.config.host
+        if host is None or len(tiers) == 1:
+            return ()
+        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # prompts that can be in memory
+        writer = HostWriter(self.tree, tiers[0], tiers[1], self.transfers)
+        stores = self.stores.values()
+        return (
+            WritebackQueue(self.tree, host.saving, tiers[0].pool, writer, max_jobs),
+            *(WritebackQueue(self.tree, each.config.saving, tiers[1].pool, each, max_jobs) for each in stores),
+        )
+
+    # ---- life of a request -----------------------------------------------------------------------------------------
 
     def prefetch(self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP) -> Prefetch | None:
-        """Begin to bring what stores have of a prompt to the host; None if there is no store.
+        """Begin to fetch a prompt's blocks from stores to the host; None without a store.
 
-        A request waits until `is_prefetched`, then gives the fetch to `match`; or it goes, and `end_prefetch` is
-        called.
+        The request waits until `is_prefetched` and passes the prefetch to `match`; `end_prefetch` ends it.
         """
-        if self._prefetcher is None or not chain.num_tokens:
+        if not self.stores or not chain.num_tokens:
             return None
         return self._prefetcher.start(chain, self._most_blocks(chain), retention, now)
 
     def is_prefetched(self, prefetch: Prefetch, *, now: float = 0.0) -> bool:
-        """Whether its request need not wait for it any more: it has arrived, or patience is over."""
-        assert self._prefetcher is not None
+        """True if the request need not wait: the blocks have arrived, or its time to wait has passed."""
         return self._prefetcher.is_over(prefetch, now)
 
     def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
-        """Whether its request, whose turn has come, should wait once more: what was in memory is gone to a store."""
-        assert self._prefetcher is not None
+        """True if a request that could start should wait again: its blocks were evicted, and a store has them."""
         return self._prefetcher.retry(prefetch, allocation.lease.num_matched, now, allocation.lease.retention)
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
-        """Nobody waits for it any more."""
-        assert self._prefetcher is not None
+        """Release what the prefetch holds. Transfers in flight still arrive."""
         self._prefetcher.end(prefetch)
 
     def match(
@@ -131,16 +135,15 @@ class CacheManager:
         may_load: bool = True,
         prefetch: Prefetch | None = None,
     ) -> Allocation:
-        """Hold the longest cached prefix, at least one token short of all: the last must be computed for its logits.
+        """Lease the longest cached prefix, without the last token, which must be computed for its logits.
 
-        Without `may_load` only what is on the device counts. `fetch` is what was brought for it, which stays open.
+        Without `may_load` only blocks on the device count. `prefetch` is the request's prefetch, which stays open.
         """
         if not chain.num_tokens:
             raise ArgumentError("a request needs at least one token")
-        allocation = Allocation(
-            self.tree.match(chain, now=now, max_blocks=self._most_blocks(chain), retention=retention)
-        )
-        if self.host is not None and (missing := self.host.device_states(allocation.lease).count(ABSENT)):
+        lease = self.tree.match(chain, now=now, max_blocks=self._most_blocks(chain), retention=retention)
+        allocation = Allocation(lease)
+        if missing := self._device_states(lease).count(ABSENT):
             allocation = self._match_below(allocation, missing, may_load, prefetch, now)
         self._allocations.add(allocation)
         if self.config.prefix_caching:
@@ -149,38 +152,35 @@ class CacheManager:
         return allocation
 
     def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
-        """Slots for the first `num_tokens` tokens, evicting what is cold; or nothing, and why.
+        """Reserve device slots for the first `num_tokens` tokens, evicting cold blocks: all or none.
 
-        Where the block to copy from is in the way, it is given up: then `num_cached_tokens` is less than it was.
+        If the block to copy from prevents it, that block is given up and `num_cached_tokens` gets smaller.
         """
-        self._must_hold(allocation)
+        self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
             return None
         shortage = self._reserve(allocation, num_tokens)
         if shortage is not None and allocation.source is not None and allocation.copy is None:
-            self._let_source_go(allocation)
+            self._release_source(allocation)
             allocation.num_cached_tokens = allocation.lease.num_matched_tokens
             shortage = self._reserve(allocation, num_tokens)
         if shortage is not None:
             return shortage
-        if (
-            allocation.source is not None
-            and allocation.copy is None
-            and len(allocation.table) > allocation.lease.num_matched
-        ):
-            block = allocation.lease.num_matched
+        block = allocation.lease.num_matched
+        if allocation.source is not None and allocation.copy is None and len(allocation.table) > block:
             num_reused = allocation.num_cached_tokens - allocation.lease.num_matched_tokens
-            allocation.copy = BlockCopy(int(allocation.source.table[block]), int(allocation.table[block]), num_reused)
+            source, target = int(allocation.source.table[block]), int(allocation.table[block])
+            allocation.copy = BlockCopy(source, target, num_reused)
         return None
 
     def is_ready(self, allocation: Allocation) -> bool:
-        """Whether everything the hold found is on the device. A load that failed raises LoadError: abort the hold."""
-        self._must_hold(allocation)
-        if not allocation.is_loading or self.host is None:
+        """True if every matched block is on the device. Raise LoadError if a load failed: abort the allocation."""
+        self._must_be_open(allocation)
+        if not allocation.is_loading:
             return True
-        states = self.host.device_states(allocation.lease)
+        states = self._device_states(allocation.lease)
         if ABSENT in states:
-            raise LoadError("blocks that were to be loaded are not there: compute them instead")
+            raise LoadError("loading cached blocks failed: compute them instead")
         if WRITING in states:
             return False
         allocation.is_loading, allocation.loads = False, ()
@@ -188,20 +188,20 @@ class CacheManager:
         return True
 
     def overlap(self, allocation: Allocation) -> tuple[int, ...]:
-        """The loads that a step of this hold must wait for layer by layer, if it may start before they are done.
+        """Return the loads that a step of this allocation must wait for layer by layer if it starts before their end.
 
-        Empty where others bring some of the blocks, or where nothing is on its way. The step's results count only if
-        `is_ready` says so afterwards.
+        Empty if no load is in flight, or if loads of other requests bring some of the blocks. The step's results are
+        valid only if `is_ready` is True afterwards.
         """
-        self._must_hold(allocation)
-        if self.host is None or not allocation.loads or WRITING not in self.host.device_states(allocation.lease):
+        self._must_be_open(allocation)
+        if not allocation.loads or WRITING not in self._device_states(allocation.lease):
             return ()
         self._fill_table(allocation.lease)
         return allocation.loads
 
     def on_scheduled(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """The request is in a step: what it was given counts as used, once."""
-        self._must_hold(allocation)
+        """Count the cached blocks of a request in a step as used, once."""
+        self._must_be_open(allocation)
         if allocation.lease.committed:
             return
         self._queried_tokens += allocation.chain.num_tokens
@@ -214,111 +214,123 @@ class CacheManager:
         self.tree.commit(allocation.lease, now=now)
 
     def publish(self, allocation: Allocation, computed_tokens: int, *, now: float = 0.0) -> None:
-        """So many tokens are computed: their full blocks can be matched by others."""
-        self._must_hold(allocation)
-        first = allocation.lease.num_blocks
-        if computed_tokens >= (first + 1) * self.namespace.block_tokens:  # most tokens fill no block
-            self.tree.publish(allocation.lease, computed_tokens, now=now)
-            if self.host is not None:
-                self.host.queue.on_blocks_ready(allocation.lease, first, allocation.lease.num_blocks)
+        """Make the full blocks of the computed tokens matchable for other requests."""
+        self._must_be_open(allocation)
+        lease = allocation.lease
+        first = lease.num_blocks
+        if computed_tokens >= (first + 1) * self.namespace.block_tokens:  # most tokens do not fill a block
+            self.tree.publish(lease, computed_tokens, now=now)
+            for queue in self.queues[:1]:
+                queue.on_blocks_ready(lease, first, lease.num_blocks)
         if allocation.source is not None and computed_tokens > allocation.num_cached_tokens:
-            self._let_source_go(allocation)
+            self._release_source(allocation)
 
     def extend(self, allocation: Allocation, tokens: TokenIds) -> None:
-        """Tokens were generated. Their KV is computed when they are fed back."""
-        self._must_hold(allocation)
+        """Append generated tokens. Their KV is computed in the next step."""
+        self._must_be_open(allocation)
         allocation.chain.append(tokens)
 
     def finish(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """The request has all it wanted; what it published stays."""
+        """End a request; its published blocks stay."""
         self._end(allocation, used=True, now=now)
 
     def preempt(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """Its slots are needed. What it published stays until evicted, so to resume is to match again."""
+        """Take a request's slots away. Its published blocks stay until evicted; it resumes with another match."""
         self._end(allocation, used=True, now=now)
 
     def abort(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """It was cancelled, or could not be scheduled: as if it had not been, unless a step ran."""
+        """End a request that was cancelled or not scheduled. It counts as a use only if a step ran."""
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def explain(self, allocation: Allocation) -> Miss:
-        """Why the match ended where it did."""
+        """Return where and why the match stopped."""
         return self.tree.explain(allocation.lease)
 
     def pin(self, chain: Chain, *, now: float = 0.0) -> Lease:
-        """Keep what is cached of a prompt until it is unpinned."""
+        """Keep the cached blocks of a prompt, in any tier, until `unpin`."""
         pin = self.tree.match(chain, now=now)
         self._pins.add(pin)
         return pin
 
     def unpin(self, pin: Lease) -> None:
-        """It may be evicted again."""
         self._pins.remove(pin)
         self.tree.release(pin, used=False)
 
     def reset(self, namespace: Namespace | None = None) -> None:
-        """Forget everything that is in memory. Running requests keep what they hold; stores keep what they have."""
+        """Drop everything in memory. Running requests keep their slots; stores keep their blocks."""
         self.tree.reset(namespace)
         self.transfers.reset()
-        if self._prefetcher is not None:
-            self._prefetcher.reset()
+        self._prefetcher.reset()
         for queue in self.queues:
             queue.clear()
 
     # ---- plans and reports -----------------------------------------------------------------------------------------
 
     def plan(self, *, now: float = 0.0) -> Plan:
-        """What the workers are to do now: what was asked for, and some saves. Evicts ahead where that is wanted."""
-        if self._prefetcher is not None:
-            self._prefetcher.advance(now)
+        """Return the transfers, probes and drops to do now. Evicts ahead of demand if configured."""
+        self._prefetcher.advance(now)
         for queue in self.queues:
             queue.plan(now)
-        if self.host is not None and self.config.host is not None:
-            self._evict_ahead(self.host.host, self.config.host.free_share)
-        self._evict_ahead(self._device, self.config.free_share)
+        for tier, free_share in self._free_shares:
+            if free_share:
+                wanted = math.ceil(free_share * tier.pool.num_slots) - tier.pool.num_free
+                self.tree.evict(tier, max(0, min(wanted, tier.num_evictable)))
         return self.transfers.plan()
 
     @property
     def has_plans(self) -> bool:
-        """Whether a plan now would have something to do, or reports are still to come."""
+        """True if the next plan would not be empty, or if reports are outstanding."""
         return self.transfers.in_flight or self.transfers.has_plan or any(queue.is_due for queue in self.queues)
 
-    def apply(self, report: Report) -> None:
-        """What became of it, from one rank."""
-        self.transfers.apply(report)
-        for presence in report.lookups:
-            self.stores[presence.store].on_lookup(report.rank, presence)
-            if self.transfers.on_probe_result(report.rank, presence.probe_id) and self._prefetcher is not None:
-                self._prefetcher.on_lookup(presence)
-        if report.damaged and self.host is not None:
-            self.host.invalidate(np.frombuffer(report.damaged, "<i4"))
-        for size in report.capacities:
-            if self.host is not None and size.tier == "host":
-                self.host.set_capacity(report.rank, size.num_slots)
+    def apply(self, report: Report) -> list[PendingTransfer]:
+        """Apply a rank's report; returns the transfers that are complete now."""
+        if not 0 <= report.rank < self.transfers.num_ranks:
+            raise ArgumentError(f"a report of rank {report.rank}, there are {self.transfers.num_ranks}")
+        completed = []
+        for result in report.results:
+            done = self.transfers.apply(report.rank, result)
+            if done is not None:
+                self._on_transfer_done(done)
+                self.tree.release(done.lease, used=False)
+                completed.append(done)
+        for lookup in report.lookups:
+            self.stores[lookup.store].on_lookup(report.rank, lookup)
+            if self.transfers.on_probe_result(report.rank, lookup.probe_id):
+                self._prefetcher.on_probe_result(lookup.probe_id)
+        host = self.tree.tiers[-1]
+        if report.damaged:
+            self.num_damaged += self.tree.invalidate(host, np.frombuffer(report.damaged, "<i4"))
+        if report.num_host_slots:
+            self._host_slots[report.rank] = report.num_host_slots
+            if min(self._host_slots) > host.pool.num_slots:
+                host.pool.resize(min(self._host_slots))
+        return completed
 
     def on_computed(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
-        """A step of so many tokens took so long: what computing costs, for loading or recomputing."""
+        """Record the time of a step, for the decision to load or to recompute."""
         self.cost_model.observe_compute(num_tokens, attended_tokens, seconds)
 
-    # ---- looking ---------------------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------------
 
     @property
     def namespace(self) -> Namespace:
-        """Whose KV it is."""
         return self.tree.namespace
 
     @property
     def num_blocks(self) -> int:
-        """Of the device: at first those of the configuration."""
+        """Device blocks; operators may change the configured number."""
         return self._device.pool.num_slots
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free or could be."""
+        """Device blocks that are free or evictable."""
         return self._device.pool.num_free + self._device.num_evictable
 
     def shortage_for(self, num_blocks: int, salt: bytes | None = None) -> Shortage | None:
-        """Why so many more blocks could not be had, with `salt` within its tenant's quota; None if they could."""
+        """Return the shortage for that many more blocks, None if they are available.
+
+        With `salt`, only its tenant's quota is checked.
+        """
         if salt is not None:
             return self._device.quota_shortage(salt, num_blocks)
         if num_blocks <= self.num_available:
@@ -327,7 +339,6 @@ class CacheManager:
 
     @property
     def stats(self) -> CacheStats:
-        """The numbers of now."""
         pool, hits = self._device.pool, self._hit_tokens
         tiers = [
             TierStats(tier.name, tier.pool.num_slots, tier.pool.num_used, tier.num_evictable, hits[tier.name])
@@ -346,122 +357,129 @@ class CacheManager:
 
     @property
     def leases(self) -> list[Lease]:
-        """All that are open."""
-        sources = [allocation.source for allocation in self._allocations if allocation.source is not None]
-        fetched = self._prefetcher.leases if self._prefetcher is not None else []
+        """All open leases."""
+        own = [each for allocation in self._allocations for each in (allocation.lease, allocation.source)]
         return [
-            *(allocation.lease for allocation in self._allocations),
-            *sources,
+            *(lease for lease in own if lease is not None),
             *self._pins,
             *self.transfers.leases,
-            *fetched,
+            *self._prefetcher.leases,
         ]
 
     def check(self) -> None:
-        """Raise unless every invariant of the index holds for exactly these holds."""
+        """Raise StateError unless every invariant of the index holds and `leases` are all open leases."""
         check_tree(self.tree, self.leases)
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- match and load --------------------------------------------------------------------------------------------
 
     def _most_blocks(self, chain: Chain) -> int:
-        """Full blocks that may be cached of a prompt: its last token is computed in any case."""
+        """Return how many full blocks of a prompt may be cached: its last token is always computed."""
         return (chain.num_tokens - 1) // self.namespace.block_tokens
+
+    def _device_states(self, lease: Lease) -> bytes:
+        """Return the state on the device of each matched block; empty without a host tier, where all are READY."""
+        if len(self.tree.tiers) == 1 or not lease.num_matched:
+            return b""
+        return block_states(lease, self._device, 0, lease.num_matched)
 
     def _match_below(
         self, allocation: Allocation, missing: int, may_load: bool, prefetch: Prefetch | None, now: float
     ) -> Allocation:
-        """Some of what was found is not on the device: load it, or go without it."""
-        assert self.host is not None
+        """Decide for matched blocks that are not on the device: load them, or match again without them."""
         block_tokens, on_device = self.namespace.block_tokens, allocation.num_on_device
         decision = None
         if may_load and self.config.recompute:
-            ways = {(Route.HOST_TO_DEVICE, ""): missing + self.transfers.num_blocks(Route.HOST_TO_DEVICE)}
+            queued = {(Route.HOST_TO_DEVICE, ""): missing + self.transfers.num_blocks(Route.HOST_TO_DEVICE)}
             first, stop = on_device * block_tokens, allocation.lease.num_matched_tokens
-            decision = self.cost_model.decide(ways, first, stop - first)
+            decision = self.cost_model.decide(queued, first, stop - first)
         if may_load and (decision is None or decision.load):
             allocation.tokens_from = origins(prefetch, missing, block_tokens)
         else:
+            retention = allocation.lease.retention
             self.tree.release(allocation.lease, used=False)
-            lease = self.tree.match(
-                allocation.chain, now=now, max_blocks=on_device, retention=allocation.lease.retention
-            )
+            lease = self.tree.match(allocation.chain, now=now, max_blocks=on_device, retention=retention)
             allocation = Allocation(lease)
         allocation.decision = decision or (prefetch.decision if prefetch is not None else None)
         return allocation
 
-    def _fill_table(self, lease: Lease) -> None:
-        """The device slots of what was found, there or on its way."""
-        found = block_slots(lease, self._device, 0, lease.num_matched)
-        lease.table = np.concatenate((found, lease.table[lease.num_matched :]))
-
-    def _evict_ahead(self, tier: Tier, free_share: float) -> None:
-        wanted = math.ceil(free_share * tier.pool.num_slots) - tier.pool.num_free if free_share else 0
-        if wanted > 0:
-            self.tree.evict(tier, min(wanted, tier.num_evictable))
-
-    def _ended(self, move: PendingTransfer, there: Mask) -> None:
-        """A move is over: learn its speed, and go on with its blocks."""
-        purpose, transfer = move.transfer.route, move.transfer
-        if self.observer is not None:
-            self.observer(move)
-        if purpose is Route.DEVICE_TO_HOST:
-            for store in self.stores.values() if 1 in there else ():
-                store.on_blocks_ready(move.lease, move.first, move.stop)
-            return
-        if purpose is Route.HOST_TO_STORE:
-            self.stores[transfer.target].on_transfer_done(move, there)
-            return
-        if 0 not in there:  # what a request waits for: how long that takes is asked again
-            self.cost_model.observe_transfer((purpose, transfer.store), len(there), move.seconds)
-        if purpose is Route.STORE_TO_HOST and self._prefetcher is not None:
-            self._prefetcher.on_transfer_done(move, there)
-
     def _match_partly(self, allocation: Allocation, now: float) -> None:
-        """Find a cached block that begins as the first one that was not found does: as much of it is copied.
+        """Find a cached block that begins like the first block that was not found: that part is copied.
 
-        prompt   |b0|b1|t t t t v v|..      the last token of the prompt must be computed in any case
+        prompt   |b0|b1|t t t t v v|..      the last token of the prompt is always computed
         cached   |b0|b1|t t t t u u|        4 tokens are copied
         """
         wanted = allocation.chain.num_tokens - allocation.num_cached_tokens - 1
         if wanted < 1:
             return
-        found = self.tree.match_within(allocation.lease, wanted, max_children=self.config.partial_scan, now=now)
-        if found is not None:
-            allocation.source, num_tokens = found
+        partial_hit = self.tree.match_within(allocation.lease, wanted, max_children=self.config.partial_scan, now=now)
+        if partial_hit is not None:
+            allocation.source, num_tokens = partial_hit
             allocation.num_cached_tokens += num_tokens
 
     def _reserve(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
-        """Slots for tokens that have none, and for blocks that come from the host, which then are on their way."""
+        """Reserve slots for tokens that have none and for blocks to load, and start the loads."""
         lease = allocation.lease
         num_new, states = lease.num_missing(num_tokens), b""
-        if self.host is not None and not allocation.is_loading and not lease.committed:
-            states = self.host.device_states(lease)
+        if not allocation.is_loading and not lease.committed:
+            states = self._device_states(lease)
         num_to_load, is_waiting = states.count(ABSENT), WRITING in states
         if num_new or num_to_load:
             slots = self.tree.reserve(self._device, num_new + num_to_load, lease.chain.salt)
             if isinstance(slots, Shortage):
                 return slots
-            if num_to_load and self.host is not None:
-                ids = self.host.load(lease, Slots(slots.tier, slots.ids[:num_to_load]))
-                allocation.loads = () if is_waiting else tuple(ids)
+            if num_to_load:
+                ids = self._load(lease, states, Slots(slots.tier, slots.ids[:num_to_load]))
+                allocation.loads = () if is_waiting else ids
             own = slots.ids[num_to_load:]
             lease.table = np.concatenate((lease.table, own)) if len(lease.table) else own
         allocation.is_loading = allocation.is_loading or is_waiting or num_to_load > 0
         return None
 
-    def _let_source_go(self, allocation: Allocation) -> None:
+    def _load(self, lease: Lease, states: bytes, slots: Slots) -> tuple[int, ...]:
+        """Start loading the blocks that are ABSENT on the device into slots reserved there; returns the transfers."""
+        host, at, ids = self.tree.tiers[-1], 0, []
+        for first, stop in mask_runs(states.translate(IS_ABSENT), 0):
+            sources = Slots(host.name, block_slots(lease, host, first, stop))
+            targets = Slots(slots.tier, slots.ids[at : at + stop - first])
+            at += stop - first
+            shared = self.tree.share(lease)
+            begin_write(shared, self._device, first, targets)
+            ids.append(self.transfers.start(Route.HOST_TO_DEVICE, shared, first, sources, targets))
+        return tuple(ids)
+
+    def _fill_table(self, lease: Lease) -> None:
+        """Enter the device slots of all matched blocks, also of those in flight."""
+        slots = block_slots(lease, self._device, 0, lease.num_matched)
+        lease.table = np.concatenate((slots, lease.table[lease.num_matched :]))
+
+    # ---- ends ------------------------------------------------------------------------------------------------------
+
+    def _on_transfer_done(self, done: PendingTransfer) -> None:
+        """Learn the speed of a completed transfer, and continue with its blocks. Its lease is still open."""
+        route, transfer = done.transfer.route, done.transfer
+        if route is Route.DEVICE_TO_HOST:
+            for queue in self.queues[1:] if 1 in done.arrived else ():
+                queue.on_blocks_ready(done.lease, done.first, done.stop, queue=True)
+        elif route is Route.HOST_TO_STORE:
+            self.stores[transfer.target].on_transfer_done(done)
+        elif 0 not in done.arrived:  # requests wait for these: their time counts in decisions
+            self.cost_model.observe_transfer((route, transfer.store), done.count, done.seconds)
+        if route is Route.STORE_TO_HOST:
+            self._prefetcher.on_transfer_done(done)
+
+    def _release_source(self, allocation: Allocation) -> None:
         if allocation.source is not None:
             self.tree.release(allocation.source, used=False)
             allocation.source = None
 
     def _end(self, allocation: Allocation, *, used: bool, now: float) -> None:
-        self._must_hold(allocation)
+        self._must_be_open(allocation)
         self._allocations.remove(allocation)
-        self._let_source_go(allocation)
+        self._release_source(allocation)
         for queue in self.queues if used else ():
             queue.on_finish(allocation.lease)
         self.tree.release(allocation.lease, used=used, now=now)
 
-    def _must_hold(self, allocation: Allocation) -> None:
+    def _must_be_open(self, allocation: Allocation) -> None:
         if allocation not in self._allocations:
-            raise StateError("this hold has ended: a request finishes, aborts or is preempted once per match")
+            raise StateError("this allocation has ended: a request finishes, aborts or is preempted once per match")

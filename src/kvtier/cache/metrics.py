@@ -1,28 +1,25 @@
-"""CacheMetrics: a cache in Prometheus' terms. What is counted elsewhere is taken over when somebody looks."""
+"""CacheMetrics: the Prometheus metrics of a cache. Counters of the manager and the stores are read when rendered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from kvtier.cache.in_flight import PendingTransfer
 from kvtier.cache.manager import CacheManager
-from kvtier.messages import Route
 from kvtier.metrics import Registry
 from kvtier.storage import StoreStats
 
 
 class Counted(Protocol):
-    """A store, as far as it is looked at here."""
+    """A store, or a group of stores, with statistics."""
 
     @property
-    def stats(self) -> StoreStats:
-        """What it did and holds."""
-        ...
+    def stats(self) -> StoreStats: ...
 
 
 class CacheMetrics:
-    """Declares a cache's metrics in a registry and keeps them up to date. Made once per manager."""
+    """Declares a cache's metrics in a registry and keeps them up to date. One per manager."""
 
     def __init__(self, manager: CacheManager, stores: Mapping[str, Counted], registry: Registry) -> None:
         self._manager = manager
@@ -43,24 +40,24 @@ class CacheMetrics:
         self._bad = new.counter("kvtier_store_quarantined_total", "Objects found corrupt.", ("store",))
         self._refused = new.counter("kvtier_store_refused_total", "Calls an open breaker turned away.", ("store",))
         self._held = new.gauge("kvtier_store_used_bytes", "Bytes a store takes.", ("store",))
-        manager.observer = self.moved
         registry.before_render(self.update)
 
-    def moved(self, move: PendingTransfer) -> None:
-        """A transfer is over."""
-        self._seconds.of(move.transfer.route.value).observe(move.seconds)
+    def observe(self, completed: Iterable[PendingTransfer]) -> None:
+        """Record the times of completed transfers."""
+        for done in completed:
+            self._seconds.of(done.transfer.route.value).observe(done.seconds)
 
     def update(self) -> None:
-        """Take over what the manager and the stores have counted."""
+        """Copy the counters of the manager and the stores."""
         manager, counts, stats = self._manager, self._manager.transfers.counts, self._manager.stats
-        for purpose in Route:
-            name = purpose.value
-            self._moved.of(name).raise_to(counts.num_blocks[purpose])
-            self._bytes.of(name).raise_to(counts.num_bytes[purpose])
-            self._failed.of(name).raise_to(counts.num_failed[purpose])
-            self._queue.of(name).set(manager.transfers.num_blocks(purpose))
-        if manager.host is not None:
-            self._failed.of("scrub").raise_to(manager.host.num_damaged)
+        for route, total in counts.items():
+            name = route.value
+            self._moved.of(name).raise_to(total.num_blocks)
+            self._bytes.of(name).raise_to(total.num_bytes)
+            self._failed.of(name).raise_to(total.num_failed)
+            self._queue.of(name).set(manager.transfers.num_blocks(route))
+        if len(manager.tree.tiers) > 1:
+            self._failed.of("scrub").raise_to(manager.num_damaged)
         for tier in stats.tiers:
             self._used.of(tier.name).set(tier.num_used)
             self._hits.of(tier.name).raise_to(tier.hit_tokens)

@@ -44,10 +44,12 @@ def doctor(*, as_json: bool = False, recalibrate: bool = False) -> int:
     """Print the findings, after measuring GPUs that have no saved costs. Returns 0, also without a GPU."""
     gpus = [Placement("cuda", index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     costs = {gpu: (None if recalibrate else saved_costs(gpu)) or calibrate(gpu, progress=_progress) for gpu in gpus}
+    num_cores = len(os.sched_getaffinity(0))
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     findings = {
         "kvtier": kvtier.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}, {_num_cores()} cores, {_memory_gib():.0f} GiB",
+        "machine": f"{platform.system()} {platform.machine()}, {num_cores} cores, {memory_gib:.0f} GiB",
         "torch": f"{torch.__version__} ({'CUDA ' + torch.version.cuda if torch.version.cuda else 'no CUDA'})",
         **{module: _installed(module, extra) for module, extra in _OPTIONAL.items()},
         "best host memory": str(best_host()),
@@ -92,14 +94,6 @@ def _cache_directory() -> str:
         return str(error)
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _memory_gib() -> float:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
-
-
 def _describe_gpu(gpu: Placement, costs: CostTable) -> str:
     properties = torch.cuda.get_device_properties(gpu.torch)
     return f"{properties.name}, {properties.total_memory / (1 << 30):.0f} GiB, costs measured in {costs.seconds:.1f} s"
@@ -118,10 +112,7 @@ def _paths(job: CopyContext) -> str:
     return ", ".join(path if refusal is None else f"no {path} ({refusal})" for path, refusal in verdicts.items())
 
 
-Figures = dict[str, Any]
-
-
-def _measured(gpu: Placement, costs: CostTable) -> Figures:
+def _measured(gpu: Placement, costs: CostTable) -> dict[str, Any]:
     """Return the calibration of a GPU as plain numbers, for programs (`--json`).
 
     Directions are "to host" and "to device". `expected_gbs` is the rate of scattered blocks with the chosen strategy.
@@ -148,7 +139,7 @@ def _measured(gpu: Placement, costs: CostTable) -> Figures:
     }
 
 
-def _expected(src: Placement, dst: Placement, group: CacheGroup, parts: int, costs: CostTable) -> Figures:
+def _expected(src: Placement, dst: Placement, group: CacheGroup, parts: int, costs: CostTable) -> dict[str, Any]:
     nbytes = group.block_bytes * _NUM_BLOCKS
     choice = choose(TransferShape(src, dst, nbytes, parts * _NUM_BLOCKS, _NUM_BLOCKS), costs=costs)
     microseconds = choice.expected_us
@@ -160,7 +151,7 @@ def _expected(src: Placement, dst: Placement, group: CacheGroup, parts: int, cos
     }
 
 
-def _lines(gpu: str, figures: Figures) -> dict[str, str]:
+def _lines(gpu: str, figures: dict[str, Any]) -> dict[str, str]:
     """Return the same as text: the link's limits, the slowdown of the model by each path, and strategies of blocks."""
     node, source = figures["numa_node"], figures["numa_source"]
     lines = {

@@ -14,7 +14,7 @@ from kvtier.errors import ArgumentError
 
 if TYPE_CHECKING:
     from kvtier.engine.llm import LLM
-    from kvtier.engine.params import Output, SamplingParams
+    from kvtier.engine.params import SamplingParams
 
 
 def add(commands: Commands) -> None:
@@ -47,12 +47,9 @@ def generate(options: argparse.Namespace) -> int:
     num_failed = 0
     for prompt, answers in zip(prompts, llm.generate(prompts, params), strict=True):
         for answer in answers:
-            num_failed += _report_failure(answer)
-            if options.json:
-                _print_json({"prompt": prompt, "text": answer.text, **_counts(answer)})
-            else:
+            if not options.json:
                 print(f"{prompt}{answer.text}")
-                _note(options, answer)
+            num_failed += _report(options, answer, {"prompt": prompt, "text": answer.text})
     llm.close()
     return 1 if num_failed else 0
 
@@ -69,43 +66,36 @@ def chat(options: argparse.Namespace) -> int:
     while not is_failed and (text := first or _ask(options)):
         first = ""
         messages.append({"role": "user", "content": text})
-        answer, last = _answer(llm, messages, params, options)
+        llm.engine.add(llm.tokenizer.encode_chat(messages), params)
+        answer, output = "", None
+        while llm.engine.has_work():
+            for output in llm.engine.step():
+                answer += output.text
+                if not options.json:
+                    print(output.text, end="" if output.finish_reason is None else "\n", flush=True)
         messages.append({"role": "assistant", "content": answer})
-        is_failed = _report_failure(last)
+        is_failed = _report(options, output, {"text": answer})
         if options.once:
             break
     llm.close()
     return 1 if is_failed else 0
 
 
-def _answer(
-    llm: LLM, messages: list[dict[str, str]], params: SamplingParams, options: argparse.Namespace
-) -> tuple[str, Output]:
-    """Generate and print an answer. Returns its text and its last output."""
-    text, output = "", None
-    llm.engine.add(llm.tokenizer.encode_chat(messages), params)
-    while llm.engine.has_work():
-        for output in llm.engine.step():
-            text += output.text
-            if not options.json:
-                print(output.text, end="", flush=True)
-    assert output is not None
-    if options.json:
-        _print_json({"text": text, **_counts(output)})
-    else:
-        print()
-        _note(options, output)
-    return text, output
-
-
-def _report_failure(answer: Output | Any) -> bool:
-    """Print the reason if an answer is missing or incomplete; returns True then."""
+def _report(options: argparse.Namespace, answer: Any, row: dict[str, str]) -> bool:
+    """Print the numbers of an answer, and the reason if it is missing or incomplete; returns True then."""
     from kvtier.engine.params import FinishReason
 
-    if answer.finish_reason not in (FinishReason.REFUSED, FinishReason.ERROR):
-        return False
-    print(f"kvtier: {answer.finish_reason.value}: {answer.error}", file=sys.stderr)
-    return True
+    reason, num_prompt, num_cached = answer.finish_reason, answer.num_prompt_tokens, answer.num_cached_tokens
+    if options.json:
+        numbers = {"finish_reason": reason.value, "prompt_tokens": num_prompt, "cached_tokens": num_cached}
+        is_utf8 = sys.stdout.encoding.lower() in ("utf-8", "utf8")  # other encodings need JSON escapes
+        print(json.dumps({**row, **numbers}, ensure_ascii=not is_utf8), flush=True)
+    elif options.verbose:
+        print(f"[prompt: {num_prompt} tokens, {num_cached} cached]", file=sys.stderr)
+    is_failed = reason in (FinishReason.REFUSED, FinishReason.ERROR)
+    if is_failed:
+        print(f"kvtier: {reason.value}: {answer.error}", file=sys.stderr)
+    return is_failed
 
 
 def _ask(options: argparse.Namespace) -> str:
@@ -113,19 +103,6 @@ def _ask(options: argparse.Namespace) -> str:
         return _text(input("> " if sys.stdin.isatty() and not options.json else ""))
     except EOFError:
         return ""
-
-
-def _counts(answer: Any) -> dict[str, Any]:
-    return {
-        "finish_reason": answer.finish_reason.value,
-        "prompt_tokens": answer.num_prompt_tokens,
-        "cached_tokens": answer.num_cached_tokens,
-    }
-
-
-def _print_json(row: dict[str, Any]) -> None:
-    is_utf8 = sys.stdout.encoding.lower() in ("utf-8", "utf8")  # other encodings need JSON escapes
-    print(json.dumps(row, ensure_ascii=not is_utf8), flush=True)
 
 
 def _text(given: str) -> str:
@@ -139,11 +116,6 @@ def _text(given: str) -> str:
         return os.fsencode(given).decode("utf-8")
     except UnicodeError as error:
         raise ArgumentError(f"the prompt {given[:40]!a} is not valid UTF-8: {error}") from error
-
-
-def _note(options: argparse.Namespace, answer: Output | Any) -> None:
-    if options.verbose:
-        print(f"[prompt: {answer.num_prompt_tokens} tokens, {answer.num_cached_tokens} cached]", file=sys.stderr)
 
 
 def _llm(options: argparse.Namespace) -> LLM:

@@ -77,7 +77,6 @@ def _drop_output() -> None:
 
 
 def add_commands(commands: Commands) -> None:
-    """Add all commands."""
     serve.add(commands)
     generate.add(commands)
     bench.add(commands)

@@ -197,7 +197,7 @@ class CacheRuntime:
         self.is_asleep = False
         self._meter = TransferMeter(clock, manager.transfers.num_ranks)
         self.metrics = Registry()
-        CacheMetrics(manager, stores, self.metrics)
+        self._cache_metrics = CacheMetrics(manager, stores, self.metrics)
 
     # ---- for the step ----------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class CacheRuntime:
         """Apply new reports to the manager, without waiting."""
         for report in self._controller.poll(loads_only=loads_only):
             self._meter.done(report)
-            self._manager.apply(report)
+            self._cache_metrics.observe(self._manager.apply(report))
             self._failed.update(result.transfer_id for result in report.results if not result.ok)
 
     def poll_while_waiting(self) -> bool:

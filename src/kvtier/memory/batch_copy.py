@@ -1,9 +1,4 @@
-"""copy and BatchCopy: one copy, and many copies submitted together.
-
-Copying, clearing and matching whole Buffers, at once or on a stream. Many small pieces are BatchCopy's work.
-
-BatchCopy: a batch of copies, collected, merged where they continue each other, and run in one go.
-"""
+"""copy, clear and empty_like for whole Buffers; BatchCopy, which collects, merges and runs many copies together."""
 
 from __future__ import annotations
 
@@ -39,10 +34,10 @@ def copy(src: Buffer, n: Buffer, dst: None = None, stream: Stream | None = None)
 @overload
 def copy(src: Buffer, n: int, dst: Buffer, stream: Stream | None = None) -> Buffer: ...
 def copy(src: Buffer, n: int | Buffer, dst: Buffer | None = None, stream: Stream | None = None) -> Buffer:
-    """`copy(src, dst)` copies everything, `copy(src, n, dst)` the first n elements. Returns the rest of dst.
+    """Copy all elements, `copy(src, dst)`, or the first n, `copy(src, n, dst)`. Returns the rest of dst.
 
     Runs in the order of `stream`, else of the current one; host memory without a stream is copied before this returns.
-    Overlapping ranges of one memory come out as if the source had been read first. Same shape of call as BatchCopy.
+    Overlapping ranges are copied as if the source were read first.
     """
     if isinstance(n, Buffer):
         if dst is not None:
@@ -70,7 +65,7 @@ def _copy(src: Buffer, n: int, dst: Buffer, stream: Stream | None) -> Buffer:
         if mask == 0xFF:
             _copy_bytes(a, b, on_device)
             return
-        # the last byte also holds elements past n, which stay as they are
+        # the last byte also holds elements past n, which are not changed
         last = (a[-1:].to(b.device) & mask) | (b[-1:] & (0xFF ^ mask))
         _copy_bytes(a[:-1], b[:-1], on_device)
         b[-1:].copy_(last)
@@ -80,10 +75,7 @@ def _copy(src: Buffer, n: int, dst: Buffer, stream: Stream | None) -> Buffer:
 
 
 def rest(dst: Buffer, n: int) -> Buffer:
-    """The elements of `dst` from `n` on.
-
-    Those of a packed type that start inside a byte have no address: none, then.
-    """
+    """Return the elements of `dst` from `n` on; none if a packed one starts inside a byte and has no address."""
     if n * dst.dtype.bits % 8:
         return Buffer(dtype=dst.dtype, placement=dst.placement)
     return dst.slice(n)
@@ -105,7 +97,7 @@ def clear(buffer: Buffer, stream: Stream | None = None) -> None:
 
 
 def empty_like(buffer: Buffer, dtype: AnyDType | None = None, placement: Placement | str | None = None) -> Buffer:
-    """An uninitialised Buffer of the same size; other element type, other placement, or both, on request."""
+    """Return an uninitialised Buffer of the same size, optionally with another element type or placement."""
     return Buffer(
         buffer.size,
         buffer.dtype if dtype is None else dtype,
@@ -126,31 +118,31 @@ def _copy_bytes(a: torch.Tensor, b: torch.Tensor, on_device: bool) -> None:
 
 @dataclass(slots=True)  # not frozen: four times the cost, once per batch
 class CopyResult:
-    """What one `run()` did."""
+    """Result of `BatchCopy.run()`."""
 
     num_calls: int
-    """Copies asked for, those of no bytes included."""
+    """Copies added, including those of zero bytes."""
     num_entries: int
-    """Copies left after merging."""
+    """Copies after merging."""
     nbytes: int
     num_waves: int
     """Groups of independent copies, run one after another."""
     steps: tuple[CopyStep, ...]
-    """The copies as they ran, with the path of each step and why."""
+    """The copies as they ran, with the path of each step and the reason."""
 
     @property
     def merge_ratio(self) -> float:
-        """Copies asked for per copy made; 1.0 if nothing merged."""
+        """Copies added per copy made; 1.0 if nothing merged."""
         return self.num_calls / self.num_entries if self.num_entries else 1.0
 
     @property
     def path(self) -> str:
-        """The path that ran; several are joined by '+', none is ''."""
+        """The paths that ran, joined by '+'."""
         return "+".join(dict.fromkeys(step.path for step in self.steps))
 
     @property
     def reason(self) -> str:
-        """Why, for each path in turn."""
+        """The reason for each path."""
         return "; ".join(dict.fromkeys(step.reason for step in self.steps))
 
 
@@ -164,17 +156,17 @@ class BatchCopy:
             copy.pieces(src, src_at, 64, dst, dst_at)       # many at once: arrays of element offsets
         print(copy.result.path, copy.result.merge_ratio)
 
-    The result is that of running the copies one after another, on every path: pieces that depend on each other are
-    found and run in ordered waves. `path` forces one ("host", "loop", "driver", "gather") where it can do the job;
-    otherwise the cheapest by the machine's cost table runs. Memory given as Buffers is kept alive until the copy is
-    done; memory given as addresses is the caller's to keep. Not thread-safe.
+    The result equals running the copies one after another, on every path: pieces that depend on each other run in
+    ordered waves. `path` forces one ("host", "loop", "driver", "gather") where it is usable; otherwise the cheapest by
+    the machine's cost table runs. Buffers are kept alive until the copy is done; the caller keeps memory given by
+    address. Not thread-safe.
     """
 
     def __init__(self, *, path: PathName | None = None, costs: CostTable | None = None) -> None:
         if path is not None and path not in PATH_NAMES:
             raise ArgumentError(f"unknown copy path {path!r}; choose one of {', '.join(PATH_NAMES)}")
         self.result: CopyResult | None = None
-        """What the last `run()` did."""
+        """Result of the last `run()`."""
         self._forced = path
         self._costs = costs
         self._scope = ALONE
@@ -217,10 +209,9 @@ class BatchCopy:
         )
 
     def pieces(self, src: Buffer, src_at: Any, n: Any, dst: Buffer, dst_at: Any) -> None:
-        """Add many copies at once: n elements (one number or one each) from offsets `src_at` of `src` to `dst_at` of
-        `dst`.
+        """Add many copies: n elements (one number or one each) from offsets `src_at` of `src` to `dst_at` of `dst`.
 
-        The offsets are arrays (numpy, torch, list); pieces merge whatever their order.
+        The offsets are arrays (numpy, torch, list); pieces merge in any order.
         """
         check_copy(src, 0, dst)
         table = _table(src_at, n, dst_at, "src_at", "n", "dst_at")
@@ -240,7 +231,7 @@ class BatchCopy:
             table *= element.item_bytes
         if src and dst:
             self._keep(src, dst)
-        table[SRC] += src.data_or(0)  # an empty Buffer has room for copies of nothing
+        table[SRC] += src.data_or(0)  # an empty Buffer allows copies of zero elements
         table[DST] += dst.data_or(0)
         has_empty = bool(np.count_nonzero(table[NBYTES]) < table.shape[1])
         self._add_chunk(table, (src.placement, dst.placement), has_empty=has_empty)
@@ -255,10 +246,10 @@ class BatchCopy:
         dst_placement: Placement | str | None = None,
         keep: Iterable[Buffer] = (),
     ) -> None:
-        """Add many copies at once, given as arrays of addresses and byte counts (one number or one each).
+        """Add many copies, given as arrays of addresses and byte counts (one number or one each).
 
-        All sources are in one kind of memory and all destinations in one; what is not said is asked of the driver for
-        the first of each. Nobody can check the bounds: `pieces` does. Buffers in `keep` live until the copy is done.
+        All sources have one placement and all destinations have one; if not given, the driver finds it for the first
+        address. Bounds are not checked; `pieces` does that. Buffers in `keep` are kept alive until the copy is done.
         """
         table = _table(src, nbytes, dst, "src", "nbytes", "dst")
         if not table.shape[1]:
@@ -282,11 +273,11 @@ class BatchCopy:
         keep: Iterable[MemoryRef] = (),
         nbytes: int | None = None,
     ) -> None:
-        """Add many copies at once as the rows of one array: source addresses, destination addresses, byte counts.
+        """Add many copies as the rows of one array: source addresses, destination addresses, byte counts.
 
-        For code that has made and checked them: nothing is checked here, and the array is kept, not copied. Who gives
-        `nbytes`, of all together, also vouches that no copy is empty, none writes what another reads or writes, and
-        none continues the one before it, in ascending order of destinations; a batch of nothing else needs no plan.
+        Nothing is checked, and the array is kept, not copied. A caller that gives `nbytes`, the total, guarantees that
+        no copy is empty, none writes bytes that another reads or writes, none continues the previous one, and that
+        destinations ascend; a batch of one such table needs no plan.
         """
         count = table.shape[1]
         if count:
@@ -297,7 +288,7 @@ class BatchCopy:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Merge the copies of this block that continue each other in source and destination, whatever their order."""
+        """Merge the copies of this block that are adjacent in source and destination, in any order."""
         if self._scope != ALONE:
             raise StateError("groups do not nest: leave the open group() first")
         self._scope = self._new_scope()
@@ -309,9 +300,9 @@ class BatchCopy:
     # ---- running ----
 
     def run(self) -> CopyResult:
-        """Carry everything out in the order of the current stream, and start over empty.
+        """Run all copies in the order of the current stream, and clear the batch.
 
-        On a stream the copies may still be under way when this returns. If it raises, the batch is discarded.
+        On a stream the copies may still be in flight when this returns. If it raises, the batch is discarded.
         """
         if self._scope != ALONE:
             raise StateError("run() inside an open group(): the group is not complete yet, leave it first")
@@ -322,21 +313,21 @@ class BatchCopy:
         if not chunks:
             self.result = CopyResult(0, 0, 0, 0, ())
             return self.result
-        plan = plan_chunks(chunks)
-        stream = choose_stream(None, *itertools.chain.from_iterable(plan.directions))
+        plan, directions = plan_chunks(chunks)
+        stream = choose_stream(None, *itertools.chain.from_iterable(directions[0]))
         if stream is None or not stream.placement.is_device:
-            steps = plan_steps(plan, stream, self._forced, self._costs)
+            steps = plan_steps(plan, directions, stream, self._forced, self._costs)
             run_steps(steps, stream, holdings)
         else:
             with cuda.current_context(stream.placement):
-                steps = plan_steps(plan, stream, self._forced, self._costs)
+                steps = plan_steps(plan, directions, stream, self._forced, self._costs)
                 run_steps(steps, stream, holdings)
-        merged = plan.merged
-        self.result = CopyResult(plan.num_calls, merged.num_pieces, merged.nbytes, merged.num_waves, steps)
+        num_calls = sum([chunk.table.shape[1] for chunk in chunks])
+        self.result = CopyResult(num_calls, plan.num_pieces, plan.nbytes, plan.num_waves, steps)
         return self.result
 
     def discard(self) -> None:
-        """Forget everything added since the last run. An open group stays open."""
+        """Drop all copies added since the last run. An open group stays open."""
         self._clear()
 
     def __len__(self) -> int:
@@ -397,7 +388,7 @@ class BatchCopy:
 
     def _check_tail(self, src: Buffer, n: int, dst: Buffer) -> None:
         _writable(dst)
-        # the last byte is nobody else's only at the very end of the Buffer and of its memory
+        # the last byte is not shared only at the end of both the Buffer and its memory
         at_the_end = n == dst.size and dst.raw_data() + dst.nbytes == dst.holding.pointer + dst.holding.nbytes
         if n * src.dtype.bits % 8 and not at_the_end:
             raise ArgumentError(
@@ -407,7 +398,7 @@ class BatchCopy:
 
 
 def _integers(name: str, values: Any) -> I64:
-    """An array argument as int64; tensors and arrays are converted in one go, never element by element."""
+    """Return an array argument as int64. Tensors and arrays are never converted element by element."""
     if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1:
         return np.ascontiguousarray(values)
     array = np.asarray(values)
@@ -419,14 +410,14 @@ def _integers(name: str, values: Any) -> I64:
 
 
 def _table(src: Any, n: Any, dst: Any, src_name: str, n_name: str, dst_name: str) -> I64:
-    """The rows of Entries in a new array; one size may stand for all."""
+    """Return a new table (rows SRC, DST, NBYTES); one size may apply to all."""
     sources, targets = _integers(src_name, src), _integers(dst_name, dst)
     sizes = int(n) if isinstance(n, int | np.integer) else _integers(n_name, n)
     count = len(sources)
     if len(targets) != count or not (isinstance(sizes, int) or len(sizes) == count):
-        told = 1 if isinstance(sizes, int) else len(sizes)
+        num_sizes = 1 if isinstance(sizes, int) else len(sizes)
         raise ArgumentError(
-            f"one source, destination and size per piece are needed, got {count}, {len(targets)}, {told}"
+            f"one source, destination and size per piece are needed, got {count}, {len(targets)}, {num_sizes}"
         )
     table = np.empty((3, count), np.int64)
     table[SRC], table[DST], table[NBYTES] = sources, targets, sizes

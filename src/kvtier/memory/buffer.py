@@ -31,8 +31,7 @@ Scalar = int | float | bool
 
 
 class Buffer:
-    """A flat array of one element type. Slices and views share its memory, which lives as long as any of them or any
-    export.
+    """A flat array of one element type. Slices, views and exports share its memory and keep it alive.
 
         Buffer()                              empty, without a type            falsy
         Buffer(dtype="bf16")                  empty, typed                     falsy
@@ -41,9 +40,8 @@ class Buffer:
         Buffer.from_pointer(p, 1024, "bf16")  borrowed; with owner=..., shared
         Buffer.wrap(array)                    zero-copy over numpy, torch, DLPack, CUDA arrays, bytes
 
-    Contents start uninitialised. Sizes and offsets count elements; `nbytes` counts bytes. Two Buffers are equal when
-    they are the same elements of the same memory; contents are never compared. Calls that write say so; readers never
-    do.
+    Contents start uninitialised. Sizes and offsets count elements; `nbytes` counts bytes. Two Buffers are equal if they
+    are the same elements of the same memory; contents are never compared.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_exported", "_offset_bytes", "_region", "_size", "placement")
@@ -66,7 +64,7 @@ class Buffer:
                     f"a Buffer of {count} elements needs an element type, for example Buffer({count}, 'bf16')"
                 )
             if allocator is not None and allocator.placement != where:
-                raise ArgumentError(f"asked for {where} memory from an allocator of {allocator.placement} memory")
+                raise ArgumentError(f"an allocator of {allocator.placement} memory cannot allocate {where} memory")
             region = Region(allocate(element.nbytes(count), where, allocator))
         self._set(region, 0, 0 if size is None else count, element, where)
 
@@ -88,12 +86,12 @@ class Buffer:
     def from_pointer(
         cls, pointer: int, size: int, dtype: AnyDType, placement: Placement | str = CPU, *, owner: object = None
     ) -> Buffer:
-        """Over memory at an address. Without `owner` the caller keeps it alive; with it, this Buffer does."""
+        """Use memory at an address. Without `owner` the caller keeps it alive; with it, this Buffer does."""
         element, where = memory_type(dtype), Placement.parse(placement).require()
         size = operator.index(size)
         nbytes = element.nbytes(size)
         if pointer <= 0 and nbytes:
-            raise ArgumentError(f"address {pointer:#x} is no memory of {nbytes} bytes")
+            raise ArgumentError(f"address {pointer:#x} cannot hold {nbytes} bytes")
         if pointer % element.item_bytes:
             raise ArgumentError(
                 f"address {pointer:#x} is not a multiple of {element.item_bytes}, the bytes of one {element}"
@@ -102,20 +100,20 @@ class Buffer:
 
     @classmethod
     def wrap(cls, source: Any) -> Buffer:
-        """Over the memory of a numpy array, torch tensor, DLPack or CUDA array, or bytes-like object, without copying.
+        """Use the memory of a numpy array, torch tensor, DLPack or CUDA array, or bytes-like object, without copying.
 
-        The source must be contiguous and stays alive with the Buffer. Read-only sources make read-only Buffers. On CUDA
-        the producer's pending work is ordered before the current stream.
+        The source must be contiguous and is kept alive. Read-only sources make read-only Buffers. On CUDA the
+        producer's pending work is ordered before the current stream.
         """
-        if isinstance(source, Buffer):  # a Region of its own: closing one does not close the other
+        if isinstance(source, Buffer):  # a separate Region: closing one does not close the other
             region = Region(source.holding, readonly=source.readonly)
             return cls._make(region, source._offset_bytes, source._size, source._dtype, source.placement)
-        found = interop.adopt(source)
-        return cls._make(found.region, 0, found.size, found.dtype, found.region.holding.placement)
+        region, size, dtype = interop.adopt(source)
+        return cls._make(region, 0, size, dtype, region.holding.placement)
 
     @classmethod
     def pack(cls, values: Any, dtype: AnyDType | None = None) -> Buffer:
-        """A new host Buffer of a packed type, from an array of ml_dtypes elements, or of their bits as uint8."""
+        """Make a host Buffer of a packed type from an array of ml_dtypes elements, or of their bits as uint8."""
         array = np.ascontiguousarray(values).reshape(-1)
         element = dt.dtype(array.dtype) if dtype is None else element_type(dtype)
         if not element.is_packed:
@@ -126,23 +124,21 @@ class Buffer:
         if array.dtype == np.uint8 and codes.size and int(codes.max()) >> element.bits:
             raise RangeError(f"{element} holds bits 0 to {(1 << element.bits) - 1}, got {int(codes.max())}")
         packed = torch_types.pack_codes(element, codes)
-        return cls._make(interop.adopt(packed).region, 0, codes.size, element, CPU)
+        return cls._make(interop.adopt(packed)[0], 0, codes.size, element, CPU)
 
-    # ---- what it is ----
+    # ---- properties ----
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return self._size
 
     @property
     def dtype(self) -> DType:
-        """The element type."""
         return self._dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes the elements occupy, rounded up."""
+        """Bytes of the elements, rounded up."""
         return self._dtype.nbytes(self._size)
 
     @property
@@ -152,12 +148,11 @@ class Buffer:
 
     @property
     def readonly(self) -> bool:
-        """Whether writing is refused."""
         return self._region is not None and self._region.readonly
 
     @property
     def holding(self) -> MemoryRef:
-        """What keeps the memory alive; for code that issues copies of its own. An error if empty or closed."""
+        """The reference that keeps the memory alive, for code that makes its own copies."""
         return self._open().holding
 
     def __bool__(self) -> bool:
@@ -186,41 +181,38 @@ class Buffer:
         raise TypeError("a Buffer is not pickled: use kvtier.memory.save and load, which are versioned and checked")
 
     def close(self) -> None:
-        """Give the memory up, for this Buffer and every slice and view of it.
-
-        Exports and copies in flight keep theirs.
-        """
+        """Release the memory, for this Buffer and every slice and view. Exports and copies in flight keep theirs."""
         if self._region is not None:
             self._region.close()
 
     # ---- addresses ----
 
     def data(self, dtype: AnyDType | None = None) -> int:
-        """The address of the first element; with `dtype`, only if that is the element type."""
+        """Return the address of the first element. With `dtype`, raise if that is not the element type."""
         if dtype is not None:
             self.typed(dtype)
         return self.raw_data()
 
     def raw_data(self, offset: int = 0) -> int:
-        """The address of element `offset` (0 to size; packed types only on a byte boundary)."""
+        """Return the address of element `offset` (0 to size; packed types only on a byte boundary)."""
         region = self._open()
         if not 0 <= offset <= self._size:
             raise RangeError(f"offset {offset} is outside 0..{self._size}")
         return region.holding.pointer + self._offset_bytes + self._dtype.offset_bytes(offset)
 
     def data_or(self, default: int) -> int:
-        """The address of the first element, or `default` if the Buffer is empty."""
+        """Return the address of the first element, or `default` if the Buffer is empty."""
         return default if self._region is None else self.raw_data()
 
-    # ---- parts and other readings of the same memory ----
+    # ---- slices and views ----
 
     def slice(self, base: int, size: int | None = None) -> Buffer:
-        """Elements `base` to `base + size` (to the end without `size`), sharing memory."""
+        """Return elements `base` to `base + size` (to the end without `size`), sharing memory."""
         base = operator.index(base)
         count = self._size - base if size is None else operator.index(size)
         if base < 0 or count < 0 or base + count > self._size:
-            asked = f"{count} elements from {base}" if size is not None else f"all elements from {base}"
-            raise RangeError(f"cannot take {asked} of a Buffer of {self._size}")
+            part = f"{count} elements from {base}" if size is not None else f"all elements from {base}"
+            raise RangeError(f"cannot take {part} of a Buffer of {self._size}")
         if self._region is None:
             return self
         self._region.holding  # noqa: B018 - raises if closed
@@ -228,7 +220,7 @@ class Buffer:
         return Buffer._make(self._region, offset, count, self._dtype, self.placement)
 
     def view(self, dtype: AnyDType) -> Buffer:
-        """The same bytes as elements of another type. They must divide evenly and be aligned for it."""
+        """Return the same bytes as elements of another type. They must divide evenly and be aligned."""
         element = element_type(dtype)
         if self._region is None:
             return Buffer(dtype=element, placement=self.placement)
@@ -248,13 +240,13 @@ class Buffer:
         return Buffer._make(self._region, self._offset_bytes, bits // element.bits, element, self.placement)
 
     def borrow(self) -> Buffer:
-        """The same elements without keeping the memory alive; using it after the owner is gone is an error."""
+        """Return the same elements without keeping the memory alive. ClosedError if used after it is freed."""
         if self._region is None:
             return self
         return Buffer._make(self._region.borrow(), self._offset_bytes, self._size, self._dtype, self.placement)
 
     def typed(self, dtype: AnyDType) -> Buffer:
-        """This Buffer, if its elements are of `dtype`; an error otherwise. `view` reads the bytes as another type."""
+        """Return this Buffer if its elements are of `dtype`, else raise DTypeError."""
         wanted = element_type(dtype)
         if wanted != self._dtype:
             raise DTypeError(
@@ -265,7 +257,7 @@ class Buffer:
     # ---- elements ----
 
     def at(self, index: int) -> Scalar:
-        """Element `index`, 0 to size - 1. On a GPU this waits for the current stream."""
+        """Return element `index`, 0 to size - 1. On a GPU this waits for the current stream."""
         position = operator.index(index)
         if not 0 <= position < self._size:
             raise RangeError(f"index {position} is outside 0..{self._size - 1} of a Buffer of {self._size}")
@@ -299,7 +291,7 @@ class Buffer:
         return iter(self.tolist())
 
     def tolist(self) -> list[Scalar]:
-        """All elements as Python numbers."""
+        """Return all elements as Python numbers."""
         return self._values(0, self._size)
 
     def fill(self, value: Scalar, stream: Stream | None = None) -> None:
@@ -335,7 +327,7 @@ class Buffer:
         launch(task, choose_stream(stream, self.placement), on_device=self.placement.is_device, holdings=[self.holding])
 
     def _values(self, start: int, stop: int) -> list[Any]:
-        """Elements from `start` (on a byte boundary) to `stop`, after waiting for the current stream."""
+        """Return elements `start` (on a byte boundary) to `stop`, after waiting for the current stream."""
         if self._region is None:
             return []
         part = self.slice(start, stop - start)
@@ -351,36 +343,33 @@ class Buffer:
             ]
         return host.view(torch_dtype(self._dtype)).tolist()
 
-    # ---- the same memory elsewhere ----
+    # ---- exports ----
 
     def bytes_tensor(self, *, write: bool = False) -> torch.Tensor:
-        """The bytes as a uint8 torch tensor sharing this memory, for code that copies.
-
-        `write` refuses read-only memory.
-        """
+        """Return the bytes as a uint8 torch tensor sharing this memory. `write` raises for read-only memory."""
         region = self._open()
         if write and region.readonly:
             raise ArgumentError("this Buffer is read-only (its source is); copy it into a new one to write")
         return region.tensor()[self._offset_bytes : self._offset_bytes + self.nbytes]
 
     def torch(self) -> torch.Tensor:
-        """A torch tensor over this memory. Packed integers come as their bytes, fp4 as torch's pairs."""
+        """Return a torch tensor over this memory. Packed integers are their bytes, fp4 is torch's pairs."""
         return self.bytes_tensor(write=True).view(torch_dtype(self._dtype))
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """A numpy array over this host memory, read-only if the Buffer is. Packed types come as their bytes."""
+        """Return a numpy array over this host memory, read-only if the Buffer is. Packed types are their bytes."""
         array = self._host_bytes("numpy()")
         return array if self._dtype.is_packed else array.view(self._dtype.numpy)
 
     def unpack(self) -> np.ndarray[Any, Any]:
-        """A copy of a packed host Buffer with one ml_dtypes element per byte."""
+        """Return a copy of a packed host Buffer with one ml_dtypes element per byte."""
         if not self._dtype.is_packed:
             raise DTypeError(f"{self._dtype} is not packed; numpy() shows it without copying")
         codes = torch_types.unpack_codes(self._dtype, self._host_bytes("unpack()"), self._size)
         return codes.view(self._dtype.numpy)
 
     def memoryview(self) -> builtins.memoryview:
-        """The bytes of this host memory, read-only if the Buffer is."""
+        """Return the bytes of this host memory, read-only if the Buffer is."""
         return builtins.memoryview(self._host_bytes("memoryview()").data)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -395,17 +384,16 @@ class Buffer:
         interface = self._interface(on_device=True)
         stream = choose_stream(None, self.placement)
         handle = stream.handle if stream is not None else 0
-        return {**interface, "stream": handle or 1}  # 0 is not allowed there; 1 says the legacy default stream
+        return {**interface, "stream": handle or 1}  # 0 is not allowed; 1 is the legacy default stream
 
     def _interface(self, *, on_device: bool) -> dict[str, Any]:
         if self.placement.is_device != on_device:
-            raise AttributeError(f"{self.placement} memory cannot be shown by this array protocol")
+            raise AttributeError(f"{self.placement} memory is not supported by this array protocol")
         if not self._dtype.is_packed and self._dtype.numpy.isbuiltin != 1:
             raise AttributeError(f"the array protocols have no name for {self._dtype}; use numpy(), torch() or DLPack")
         region = self._open()
-        self._exported = (
-            region.holding
-        )  # whoever reads this keeps the Buffer, not the memory: so the Buffer must, even closed
+        # the consumer keeps the Buffer alive, not the memory: so the Buffer must, even closed
+        self._exported = region.holding
         count, typestr = (self.nbytes, "|u1") if self._dtype.is_packed else (self._size, self._dtype.numpy.str)
         return array_interface(self.raw_data(), count, typestr, readonly=region.readonly)
 

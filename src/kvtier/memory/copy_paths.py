@@ -1,7 +1,7 @@
-"""The ways to carry out independent pieces, and which of them can serve a given job.
+"""Copy paths: how to run independent pieces, and which paths are usable for a job.
 
 host     compiled copier, several threads           host memory only
-loop     one copy after another                     anything; the only one that keeps the order of its pieces
+loop     one copy after another                     any memory; the only one that keeps the order of its pieces
 driver   cuMemcpyBatchAsync                         a GPU; not while capturing a graph
 gather   a kernel that reads and writes all pieces  one GPU and pinned memory; capturable
 """
@@ -31,23 +31,22 @@ Direction = tuple[Placement, Placement]
 
 @dataclass(slots=True)
 class CopyContext:
-    """What pieces have in common: from where, to where, on which stream (None: at once, on the host)."""
+    """Source, destination and stream of pieces (no stream: at once, on the host)."""
 
     src: Placement
     dst: Placement
     stream: Stream | None
     capturing: bool = False
     blocks: int | None = None
-    """Blocks of threads the gather kernel may have in flight; None: as many as are fastest by themselves."""
+    """Thread blocks of the gather kernel; None: the fastest number on an idle GPU."""
 
     @property
     def on_device(self) -> bool:
-        """Whether GPU memory is involved."""
         return self.src.is_device or self.dst.is_device
 
     @property
     def over_link(self) -> bool:
-        """Whether one side is host memory."""
+        """True if one side is host memory."""
         return not (self.src.is_device and self.dst.is_device)
 
     def __str__(self) -> str:
@@ -56,10 +55,9 @@ class CopyContext:
 
 @dataclass(slots=True)
 class Pieces:
-    """Copies to carry out, and where they come from."""
+    """Copies to run (rows SRC, DST, NBYTES), and the plan they come from."""
 
     table: I64
-    """Rows as in Entries."""
     plan: CopyPlan | None = None
     ids: I64 | None = None
     """The number of each piece in `plan`; None: all of its pieces, in order."""
@@ -69,21 +67,19 @@ class Pieces:
 
     @property
     def nbytes(self) -> int:
-        """Of all pieces together."""
         if self.plan is None or self.ids is not None:
             return int(np.add.reduce(self.table[NBYTES]))
         return self.plan.nbytes
 
     def part(self, chosen: slice | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Pieces:
-        """Some of these pieces."""
         ids = np.arange(len(self)) if self.ids is None else self.ids
-        # numpy lays a masked selection out by columns; what reads the table by address wants rows
+        # numpy returns a masked selection in column order; native code needs contiguous rows
         table = self.table[:, chosen] if isinstance(chosen, slice) else self.table.compress(chosen, axis=1)
         return Pieces(table, self.plan, ids[chosen])
 
 
 def why_not(path: PathName, job: CopyContext) -> str | None:
-    """Why `path` cannot do `job`; None if it can."""
+    """Return why `path` cannot do `job`; None if it can."""
     if not job.on_device:
         if path == "host":
             return None if native().code is not None else native().reason
@@ -118,7 +114,7 @@ def usable_paths(job: CopyContext) -> tuple[list[PathName], str]:
 
 
 def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
-    """Carry out independent pieces, and return the path that did. CopyError names an entry that could not be copied."""
+    """Run independent pieces and return the path that did. CopyError names an entry that could not be copied."""
     if path == "loop":
         run_in_order(job, pieces)
     elif path == "host":
@@ -135,7 +131,7 @@ def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
 
 
 def run_in_order(job: CopyContext, pieces: Pieces) -> None:
-    """One piece after another, each reading its source before writing: right for any pieces, fast for few."""
+    """Run one piece after another, each reading its source before writing: correct for any pieces, fast for few."""
     columns = zip(*pieces.table.tolist(), strict=True)
     if not job.on_device:
         for src, dst, nbytes in columns:
@@ -150,35 +146,34 @@ def run_in_order(job: CopyContext, pieces: Pieces) -> None:
 
 
 def _copy_one(job: CopyContext, src: int, dst: int, nbytes: int) -> int:
-    """The CUDA status of one copy."""
+    """Submit one copy and return its CUDA status."""
     assert job.stream is not None
     if abs(src - dst) >= nbytes:
         return cuda.memcpy_async(dst, src, nbytes, job.stream)
-    # a piece that overlaps itself, which no device copy defines, goes through memory of its own
-    with torch.cuda.stream(job.stream.native):  # torch's pool reuses it only behind these copies
+    # device copies do not define a piece that overlaps itself: it goes through scratch memory
+    with torch.cuda.stream(job.stream.native):  # torch's pool reuses it only after these copies
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=job.src.torch).data_ptr()
     return cuda.memcpy_async(scratch, src, nbytes, job.stream) or cuda.memcpy_async(dst, scratch, nbytes, job.stream)
 
 
 def _retry_parts(job: CopyContext, pieces: Pieces, k: int) -> None:
-    """Piece k was refused: copy the entries it was merged from, and name the one that cannot be.
+    """Copy the entries of piece k, which the driver refused, and name the one that fails.
 
-    The driver refuses a copy across two allocations, even if they touch; then each entry by itself is right.
+    The driver refuses a copy across two allocations, even if they are adjacent; the single entries succeed then.
     """
     plan = pieces.plan
     if plan is None:
         src, dst, nbytes = pieces.table[:, k].tolist()
         raise CopyError(f"copying {nbytes} bytes from {src:#x} to {dst:#x} failed")
-    entries = plan.entries
     parts = plan.parts(k if pieces.ids is None else int(pieces.ids[k]))
     for entry in parts:
-        src, dst, nbytes = entries.table[:, entry].tolist()
+        src, dst, nbytes = plan.entries[:, entry].tolist()
         status = _copy_one(job, src, dst, nbytes)
         if status:
             index = plan.caller_entry(entry)
             raise CopyError(
                 f"entry {index}: copying {nbytes} bytes from {src:#x} ({job.src}) to {dst:#x} ({job.dst}) failed "
-                f"with CUDA status {status}; are both addresses valid for that many bytes?",
+                f"with CUDA status {status}; check that both addresses are valid for that many bytes",
                 index=index,
             )
 
@@ -187,16 +182,15 @@ def _run_driver(job: CopyContext, pieces: Pieces) -> PathName:
     assert job.stream is not None
     failed = cuda.batch_call(_device(job)).submit(pieces.table, job.stream)
     if failed is not None:
-        # The call says at most which chunk. The pieces are independent, so repeating them one by one is safe, and
-        # finds the one at fault, or succeeds where the batch would not (a piece merged across two allocations is
-        # refused whole).
+        # The call reports at most the chunk. The pieces are independent, so repeating them one by one is safe, and
+        # finds the wrong one, or succeeds where the batch does not (a piece merged across two allocations).
         run_in_order(job, pieces.part(slice(failed, None)))
         return "loop"
     return "driver"
 
 
 def _run_with_torch(job: CopyContext, pieces: Pieces) -> None:
-    """Without cuda-bindings: torch makes the same copies, at its own cost per call."""
+    """Make the same copies with torch, without cuda-bindings, at a higher cost per call."""
     assert job.stream is not None
     with torch.cuda.stream(job.stream.native):
         for src, dst, nbytes in zip(*pieces.table.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Planning a batch of copies: which pieces merge, and which must wait for others. numpy only, no memory is touched.
+"""Plan a batch of copies: merge pieces, and order those that depend on each other. numpy only, copies nothing.
 
 The result of a plan equals running its entries one after another, each reading its source before writing:
 
@@ -8,9 +8,11 @@ The result of a plan equals running its entries one after another, each reading 
 
 Pieces of one wave are independent, so any path may run them in any order; waves run one after another.
 
-Sources, destinations and sizes are the rows of one array, so that one call serves all: a batch of a few hundred pieces
-spends its time on calls, not on elements. For the same reason the records here are not frozen, though nobody changes
-them (0.4 us to create one, 1.5 frozen), and the first look at the entries may be a compiled one (native.py).
+A table has the rows SRC, DST and NBYTES: addresses of sources and destinations, and positive sizes in bytes. One array,
+because a batch of a few hundred pieces spends its time on calls, not on elements. For the same reason the records here
+are not frozen, though never changed (0.4 us to create one, 1.5 frozen), and the first scan may be compiled (native.py).
+The scope of an entry limits merging: entries of one scope >= 0 (a group, an array) may merge, ALONE never merges. No
+scopes: all entries are of one scope.
 """
 
 from __future__ import annotations
@@ -26,46 +28,26 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 SRC, DST, NBYTES = 0, 1, 2
 
 ALONE = -1
-"""The scope of an entry that merges with no other."""
+"""Scope of an entry that merges with no other."""
 
-# Past these the waves have lost their point, and entries run one by one in their order instead: a wave is a launch of
-# its own (5-20 us on any path), and conflicting pairs are listed one by one.
+# Beyond these limits waves do not pay, and entries run one by one in their order: each wave is a launch (5-20 us on any
+# path), and conflicting pairs are listed one by one.
 MAX_WAVES = 64
 MAX_PAIRS_PER_ENTRY = 16
 
 
 @dataclass(slots=True)
-class Entries:
-    """Copies as asked for, in order. Addresses and sizes in bytes; sizes are positive."""
-
-    table: I64
-    """Row SRC: source addresses, row DST: destination addresses, row NBYTES: sizes."""
-    scope: I64 | None = None
-    """Entries of one scope >= 0 (a group, an array) may merge with each other; ALONE stays alone.
-
-    None: all are of one scope.
-    """
-
-    def __len__(self) -> int:
-        return len(self.table[0])
-
-    def take(self, index: I64) -> Entries:
-        """These entries, in this order."""
-        return Entries(self.table.take(index, axis=1), None if self.scope is None else self.scope[index])
-
-
-@dataclass(slots=True)
 class Scan:
-    """What one look at sorted entries shows."""
+    """Properties of entries in their order."""
 
     disjoint: bool
     """The destinations ascend and do not overlap."""
     independent: bool
-    """Nor does any source overlap a destination."""
+    """Disjoint, and no source overlaps a destination."""
     nbytes: int
-    """Of all entries together."""
+    """Total bytes."""
     starts: I64 | None
-    """Where each piece begins once neighbours that continue each other are merged; None: none do."""
+    """First entry of each piece after merging adjacent entries; None: nothing merges."""
 
 
 @dataclass(slots=True)
@@ -73,104 +55,101 @@ class CopyPlan:
     """Merged pieces, sorted by wave."""
 
     table: I64
-    """Rows as in Entries."""
     nbytes: int
-    """Of all pieces together."""
+    """Total bytes."""
     wave_starts: list[int]
     """First piece of each wave, and the number of pieces at the end."""
-    entries: Entries
-    """What the pieces are made of, sorted as they are."""
+    entries: I64
+    """Table of the entries that the pieces are made of, in the same order."""
     order: I64 | None
-    """The caller's number of each of `entries`; None: they are in the caller's order."""
+    """The caller's number of each entry; None: they are in the caller's order."""
     starts: I64 | None = None
-    """Where in `entries` each piece begins; None: nothing merged, piece k is entry k of them."""
+    """First entry of each piece; None: nothing merged, piece k is entry k."""
     in_order: bool = False
-    """Every piece must wait for the one before it (too entangled for waves); wave_starts then is one wave."""
+    """Every piece must wait for the previous one (too many dependencies for waves); there is one wave then."""
     overlapping: bool = False
-    """Some piece overlaps itself: source and destination share bytes."""
+    """Source and destination of some piece overlap."""
 
     @property
     def num_pieces(self) -> int:
-        """Copies left after merging."""
         return len(self.table[0])
 
     @property
     def num_waves(self) -> int:
-        """Groups of independent pieces, which run one after another."""
         return self.num_pieces if self.in_order else len(self.wave_starts) - 1
 
     def first_entries(self) -> I64:
-        """The caller's number of the entry each piece begins with."""
+        """Return the caller's number of the first entry of each piece."""
         starts = np.arange(self.num_pieces) if self.starts is None else self.starts
         return starts if self.order is None else self.order[starts]
 
     def parts(self, piece: int) -> range:
-        """Which of `entries` make up a piece."""
+        """Return the entries of a piece."""
         if self.starts is None:
             return range(piece, piece + 1)
         last = piece + 1 == self.num_pieces
-        return range(int(self.starts[piece]), len(self.entries) if last else int(self.starts[piece + 1]))
+        return range(int(self.starts[piece]), self.entries.shape[1] if last else int(self.starts[piece + 1]))
 
     def caller_entry(self, entry: int) -> int:
-        """The caller's number of one of `entries`."""
+        """Return the caller's number of an entry."""
         return entry if self.order is None else int(self.order[entry])
 
 
-def plan_copies(entries: Entries, look: Callable[[Entries], Scan] | None = None) -> CopyPlan:
-    """Find conflicts, split into waves, merge inside each wave. `look` is `scan` or its compiled twin."""
-    if not len(entries):
-        return CopyPlan(entries.table, 0, [0], entries, None)
-    look = look or scan
+def plan_copies(table: I64, scopes: I64 | None = None, scan_with: Callable[..., Scan] | None = None) -> CopyPlan:
+    """Find conflicts, split into waves, merge inside each wave. `scan_with` is `scan` or its compiled equivalent."""
+    if not table.shape[1]:
+        return CopyPlan(table, 0, [0], table, None)
+    scan_with = scan_with or scan
     order: I64 | None = None
-    ordered, found = entries, look(entries)
-    if not found.disjoint:  # not sorted, or overlapping
-        order = np.argsort(entries.table[DST])
-        ordered = entries.take(order)
-        found = look(ordered)
-    if found.independent:
-        return _merge(ordered, found.nbytes, order, found.starts, None, overlapping=False)
-    src, dst, nbytes = entries.table
+    ordered, seen = table, scan_with(table, scopes)
+    if not seen.disjoint:  # not sorted, or overlapping
+        order = np.argsort(table[DST])
+        ordered = table.take(order, axis=1)
+        seen = scan_with(ordered, None if scopes is None else scopes[order])
+    if seen.independent:
+        return _merge(ordered, seen.nbytes, order, seen.starts, None, overlapping=False)
+    src, dst, nbytes = table
     overlapping = any_of(np.abs(src - dst) < nbytes)
-    waves = _waves(entries)
+    waves = _waves(table)
     if waves is None:
-        bounds = [0, len(entries)]
-        return CopyPlan(entries.table, found.nbytes, bounds, entries, None, in_order=True, overlapping=overlapping)
+        bounds = [0, table.shape[1]]
+        return CopyPlan(table, seen.nbytes, bounds, table, None, in_order=True, overlapping=overlapping)
     order = np.lexsort((dst, waves))
-    ordered = entries.take(order)
+    ordered = table.take(order, axis=1)
     wave_starts = np.flatnonzero(np.diff(waves[order], prepend=-1))
-    starts = _piece_starts(ordered, wave_starts)
-    return _merge(ordered, found.nbytes, order, starts, wave_starts, overlapping=overlapping)
+    starts = _piece_starts(ordered, None if scopes is None else scopes[order], wave_starts)
+    return _merge(ordered, seen.nbytes, order, starts, wave_starts, overlapping=overlapping)
 
 
-def scan(entries: Entries) -> Scan:
-    """Look at entries (at least one)."""
-    _, dst, nbytes = entries.table
+def scan(table: I64, scopes: I64 | None = None) -> Scan:
+    """Scan entries, of which there is at least one."""
+    _, dst, nbytes = table
     disjoint = not any_of(dst[1:] < (dst + nbytes)[:-1])
-    independent = disjoint and not _reads_what_is_written(entries)
-    return Scan(disjoint, independent, int(nbytes.sum()), _piece_starts(entries, None))
+    independent = disjoint and not _reads_written_bytes(table)
+    return Scan(disjoint, independent, int(nbytes.sum()), _piece_starts(table, scopes, None))
 
 
 def any_of(mask: Bools) -> bool:
-    """mask.any() at a third of its cost on short arrays, where a batch of a few hundred spends its time."""
+    """Return mask.any(), at a third of its cost on short arrays, which dominates in a batch of a few hundred."""
     return bool(np.count_nonzero(mask))
 
 
-def _reads_what_is_written(entries: Entries) -> bool:
-    """Whether a source overlaps a destination. `entries` are sorted by destination, which are disjoint."""
-    src, dst, nbytes = entries.table
+def _reads_written_bytes(table: I64) -> bool:
+    """True if a source overlaps a destination. The destinations ascend and are disjoint."""
+    src, dst, nbytes = table
     # the first destination that ends after a source starts must not begin before that source ends
     following = np.searchsorted(dst + nbytes, src, side="right")
     begins = np.append(dst, np.iinfo(np.int64).max)[following]
     return any_of(begins < src + nbytes)
 
 
-def _waves(entries: Entries) -> I64 | None:
-    """The wave of each entry: one more than the last earlier entry it conflicts with. None if too entangled."""
-    pairs = _conflicts(entries)
+def _waves(table: I64) -> I64 | None:
+    """Return the wave of each entry: one more than the last earlier entry it conflicts with. None if too many."""
+    pairs = _conflicts(table)
     if pairs is None:
         return None
     before, after = pairs
-    n = len(entries)
+    n = table.shape[1]
     waves = np.zeros(n, np.int64)
     if not len(before):
         return waves
@@ -193,15 +172,16 @@ def _waves(entries: Entries) -> I64 | None:
     return waves
 
 
-def _conflicts(entries: Entries) -> tuple[I64, I64] | None:
-    """Pairs (earlier, later) of entries that may not be swapped: two writes, or a write and a read, share a byte."""
-    src, dst, nbytes = entries.table
-    n = len(entries)
+def _conflicts(table: I64) -> tuple[I64, I64] | None:
+    """Return pairs (earlier, later) of entries that must keep their order: two writes, or a write and a read, share a
+    byte."""
+    src, dst, nbytes = table
+    n = table.shape[1]
     writes, reads = np.argsort(dst), np.argsort(src)
     write_starts, read_starts = dst[writes], src[reads]
     write_ends, read_ends = write_starts + nbytes[writes], read_starts + nbytes[reads]
     find = np.searchsorted
-    # intervals overlap when one starts inside the other; each way is a range of the sorted starts
+    # intervals overlap if one starts inside the other; each case is a range of the sorted starts
     ranges = (
         (writes, writes, np.arange(n) + 1, find(write_starts, write_ends)),
         (writes, reads, find(read_starts, write_starts), find(read_starts, write_ends)),
@@ -221,7 +201,7 @@ def _conflicts(entries: Entries) -> tuple[I64, I64] | None:
 
 
 def _expand(starts: I64, stops: I64) -> I64:
-    """The concatenation of the ranges starts[i]..stops[i], of which there is at least one."""
+    """Concatenate the ranges starts[i]..stops[i], of which there is at least one."""
     lengths = stops - starts
     ends = np.cumsum(lengths)
     expanded: I64 = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)
@@ -229,29 +209,29 @@ def _expand(starts: I64, stops: I64) -> I64:
 
 
 def _merge(
-    entries: Entries, nbytes: int, order: I64 | None, starts: I64 | None, wave_starts: I64 | None, *, overlapping: bool
+    table: I64, nbytes: int, order: I64 | None, starts: I64 | None, wave_starts: I64 | None, *, overlapping: bool
 ) -> CopyPlan:
-    """The plan of entries sorted by wave, then destination, whose pieces begin at `starts`.
+    """Return the plan of entries sorted by wave, then destination, whose pieces begin at `starts`.
 
-    The k-th entry is the caller's `order[k]`. None for `order`, `starts`, `wave_starts`: as the caller had them;
-    nothing merges; one wave.
+    The k-th entry is the caller's `order[k]`. None for `order`, `starts`, `wave_starts`: the caller's order; nothing
+    merges; one wave.
     """
     if starts is None:
-        bounds = [0, len(entries)] if wave_starts is None else [*wave_starts.tolist(), len(entries)]
-        return CopyPlan(entries.table, nbytes, bounds, entries, order, overlapping=overlapping)
-    table = entries.table.take(starts, axis=1)
-    table[NBYTES] = np.add.reduceat(entries.table[NBYTES], starts)
+        count = table.shape[1]
+        bounds = [0, count] if wave_starts is None else [*wave_starts.tolist(), count]
+        return CopyPlan(table, nbytes, bounds, table, order, overlapping=overlapping)
+    merged = table.take(starts, axis=1)
+    merged[NBYTES] = np.add.reduceat(table[NBYTES], starts)
     waves = [0] if wave_starts is None else starts.searchsorted(wave_starts).tolist()
-    return CopyPlan(table, nbytes, [*waves, len(starts)], entries, order, starts, overlapping=overlapping)
+    return CopyPlan(merged, nbytes, [*waves, len(starts)], table, order, starts, overlapping=overlapping)
 
 
-def _piece_starts(entries: Entries, wave_starts: I64 | None) -> I64 | None:
-    """The entries that do not continue the one before them in source and destination; None if none does."""
-    src, dst, nbytes = entries.table
+def _piece_starts(table: I64, scopes: I64 | None, wave_starts: I64 | None) -> I64 | None:
+    """Return the entries that do not continue the previous one in source and destination; None if all do not."""
+    src, dst, nbytes = table
     continues: Bools = (src[:-1] + nbytes[:-1] == src[1:]) & (dst[:-1] + nbytes[:-1] == dst[1:])
-    scope = entries.scope
-    if scope is not None:
-        continues &= (scope[1:] == scope[:-1]) & (scope[1:] != ALONE)
+    if scopes is not None:
+        continues &= (scopes[1:] == scopes[:-1]) & (scopes[1:] != ALONE)
     if wave_starts is not None:
         continues[wave_starts[1:] - 1] = False
     if not any_of(continues):

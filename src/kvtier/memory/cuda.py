@@ -1,6 +1,6 @@
-"""The CUDA driver, through cuda-bindings (the `cuda` extra). The only file, with gather.py, that calls it.
+"""The CUDA driver, through cuda-bindings (the `cuda` extra). Only this file and gather.py call it.
 
-Everything raises UnavailableError with the reason where the package, the driver or the entry point is missing.
+Functions raise UnavailableError with the reason if the package, the driver or the entry point is missing.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def driver() -> Any:
 
 
 def unwrap(result: Any) -> Any:
-    """The value of a driver call, or an error naming the CUDA status."""
+    """Return the value of a driver call. CopyError names the CUDA status."""
     status, *values = result
     if int(status) != _SUCCESS:
-        raise CopyError(f"the CUDA driver answered {status.name} ({int(status)})")
+        raise CopyError(f"the CUDA driver returned {status.name} ({int(status)})")
     return values[0] if len(values) == 1 else tuple(values)
 
 
 @functools.cache
 def entry_point(name: str, *argument_types: Any, version: int = 12000) -> Callable[..., int]:
-    """A driver function as this CUDA version has it, which returns its status as an int.
+    """Return a driver function of this CUDA version, which returns its status as an int.
 
-    cuda-bindings finds it; ctypes calls it, at a third of the cost of a wrapper that makes an enum of every status.
+    Found by cuda-bindings and called by ctypes, at a third of the cost of a wrapper that makes an enum of the status.
     """
     status, address, found = driver().cuGetProcAddress(name.encode(), version, 0)
     if int(status) != _SUCCESS or int(found) != 0 or not int(address):
@@ -65,36 +65,36 @@ def entry_point(name: str, *argument_types: Any, version: int = 12000) -> Callab
 
 
 def driver_release() -> str:
-    """The driver's own version, such as 580.159.04; the CUDA version it speaks where it does not say."""
-    told = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\d+\.\d+(?:\.\d+)?", told.read_text()) if told.exists() else None
-    return found[0] if found else str(driver_version())
+    """Return the driver's release, such as 580.159.04; its CUDA version if the release is unknown."""
+    file = Path("/proc/driver/nvidia/version")
+    match = re.search(r"\d+\.\d+(?:\.\d+)?", file.read_text()) if file.exists() else None
+    return match[0] if match else str(driver_version())
 
 
 def driver_version() -> int:
-    """The CUDA version the driver speaks, as 1000 * major + 10 * minor."""
+    """Return the CUDA version of the driver, as 1000 * major + 10 * minor."""
     return int(unwrap(driver().cuDriverGetVersion()))
 
 
 @functools.cache
 def _primary_context(index: int) -> int:
-    """The context torch uses on this GPU, kept for the life of the process."""
-    unwrap(driver().cuInit(0))  # nobody may have used the GPU in this process yet; more than once is fine
+    """Return torch's context on this GPU, kept for the life of the process."""
+    unwrap(driver().cuInit(0))  # may be the first use of the GPU in this process; repeated calls are allowed
     device = unwrap(driver().cuDeviceGet(index))
     return int(unwrap(driver().cuDevicePrimaryCtxRetain(device)))
 
 
 def current_context(placement: Placement) -> AbstractContextManager[None]:
-    """Inside the block, driver calls of this thread mean this GPU.
+    """Inside the block, driver calls of this thread are for this GPU.
 
-    A new thread has no context, and another GPU's is put aside. Without cuda-bindings nobody calls the driver, and
-    torch sees to itself.
+    A new thread has no context; another GPU's context is restored afterwards. Does nothing without cuda-bindings: only
+    torch calls the driver then.
     """
     if not has_driver():
         return nullcontext()
-    wanted, found = _primary_context(placement.index), ctypes.c_void_p()
-    entry_point("cuCtxGetCurrent", ctypes.c_void_p)(ctypes.addressof(found))
-    return nullcontext() if found.value == wanted else _pushed_context(wanted)
+    wanted, current = _primary_context(placement.index), ctypes.c_void_p()
+    entry_point("cuCtxGetCurrent", ctypes.c_void_p)(ctypes.addressof(current))
+    return nullcontext() if current.value == wanted else _pushed_context(wanted)
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def _pushed_context(wanted: int) -> Iterator[None]:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Inside the block, this thread may do what is unsafe while a stream captures; none of it goes into the graph."""
+    """Inside the block, this thread may make calls that are unsafe during a capture; they are not captured."""
     relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = unwrap(driver().cuThreadExchangeStreamCaptureMode(relaxed))
     try:
@@ -118,7 +118,7 @@ def relaxed_capture() -> Iterator[None]:
 
 
 def has_driver() -> bool:
-    """Whether cuda-bindings is there."""
+    """True if cuda-bindings is available."""
     try:
         driver()
     except UnavailableError:
@@ -127,21 +127,21 @@ def has_driver() -> bool:
 
 
 def is_capturing(stream: Stream) -> bool:
-    """Whether work given to `stream` goes into a CUDA graph instead of to the GPU."""
+    """True if work on `stream` is captured in a CUDA graph."""
     try:
-        ask = entry_point("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)
+        query = entry_point("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)
     except UnavailableError:
         with torch.cuda.stream(stream.native):  # ten times the cost, without cuda-bindings
             return torch.cuda.is_current_stream_capturing()
-    answer = ctypes.c_int(0)
-    status = ask(stream.handle, ctypes.addressof(answer))
+    capturing = ctypes.c_int(0)
+    status = query(stream.handle, ctypes.addressof(capturing))
     if status != _SUCCESS:
-        raise CopyError(f"asking stream {stream.handle:#x} whether it is capturing failed with CUDA status {status}")
-    return answer.value != 0
+        raise CopyError(f"cuStreamIsCapturing of stream {stream.handle:#x} failed with CUDA status {status}")
+    return capturing.value != 0
 
 
 def placement_of(pointer: int) -> Placement:
-    """Where an address lives, as the driver knows it; addresses it does not know are plain host memory."""
+    """Return the placement of an address according to the driver; unknown addresses are plain host memory."""
     if not has_gpu():
         return CPU
     attribute = driver().CUpointer_attribute
@@ -149,7 +149,7 @@ def placement_of(pointer: int) -> Placement:
     if int(status) == _INVALID_CONTEXT:
         with current_context(Placement("cuda")):
             return placement_of(pointer)
-    if int(status) in (_INVALID_VALUE, _NOT_INITIALIZED):  # memory the driver does not know, or knows none at all yet
+    if int(status) in (_INVALID_VALUE, _NOT_INITIALIZED):  # unknown to the driver, which may not be initialised
         return CPU
     if int(unwrap((status, kind))) == _MEMORY_TYPE_HOST:
         return PINNED
@@ -161,13 +161,13 @@ def placement_of(pointer: int) -> Placement:
 
 
 def memcpy_async(dst: int, src: int, nbytes: int, stream: Stream) -> int:
-    """One asynchronous copy, direction found by the driver. Returns the CUDA status, 0 if it was taken."""
+    """Submit one copy; the driver finds the direction. Returns the CUDA status, 0 on success."""
     copy = entry_point("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     return copy(dst, src, nbytes, stream.handle)
 
 
 def launch_kernel(function: int, blocks: int, threads: int, parameters: int, stream: Stream) -> None:
-    """Launch a kernel of one parameter, which lies at the address `parameters` and is copied before this returns."""
+    """Launch a kernel with one parameter at the address `parameters`, which is copied before this returns."""
     addresses = ctypes.c_void_p(parameters)  # an array of one
     status = _launch_function()(
         function, blocks, 1, 1, threads, 1, 1, 0, stream.handle, ctypes.addressof(addresses), None
@@ -182,29 +182,20 @@ def _launch_function() -> Callable[..., int]:
     return entry_point("cuLaunchKernel", pointer, *[number] * 7, pointer, pointer, pointer)
 
 
-class _Location(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
-
-
-class _Attributes(ctypes.Structure):
-    _fields_ = [
-        ("src_access_order", ctypes.c_int),
-        ("src_hint", _Location),
-        ("dst_hint", _Location),
-        ("flags", ctypes.c_uint),
-    ]
+# CUmemcpyAttributes: source access order; source and destination location hints (type and id each, unused); flags
+_ATTRIBUTES = (_SRC_ORDER_STREAM, 0, 0, 0, 0, _PREFER_OVERLAP)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """cuMemcpyBatchAsync, in the signature this driver has: 12.8 has one more argument, the entry that failed."""
+    """cuMemcpyBatchAsync with this driver's signature: 12.8 has one more argument, the entry that failed."""
 
     call: Callable[..., int]
     reports_failure: bool
 
     @classmethod
     def of_version(cls, version: int) -> BatchCall:
-        """The call as version 12080 or 13000 has it; UnavailableError if the driver does not."""
+        """Return the call of version 12080 or 13000. UnavailableError if the driver has none."""
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         reports_failure = version < 13000
         tail = (pointer, pointer) if reports_failure else (pointer,)
@@ -212,16 +203,15 @@ class BatchCall:
         return cls(entry_point("cuMemcpyBatchAsync", *types, version=version), reports_failure)
 
     def submit(self, table: I64, stream: Stream) -> int | None:
-        """Submit independent pieces (rows as in Entries). Returns the first piece of the chunk that failed, or None."""
+        """Submit independent pieces (rows SRC, DST, NBYTES). Returns the first piece of a failed chunk, or None."""
         if stream.handle in LEGACY_DEFAULT_HANDLES:
-            # the call refuses the legacy default stream: run beside it, ordered after what it has and before what
-            # follows
-            beside = _side_stream(stream.placement)
-            beside.wait(stream.record())
-            failed = self.submit(table, beside)
-            stream.wait(beside.record())
+            # the call refuses the legacy default stream: use another one, ordered between its earlier and later work
+            side = _side_stream(stream.placement)
+            side.wait(stream.record())
+            failed = self.submit(table, side)
+            stream.wait(side.record())
             return failed
-        attributes = _Attributes(_SRC_ORDER_STREAM, _Location(), _Location(), _PREFER_OVERLAP)
+        attributes = (ctypes.c_uint * len(_ATTRIBUTES))(*_ATTRIBUTES)
         first_index, fail_index = ctypes.c_size_t(0), ctypes.c_size_t(0)
         tail = (ctypes.byref(fail_index), stream.handle) if self.reports_failure else (stream.handle,)
         src, dst, nbytes = row_addresses(table)
@@ -240,7 +230,7 @@ def _side_stream(placement: Placement) -> Stream:
 
 @functools.cache
 def batch_call(placement: Placement) -> BatchCall:
-    """The batch call for a GPU, looked up by version and tested once on it; UnavailableError says why there is none."""
+    """Return the batch call for a GPU, tested once on it. UnavailableError has the reason if there is none."""
     version = driver_version()
     if torch.cuda.get_device_capability(placement.torch)[0] >= 10:
         raise UnavailableError("cuMemcpyBatchAsync is reported to crash on compute capability 10 and above")
@@ -254,7 +244,7 @@ def batch_call(placement: Placement) -> BatchCall:
                 raise UnavailableError(f"cuMemcpyBatchAsync failed its self-test on {placement}: {error}") from error
             return call
     raise UnavailableError(
-        f"the driver speaks CUDA {version // 1000}.{version % 1000 // 10}; cuMemcpyBatchAsync needs 12.8"
+        f"the driver supports CUDA {version // 1000}.{version % 1000 // 10}; cuMemcpyBatchAsync needs 12.8"
     )
 
 
@@ -263,7 +253,7 @@ def _self_test(call: BatchCall, placement: Placement) -> None:
     with torch.cuda.stream(stream.native):
         source = torch.arange(64, dtype=torch.uint8, device=placement.torch)
         target = torch.zeros_like(source)
-    crossed = np.array([[0, 32], [32, 0], [16, 16]])  # two pieces that change places
+    crossed = np.array([[0, 32], [32, 0], [16, 16]])  # two pieces that are exchanged
     bases = np.array([[source.data_ptr()], [target.data_ptr()], [0]])
     failed = call.submit(crossed + bases, stream)
     stream.synchronize()

@@ -1,6 +1,6 @@
-"""Loads and launches gather.cu: compiled by NVRTC on first use, per GPU architecture, in a fraction of a second.
+"""Loads and launches gather.cu, compiled by NVRTC on first use, per GPU architecture, in a fraction of a second.
 
-CUDA C rather than Triton, because Triton takes no arrays by value: reading descriptors from pinned memory or
+CUDA C rather than Triton, because Triton has no array parameters by value: reading descriptors from pinned memory or
 uploading them costs 1.7x to 5x torch.index_select on an H200, by-value parameters 1.0x to 1.1x (docs/decisions/0007,
 2026-11-15).
 """
@@ -22,15 +22,15 @@ from kvtier.memory.native import address_of, native
 from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
 
-_SMALL_PARAMETERS, _LARGE_PARAMETERS = 4096, 32764  # bytes; the larger from CUDA 12.1 on
+_SMALL_PARAMETERS, _LARGE_PARAMETERS = 4096, 32764  # bytes; the larger since CUDA 12.1
 _ROWS_HEADER, _PIECES_HEADER = 40, 8  # bytes before the arrays of Rows<N> and Pieces<N>
-_PARTS_AT_ROWS, _PARTS_AT_PIECES = 7, 1  # where `parts` is, in 4-byte words
+_PARTS_AT_ROWS, _PARTS_AT_PIECES = 7, 1  # position of `parts`, in 4-byte words
 _LARGE_VERSION = 12010
 _THREADS = 256
-# Bytes one block of threads moves before it takes the next part of a piece: 256 threads x 4 loads x 16 bytes.
+# Bytes that a thread block moves before it takes the next part of a piece: 256 threads x 4 loads x 16 bytes.
 _PART_BYTES = 16 << 10
-# Blocks in flight. Device to device: enough to fill 132 multiprocessors. Over PCIe a few saturate the link, and every
-# further one is taken from the model. (H200, 2026-11-15)
+# Thread blocks. Device to device: enough for 132 multiprocessors. Over PCIe a few saturate the link, and more take
+# multiprocessors from the model (H200, 2026-11-15).
 _DEVICE_BLOCKS = 132 * 8
 _LINK_BLOCKS = 32
 
@@ -42,7 +42,7 @@ Block = np.ndarray[Any, np.dtype[np.uint32]]
 class _Kernel:
     function: int
     capacity: int
-    """Pieces that fit its parameters."""
+    """Number of pieces that fit its parameters."""
     parameter_bytes: int
 
 
@@ -54,13 +54,13 @@ class GatherKernels:
     pieces: tuple[_Kernel, ...]
 
     def copy(self, table: I64, nbytes: int, stream: Stream, *, over_link: bool, blocks: int | None = None) -> None:
-        """Copy independent pieces the GPU can address (rows as in Entries), `nbytes` together.
+        """Copy independent pieces (rows SRC, DST, NBYTES) that the GPU can address, `nbytes` in total.
 
-        `over_link`: one side is host memory. `blocks`: of threads in flight at most, to leave room for others.
+        `over_link`: one side is host memory. `blocks`: maximum number of thread blocks.
         """
         most_blocks = blocks or (_LINK_BLOCKS if over_link else _DEVICE_BLOCKS)
         count = table.shape[1]
-        compact = int(table[NBYTES, 0]) * count == nbytes  # else they are not of one size
+        compact = int(table[NBYTES, 0]) * count == nbytes  # else the sizes differ
         start = 0
         while start < count:
             kernels = self.rows if compact else self.pieces
@@ -68,7 +68,7 @@ class GatherKernels:
             part = table[:, start : start + kernel.capacity]
             block = np.empty(kernel.parameter_bytes // 4, np.uint32)
             widest = (_fill_rows if compact else _fill_pieces)(part, kernel.capacity, block)
-            if not widest:  # not of one size, or too far apart: the general form, from here on
+            if not widest:  # different sizes, or too far apart: use the general form from here on
                 compact = False
                 continue
             parts = max(1, min(64, widest // _PART_BYTES))
@@ -84,7 +84,7 @@ def _fill_rows(table: I64, capacity: int, block: Block) -> int:
 
 
 def fill_rows(table: I64, capacity: int, block: Block) -> int:
-    """Write pieces of one size as Rows<capacity>, but for `parts`. Returns that size; 0 if they have no such form."""
+    """Write pieces of one size as Rows<capacity>, except `parts`. Returns the size; 0 if they do not fit the form."""
     at, nbytes = table[:NBYTES], table[NBYTES]
     if any_of(nbytes != nbytes[0]):
         return 0
@@ -108,7 +108,7 @@ def _fill_pieces(table: I64, _capacity: int, block: Block) -> int:
 
 
 def fill_pieces(table: I64, block: Block) -> int:
-    """Write any pieces as Pieces<capacity>, but for `parts`. Returns the largest size."""
+    """Write any pieces as Pieces<capacity>, except `parts`. Returns the largest size."""
     count = table.shape[1]
     block[0] = count
     pieces = block[2 : 2 + 6 * count].view(np.int64).reshape(count, 3)
@@ -118,10 +118,10 @@ def fill_pieces(table: I64, block: Block) -> int:
 
 @functools.cache
 def gather_kernels(placement: Placement) -> GatherKernels:
-    """The kernels for a GPU; compiles them on first use. UnavailableError says why it cannot."""
+    """Return the kernels for a GPU, compiled on first use. UnavailableError has the reason if that fails."""
     large = driver_version() >= _LARGE_VERSION and torch.cuda.get_device_capability(placement.torch)[0] >= 7
     limits = {"small": _SMALL_PARAMETERS, **({"large": _LARGE_PARAMETERS} if large else {})}
-    forms = {"rows": (_ROWS_HEADER, 8), "pieces": (_PIECES_HEADER, 24)}  # bytes of the head, and per piece
+    forms = {"rows": (_ROWS_HEADER, 8), "pieces": (_PIECES_HEADER, 24)}  # bytes of the header, and per piece
     capacity = {
         f"{form}_{size}": (limit - head) // each
         for size, limit in limits.items()
@@ -129,7 +129,7 @@ def gather_kernels(placement: Placement) -> GatherKernels:
     }
     binary = _compile(placement, capacity)
     try:
-        with current_context(placement), relaxed_capture():  # a first use may fall into a capture
+        with current_context(placement), relaxed_capture():  # the first use may be during a capture
             module = unwrap(driver().cuModuleLoadData(binary))
             functions = {name: int(unwrap(driver().cuModuleGetFunction(module, name.encode()))) for name in capacity}
     except CopyError as error:

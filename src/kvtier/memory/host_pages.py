@@ -1,16 +1,11 @@
-"""Host memory by NUMA node, mapped and pinned.
+"""MappedMemory: host memory near a GPU, made present and pinned piece by piece; NUMA nodes of GPUs.
 
-Which NUMA node a GPU hangs on, and memory bound to it.
-
-Pages are bound where they lie, by their address: no thread's affinity or memory policy is touched, so there is nothing
-to restore.
-
-Mapped memory, made present and registered with the driver piece by piece.
-
-One mapping of exactly the bytes asked for (torch's pinned pool rounds up to a power of two), none of it present:
+One mapping of exactly the requested bytes (torch's pinned pool rounds up to a power of two), initially not present:
 
     [ piece 0 | piece 1 | piece 2 | ... ]      each: bind to the NUMA node, touch, register as pinned
       ready     ready     at work   mapped
+
+Pages are bound by address: no thread's affinity or memory policy changes, so there is nothing to restore.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from pathlib import Path
 import torch
 
 from kvtier.errors import OutOfMemoryError
-from kvtier.memory import cuda, host_pages
+from kvtier.memory import cuda
 from kvtier.memory.placement import Placement
 
 _MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call
@@ -38,36 +33,37 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def pci_address(placement: Placement) -> str:
-    """The GPU's place on the bus, such as 0000:1b:00.0: the same for nvidia-smi and sysfs, whatever is visible."""
-    found = torch.cuda.get_device_properties(placement.torch)
-    domain, bus, device = (getattr(found, f"pci_{part}_id") for part in ("domain", "bus", "device"))
+    """Return the PCI address of the GPU, such as 0000:1b:00.0, which does not depend on CUDA_VISIBLE_DEVICES."""
+    properties = torch.cuda.get_device_properties(placement.torch)
+    domain, bus, device = (getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def node_of_gpu(
     address: str, ask: Callable[[str], str] | None = None, devices: Path = _PCI_DEVICES
 ) -> tuple[int | None, str]:
-    """The NUMA node next to the GPU at this PCI address, and who said so: nvidia-smi, else sysfs."""
-    told = _first_number((ask or _ask_nvidia_smi)(address))
-    if told is not None:
-        return told, "nvidia-smi"
+    """Return the NUMA node of the GPU at this PCI address and its source: nvidia-smi, else sysfs."""
+    # such as "NUMA IDs of closest CPU: 1", with a number, a list, a range, or N/A
+    match = re.search(r":\s*(\d+)", (ask or _ask_nvidia_smi)(address))
+    if match:
+        return int(match[1]), "nvidia-smi"
     file = devices / address / "numa_node"
     try:
-        told = int(file.read_text())
+        node = int(file.read_text())
     except (OSError, ValueError):
-        return None, f"nvidia-smi does not say, nor does {file}"
-    return (told, "sysfs") if told >= 0 else (None, f"{file} says {told}: this machine has one node")
+        return None, f"neither nvidia-smi nor {file} has the NUMA node"
+    return (node, "sysfs") if node >= 0 else (None, f"{file} is {node}: this machine has one node")
 
 
 def bind(pointer: int, nbytes: int, node: int) -> str | None:
-    """Prefer this node for pages of [pointer, pointer + nbytes) that are not there yet. Returns why not, or None."""
+    """Prefer this node for pages of [pointer, pointer + nbytes) that are not present. Returns why not, or None."""
     number = _MBIND.get(platform.machine())
     if number is None or not hasattr(os, "sched_getaffinity"):
         return f"no memory binding known for {platform.system()} {platform.machine()}"
     mask = (ctypes.c_ulong * (node // 64 + 1))()
     mask[node // 64] = 1 << node % 64
     libc = ctypes.CDLL(None, use_errno=True)
-    # the kernel takes one bit less than it is told
+    # the kernel uses one bit less than the given length
     arguments = (pointer, nbytes, _MPOL_PREFERRED, ctypes.addressof(mask), 64 * len(mask) + 1, 0)
     if libc.syscall(number, *(ctypes.c_ulong(each) for each in arguments)) != 0:
         return f"the system refused to bind memory to node {node}: {os.strerror(ctypes.get_errno())}"
@@ -83,18 +79,12 @@ def _ask_nvidia_smi(address: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _first_number(told: str) -> int | None:
-    """ "NUMA IDs of closest CPU: 1" is 1; a list or a range, its first; "N/A" is nothing."""
-    found = re.search(r":\s*(\d+)", told)
-    return int(found[1]) if found else None
-
-
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU's context
 
 
 class MappedMemory:
-    """Anonymous memory that becomes usable piece by piece. Not thread-safe; `free` may come at any time after."""
+    """Anonymous memory that becomes usable piece by piece. Not thread-safe."""
 
     def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
         try:
@@ -102,7 +92,7 @@ class MappedMemory:
         except OSError as error:
             raise OutOfMemoryError(f"could not map {nbytes:,} bytes of host memory: {error}") from error
         if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel built without them
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         """All bytes; keeps the mapping alive."""
@@ -111,15 +101,14 @@ class MappedMemory:
 
     @property
     def pointer(self) -> int:
-        """The address of the first byte."""
         return self.tensor.data_ptr()
 
     def bind(self, node: int) -> str | None:
-        """Prefer this NUMA node. Returns why it cannot be, or None."""
-        return host_pages.bind(self.pointer, self.tensor.nbytes, node)
+        """Prefer this NUMA node. Returns why not, or None."""
+        return bind(self.pointer, self.tensor.nbytes, node)
 
     def touch(self, offset: int, nbytes: int) -> None:
-        """Make these bytes present, in huge pages where they are to be had. Other threads of Python go on."""
+        """Make these bytes present, in huge pages if available. Releases the GIL."""
         libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(self.pointer + offset)
         if libc.madvise(address, ctypes.c_size_t(nbytes), ctypes.c_int(_POPULATE_WRITE)) != 0:
@@ -135,7 +124,7 @@ class MappedMemory:
         self._pinned.append(pointer)
 
     def free(self) -> None:
-        """Unregister everything and give the pages back to the system, also where a tensor still shows them."""
+        """Unregister all pieces and return the pages to the system, even if a tensor still refers to them."""
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
         self._map.madvise(mmap.MADV_DONTNEED)

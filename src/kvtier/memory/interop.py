@@ -1,13 +1,10 @@
-"""Zero-copy ways in and out of a Buffer: numpy, torch, DLPack, the array protocols, memoryview.
-
-In: whatever is found first of torch tensor, `__cuda_array_interface__`, `__array_interface__`, `__dlpack__`, buffer
-protocol.
+"""Zero-copy use of foreign arrays: the first that applies of torch tensor, `__cuda_array_interface__`,
+`__array_interface__`, `__dlpack__`, buffer protocol.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,17 +23,12 @@ from kvtier.memory.torch_types import from_torch
 _DLPACK_CUDA = 2  # kDLCUDA
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """Foreign memory, described as a Buffer describes its own."""
-
-    region: Region
-    size: int
-    dtype: DType
+Adopted = tuple[Region, int, DType]
+"""Foreign memory, its number of elements and their type."""
 
 
 def adopt(source: Any) -> Adopted:
-    """Describe the memory of a foreign array, which stays alive as long as the result. It must be contiguous."""
+    """Return the memory of a contiguous foreign array, which the result keeps alive."""
     if isinstance(source, torch.Tensor):
         return _adopt_tensor(source, readonly=False, pooled=True)
     if isinstance(source, np.generic):
@@ -60,21 +52,18 @@ def adopt(source: Any) -> Adopted:
 def _adopt_tensor(tensor: torch.Tensor, *, readonly: bool, pooled: bool) -> Adopted:
     dtype = from_torch(tensor.dtype)
     region = Region(hold_tensor(tensor, pooled=pooled), readonly=readonly)
-    return Adopted(region, tensor.numel() * dtype.per_byte, dtype)
+    return region, tensor.numel() * dtype.per_byte, dtype
 
 
 def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> MemoryRef:
-    """The memory of a contiguous tensor, kept alive. `pooled`: on a GPU it is of torch's pool, not another's."""
+    """Return a reference to the memory of a contiguous tensor. `pooled`: on a GPU it is of torch's pool."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"a Buffer is one flat region, but this tensor of shape {tuple(tensor.shape)} has strides "
-            f"{tensor.stride()}; "
-            "pass tensor.contiguous(), which copies"
+            f"{tensor.stride()}; pass tensor.contiguous(), which copies"
         )
     if tensor.is_neg() or tensor.is_conj():
-        raise ArgumentError(
-            "this tensor's memory holds other values than it shows; pass tensor.resolve_neg().resolve_conj()"
-        )
+        raise ArgumentError("this tensor's memory differs from its values; pass tensor.resolve_neg().resolve_conj()")
     if not (tensor.is_cuda or tensor.is_cpu):
         raise ArgumentError(f"kvtier has no placement for torch device {tensor.device}")
     where = gpu(tensor.device.index or 0) if tensor.is_cuda else _host_placement(tensor)
@@ -101,9 +90,9 @@ def _adopt_ndarray(array: np.ndarray[Any, Any]) -> Adopted:
             f"ml_dtypes keeps one {dtype} per byte, kvtier packs {dtype.per_byte}: use Buffer.pack(array), which copies"
         )
     holding = MemoryRef(array.ctypes.data, array.nbytes, CPU, owner=array)
-    if has_gpu():  # numpy cannot say whether its memory is pinned
+    if has_gpu():  # numpy does not record if its memory is pinned
         holding.placement = _host_placement(holding.tensor())
-    return Adopted(Region(holding, readonly=not array.flags.writeable), array.size, dtype)
+    return Region(holding, readonly=not array.flags.writeable), array.size, dtype
 
 
 def _adopt_cuda_array(source: Any) -> Adopted:
@@ -123,14 +112,14 @@ def _adopt_cuda_array(source: Any) -> Adopted:
         ours = current_stream(where)
         if ours is not None and ours.handle != interface["stream"]:
             ours.wait(Stream.wrap(int(interface["stream"]), where).record())
-    return Adopted(Region(MemoryRef(pointer, dtype.nbytes(size), where, owner=source), readonly=readonly), size, dtype)
+    return Region(MemoryRef(pointer, dtype.nbytes(size), where, owner=source), readonly=readonly), size, dtype
 
 
 def _adopt_dlpack(source: Any) -> Adopted:
     kind, index = source.__dlpack_device__()
     if int(kind) != _DLPACK_CUDA:
         return _adopt_capsule(source, None)
-    # the producer orders its work before the stream it is given, so give it ours (1 says the legacy default stream)
+    # the producer orders its work before the given stream (1 is the legacy default stream)
     ours = current_stream(Placement("cuda", int(index)).require())
     return _adopt_capsule(source, (ours.handle or 1) if ours is not None else 1)
 
@@ -138,14 +127,14 @@ def _adopt_dlpack(source: Any) -> Adopted:
 def _adopt_capsule(source: Any, stream: int | None) -> Adopted:
     try:
         capsule = source.__dlpack__(stream=stream, max_version=(1, 0))
-    except TypeError:  # a producer of before version 1 takes no max_version
+    except TypeError:  # a producer older than version 1 has no max_version
         capsule = source.__dlpack__(stream=stream)
-    readonly = _is_readonly(capsule)  # torch, which takes the capsule, does not look at the flag
+    readonly = _is_readonly(capsule)  # torch, which consumes the capsule, ignores the flag
     return _adopt_tensor(torch.utils.dlpack.from_dlpack(capsule), readonly=readonly, pooled=False)
 
 
 def _is_readonly(capsule: object) -> bool:
-    """The read-only flag of a versioned capsule: the lowest bit of the word behind version, context and deleter."""
+    """Return the read-only flag of a versioned capsule: the lowest bit of the word after version, context, deleter."""
     if '"dltensor_versioned"' not in repr(capsule):
         return False
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer

@@ -1,4 +1,4 @@
-"""The functions of native.c. Each has a twin in Python, for machines without a compiler."""
+"""The functions of native.c. Each has a Python equivalent, for machines without a compiler."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ from typing import Any
 import numpy as np
 
 from kvtier.errors import ArgumentError
-from kvtier.memory.copy_plan import I64, Entries, Scan
+from kvtier.memory.copy_plan import I64, Scan
 from kvtier.native_code import Native, NativeSource, load
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-pthread")
-# Below this a thread costs more (20 to 60 us to start and join) than it saves: cached memory copies at 50 GB/s.
+# Below this a thread (20 to 60 us to start and join) costs more than it saves: cached memory copies at 50 GB/s.
 _BYTES_PER_THREAD = 2 << 20
 # A few cores saturate a socket's memory; more only take them from the model.
 _MAX_THREADS = 8
-
-
-class _ScanResult(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("disjoint", "independent", "nbytes", "num_pieces")]
 
 
 class MemoryNative:
@@ -56,7 +52,7 @@ class MemoryNative:
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
     def copy(self, table: I64, total: int | None = None) -> int:
-        """Copy independent pieces (rows as in Entries) of `total` bytes, if that is known. Returns the threads used."""
+        """Copy independent pieces (rows SRC, DST, NBYTES) of `total` bytes. Returns the number of threads used."""
         if not table.shape[1]:
             return 1
         if total is None:
@@ -65,40 +61,39 @@ class MemoryNative:
         src, dst, nbytes = row_addresses(table)
         return int(self._copy(table.shape[1], src, dst, nbytes, total, threads))
 
-    def scan(self, entries: Entries) -> Scan:
-        """What copy_plan.scan finds, in one pass."""
-        table, scope = entries.table, entries.scope
+    def scan(self, table: I64, scopes: I64 | None = None) -> Scan:
+        """copy_plan.scan in one pass."""
         n = table.shape[1]
-        starts, found = np.empty(n, np.int64), _ScanResult()
+        starts, result = np.empty(n, np.int64), (ctypes.c_int64 * 4)()
         src, dst, nbytes = row_addresses(table)
-        scopes = None if scope is None else scope.ctypes.data
-        self._scan(n, src, dst, nbytes, scopes, address_of(starts), ctypes.addressof(found))
-        pieces = None if found.num_pieces == n else starts[: found.num_pieces]
-        return Scan(bool(found.disjoint), bool(found.independent), found.nbytes, pieces)
+        scope = None if scopes is None else scopes.ctypes.data
+        self._scan(n, src, dst, nbytes, scope, address_of(starts), ctypes.addressof(result))
+        disjoint, independent, total, num_pieces = result
+        return Scan(bool(disjoint), bool(independent), total, None if num_pieces == n else starts[:num_pieces])
 
     def row_copies(self, index: I64, size0: int, old: int, new: int, out: int, row_bytes: int) -> I64:
-        """What kvtier.state.warp.row_copies does, in one pass."""
+        """kvtier.state.warp.row_copies in one pass."""
         n = len(index)
         if not n:
             return np.empty((3, 0), np.int64)
         flat = np.empty(3 * n, np.int64)
-        # tobytes, because a read-only array shows its address at ten times the cost of copying 256 numbers
+        # tobytes: the address of a read-only array costs ten times as much as copying 256 numbers
         count = self._row_copies(n, index.tobytes(), size0, old, new, out, row_bytes, address_of(flat))
         return flat[: 3 * count].reshape(3, count)
 
     def fill_rows(self, table: I64, capacity: int, block: int) -> int:
-        """What gather.fill_rows does, into the memory at address `block`."""
+        """gather.fill_rows into the memory at address `block`."""
         src, dst, nbytes = row_addresses(table)
         return int(self._fill_rows(table.shape[1], src, dst, nbytes, capacity, block))
 
     def fill_pieces(self, table: I64, block: int) -> int:
-        """What gather.fill_pieces does, into the memory at address `block`."""
+        """gather.fill_pieces into the memory at address `block`."""
         return int(self._fill_pieces(table.shape[1], *row_addresses(table), block))
 
     def sort_moves(
         self, device_ids: I64, host_ids: I64, num_device: int, num_host: int, *, to_host: bool
     ) -> I64 | None:
-        """What kvtier.transfer.compiled.sort_moves does, as rows order, device ids, host ids. None: an id is wrong."""
+        """kvtier.transfer.compiled.sort_moves, as rows order, device ids, host ids. None if an id is wrong."""
         n = len(device_ids)
         flat = np.empty(4 * n, np.int64)
         ids = address_of(device_ids), address_of(host_ids)
@@ -116,7 +111,7 @@ class MemoryNative:
         *,
         to_host: bool,
     ) -> I64:
-        """What kvtier.transfer.compiled.block_copies does, in one pass."""
+        """kvtier.transfer.compiled.block_copies in one pass."""
         n = len(device_ids)
         flat = np.empty(3 * n, np.int64)
         ids = address_of(device_ids), address_of(host_ids)
@@ -124,7 +119,7 @@ class MemoryNative:
         return flat[: 3 * count].reshape(3, count)
 
     def crc32(self, pointers: I64, nbytes: I64, threads: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-        """zlib.crc32 of the bytes at each address, by at most so many threads."""
+        """zlib.crc32 of the bytes at each address, with at most `threads` threads."""
         sums = np.zeros(len(pointers), np.uint32)
         if len(sums):
             workers = max(1, min(self._num_threads, threads, len(sums)))
@@ -133,12 +128,12 @@ class MemoryNative:
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
-    """array.ctypes.data at a third of its cost; for arrays that are contiguous, writable and not empty."""
+    """Return array.ctypes.data at a third of its cost, for arrays that are contiguous, writable and not empty."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type] # an ndarray is a buffer
 
 
 def row_addresses(table: I64) -> tuple[int, int, int]:
-    """The addresses of the three rows, each of which must be contiguous (a slice of columns may be passed)."""
+    """Return the addresses of the three rows, each of which must be contiguous (as in a slice of columns)."""
     between_rows, between_columns = table.strides
     if table.flags.c_contiguous:
         first = address_of(table)
@@ -149,7 +144,6 @@ def row_addresses(table: I64) -> tuple[int, int, int]:
     return first, first + between_rows, first + 2 * between_rows
 
 
-@functools.cache  # compiling and loading once per process is the point
+@functools.cache
 def native() -> Native[MemoryNative]:
-    """The native code of this machine."""
     return load(NativeSource("kvtier.memory", ["native.c"], _FLAGS), MemoryNative)

@@ -1,7 +1,4 @@
-"""Where memory lives: `cpu`, `pinned` or `cuda:i`.
-
-torch.device has no word for pinned host memory, the case that matters.
-"""
+"""Placement: `cpu`, `pinned` or `cuda:i`. torch.device has no name for pinned host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class Placement:
 
     kind: Kind
     index: int = 0
-    """The GPU; 0 for host memory."""
+    """Index of the GPU; 0 for host memory."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind) or self.index < 0 or (self.index and not self.is_device):
@@ -31,7 +28,7 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str | Placement | torch.device) -> Placement:
-        """Read a placement from its text, a torch.device, or return one unchanged."""
+        """Read a placement from text or a torch.device, or return one unchanged."""
         if isinstance(text, Placement):
             return text
         match = re.fullmatch(r"(cpu)(?::0)?|(pinned)|cuda(?::(\d+))?", str(text))
@@ -50,16 +47,15 @@ class Placement:
 
     @property
     def is_device(self) -> bool:
-        """Whether this is GPU memory."""
         return self.kind == "cuda"
 
     @property
     def torch(self) -> torch.device:
-        """The torch device whose tensors live here (pinned memory belongs to torch's cpu)."""
+        """The torch device of this memory (for pinned memory, torch's cpu)."""
         return torch.device("cuda", self.index) if self.is_device else torch.device("cpu")
 
     def require(self) -> Placement:
-        """Return this placement, or raise UnavailableError saying what the machine lacks for it."""
+        """Return this placement, or raise UnavailableError if the machine does not have it."""
         if self.kind == "cpu":
             return self
         if not has_gpu():
@@ -71,20 +67,18 @@ class Placement:
         count = torch.cuda.device_count()
         if self.is_device and self.index >= count:
             raise UnavailableError(
-                f"{self} was asked for, but this machine has {count} GPU(s): cuda:0 to cuda:{count - 1}"
+                f"{self} does not exist: this machine has {count} GPU(s), cuda:0 to cuda:{count - 1}"
             )
         return self
 
 
-@functools.cache  # asked for every foreign array; torch looks for a driver each time
+@functools.cache  # called for every foreign array; torch looks for a driver each time
 def has_gpu() -> bool:
-    """Whether torch can use a GPU in this process."""
     return torch.cuda.is_available()
 
 
-@functools.cache  # asked for every tensor; a Placement costs more than the rest of a look at one
+@functools.cache  # called for every tensor, where making a Placement would dominate
 def gpu(index: int) -> Placement:
-    """The memory of this GPU."""
     return Placement("cuda", index)
 
 
@@ -93,5 +87,5 @@ PINNED = Placement("pinned")
 
 
 def best_host() -> Placement:
-    """The best host memory here: pinned where a GPU can read it, else plain."""
+    """Return the best host memory of this machine: pinned if there is a GPU, else plain."""
     return PINNED if has_gpu() else CPU

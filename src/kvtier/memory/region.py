@@ -1,15 +1,16 @@
-"""The memory under a Buffer: who keeps it alive, and whether it may still be used.
+"""The memory of a Buffer: its lifetime, and whether it may still be used.
 
 Buffer ─┐
-Buffer ─┼─> Region ──(until close)──> Holding ──> owner: tensor, mmap, ndarray, an allocator's grant …
+Buffer ─┼─> Region ──(until close)──> MemoryRef ──> owner: tensor, mmap, ndarray, an allocation …
 Buffer ─┘                                ^
-numpy / torch / DLPack export ───────────┘   exports outlive close(): they hold the Holding, not the Region
+numpy / torch / DLPack export ───────────┘   exports outlive close(): they hold the MemoryRef, not the Region
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvtier.memory.stream import Event, Stream
 
 
 class MemoryRef:
-    """Keeps memory alive, and gives it back once nothing refers to it and no copy in flight uses it."""
+    """Keeps memory alive, and frees it when nothing refers to it and no copy in flight uses it."""
 
     __slots__ = ("__weakref__", "_in_flight", "_pooled", "_release", "nbytes", "owner", "placement", "pointer")
 
@@ -44,26 +45,26 @@ class MemoryRef:
         self._in_flight: dict[tuple[Placement, int], Event] = {}
 
     def used_in_pool(self, stream: Stream) -> bool:
-        """Tell torch's pool, if the memory is of it, that work given to `stream` so far uses it. False: it is not."""
+        """Record in torch's pool that the current work of `stream` uses the memory. False if it is not of the pool."""
         if not (self._pooled and isinstance(self.owner, torch.Tensor)):
             return False
         self.owner.record_stream(stream.native)  # the pool waits without blocking the host
         return True
 
     def used_by(self, stream: Stream, event: Event) -> None:
-        """Note that work on `stream` up to `event` uses this memory. Later work on the same stream replaces it."""
-        self._in_flight[stream.placement, stream.handle] = event  # every GPU has a stream of handle 0
+        """Record that work on `stream` up to `event` uses this memory. Replaces an earlier event of the stream."""
+        self._in_flight[stream.placement, stream.handle] = event  # every GPU has a stream with handle 0
 
     def wait(self) -> None:
-        """Block until the copies in flight that use this memory are done, or have failed."""
+        """Wait until the copies in flight that use this memory are done, or have failed."""
         for event in tuple(self._in_flight.values()):  # another thread may add one
             event.settle()
 
     def tensor(self) -> torch.Tensor:
-        """All bytes as a uint8 tensor that keeps this Holding alive."""
+        """Return all bytes as a uint8 tensor that keeps this reference alive."""
         if self.nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.placement.torch)
-        view = _ArrayView(self)
+        view = _array_view(self)
         if self.placement.is_device:
             return torch.as_tensor(view, device=self.placement.torch)
         return torch.from_numpy(np.asarray(view))
@@ -77,30 +78,28 @@ class MemoryRef:
                 self._release()
 
 
-class _ArrayView:
-    """Bytes at an address, as the numpy and CUDA array protocols show them. The array made from it keeps it alive."""
-
-    def __init__(self, holding: MemoryRef) -> None:
-        self.holding = holding
-        name = "__cuda_array_interface__" if holding.placement.is_device else "__array_interface__"
-        setattr(self, name, array_interface(holding.pointer, holding.nbytes, "|u1", readonly=False))
+def _array_view(holding: MemoryRef) -> SimpleNamespace:
+    """Return an object with the numpy or CUDA array protocol. The array made from it keeps the memory alive."""
+    name = "__cuda_array_interface__" if holding.placement.is_device else "__array_interface__"
+    interface = array_interface(holding.pointer, holding.nbytes, "|u1", readonly=False)
+    return SimpleNamespace(holding=holding, **{name: interface})
 
 
 def gpu_of(pointer: int) -> int:
-    """Which GPU this device address is on; torch asks the driver when it is not told."""
-    view = _ArrayView(MemoryRef(pointer, 1, Placement("cuda")))
+    """Return the GPU of a device address, which torch gets from the driver."""
+    view = _array_view(MemoryRef(pointer, 1, Placement("cuda")))
     return int(torch.as_tensor(view).device.index)
 
 
 def array_interface(pointer: int, count: int, typestr: str, *, readonly: bool) -> dict[str, Any]:
-    """The description that `__array_interface__` and `__cuda_array_interface__` share."""
+    """Return the value of `__array_interface__` and `__cuda_array_interface__`."""
     return {"shape": (count,), "typestr": typestr, "data": (pointer, readonly), "strides": None, "version": 3}
 
 
 class Region:
     """Memory shared by a Buffer and all its slices and views, until one of them closes it for all.
 
-    A borrowed Region holds nothing: it watches the Holding it came from, and is closed when that is gone.
+    A borrowed Region has only a weak reference to the memory, and is closed when the memory is freed.
     """
 
     __slots__ = ("_borrowed", "_holding", "_tensor", "pointer", "readonly")
@@ -113,7 +112,7 @@ class Region:
         self.readonly = readonly
 
     def borrow(self) -> Region:
-        """A Region over the same memory that does not keep it alive."""
+        """Return a Region over the same memory that does not keep it alive."""
         holding = self.holding
         borrowed = Region(holding, readonly=self.readonly)
         borrowed._holding, borrowed._borrowed = None, weakref.ref(holding)
@@ -121,23 +120,22 @@ class Region:
 
     @property
     def holding(self) -> MemoryRef:
-        """What keeps the memory alive; an error once closed."""
+        """The reference that keeps the memory alive. ClosedError once closed."""
         holding = self._holding if self._borrowed is None else self._borrowed()
         if holding is None:
             if self._borrowed is not None:
                 raise ClosedError(
-                    "this Buffer borrows memory whose owner is gone; keep the owner alive, or use a slice of it"
+                    "this Buffer borrows memory that was freed; keep its owner alive, or use a slice of it"
                 )
             raise ClosedError("this Buffer was closed, by itself or through another view of the same memory")
         return holding
 
     @property
     def is_open(self) -> bool:
-        """Whether the memory may still be used."""
         return (self._holding if self._borrowed is None else self._borrowed()) is not None
 
     def tensor(self) -> torch.Tensor:
-        """All bytes as a uint8 tensor. Made once; a borrowed Region makes it anew, since the tensor would own."""
+        """Return all bytes as a uint8 tensor. Cached, except if borrowed, since the tensor keeps the memory alive."""
         if self._borrowed is not None:
             return self.holding.tensor()
         if self._tensor is None:
@@ -145,5 +143,5 @@ class Region:
         return self._tensor
 
     def close(self) -> None:
-        """Give the memory up for every view. It is freed when the last export and copy in flight are done with it."""
+        """Release the memory for every view. It is freed after the last export and copy in flight."""
         self._holding = self._tensor = self._borrowed = None

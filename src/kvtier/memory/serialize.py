@@ -1,4 +1,4 @@
-"""Saving and loading Buffers: a self-describing record with checksums, little-endian, no pickle.
+"""Save and load Buffers: a self-describing record with checksums, little-endian, no pickle.
 
     at    bytes  field
        0      8  magic
@@ -8,15 +8,15 @@
       16     16  element type, ASCII, zero-padded
       32      8  number of elements
       40      8  payload bytes
-      48      8  where the payload begins: 4096
+      48      8  offset of the payload: 4096
       56      4  CRC-32 of the payload
       60      4  CRC-32 of the 4096 bytes before the payload, with this field zero
       64     64  shape, eight dimensions of 8 bytes
      128         zeros
     4096         payload
 
-The header CRC covers the padding too, so that any flipped bit is found. The payload starts on a page, so that it can be
-memory-mapped by itself. CRC-32 is zlib's: 3.5 GB/s on one core here (2026-11-15).
+The header CRC includes the padding, so that any flipped bit is found. The payload starts on a page, so that it can be
+memory-mapped. CRC-32 is zlib's: 3.5 GB/s on one core (2026-11-15).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kvtier.memory.buffer import Buffer
 from kvtier.memory.context import choose_stream
 from kvtier.memory.placement import CPU, Placement
 
-MAGIC = b"\x89KVBUF\r\n"  # a byte no text has, and line ends that a text-mode transfer would change
+MAGIC = b"\x89KVBUF\r\n"  # not valid text, and line ends that a text-mode transfer would change
 VERSION = 1
 HEADER_BYTES = 4096
 MAX_DIMS = 8
@@ -59,7 +59,7 @@ Readable = str | os.PathLike[str] | BinaryIO | bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A Buffer read back, and the shape it was saved with."""
+    """A loaded Buffer and the shape it was saved with."""
 
     buffer: Buffer
     shape: tuple[int, ...]
@@ -101,7 +101,7 @@ class _Header:
             raise FormatError(f"the header has {HEADER_BYTES} bytes, got {len(block)}")
         _, version, ndim, _, name, size, nbytes, offset, payload_crc, header_crc, *dims = _FIXED.unpack_from(block)
         if version == 0:
-            raise FormatError("this record has format version 0, which never was")
+            raise FormatError("this record has format version 0, which does not exist")
         if version > VERSION:
             raise VersionError(
                 f"this record has format version {version}, this kvtier reads up to {VERSION}: upgrade kvtier"
@@ -113,7 +113,7 @@ class _Header:
         try:
             header = cls(dt.dtype(name.rstrip(b"\0").decode()), size, payload_crc, tuple(dims[:ndim]))
         except (DTypeError, UnicodeDecodeError) as error:
-            raise FormatError(f"the record has an element type this kvtier does not know: {name!r}") from error
+            raise FormatError(f"unknown element type {name!r} in the record") from error
         if ndim > MAX_DIMS or header.nbytes != nbytes or math.prod(header.shape) != size or offset != HEADER_BYTES:
             raise FormatError(
                 f"the header contradicts itself: {size} {header.dtype} of shape {header.shape} "
@@ -123,15 +123,15 @@ class _Header:
 
 
 def saved_nbytes(buffer: Buffer) -> int:
-    """Bytes that `save` writes for this Buffer."""
+    """Return the bytes that `save` writes for this Buffer."""
     return HEADER_BYTES + buffer.nbytes
 
 
 def save(buffer: Buffer, target: Writable, shape: Sequence[int] | None = None) -> int:
     """Write a Buffer of any placement to a path, an open binary file, or writable memory. Returns the bytes written.
 
-    A file at a path appears whole or not at all, and is on disk when this returns. `shape` is kept for whoever loads
-    it. Waits for the current stream, so that what was enqueued before is what is saved.
+    A file at a path is written atomically, and is on disk when this returns. `load` returns `shape`. Waits for the
+    current stream, so that earlier work is included.
     """
     dims = (buffer.size,) if shape is None else tuple(int(extent) for extent in shape)
     if len(dims) > MAX_DIMS or any(extent < 0 for extent in dims) or math.prod(dims) != buffer.size:
@@ -139,13 +139,13 @@ def save(buffer: Buffer, target: Writable, shape: Sequence[int] | None = None) -
     payload = _host_bytes(buffer)
     header = _Header(buffer.dtype, buffer.size, zlib.crc32(payload), dims).pack()
     if isinstance(target, bytearray | memoryview):
-        room = memoryview(target).cast("B")
-        if room.readonly:
+        space = memoryview(target).cast("B")
+        if space.readonly:
             raise ArgumentError("cannot save into read-only memory")
-        if len(room) < len(header) + len(payload):
-            raise RangeError(f"saving needs {len(header) + len(payload)} bytes, the target has {len(room)}")
-        room[: len(header)] = header
-        room[len(header) : len(header) + len(payload)] = payload
+        if len(space) < len(header) + len(payload):
+            raise RangeError(f"saving needs {len(header) + len(payload)} bytes, the target has {len(space)}")
+        space[: len(header)] = header
+        space[len(header) : len(header) + len(payload)] = payload
     elif isinstance(target, str | os.PathLike):
         write_atomically(Path(target), header, payload)
     else:
@@ -155,10 +155,10 @@ def save(buffer: Buffer, target: Writable, shape: Sequence[int] | None = None) -
 
 
 def load(source: Readable, placement: Placement | str = CPU, *, map_file: bool = False) -> Loaded:
-    """Read a Buffer back into memory of `placement`. The bytes are verified first; anything amiss is a FormatError.
+    """Read a Buffer into memory of `placement`. FormatError if the record is damaged or invalid.
 
-    From an open file one record is read, from where it stands; a path or memory must hold exactly one record. With
-    `map_file` a path is mapped instead of read: a read-only host Buffer whose pages the system may drop and read again.
+    From an open file one record is read at its position; a path or memory must contain exactly one record. With
+    `map_file` a path is mapped instead of read: a read-only host Buffer whose pages the system may drop and reload.
     """
     where = Placement.parse(placement).require()
     if map_file and not isinstance(source, str | os.PathLike):
@@ -171,7 +171,7 @@ def load(source: Readable, placement: Placement | str = CPU, *, map_file: bool =
                 return _load_mapped(file, where)
             loaded = _load_file(file, where, os.fstat(file.fileno()).st_size)
             if file.read(1):
-                raise FormatError(f"{os.fspath(source)!r} goes on after its record")
+                raise FormatError(f"{os.fspath(source)!r} continues after its record")
             return loaded
     return _load_file(source, where)
 
@@ -195,21 +195,21 @@ def _host_bytes(buffer: Buffer) -> memoryview:
 
 def _write_all(file: BinaryIO, data: memoryview) -> None:
     while data:
-        data = data[file.write(data) or 0 :]  # a raw file may take a part, or nothing yet
+        data = data[file.write(data) or 0 :]  # a raw file may write only a part
 
 
 def _load_file(file: BinaryIO, where: Placement, file_bytes: int | None = None) -> Loaded:
     header = _Header.unpack(_read_up_to(file, HEADER_BYTES))
-    if file_bytes is not None and file_bytes < HEADER_BYTES + header.nbytes:  # known before memory is taken for it
+    if file_bytes is not None and file_bytes < HEADER_BYTES + header.nbytes:  # checked before memory is allocated
         raise FormatError(
-            f"the record says {header.nbytes} bytes follow its header, the file has {file_bytes - HEADER_BYTES}"
+            f"the record has {header.nbytes} bytes after its header, the file {file_bytes - HEADER_BYTES}"
         )
     host = Buffer(header.size, header.dtype, CPU if where.is_device else where)
-    room, got = host.memoryview(), 0
-    while got < len(room):
-        count = file.readinto(room[got:])  # type: ignore[attr-defined]
+    target, got = host.memoryview(), 0
+    while got < len(target):
+        count = file.readinto(target[got:])  # type: ignore[attr-defined]
         if not count:
-            raise FormatError(f"the record says {header.nbytes} bytes follow its header, the file has {got}")
+            raise FormatError(f"the record has {header.nbytes} bytes after its header, the file {got}")
         got += count
     return _finish(header, host, where)
 
@@ -218,7 +218,7 @@ def _load_memory(memory: memoryview, where: Placement, *, borrow: bool) -> Loade
     header = _Header.unpack(bytes(memory[:HEADER_BYTES]))
     payload = memory[HEADER_BYTES:]
     if len(payload) != header.nbytes:
-        raise FormatError(f"the record says {header.nbytes} bytes follow its header, there are {len(payload)}")
+        raise FormatError(f"the record has {header.nbytes} bytes after its header, the memory {len(payload)}")
     if borrow:
         view = Buffer.wrap(payload).view(header.dtype).slice(0, header.size) if header.size else Buffer(0, header.dtype)
         return _finish(header, view, where)
@@ -237,10 +237,10 @@ def _load_mapped(file: BinaryIO, where: Placement) -> Loaded:
 
 
 def _finish(header: _Header, host: Buffer, where: Placement) -> Loaded:
-    found = zlib.crc32(host.memoryview())
-    if found != header.payload_crc:
+    checksum = zlib.crc32(host.memoryview())
+    if checksum != header.payload_crc:
         raise FormatError(
-            f"the data is damaged: CRC {found:#010x} over {header.nbytes} bytes, saved as {header.payload_crc:#010x}"
+            f"the data is damaged: CRC {checksum:#010x} over {header.nbytes} bytes, saved as {header.payload_crc:#010x}"
         )
     if not where.is_device:
         return Loaded(host, header.shape)

@@ -1,9 +1,4 @@
-"""Element types in torch: conversion of names, and packing of sub-byte types.
-
-Packed elements: several to a byte, the first in the lowest bits.
-
-The one table between kvtier's element types and torch's.
-"""
+"""Element types in torch: conversion of types, and packing of sub-byte types, the first element in the lowest bits."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def encode(dtype: DType, value: float) -> int:
-    """The bits of one element of a packed type; an error if the type cannot hold the value exactly."""
+    """Return the bits of one element of a packed type. RangeError if it cannot hold the value exactly."""
     if dtype == dt.fp4:
         code = _FP4_CODES.get(repr(float(value)))
         if code is None:
@@ -39,36 +34,36 @@ def encode(dtype: DType, value: float) -> int:
 
 
 def whole_number(dtype: DType, value: float, low: int, high: int) -> int:
-    """`value` as an int; an error if it is not a whole number from `low` to `high`."""
+    """Return `value` as an int. RangeError if it is not a whole number from `low` to `high`."""
     if not math.isfinite(value) or value != int(value) or not low <= value <= high:
         raise RangeError(f"{dtype} holds whole numbers from {low} to {high}, got {value!r}")
     return int(value)
 
 
 def decode(dtype: DType, code: int) -> int | float:
-    """The value of one element of a packed type."""
+    """Return the value of one element of a packed type."""
     return _FP4_VALUES[code] if dtype == dt.fp4 else code
 
 
 def repeat(dtype: DType, code: int) -> int:
-    """A byte in which every element has these bits."""
+    """Return a byte in which every element has these bits."""
     return sum(code << (dtype.bits * place) for place in range(dtype.per_byte))
 
 
 def tail_mask(dtype: DType, size: int) -> int:
-    """The bits of the last byte that `size` elements use; 0xFF when they end on a byte boundary."""
+    """Return the bits of the last byte that `size` elements use; 0xFF if they end on a byte boundary."""
     used = size * dtype.bits % 8
     return (1 << used) - 1 if used else 0xFF
 
 
 def unpack_codes(dtype: DType, packed: Bytes, size: int) -> Bytes:
-    """The bits of each of `size` elements, one per byte."""
+    """Return the bits of each of `size` elements, one per byte."""
     shifts = np.arange(0, 8, dtype.bits, dtype=np.uint8)
     return ((packed[:, None] >> shifts) & ((1 << dtype.bits) - 1)).reshape(-1)[:size].astype(np.uint8)
 
 
 def pack_codes(dtype: DType, codes: Bytes) -> Bytes:
-    """The inverse of `unpack_codes`; unused bits of the last byte are zero."""
+    """Invert `unpack_codes`; unused bits of the last byte are zero."""
     padded = np.zeros(dtype.nbytes(codes.size) * dtype.per_byte, np.uint8)
     padded[: codes.size] = codes & ((1 << dtype.bits) - 1)
     shifts = np.arange(0, 8, dtype.bits, dtype=np.uint8)
@@ -78,8 +73,7 @@ def pack_codes(dtype: DType, codes: Bytes) -> Bytes:
 
 AnyDType = DType | str | torch.dtype
 
-# Packed types travel as their bytes. torch names fp4 as a pair of elements; its uint2 and uint4 are shells without
-# operations.
+# Packed integers are bytes in torch, whose uint2 and uint4 have no operations; its fp4 is a pair of elements.
 _TO_TORCH: Mapping[DType, torch.dtype] = MappingProxyType(
     {
         **{each: getattr(torch, each.numpy_name) for each in dt.ALL if not each.is_packed},
@@ -91,22 +85,22 @@ _TO_TORCH: Mapping[DType, torch.dtype] = MappingProxyType(
 _FROM_TORCH: Mapping[torch.dtype, DType] = MappingProxyType(
     {torch_dtype: each for each, torch_dtype in _TO_TORCH.items() if each not in (dt.u2, dt.u4)}
 )
-# Integer types that every torch operation supports, by their bytes: filling moves bits, whatever they mean.
+# Integer types that every torch operation supports, by their bytes, for filling with bits of any type.
 BITS: Mapping[int, torch.dtype] = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 def torch_dtype(element: DType) -> torch.dtype:
-    """The torch type of a tensor over data of this type (uint8 for packed integers, whose bytes torch cannot split)."""
+    """Return the torch type for data of this type: uint8 for packed integers."""
     return _TO_TORCH[element]
 
 
 def element_type(given: AnyDType) -> DType:
-    """The element type of this name or torch type."""
+    """Return the element type of a name or torch type."""
     return from_torch(given) if isinstance(given, torch.dtype) else dtype(given)
 
 
 def memory_type(given: AnyDType) -> DType:
-    """The same, but an error for the type that no memory has."""
+    """Return the element type of a name or torch type. DTypeError for null."""
     element = element_type(given)
     if element == null:
         raise DTypeError("memory needs an element type; null is that of an empty Buffer without one")
@@ -114,10 +108,10 @@ def memory_type(given: AnyDType) -> DType:
 
 
 def from_torch(torch_dtype: torch.dtype) -> DType:
-    """The element type of a torch tensor's data."""
-    found = _FROM_TORCH.get(torch_dtype)
-    if found is None:
+    """Return the element type of a torch type."""
+    element = _FROM_TORCH.get(torch_dtype)
+    if element is None:
         raise DTypeError(
             f"kvtier has no element type for {torch_dtype}; view the tensor as bytes: tensor.view(torch.uint8)"
         )
-    return found
+    return element

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from kvtier.cache.in_flight import PendingTransfer
 from kvtier.errors import ArgumentError, StateError
 from kvtier.index.chain import KEY_BYTES
 from kvtier.messages import Report, split_keys
@@ -135,7 +136,7 @@ class Recorder:
             self._end(request)
         return was_live
 
-    def _apply(self, inner: Callable[..., None], report: Report) -> None:
+    def _apply(self, inner: Callable[..., list[PendingTransfer]], report: Report) -> list[PendingTransfer]:
         if self._steps:
             self._write(
                 event="report",
@@ -145,10 +146,10 @@ class Recorder:
                 presences=[
                     [p.store, self._names(p.present), self._names(p.absent), p.probe_id] for p in report.lookups
                 ],
-                sizes=[[size.tier, size.num_slots] for size in report.capacities],
+                sizes=[["host", report.num_host_slots]] if report.num_host_slots else [],
                 damaged=report.damaged.hex(),
             )
-        inner(report)
+        return inner(report)
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 

@@ -30,12 +30,9 @@ class Admission:
         self._mean_seconds = 1.0
         self._num_requests: Counter[str] = Counter()
         self._debts: dict[str, tuple[float, float]] = {}
-        self.num_answers = 0
-        """Admitted and not finished."""
-        self.num_device_blocks = started.num_blocks
-        """Current size of the device tier."""
-        self.closed = ""
-        """Reason for which requests are rejected; empty if they are accepted."""
+        self.num_answers = 0  # admitted and not finished
+        self.num_device_blocks = started.num_blocks  # current size of the device tier
+        self.closed = ""  # reason for which requests are rejected; empty if they are accepted
 
     def max_tokens(self, tenant: Tenant | None) -> int:
         """Return the tokens that one request can have: bounded by context length, device tier and tenant quota."""

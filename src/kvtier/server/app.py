@@ -153,7 +153,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _add_completions(app: FastAPI, completions: Completions, bodies: Bodies) -> None:
     @app.post("/v1/chat/completions", responses=_STREAM, openapi_extra=takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         return await completions.chat(await bodies.read(request, ChatRequest), request)
 
     @app.post("/v1/completions", responses=_STREAM, openapi_extra=takes(CompletionRequest))
@@ -178,7 +178,7 @@ def _add_models(app: FastAPI, name: str, max_context: int) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the model."""
+        """List the models, of which there is one."""
         return {"object": "list", "data": [model]}
 
     @app.get("/v1/models/{name:path}")

@@ -1,4 +1,4 @@
-"""API keys and tenants."""
+"""API keys: authentication of tenants and separation of their caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server is made from: the engine's options, limits, and who may ask."""
+"""Configuration of a server: engine options, limits and tenants."""
 
 from __future__ import annotations
 
@@ -8,57 +8,56 @@ from kvtier.engine.packaged import DEFAULT_MODEL
 from kvtier.errors import ArgumentError, RangeError
 
 MAX_PRIORITY = 1000
-"""Of a request, and of what a tenant may be allowed; the lowest is its negative."""
+"""Highest priority of a request; the lowest is its negative."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """How large the tiers are, and how blocks go between them."""
+    """Sizes of the tiers, and how blocks move between them."""
 
     block_tokens: int = 16
     blocks: int = 1024
-    """Of the device tier."""
+    """Size of the device tier."""
     host_blocks: int = 0
-    """Of the host tier; 0 for none."""
+    """Size of the host tier; 0 for none."""
     disk: str = ""
-    """The folder of the disk tier; empty for none."""
+    """Folder of the disk tier; empty for none."""
     disk_bytes: str = "8GiB"
-    """Of all its files together."""
+    """Size of all its files."""
     shared: tuple[str, ...] = ()
-    """URLs of stores that others use, too (redis://, s3://, mooncake://)."""
+    """URLs of stores shared with other servers (redis://, s3://, mooncake://)."""
     policy: str = "lru"
-    """Whose blocks go first, in the memory tiers: lru, fifo, arc, s3fifo or cost."""
+    """Eviction policy of the memory tiers: lru, fifo, arc, s3fifo or cost."""
     write: str = "write_through"
-    """When blocks go down a tier: write_through, write_through_selective (used again) or write_back (room is low)."""
+    """When to copy blocks down: write_through, write_through_selective (on reuse) or write_back (on shortage)."""
     wait_seconds: float = 5.0
-    """The most that a request waits for its blocks from stores."""
+    """Longest wait of a request for blocks from stores."""
     always_load: bool = False
-    """Load cached blocks also where computing them again is expected to be faster."""
+    """Load cached blocks even if computing them is expected to be faster."""
     kv_shards: int = 0
-    """Objects into which a stored block is cut by KV heads; 0: as many as ranks. The same for all who share a store."""
+    """Objects per stored block, split by KV heads; 0: one per rank. Servers that share a store need the same value."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the engine process makes its engine. Plain values: they travel to another process."""
+    """Options of the engine process. Plain values: they are sent to another process."""
 
     model: str = DEFAULT_MODEL
     device: str = "cpu"
     dtype: str = "f32"
     tiers: TierOptions = field(default_factory=TierOptions)
     tensor_parallel: int = 1
-    """Ranks, each a process, that share the model's heads."""
+    """Ranks, one process each, that share the model's heads."""
     invariant: bool = False
-    """Compute every token the same way whatever shares its batch: the same answer, bit for bit, and slower (CPU)."""
+    """Compute each token independently of its batch: answers are reproducible bit for bit, and slower (CPU)."""
     max_rows: int = 64
-    """Requests in a step."""
     max_step_tokens: int = 512
-    """Tokens in a step: longer ones make prefill faster and the gaps between others' tokens wider."""
+    """Tokens per step: more make prefill faster and the gaps between tokens of other requests longer."""
     draft_tokens: int = 0
     threads: int = 0
-    """Of torch; 0 leaves one core to the front end where there is more than one."""
+    """Threads of torch; 0: all cores but one, which is left to the front end."""
     record: str = ""
-    """A new file for what `kvtier replay` reads of every request: keys, lengths and times; empty for none."""
+    """New file for the trace of `kvtier replay` (keys, lengths and times of requests); empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +82,21 @@ class Limits:
     """Time for which a client may leave a full send buffer unread; nginx's send_timeout has the same default."""
     body_bytes: int = 4 << 20
     body_seconds: float = 30.0
-    """In which a body must have arrived."""
+    """Time to receive a body."""
     request_seconds: float = 600.0
-    """From the first byte of a request to the last one of its answer."""
+    """Time from the first byte of a request to the last byte of its response."""
     waiting: int = 256
-    """Answers that wait for a place in a step; more get 429."""
+    """Answers that wait for the engine; more get 429."""
     answers: int = 16
-    """n times the number of prompts, of one request."""
+    """n times the number of prompts of one request."""
     drain_seconds: float = 30.0
-    """How long requests may take to finish after SIGTERM."""
+    """Time for requests to finish after SIGTERM."""
     prepare_seconds: float = 5.0
-    """For a worker process to parse and tokenize one large body, or to compile one JSON schema; 400 after that."""
+    """Time to parse and tokenize one large body or to compile one JSON schema; 400 after that."""
     prepare_processes: int = 2
-    """Worker processes for that; each is started when it is first needed."""
+    """Worker processes, started on demand."""
     buffered_bytes: int = 64 << 20
-    """Of request bodies in the front end's memory at a time; more get 503. A tenant may use half of it."""
+    """Size of all request bodies in the front end's memory; more get 503. A tenant may use half of it."""
     response_bytes: int = 64 << 20
     """Size of a response that is not streamed. Only log-probabilities make one this large."""
     engine_reply_seconds: float = 5.0
@@ -117,19 +116,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who asks: their own cache (by salt) and their own share."""
+    """An API key with its own cache (by salt) and quotas."""
 
     name: str
     key: str = field(repr=False)
     admin: bool = False
     max_requests: int = 0
-    """At a time; 0 for no limit."""
+    """Concurrent requests; 0 for no limit."""
     tokens_per_minute: int = 0
-    """Prompt (without what was cached) and answer; 0 for no limit."""
+    """Uncached prompt tokens and generated tokens; 0 for no limit."""
     device_blocks: int = 0
-    """Of the device tier, under whatever `cache_salt`; whoever needs more evicts its own. 0 for no limit."""
+    """Quota of the device tier, for all values of `cache_salt`. Above it, the tenant evicts its own blocks. 0: none."""
     host_blocks: int = 0
-    """The same of the host tier."""
+    """Quota of the host tier."""
     max_priority: int = 0
     """Highest effective `priority` of its requests; higher ones are lowered to it. Every tenant's default is 0."""
 
@@ -154,30 +153,30 @@ def tenant_name(tenant: Tenant | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """All of it."""
+    """Configuration of the server and its engine process."""
 
     engine: EngineOptions = field(default_factory=EngineOptions)
     limits: Limits = field(default_factory=Limits)
     host: str = "127.0.0.1"
     port: int = 8000
     name: str = ""
-    """The model's name in the API; the option's own last part without one."""
+    """Name of the model in the API; empty for the last part of its path."""
     tenants: tuple[Tenant, ...] = ()
-    """With none, whoever reaches the port may ask, and whoever does so from this machine may control."""
+    """Without tenants there are no keys: only clients on this machine are accepted, and all of them are admins."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
-            raise RangeError(f"a port is in [0, 65536), got {self.port}")
+            raise RangeError(f"port must be in [0, 65536), got {self.port}")
         names = [tenant.name for tenant in self.tenants]
         if len(set(names)) < len(names) or len({tenant.key for tenant in self.tenants}) < len(names):
             raise ArgumentError("two tenants share a name or a key; each needs its own")
         if not self.tenants and self.host not in ("127.0.0.1", "localhost", "::1"):
             raise ArgumentError(
-                f"--host {self.host} is reachable from elsewhere and there are no API keys; "
-                "set KVTIER_API_KEY (and KVTIER_ADMIN_KEY), or name tenants in the TOML file"
+                f"--host {self.host} is reachable from other machines and there are no API keys; "
+                "set KVTIER_API_KEY (and KVTIER_ADMIN_KEY), or add tenants to the TOML file"
             )
 
     @property
     def model_name(self) -> str:
-        """What /v1/models calls the model."""
+        """Name of the model in the API."""
         return self.name or self.engine.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")

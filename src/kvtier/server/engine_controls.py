@@ -1,4 +1,4 @@
-"""What the front end can ask the engine process to do between two steps: functions of the engine, by name."""
+"""Functions of the engine process that the front end can call between two steps, by name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
+from kvtier.engine.cache_runtime import CacheRuntime
 from kvtier.engine.engine import Engine
 from kvtier.engine.traffic import WINDOW_SECONDS
 from kvtier.memory import PINNED, Placement
@@ -14,7 +15,7 @@ from kvtier.memory.costs import saved_costs
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
-    """The engine's part of GET /state."""
+    """Return the engine's part of GET /state."""
     stats = engine.manager.stats
     states = engine.tiers.states()
     in_use = {tier.name: tier.num_used - tier.num_evictable for tier in stats.tiers if tier.num_blocks}
@@ -54,19 +55,19 @@ def _transfers(engine: Engine) -> list[dict[str, Any]]:
     limits = _link_limits(engine)
     return [
         {
-            "source": each.source,
-            "target": each.target,
-            "bytes": each.num_bytes,
-            "gb_per_s": each.bytes_per_second / 1e9,
+            "source": traffic.source,
+            "target": traffic.target,
+            "bytes": traffic.num_bytes,
+            "gb_per_s": traffic.bytes_per_second / 1e9,
             "window_seconds": WINDOW_SECONDS,
-            "limit_gb_per_s": limits.get((each.source, each.target)),
+            "limit_gb_per_s": limits.get((traffic.source, traffic.target)),
         }
-        for each in engine.tiers.traffic()
+        for traffic in engine.tiers.traffic()
     ]
 
 
 def _link_limits(engine: Engine) -> dict[tuple[str, str], float]:
-    """What `kvtier doctor --calibrate` has measured of this GPU's link; nothing is known of a CPU's own copies."""
+    """Return the speed of the GPU's link, as measured by `kvtier doctor --calibrate`; empty for a CPU."""
     device = Placement.parse(str(engine.model.weights.device))
     costs = saved_costs(device) if device.kind == "cuda" else None
     if costs is None:
@@ -80,90 +81,60 @@ def _ghost(engine: Engine) -> dict[str, Any] | None:
     if ghost is None:
         return None
     curve = ghost.curve()
-    points = sorted(curve, key=lambda estimate: estimate.capacity)
-    return {
-        "policy": curve[0].policy,
-        "num_blocks": curve[0].capacity,
-        "points": [{"num_blocks": each.capacity, "hit_rate": each.hit_rate, "error": each.error} for each in points],
-    }
+    points = [
+        {"num_blocks": point.capacity, "hit_rate": point.hit_rate, "error": point.error}
+        for point in sorted(curve, key=lambda point: point.capacity)
+    ]
+    return {"policy": curve[0].policy, "num_blocks": curve[0].capacity, "points": points}
 
 
 def metrics(engine: Engine) -> str:
-    """The cache's part of GET /metrics."""
     return engine.tiers.metrics.render()
 
 
 def explain(engine: Engine, request_id: str) -> dict[str, Any]:
-    """What became of a request."""
     return asdict(engine.explain(request_id))
 
 
 def pin(engine: Engine, name: str, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
-    """Keep what is cached of a prompt."""
     return {"pinned_tokens": engine.tiers.pin(name, engine.chain(tokens, salt=salt))}
 
 
-def unpin(engine: Engine, name: str) -> dict[str, bool]:
-    """Let it go."""
-    engine.tiers.unpin(name)
-    return {"ok": True}
-
-
 def prefetch(engine: Engine, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
-    """Bring it from stores to the host."""
     return {"blocks": engine.tiers.prefetch(engine.chain(tokens, salt=salt))}
 
 
 def demote(engine: Engine, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
-    """Keep it below the device only."""
     return {"blocks": engine.tiers.demote(engine.chain(tokens, salt=salt))}
 
 
 def drop(engine: Engine, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
-    """Forget it."""
     return {"blocks": engine.tiers.drop(engine.chain(tokens, salt=salt))}
 
 
-def reset(engine: Engine, *, clear_stores: bool) -> dict[str, bool]:
-    """Forget everything."""
-    engine.tiers.reset(clear_stores=clear_stores)
-    return {"ok": True}
+def _without_result(method: Callable[..., None]) -> Callable[..., dict[str, bool]]:
+    def call(engine: Engine, **arguments: Any) -> dict[str, bool]:
+        method(engine.tiers, **arguments)
+        return {"ok": True}
 
-
-def sleep(engine: Engine) -> dict[str, bool]:
-    """Free the device."""
-    engine.tiers.sleep()
-    return {"ok": True}
-
-
-def wake(engine: Engine) -> dict[str, bool]:
-    """Have it again."""
-    engine.tiers.wake()
-    return {"ok": True}
-
-
-def resize(engine: Engine, tier: str, num_blocks: int) -> dict[str, bool]:
-    """Give a tier another size."""
-    engine.tiers.resize(tier, num_blocks)
-    return {"ok": True}
-
-
-def beat(engine: Engine) -> None:
-    """Reply, which shows that the engine's thread runs."""
-
-
-def set_quota(engine: Engine, tier: str, salt: bytes, num_blocks: int) -> dict[str, bool]:
-    """Limit what a tenant has of a tier."""
-    engine.tiers.set_quota(tier, salt, num_blocks)
-    return {"ok": True}
+    return call
 
 
 CONTROLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        each.__name__: each
-        for each in (
-            *(snapshot, metrics, explain, set_quota, beat),
-            *(pin, unpin, prefetch, demote, drop, reset, sleep, wake, resize),
-        )
+        "snapshot": snapshot,
+        "metrics": metrics,
+        "explain": explain,
+        "beat": lambda _: None,  # the reply shows that the engine's thread runs
+        "pin": pin,
+        "prefetch": prefetch,
+        "demote": demote,
+        "drop": drop,
+        "unpin": _without_result(CacheRuntime.unpin),
+        "reset": _without_result(CacheRuntime.reset),
+        "sleep": _without_result(CacheRuntime.sleep),
+        "wake": _without_result(CacheRuntime.wake),
+        "resize": _without_result(CacheRuntime.resize),
+        "set_quota": _without_result(CacheRuntime.set_quota),
     }
 )

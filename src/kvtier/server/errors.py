@@ -20,14 +20,13 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 @dataclass
 class ApiError(Exception):
-    """An error response."""
+    """An error that is sent as the HTTP response."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
-    retry_after: int | None = None
-    """Seconds."""
+    retry_after: int | None = None  # seconds
 
     @property
     def body(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ _LINGER_BYTES = 1 << 20
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One client connection."""
+    """The server's side of one client connection."""
 
     def __init__(self, limits: Limits, table: ConnectionTable[HttpConnection], log: RequestLog, **options: Any) -> None:
         super().__init__(**options)
@@ -38,24 +38,19 @@ class HttpConnection(HttpToolsProtocol):
         self._table = table
         self._request_log = log
         self._place = Place.NORMAL
-        self._deadline: asyncio.TimerHandle | None = None
-        """End of the current phase: head, or closing."""
-        self._stall: asyncio.TimerHandle | None = None
-        """Runs while the client does not read the response."""
+        self._deadline: asyncio.TimerHandle | None = None  # end of the current phase: head, or closing
+        self._stall: asyncio.TimerHandle | None = None  # runs while the client does not read the response
         self._in_head = False
         self._is_busy = False
         self._is_pipelining = False
         self._is_closing = False
         self._num_head_bytes = 0
-        self._num_raw_bytes = 0
-        """Fed to the parser since its last callback that leaves nothing buffered in it."""
-        self._refusal: ApiError | None = None
-        """Raised in a callback of the parser."""
+        self._num_raw_bytes = 0  # fed to the parser since the last callback that leaves nothing buffered in it
+        self._refusal: ApiError | None = None  # raised in a callback of the parser
 
     # ---- connection ----
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a place in the table, possibly that of another connection."""
         super().connection_made(transport)
         host = self.client[0] if self.client else ""
         self._place, evicted = self._table.add(self, address_group(host))
@@ -68,7 +63,6 @@ class HttpConnection(HttpToolsProtocol):
         self._set_deadline(self._limits.header_seconds, self._end_slow_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release the place and the timers."""
         self._table.remove(self)
         self._set_deadline(None)
         self.resume_writing()
@@ -76,12 +70,10 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def evict(self) -> None:
-        """Close in favour of a new connection."""
         self._request_log.connection_closed("evicted")
         self.transport.abort()
 
     def pause_writing(self) -> None:
-        """Start the time within which the client must read."""
         super().pause_writing()
         if self._stall is None:
             self._stall = self.loop.call_later(self._limits.send_seconds, self._end_stalled)
@@ -142,7 +134,6 @@ class HttpConnection(HttpToolsProtocol):
     # ---- parser callbacks ----
 
     def on_message_begin(self) -> None:
-        """Start a head."""
         if self._is_busy:
             self._is_pipelining = True
             self.cycle.keep_alive = False
@@ -154,14 +145,13 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Collect the URL up to its limit."""
         if len(self.url) + len(url) > self._limits.url_bytes:
             message = f"the URL has more than {self._limits.url_bytes} bytes"
             self._raise(ApiError(414, message, code="url_too_long"))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header up to the limits. Trailers are counted and dropped."""
+        """Collect a header. Trailers are counted and dropped."""
         self._num_head_bytes += len(name) + len(value) + 4
         if self._num_head_bytes > self._limits.header_bytes:
             self._raise(self._headers_too_large())
@@ -173,7 +163,6 @@ class HttpConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the request."""
         self._num_raw_bytes = 0
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
@@ -189,18 +178,15 @@ class HttpConnection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """Pass on a piece of the body."""
         self._num_raw_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End the body."""
         self._num_raw_bytes = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or until a closing connection has sent its last bytes."""
         self._is_busy = False
         self._table.set_idle(self)
         super().on_response_complete()
@@ -218,7 +204,7 @@ class HttpConnection(HttpToolsProtocol):
         return ApiError(431, f"the request headers have more than {limit} bytes", code="headers_too_large")
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answer with an error and close."""
+        """Send an error response and close."""
         if self.transport.is_closing():
             return
         self._is_closing = True

@@ -1,4 +1,4 @@
-"""A load generator: many clients that stream, some of which go away in the middle. Nothing but asyncio, to be cheap."""
+"""Load generator of `kvtier bench`: streaming clients, some of which disconnect midway. Plain asyncio, for speed."""
 
 from __future__ import annotations
 
@@ -17,48 +17,42 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What the clients do."""
+    """Behaviour of the clients."""
 
     url: str
     model: str
     clients: int = 8
     requests: int = 0
-    """In all; 0 to go on for `seconds`."""
+    """Total; 0 to run for `seconds` instead."""
     seconds: float = 0.0
     max_tokens: int = 64
     prompt_words: int = 64
     shared_words: int = 48
-    """Of the prompt, the same for all."""
+    """Words that all prompts begin with."""
     disconnect_share: float = 0.0
-    """Of the requests, left in the middle."""
+    """Share of the requests that are abandoned midway."""
     key: str = ""
     seed: int = 0
 
 
 @dataclass(slots=True)
 class LoadReport:
-    """What came of it."""
+    """Results, updated while the load runs."""
 
     statuses: Counter[int] = field(default_factory=Counter)
-    """Of the answers; 0 where there was none."""
+    """Number of responses by status; 0 for requests without a response."""
     num_disconnected: int = 0
     num_tokens: int = 0
-    """Events with text."""
     num_incomplete: int = 0
-    """Streams that ended without [DONE] though nobody left them."""
+    """Streams that the server ended without [DONE]."""
     ttfts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    """Between two events of one stream."""
+    """Seconds between two events of one stream."""
     seconds: float = 0.0
 
-    @property
-    def num_5xx(self) -> int:
-        """Answers that are the server's fault."""
-        return sum(count for status, count in self.statuses.items() if status >= 500)
-
     def summary(self) -> dict[str, Any]:
-        """For printing; times in milliseconds."""
-        told: dict[str, Any] = {
+        """Return figures for printing; times are in milliseconds."""
+        summary: dict[str, Any] = {
             "requests": sum(self.statuses.values()),
             "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
             "disconnected": self.num_disconnected,
@@ -69,12 +63,12 @@ class LoadReport:
         }
         for name, values in (("ttft", self.ttfts), ("gap", self.gaps)):
             points = np.percentile(values, (50, 90, 99)) * 1e3 if values else (0.0, 0.0, 0.0)
-            told |= {f"{name}_p{p}_ms": round(float(v), 2) for p, v in zip((50, 90, 99), points, strict=True)}
-        return told
+            summary |= {f"{name}_p{p}_ms": round(float(v), 2) for p, v in zip((50, 90, 99), points, strict=True)}
+        return summary
 
 
 async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object] = lambda _: None) -> LoadReport:
-    """Run the clients until the requests are made, or the time is over."""
+    """Run the clients until all requests are made or the time has passed."""
     report, began = LoadReport(), time.monotonic()
     numbers = iter(range(options.requests)) if options.requests else iter(range(1 << 62))
     deadline = began + options.seconds if options.seconds else float("inf")
@@ -85,7 +79,7 @@ async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object
             await _one(options, rng, report)
             progress(report)
 
-    progress(report)  # it is filled while it runs
+    progress(report)
     async with asyncio.TaskGroup() as group:
         for number in range(options.clients):
             group.create_task(client(number))
@@ -95,9 +89,9 @@ async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object
 
 async def _one(options: LoadOptions, rng: random.Random, report: LoadReport) -> None:
     leave_after = rng.randrange(options.max_tokens) if rng.random() < options.disconnect_share else -1
-    place = urlsplit(options.url)
+    server = urlsplit(options.url)
     try:
-        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        reader, writer = await asyncio.open_connection(server.hostname, server.port)
     except OSError:
         report.statuses[0] += 1
         return
@@ -136,8 +130,8 @@ async def _read_events(reader: asyncio.StreamReader, sent: float, leave_after: i
 
 
 def _body(options: LoadOptions, rng: random.Random) -> Mapping[str, Any]:
-    same = random.Random(options.seed)
-    words = [f"{same.randrange(10_000)}" for _ in range(options.shared_words)]
+    shared = random.Random(options.seed)
+    words = [f"{shared.randrange(10_000)}" for _ in range(options.shared_words)]
     words += [f"{rng.randrange(10_000)}" for _ in range(options.prompt_words - options.shared_words)]
     return {
         "model": options.model,

@@ -41,7 +41,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Cancel a request."""
+    """Cancel a request. No reply follows."""
 
     id: str
 
@@ -73,7 +73,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The engine is ready."""
+    """The engine is ready; the fields are those of its model and cache."""
 
     max_context: int
     vocab_size: int
@@ -92,7 +92,7 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Outputs of one step."""
+    """All outputs of one engine step."""
 
     outputs: tuple[Output, ...]
     ended: tuple[Explanation, ...]

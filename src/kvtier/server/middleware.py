@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,7 +31,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ClientGone(Exception):
-    """The client has disconnected."""
+    """The client disconnected before the response was complete."""
 
 
 class EventStream(Response):
@@ -176,21 +175,9 @@ def _check_host(scope: Scope, headers: dict[str, str]) -> None:
 def _reject_cross_site(headers: dict[str, str]) -> None:
     """Raise 403 for requests from other origins' pages and under other host names (DNS rebinding)."""
     host, origin = headers.get("host", ""), headers.get("origin")
-    is_cross_origin = origin is not None and _netloc(origin) != host
+    match = _HOST.fullmatch(host)
+    is_local = match is not None and match[1].strip("[]").lower() in _LOCAL
+    is_cross_origin = origin is not None and origin.partition("://")[2] != host
     is_cross_site = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
-    if _hostname(host) not in _LOCAL or is_cross_origin or is_cross_site:
+    if not is_local or is_cross_origin or is_cross_site:
         raise ApiError(403, "this server has no API keys and accepts requests from this machine only")
-
-
-def _netloc(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return None
-
-
-def _hostname(host: str) -> str | None:
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None

@@ -68,10 +68,8 @@ class Preparation:
         """Validate a body and tokenize its prompts. Prompts of more than `max_tokens` tokens are rejected."""
         body = _validate(model, data)
         match body:
-            case CompletionRequest():
-                return self._completion(body, max_tokens)
-            case ChatRequest():
-                return self._chat(body, max_tokens)
+            case CompletionRequest() | ChatRequest():
+                return self._generation(body, max_tokens)
             case TokenizeRequest():
                 tokens = self._one(body, max_tokens, add_special=body.add_special_tokens)
                 return Prepared(body.model_copy(update={"prompt": None, "messages": None}), [tokens])
@@ -102,32 +100,23 @@ class Preparation:
                 raise ApiError(500, why, code="engine_error") from error
         return self._compiler
 
-    def _completion(self, body: CompletionRequest, max_tokens: int) -> Prepared[CompletionRequest]:
-        prompts = body.prompts
-        self._check(body, (body.n or 1) * len(prompts))
+    def _generation(self, body: CompletionRequest | ChatRequest, max_tokens: int) -> Prepared[Any]:
+        num_prompts = 1 if isinstance(body, ChatRequest) else len(body.prompts)
+        self._check(body, (body.n or 1) * num_prompts)
         schema = _schema_text(body)
-        for prompt in prompts:  # all, before the first is tokenized
-            self._check_size(prompt, "prompt", max_tokens)
-        tokens = [self._encode(prompt, body.parse_special, max_tokens) for prompt in prompts]
-        self._check_prompts(tokens, "prompt", max_tokens)
+        if isinstance(body, ChatRequest):
+            options: dict[str, Any] = {"tools": body.template_tools, "variables": body.chat_template_kwargs}
+            prompts = [self._encode_chat(body.messages, max_tokens, parse_special=body.parse_special, **options)]
+            name = "messages"
+            cleared: dict[str, Any] = {"messages": [], "tools": None, "response_format": None}
+        else:
+            for prompt in body.prompts:  # all, before the first is tokenized
+                self._check_size(prompt, "prompt", max_tokens)
+            prompts = [self._encode(prompt, body.parse_special, max_tokens) for prompt in body.prompts]
+            name, cleared = "prompt", {"prompt": "", "response_format": None}
+        self._check_prompts(prompts, name, max_tokens)
         self._check_known([body.stop_token_ids or ()], "stop_token_ids")
-        return Prepared(body.model_copy(update={"prompt": "", "response_format": None}), tokens, schema)
-
-    def _chat(self, body: ChatRequest, max_tokens: int) -> Prepared[ChatRequest]:
-        self._check(body, body.n or 1)
-        schema = _schema_text(body)
-        tokens = self._encode_chat(
-            body.messages,
-            max_tokens,
-            parse_special=body.parse_special,
-            tools=body.template_tools,
-            variables=body.chat_template_kwargs or {},
-        )
-        self._check_prompts([tokens], "messages", max_tokens)
-        self._check_known([body.stop_token_ids or ()], "stop_token_ids")
-        return Prepared(
-            body.model_copy(update={"messages": [], "tools": None, "response_format": None}), [tokens], schema
-        )
+        return Prepared(body.model_copy(update=cleared), prompts, schema)
 
     def _one(self, body: TokenizeRequest | PromptBody, max_tokens: int, *, add_special: bool) -> list[int]:
         if body.messages is not None:

@@ -184,8 +184,6 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    """The schema of response_format."""
-
     model_config = ConfigDict(populate_by_name=True)
 
     name: Annotated[str, StringConstraints(max_length=64)] = "answer"
@@ -277,9 +275,7 @@ class Sampling(Strict):
         )
 
 
-class ChatRequest(Sampling):
-    """POST /v1/chat/completions."""
-
+class ChatRequest(Sampling):  # POST /v1/chat/completions
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
@@ -319,9 +315,7 @@ class ChatRequest(Sampling):
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
 
-class CompletionRequest(Sampling):
-    """POST /v1/completions."""
-
+class CompletionRequest(Sampling):  # POST /v1/completions
     prompt: Prompts
     parse_special: bool = True
     """True if text of special tokens in a prompt is parsed as those tokens."""
@@ -330,17 +324,14 @@ class CompletionRequest(Sampling):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As ChatRequest.num_logprobs."""
         return self.logprobs
 
     @property
     def token_limit(self) -> tuple[str, int]:
-        """As ChatRequest.token_limit."""
         return "max_tokens", self.max_tokens or 16
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or tokens."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
@@ -371,34 +362,25 @@ class PromptBody(Strict):
     messages: Messages | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     tenant: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
-    parse_special: bool | None = None
-    """As in TokenizeRequest."""
+    parse_special: bool | None = None  # as in TokenizeRequest
     _has_one = model_validator(mode="after")(_check_one_prompt)
 
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
-class PinBody(PromptBody):
-    """POST /control/pin."""
-
+class PinBody(PromptBody):  # POST /control/pin
     name: Name
 
 
-class NameBody(Strict):
-    """POST /control/unpin."""
-
+class NameBody(Strict):  # POST /control/unpin
     name: Name
 
 
-class ResetBody(Strict):
-    """POST /control/reset."""
-
+class ResetBody(Strict):  # POST /control/reset
     clear_stores: bool = False
 
 
-class ResizeBody(Strict):
-    """POST /control/resize."""
-
+class ResizeBody(Strict):  # POST /control/resize
     tier: Literal["device", "host"]
     num_blocks: Annotated[int, Field(ge=1, lt=1 << 31)]

@@ -24,19 +24,15 @@ class RequestRecord:
     id: str
     tenant: str
     endpoint: str
-    ended: float = 0.0
-    """Unix time."""
-    finish: str = "disconnected"
-    """stop, length, disconnected, timeout, refused or error."""
+    ended: float = 0.0  # Unix time
+    finish: str = "disconnected"  # or stop, length, timeout, refused, error
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
     ttft_seconds: float | None = None
     seconds: float = 0.0
-    tokens_from: dict[str, int] = field(default_factory=dict)
-    """Cached tokens by tier."""
-    explanation: str = ""
-    """Why the match with the cache ended where it did, and whether blocks were loaded or recomputed."""
+    tokens_from: dict[str, int] = field(default_factory=dict)  # cached tokens by tier
+    explanation: str = ""  # end of the match with the cache, and whether blocks were loaded or recomputed
 
 
 class RequestLog:
@@ -61,7 +57,6 @@ class RequestLog:
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=_WINDOW_MOST)
 
     def http(self, route: str, status: int) -> None:
-        """Count an HTTP response."""
         self._responses.of(route, str(status)).add()
 
     def connection_closed(self, reason: str) -> None:
@@ -73,7 +68,6 @@ class RequestLog:
         self._delivery.observe(seconds)
 
     def ended(self, record: RequestRecord) -> None:
-        """Add a finished request."""
         self._requests.of(record.endpoint, record.finish).add()
         self._tokens.of("prompt").add(record.prompt_tokens)
         self._tokens.of("cached").add(record.cached_tokens)

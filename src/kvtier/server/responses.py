@@ -86,7 +86,7 @@ class _Answer:
 
 
 class ChatFormat:
-    """chat.completion and chat.completion.chunk."""
+    """Responses of type chat.completion and chat.completion.chunk."""
 
     endpoint, prefix, prompt_field = "chat", "chatcmpl", "messages"
 
@@ -154,7 +154,7 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """text_completion."""
+    """Responses of type text_completion, with the methods of ChatFormat."""
 
     endpoint, prefix, prompt_field = "completion", "cmpl", "prompt"
 
@@ -166,12 +166,10 @@ class CompletionFormat:
         self._answers: defaultdict[int, _Answer] = defaultdict(_Answer)
 
     def add(self, index: int, outputs: Sequence[Output]) -> int:
-        """As ChatFormat.add."""
         output = _merge(outputs)
         return self._answers[index].add(output, self._lists(index, output) if self._logprobs else {})
 
     def whole(self, num_choices: int, usage: dict[str, Any]) -> bytes:
-        """As ChatFormat.whole."""
         choices = []
         for index in range(num_choices):
             answer = self._answers[index]
@@ -180,11 +178,9 @@ class CompletionFormat:
         return _whole_json(self._frame, choices, usage)
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002
-        """Return no event: a choice begins with its text."""
         return b""
 
     def piece(self, index: int, outputs: Sequence[Output]) -> bytes:
-        """As ChatFormat.piece."""
         output = _merge(outputs)
         reason = _reason(output.finish_reason)
         if self._logprobs:
@@ -195,7 +191,6 @@ class CompletionFormat:
         return self._head + b'%d,"text":%b%b' % (index, to_json(output.text), _TAILS[reason])
 
     def closing(self, usage: dict[str, Any]) -> bytes:
-        """As ChatFormat.closing."""
         return event({**self._frame, "choices": [], "usage": usage})
 
     def _lists(self, index: int, output: Output) -> dict[str, list[Any]]:
@@ -224,7 +219,6 @@ class CompletionFormat:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
     return b"data: " + to_json(body) + b"\n\n"
 
 

@@ -39,8 +39,7 @@ class _Task:
     tenant: str
     future: asyncio.Future[Any]
     is_retry: bool = False
-    clock: asyncio.Timeout | None = None
-    """Set while it runs."""
+    clock: asyncio.Timeout | None = None  # set while it runs
 
     @property
     def key(self) -> tuple[str, str]:

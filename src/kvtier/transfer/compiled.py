@@ -20,7 +20,7 @@ import numpy as np
 from kvtier.errors import ArgumentError
 from kvtier.layout import CacheGroup
 from kvtier.memory import CostTable
-from kvtier.memory.copy_plan import DST, I64, NBYTES, SRC, Entries, scan
+from kvtier.memory.copy_plan import DST, I64, NBYTES, SRC, scan
 from kvtier.memory.native import native
 from kvtier.transfer.block_view import Direction, Ids, check_moves
 from kvtier.transfer.device_cache import DeviceCache, LayerRange
@@ -78,7 +78,7 @@ def block_copies(
         return code.block_copies(device_ids, host_ids, device, host, nbytes, run_blocks, to_host=to_host)
     near, far = device[0] + device_ids * device[1], host[0] + host_ids * host[1]
     table = copy_table(near, far, np.array([nbytes]), direction)
-    starts = scan(Entries(table, host_ids // run_blocks if run_blocks else None)).starts
+    starts = scan(table, host_ids // run_blocks if run_blocks else None).starts
     if starts is None:
         return table
     merged = table.take(starts, axis=1)

@@ -24,7 +24,6 @@ from kvtier.messages import (
     Plan,
     Report,
     Route,
-    TierCapacity,
     TransferRequest,
     TransferResult,
     slot_bytes,
@@ -173,11 +172,11 @@ class CacheController:
         slots = self._scrubber.take_damaged()
         damaged = slot_bytes(np.array(slots, np.int32)) if slots else b""
         ready = self.num_host_ready
-        capacities = (TierCapacity("host", ready),) if ready > self._reported_ready else ()
+        num_host_slots = ready if ready > self._reported_ready else 0
         self._reported_ready = ready
-        if not (results or lookups or capacities or damaged):
+        if not (results or lookups or num_host_slots or damaged):
             return []
-        return [Report(self._epoch, self.rank, tuple(results), tuple(lookups), capacities, damaged)]
+        return [Report(self._epoch, self.rank, tuple(results), tuple(lookups), num_host_slots, damaged)]
 
     @property
     def is_busy(self) -> bool:

@@ -144,7 +144,7 @@ def test_wake_with_another_size_while_stores_are_written(caches, num_blocks):
     cache.tiers.submit(step.plan)
     cache.scheduler.update(step, [], cache.now)
     cache.manager.stores["disk"].drop(cache.chain(1).keys())
-    cache.tiers._control.save_all()
+    cache.tiers._admin.save_all()
     cache.step()
     cache.tiers.wake(num_blocks)
     assert cache.manager.num_blocks == cache.groups[0].cache.shape[0] == num_blocks

@@ -53,21 +53,21 @@ def test_close_while_a_copy_runs_waits_for_it():
 def test_resize_frees_the_old_memory_and_reports_the_new(rigs, num_host):
     rig = rigs(8, 6)
     (first,) = rig.controller.poll()
-    assert (first.epoch, [(size.tier, size.num_slots) for size in first.capacities]) == (0, [("host", 6)])
+    assert (first.epoch, first.num_host_slots) == (0, 6)
     old = rig.controller._hosts
     rig.controller.resize_host(num_host, rig.caches)
     assert [host.growth for host in old] == [GrowthState.FREED] * 2
     with pytest.raises(ClosedError):
         old[0].block(0)
     (report,) = rig.controller.poll()
-    assert [(size.tier, size.num_slots) for size in report.capacities] == [("host", num_host)]
+    assert report.num_host_slots == num_host
     assert rig.controller.poll() == []
 
 
 def test_single_host_block_is_reported(rigs):
     rig = rigs(2, 1)
     (report,) = rig.controller.poll()
-    assert [(size.tier, size.num_slots) for size in report.capacities] == [("host", 1)]
+    assert report.num_host_slots == 1
 
 
 def test_host_is_as_far_as_its_slowest_group(monkeypatch):
@@ -90,10 +90,10 @@ def test_host_is_as_far_as_its_slowest_group(monkeypatch):
     assert (draft.wait_ready(), main.num_ready) == (8, 2)
     assert controller.num_host_ready == 2
     (report,) = controller.poll()
-    assert [size.num_slots for size in report.capacities] == [2]
+    assert report.num_host_slots == 2
     may_go.set()
     assert main.wait_ready() == controller.num_host_ready == 8
-    assert [size.num_slots for report in controller.poll() for size in report.capacities] == [8]
+    assert [report.num_host_slots for report in controller.poll()] == [8]
     controller.close()
 
 

@@ -37,7 +37,7 @@ def test_every_movement_is_counted():
     assert shown["kvtier_cache_hit_tokens_total", "host"] == 32
     assert shown["kvtier_cache_hit_tokens_total", "disk"] == 32
     assert shown["kvtier_cache_queried_tokens_total",] == 3 * 33
-    for purpose, total in counts.num_bytes.items():
+    for purpose, total in ((route, count.num_bytes) for route, count in counts.items()):
         assert shown["kvtier_cache_moved_bytes_total", purpose.value] == total
         assert shown["kvtier_cache_moving_blocks", purpose.value] == 0
     assert shown["kvtier_cache_move_seconds_count", "save"] > 0

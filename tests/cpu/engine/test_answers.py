@@ -91,7 +91,7 @@ def test_device_only(model, talks, wanted):
 def test_with_a_host_tier_and_a_device_too_small(model, talks, wanted, write):
     engine = make(model, CacheConfig(90, host=HostConfig(800, saving=WritebackConfig(write)), recompute=False))
     assert play(engine, talks) == wanted
-    assert engine.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE] > 100
+    assert engine.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks > 100
     engine.close()
 
 
@@ -102,7 +102,7 @@ def test_with_a_disk_in_tiny_pools_and_again_from_the_disk_alone(model, talks, w
         store = DiskStore(tmp_path, 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
         engine = make(model, cache, store)
         assert play(engine, talks) == wanted
-        assert engine.manager.transfers.counts.num_blocks[Route.STORE_TO_HOST] > 100
+        assert engine.manager.transfers.counts[Route.STORE_TO_HOST].num_blocks > 100
         engine.tiers.save_all()
         engine.close()
 
@@ -129,5 +129,5 @@ def test_with_a_store_and_copies_that_fail(model, talks, wanted):
 
         lane._mover = sometimes
     assert play(engine, talks) == wanted
-    assert sum(engine.manager.transfers.counts.num_failed.values()) > 20
+    assert sum(route.num_failed for route in engine.manager.transfers.counts.values()) > 20
     engine.close()

@@ -87,7 +87,7 @@ def test_whoever_waits_for_the_device_hears_of_what_is_under_way_and_of_nothing_
     engine = make(model, 40, HostConfig(40))
     assert not engine.tiers.poll_while_waiting()
     run(engine, [1] * 21, 1)
-    assert engine.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] == 5
+    assert engine.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 5
     assert not engine.tiers.poll_while_waiting()
     engine.add([2] * 21, greedy(1))
     engine.step()
@@ -95,7 +95,7 @@ def test_whoever_waits_for_the_device_hears_of_what_is_under_way_and_of_nothing_
     engine.tiers.submit(engine.manager.plan())
     while engine.tiers.poll_while_waiting():
         engine.tiers.wait()
-    assert engine.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] == 10
+    assert engine.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 10
     assert not engine.manager.transfers.in_flight
     engine.close()
 
@@ -103,7 +103,7 @@ def test_whoever_waits_for_the_device_hears_of_what_is_under_way_and_of_nothing_
 def test_nobody_listens_for_a_store_alone(model, tmp_path):
     engine = make(model, 40, HostConfig(40), disk=StoreConfig("disk"), stores={"disk": DiskStore(tmp_path, 1 << 20)})
     engine.add([1] * 21, greedy(1))
-    while engine.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] < 5:
+    while engine.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks < 5:
         engine.step()
     engine.tiers.submit(engine.manager.plan())  # what has come to the host goes on
     assert engine.manager.transfers.num_blocks(Route.HOST_TO_STORE, "disk") > 0
@@ -183,10 +183,10 @@ def test_a_step_that_fails_before_it_computes_leaves_no_plan_behind(model):
     engine.groups[0].logits = broken
     while engine.scheduler.has_work():
         engine.step()
-    assert engine.manager.transfers.in_flight or engine.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST]
+    assert engine.manager.transfers.in_flight or engine.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks
     while engine.manager.has_plans:
         engine.step()
-    assert engine.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] > 0
+    assert engine.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks > 0
     engine.manager.check()
     engine.close()
 
@@ -218,9 +218,9 @@ def test_answers_stay_when_copies_fail(model):
     engine = make(model, 16, HostConfig(60))
     break_copies(engine, random.Random(2), 0.3)
     assert talk(engine, talks) == wanted
-    failed = engine.manager.transfers.counts.num_failed
-    assert failed[Route.DEVICE_TO_HOST] > 0
-    assert failed[Route.HOST_TO_DEVICE] > 0
+    counts = engine.manager.transfers.counts
+    assert counts[Route.DEVICE_TO_HOST].num_failed > 0
+    assert counts[Route.HOST_TO_DEVICE].num_failed > 0
 
 
 def test_host_hits_happen_and_are_counted(model):
@@ -231,7 +231,7 @@ def test_host_hits_happen_and_are_counted(model):
             engine.add(prompt, greedy(2), request_id=str(i))
             while engine.has_work():
                 engine.step()
-    assert engine.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE] >= 20
+    assert engine.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks >= 20
     assert all(engine.explain(str(i)).num_cached_tokens >= 20 for i in range(6))
 
 
@@ -243,7 +243,7 @@ def test_the_draft_models_blocks_travel_with_the_main_ones(model):
     wanted = talk(make(model, 400, None, caching=False), talks)
     engine = make(model, 24, HostConfig(100), proposer=DraftProposer(model, 3))
     assert talk(engine, talks) == wanted
-    assert engine.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE] > 0
+    assert engine.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks > 0
 
 
 @given(

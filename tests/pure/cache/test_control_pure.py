@@ -270,7 +270,7 @@ def test_nothing_is_resized_while_somebody_runs_or_something_moves():
     lab.compute(hold)
     lab.manager.finish(hold)
     assert lab.plan().transfers[0].route is Route.DEVICE_TO_HOST
-    with pytest.raises(StateError, match="under way"):
+    with pytest.raises(StateError, match="in flight"):
         lab.control.vacate("host")
     lab.hear()
     lab.control.vacate("host")

@@ -28,7 +28,7 @@ def test_a_damaged_block_is_a_miss_and_what_is_before_it_is_found():
     lab.evict()
     tell(lab, slots_of(lab, chain, 2, 3))
     assert lab.num_in("host", chain) == 2
-    assert lab.manager.host.num_damaged == 1
+    assert lab.manager.num_damaged == 1
     assert lab.serve(chain).lease.num_matched == 2  # and serve checks what it is given
     assert lab.num_in("host", chain) == 5
 
@@ -64,11 +64,11 @@ def test_a_block_that_is_being_read_stays_until_it_was():
     hold = lab.manager.match(chain)
     assert lab.manager.allocate(hold, chain.num_tokens) is None
     tell(lab, slots)
-    assert lab.manager.host.num_damaged == 0
+    assert lab.manager.num_damaged == 0
     lab.plan()
     lab.hear()
     tell(lab, slots)
-    assert lab.manager.host.num_damaged == 2
+    assert lab.manager.num_damaged == 2
     assert lab.manager.is_ready(hold)
     lab.manager.abort(hold)
     assert lab.num_in("device", chain) == 5
@@ -86,7 +86,7 @@ def test_slots_that_are_written_or_free_are_nobodys():
     lab.manager.finish(hold)
     lab.evict("host")
     tell(lab, np.arange(20, dtype=np.int32))
-    assert lab.manager.host.num_damaged == 0
+    assert lab.manager.num_damaged == 0
 
 
 def test_one_rank_is_enough():

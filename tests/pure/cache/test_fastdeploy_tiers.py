@@ -61,7 +61,7 @@ def test_fix_1_what_was_loaded_can_be_evicted_again_from_each_tier():
             lab.serve(prompt(number, 3))
             device = lab.control.tier("device")
             assert device.num_evictable == device.pool.num_used  # nobody runs: all of it can go
-    assert lab.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE] >= 9
+    assert lab.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks >= 9
 
 
 def test_fix_5_every_method_the_scheduler_and_the_control_call_on_the_manager_is_there():
@@ -230,14 +230,14 @@ def test_c5_a_swap_both_ways_in_one_step_through_the_same_host_slots():
     lab = Lab(8, host=HostConfig(4))
     for turn in range(12):
         lab.serve(prompt(turn % 3, 4))
-    assert lab.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] >= 8
+    assert lab.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks >= 8
 
 
 def test_c7_a_save_that_fails_is_no_copy_and_is_tried_again():
     lab = Lab(20)
     lab.serve(prompt(1, 4), lose=lambda move, _: [move.route is Route.DEVICE_TO_HOST] * move.num_blocks)
     assert lab.num_in("host", prompt(1, 4)) == 0
-    assert lab.manager.transfers.counts.num_failed[Route.DEVICE_TO_HOST] == 4
+    assert lab.manager.transfers.counts[Route.DEVICE_TO_HOST].num_failed == 4
     assert lab.control.tier("host").pool.num_used == 0
     lab.evict("device")
     assert lab.serve(prompt(1, 4)).num_cached_tokens == 0

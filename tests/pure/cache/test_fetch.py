@@ -310,7 +310,7 @@ def test_what_is_missing_is_forgotten_and_what_failed_is_kept():
     assert fetch.num_fetched == {"disk": 2}
     assert known.num_known == 2
     lab.manager.end_prefetch(fetch)
-    assert lab.manager.transfers.counts.num_failed[Route.STORE_TO_HOST] == 4 + 2
+    assert lab.manager.transfers.counts[Route.STORE_TO_HOST].num_failed == 4 + 2
 
 
 def test_a_request_whose_load_is_refused_twice_counts_once():
@@ -563,14 +563,12 @@ def test_a_probe_is_answered_by_every_rank():
 
 
 def test_host_memory_grows_with_the_slowest_rank():
-    from kvtier.messages import TierCapacity
-
     lab = Lab(20, num_ranks=2)
     pool = lab.control.tier("host").pool
     lab.control.resize("host", 4)
-    lab.manager.apply(Report(0, 0, capacities=(TierCapacity("host", 9),)))
+    lab.manager.apply(Report(0, 0, num_host_slots=9))
     assert pool.num_slots == 4
-    lab.manager.apply(Report(0, 1, capacities=(TierCapacity("host", 6),)))
+    lab.manager.apply(Report(0, 1, num_host_slots=6))
     assert pool.num_slots == 6
 
 

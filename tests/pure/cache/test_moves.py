@@ -70,10 +70,10 @@ def test_move_is_over_when_every_rank_has_reported():
     manager.apply(Report(0, 1, (TransferResult(save.id, False, 100, 0.125, "lost", b"\1\0\1"),)))
     assert (moves.is_in_flight(save.id), moves.num_blocks(Route.DEVICE_TO_HOST)) == (False, 0)
     counts = moves.counts
-    assert counts.num_blocks[Route.DEVICE_TO_HOST] == 2
-    assert counts.num_failed[Route.DEVICE_TO_HOST] == 1
-    assert counts.num_bytes[Route.DEVICE_TO_HOST] == 400
-    assert counts.seconds[Route.DEVICE_TO_HOST] == 0.25  # of the slower rank
+    assert counts[Route.DEVICE_TO_HOST].num_blocks == 2
+    assert counts[Route.DEVICE_TO_HOST].num_failed == 1
+    assert counts[Route.DEVICE_TO_HOST].num_bytes == 400
+    assert counts[Route.DEVICE_TO_HOST].seconds == 0.25  # of the slower rank
     with pytest.raises(StateError, match="had none to report"):
         manager.apply(Report(0, 1, (TransferResult(save.id, True, 100, 0.1),)))
     manager.check()
@@ -89,7 +89,7 @@ def test_block_arrived_if_every_rank_says_so(order):
     for rank in order:
         manager.apply(Report(0, rank, (outcomes[rank],)))
     counts = manager.transfers.counts
-    assert (counts.num_blocks[Route.DEVICE_TO_HOST], counts.num_failed[Route.DEVICE_TO_HOST]) == (1, 2)
+    assert (counts[Route.DEVICE_TO_HOST].num_blocks, counts[Route.DEVICE_TO_HOST].num_failed) == (1, 2)
     assert manager.tree.tiers[1].pool.num_used == 1
     manager.check()
 

@@ -523,10 +523,10 @@ def test_selectively_only_what_was_used_again_is_saved():
     scheduler, device = make(8, host=HostConfig(20, saving=WritebackConfig(WritePolicy.SELECTIVE))), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
-    assert scheduler.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] == 0
+    assert scheduler.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 0
     request(scheduler, "b", [1] * 9, 1)
     run(scheduler, device)
-    assert scheduler.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] == 2
+    assert scheduler.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 2
 
 
 def test_the_host_copy_stays_after_a_load_so_that_the_next_eviction_is_free():
@@ -537,8 +537,8 @@ def test_the_host_copy_stays_after_a_load_so_that_the_next_eviction_is_free():
     run(scheduler, device)
     request(scheduler, "once more", [1] * 9, 1)
     run(scheduler, device)
-    assert scheduler.manager.transfers.counts.num_blocks[Route.HOST_TO_DEVICE] == 4
-    assert scheduler.manager.transfers.counts.num_blocks[Route.DEVICE_TO_HOST] == 2 + 3 + 3
+    assert scheduler.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks == 4
+    assert scheduler.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 2 + 3 + 3
 
 
 def test_what_might_be_saved_is_not_remembered_for_ever():
@@ -550,7 +550,7 @@ def test_what_might_be_saved_is_not_remembered_for_ever():
         request(scheduler, str(i), [i] * 5, 1)
         run(scheduler, device, check=i % 50 == 0)  # it looks at all that ever was
     scheduler.check()
-    assert len(scheduler.manager.host.queue._jobs) == 1024
+    assert len(scheduler.manager.queues[0]._jobs) == 1024
 
 
 def test_a_load_that_fails_is_a_miss():
@@ -563,7 +563,7 @@ def test_a_load_that_fails_is_a_miss():
     run(scheduler, device)
     assert made.state is RequestState.FINISHED
     assert made.num_cached_tokens == 0
-    assert scheduler.manager.transfers.counts.num_failed[Route.HOST_TO_DEVICE] == 2
+    assert scheduler.manager.transfers.counts[Route.HOST_TO_DEVICE].num_failed == 2
 
 
 def test_two_requests_share_one_load():
