@@ -20,7 +20,7 @@ _WHERE = "folder of a disk tier, or URL of a store such as redis://host or s3://
 
 
 def add(commands: Commands) -> None:
-    text = "Show the contents of a store by model and layout. No server may have a disk tier open meanwhile."
+    text = "Show the contents of a store by model and layout. A disk tier must not be in use by a server."
     examples = "kvtier inspect ~/kv\nkvtier inspect redis://cache --objects --json"
     command = add_command(commands, "inspect", text, examples, inspect, "STORE")
     command.add_argument("where", metavar="STORE", help=_WHERE)

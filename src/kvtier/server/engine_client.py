@@ -55,10 +55,8 @@ class Mailbox:
         self._outputs: list[Output] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        self.explanations: dict[str, Explanation] = {}
-        """By id, of the requests that finished."""
-        self.sent = 0.0
-        """Time at which the engine process sent the newest output."""
+        self.explanations: dict[str, Explanation] = {}  # by id, of the requests that finished
+        self.sent = 0.0  # time at which the engine process sent the newest output
 
     def put(self, output: Output, sent: float) -> None:
         self._outputs.append(output)
@@ -107,9 +105,8 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
-        self.why = "the engine process ended"
-        """Reason of the end, valid once `ended` is set."""
         self.ended = asyncio.Event()
+        self.why = "the engine process ended"  # the reason, once `ended` is set
         self._reading: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
 

@@ -122,10 +122,8 @@ class EngineServer:
         self._outputs: list[Output] = []
         self._ended: list[Explanation] = []
         self._compilations = SchemaCompilations(self._make_compiler)
-        self._compiling: set[str] = set()
-        """Requests whose schema is being compiled."""
-        self._lock = threading.Lock()
-        """Orders the end of a compilation and the abort of its request."""
+        self._compiling: set[str] = set()  # requests whose schema is being compiled
+        self._lock = threading.Lock()  # orders the end of a compilation and the abort of its request
 
     def run(self) -> None:
         """Serve until SHUTDOWN, or until the front end exits or the engine fails."""

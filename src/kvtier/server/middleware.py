@@ -29,6 +29,14 @@ Send = Callable[[Message], Awaitable[None]]
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+_log = logging.getLogger("kvtier.server")
+_OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")
+_ADMIN = ("/control", "/state", "/metrics")
+_POLLED = ("/health", "/state", "/metrics")  # logged at level DEBUG
+_ONCE = (b"authorization", b"host", b"origin", b"content-type")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
 
 class ClientGone(Exception):
     """The client disconnected before the response was complete."""
@@ -90,15 +98,6 @@ def request_timeout(limits: Limits) -> ApiError:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-_log = logging.getLogger("kvtier.server")
-_OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")
-_ADMIN = ("/control", "/state", "/metrics")
-_POLLED = ("/health", "/state", "/metrics")  # logged at level DEBUG
-_ONCE = (b"authorization", b"host", b"origin", b"content-type")
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
-_LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 class GuardMiddleware:

@@ -26,6 +26,9 @@ from kvtier.engine.params import PENALTY, REPETITION_PENALTY, TEMPERATURE, Penal
 from kvtier.server.config import MAX_PRIORITY
 
 Text = Annotated[str, StringConstraints(max_length=4 << 20)]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+ShortText = Annotated[str, StringConstraints(max_length=256)]
 _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _INT64 = 1 << 63
@@ -143,9 +146,9 @@ class Message(Strict):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True), _few(4096)] | None = None
-    name: Annotated[str, StringConstraints(max_length=256)] | None = None
+    name: ShortText | None = None
     tool_calls: Annotated[list[AnyObject], Field(max_length=128, fail_fast=True), _few(128)] | None = None
-    tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
+    tool_call_id: ShortText | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
@@ -220,14 +223,7 @@ class Sampling(Strict):
     frequency_penalty: Annotated[float, Field(ge=PENALTY[0], le=PENALTY[1])] | None = None
     repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTY[0], le=REPETITION_PENALTY[1])] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: (
-        Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-        | Annotated[
-            list[Annotated[str, StringConstraints(min_length=1, max_length=1024)]],
-            *(Field(max_length=16, fail_fast=True), _few(16)),
-        ]
-        | None
-    ) = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True), _few(16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True), _few(64)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -235,7 +231,7 @@ class Sampling(Strict):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    cache_salt: Name | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     response_format: ResponseFormat | None = None
     # Accepted because OpenAI's clients send them; no effect.
@@ -360,13 +356,10 @@ class PromptBody(Strict):
 
     prompt: OnePrompt | None = None
     messages: Messages | None = None
-    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
-    tenant: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    cache_salt: Name | None = None
+    tenant: Name | None = None
     parse_special: bool | None = None  # as in TokenizeRequest
     _has_one = model_validator(mode="after")(_check_one_prompt)
-
-
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class PinBody(PromptBody):  # POST /control/pin

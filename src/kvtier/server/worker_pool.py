@@ -31,7 +31,7 @@ _MAX_WAITING = 64  # calls of one tenant
 _DIED = (OSError, asyncio.IncompleteReadError)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Task:
     """A call and the future of its result."""
 
@@ -96,10 +96,8 @@ class _Slot:
 
     task: asyncio.Task[None] | None = None
     process: _Process | None = None
-    is_free: bool = True
-    """True while the process starts or waits for a call."""
-    dead: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    """Killed processes that may not have exited yet."""
+    is_free: bool = True  # while the process starts or waits for a call
+    dead: list[subprocess.Popen[bytes]] = field(default_factory=list)  # killed, and perhaps not exited yet
 
 
 class WorkerPool:
