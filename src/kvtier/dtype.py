@@ -21,7 +21,7 @@ class DType:
     """One element type. Compare with `==`; look up by any of its names with `dtype("bf16")`."""
 
     name: str
-    """The name kvtier prints and stores in files."""
+    """The name in messages and files."""
     bits: int
     numpy_name: str
     """The numpy or ml_dtypes type of one element."""
@@ -31,7 +31,7 @@ class DType:
 
     @property
     def is_packed(self) -> bool:
-        """Whether several elements share a byte."""
+        """True if several elements share a byte."""
         return self.bits < 8
 
     @property
@@ -45,13 +45,13 @@ class DType:
         return max(1, self.bits // 8)
 
     def nbytes(self, count: int) -> int:
-        """Bytes that `count` elements occupy, rounded up."""
+        """Return the bytes of `count` elements, rounded up."""
         if count < 0:
             raise RangeError(f"a count of {self} elements cannot be negative, got {count}")
         return (count * self.bits + 7) // 8
 
     def offset_bytes(self, count: int) -> int:
-        """Byte offset of element `count`; an error if it starts inside a byte."""
+        """Return the byte offset of element `count`; an error if it starts inside a byte."""
         if count * self.bits % 8:
             raise ArgumentError(
                 f"element {count} of {self} starts at bit {count * self.bits}, inside a byte: "
@@ -65,19 +65,19 @@ class DType:
         try:
             return np.dtype(self.numpy_name)
         except TypeError:
-            pass  # not a numpy type of its own: bf16, fp8, packed
+            pass  # not in numpy: bf16, fp8, packed
         try:
             import ml_dtypes
         except ImportError as error:
             raise UnavailableError(
                 f"numpy has no type for {self}; the ml_dtypes package does: pip install 'kvtier[numpy]'"
             ) from error
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.numpy_name))
-        return found
+        element: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.numpy_name))
+        return element
 
 
 null = DType("null", 8, "void")
-"""The type of an empty Buffer that was given none; no memory has it."""
+"""The type of an empty Buffer without one; memory never has it."""
 bool_ = DType("bool", 8, "bool")
 u8, u16, u32, u64 = (DType(f"u{bits}", bits, f"uint{bits}") for bits in (8, 16, 32, 64))
 i8, i16, i32, i64 = (DType(f"i{bits}", bits, f"int{bits}") for bits in (8, 16, 32, 64))
@@ -97,18 +97,18 @@ _BY_NAME: Mapping[str, DType] = MappingProxyType({name: each for each in ALL for
 
 
 def dtype(name: str | DType | np.dtype[Any] | type[Any]) -> DType:
-    """The element type of this name ("bf16", "bfloat16"), numpy or ml_dtypes type."""
+    """Return the element type of a name ("bf16", "bfloat16"), numpy or ml_dtypes type."""
     if isinstance(name, DType):
         return name
-    found = _BY_NAME.get(name if isinstance(name, str) else _numpy_name(name))
-    if found is None:
-        told = repr(name) if isinstance(name, str) else _numpy_name(name)
-        raise DTypeError(f"unknown element type {told}; known: {', '.join(each.name for each in ALL)}")
-    return found
+    element = _BY_NAME.get(name if isinstance(name, str) else _numpy_name(name))
+    if element is None:
+        given = repr(name) if isinstance(name, str) else _numpy_name(name)
+        raise DTypeError(f"unknown element type {given}; known: {', '.join(each.name for each in ALL)}")
+    return element
 
 
 def _numpy_name(name: object) -> str:
-    """The name numpy knows this type by; a text that no type has, if it knows none."""
+    """Return numpy's name of a type; for others, a text that is not a type name."""
     if name is None:
         return "None"  # np.dtype(None) is float64
     try:

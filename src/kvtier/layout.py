@@ -1,4 +1,4 @@
-"""What a block of KV data is made of, and every byte size and offset that follows. Torch-free.
+"""The layout of a block of KV data: sizes and offsets of its layers and tensors. Torch-free.
 
 A *cache group* is the layers that share block tables. A block of a group is `block_tokens` tokens of all its layers:
 
@@ -7,9 +7,9 @@ A *cache group* is the layers that share block tables. A block of a group is `bl
                         tensor_offset(0, "value") ^
     host slot         [ block, then padding up to a multiple of 4 KiB ]
 
-This order, packed without gaps, is that of a block in host memory, on disk and on the wire: one piece, whatever the
-device cache looks like. Layers of one group may differ (a draft layer, an indexer); layers with block tables of their
-own (a sliding window) are a group of their own, with slots of their own size.
+A block has this order, without gaps, in host memory, on disk and on the wire, for any layout of the device cache.
+Layers of one group may differ (a draft layer, an indexer); layers with other block tables (a sliding window) are
+another group, with slots of another size.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvtier.dtype import DType, dtype
 from kvtier.errors import ArgumentError, RangeError
 
 SLOT_ALIGNMENT = 4096
-"""Slots begin on pages: direct disk I/O and memory registration need it."""
+"""Slots begin on pages, for direct disk I/O and memory registration."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a layer, as much of it as one block has."""
+    """One tensor of a layer, for the tokens of one block."""
 
     name: str
     """Its role: "key", "value", "latent", "key_scale", ..."""
@@ -36,7 +36,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     """Elements of one block, such as (tokens, heads, head size)."""
     head_axis: int | None = None
-    """The axis of KV heads, which tensor-parallel ranks share out among them; None: every rank has all of it."""
+    """The axis of KV heads, which is split among tensor-parallel ranks; None: every rank has the whole tensor."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.shape or min(self.shape) <= 0:
@@ -46,23 +46,22 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one block of it."""
         return self.dtype.nbytes(math.prod(self.shape))
 
     def of_rank(self, num_ranks: int) -> TensorSpec:
-        """What each of so many ranks has of it."""
+        """Return the share of each of `num_ranks` ranks."""
         if self.head_axis is None:
             return self
         heads = self.shape[self.head_axis]
         if heads % num_ranks:
-            raise ArgumentError(f"{self.name!r} has {heads} KV heads, which {num_ranks} ranks cannot share equally")
+            raise ArgumentError(f"{self.name!r} has {heads} KV heads, which cannot be split among {num_ranks} ranks")
         axis = self.head_axis
         return replace(self, shape=(*self.shape[:axis], heads // num_ranks, *self.shape[axis + 1 :]))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The tensors of one layer, in the order in which a block holds them."""
+    """The tensors of one layer, in the order of the block."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -100,7 +99,7 @@ class CacheGroup:
     window_tokens: int | None = None
     """Tokens a sliding window looks back; None: all."""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Where each layer begins in a block, and the block's end: asked for every transfer."""
+    """Offset of each layer in a block, and the block's size. Cached: each transfer needs it."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -142,27 +141,25 @@ class CacheGroup:
         return cls(name, (LayerSpec((latent, *extra)),) * num_layers)
 
     def with_layers(self, layers: Sequence[LayerSpec]) -> CacheGroup:
-        """This group with more layers behind its own."""
+        """Return this group with more layers after its own."""
         return replace(self, layers=(*self.layers, *layers))
 
     def of_rank(self, num_ranks: int) -> CacheGroup:
-        """What each of so many tensor-parallel ranks has of it: as many layers, its share of the heads."""
+        """Return the share of each of `num_ranks` tensor-parallel ranks: all layers, a part of the heads."""
         layers = tuple(LayerSpec(tuple(each.of_rank(num_ranks) for each in layer.tensors)) for layer in self.layers)
         return replace(self, layers=layers)
 
     def kept_whole(self) -> CacheGroup:
-        """The same, but never shared out: whoever has it has all of it."""
+        """Return this group without head axes, so that ranks do not split it."""
         layers = [LayerSpec(tuple(replace(each, head_axis=None) for each in layer.tensors)) for layer in self.layers]
         return replace(self, layers=tuple(layers))
 
     @property
     def num_layers(self) -> int:
-        """Layers of the group."""
         return len(self.layers)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of all layers."""
         return self._starts[-1]
 
     @property
@@ -170,12 +167,8 @@ class CacheGroup:
         """Bytes from one host slot to the next."""
         return -(-self.block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
-    def num_slots(self, nbytes: int) -> int:
-        """Host slots that fit into so many bytes."""
-        return nbytes // self.slot_bytes
-
     def check_layers(self, layers: range | None) -> range:
-        """These layers (None: all), if they are consecutive ones of this group."""
+        """Return these layers (None: all). RangeError unless they are consecutive ones of this group."""
         if layers is None:
             return range(self.num_layers)
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.num_layers:
@@ -183,13 +176,13 @@ class CacheGroup:
         return layers
 
     def span(self, layers: range | None = None) -> Span:
-        """Where these layers (None: all) lie in a block."""
+        """Return the position of these layers (None: all) in a block."""
         chosen = self.check_layers(layers)
         start, stop = self._starts[chosen.start], self._starts[chosen.stop]
         return Span(start, stop - start)
 
     def tensors(self) -> Iterator[tuple[int, TensorSpec, Span]]:
-        """Every tensor with its layer and its place in a block, in the order of the block."""
+        """Yield the layer, spec and position of every tensor, in the order of the block."""
         offset = 0
         for index, layer in enumerate(self.layers):
             for each in layer.tensors:
@@ -197,17 +190,17 @@ class CacheGroup:
                 offset += each.nbytes
 
     def tensor_span(self, layer: int, name: str) -> Span:
-        """Where one tensor of one layer lies in a block."""
+        """Return the position of one tensor of one layer in a block."""
         for index, each, span in self.tensors():
             if index == layer and each.name == name:
                 return span
         raise ArgumentError(f"group {self.name!r} has no tensor {name!r} in a layer {layer}")
 
     def layer_groups(self, layers: range | None, piece_bytes: int, min_groups: int) -> list[range]:
-        """Cut layers into runs of about equal bytes: at least `min_groups` where there are as many layers, and more
-        as long as a run is `piece_bytes` of a block or larger.
+        """Split layers into runs of about equal bytes: at least `min_groups` if there are enough layers, and more while
+        a run has at least `piece_bytes` of a block.
 
-        The first run is never more than its share, so that whoever waits for it waits no longer than that.
+        The first run is never larger than its share, which limits the wait for it.
         """
         chosen = self.check_layers(layers)
         total = self.span(chosen).nbytes
@@ -216,7 +209,7 @@ class CacheGroup:
         start, done = chosen.start, 0
         for index in chosen:
             size = self.layers[index].nbytes
-            # a layer that would carry a run past its share begins the next one
+            # a layer that would exceed the share of a run begins the next one
             if index > start and len(groups) + 1 < wanted and (done + size) * wanted > total * (len(groups) + 1):
                 groups.append(range(start, index))
                 start = index
@@ -239,23 +232,22 @@ class KVLayout:
             )
 
     def group(self, name: str) -> CacheGroup:
-        """The group of this name."""
         for each in self.groups:
             if each.name == name:
                 return each
         raise ArgumentError(f"no cache group {name!r}; this layout has {', '.join(each.name for each in self.groups)}")
 
     def of_rank(self, num_ranks: int) -> KVLayout:
-        """What each of so many tensor-parallel ranks has of it."""
+        """Return the share of each of `num_ranks` tensor-parallel ranks."""
         return replace(self, groups=tuple(group.of_rank(num_ranks) for group in self.groups))
 
     @property
     def token_bytes(self) -> float:
-        """Bytes that one token takes in all groups together."""
+        """Bytes per token, over all groups."""
         return sum(group.block_bytes for group in self.groups) / self.block_tokens
 
     def describe(self) -> dict[str, object]:
-        """Plain values that are equal exactly for layouts whose blocks have the same bytes in the same places."""
+        """Return plain values that are equal if and only if blocks have the same layout."""
         return {
             "block_tokens": self.block_tokens,
             "groups": [

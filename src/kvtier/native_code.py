@@ -1,7 +1,7 @@
-"""C code of this package: compiled with the machine's compiler on first use and kept in the cache directory.
+"""C code of kvtier: compiled with the machine's compiler on first use and kept in the cache directory.
 
-The wheel stays pure Python. Where there is no compiler, or what it made does not work, there is a reason instead of
-code, and a twin in Python does the work.
+The wheel is pure Python. Without a compiler, or if the library does not work, there is a reason instead of code, and
+Python equivalents are used.
 """
 
 from __future__ import annotations
@@ -34,45 +34,34 @@ class Native(Generic[Code]):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class NativeSource:
-    """Files of a package of ours, the first of which is compiled."""
+def load(
+    package: str, files: Sequence[str], flags: Sequence[str], make: Callable[[Path], Code], *, made_for: str = ""
+) -> Native[Code]:
+    """Compile the first of these files of a package, and return what `make` makes of the library.
 
-    package: str
-    files: Sequence[str]
-    flags: Sequence[str]
-    made_for: str = ""
-    """What else the result depends on, such as what the processor can do: one home directory serves many machines."""
-
-    def texts(self) -> dict[str, str]:
-        """What is in them."""
-        return {name: resources.files(self.package).joinpath(name).read_text() for name in self.files}
-
-
-def load(source: NativeSource, make: Callable[[Path], Code]) -> Native[Code]:
-    """What `make` makes of the compiled library. It raises OSError or AttributeError for one that is not whole, which
-    is then compiled anew; UnavailableError if this machine cannot run it.
-
-    A library runs with all rights of this process. One that another user could have put there is not loaded: the code
-    is compiled for this process alone.
+    `made_for` is what else the library depends on, such as processor features: one home directory serves many machines.
+    `make` raises OSError or AttributeError for an incomplete library, which is then compiled again, and
+    UnavailableError if this machine cannot run it. A library that another user could have written is not loaded, since
+    it runs with all rights of this process; the code is then compiled for this process alone.
     """
     compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    texts, built_on = source.texts(), (platform.machine(), *platform.libc_ver(), source.made_for)
-    key = hashlib.sha256("\0".join((*texts.values(), *source.flags, *built_on)).encode()).hexdigest()
+    texts = {name: resources.files(package).joinpath(name).read_text() for name in files}
+    built_on = (platform.machine(), *platform.libc_ver(), made_for)
+    key = hashlib.sha256("\0".join((*texts.values(), *flags, *built_on)).encode()).hexdigest()
     try:
         folder = cache_dir().resolve()
-        path = folder / f"{source.package.rpartition('.')[2]}-{key[:16]}.so"
+        path = folder / f"{package.rpartition('.')[2]}-{key[:16]}.so"
         refusal = distrust(folder)
-        found = None if refusal else _made_before(path, make)
-        if found is not None:
-            return Native(found, f"compiled in {path}")
+        code = None if refusal else _load_cached(path, make)
+        if code is not None:
+            return Native(code, f"compiled in {path}")
         if compiler is None:
             return Native(None, "no C compiler found (looked for $CC, cc, gcc, clang)")
         if not refusal and not os.access(folder, os.W_OK):
             refusal = f"{folder} cannot be written"
         if refusal:
-            return _load_privately(compiler, texts, source.flags, make, refusal)
-        _compile(compiler, texts, source.flags, path)
+            return _load_privately(compiler, texts, flags, make, refusal)
+        _compile(compiler, texts, flags, path)
         return Native(make(path), f"compiled in {path}")
     except UnavailableError as error:
         return Native(None, str(error))
@@ -80,22 +69,22 @@ def load(source: NativeSource, make: Callable[[Path], Code]) -> Native[Code]:
         return Native(None, f"compiling with {compiler} failed: {getattr(error, 'stderr', None) or error}")
 
 
-def _made_before(path: Path, make: Callable[[Path], Code]) -> Code | None:
-    """What an earlier process compiled, if it is there, ours and whole."""
+def _load_cached(path: Path, make: Callable[[Path], Code]) -> Code | None:
+    """Load the library of an earlier process, if it exists, is trusted and complete."""
     if not path.exists() or distrust(path):
         return None
     try:
         return make(path)
-    except (OSError, AttributeError):  # cut short by a full disk or a lost machine
+    except (OSError, AttributeError):  # truncated by a full disk or a crash
         return None
 
 
 def _load_privately(
     compiler: str, texts: dict[str, str], flags: Sequence[str], make: Callable[[Path], Code], refusal: str
 ) -> Native[Code]:
-    """Compile in a folder of this process, which is deleted when the library is loaded."""
+    """Compile in a temporary folder, which is deleted after loading."""
     warnings.warn(
-        f"compiled code is not cached: {refusal}; every process compiles anew until KVTIER_CACHE_DIR names a folder "
+        f"compiled code is not cached: {refusal}; every process compiles again until KVTIER_CACHE_DIR names a folder "
         f"that belongs to this user or root and that only its owner can write (chmod 700)",
         RuntimeWarning,
         stacklevel=2,
@@ -113,5 +102,5 @@ def _compile(compiler: str, texts: dict[str, str], flags: Sequence[str], path: P
         built = Path(folder) / "built.so"
         command = [*compiler.split(), str(Path(folder) / next(iter(texts))), *flags, "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
-        built.chmod(0o755)  # whatever the umask is: one that a group can write would not be loaded again
-        os.replace(built, path)  # atomic: another process sees all of it or nothing
+        built.chmod(0o755)  # for any umask: a library that a group can write would not be loaded again
+        os.replace(built, path)  # atomic for other processes

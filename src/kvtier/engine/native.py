@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.native_code import Native, NativeSource, load
+from kvtier.native_code import Native, load
 
 MAX_TOKENS = 16
 """From more rows of x on, torch with a float32 matrix is faster."""
@@ -192,7 +192,7 @@ def _halves(raw: _U8) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
 @functools.cache  # compile and load once per process
 def native() -> Native[EngineNative]:
     """Return the native code, compiled for this machine."""
-    return load(NativeSource("kvtier.engine", _SOURCES, _FLAGS, made_for=_processor()), EngineNative)
+    return load("kvtier.engine", _SOURCES, _FLAGS, EngineNative, made_for=_processor())
 
 
 def _processor() -> str:

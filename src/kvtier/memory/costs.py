@@ -1,11 +1,5 @@
-"""Measured cost of every copy path between two placements.
-
-What the link between a GPU and the host can do at most, and what using it costs the model beside it.
-
-Part of the one calibration (costs.py), which keeps the result.
-
-What each copy path costs on this machine, alone and to the model beside it, and what its link can do at most:
-measured once per GPU and driver, kept in a file, asked by whoever chooses a path.
+"""CostTable: the measured cost of every copy path, alone and to the model that runs at the same time, and the rate of
+the link. Measured once per GPU and driver, kept in a file, and used by the choice of paths and strategies.
 
 A path's time for n pieces of one size is fixed + n * per_piece; both are measured at a few sizes and interpolated
 between them on a logarithmic scale. Mixed sizes count as their mean.
@@ -35,14 +29,14 @@ from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.stream import Stream
 
 _ROUNDS = 3
-_PIECE_BYTES = 1 << 20  # as large as DMA likes them, and blocks are
+_PIECE_BYTES = 1 << 20  # large enough for DMA, and typical for blocks
 _MATRIX = 4096  # bf16, 0.2 ms on an H200
 _PRODUCTS = 12
-_BESIDE: tuple[PathName, ...] = ("driver", "gather", "loop")
+_TIMED_PATHS: tuple[PathName, ...] = ("driver", "gather", "loop")
 
 
 def measure_links(device: Buffer, host: Buffer, stream: Stream) -> dict[str, float]:
-    """GB/s of one contiguous copy, by direction ("cuda>pinned")."""
+    """Return the GB/s of one contiguous copy, by direction ("cuda>pinned")."""
     limits = {}
     for src, dst in ((device, host), (host, device)):
         best = math.inf
@@ -59,7 +53,7 @@ def measure_links(device: Buffer, host: Buffer, stream: Stream) -> dict[str, flo
 def measure_lost(
     placement: Placement, device: Buffer, host: Buffer, limits: dict[str, float]
 ) -> dict[str, dict[PathName, float]]:
-    """The share of its time that a matrix product loses beside each path, by direction."""
+    """Return the share of its time that a matrix product loses while each path copies, by direction."""
     compute, stream = Stream(placement), Stream(placement)
     with torch.cuda.stream(compute.native):
         a, b = (torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=placement.torch) for _ in range(2))
@@ -67,12 +61,13 @@ def measure_lost(
     alone = min(_time_products(a, b, out, compute) for _ in range(_ROUNDS))
     lost: dict[str, dict[PathName, float]] = {}
     for src, dst in ((device, host), (host, device)):
-        job, pieces = CopyContext(src.placement, dst.placement, stream), _pieces(src, dst)
-        for path in _BESIDE:
+        job = CopyContext(src.placement, dst.placement, stream)
+        pieces = _scattered(src, dst, _PIECE_BYTES, src.nbytes // _PIECE_BYTES)
+        for path in _TIMED_PATHS:
             if why_not(path, job) is not None:
                 continue
             seconds = pieces.nbytes / limits[_key(src, dst)] / 1e9
-            copies = int(2 * alone / seconds) + 1  # so that a copy is under way all the time
+            copies = int(2 * alone / seconds) + 1  # so that a copy is always in flight
 
             def start(
                 path: PathName = path, job: CopyContext = job, pieces: Pieces = pieces, copies: int = copies
@@ -80,8 +75,8 @@ def measure_lost(
                 for _ in range(copies):
                     run_path(path, job, pieces)
 
-            beside = min(_time_products(a, b, out, compute, start, stream) for _ in range(_ROUNDS))
-            lost.setdefault(_key(src, dst), {})[path] = max(0.0, 1 - alone / beside)
+            shared = min(_time_products(a, b, out, compute, start, stream) for _ in range(_ROUNDS))
+            lost.setdefault(_key(src, dst), {})[path] = max(0.0, 1 - alone / shared)
     return lost
 
 
@@ -91,9 +86,9 @@ def _time_products(
     out: torch.Tensor,
     compute: Stream,
     start: Callable[[], None] | None = None,
-    beside: Stream | None = None,
+    copies: Stream | None = None,
 ) -> float:
-    """Seconds of a row of products, with what `start` enqueues on another stream under way."""
+    """Return the seconds of some products while the copies that `start` enqueues on another stream run."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if start is not None:
         start()
@@ -103,8 +98,8 @@ def _time_products(
             torch.mm(a, b, out=out)
         end.record()
     end.synchronize()
-    if beside is not None:
-        beside.synchronize()
+    if copies is not None:
+        copies.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
 
 
@@ -116,12 +111,13 @@ def _copy_all(src: Buffer, dst: Buffer, stream: Stream) -> None:
         dst.bytes_tensor().copy_(src.bytes_tensor(), non_blocking=True)
 
 
-def _pieces(src: Buffer, dst: Buffer) -> Pieces:
-    count = src.nbytes // _PIECE_BYTES
+def _scattered(src: Buffer, dst: Buffer, size: int, count: int) -> Pieces:
+    """Return copies of `count` pieces of `size` bytes between random places."""
+    random, slots = np.random.default_rng(size), src.nbytes // size
     table = np.empty((3, count), np.int64)
-    table[SRC] = src.data() + np.random.default_rng(0).permutation(count) * _PIECE_BYTES
-    table[DST] = dst.data() + np.random.default_rng(1).permutation(count) * _PIECE_BYTES
-    table[NBYTES] = _PIECE_BYTES
+    table[SRC] = src.data() + random.permutation(slots)[:count] * size
+    table[DST] = dst.data() + random.permutation(slots)[:count] * size
+    table[NBYTES] = size
     return Pieces(table)
 
 
@@ -131,12 +127,12 @@ def _key(src: Buffer, dst: Buffer) -> str:
 
 
 _FORMAT = 2
-_SIZE_STEP = 2  # each size is this power of two times the one before
+_SIZE_STEP = 2  # log2 of the ratio of two sizes
 _SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 4 MiB
-_POOL_BYTES = 64 << 20  # of each kind of memory, while measuring
-_FEW_PIECES, _MAX_PIECES = 8, 1024  # a line through both ends of the range gives fixed and per piece
+_POOL_BYTES = 64 << 20  # of each placement, for measuring
+_FEW_PIECES, _MAX_PIECES = 8, 1024  # a line through both gives the fixed cost and that per piece
 _BRIEF_PIECES, _BRIEF_BYTES = 256, 16 << 20
-_REPEATS, _PAGEABLE_REPEATS = 5, 2  # pageable memory takes ten times as long, and nobody chooses closely there
+_REPEATS, _PAGEABLE_REPEATS = 5, 2  # pageable memory takes ten times as long, and needs less precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +144,23 @@ class Cost:
     per_piece_us: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # a key where choices are kept: itself, not its content
+@dataclass(frozen=True, slots=True, eq=False)  # hashed by identity: it is a key of cached choices
 class CostTable:
-    """Costs by direction ("cuda>pinned") and path, by rising size. `origin` says where the numbers are from."""
+    """Costs by direction ("cuda>pinned") and path, in ascending size. `origin` is the GPU and driver."""
 
     origin: str
     costs: Mapping[str, Mapping[PathName, tuple[Cost, ...]]]
     links: Mapping[str, float] = field(default_factory=dict)
     """GB/s of one contiguous copy, by direction."""
     lost: Mapping[str, Mapping[PathName, float]] = field(default_factory=dict)
-    """The share of its time that a matrix product loses while a path is at work, by direction."""
+    """The share of its time that a matrix product loses while a path copies, by direction."""
     seconds: float = 0.0
-    """What measuring took."""
+    """Duration of the calibration."""
 
     def estimate_us(self, job: CopyContext, num_pieces: int, nbytes: int) -> dict[PathName, float]:
-        """Expected microseconds of each measured path for `num_pieces` pieces of `nbytes` together."""
+        """Return the expected microseconds of each measured path for `num_pieces` pieces of `nbytes` in total."""
         size = nbytes / num_pieces
-        # between rows k and k + 1, this share of the way; beyond the last row a piece costs its bytes
+        # interpolate between rows k and k + 1; beyond the last row the cost is proportional to the bytes
         place = (math.log2(size) - math.log2(_SIZES[0])) / _SIZE_STEP if size > _SIZES[0] else 0.0
         k = min(int(place), len(_SIZES) - 2)
         share, beyond = min(place - k, 1.0), max(size / _SIZES[-1], 1.0)
@@ -177,7 +173,6 @@ class CostTable:
         return estimates
 
     def to_json(self) -> str:
-        """The text kept in the file."""
         costs = {
             name: {path: [asdict(row) for row in rows] for path, rows in paths.items()}
             for name, paths in self.costs.items()
@@ -188,7 +183,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, text: str) -> CostTable:
-        """Read what `to_json` wrote; FormatError if it is anything else."""
+        """Read the text of `to_json`; FormatError if it is anything else."""
         try:
             content = json.loads(text)
             if content["format"] != _FORMAT:
@@ -211,41 +206,41 @@ class CostTable:
 def _read_cost(row: Mapping[str, float]) -> Cost:
     cost = Cost(int(row["nbytes"]), float(row["fixed_us"]), float(row["per_piece_us"]))
     if not (cost.fixed_us >= 0 and cost.per_piece_us > 0):
-        raise FormatError(f"a cost table with a cost of {cost}")
+        raise FormatError(f"invalid cost in a cost table: {cost}")
     return cost
 
 
 def cost_key(job: CopyContext) -> str:
-    """The key of a job's costs: kinds of memory, whichever GPU."""
+    """Return the key of a job's costs: kinds of memory, without the index of the GPU."""
     return f"{job.src.kind}>{job.dst.kind}"
 
 
 @functools.cache  # read once per process and GPU
 def cost_table(placement: Placement) -> CostTable:
-    """The costs of this GPU: from the cache file of its driver, else measured now (a second or two) and kept there."""
+    """Return the costs of this GPU, from the cache file of its driver or measured now (a second or two) and saved."""
     return saved_costs(placement) or calibrate(placement)
 
 
 def saved_costs(placement: Placement) -> CostTable | None:
-    """The costs kept for this GPU and driver, if there are any that can be read."""
+    """Return the saved costs of this GPU and driver, if any can be read."""
     try:
         path = _file(placement)
         return CostTable.from_json(path.read_text()) if path.exists() else None
     except (FormatError, UnavailableError, OSError, UnicodeDecodeError):
-        return None  # of another version, damaged, or nowhere to keep it: measuring again replaces it
+        return None  # another version, damaged, or no cache directory: measuring again replaces it
 
 
 def calibrate(placement: Placement, progress: Callable[[str], None] | None = None) -> CostTable:
-    """Measure every path of this GPU in every direction, and keep the result in the cache directory.
+    """Measure every path of this GPU in every direction, and save the result in the cache directory.
 
-    Call it at start-up to have it behind you; without such a directory, the first copy of each process measures.
+    Otherwise the first copy does it; without a cache directory, the first copy of each process.
     """
     begin = time.perf_counter()
     with cuda.current_context(placement):
         costs, links, lost = _measure_all(placement, progress)
     origin = f"{torch.cuda.get_device_name(placement.torch)}, driver {cuda.driver_release()}"
     table = CostTable(origin, costs, links, lost, time.perf_counter() - begin)
-    with contextlib.suppress(UnavailableError, OSError):  # nowhere to keep it: measured anew by the next process
+    with contextlib.suppress(UnavailableError, OSError):  # no cache directory: the next process measures again
         write_atomically(_file(placement), table.to_json().encode())
     cost_table.cache_clear()
     return table
@@ -261,7 +256,7 @@ def _measure_all(
     pools = {where: Buffer(_POOL_BYTES, "u8", where) for where in (placement, PINNED, CPU)}
     other = Buffer(_POOL_BYTES, "u8", placement)
     for pool in (*pools.values(), other):
-        pool.fill(1, stream if pool.placement.is_device else None)  # touched: page faults are not the copy's cost
+        pool.fill(1, stream if pool.placement.is_device else None)  # present, so that page faults are not measured
     stream.synchronize()
     costs: Costs = {}
     for src, dst in (
@@ -280,23 +275,17 @@ def _measure_all(
                 rows = tuple(_measure(path, job, pools[src], target, size) for size in _SIZES)
                 costs.setdefault(cost_key(job), {})[path] = rows
     if progress is not None:
-        progress("links, and what the model loses beside them")
+        progress("links, and what the model loses to copies")
     links = measure_links(pools[placement], pools[PINNED], stream)
     return costs, links, measure_lost(placement, pools[placement], pools[PINNED], links)
 
 
 def _measure(path: PathName, job: CopyContext, src: Buffer, dst: Buffer, size: int) -> Cost:
     few = _FEW_PIECES
-    # a loop's time is a line from the start, and pageable memory is slow: fewer pieces tell as much
+    # fewer pieces suffice for a loop, whose time is linear, and for pageable memory, which is slow
     brief = path == "loop" or CPU in (job.src, job.dst)
     many = max(2 * few, min(_BRIEF_PIECES, _BRIEF_BYTES // size)) if brief else min(_MAX_PIECES, _POOL_BYTES // size)
-    random = np.random.default_rng(size)
-    slots = _POOL_BYTES // size
-    table = np.empty((3, many), np.int64)
-    table[SRC] = src.data() + random.permutation(slots)[:many] * size
-    table[DST] = dst.data() + random.permutation(slots)[:many] * size
-    table[NBYTES] = size
-    pieces = Pieces(table)
+    pieces = _scattered(src, dst, size, many)
     few_us = _time_us(path, job, pieces.part(slice(few)))
     many_us = _time_us(path, job, pieces)
     per_piece = max((many_us - few_us) / (many - few), 1e-3)
@@ -304,7 +293,7 @@ def _measure(path: PathName, job: CopyContext, src: Buffer, dst: Buffer, size: i
 
 
 def _time_us(path: PathName, job: CopyContext, pieces: Pieces) -> float:
-    """Best of a few runs, from the call until the copy is done; the first one warms up."""
+    """Return the best time of a few runs, from the call to the end of the copy; the first one warms up."""
     assert job.stream is not None
     best = math.inf
     for attempt in range((_PAGEABLE_REPEATS if CPU in (job.src, job.dst) else _REPEATS) + 1):

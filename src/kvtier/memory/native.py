@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtier.errors import ArgumentError
 from kvtier.memory.copy_plan import I64, Scan
-from kvtier.native_code import Native, NativeSource, load
+from kvtier.native_code import Native, load
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-pthread")
 # Below this a thread (20 to 60 us to start and join) costs more than it saves: cached memory copies at 50 GB/s.
@@ -146,4 +146,4 @@ def row_addresses(table: I64) -> tuple[int, int, int]:
 
 @functools.cache
 def native() -> Native[MemoryNative]:
-    return load(NativeSource("kvtier.memory", ["native.c"], _FLAGS), MemoryNative)
+    return load("kvtier.memory", ["native.c"], _FLAGS, MemoryNative)

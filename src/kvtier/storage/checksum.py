@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import UnavailableError
-from kvtier.native_code import Native, NativeSource, load
+from kvtier.native_code import Native, load
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-msse4.1", "-mpclmul", "-pthread")
 
@@ -41,7 +41,7 @@ class StorageNative:
 def native() -> Native[StorageNative]:
     if platform.machine() not in ("x86_64", "AMD64"):
         return Native(None, f"native.c is for x86-64, this is {platform.machine()}")
-    return load(NativeSource("kvtier.storage", ["native.c"], _FLAGS), _tried)
+    return load("kvtier.storage", ["native.c"], _FLAGS, _tried)
 
 
 def _tried(path: Path) -> StorageNative:
