@@ -1,4 +1,4 @@
-"""Fixtures of every suite that needs torch. With a GPU the same tests also cover pinned and device memory."""
+"""Fixtures of the tests that need torch. On a GPU machine they also cover pinned and device memory."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ PLACEMENTS = [CPU, *([PINNED, Placement("cuda", 0)] if torch.cuda.is_available()
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-# The fixtures keep no state; they are of the whole session so that hypothesis may use them.
+# The fixtures have no state. Hypothesis requires the session scope.
 @pytest.fixture(scope="session", params=PLACEMENTS, ids=str)
 def placement(request: pytest.FixtureRequest) -> Placement:
-    """Every kind of memory this machine has."""
+    """Each kind of memory available on this machine."""
     return request.param
 
 
 @pytest.fixture(scope="session")
 def make() -> Callable[..., Buffer]:
-    """`make(placement, array, dtype=None, size=None)`: a Buffer with memory of its own, holding the bytes of `array`.
+    """`make(placement, array, dtype=None, size=None)` returns a new Buffer with the bytes of `array`.
 
-    The type is the array's own unless given. Without `size` (packed types may end inside the last byte) there are as
-    many elements as the bytes have room for.
+    `dtype` defaults to that of the array, `size` to the number of elements that fit into the bytes. Pass `size` for a
+    packed type that ends inside the last byte.
     """
     return _make
 
 
 @pytest.fixture(scope="session")
 def read() -> Callable[[Buffer], Bytes]:
-    """`read(buffer)`: a copy of its bytes as a uint8 array, once all work on the GPU is done."""
+    """`read(buffer)` synchronizes with the GPU and returns a uint8 copy of the bytes."""
     return _read
 
 

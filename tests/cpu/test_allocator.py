@@ -21,27 +21,27 @@ from kvtier.memory.region import MemoryRef
 from support import held_back, new_stream
 
 MIB = 1 << 20
-PATIENCE_S = 10  # far more than anything here needs: past it, it hangs
+TIMEOUT_S = 10  # far above any expected wait; reached only by a hang
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
 
 
 class Pool:
-    """Memory of any placement behind two callables, which remember what was asked and refuse what is unbalanced."""
+    """An allocator over torch memory that records its calls and rejects an unbalanced deallocation."""
 
     def __init__(self, placement: Placement = CPU) -> None:
         self.placement = placement
         self.live: dict[int, torch.Tensor] = {}
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         self.returned: list[bytes] = []
-        """What was in the memory when it was given back."""
+        """Contents of the memory at each deallocation."""
         self.allocator = Allocator(placement, self._allocate, self._deallocate)
 
     def _allocate(self, nbytes: int) -> int:
         pinned = self.placement == PINNED
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.placement.torch, pin_memory=pinned)
         self.live[tensor.data_ptr()] = tensor
-        self.asked.append(nbytes)
+        self.requested.append(nbytes)
         return tensor.data_ptr()
 
     def _deallocate(self, address: int, nbytes: int) -> None:
@@ -54,8 +54,8 @@ class Pool:
         return len(self.returned)
 
 
-def allocator_that_answers(answer: object) -> Allocator:
-    """One whose allocate function returns this, or raises it, and which has nothing that could be given back."""
+def allocator_returning(answer: object) -> Allocator:
+    """Return an allocator whose allocate function returns `answer`, or raises it if it is an exception."""
 
     def allocate(_nbytes: int) -> object:
         if isinstance(answer, Exception):
@@ -73,11 +73,11 @@ def counters(allocator: Allocator) -> tuple[int, int, int, int]:
     return stats.allocated_bytes, stats.peak_bytes, stats.num_live, stats.num_allocations
 
 
-# ---- the allocators of the placements ----
+# ---- default allocators ----
 
 
 def test_default_allocator_is_shared_and_counts_buffers(placement):
-    gc.collect()  # what other tests left in cycles must not come back in between
+    gc.collect()  # free cycles of other tests now, not between the measurements
     allocator = default_allocator(placement)
     assert default_allocator(placement) is allocator
     assert allocator.placement == placement
@@ -120,7 +120,7 @@ def test_large_allocation_is_aligned_and_outlives_buffer(placement):
 
 
 def test_large_host_allocation_is_not_shared_with_forked_child():
-    """A child made by fork (a data loader's worker, say) must not write into the parent's memory."""
+    """A forked child, such as a data loader worker, must not write into the parent's memory."""
     script = """
         import ctypes, os
         from kvtier.memory import CPU, default_allocator
@@ -146,14 +146,14 @@ def test_default_allocator_without_gpu_raises(text):
         default_allocator(Placement.parse(text))
 
 
-# ---- from two callables ----
+# ---- Allocator.from_callables ----
 
 
 def test_from_callables_allocates_exact_sizes_and_frees_all(placement):
     pool = Pool(placement)
     sizes = [("u8", 1, 1), ("bf16", 3, 6), ("f64", 5, 40), ("u4", 3, 2), ("u2", 5, 2), ("u8", 4097, 4097)]
     buffers = [Buffer(count, name, allocator=pool.allocator) for name, count, _ in sizes]
-    assert pool.asked == [nbytes for _, _, nbytes in sizes]
+    assert pool.requested == [nbytes for _, _, nbytes in sizes]
     assert [buffer.data() for buffer in buffers] == list(pool.live)
     assert pool.num_returned == 0
     buffers.clear()
@@ -173,15 +173,15 @@ def test_buffer_placement_differs_from_allocator_raises():
 
 
 def test_from_callables_null_address_raises_out_of_memory():
-    allocator = allocator_that_answers(0)
+    allocator = allocator_returning(0)
     with pytest.raises(OutOfMemoryError, match="null address"):
         allocator.allocate(64)
     assert counters(allocator) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("answer", [None, "0x10", 4096.0, b"", np.zeros(1)], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("answer", [None, "0x10", 4096.0, b"", np.zeros(1)], ids=lambda value: type(value).__name__)
 def test_from_callables_non_int_address_raises_with_type(answer):
-    allocator = allocator_that_answers(answer)
+    allocator = allocator_returning(answer)
     with pytest.raises(ArgumentError, match=f"as an int, got {type(answer).__name__}"):
         allocator.allocate(64)
     assert counters(allocator) == (0, 0, 0, 0)
@@ -195,9 +195,11 @@ def test_from_callables_negative_address_raises():
     assert counters(allocator) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("error", [MemoryError("full"), RuntimeError("no more")], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    "error", [MemoryError("full"), RuntimeError("exhausted")], ids=lambda value: type(value).__name__
+)
 def test_from_callables_memory_error_raises_out_of_memory(error):
-    allocator = allocator_that_answers(error)
+    allocator = allocator_returning(error)
     with pytest.raises(OutOfMemoryError, match=str(error)) as caught:
         Buffer(64, "u8", allocator=allocator)
     assert caught.value.__cause__ is error
@@ -205,14 +207,14 @@ def test_from_callables_memory_error_raises_out_of_memory(error):
 
 
 def test_from_callables_other_error_propagates():
-    allocator = allocator_that_answers(KeyError("a bug of its own"))
-    with pytest.raises(KeyError, match="a bug of its own"):
+    allocator = allocator_returning(KeyError("bug in allocate"))
+    with pytest.raises(KeyError, match="bug in allocate"):
         allocator.allocate(64)
     assert counters(allocator) == (0, 0, 0, 0)
 
 
 def test_from_callables_allocate_may_free_other_buffers():
-    """As one does that evicts."""
+    """An allocate function that evicts cached buffers does this."""
     cached: list[Buffer] = []
     memory = [ctypes.create_string_buffer(64) for _ in range(3)]
 
@@ -225,14 +227,14 @@ def test_from_callables_allocate_may_free_other_buffers():
     allocator = Allocator("cpu", allocate, lambda address, _nbytes: returned.append(address))
     for _ in memory:
         cached.append(Buffer(64, "u8", allocator=allocator))
-    assert returned == [ctypes.addressof(each) for each in memory[:2]]
+    assert returned == [ctypes.addressof(block) for block in memory[:2]]
     assert counters(allocator) == (64, 64, 1, 3)
 
 
-# ---- who keeps the memory ----
+# ---- lifetime ----
 
-KEEPERS: dict[str, Callable[[Buffer], object]] = {
-    "another name": lambda buffer: buffer,
+OWNERS: dict[str, Callable[[Buffer], object]] = {
+    "same buffer": lambda buffer: buffer,
     "slice": lambda buffer: buffer.slice(4, 2),
     "view": lambda buffer: buffer.view("u8"),
     "slice of a view of a slice": lambda buffer: buffer.slice(4).view("u8").slice(3, 1),
@@ -241,7 +243,7 @@ KEEPERS: dict[str, Callable[[Buffer], object]] = {
     "torch slice": lambda buffer: buffer.torch()[2:3],
     "DLPack": torch.from_dlpack,
 }
-HOST_KEEPERS: dict[str, Callable[[Buffer], object]] = {
+HOST_OWNERS: dict[str, Callable[[Buffer], object]] = {
     "numpy": lambda buffer: buffer.numpy(),
     "numpy slice": lambda buffer: buffer.numpy()[2:3],
     "memoryview": lambda buffer: buffer.memoryview(),
@@ -251,14 +253,14 @@ HOST_KEEPERS: dict[str, Callable[[Buffer], object]] = {
 }
 
 
-@pytest.mark.parametrize("keeper", [*KEEPERS, *HOST_KEEPERS])
-def test_memory_is_freed_once_after_last_reference(placement, keeper):
-    if placement.is_device and keeper in HOST_KEEPERS:
-        pytest.skip("shows host memory")
+@pytest.mark.parametrize("owner", [*OWNERS, *HOST_OWNERS])
+def test_memory_is_freed_once_after_last_reference(placement, owner):
+    if placement.is_device and owner in HOST_OWNERS:
+        pytest.skip("needs host memory")
     pool = Pool(placement)
     buffer = Buffer(8, "i32", allocator=pool.allocator)
     buffer.fill(5)
-    kept = {**KEEPERS, **HOST_KEEPERS}[keeper](buffer)
+    kept = {**OWNERS, **HOST_OWNERS}[owner](buffer)
     del buffer
     assert pool.num_returned == 0
     del kept
@@ -267,11 +269,11 @@ def test_memory_is_freed_once_after_last_reference(placement, keeper):
     assert counters(pool.allocator) == (0, 32, 0, 1)
 
 
-@pytest.mark.parametrize("keeper", ["torch", "numpy", "memoryview", "array protocol", "DLPack"])
-def test_export_outlives_buffer_close(keeper):
+@pytest.mark.parametrize("owner", ["torch", "numpy", "memoryview", "array protocol", "DLPack"])
+def test_export_outlives_buffer_close(owner):
     pool = Pool()
     buffer = Buffer(8, "i32", allocator=pool.allocator)
-    kept = {**KEEPERS, **HOST_KEEPERS}[keeper](buffer)
+    kept = {**OWNERS, **HOST_OWNERS}[owner](buffer)
     buffer.close()
     assert pool.num_returned == 0
     del kept, buffer
@@ -327,7 +329,7 @@ def copy_all(src: Buffer, dst: Buffer, stream: Stream) -> None:
     copy(src, dst, stream=stream)
 
 
-def copy_in_a_batch(src: Buffer, dst: Buffer, stream: Stream) -> None:
+def copy_in_batch(src: Buffer, dst: Buffer, stream: Stream) -> None:
     with context(stream=stream), BatchCopy() as batch:
         batch(src, src.size, dst)
 
@@ -337,9 +339,9 @@ def copy_in_pieces(src: Buffer, dst: Buffer, stream: Stream) -> None:
         batch.pieces(src, [4, 0], 4, dst, [4, 0])
 
 
-@pytest.mark.parametrize("enqueue_copy", [copy_all, copy_in_a_batch, copy_in_pieces])
-@pytest.mark.parametrize("give_up", ["drop", "close"])
-def test_memory_of_pending_copy_is_freed_after_completion(enqueue_copy, give_up):
+@pytest.mark.parametrize("enqueue_copy", [copy_all, copy_in_batch, copy_in_pieces])
+@pytest.mark.parametrize("how", ["drop", "close"])
+def test_memory_of_pending_copy_is_freed_after_completion(enqueue_copy, how):
     sources, targets = Pool(), Pool()
     with new_stream() as stream:
         src, dst = Buffer(8, "u8", allocator=sources.allocator), Buffer(8, "u8", allocator=targets.allocator)
@@ -347,14 +349,14 @@ def test_memory_of_pending_copy_is_freed_after_completion(enqueue_copy, give_up)
         dst.fill(0)
         with held_back(stream):
             enqueue_copy(src, dst, stream)
-            if give_up == "close":
+            if how == "close":
                 src.close()
                 dst.close()
             del src, dst
             assert sources.num_returned == targets.num_returned == 0
             assert not stream.query()
         stream.synchronize()
-    # the thread of the stream has ended, and with it the last reference
+    # closing the stream ended its thread, which held the last reference
     assert sources.num_returned == targets.num_returned == 1
     assert targets.returned == [bytes(range(8))]
 
@@ -399,12 +401,12 @@ def test_memory_used_by_stream_is_freed_after_event():
             dropping = threading.Thread(target=holdings.clear)
             dropping.start()
             assert reached == []
-        dropping.join(PATIENCE_S)
+        dropping.join(TIMEOUT_S)
     assert reached == [True]
 
 
 def test_memory_used_by_failed_stream_is_freed(monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", bool)  # a report is fine; a leak is not
+    monkeypatch.setattr(sys, "unraisablehook", bool)  # reporting the error is allowed, leaking is not
     pool = Pool()
 
     def fail() -> None:
@@ -419,7 +421,7 @@ def test_memory_used_by_failed_stream_is_freed(monkeypatch):
     assert counters(pool.allocator)[2] == 0
 
 
-# ---- counting ----
+# ---- statistics ----
 
 
 def test_allocator_stats_are_zero_initially():
@@ -442,12 +444,12 @@ def test_allocator_peak_remains_after_free():
 def test_zero_byte_buffer_does_not_call_the_callables(placement):
     pool = Pool(placement)
     buffer = Buffer(0, "f32", allocator=pool.allocator)
-    assert buffer  # it has memory: of no bytes
+    assert buffer  # zero bytes of memory are still memory
     assert buffer.tolist() == []
     assert counters(pool.allocator) == (0, 0, 1, 1)
     del buffer
     assert counters(pool.allocator) == (0, 0, 0, 1)
-    assert pool.asked == []
+    assert pool.requested == []
     assert pool.returned == []
 
 
@@ -471,11 +473,11 @@ def test_allocate_negative_size_raises(placement):
 def test_allocator_counters_with_many_threads_are_exact():
     pool = Pool()
 
-    def come_and_go() -> None:
+    def allocate_and_free() -> None:
         for size in range(1, 200):
             pool.allocator.allocate(size)
 
-    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    threads = [threading.Thread(target=allocate_and_free) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -483,7 +485,7 @@ def test_allocator_counters_with_many_threads_are_exact():
     allocated, peak, live, count = counters(pool.allocator)
     assert (allocated, live, count) == (0, 0, 4 * 199)
     assert 199 <= peak <= 4 * 199
-    assert sorted(pool.asked) == sorted(4 * list(range(1, 200)))
+    assert sorted(pool.requested) == sorted(4 * list(range(1, 200)))
 
 
 def test_allocator_repr_shows_counters():
@@ -494,13 +496,13 @@ def test_allocator_repr_shows_counters():
     del held
 
 
-class StatisticsAgainstAModel(RuleBasedStateMachine):
-    """Buffers come and go, with slices and exports of them; the model is the sizes of those still referred to."""
+class StatisticsMachine(RuleBasedStateMachine):
+    """Allocate, export and drop buffers at random. The model is the sizes of the buffers that are still referenced."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = Pool()
-        self.held: list[tuple[int, list[object]]] = []  # size, and everything that keeps the memory
+        self.held: list[tuple[int, list[object]]] = []  # size, and the objects that own the memory
         self.peak = self.count = 0
 
     @rule(nbytes=st.one_of(st.just(0), st.integers(1, 5000)))
@@ -510,25 +512,25 @@ class StatisticsAgainstAModel(RuleBasedStateMachine):
         self.peak = max(self.peak, sum(size for size, _ in self.held))
 
     @rule(nbytes=st.integers(-5000, -1))
-    def ask_for_too_little(self, nbytes: int) -> None:
+    def allocate_negative_size(self, nbytes: int) -> None:
         with pytest.raises(RangeError, match=f"{nbytes}"):
             self.pool.allocator.allocate(nbytes)
 
     @precondition(lambda self: self.held)
-    @rule(which=st.integers(0, 99), keeper=st.sampled_from(["slice", "view", "torch", "numpy", "memoryview"]))
-    def export(self, which: int, keeper: str) -> None:
-        _, keepers = self.held[which % len(self.held)]
-        buffers = [each for each in keepers if isinstance(each, Buffer)]
+    @rule(which=st.integers(0, 99), owner=st.sampled_from(["slice", "view", "torch", "numpy", "memoryview"]))
+    def export(self, which: int, owner: str) -> None:
+        _, owners = self.held[which % len(self.held)]
+        buffers = [item for item in owners if isinstance(item, Buffer)]
         if buffers:
-            keepers.append({**KEEPERS, **HOST_KEEPERS, "slice": lambda buffer: buffer.slice(0)}[keeper](buffers[0]))
+            owners.append({**OWNERS, **HOST_OWNERS, "slice": lambda buffer: buffer.slice(0)}[owner](buffers[0]))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99), part=st.integers(0, 99))
     def drop(self, which: int, part: int) -> None:
         position = which % len(self.held)
-        keepers = self.held[position][1]
-        del keepers[part % len(keepers)]
-        if not keepers:
+        owners = self.held[position][1]
+        del owners[part % len(owners)]
+        if not owners:
             del self.held[position]
 
     @rule()
@@ -536,27 +538,27 @@ class StatisticsAgainstAModel(RuleBasedStateMachine):
         self.pool.allocator.trim()
 
     @invariant()
-    def the_counters_are_those_of_the_model(self) -> None:
+    def counters_match_model(self) -> None:
         stats = self.pool.allocator.stats
-        sizes = [size for size, keepers in self.held if keepers]
-        # an array of no bytes keeps nothing, so an export may outlive the allocation of one
+        sizes = [size for size, owners in self.held if owners]
+        # an export of zero bytes holds no reference, so it may outlive its allocation
         assert stats.allocated_bytes == sum(sizes)
         assert stats.num_live <= len(sizes)
         assert stats.num_live >= sum(size > 0 for size in sizes)
         assert (stats.peak_bytes, stats.num_allocations) == (self.peak, self.count)
 
     @invariant()
-    def the_callables_hold_exactly_what_is_live(self) -> None:
-        sizes = sorted(size for size, keepers in self.held if size and keepers)
+    def callables_hold_exactly_live_memory(self) -> None:
+        sizes = sorted(size for size, owners in self.held if size and owners)
         assert sorted(tensor.nbytes for tensor in self.pool.live.values()) == sizes
-        assert len(self.pool.asked) == len(self.pool.returned) + len(self.pool.live)
+        assert len(self.pool.requested) == len(self.pool.returned) + len(self.pool.live)
 
 
-TestStatisticsAgainstAModel = StatisticsAgainstAModel.TestCase
-TestStatisticsAgainstAModel.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestStatisticsMachine = StatisticsMachine.TestCase
+TestStatisticsMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
-# ---- running out, and trimming ----
+# ---- out of memory, trim ----
 
 
 @pytest.mark.parametrize("nbytes", [1 << 50, 1 << 63, 1 << 70], ids="{:,}".format)
@@ -573,7 +575,7 @@ def test_out_of_memory_error_reports_sizes_and_usage(placement, nbytes):
     assert "the system reports" in message
     assert "unknown" not in message
     assert allocator.stats.num_allocations == before[3]
-    assert allocator.allocate(kept.nbytes).nbytes == 1234  # and it goes on
+    assert allocator.allocate(kept.nbytes).nbytes == 1234  # still usable
 
 
 def test_buffer_too_large_raises_out_of_memory(placement):
@@ -582,9 +584,9 @@ def test_buffer_too_large_raises_out_of_memory(placement):
 
 
 def test_from_callables_out_of_memory_reports_own_usage():
-    allocator = allocator_that_answers(MemoryError("the shelf is empty"))
+    allocator = allocator_returning(MemoryError("pool is empty"))
     with pytest.raises(
-        OutOfMemoryError, match=r"10,000 bytes.*0 bytes in 0 allocations.*unknown amount.*shelf is empty"
+        OutOfMemoryError, match=r"10,000 bytes.*0 bytes in 0 allocations.*unknown amount.*pool is empty"
     ):
         allocator.allocate(10_000)
 
@@ -598,7 +600,7 @@ def test_trim_leaves_live_memory_intact(placement, make, read):
     allocator = default_allocator(placement)
     values = np.arange(100, dtype=np.uint8)
     buffer = make(placement, values)
-    Buffer(3 * MIB, "u8", placement)  # gone at once, to leave something to trim
+    Buffer(3 * MIB, "u8", placement)  # freed at once, so that there is memory to trim
     allocator.trim()
     np.testing.assert_array_equal(read(buffer), values)
     assert Buffer(10, "u8", placement).nbytes == 10

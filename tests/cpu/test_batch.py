@@ -1,4 +1,4 @@
-"""The parts of the batch life cycle: ops, environment, the states of a slot, declarations of modules."""
+"""Parts of the batch life cycle: ops, environment, slot states, module declarations."""
 
 import pytest
 from hypothesis import settings
@@ -14,7 +14,7 @@ PER_BATCH = [op for op in BatchOp if op.per_batch]
 TOKENS, LOGITS = Key("tokens", list), Key("logits", float)
 
 
-def begun(phase=0, sequence=0, rows=2):
+def begun_batch(phase=0, sequence=0, rows=2):
     batch = BatchData(phase)
     batch.begin(sequence, Permutation.identity(rows), ["a", "b", "c"][:rows], [3, 4])
     return batch
@@ -62,7 +62,7 @@ def test_environment_misuse_raises_with_known_entries():
 
 
 def test_environment_holds_batch_and_copy():
-    env, batch, copy = Environment(), begun(), BatchCopy()
+    env, batch, copy = Environment(), begun_batch(), BatchCopy()
     env.produce(BATCH, batch)
     env.produce(COPY, copy)
     assert env.at(BATCH) is batch
@@ -88,7 +88,7 @@ def test_check_modules_with_unwritten_entry_raises():
         check_modules([Writer(), Writer()], [BATCH])
 
 
-# ---- the states of a slot ----
+# ---- slot states ----
 
 
 def test_batch_data_reports_its_sizes():
@@ -103,7 +103,7 @@ def test_batch_data_with_invalid_arguments_raises():
         BatchData(-1)
     with pytest.raises(ArgumentError, match="2 rows needs 2 requests, got 1"):
         BatchData(0).begin(0, Permutation.identity(2), ["a"], [1])
-    batch = begun(sequence=3)
+    batch = begun_batch(sequence=3)
     batch.abandon()
     with pytest.raises(StateError, match="step 3 cannot follow step 3"):
         batch.begin(3, Permutation.identity(0), [], [])
@@ -112,7 +112,7 @@ def test_batch_data_with_invalid_arguments_raises():
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """Any op at any time: only the next one in order is taken, whatever was tried before."""
+    """Try ops at random: only the next op in order is accepted."""
 
     @initialize()
     def start(self):
@@ -120,8 +120,8 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(op=st.sampled_from(list(BatchOp)))
     def try_op(self, op):
-        wanted = None if self.done is None else PER_BATCH[self.done]
-        if op is wanted:
+        expected_op = None if self.done is None else PER_BATCH[self.done]
+        if op is expected_op:
             self.batch.finish(op)
             self.done = None if op is BatchOp.UPDATE else self.done + 1
         else:
@@ -144,7 +144,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.done = None
 
     @invariant()
-    def a_slot_is_free_exactly_between_steps(self):
+    def slot_is_free_between_steps(self):
         if hasattr(self, "batch"):
             assert (self.batch.state == "free") == (self.done is None)
 

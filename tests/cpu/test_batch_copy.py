@@ -1,4 +1,4 @@
-"""BatchCopy on every placement this machine has, against numpy."""
+"""BatchCopy on every available placement, compared with numpy."""
 
 import gc
 import threading
@@ -28,7 +28,7 @@ def numbers(size, seed=0):
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-# ---- one call, one copy ----
+# ---- calls ----
 
 
 def test_batch_copy_copies_at_run_and_not_before(placement, make, read):
@@ -125,7 +125,7 @@ def test_nested_group_raises():
     with batch.group(), pytest.raises(StateError, match="do not nest"), batch.group():
         pass
     with batch.group():
-        pass  # the failed one left no trace
+        pass  # the failed attempt left no state
 
 
 def test_run_inside_group_raises_and_keeps_copies():
@@ -159,7 +159,7 @@ def test_group_left_by_exception_is_closed():
         pass
 
 
-# ---- life of a batch ----
+# ---- lifetime ----
 
 
 def test_batch_copy_left_by_exception_discards_copies():
@@ -207,7 +207,7 @@ def test_batch_copy_keeps_buffers_until_run():
     assert target.tolist() == numbers(4).tolist()
 
 
-# ---- what is refused ----
+# ---- invalid arguments ----
 
 
 def test_batch_copy_with_invalid_arguments_raises():
@@ -254,7 +254,7 @@ def test_pieces_with_invalid_arrays_raise_with_first_bad_piece():
     with pytest.raises(ArgumentError, match="read-only"):
         batch.pieces(dst, [0], 1, Buffer.wrap(b"abcd"), [0])
     with pytest.raises(RangeError, match="piece 0"):
-        batch.pieces(src, [2**63 - 1], [1], dst, [0])  # offset and count together overflow
+        batch.pieces(src, [2**63 - 1], [1], dst, [0])  # offset + count overflows
     with pytest.raises(RangeError, match="piece 0"):
         batch.pieces(src, [0], [2**63 - 1], dst, [1])
     with pytest.raises(TypeError):
@@ -310,17 +310,17 @@ def test_odd_packed_count_copies_like_copy_or_raises(size, n, start):
         return Buffer.pack(np.full(2 * start + size, 9, np.uint8), "u4").slice(2 * start)
 
     n, src = min(n, size), Buffer.pack(np.arange(size, dtype=np.uint8), "u4")
-    one, other = fresh(), fresh()
-    copy(src, n, one)
+    expected, copied = fresh(), fresh()
+    copy(src, n, expected)
     batch = BatchCopy()
     try:
-        batch(src, n, other)
+        batch(src, n, copied)
     except ArgumentError:
         assert n % 2
         assert n < size
         return
     batch.run()
-    assert other.tolist() == one.tolist()
+    assert copied.tolist() == expected.tolist()
 
 
 def test_whole_odd_packed_buffer_is_copied():
@@ -373,7 +373,7 @@ def test_batch_copy_mixes_placements(placement, make, read):
             batch(a, 32, c)
             batch(b, 32, d)
             batch(a.slice(32), 32, c.slice(32))
-        batch(d, 16, a)  # reads what the group wrote
+        batch(d, 16, a)  # reads a result of the group
     assert read(c).tolist() == numbers(64, 1).tolist()
     assert read(d).tolist()[:32] == numbers(64, 2)[:32].tolist()
     assert read(a).tolist()[:16] == numbers(64, 2)[:16].tolist()
@@ -408,7 +408,7 @@ def test_batch_copy_of_gpu_memory_on_host_stream_raises():
         batch.run()
 
 
-# ---- everything at once, against a model ----
+# ---- random batches against a model ----
 
 
 @given(data=st.data())
@@ -429,7 +429,7 @@ def test_dependent_copies_in_one_buffer_keep_order(placement, make, read, data):
 
 
 class BatchMachine(RuleBasedStateMachine):
-    """A batch driven at random over three buffers, beside the list of copies it should make."""
+    """Drive a batch at random over three buffers and compare with a list of expected copies."""
 
     SIZE = 60
 
@@ -440,7 +440,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.batch, self.pending, self.group = BatchCopy(path=path), [], None
 
     @rule(a=st.integers(0, 2), b=st.integers(0, 2), data=st.data(), raw=st.booleans())
-    def one(self, a, b, data, raw):
+    def copy_one(self, a, b, data, raw):
         n = data.draw(st.integers(0, 12))
         x, y = data.draw(st.integers(0, self.SIZE - n)), data.draw(st.integers(0, self.SIZE - n))
         src, dst = self.buffers[a].slice(x), self.buffers[b].slice(y)
@@ -451,7 +451,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.pending.append((a, x, n, b, y))
 
     @rule(a=st.integers(0, 2), b=st.integers(0, 2), count=st.integers(0, 10), seed=st.integers(0, 999))
-    def many(self, a, b, count, seed):
+    def copy_pieces(self, a, b, count, seed):
         random = np.random.default_rng(seed)
         n = random.integers(0, 12, count)
         x, y = random.integers(0, self.SIZE - n + 1), random.integers(0, self.SIZE - n + 1)
@@ -493,7 +493,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.pending = []
 
     @invariant()
-    def bytes_are_those_of_the_model(self):
+    def bytes_match_model(self):
         if hasattr(self, "model"):
             assert all((buffer.numpy() == model).all() for buffer, model in zip(self.buffers, self.model, strict=True))
             assert len(self.batch) == len(self.pending)
@@ -508,7 +508,7 @@ TestBatchMachine.settings = settings(max_examples=60, stateful_step_count=40, de
 
 
 def test_copy_and_batch_copy_share_call_signature(placement, make, read):
-    def both(functor):
+    def copy_twice(functor):
         src, dst = make(placement, numbers(8, 1)), make(placement, np.zeros(8, np.uint8))
         end = functor(src, 3, dst)
         functor(src.slice(5), 3, end)
@@ -516,7 +516,7 @@ def test_copy_and_batch_copy_share_call_signature(placement, make, read):
             functor.run()
         return read(dst).tolist()
 
-    assert both(copy) == both(BatchCopy())
+    assert copy_twice(copy) == copy_twice(BatchCopy())
 
 
 def test_copy_table_runs_unchanged_and_merges_with_others():
@@ -528,7 +528,7 @@ def test_copy_table_runs_unchanged_and_merges_with_others():
         batch.table(table, nbytes=12, **where)
     assert memory[32:48].tolist() == [0, 1, 2, 3, 36, 37, 38, 39, *range(8, 16)]
     assert (batch.result.num_calls, batch.result.num_entries, batch.result.nbytes) == (2, 2, 12)
-    with BatchCopy() as batch:  # among others they are looked at like any
+    with BatchCopy() as batch:  # dependencies between two tables are detected
         batch.table(table, nbytes=12, **where)
         batch.table(np.array([[at + 40, at], [at + 48, at], [2, 0]]), **where)
     assert memory[48:50].tolist() == [8, 9]

@@ -28,8 +28,8 @@ from kvtier.memory import CPU, PINNED, Allocator, Buffer, Placement, Stream, cle
 from kvtier.memory.torch_types import from_torch, torch_dtype
 from support import held_back
 
-names = [each.name for each in dt.ALL]
-packed_names = [each.name for each in dt.ALL if each.bits < 8]
+names = [dtype.name for dtype in dt.ALL]
+packed_names = [dtype.name for dtype in dt.ALL if dtype.bits < 8]
 integer_names = [name for name in names if name[0] in "ui" and name not in packed_names]
 
 
@@ -37,13 +37,13 @@ def counting(values: Any, name: str = "i32") -> np.ndarray:
     return np.arange(values, dtype=dt.dtype(name).numpy)
 
 
-class Grants:
-    """Memory of any placement handed out by two callables, which remember what was asked of them."""
+class RecordingMemory:
+    """Allocate and deallocate functions over torch memory that record their calls."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         self.live: dict[int, torch.Tensor] = {}
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         self.returned: list[tuple[int, int]] = []
 
     def allocator(self) -> Allocator:
@@ -53,7 +53,7 @@ class Grants:
         pinned = self.placement == PINNED
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.placement.torch, pin_memory=pinned)
         self.live[tensor.data_ptr()] = tensor
-        self.asked.append(nbytes)
+        self.requested.append(nbytes)
         return tensor.data_ptr()
 
     def _deallocate(self, pointer: int, nbytes: int) -> None:
@@ -100,7 +100,7 @@ def test_buffer_accepts_placement_by_name(placement):
 
 def test_buffer_of_zero_elements_is_truthy(placement):
     buffer = Buffer(0, "bf16", placement)
-    assert buffer, "truth is whether there is memory, not whether there are elements"
+    assert buffer, "a buffer is true if it has memory, even without elements"
     assert (buffer.size, buffer.nbytes, buffer.tolist()) == (0, 0, [])
     buffer.fill(1)
     clear(buffer)
@@ -109,33 +109,33 @@ def test_buffer_of_zero_elements_is_truthy(placement):
 
 
 def test_buffer_memory_returns_to_its_allocator_once(placement):
-    grants = Grants(placement)
-    allocator = grants.allocator()
+    memory_pool = RecordingMemory(placement)
+    allocator = memory_pool.allocator()
     buffer = Buffer(5, "u4", allocator=allocator)
-    assert (buffer.placement, buffer.data() in grants.live, grants.asked) == (placement, True, [3])
+    assert (buffer.placement, buffer.data() in memory_pool.live, memory_pool.requested) == (placement, True, [3])
     part, pointer = buffer[2:], buffer.data()
     del buffer
     gc.collect()
-    assert grants.returned == [], "a slice keeps it"
+    assert memory_pool.returned == [], "the slice keeps the memory"
     part.fill(3)
     del part
     gc.collect()
-    assert grants.returned == [(pointer, 3)]
+    assert memory_pool.returned == [(pointer, 3)]
     assert allocator.stats.num_live == 0
 
 
 def test_buffer_uses_allocator_of_context(placement):
-    grants = Grants(placement)
-    with context(allocator=grants.allocator()):
+    memory_pool = RecordingMemory(placement)
+    with context(allocator=memory_pool.allocator()):
         buffer = Buffer(8, "u8", placement)
-        assert buffer.data() in grants.live
-    assert Buffer(8, "u8", placement).data() not in grants.live
+        assert buffer.data() in memory_pool.live
+    assert Buffer(8, "u8", placement).data() not in memory_pool.live
 
 
 def test_buffer_from_exhausted_allocator_raises_out_of_memory():
-    broke = Allocator("cpu", lambda _nbytes: 0, lambda _pointer, _nbytes: None)
+    exhausted = Allocator("cpu", lambda _nbytes: 0, lambda _pointer, _nbytes: None)
     with pytest.raises(OutOfMemoryError, match="12,345 bytes of cpu memory"):
-        Buffer(12345, "u8", allocator=broke)
+        Buffer(12345, "u8", allocator=exhausted)
 
 
 def test_from_pointer_does_not_own_memory(placement, make, read):
@@ -154,15 +154,15 @@ def test_from_pointer_keeps_owner_alive(placement, make):
             self.memory = make(placement, counting(4))
 
     owner = Owner()
-    gone = weakref.ref(owner)
+    owner_ref = weakref.ref(owner)
     buffer = Buffer.from_pointer(owner.memory.data(), 4, "i32", placement, owner=owner)[1:]
     del owner
     gc.collect()
-    assert gone() is not None
+    assert owner_ref() is not None
     assert buffer.tolist() == [1, 2, 3]
     del buffer
     gc.collect()
-    assert gone() is None
+    assert owner_ref() is None
 
 
 def test_buffer_negative_size_raises(placement):
@@ -225,14 +225,14 @@ def test_from_pointer_misaligned_address_raises(name, off):
         Buffer.from_pointer(memory.data() + off, 1, name)
 
 
-# ---- equality, truth, description ----
+# ---- equality, truth, repr ----
 
 
 def test_buffers_over_same_elements_are_equal():
     buffer = Buffer(8, "i32")
     assert buffer == buffer[:] == buffer.slice(0, 8)
     same = [buffer.slice(2, 4), buffer[2:6], buffer[1:][1:5], buffer[2:6].view("u8").view("i32")]
-    assert all(each == same[0] for each in same)
+    assert all(part == same[0] for part in same)
     assert len(set(same)) == 1
 
 
@@ -397,10 +397,10 @@ def test_slice_without_size_extends_to_end():
 
 
 @pytest.mark.parametrize(
-    ("base", "size", "asked"),
+    ("base", "size", "requested"),
     [
         (-1, 2, "2 elements from -1"),
-        (0, -1, "-1 elements from 0"),  # -1 is no word for "to the end"
+        (0, -1, "-1 elements from 0"),  # -1 does not mean "to the end"
         (2, -2, "-2 elements from 2"),
         (0, 11, "11 elements from 0"),
         (8, 3, "3 elements from 8"),
@@ -410,8 +410,8 @@ def test_slice_without_size_extends_to_end():
         (1 << 62, 1 << 62, f"{1 << 62} elements from {1 << 62}"),
     ],
 )
-def test_buffer_slice_out_of_range_raises(base, size, asked, placement):
-    with pytest.raises(RangeError, match=rf"{asked} of a Buffer of 10$"):
+def test_buffer_slice_out_of_range_raises(base, size, requested, placement):
+    with pytest.raises(RangeError, match=rf"{requested} of a Buffer of 10$"):
         Buffer(10, "i32", placement).slice(base, size)
 
 
@@ -483,7 +483,7 @@ def test_view_with_partial_element_raises():
     with pytest.raises(ArgumentError, match=r"3 elements of u4 \(12 bits\)"):
         Buffer(3, "u4").view("u8")
     with pytest.raises(ArgumentError, match=r"2 elements of u2 \(4 bits\)"):
-        Buffer(2, "u2").view("fp4")  # half a byte more would come along
+        Buffer(2, "u2").view("fp4")  # would include half a byte of padding
 
 
 def test_misaligned_view_raises():
@@ -531,21 +531,21 @@ def test_borrowed_buffer_reads_and_writes_owner_memory(placement, make):
 
 
 def test_borrowed_buffer_raises_after_owner_is_freed(placement):
-    grants = Grants(placement)
-    owner = Buffer(4, "i32", allocator=grants.allocator())
+    memory_pool = RecordingMemory(placement)
+    owner = Buffer(4, "i32", allocator=memory_pool.allocator())
     borrowed = owner[1:].borrow()
     part = borrowed[1:].view("u8")
     borrowed.fill(1)
     assert borrowed.tolist() == [1, 1, 1]
     del owner
     gc.collect()
-    assert len(grants.returned) == 1
-    for gone in (borrowed, part):
-        assert not gone
+    assert len(memory_pool.returned) == 1
+    for stale in (borrowed, part):
+        assert not stale
         with pytest.raises(ClosedError, match="memory that was freed"):
-            gone.data()
+            stale.data()
         with pytest.raises(ClosedError, match="memory that was freed"):
-            gone.fill(1)
+            stale.fill(1)
 
 
 def test_borrowed_buffer_raises_after_owner_close(placement):
@@ -569,7 +569,7 @@ def test_closing_borrowed_buffer_leaves_owner_open(placement, make):
 
 @dataclass(frozen=True)
 class Oracle:
-    """An element type as numpy and ml_dtypes know it: bit patterns (little end first) and the values they mean."""
+    """Reference implementation of an element type: converts bit patterns (lowest bit first) to values with numpy."""
 
     name: str
 
@@ -582,14 +582,13 @@ class Oracle:
         return dt.dtype(self.name).numpy
 
     def value(self, pattern: np.ndarray) -> Any:
-        """The value of one element's bits."""
         return np.packbits(pattern, bitorder="little").view(self.numpy)[0].item()
 
     def values(self, bits: np.ndarray) -> list[Any]:
         return [self.value(pattern) for pattern in bits.reshape(-1, self.bits)]
 
     def patterns(self) -> st.SearchStrategy[np.ndarray]:
-        """Bits of elements that have one value each: no NaN, and no bool of 2."""
+        """Bit patterns whose value compares equal to itself: no NaN, and bools of 0 or 1 only."""
         codes = st.integers(0, 1 if self.name == "bool" else (1 << self.bits) - 1)
         patterns = codes.map(lambda code: np.array([code >> place & 1 for place in range(self.bits)], np.uint8))
         return patterns.filter(lambda pattern: self.value(pattern) == self.value(pattern))
@@ -609,7 +608,7 @@ def bits_of(data: np.ndarray | bytes) -> np.ndarray:
 @pytest.mark.parametrize("name", names)
 def test_elements_match_numpy(name, placement, make):
     oracle = Oracle(name)
-    # every bit pattern of a small type, some of a large one; bools are 0 and 1
+    # all bit patterns of a small type, some of a large one; bools are 0 and 1
     raw = np.arange(256, dtype=np.uint8)[:2] if name == "bool" else np.arange(256, dtype=np.uint8)
     buffer, expected = make(placement, raw, name), oracle.values(bits_of(raw))
     assert same_values(buffer.tolist(), expected)
@@ -756,12 +755,12 @@ def test_fill_with_non_number_raises(name, value):
         Buffer(3, name).fill(value)
 
 
-# ---- chains of everything, against numpy on the bits ----
+# ---- random operation chains against numpy ----
 
 
 @dataclass(frozen=True)
 class Window:
-    """A Buffer and the bits of the whole memory that are its elements."""
+    """A Buffer and the range of bits of the whole memory that it covers."""
 
     buffer: Buffer
     start: int
@@ -776,7 +775,7 @@ class Window:
         return bits[self.start : self.start + (self.size if count is None else count) * self.width]
 
 
-def sliced(window: Window, base: int, size: int | None) -> Window | None:
+def slice_window(window: Window, base: int, size: int | None) -> Window | None:
     count = window.size - base if size is None else size
     error = None
     if base < 0 or count < 0 or base + count > window.size:
@@ -790,7 +789,7 @@ def sliced(window: Window, base: int, size: int | None) -> Window | None:
     return Window(window.buffer.slice(base, size), window.start + base * window.width, window.name, count)
 
 
-def viewed(window: Window, name: str) -> Window | None:
+def view_window(window: Window, name: str) -> Window | None:
     bits, unit = window.size * window.width, max(8, Oracle(name).bits)
     if name != window.name and (bits % unit or window.start % unit):
         with pytest.raises(ArgumentError):
@@ -799,7 +798,7 @@ def viewed(window: Window, name: str) -> Window | None:
     return Window(window.buffer.view(name), window.start, name, bits // Oracle(name).bits)
 
 
-def copied(source: Window, count: int, target: Window, bits: np.ndarray) -> None:
+def copy_window(source: Window, count: int, target: Window, bits: np.ndarray) -> None:
     if source.name != target.name or not 0 <= count <= min(source.size, target.size):
         with pytest.raises(DTypeError if source.name != target.name else RangeError):
             copy(source.buffer, count, target.buffer)
@@ -817,13 +816,13 @@ def test_random_operation_chain_matches_numpy_bits(placement, make, read, data):
     windows = [Window(root, 0, "u8", len(raw))]
     for _ in range(data.draw(st.integers(1, 12), label="steps")):
         window = data.draw(st.sampled_from(windows))
-        made = None
+        derived = None
         match data.draw(st.sampled_from(["slice", "view", "fill", "set", "copy"])):
             case "slice":
                 base = data.draw(st.integers(-1, window.size + 1))
-                made = sliced(window, base, data.draw(st.none() | st.integers(-1, window.size + 1)))
+                derived = slice_window(window, base, data.draw(st.none() | st.integers(-1, window.size + 1)))
             case "view":
-                made = viewed(window, data.draw(st.sampled_from(names)))
+                derived = view_window(window, data.draw(st.sampled_from(names)))
             case "fill":
                 pattern = data.draw(Oracle(window.name).patterns())
                 window.buffer.fill(Oracle(window.name).value(pattern))
@@ -835,12 +834,12 @@ def test_random_operation_chain_matches_numpy_bits(placement, make, read, data):
                 window.of(bits).reshape(-1, window.width)[index] = pattern
             case "copy":
                 target = data.draw(st.sampled_from(windows))
-                copied(window, data.draw(st.integers(-1, min(window.size, target.size) + 1)), target, bits)
-        if made is not None:
-            windows.append(made)
+                copy_window(window, data.draw(st.integers(-1, min(window.size, target.size) + 1)), target, bits)
+        if derived is not None:
+            windows.append(derived)
     assert np.array_equal(bits_of(read(root)), bits)
     for window in windows:
-        if window.name != "bool":  # a byte other than 0 and 1 is no bool
+        if window.name != "bool":  # bytes other than 0 and 1 are not valid bools
             assert same_values(window.buffer.tolist(), Oracle(window.name).values(window.of(bits)))
 
 
@@ -869,17 +868,17 @@ def test_element_read_waits_for_context_stream(placement):
 
 
 def test_close_during_stream_write_defers_free():
-    grants, stream = Grants(CPU), Stream("cpu")
-    buffer = Buffer(4, "u8", allocator=grants.allocator())
+    memory_pool, stream = RecordingMemory(CPU), Stream("cpu")
+    buffer = Buffer(4, "u8", allocator=memory_pool.allocator())
     with held_back(stream):
         buffer.fill(1, stream)
         buffer.close()
         del buffer
         gc.collect()
-        assert grants.returned == []
+        assert memory_pool.returned == []
     stream.synchronize()
     gc.collect()
-    assert len(grants.returned) == 1
+    assert len(memory_pool.returned) == 1
     stream.close()
 
 
@@ -963,15 +962,15 @@ def test_closed_buffer_keeps_its_description(placement):
 
 
 def test_buffer_close_frees_memory_at_once(placement):
-    grants = Grants(placement)
-    buffer = Buffer(4, "i32", allocator=grants.allocator())
+    memory_pool = RecordingMemory(placement)
+    buffer = Buffer(4, "i32", allocator=memory_pool.allocator())
     part = buffer[1:]
     pointer = buffer.data()
     buffer.fill(3)
     assert part.tolist() == [3, 3, 3]
     buffer.close()
     gc.collect()
-    assert grants.returned == [(pointer, 16)]
+    assert memory_pool.returned == [(pointer, 16)]
     assert not part
 
 
@@ -995,7 +994,7 @@ def test_read_only_buffer_write_raises(part):
         lambda: clear(buffer),
         lambda: copy(Buffer(buffer.size, buffer.dtype), buffer),
         lambda: copy(Buffer(1, buffer.dtype), 1, buffer),
-        lambda: buffer.torch(),  # torch tensors have no read-only
+        lambda: buffer.torch(),  # torch has no read-only tensors
         lambda: buffer.bytes_tensor(write=True),
     ):
         with pytest.raises(ArgumentError, match="read-only"):
@@ -1091,7 +1090,7 @@ def test_pack_elements_of_other_dtype_raises(values, name):
         Buffer.pack(values, name)
 
 
-# ---- memory that is not ours ----
+# ---- foreign memory ----
 
 
 def test_from_pointer_wraps_ctypes_memory():

@@ -24,13 +24,13 @@ def run_kvtier(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def exit_code_of(*arguments: str) -> object:
-    with pytest.raises(SystemExit) as left:
+def exit_code(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as exited:
         main(arguments)
-    return left.value.code
+    return exited.value.code
 
 
-# ---- as a command ----
+# ---- command ----
 
 
 def test_python_m_kvtier_runs_the_command():
@@ -45,7 +45,7 @@ def test_cli_unknown_command_exits_2_and_lists_commands():
     assert done.returncode == 2
     assert done.stdout == ""
     assert "cure" in done.stderr
-    assert "doctor" in done.stderr  # what it does know
+    assert "doctor" in done.stderr  # lists the known commands
     assert "Traceback" not in done.stderr
 
 
@@ -55,35 +55,35 @@ def test_console_script_entry_point_is_main():
     assert getattr(importlib.import_module(module), name) is main
 
 
-# ---- what it says of itself ----
+# ---- version and help ----
 
 
 def test_cli_version_matches_package(capsys):
-    assert exit_code_of("--version") == 0
+    assert exit_code("--version") == 0
     assert capsys.readouterr().out == f"kvtier {kvtier.__version__}\n"
 
 
 def test_cli_help_lists_commands(capsys):
-    assert exit_code_of("--help") == 0
-    shown = capsys.readouterr().out
-    assert "usage: kvtier" in shown
-    assert "doctor" in shown
-    assert "hardware and packages of this machine" in shown
+    assert exit_code("--help") == 0
+    output = capsys.readouterr().out
+    assert "usage: kvtier" in output
+    assert "doctor" in output
+    assert "hardware and packages of this machine" in output
 
 
 def test_cli_command_help_lists_options(capsys):
-    assert exit_code_of("doctor", "--help") == 0
-    shown = capsys.readouterr().out
-    assert "--json" in shown
-    assert "--calibrate" in shown
+    assert exit_code("doctor", "--help") == 0
+    output = capsys.readouterr().out
+    assert "--json" in output
+    assert "--calibrate" in output
 
 
 @pytest.mark.parametrize("arguments", [(), ("cure",), ("doctor", "--no-such-option"), ("doctor", "extra")])
 def test_cli_invalid_arguments_exit_2_with_usage(capsys, arguments):
-    assert exit_code_of(*arguments) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "usage: kvtier" in shown.err
+    assert exit_code(*arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "usage: kvtier" in output.err
 
 
 # ---- doctor ----
@@ -92,47 +92,47 @@ def test_cli_invalid_arguments_exit_2_with_usage(capsys, arguments):
 def test_doctor_prints_one_line_per_finding(capsys):
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    found = dict(line.split("  ", 1) for line in lines)
-    assert found["kvtier"].strip() == kvtier.__version__
-    assert found["torch"].strip().startswith(torch.__version__)
-    assert found["best host memory"].strip() == str(best_host())
-    assert len(found) == len(lines)
+    findings = dict(line.split("  ", 1) for line in lines)
+    assert findings["kvtier"].strip() == kvtier.__version__
+    assert findings["torch"].strip().startswith(torch.__version__)
+    assert findings["best host memory"].strip() == str(best_host())
+    assert len(findings) == len(lines)
 
 
 def test_doctor_json_matches_text_output(capsys):
     main(["doctor"])
     table = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert main(["doctor", "--json"]) == 0
-    shown = capsys.readouterr().out
-    found = json.loads(shown)
-    assert shown.count("\n") == 1
-    assert {name: value.strip() for name, value in table.items()} == found
+    output = capsys.readouterr().out
+    findings = json.loads(output)
+    assert output.count("\n") == 1
+    assert {name: value.strip() for name, value in table.items()} == findings
 
 
 def test_doctor_lists_working_copy_paths(capsys):
     main(["doctor", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    paths = found["copy cpu to cpu"]
+    findings = json.loads(capsys.readouterr().out)
+    paths = findings["copy cpu to cpu"]
     assert "loop" in paths
-    assert "host" in paths  # "host", or "no host (why)"
+    assert "host" in paths  # "host", or "no host (reason)"
 
 
 def test_doctor_reports_gpu_or_none(capsys):
     main(["doctor", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    findings = json.loads(capsys.readouterr().out)
     if torch.cuda.is_available():
-        assert torch.cuda.get_device_name(0) in found["cuda:0"]
-        assert "copy cuda:0 to pinned" in found
+        assert torch.cuda.get_device_name(0) in findings["cuda:0"]
+        assert "copy cuda:0 to pinned" in findings
     else:
-        assert found["GPU"] == "none: everything runs on the CPU"
+        assert findings["GPU"] == "none: everything runs on the CPU"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the copy paths of the GPU and keeps the result")
 def test_doctor_calibrate_without_gpu_succeeds(capsys):
     assert main(["doctor", "--calibrate"]) == 0
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    assert "none: everything runs on the CPU" in shown.out
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert "none: everything runs on the CPU" in output.out
 
 
 def test_doctor_shows_the_cache_directory(monkeypatch, tmp_path, capsys):
@@ -142,13 +142,13 @@ def test_doctor_shows_the_cache_directory(monkeypatch, tmp_path, capsys):
 
 
 def test_doctor_reports_unusable_cache_directory(monkeypatch, capsys):
-    """Finding out is what it is for: a machine with a problem is no reason to fail."""
+    """The command diagnoses problems, so a problem of the machine is not an error."""
     monkeypatch.setenv("KVTIER_CACHE_DIR", "/dev/null/kvtier")
     assert main(["doctor", "--json"]) == 0
     assert "/dev/null/kvtier" in json.loads(capsys.readouterr().out)["cache directory"]
 
 
-# ---- bytes, pipes and files that fail ----
+# ---- invalid bytes, closed pipes, unreadable files ----
 
 
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -156,7 +156,7 @@ BAD_BYTES = b"\xff\xfe"
 
 
 def run_raw(*arguments: str | bytes, output: str | None = None, stdin: bytes = b"", **environment: str):
-    """The command as a shell runs it; standard output may be a file of this name."""
+    """Run the command in a subprocess, with standard output written to the file `output` if given."""
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(open(output, "wb")) if output else subprocess.PIPE
         return subprocess.run(
@@ -168,7 +168,7 @@ def run_raw(*arguments: str | bytes, output: str | None = None, stdin: bytes = b
         )
 
 
-def must_fail_in_one_line(done, code: int = 1) -> None:
+def assert_fails_in_one_line(done, code: int = 1) -> None:
     assert done.returncode == code, done.stderr
     assert b"Traceback" not in done.stderr, done.stderr
     assert b"Exception ignored" not in done.stderr, done.stderr
@@ -178,7 +178,7 @@ def must_fail_in_one_line(done, code: int = 1) -> None:
 @pytest.mark.parametrize("arguments", [["completion", "bash"], ["--help"], ["serve", "--help"], ["--version"]])
 def test_cli_with_full_standard_output_fails_in_one_line(arguments):
     done = run_raw(*arguments, output="/dev/full")
-    must_fail_in_one_line(done)
+    assert_fails_in_one_line(done)
     assert b"No space left" in done.stderr
 
 
@@ -207,15 +207,15 @@ def test_cli_with_closed_pipe_exits_silently():
     ],
 )
 def test_cli_with_non_text_argument_fails_in_one_line(locale, arguments, code):
-    encoded = [each if isinstance(each, bytes) else each.encode() for each in arguments]
-    must_fail_in_one_line(run_raw(*encoded, **locale), code)
+    encoded = [arg if isinstance(arg, bytes) else arg.encode() for arg in arguments]
+    assert_fails_in_one_line(run_raw(*encoded, **locale), code)
 
 
 def test_cli_with_non_text_input_fails_in_one_line():
-    must_fail_in_one_line(run_raw("generate", stdin=BAD_BYTES))
+    assert_fails_in_one_line(run_raw("generate", stdin=BAD_BYTES))
 
 
 def test_cli_with_unreadable_config_fails_in_one_line(tmp_path):
     (tmp_path / "bytes.toml").write_bytes(BAD_BYTES)
     for path in (tmp_path, tmp_path / "bytes.toml", tmp_path / "none.toml"):
-        must_fail_in_one_line(run_raw("completion", "bash", "--config", str(path)))
+        assert_fails_in_one_line(run_raw("completion", "bash", "--config", str(path)))

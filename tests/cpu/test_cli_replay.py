@@ -1,4 +1,4 @@
-"""`kvtier replay` and `kvtier plan` as commands."""
+"""The commands `kvtier replay` and `kvtier plan`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ MODEL = {"layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "params": 1e9, 
 
 @pytest.fixture
 def files(tmp_path):
-    """A trace and a model of which it fills some GiB."""
+    """Write a trace and a model whose KV cache takes a few GiB; return the command line arguments."""
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), tmp_path / "t.jsonl.gz")
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     return [str(tmp_path / "t.jsonl.gz"), "--model", str(tmp_path / "model.json"), "--device", "4GiB", "--jobs", "1"]
 
 
-def told(capsys, *arguments: str) -> dict:
+def run_json(capsys, *arguments: str) -> dict:
     assert main([*arguments, "--json"]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.count("\n") == 1
-    return json.loads(shown.out)
+    output = capsys.readouterr()
+    assert output.out.count("\n") == 1
+    return json.loads(output.out)
 
 
 def test_replay_json_matches_simulation(files, capsys):
     sizes = ["--host", "4GiB", "--disk", "64GiB", "--policy", "lru,arc,s3fifo", "--capacities", "5"]
-    result = told(capsys, "replay", *files, *sizes)
+    result = run_json(capsys, "replay", *files, *sizes)
     setups = [
         Deployment(
             preset(ModelSpec, files[2]),
@@ -47,20 +47,20 @@ def test_replay_json_matches_simulation(files, capsys):
         )
         for policy in ("lru", "arc", "s3fifo")
     ]
-    wanted = simulate(read_trace(files[0]).requests, setups)
+    expected = simulate(read_trace(files[0]).requests, setups)
     assert [run["policy"] for run in result["results"]] == ["lru", "arc", "s3fifo"]
-    for run, summary in zip(result["results"], wanted, strict=True):
+    for run, summary in zip(result["results"], expected, strict=True):
         assert run["ttft"] == summary.ttft
         assert run["hit_rates"] == summary.hit_rates
         assert run["evictions"] == summary.evictions
     assert {point["policy"] for point in result["curve"]} == {"lru", "arc", "s3fifo", "optimum"}
-    assert result == told(capsys, "replay", *files, *sizes), "deterministic"
+    assert result == run_json(capsys, "replay", *files, *sizes), "deterministic"
 
 
 def test_replay_table_has_tiers_latencies_and_bandwidths(files, capsys):
     assert main(["replay", *files, "--host", "4GiB", "--disk", "64GiB", "--capacities", "0"]) == 0
-    shown = capsys.readouterr().out
-    for wanted in (
+    output = capsys.readouterr().out
+    for expected in (
         "device",
         "host",
         "disk",
@@ -71,8 +71,8 @@ def test_replay_table_has_tiers_latencies_and_bandwidths(files, capsys):
         "disk GB/s",
         "evicted from host",
     ):
-        assert wanted in shown
-    assert "dead on arrival" in shown
+        assert expected in output
+    assert "dead on arrival" in output
 
 
 def test_replay_reports_overloaded_gpus(capsys):
@@ -81,12 +81,14 @@ def test_replay_reports_overloaded_gpus(capsys):
 
 
 def test_plan_prints_advice_and_effect_of_more_memory(files, capsys, tmp_path):
-    result = told(capsys, "plan", *files, "--ttft-p99", "500ms", "--limit", "40", "--html", str(tmp_path / "p.html"))
+    result = run_json(
+        capsys, "plan", *files, "--ttft-p99", "500ms", "--limit", "40", "--html", str(tmp_path / "p.html")
+    )
     assert result["advice"]["target_ttft_p99"] == 0.5
     assert any("100 GiB more host memory would change the hit rate by" in line for line in result["advice"]["text"])
     assert result["prices"]["source"]
     assert result["prices"]["assumed"] == []
-    assert "<svg" not in (tmp_path / "p.html").read_text(), "drawn by the page itself"
+    assert "<svg" not in (tmp_path / "p.html").read_text(), "the page draws its plots in the browser"
     assert main(["plan", *files, "--ttft-p99", "500ms", "--limit", "40"]) == 0
     assert result["advice"]["text"][0] in capsys.readouterr().out
 
@@ -94,38 +96,40 @@ def test_plan_prints_advice_and_effect_of_more_memory(files, capsys, tmp_path):
 @pytest.mark.parametrize("command", [["replay", "--capacities", "0"], ["plan", "--ttft-p99", "500ms"]])
 def test_refused_requests_are_reported_only_if_any(command, files, capsys):
     assert main([command[0], *files, *command[1:]]) == 0
-    shown = capsys.readouterr().out
-    assert "are refused" not in shown
-    assert "\nrefused " not in shown
+    output = capsys.readouterr().out
+    assert "are refused" not in output
+    assert "\nrefused " not in output
     blocks = max(request.input_tokens for request in read_trace(files[0]).requests) // 512
-    little = f"{blocks * 512 * preset(ModelSpec, files[2]).token_bytes}B"
-    arguments = [command[0], *files, *command[1:], "--device", little]
-    runs = told(capsys, *arguments)["results"]
+    small_device = f"{blocks * 512 * preset(ModelSpec, files[2]).token_bytes}B"
+    arguments = [command[0], *files, *command[1:], "--device", small_device]
+    runs = run_json(capsys, *arguments)["results"]
     refused, count = runs[0]["num_refused"], runs[0]["num_requests"]
     assert refused > 0
     assert main(arguments) == 0
-    shown = capsys.readouterr().out
-    assert f"{refused} of {count} requests are refused: they need more KV than fits on the GPUs" in shown
-    row = next(line for line in shown.splitlines() if line.startswith("refused "))
+    output = capsys.readouterr().out
+    assert f"{refused} of {count} requests are refused: they need more KV than fits on the GPUs" in output
+    row = next(line for line in output.splitlines() if line.startswith("refused "))
     assert row.split()[1:] == [str(run["num_refused"]) for run in runs]
 
 
 def test_replay_lists_assumed_values(capsys):
     options = ["synthetic:sessions=2", "--capacities", "0", "--device", "20GiB"]
-    guessed = told(capsys, "replay", *options, "--gpu", "a100")["setup"]["assumed"]["gpu"]
-    assert guessed["link_bandwidth"] == preset(GpuSpec, "a100").link_bandwidth
+    assumed = run_json(capsys, "replay", *options, "--gpu", "a100")["setup"]["assumed"]["gpu"]
+    assert assumed["link_bandwidth"] == preset(GpuSpec, "a100").link_bandwidth
     assert main(["replay", *options, "--gpu", "a100"]) == 0
-    shown = capsys.readouterr().out
-    assert f"Assumed, without a source: gpu link_bandwidth {guessed['link_bandwidth']:g}, gpu compute_share" in shown
-    assert "Sources: model: meta-llama/Meta-Llama-3-8B" in shown
-    assert told(capsys, "replay", *options, "--gpu", "h200")["setup"]["assumed"]["gpu"] == {}
+    output = capsys.readouterr().out
+    assert f"Assumed, without a source: gpu link_bandwidth {assumed['link_bandwidth']:g}, gpu compute_share" in output
+    assert "Sources: model: meta-llama/Meta-Llama-3-8B" in output
+    assert run_json(capsys, "replay", *options, "--gpu", "h200")["setup"]["assumed"]["gpu"] == {}
 
 
 def test_replay_synthetic_trace_with_speed_and_replicas(capsys):
     options = ["--capacities", "0", "--jobs", "1", "--device", "20GiB"]
-    one = told(capsys, "replay", "synthetic:sessions=20,turns=3,seed=9", *options)
+    one = run_json(capsys, "replay", "synthetic:sessions=20,turns=3,seed=9", *options)
     assert one["trace"]["num_requests"] == len(list(generate(SyntheticTrace(sessions=20, turns=3.0, seed=9))))
-    fast = told(capsys, "replay", "synthetic:sessions=20,turns=3,seed=9", *options, "--speed", "4", "--replicas", "2")
+    fast = run_json(
+        capsys, "replay", "synthetic:sessions=20,turns=3,seed=9", *options, "--speed", "4", "--replicas", "2"
+    )
     assert fast["trace"]["seconds"] == pytest.approx(one["trace"]["seconds"] / 4)
     assert fast["results"][0]["num_requests"] == one["results"][0]["num_requests"]
 
@@ -136,16 +140,16 @@ def test_replay_reports_and_counts_invalid_lines(tmp_path, capsys):
     path.write_text(path.read_text() + "{]\n" + '{"timestamp": 1}\n' * 9)
     arguments = ["replay", str(path), "--device", "8GiB", "--capacities", "0"]
     assert main([*arguments, "--json"]) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["trace"]["num_problems"] == 10
+    output = capsys.readouterr()
+    assert json.loads(output.out)["trace"]["num_problems"] == 10
     number = path.read_text().splitlines().index("{]") + 1
-    assert f"{path}:{number}: not JSON" in shown.err
-    assert "invalid lines that were skipped: 10, 5 more than shown" in shown.err
+    assert f"{path}:{number}: not JSON" in output.err
+    assert "invalid lines that were skipped: 10, 5 more than shown" in output.err
     assert main([*arguments, "--strict"]) == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "message"),
     [
         (["none.jsonl"], "cannot read the trace none.jsonl"),
         (["synthetic:turn=3"], "unknown knob 'turn' of a synthetic trace; known: sessions"),
@@ -170,11 +174,11 @@ def test_replay_reports_and_counts_invalid_lines(tmp_path, capsys):
         ),
     ],
 )
-def test_replay_with_invalid_option_fails_in_one_line(arguments, what, capsys):
+def test_replay_with_invalid_option_fails_in_one_line(arguments, message, capsys):
     assert main(["replay", *arguments]) == 1
-    shown = capsys.readouterr().err
-    assert what in shown
-    assert "Traceback" not in shown
+    output = capsys.readouterr().err
+    assert message in output
+    assert "Traceback" not in output
 
 
 def test_size_and_seconds_parse_units():
@@ -195,7 +199,7 @@ def test_size_and_seconds_parse_units():
 
 
 def test_replay_with_invalid_size_exits_2(capsys):
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         main(["replay", "t.jsonl", "--host", "lots"])
-    assert left.value.code == 2
+    assert exited.value.code == 2
     assert "expected a number and a unit" in capsys.readouterr().err

@@ -32,7 +32,7 @@ GPU = Placement("cuda", 0)
 
 
 def new_allocator(placement: Placement = CPU) -> Allocator:
-    """An allocator told from the default one by who it is; its memory is torch's."""
+    """Return an allocator over torch memory that is not the default one."""
     live: dict[int, torch.Tensor] = {}
 
     def allocate(nbytes: int) -> int:
@@ -46,31 +46,31 @@ def new_allocator(placement: Placement = CPU) -> Allocator:
     return Allocator(placement, allocate, deallocate)
 
 
-def in_force() -> tuple[Stream | None, Allocator]:
+def current() -> tuple[Stream | None, Allocator]:
     return current_stream(CPU), current_allocator(CPU)
 
 
 DEFAULTS = (None, default_allocator(CPU))
 
 
-def in_a_new_thread(call: Callable[[], Any]) -> Any:
+def in_new_thread(call: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result()
 
 
-# ---- what is in force ----
+# ---- current values ----
 
 
 def test_without_context_defaults_are_current():
-    assert in_force() == DEFAULTS
+    assert current() == DEFAULTS
 
 
 def test_context_sets_and_restores_stream_and_allocator():
     allocator = new_allocator()
     with new_stream() as stream:
         with context(stream=stream, allocator=allocator):
-            assert in_force() == (stream, allocator)
-        assert in_force() == DEFAULTS
+            assert current() == (stream, allocator)
+        assert current() == DEFAULTS
 
 
 def test_nested_contexts_restore_outer_values():
@@ -78,35 +78,35 @@ def test_nested_contexts_restore_outer_values():
     with new_stream() as outer, new_stream() as inner:
         with context(stream=outer, allocator=first):
             with context(stream=inner, allocator=second):
-                assert in_force() == (inner, second)
-            assert in_force() == (outer, first)
+                assert current() == (inner, second)
+            assert current() == (outer, first)
             with context(stream=inner):
-                assert in_force() == (inner, first)
-            assert in_force() == (outer, first)
-        assert in_force() == DEFAULTS
+                assert current() == (inner, first)
+            assert current() == (outer, first)
+        assert current() == DEFAULTS
 
 
 def test_context_keeps_values_not_given():
     allocator = new_allocator()
     with new_stream() as stream, context(stream=stream, allocator=allocator):
         with context():
-            assert in_force() == (stream, allocator)
+            assert current() == (stream, allocator)
         with context(stream=None, allocator=None):
-            assert in_force() == (stream, allocator)
+            assert current() == (stream, allocator)
         with context(allocator=[]):
-            assert in_force() == (stream, allocator)
+            assert current() == (stream, allocator)
         with new_stream() as other, context(stream=other):
-            assert in_force() == (other, allocator)
+            assert current() == (other, allocator)
         with context(allocator=new_allocator()):
-            assert in_force()[0] is stream
+            assert current()[0] is stream
 
 
 def test_context_accepts_current_values_again():
     allocator = new_allocator()
     with new_stream() as stream, context(stream=stream, allocator=allocator):
         with context(stream=stream, allocator=allocator):
-            assert in_force() == (stream, allocator)
-        assert in_force() == (stream, allocator)
+            assert current() == (stream, allocator)
+        assert current() == (stream, allocator)
 
 
 def test_context_left_by_exception_restores_values():
@@ -118,18 +118,18 @@ def test_context_left_by_exception_restores_values():
             context(stream=stream, allocator=new_allocator()),
         ):
             raise ValueError("inside")
-        assert in_force() == (None, outer)
-    assert in_force() == DEFAULTS
+        assert current() == (None, outer)
+    assert current() == DEFAULTS
 
 
 def test_context_left_by_return_restores_values():
-    def leave_early(stream: Stream) -> Stream | None:
+    def return_inside(stream: Stream) -> Stream | None:
         with context(stream=stream):
             return current_stream(CPU)
 
     with new_stream() as stream:
-        assert leave_early(stream) is stream
-    assert in_force() == DEFAULTS
+        assert return_inside(stream) is stream
+    assert current() == DEFAULTS
 
 
 # ---- allocators ----
@@ -145,7 +145,7 @@ def test_context_holds_one_allocator_per_placement():
 
 def test_context_accepts_any_iterable_of_allocators():
     host, pinned = new_allocator(CPU), new_allocator(PINNED)
-    with context(allocator=(each for each in (host, pinned))):
+    with context(allocator=(allocator for allocator in (host, pinned))):
         assert current_allocator(CPU) is host
         assert current_allocator(PINNED) is pinned
 
@@ -200,8 +200,8 @@ def test_copies_run_on_context_stream():
             copy(Buffer.wrap(bytes([1, 2, 3, 4])), target)
             with BatchCopy() as batch:
                 batch(Buffer.wrap(bytes([9])), 1, target)
-        assert target.tolist() == [0, 0, 0, 0]  # read without the stream, which still waits
-    assert target.tolist() == [9, 2, 3, 4]  # closing the stream finished it
+        assert target.tolist() == [0, 0, 0, 0]  # read outside the stream, which is still blocked
+    assert target.tolist() == [9, 2, 3, 4]  # closing the stream ran its tasks
 
 
 def test_work_after_context_runs_immediately():
@@ -274,71 +274,71 @@ def test_gpu_work_on_host_stream_raises_in_every_call(placement):
 
 def test_new_thread_starts_with_defaults():
     with new_stream() as stream, context(stream=stream, allocator=new_allocator()):
-        assert in_a_new_thread(in_force) == DEFAULTS
+        assert in_new_thread(current) == DEFAULTS
 
 
 def test_host_stream_tasks_start_with_defaults():
     seen: list[object] = []
     with new_stream() as stream, context(stream=stream, allocator=new_allocator()):
-        stream.enqueue(lambda: seen.append(in_force()))
+        stream.enqueue(lambda: seen.append(current()))
         stream.synchronize()
     assert seen == [DEFAULTS]
 
 
 def test_threads_have_separate_contexts():
-    inside, looked = threading.Event(), threading.Event()
+    inside, checked = threading.Event(), threading.Event()
     seen: list[object] = []
 
-    def hold_a_context() -> None:
+    def hold_context() -> None:
         with new_stream() as stream, context(stream=stream, allocator=new_allocator()):
             inside.set()
-            looked.wait()
-            seen.append(in_force()[0] is stream)
+            checked.wait()
+            seen.append(current()[0] is stream)
 
-    thread = threading.Thread(target=hold_a_context)
+    thread = threading.Thread(target=hold_context)
     thread.start()
     inside.wait()
-    before = in_force()
+    before = current()
     with context(allocator=new_allocator()):
-        looked.set()
+        checked.set()
         thread.join()
     assert before == DEFAULTS
     assert seen == [True]
 
 
 def test_interleaved_asyncio_tasks_have_separate_contexts():
-    async def hold_a_context(stream: Stream, allocator: Allocator, turn: asyncio.Barrier) -> None:
+    async def hold_context(stream: Stream, allocator: Allocator, turn: asyncio.Barrier) -> None:
         with context(stream=stream, allocator=allocator):
-            await turn.wait()  # every task is inside its block now
-            assert in_force() == (stream, allocator)
+            await turn.wait()  # all tasks are inside their blocks
+            assert current() == (stream, allocator)
             await turn.wait()
         await turn.wait()
-        assert in_force() == DEFAULTS
+        assert current() == DEFAULTS
 
     async def main() -> None:
         with new_stream() as first, new_stream() as second:
             turn = asyncio.Barrier(3)
-            tasks = [hold_a_context(each, new_allocator(), turn) for each in (first, second)]
+            tasks = [hold_context(stream, new_allocator(), turn) for stream in (first, second)]
             running = [asyncio.create_task(task) for task in tasks]
             for _ in range(3):
                 await turn.wait()
-                assert in_force() == DEFAULTS
+                assert current() == DEFAULTS
             await asyncio.gather(*running)
 
     asyncio.run(main())
 
 
 def test_asyncio_task_inherits_context_at_creation():
-    async def look() -> object:
-        return in_force()
+    async def read_current() -> object:
+        return current()
 
     async def main() -> None:
         allocator = new_allocator()
         with new_stream() as stream:
             with context(stream=stream, allocator=allocator):
-                task = asyncio.create_task(look())
-                called = asyncio.create_task(asyncio.to_thread(in_force))
-            assert in_force() == DEFAULTS
+                task = asyncio.create_task(read_current())
+                called = asyncio.create_task(asyncio.to_thread(current))
+            assert current() == DEFAULTS
             assert await task == (stream, allocator)
             assert await called == (stream, allocator)
 
@@ -346,18 +346,18 @@ def test_asyncio_task_inherits_context_at_creation():
 
 
 def test_cancelled_asyncio_task_does_not_leak_context():
-    async def hold_a_context(inside: asyncio.Event) -> None:
+    async def hold_context(inside: asyncio.Event) -> None:
         with context(allocator=new_allocator()):
             inside.set()
             await asyncio.Event().wait()
 
     async def main() -> None:
         inside = asyncio.Event()
-        task = asyncio.create_task(hold_a_context(inside))
+        task = asyncio.create_task(hold_context(inside))
         await inside.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert in_force() == DEFAULTS
+        assert current() == DEFAULTS
 
     asyncio.run(main())

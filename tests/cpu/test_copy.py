@@ -16,8 +16,8 @@ from kvtier.errors import ArgumentError, ClosedError, DTypeError, RangeError, St
 from kvtier.memory import CPU, Allocator, Buffer, Placement, Stream, best_host, clear, context, copy, empty_like
 from support import held_back
 
-names = [each.name for each in dt.ALL]
-packed = [each.name for each in dt.ALL if each.is_packed]
+names = [dtype.name for dtype in dt.ALL]
+packed = [dtype.name for dtype in dt.ALL if dtype.is_packed]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
@@ -25,12 +25,12 @@ def bits_of(data: np.ndarray | bytes) -> np.ndarray:
     return np.unpackbits(np.frombuffer(bytes(data), np.uint8), bitorder="little")
 
 
-@functools.cache  # one thread for all examples of a property
+@functools.cache  # share one thread between all hypothesis examples
 def stream_of(placement: Placement) -> Stream:
     return Stream(placement)
 
 
-# ---- whole and in part ----
+# ---- whole and partial copies ----
 
 
 @pytest.mark.parametrize("name", names)
@@ -144,7 +144,7 @@ def test_copy_on_host_stream_runs_in_stream_order(how):
         else:
             with context(stream=stream):
                 copy(Buffer.wrap(b"abc"), target)
-        assert memory == bytes(3), "it did not wait its turn"
+        assert memory == bytes(3), "the copy ran before its turn"
     stream.synchronize()
     assert memory == b"abc"
     stream.close()
@@ -182,7 +182,7 @@ def test_copy_of_gpu_memory_on_host_stream_raises():
     device = Buffer(4, "u8", "cuda:0")
     with pytest.raises(ArgumentError, match=r"cuda:0 .* stream on cpu"):
         copy(device, Buffer(4, "u8"), stream=Stream("cpu"))
-    # synchronizing it would not wait for the GPU
+    # synchronizing a pinned stream would not wait for the GPU
     with pytest.raises(ArgumentError, match=r"cuda:0 .* stream on pinned"):
         copy(device, Buffer(4, "u8", "pinned"), stream=Stream("pinned"))
     with context(stream=Stream("cpu")), pytest.raises(ArgumentError, match=r"current stream is on cpu.*cuda:0"):
@@ -201,7 +201,7 @@ def test_host_copy_on_gpu_stream_runs_in_stream_order(make):
     assert twin.tolist() == [7] * 8
 
 
-# ---- misuse ----
+# ---- invalid arguments ----
 
 
 @pytest.mark.parametrize(("source", "target"), [("f16", "bf16"), ("u8", "i8"), ("u4", "fp4"), ("u8", "u4")])
@@ -248,12 +248,12 @@ def test_copy_into_read_only_buffer_raises():
 
 
 def test_copy_and_clear_of_closed_buffer_raise(placement):
-    closed, fine = Buffer(4, "u8", placement), Buffer(4, "u8", placement)
+    closed, open_buffer = Buffer(4, "u8", placement), Buffer(4, "u8", placement)
     closed.close()
     with pytest.raises(ClosedError):
-        copy(closed, fine)
+        copy(closed, open_buffer)
     with pytest.raises(ClosedError):
-        copy(fine, closed)
+        copy(open_buffer, closed)
     with pytest.raises(ClosedError):
         clear(closed)
 

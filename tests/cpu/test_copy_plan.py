@@ -1,4 +1,4 @@
-"""The planner against the plainest oracle there is: the entries, one after another, on an array of bytes."""
+"""The copy planner compared with running the entries one after another on an array of bytes."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ MEMORY = 300
 
 
 def entries_of(*copies, scope=None):
-    """Entries from (src, nbytes, dst) triples."""
+    """Build entries from (src, nbytes, dst) triples."""
     src, nbytes, dst = zip(*copies, strict=True)
     return np.array([src, dst, nbytes]), None if scope is None else np.array(scope)
 
@@ -23,7 +23,7 @@ def pieces_of(plan):
 
 @st.composite
 def any_entries(draw, low_dst=0):
-    """Copies anywhere in one memory; with low_dst, never from where they go."""
+    """Random copies within one memory; with `low_dst`, sources and destinations are disjoint."""
     size = MEMORY // 2 if low_dst else MEMORY
     count = draw(st.integers(1, 30))
     nbytes = draw(st.lists(st.integers(1, 20), min_size=count, max_size=count))
@@ -33,7 +33,7 @@ def any_entries(draw, low_dst=0):
     return entries_of(*zip(src, nbytes, dst, strict=True), scope=scope)
 
 
-def after(entries_in_order, memory):
+def run_entries(entries_in_order, memory):
     result = memory.copy()
     for src, nbytes, dst in entries_in_order:
         result[dst : dst + nbytes] = result[src : src + nbytes].copy()
@@ -41,7 +41,7 @@ def after(entries_in_order, memory):
 
 
 def check(plan, entries):
-    """Raise unless the plan holds every entry once, merges only within a scope, and its waves are sound."""
+    """Check that each entry occurs once, merges stay within a scope, and the pieces of a wave are independent."""
     seen = [plan.caller_entry(part) for piece in range(plan.num_pieces) for part in plan.parts(piece)]
     assert sorted(seen) == list(range(entries[0].shape[1]))
     assert plan.first_entries().tolist() == [plan.caller_entry(plan.parts(k)[0]) for k in range(plan.num_pieces)]
@@ -60,7 +60,7 @@ def check(plan, entries):
 
 
 def check_independent(pieces):
-    """No byte of another piece's destination is read or written."""
+    """Check that no piece reads or writes the destination of another."""
     for k, (_, n, dst) in enumerate(pieces):
         for j, (other_src, m, other_dst) in enumerate(pieces):
             if j != k:
@@ -68,7 +68,7 @@ def check_independent(pieces):
                 assert dst + n <= other_src or other_src + m <= dst
 
 
-def looks():
+def scans():
     code = native().code
     return [scan] if code is None else [scan, code.scan]
 
@@ -76,15 +76,15 @@ def looks():
 @given(entries=st.one_of(any_entries(), any_entries(low_dst=150)), seed=st.integers(0, 99))
 def test_any_order_inside_waves_gives_sequential_result(entries, seed):
     memory = np.random.default_rng(seed).integers(0, 256, MEMORY, dtype=np.uint8)
-    expected = after(zip(entries[0][SRC], entries[0][NBYTES], entries[0][DST], strict=True), memory)
-    for look in looks():
-        plan = plan_copies(*entries, look)
+    expected = run_entries(zip(entries[0][SRC], entries[0][NBYTES], entries[0][DST], strict=True), memory)
+    for scan_entries in scans():
+        plan = plan_copies(*entries, scan_entries)
         check(plan, entries)
         pieces, order = pieces_of(plan), []
         for wave in range(len(plan.wave_starts) - 1):
             numbers = np.arange(plan.wave_starts[wave], plan.wave_starts[wave + 1])
             order += numbers.tolist() if plan.in_order else np.random.default_rng(seed).permutation(numbers).tolist()
-        assert np.array_equal(after([pieces[k] for k in order], memory), expected)
+        assert np.array_equal(run_entries([pieces[k] for k in order], memory), expected)
 
 
 @pytest.mark.skipif(native().code is None, reason="needs a C compiler")
@@ -134,7 +134,9 @@ def test_entry_reading_a_result_runs_in_later_wave():
 
 
 def test_adjacent_entries_of_different_waves_do_not_merge():
-    plan = plan_copies(*entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104)))  # the last reads what the first writes
+    plan = plan_copies(
+        *entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104))
+    )  # the last entry reads the result of the first
     assert pieces_of(plan) == [(50, 4, 4), (0, 4, 100), (4, 4, 104)]
     assert plan.wave_starts == [0, 2, 3]
     plan = plan_copies(*entries_of((50, 4, 4), (0, 4, 100), (4, 4, 104), (8, 4, 108), (12, 4, 112)))
@@ -164,8 +166,8 @@ def test_self_overlapping_entry_is_marked():
     assert plan.overlapping
     assert not plan_copies(*entries_of((0, 10, 10))).overlapping
     assert not plan_copies(*entries_of((0, 10, 10), (10, 10, 30))).overlapping
-    beside_another = plan_copies(*entries_of((0, 10, 5), (100, 4, 200)))
-    assert (beside_another.overlapping, beside_another.in_order, beside_another.num_waves) == (True, False, 1)
+    with_another = plan_copies(*entries_of((0, 10, 5), (100, 4, 200)))
+    assert (with_another.overlapping, with_another.in_order, with_another.num_waves) == (True, False, 1)
 
 
 def test_long_chain_runs_in_order():

@@ -1,4 +1,4 @@
-"""From copies to steps: directions, waves and scopes are kept apart, memory is kept, addresses are checked."""
+"""Planning of copy steps: separate directions, waves and scopes, memory lifetime, argument checks."""
 
 import gc
 import itertools
@@ -19,7 +19,7 @@ from kvtier.memory.native import native
 from support import held_back, new_stream
 
 GPU = Placement("cuda", 0)
-PLACES = [CPU, PINNED]  # names of host memory: without a GPU both are copied by the host
+PLACES = [CPU, PINNED]  # both are host memory, so no GPU is needed
 
 
 def numbers(size, seed=0):
@@ -41,18 +41,18 @@ places = st.tuples(st.sampled_from(PLACES), st.sampled_from(PLACES))
 )
 @settings(max_examples=80, deadline=None)
 def test_steps_copy_each_piece_in_its_own_direction(chunks, seed, path):
-    """Every copy has cells of its own as destination, so that its direction can be told from its address."""
+    """Each copy has its own destination address, which identifies its direction."""
     memory, expected = numbers(240, seed), numbers(240, seed)
     base, batch, at = memory.ctypes.data, BatchCopy(path=path), 0
-    ways, num_moving = {}, 0
+    directions, num_moving = {}, 0
     for (source, target), grouped, copies in chunks:
         table = []
         for cell, size in copies:
             table.append((base + cell * 4, size, base + (at := at + 4)))
             expected[at : at + size] = expected[cell * 4 : cell * 4 + size].copy()
-            ways[base + at] = (source, target)
+            directions[base + at] = (source, target)
             num_moving += size > 0
-        columns = [list(each) for each in zip(*table, strict=True)] or [[], [], []]
+        columns = [list(column) for column in zip(*table, strict=True)] or [[], [], []]
         where = {"src_placement": source, "dst_placement": target}
         if grouped:
             with batch.group():
@@ -61,10 +61,10 @@ def test_steps_copy_each_piece_in_its_own_direction(chunks, seed, path):
             batch.pointers(*columns, **where)
     result = batch.run()
     assert np.array_equal(memory, expected)
-    assert (result.num_calls, result.num_entries) == (len(ways), num_moving)
+    assert (result.num_calls, result.num_entries) == (len(directions), num_moving)
     assert len(result.steps) >= result.num_waves
     for step in result.steps:
-        assert {ways[each] for each in step.pieces.table[1].tolist()} == {(step.job.src, step.job.dst)}
+        assert {directions[address] for address in step.pieces.table[1].tolist()} == {(step.job.src, step.job.dst)}
         assert step.pieces.nbytes == step.pieces.table[2].sum()
     assert sum(len(step.pieces) for step in result.steps) == num_moving
 
@@ -98,7 +98,7 @@ def test_long_chain_of_two_directions_runs_in_order():
     assert "was forced" not in result.reason
 
 
-# ---- waves and pieces onto themselves ----
+# ---- waves and self-overlapping pieces ----
 
 
 def test_dependent_copies_run_one_step_per_wave():
@@ -116,7 +116,7 @@ def test_dependent_copies_run_one_step_per_wave():
 def test_only_self_overlapping_pieces_run_one_by_one(forced):
     memory = numbers(128)
     buffer = Buffer.wrap(memory)
-    with BatchCopy(path=forced) as batch:  # the second overlaps itself, the first and the third touch themselves
+    with BatchCopy(path=forced) as batch:  # the second piece overlaps itself, the others only touch themselves
         batch.pieces(buffer, [0, 20, 48], [8, 16, 8], buffer, [8, 24, 40])
     expected = numbers(128)
     for src, n, dst in ((0, 8, 8), (20, 16, 24), (48, 8, 40)):
@@ -125,8 +125,8 @@ def test_only_self_overlapping_pieces_run_one_by_one(forced):
     first, second = batch.result.steps
     assert (first.path, len(first.pieces), len(second.pieces)) == ("loop", 1, 2)
     assert first.pieces.table[2].tolist() == [16]
-    told = "source and destination of a piece overlap"
-    assert first.reason == (f"host was forced, but {told}" if forced == "host" else told)
+    reason = "source and destination of a piece overlap"
+    assert first.reason == (f"host was forced, but {reason}" if forced == "host" else reason)
     assert batch.result.num_waves == 1
 
 
@@ -163,22 +163,22 @@ def test_group_kept_open_by_discard_has_own_scope():
     assert batch.run().num_entries == 5
 
 
-# ---- what is kept ----
+# ---- lifetime ----
 
 
-@pytest.mark.parametrize("way", ["call", "pieces", "pointers", "table"])
-def test_pending_batch_copy_keeps_memory_alive(way):
+@pytest.mark.parametrize("how", ["call", "pieces", "pointers", "table"])
+def test_pending_batch_copy_keeps_memory_alive(how):
     array, out = numbers(8), np.zeros(8, np.uint8)
     alive, expected = weakref.ref(array), array.tolist()
     with new_stream() as stream:
         with held_back(stream):
             with context(stream=stream), BatchCopy() as batch:
                 src, dst = Buffer.wrap(array), Buffer.wrap(out)
-                if way == "call":
+                if how == "call":
                     batch(src, 8, dst)
-                elif way == "pieces":
+                elif how == "pieces":
                     batch.pieces(src, [0], 8, dst, [0])
-                elif way == "pointers":
+                elif how == "pointers":
                     batch.pointers([src.data()], 8, [dst.data()], keep=[src])
                 else:
                     table = np.array([[src.data()], [dst.data()], [8]])
@@ -193,7 +193,7 @@ def test_pending_batch_copy_keeps_memory_alive(way):
         assert alive() is None
 
 
-# ---- what is refused ----
+# ---- invalid arguments ----
 
 
 def test_invalid_addresses_and_sizes_raise():
@@ -226,7 +226,7 @@ def test_piece_out_of_range_raises_with_its_number(pieces, src_size, dst_size):
         None,
     )
     batch = BatchCopy()
-    columns = [[each[k] for each in pieces] for k in range(3)]
+    columns = [[piece[k] for piece in pieces] for k in range(3)]
     if bad is None:
         batch.pieces(src, columns[0], columns[1], dst, columns[2])
         assert len(batch) == len(pieces)
@@ -239,12 +239,12 @@ def test_piece_out_of_range_raises_with_its_number(pieces, src_size, dst_size):
 def test_pieces_with_invalid_array_type_raise():
     src, dst = Buffer(8, "u8"), Buffer(8, "u8")
     batch = BatchCopy()
-    for wrong, told in (
+    for wrong, message in (
         (np.array([0.5]), "float64"),
         (np.zeros((1, 1), np.int64), "one-dim"),
         (np.array(1), "one-dim"),
     ):
-        with pytest.raises(ArgumentError, match=told):
+        with pytest.raises(ArgumentError, match=message):
             batch.pieces(src, wrong, 1, dst, [0])
     with pytest.raises(ArgumentError, match="bool"):
         batch.pieces(src, [True], 1, dst, [0])
@@ -262,7 +262,7 @@ def test_piece_offsets_count_elements():
     assert batch.result.nbytes == 6
 
 
-# ---- jobs, pieces and paths ----
+# ---- contexts, pieces and paths ----
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_why_not_gives_reason_for_unusable_path():
         assert why_not("gather", to_gpu)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of this machine can do more")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
 def test_gpu_copy_without_driver_is_planned_as_loop():
     plan = plan_copies(np.array([[4096], [8192], [16]]))
     (step,) = plan_steps(plan, (((GPU, CPU),), None), None, "gather", None)

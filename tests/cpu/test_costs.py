@@ -1,4 +1,4 @@
-"""The cost table: what it estimates, and what it refuses to read."""
+"""The cost table: estimates and the JSON format."""
 
 import json
 import math
@@ -18,7 +18,7 @@ EMPTY = {"format": 2, "origin": "", "seconds": 0, "costs": {}, "links": {}, "los
 
 
 def table(**paths):
-    """A table of one direction; each path is given as (fixed, per piece at 4 KiB), pieces costing their bytes."""
+    """Build a table of one direction from (fixed cost, cost per 4 KiB piece) of each path; cost grows with the size."""
     rows = {
         path: tuple(Cost(size, fixed, piece * size / _SIZES[0]) for size in _SIZES)
         for path, (fixed, piece) in paths.items()
@@ -52,14 +52,14 @@ def test_estimate_covers_only_measured_paths():
 
 def test_cost_table_json_round_trips():
     measured = table(driver=(10.0, 2.0), gather=(math.pi, 0.001))
-    again = CostTable.from_json(measured.to_json())
-    assert (again.origin, again.costs) == (measured.origin, measured.costs)
+    parsed = CostTable.from_json(measured.to_json())
+    assert (parsed.origin, parsed.costs) == (measured.origin, measured.costs)
 
 
 def test_cost_table_json_keeps_links_and_losses():
     measured = CostTable("a test", {}, {"cuda>pinned": 55.0}, {"cuda>pinned": {"driver": 0.02, "gather": 0.9}}, 1.5)
-    again = CostTable.from_json(measured.to_json())
-    assert (again.links, again.lost, again.seconds) == (measured.links, measured.lost, 1.5)
+    parsed = CostTable.from_json(measured.to_json())
+    assert (parsed.links, parsed.lost, parsed.seconds) == (measured.links, measured.lost, 1.5)
     assert CostTable.from_json(json.dumps(EMPTY)).links == {}
 
 

@@ -1,4 +1,4 @@
-"""The parameters of the gather kernel, read back as the kernel reads them: its CPU twin."""
+"""The parameter blocks of the gather kernel, decoded the way the kernel does."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ HEADER_WORDS = 10
 
 
 def decode_rows(block, capacity):
-    """The table that Rows<capacity> describes, and its shift."""
+    """Return the table encoded in Rows<capacity>, and its shift."""
     src_base, dst_base, nbytes = block[:6].view(np.int64).tolist()
     count, shift = int(block[6]), int(block[8])
     offsets = block[HEADER_WORDS:].reshape(2, capacity)[:, :count].astype(np.int64) << shift
@@ -41,11 +41,11 @@ def fillers():
 
 @given(table=tables())
 def test_fill_rows_encodes_table_or_returns_zero(table):
-    answers = []
+    results = []
     for fill in fillers():
         block = np.zeros(HEADER_WORDS + 2 * 50, np.uint32)
         size = fill(table, 50, block)
-        answers.append((size, block.tolist()))
+        results.append((size, block.tolist()))
         uniform = len(set(table[2].tolist())) == 1
         if size:
             decoded, shift = decode_rows(block, 50)
@@ -57,7 +57,7 @@ def test_fill_rows_encodes_table_or_returns_zero(table):
             offsets = np.concatenate([table[0] - table[0].min(), table[1] - table[1].min()])
             aligned = not np.any(offsets % 16)
             assert not uniform or int(offsets.max()) >= (1 << 36 if aligned else 1 << 32)
-    assert all(answer == answers[0] for answer in answers)
+    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("fill", fillers())

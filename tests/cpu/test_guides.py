@@ -63,13 +63,13 @@ def test_extending_config_names_a_store():
 
 
 def test_extending_policy_replays_with_hits(capsys, monkeypatch):
-    monkeypatch.setitem(POLICIES, "lfu", POLICIES["lru"])  # so that it is gone afterwards
+    monkeypatch.setitem(POLICIES, "lfu", POLICIES["lru"])  # restored after the test
     exec(compile(POLICY, "docs/extending.md", "exec"), {})
-    told = re.findall(r"^(\w+): ([\d.]+)% of (\d+) blocks$", capsys.readouterr().out, re.M)
-    assert [name for name, _, _ in told] == ["lru", "lfu"]
-    assert told[0][2] == told[1][2]
-    assert told[0][1] != told[1][1]
-    assert min(float(rate) for _, rate, _ in told) > 5
+    rates = re.findall(r"^(\w+): ([\d.]+)% of (\d+) blocks$", capsys.readouterr().out, re.M)
+    assert [name for name, _, _ in rates] == ["lru", "lfu"]
+    assert rates[0][2] == rates[1][2]
+    assert rates[0][1] != rates[1][1]
+    assert min(float(rate) for _, rate, _ in rates) > 5
 
 
 def test_extending_model_generates_tokens(capsys):
@@ -83,10 +83,10 @@ def test_concepts_kv_bytes_per_token_match_models():
     from kvtier.engine import ModelConfig
     from kvtier.engine.checkpoint import GgufFile, resolve
 
-    told = (ROOT / "docs" / "concepts.md").read_text()
+    page = (ROOT / "docs" / "concepts.md").read_text()
     small = GgufFile(resolve("smollm2")).config.kv_token_elements * 2 / 1024
     large = ModelConfig("llama", 32, 4096, 14336, 32, 8, 128, 128256, 8192).kv_token_elements * 2 / 1024
-    assert f"{small:g} KiB for SmolLM2-135M in bf16 and {large:g} KiB for Llama-3-8B" in told
+    assert f"{small:g} KiB for SmolLM2-135M in bf16 and {large:g} KiB for Llama-3-8B" in page
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda path: path.name)

@@ -16,12 +16,12 @@ import pytest
 from kvtier.errors import StateError
 from kvtier.memory.stream import HostMark, HostQueue
 
-PATIENCE_S = 10  # far more than anything here needs: past it, it hangs
+TIMEOUT_S = 10  # far above any expected wait; reached only by a hang
 
 
 @contextlib.contextmanager
 def new_queue() -> Iterator[HostQueue]:
-    """A queue that is closed again; closing tells the errors nobody saw, which some tests leave behind on purpose."""
+    """Yield a queue and close it. Ignore the ValueError of a failed task, which some tests leave on purpose."""
     queue = HostQueue("test")
     try:
         yield queue
@@ -32,7 +32,7 @@ def new_queue() -> Iterator[HostQueue]:
 
 @contextlib.contextmanager
 def held_back(queue: HostQueue) -> Iterator[None]:
-    """Inside the block, nothing submitted from now on runs."""
+    """Hold back tasks that are submitted inside the block."""
     gate = threading.Event()
     queue.submit(gate.wait)
     try:
@@ -45,7 +45,7 @@ def mark_on(queue: HostQueue) -> HostMark:
     return queue.record()
 
 
-def mark_of_another_queue() -> HostMark:
+def mark_on_new_queue() -> HostMark:
     with new_queue() as queue:
         return mark_on(queue)
 
@@ -57,21 +57,21 @@ def failing(error: BaseException) -> Callable[[], None]:
     return task
 
 
-def outcome_of(call: Callable[[], object]) -> object:
-    """What a call returns or raises. One that hangs fails the test and leaves a daemon thread behind."""
-    outcomes: list[object] = []
+def result_of(call: Callable[[], object]) -> object:
+    """Return the result of a call, or the exception it raises. A call that hangs fails the test."""
+    results: list[object] = []
 
     def run() -> None:
         try:
-            outcomes.append(call())
+            results.append(call())
         except BaseException as error:
-            outcomes.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(PATIENCE_S)
-    assert outcomes, "it never comes back"
-    return outcomes[0]
+    thread.join(TIMEOUT_S)
+    assert results, "the call hangs"
+    return results[0]
 
 
 # ---- order and asynchrony ----
@@ -108,10 +108,10 @@ def test_submit_does_not_wait_for_task():
 
 
 def test_two_queues_run_at_the_same_time():
-    meeting = threading.Barrier(2, timeout=PATIENCE_S)
+    barrier = threading.Barrier(2, timeout=TIMEOUT_S)
     with new_queue() as one, new_queue() as other:
-        one.submit(meeting.wait)  # comes back only if both are in it at once
-        other.submit(meeting.wait)
+        one.submit(barrier.wait)  # returns only if both tasks run at once
+        other.submit(barrier.wait)
         one.synchronize()
         other.synchronize()
 
@@ -140,11 +140,11 @@ def test_queue_keeps_order_of_each_submitting_thread():
     ran: list[tuple[int, int]] = []
     with new_queue() as queue:
 
-        def submit_all(who: int) -> None:
+        def submit_all(thread_number: int) -> None:
             for number in range(200):
-                queue.submit(functools.partial(ran.append, (who, number)))
+                queue.submit(functools.partial(ran.append, (thread_number, number)))
 
-        threads = [threading.Thread(target=submit_all, args=(who,)) for who in range(4)]
+        threads = [threading.Thread(target=submit_all, args=(thread_number,)) for thread_number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -152,8 +152,8 @@ def test_queue_keeps_order_of_each_submitting_thread():
         queue.synchronize()
         assert queue.query()
     assert len(ran) == 800
-    for who in range(4):
-        assert [number for each, number in ran if each == who] == list(range(200))
+    for thread_number in range(4):
+        assert [number for thread, number in ran if thread == thread_number] == list(range(200))
 
 
 def test_queue_query_is_true_when_idle():
@@ -307,7 +307,7 @@ def test_mark_carries_error_of_earlier_tasks_only():
         after = mark_on(queue)
         before.synchronize()
         after.synchronize()
-        for _ in range(2):  # a mark keeps its error, however often it is asked
+        for _ in range(2):  # a mark keeps its error
             with pytest.raises(ValueError, match="between"):
                 behind.synchronize()
 
@@ -353,8 +353,8 @@ def test_queue_not_waiting_for_failed_queue_is_unaffected():
 def test_base_exception_in_task_does_not_hang_synchronize(error):
     queue = HostQueue("test")
     queue.submit(failing(error))
-    assert outcome_of(queue.synchronize) is error
-    assert outcome_of(queue.synchronize) is None
+    assert result_of(queue.synchronize) is error
+    assert result_of(queue.synchronize) is None
     queue.close()
 
 
@@ -384,15 +384,15 @@ def test_error_of_self_waiting_task_reaches_next_synchronize():
 def test_waiting_in_task_for_later_mark_raises():
     queue = HostQueue("test")
     queue.submit(lambda: mark_on(queue).synchronize())
-    assert isinstance(outcome_of(queue.synchronize), StateError)
+    assert isinstance(result_of(queue.synchronize), StateError)
     queue.close()
 
 
-# ---- what it keeps alive ----
+# ---- lifetime ----
 
 
 class Memory:
-    """Something a task uses, to be watched through a weak reference."""
+    """An object used by a task, observed through a weak reference."""
 
     def use(self) -> None:
         pass
@@ -406,7 +406,7 @@ def test_idle_queue_releases_last_task():
         memory = Memory()
         watched = weakref.ref(memory)
         queue.submit(memory.use)
-        queue.submit(int)  # the worker lets go of a task before it takes the next
+        queue.submit(int)  # the worker drops a task before it takes the next one
         del memory
         queue.synchronize()
         gc.collect()
@@ -435,11 +435,11 @@ def test_raised_error_does_not_keep_task_memory_alive():
         with contextlib.suppress(ValueError):
             queue.synchronize()
         gc.collect()
-        assert watched() is None, "the idle queue still holds the error, its traceback, and the frames in it"
+        assert watched() is None, "the idle queue still holds the error with its traceback and frames"
 
 
 def test_gc_during_submit_may_submit_to_same_queue():
-    """A deallocate function that frees in stream order submits from a finalizer; the collector runs when it likes."""
+    """A finalizer may submit a deallocation at any time, because the collector may run at any allocation."""
     script = """
         import gc
         from kvtier.memory.stream import HostQueue
@@ -449,17 +449,17 @@ def test_gc_during_submit_may_submit_to_same_queue():
 
         class Garbage:
             def __init__(self):
-                self.itself = self  # only the collector finds it
+                self.itself = self  # only the collector frees it
 
             def __del__(self):
                 queue.submit(lambda: ran.append(1))
 
-        for phase in range(120):  # so that the collector runs at every allocation of submit(), the last included
+        for phase in range(120):  # let the collector run at each allocation of submit()
             gc.disable()
             fill = spare = None
             gc.collect()
             Garbage()
-            spare = [(queue, queue, number) for number in range(3000)]  # no free list serves the next tuples
+            spare = [(queue, queue, number) for number in range(3000)]  # exhausts the free list of tuples
             fill = [[] for _ in range(phase)]
             gc.set_threshold(3100)
             gc.enable()
@@ -468,7 +468,7 @@ def test_gc_during_submit_may_submit_to_same_queue():
         queue.synchronize()
         print(len(ran), queue.query())
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]  # a collector that hangs would hang every other test
+    command = [sys.executable, "-c", textwrap.dedent(script)]  # in a subprocess, so that a hang fails only this test
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == "120 True\n"
 
@@ -496,7 +496,7 @@ def test_queue_close_ends_the_thread():
 def test_queue_close_twice_is_allowed():
     queue = HostQueue("test")
     queue.close()
-    assert outcome_of(queue.close) is None
+    assert result_of(queue.close) is None
 
 
 def test_queue_may_be_closed_by_own_task():
@@ -507,7 +507,7 @@ def test_queue_may_be_closed_by_own_task():
         queue.submit(queue.close)
         mark = mark_on(queue)
     mark.synchronize()
-    threads[0].join(PATIENCE_S)
+    threads[0].join(TIMEOUT_S)
     assert not threads[0].is_alive()
 
 
@@ -516,7 +516,7 @@ def test_queue_may_be_closed_by_own_task():
     [
         lambda queue: queue.submit(int),
         lambda queue: queue.record(),
-        lambda queue: queue.wait_event(mark_of_another_queue()),
+        lambda queue: queue.wait_event(mark_on_new_queue()),
         lambda queue: queue.synchronize(),
     ],
     ids=["submit", "record", "wait_event", "synchronize"],
@@ -524,7 +524,7 @@ def test_queue_may_be_closed_by_own_task():
 def test_queue_use_after_close_raises(use):
     queue = HostQueue("test")
     queue.close()
-    assert isinstance(outcome_of(lambda: use(queue)), StateError)
+    assert isinstance(result_of(lambda: use(queue)), StateError)
 
 
 def test_queue_close_raises_unseen_error_once():

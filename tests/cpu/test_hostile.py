@@ -1,4 +1,4 @@
-"""benchmarks.hostile: the bytes of its attacks, and what its measuring clients report of a server with known faults."""
+"""benchmarks.hostile: request bytes of the attacks, and reports of the clients about a server with known faults."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ def event(text):
 
 
 async def serve_once(reply, client):
-    """Answer a connection with these bytes while the client runs; return its result and the body it sent."""
+    """Serve `reply` to one connection while the client runs; return its result and the request body."""
     bodies = [b""]
 
     async def answer(reader, writer):

@@ -1,4 +1,4 @@
-"""Tokens may be a torch tensor; kvtier.index itself knows no torch, so this is not in tests/pure."""
+"""Chains of torch tensors. Not in tests/pure, because kvtier.index does not import torch."""
 
 import numpy as np
 import pytest

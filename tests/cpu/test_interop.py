@@ -18,8 +18,8 @@ from kvtier import dtype as dt
 from kvtier.errors import ArgumentError, DTypeError, UnavailableError
 from kvtier.memory import CPU, PINNED, Buffer, Placement, Stream, context
 
-names = [each.name for each in dt.ALL]
-packed = [each.name for each in dt.ALL if each.is_packed]
+names = [dtype.name for dtype in dt.ALL]
+packed = [dtype.name for dtype in dt.ALL if dtype.is_packed]
 whole = [name for name in names if name not in packed]
 in_dlpack_of_numpy = [name for name in whole if name not in ("bf16", "fp8_e4m3", "fp8_e5m2")]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -27,7 +27,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 
 
 class OnlyDLPack:
-    """An array of another library that speaks DLPack and nothing else."""
+    """A foreign array that supports DLPack only."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -42,7 +42,7 @@ class OnlyDLPack:
 
 
 class LegacyDLPack(OnlyDLPack):
-    """One from before versioned capsules: `stream` is all it can be asked."""
+    """A producer without versioned capsules, which accepts only `stream`."""
 
     def __dlpack__(self, stream: Any = None) -> Any:
         return self.array.__dlpack__(stream=stream)
@@ -72,7 +72,7 @@ def capsule_name(capsule: Any) -> str:
     return re.search(r'"(.*?)"', repr(capsule))[1]
 
 
-# ---- in ----
+# ---- wrap ----
 
 
 @pytest.mark.parametrize("name", whole)
@@ -176,17 +176,17 @@ def test_wrap_tensor_that_requires_grad():
 
 
 def test_wrap_lazily_negated_tensor_raises_or_negates():
-    promised = torch.tensor([1 + 2j]).conj().imag
-    assert promised.is_neg()
-    assert promised.is_contiguous()
+    lazy = torch.tensor([1 + 2j]).conj().imag
+    assert lazy.is_neg()
+    assert lazy.is_contiguous()
     try:
-        buffer = Buffer.wrap(promised)
+        buffer = Buffer.wrap(lazy)
     except ArgumentError:
-        return  # as good as the right value
-    assert buffer.tolist() == promised.tolist()
+        return  # raising is allowed as well
+    assert buffer.tolist() == lazy.tolist()
 
 
-# ---- in: what is refused ----
+# ---- wrap: unsupported sources ----
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_wrap_unpacked_ml_dtypes_raises_with_pack_hint(foreign):
 
 
 @pytest.mark.parametrize(
-    ("source", "named"),
+    ("source", "type_name"),
     [
         (np.zeros(2, np.complex64), "complex64"),
         (np.zeros(2, object), "object"),
@@ -241,8 +241,8 @@ def test_wrap_unpacked_ml_dtypes_raises_with_pack_hint(foreign):
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
-def test_wrap_unsupported_dtype_raises_with_name(source, named):
-    with pytest.raises(DTypeError, match=named):
+def test_wrap_unsupported_dtype_raises_with_name(source, type_name):
+    with pytest.raises(DTypeError, match=type_name):
         Buffer.wrap(source)
 
 
@@ -277,7 +277,7 @@ def test_wrap_cuda_array_without_gpu_raises():
 def test_wrap_cuda_dlpack_without_gpu_raises():
     class CudaArray:
         def __dlpack__(self, **_: Any) -> Any:
-            raise AssertionError("nobody can use what this would give")
+            raise AssertionError("must not be called without a GPU")
 
         def __dlpack_device__(self) -> tuple[int, int]:
             return 2, 0
@@ -286,7 +286,7 @@ def test_wrap_cuda_dlpack_without_gpu_raises():
         Buffer.wrap(CudaArray())
 
 
-# ---- in: read-only ----
+# ---- wrap: read-only sources ----
 
 
 def readonly(array: np.ndarray) -> np.ndarray:
@@ -335,7 +335,7 @@ def test_read_only_buffer_has_dlpack_device():
     assert Buffer.wrap(bytes(4)).__dlpack_device__() == (1, 0)
 
 
-# ---- out ----
+# ---- export ----
 
 
 @pytest.mark.parametrize("name", whole)
@@ -492,7 +492,7 @@ def test_all_exports_return_identical_bytes(raw, start, stop):
     assert Buffer.wrap(buffer).tolist() == list(expected)
 
 
-# ---- who keeps what alive ----
+# ---- lifetime ----
 
 
 def test_wrapped_array_lives_as_long_as_any_derived_object():
@@ -597,7 +597,7 @@ def test_host_export_outlives_buffer_close(export, make):
 
 
 class OnlyInterfaceOf:
-    """A consumer's view of a Buffer through `__array_interface__` alone."""
+    """A Buffer that exposes only `__array_interface__`."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -619,11 +619,11 @@ def test_unread_dlpack_capsule_releases_memory(placement):
     assert memory() is None
 
 
-# ---- CUDA: streams are handed over ----
+# ---- CUDA stream hand-over ----
 
 
 def delayed_fill(tensor: torch.Tensor, value: int, stream: torch.cuda.Stream) -> None:
-    """Enqueue a write that is far from done when this returns."""
+    """Enqueue a fill that completes long after this function returns."""
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         tensor.fill_(value)
