@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a table and one JSON line, and keeps its rows in results/."""
+"""Benchmarks. Each prints a table and one JSON line, and appends its record to results/."""

@@ -1,14 +1,14 @@
-"""The cache never changes an answer: the same conversations with every cache, token for token.
+"""Check that the cache never changes an answer: the same conversations with every cache, token for token.
 
 PYTHONPATH=.:tests python -m benchmarks.answers                     SmolLM2-135M; 200 requests with each of seven caches
-PYTHONPATH=.:tests python -m benchmarks.answers --conversations 4   a trial: 20 requests
+PYTHONPATH=.:tests python -m benchmarks.answers --conversations 4   a short run: 20 requests
 
-Conversations of five turns over shared system prompts arrive at random; half of the requests are greedy, the others are
-sampled with a seed of their own. In batch-invariant mode a token's logits depend on its own sequence alone, so the
-answers must be those of an engine without a cache, whatever the tiers did: copies, evictions, damaged and lost objects.
+Conversations of five turns over shared system prompts arrive at random. Half of the requests are greedy, the others are
+sampled with their own seed. In batch-invariant mode the logits of a token depend on its own sequence only, so the
+answers must equal those of an engine without a cache after any copy, eviction, damaged or lost object.
 
-In the fast mode a sum's order, and so its last bits, depend on who shares the batch. There every cache is made to
-follow the tokens of the engine without one, and the logits at each step are compared one by one: TOLERANCE on each.
+In fast mode the order of summation, and so the last bits, depend on the other rows of the batch. Every cache is then
+forced to follow the tokens of the engine without one, and each logit of each step is compared, within TOLERANCE.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from kvtier.storage import DiskStore, MemoryStore, Store
 from storage_support import Fault, FaultyStore
 
 TURNS, TOKENS_OUT, BLOCK_TOKENS = 5, 6, 16
-MOST_BLOCKS = 16  # of one request
-TOLERANCE = 2e-3  # of a logit, absolute; SmolLM2's lie between -20 and 40
+MOST_BLOCKS = 16  # per request
+TOLERANCE = 2e-3  # of a logit, absolute; SmolLM2's are between -20 and 40
 WAIT = StoreConfig("disk", patience=Patience.WAIT)
 
 Name = tuple[int, int]
@@ -44,7 +44,7 @@ Name = tuple[int, int]
 
 
 class Script:
-    """What is said: the users' messages, and how each answer is chosen."""
+    """The messages of the users, and the sampling parameters of each answer."""
 
     def __init__(self, conversations: int, seed: int = 0) -> None:
         rng = random.Random(seed)
@@ -59,11 +59,10 @@ class Script:
 
     @property
     def num_requests(self) -> int:
-        """Over all conversations."""
         return TURNS * len(self.messages)
 
     def params(self, name: Name) -> SamplingParams:
-        """Of one request, always the same."""
+        """Return the parameters of one request; they are the same in every run."""
         chosen = {"ignore_eos": True, "max_tokens": TOKENS_OUT, "seed": name[0] * TURNS + name[1]}
         return SamplingParams(temperature=0.0 if sum(name) % 2 else 0.8, top_p=0.95, **chosen)
 
@@ -72,16 +71,16 @@ Answers = dict[Name, tuple[int, ...]]
 
 
 def play(engine: Engine, script: Script, params: Callable[[Name], SamplingParams], seed: int) -> Answers:
-    """All conversations, up to sixteen at once; who sends next, and when, is the seed's to say."""
-    rng, answers, said = random.Random(seed), Answers(), [[] for _ in script.messages]
+    """Run all conversations, up to sixteen at once, in an order that depends on the seed."""
+    rng, answers, history = random.Random(seed), Answers(), [[] for _ in script.messages]
     ready = dict.fromkeys(range(len(script.messages)), 0)
     running: dict[str, tuple[Name, list[int]]] = {}
     while ready or running:
         if ready and len(running) < 16 and rng.random() < 0.5:
             i = rng.choice([*ready])
             name = (i, ready.pop(i))
-            said[i] += script.messages[i][name[1]]
-            running[engine.add(said[i], params(name))] = (name, [])
+            history[i] += script.messages[i][name[1]]
+            running[engine.add(history[i], params(name))] = (name, [])
             continue
         for output in engine.step():
             assert not output.error, output
@@ -90,23 +89,22 @@ def play(engine: Engine, script: Script, params: Callable[[Name], SamplingParams
             if output.finish_reason is not None:
                 del running[output.request_id]
                 answers[name] = tuple(tokens)
-                said[name[0]] += tokens
+                history[name[0]] += tokens
                 ready |= {name[0]: name[1] + 1} if name[1] + 1 < TURNS else {}
     return answers
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cache to try."""
+    """A cache configuration to compare."""
 
     name: str
     cache: CacheConfig
     store: Callable[[Path], Store] | None = None
     failing_copies: float = 0.0
-    """Of the copies between device and host, the share that fails."""
+    """Share of copies between device and host that fail."""
 
     def engine(self, model: Model, folder: Path) -> Engine:
-        """An engine with this cache."""
         config = EngineConfig(BLOCK_TOKENS, self.cache, SchedulerConfig(16, 64))
         stores = {"disk": self.store(folder / "disk")} if self.store is not None else {}
         engine = Engine(model, config=config, stores=stores)
@@ -116,9 +114,9 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The first is the one all others are compared with."""
+    """Return the cases; all are compared with the first."""
     few, many = 3 * MOST_BLOCKS, 45 * MOST_BLOCKS
-    below: dict[str, Any] = {"recompute": False}  # load whatever is there, fast or not: it is what is tried here
+    below: dict[str, Any] = {"recompute": False}  # always load: loading is under test here
 
     def disk(folder: Path) -> Store:
         return DiskStore(folder, 4 << 30, min_free_bytes=0)
@@ -137,7 +135,7 @@ def cases() -> list[Case]:
 
 
 def faults(seed: int) -> Iterator[Fault]:
-    """A third of all calls of a store go wrong: errors, deadlines, flipped bits, truncated objects."""
+    """Make a third of the calls of a store fail: errors, deadlines, flipped bits, truncated objects."""
     rng = random.Random(seed)
     while True:
         kinds = (Fault(error="made up"), Fault(hangs=True), Fault(flip_bit=rng.randrange(10**7)), Fault(cut_to=100))
@@ -145,8 +143,7 @@ def faults(seed: int) -> Iterator[Fault]:
 
 
 def break_copies(engine: Engine, share: float) -> None:
-    """Some of the copies between device and host fail from now on: where the bytes are moved, below all of the code
-    that has to cope with it."""
+    """Make some copies between device and host fail, at the lowest level."""
     rng = random.Random(7)
     for lane in engine.tiers._controller._transfers._lanes.values():  # type: ignore[union-attr]
         mover = lane._mover
@@ -160,7 +157,6 @@ def break_copies(engine: Engine, share: float) -> None:
 
 
 def main() -> None:
-    """Try them all."""
     parser = arguments("The same answers with every cache.")
     parser.add_argument("--conversations", type=int, default=40, help=f"of {TURNS} turns each")
     parser.add_argument("--compared", type=int, default=10, help="conversations whose logits are compared in fast mode")
@@ -169,35 +165,35 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     rows, bars = same_tokens(load_model(ops=InvariantOps()), Script(options.conversations))
     print_table(rows)
-    more, held = same_logits(load_model(), Script(min(options.compared, options.conversations)))
+    more, more_bars = same_logits(load_model(), Script(min(options.compared, options.conversations)))
     print_table(more)
-    report("answers", rows + more, bars + held, options.results)
+    report("answers", rows + more, bars + more_bars, options.results)
 
 
 def same_tokens(model: Model, script: Script) -> tuple[list[Row], list[Bar]]:
-    """Batch-invariant: every token."""
+    """Compare every token in batch-invariant mode."""
     rows: list[Row] = []
-    wanted: Answers = {}
+    expected: Answers = {}
     with tempfile.TemporaryDirectory(prefix="kvtier-answers-") as folder:
         for seed, case in enumerate(cases()):
             begin, engine = time.perf_counter(), case.engine(model, Path(folder))
             answers = play(engine, script, script.params, seed)
-            wanted = wanted or answers
-            same = sum(answers[name] == tokens for name, tokens in wanted.items())
+            expected = expected or answers
+            same = sum(answers[name] == tokens for name, tokens in expected.items())
             rows.append(row_of("invariant", case, engine, begin) | {"requests": len(answers), "identical": same})
             print(case.name, f"{same} of {len(answers)}", f"{rows[-1]['seconds']:.0f} s", file=sys.stderr, flush=True)
             engine.close()
     bars = [
         at_least(f"identical answers, {row['cache']}", int(str(row["identical"])), script.num_requests) for row in rows
     ]
-    found = {str(row["cache"]): row for row in rows}
+    by_cache = {str(row["cache"]): row for row in rows}
     for name, tier in (("+ host", "host"), ("+ disk", "disk"), ("+ disk, restarted", "disk")):
-        bars.append(at_least(f"tokens that came from {tier}, {name}", int(str(found[name][tier])), 1000))
-    return rows, [*bars, at_least("blocks that did not arrive, faults", int(str(found["faults"]["failed"])), 10)]
+        bars.append(at_least(f"tokens that came from {tier}, {name}", int(str(by_cache[name][tier])), 1000))
+    return rows, [*bars, at_least("blocks that did not arrive, faults", int(str(by_cache["faults"]["failed"])), 10)]
 
 
 class Follow:
-    """Keeps the logits of each step of one answer, and has it take the tokens it is told; without any, the best."""
+    """Keeps the logits of each step of one answer and forces the given tokens; without tokens, the best ones."""
 
     def __init__(self, tokens: tuple[int, ...], keep: list[torch.Tensor], ends: tuple[int, ...]) -> None:
         self._tokens, self._keep, self._ends = iter(tokens), keep, ends
@@ -207,7 +203,7 @@ class Follow:
         self._keep.append(logits.clone())
         token = next(self._tokens, None)
         if token is None:
-            logits[list(self._ends)] = -torch.inf  # an answer that ends early says less
+            logits[list(self._ends)] = -torch.inf  # an answer that ends early compares fewer steps
         else:
             best = logits[token].clone()
             logits.fill_(-torch.inf)
@@ -222,31 +218,30 @@ Kept = dict[Name, list[torch.Tensor]]
 
 
 def same_logits(model: Model, script: Script) -> tuple[list[Row], list[Bar]]:
-    """The fast mode: every logit at every step, along the tokens of the first case."""
+    """Compare every logit of every step in fast mode, along the tokens of the first case."""
     rows: list[Row] = []
-    wanted: Answers = {}
+    expected: Answers = {}
     logits: dict[str, Kept] = {}
     with tempfile.TemporaryDirectory(prefix="kvtier-answers-") as folder:
         for seed, case in enumerate(cases()[:-1]):
             kept = logits[case.name] = {}
 
-            def follow(name: Name, kept: Kept = kept, told: Answers = wanted) -> SamplingParams:
-                made = Follow(told.get(name, ()), kept.setdefault(name, []), model.config.eos_token_ids)
-                return SamplingParams(temperature=0.0, max_tokens=TOKENS_OUT, constraint=lambda: made)
+            def follow(name: Name, kept: Kept = kept, forced: Answers = expected) -> SamplingParams:
+                constraint = Follow(forced.get(name, ()), kept.setdefault(name, []), model.config.eos_token_ids)
+                return SamplingParams(temperature=0.0, max_tokens=TOKENS_OUT, constraint=lambda: constraint)
 
             begin, engine = time.perf_counter(), case.engine(model, Path(folder))
             answers = play(engine, script, follow, seed)
-            wanted = wanted or answers
-            assert answers == wanted, "it did not follow"
+            expected = expected or answers
+            assert answers == expected, "it did not follow"
             rows.append(row_of("fast", case, engine, begin) | compared(logits["cache off"], kept))
             engine.close()
     worst = max(float(str(row["largest difference"])) for row in rows)
     return rows, [at_most("largest difference of a logit, fast float32", worst, TOLERANCE)]
 
 
-def compared(wanted: Kept, found: Kept) -> dict[str, object]:
-    """Logit by logit."""
-    pairs = [pair for name in wanted for pair in zip(wanted[name], found[name], strict=True)]
+def compared(expected: Kept, actual: Kept) -> dict[str, object]:
+    pairs = [pair for name in expected for pair in zip(expected[name], actual[name], strict=True)]
     return {
         "steps": len(pairs),
         "largest difference": max(float((a - b).abs().max()) for a, b in pairs),
@@ -256,7 +251,7 @@ def compared(wanted: Kept, found: Kept) -> dict[str, object]:
 
 
 def row_of(mode: str, case: Case, engine: Engine, begin: float) -> dict[str, object]:
-    """What the tiers did."""
+    """Return the counters of the tiers."""
     stats = {tier.name: tier.hit_tokens for tier in engine.manager.stats.tiers}
     counts = engine.manager.transfers.counts
     return {

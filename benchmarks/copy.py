@@ -1,4 +1,4 @@
-"""Scattered copies: BatchCopy beside torch.index_select, the raw driver call, loops of copies, and one contiguous copy.
+"""Scattered copies: BatchCopy compared with torch.index_select, the driver call, copy loops and one contiguous copy.
 
 python -m benchmarks.copy                 on the GPU if there is one, else on the CPU
 python -m benchmarks.copy --device cpu    on the CPU
@@ -21,7 +21,6 @@ ENTRIES = 100_000
 
 
 def main() -> None:
-    """Measure, print, keep."""
     parser = arguments("Scattered copies on this machine.")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -35,7 +34,7 @@ def main() -> None:
 
 
 def measure_cpu() -> tuple[list[Row], list[Bar]]:
-    """10,000 scattered pieces of 4 KiB between two buffers, and planning 100,000 entries."""
+    """Measure 10,000 scattered pieces of 4 KiB between two buffers, and the planning of 100,000 entries."""
     random = np.random.default_rng(0)
     src, dst = Buffer(SLOTS * PIECE, "u8"), Buffer(SLOTS * PIECE, "u8")
     src.numpy()[:] = random.integers(0, 256, src.size, dtype=np.uint8)
@@ -59,7 +58,7 @@ def measure_cpu() -> tuple[list[Row], list[Bar]]:
         with BatchCopy() as pieces:
             pieces.pieces(src, src_at, PIECE, dst, dst_at)
 
-    # torch's worker threads spin for a while after a parallel copy, on one of two cores here: a loop comes after it
+    # torch's worker threads spin for a while after a parallel copy and occupy a core: follow it with a loop
     seconds = medians(
         {
             "BatchCopy": batch,
@@ -101,7 +100,7 @@ def _measure_planning(random: np.random.Generator) -> tuple[list[Row], Bar]:
         "everything merges, shuffled": np.stack([slots * PIECE, base + slots * PIECE, sizes]),
     }
     code = native().code
-    look = scan if code is None else code.scan  # as BatchCopy does
+    look = scan if code is None else code.scan  # as in BatchCopy
     planners = {name: functools.partial(plan_copies, table, None, look) for name, table in cases.items()}
     seconds = medians({"argsort": lambda: np.argsort(slots), **planners}, rounds=25)
     rows: list[Row] = [

@@ -26,8 +26,8 @@ Task = Callable[[], object]
 
 
 def measure_gpu() -> tuple[list[Row], list[Bar]]:
-    """All GPU cases, with the bars of issue 2."""
-    cost_table(GPU)  # measured before anything is timed
+    """Measure all GPU cases; the bars are those of issue 2."""
+    cost_table(GPU)  # calibrates before the first measurement
     stream = Stream(GPU)
     with context(stream=stream), torch.cuda.stream(stream.native):
         device, other, host = (Buffer(CASE_BYTES, "u8", place) for place in (GPU, GPU, "pinned"))
@@ -42,7 +42,7 @@ def _scattered_rows(stream: Stream, limit: float) -> tuple[list[Row], list[Bar]]
     cases = {nbytes: _row_tasks(nbytes, stream) for nbytes in ROW_BYTES}
     device = {nbytes: dict.fromkeys(tasks, float("inf")) for nbytes, tasks in cases.items()}
     host = {nbytes: dict.fromkeys(tasks, float("inf")) for nbytes, tasks in cases.items()}
-    for _ in range(PASSES):  # over all cases, for a noisy moment lasts longer than a case
+    for _ in range(PASSES):  # over all cases: a noisy period lasts longer than a case
         for nbytes, tasks in cases.items():
             for name, task in tasks.items():
                 quick = name in ("ours", "index_select")
@@ -71,7 +71,7 @@ def _scattered_rows(stream: Stream, limit: float) -> tuple[list[Row], list[Bar]]
 
 
 def _row_tasks(nbytes: int, stream: Stream) -> dict[str, Task]:
-    """256 scattered rows of a pool into 256 neighbouring ones: ours and the peers."""
+    """Return ways to copy 256 scattered rows of a pool to consecutive rows: ours and the peers'."""
     pool = torch.randint(0, 256, (4096, nbytes), dtype=torch.uint8, device="cuda")
     out = torch.zeros(ROWS, nbytes, dtype=torch.uint8, device="cuda")
     index = torch.randperm(len(pool), device="cuda")[:ROWS]
@@ -157,11 +157,11 @@ def _limit_gbs(src: Buffer, dst: Buffer, stream: Stream) -> float:
 
 
 def _wall_us(tasks: dict[str, Task], stream: Stream) -> dict[str, float]:
-    """Best microseconds from the call until the copy is done: on a shared machine noise only adds.
+    """Return the best microseconds from the call to the end of the copy; on a shared machine noise only adds time.
 
-    The tasks are taken in turn, in another order each round, for what ran before leaves its mark on the caches. After
-    three rounds those at more than twice the best are out of the running; the others go on for a while, since a noisy
-    moment outlasts thirty rounds of the shortest cases (seen 2026-11-15: one case in ninety 1.07 over itself).
+    The tasks alternate in a different order each round, because the caches depend on the task before. After three
+    rounds, tasks slower than twice the best are dropped. The others continue, because a noisy period is longer than
+    thirty rounds of the shortest cases (2026-11-15: one case in ninety differed from itself by 1.07).
     """
     best = dict.fromkeys(tasks, float("inf"))
     order, begin, attempt = random.Random(0), time.perf_counter(), 0
@@ -179,7 +179,7 @@ def _wall_us(tasks: dict[str, Task], stream: Stream) -> dict[str, float]:
 
 
 def _device_us(task: Task, stream: Stream, repeats: int) -> float:
-    """Device microseconds per call: the calls queue up behind a spinning kernel, which hides the host."""
+    """Return device microseconds per call; the calls are queued behind a spinning kernel, which hides the host time."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     stream.synchronize()
     torch.cuda._sleep(40_000_000)  # about 20 ms: longer than enqueueing takes
@@ -193,7 +193,7 @@ def _device_us(task: Task, stream: Stream, repeats: int) -> float:
 
 
 def _host_us(task: Task, stream: Stream, repeats: int) -> float:
-    """Host microseconds per call, the GPU idle: the median of a block of calls."""
+    """Return the median host microseconds per call with an idle GPU."""
     taken = []
     for _ in range(repeats):
         stream.synchronize()

@@ -1,13 +1,13 @@
-"""Crashes: what a disk store loses when its process is killed, or the power fails. Nothing.
+"""Crash tests of the disk store: kill its process, or simulate a power failure, and count lost objects.
 
 PYTHONPATH=.:tests python -m benchmarks.crash                 200 kills, 2,000 power failures; 90 s
 PYTHONPATH=.:tests python -m benchmarks.crash --kills 2000 --folder /mnt/nvme/tmp
 
-Kills: a process that writes, replaces and removes objects of 5 kB to 700 kB is killed with -9 at a random moment; the
-next one opens the folder and reads every object. Power failures: a store on a simulated disk does random calls, and
-before a random one of its file operations the power fails; what was not synced is there, or not, or in part, sector by
-sector and name by name; that is opened and read. Both with both policies (sync at close, sync at write). The machinery
-is that of the tests (tests/storage_crash.py, tests/storage_power.py); here it runs for longer and is counted.
+Kills: a process that writes, replaces and removes objects of 5 kB to 700 kB gets SIGKILL at a random moment; the next
+process opens the folder and reads every object. Power failures: a store on a simulated disk runs random calls, and the
+power fails before a random file operation. Data that was not synced is kept, lost or torn, sector by sector and name by
+name; then the store is opened and read. Both run with both sync policies. The code is that of the tests
+(tests/storage_crash.py, tests/storage_power.py).
 """
 
 from __future__ import annotations
@@ -27,29 +27,28 @@ from storage_support import put
 
 
 def main() -> None:
-    """Break it, look, count."""
     parser = arguments("Kills and power failures of the disk store.")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--cuts", type=int, default=2000, help="power failures")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where killed stores live")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the killed stores")
     options = parser.parse_args()
     rows, bars = [], []
-    for row, held in (kills(options.kills, options.seed, options.folder), cuts(options.cuts, options.seed)):
+    for row, more_bars in (kills(options.kills, options.seed, options.folder), cuts(options.cuts, options.seed)):
         print_table([row])
         rows.append(row)
-        bars += held
+        bars += more_bars
     report("crash", rows, bars, options.results)
 
 
 def kills(count: int, seed: int, parent: Path) -> tuple[Row, list[Bar]]:
-    """Kill a writer so many times, always on the same folder."""
+    """Kill a writer `count` times, always on the same folder."""
     rng, begin = random.Random(seed), time.perf_counter()
     checked = found = lost = corrupt = leaked = 0
     with tempfile.TemporaryDirectory(prefix="kvtier-crash-", dir=parent) as folder:
         victim = Victim(Path(folder) / "store", "large")
         try:
-            for number in told("kills", count):
+            for number in progress("kills", count):
                 victim.kill_after(rng.randint(0, 25), rng.randrange(8_000_000), number, rng.choice([*Sync]))
                 damage = victim.inspect()
                 checked, found = checked + NUMBERS, found + damage.found
@@ -58,7 +57,7 @@ def kills(count: int, seed: int, parent: Path) -> tuple[Row, list[Bar]]:
         finally:
             victim.close()
         store = victim.workload.open(victim.folder)
-        refilled = sum(put(store, i, nbytes=700_000).ok for i in range(1000, 1070))  # 70 % of the room
+        refilled = sum(put(store, i, nbytes=700_000).ok for i in range(1000, 1070))  # 70 % of the space
         store.check()
         store.close()
     row = {"crash": "kill -9", "times": count, "objects stored": victim.num_stored, "checked": checked, "found": found}
@@ -73,15 +72,15 @@ def kills(count: int, seed: int, parent: Path) -> tuple[Row, list[Bar]]:
 
 
 def cuts(count: int, seed: int) -> tuple[Row, list[Bar]]:
-    """Let the power fail so many times, each time under a new store with other calls, half of them short of room."""
+    """Simulate `count` power failures, each with a new store and other calls; half of the stores are nearly full."""
     rng, begin = random.Random(seed), time.perf_counter()
     found = durable = lost = refilled = leaked = 0
-    for number in told("power failures", count):
+    for number in progress("power failures", count):
         room, sync = rng.choice((64 << 10, 1 << 20)), rng.choice([*Sync])
-        with tempfile.TemporaryDirectory() as folder:  # for the lock; all else is in the simulation
+        with tempfile.TemporaryDirectory() as folder:  # for the lock only: the disk is simulated
             failure = PowerFailure(folder, room, sync, rng.randint(1, 150), number)
             failure.run_until_it_fails(some_calls(rng))
-            checked = failure.inspect()  # raises at a wrong byte
+            checked = failure.inspect()  # raises if a byte is wrong
         found, durable, lost = found + checked.found, durable + checked.durable, lost + checked.lost
         refilled, leaked = refilled + checked.refilled, leaked + checked.leaked_bytes
     row = {"crash": "power failure", "times": count, "reported durable": durable, "checked": 12 * count}
@@ -100,7 +99,7 @@ def cuts(count: int, seed: int) -> tuple[Row, list[Bar]]:
 
 
 def some_calls(rng: random.Random) -> list[Call]:
-    """Up to twenty calls on twelve objects."""
+    """Return up to twenty random calls on twelve objects."""
     kinds = ("write", "write", "write", "remove", "read")
     return [
         (rng.choice(kinds), rng.sample(range(12), rng.randint(1, 4)), rng.choice((100, 5000)))
@@ -108,8 +107,8 @@ def some_calls(rng: random.Random) -> list[Call]:
     ]
 
 
-def told(what: str, count: int) -> Iterator[int]:
-    """The numbers from 1 on, with a line that says how far it is."""
+def progress(what: str, count: int) -> Iterator[int]:
+    """Yield the numbers from 1 to `count` and print the progress."""
     for number in range(1, count + 1):
         yield number
         if number % max(1, count // 20) == 0:

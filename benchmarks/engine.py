@@ -1,13 +1,12 @@
-"""The engine on the CPU beside transformers on the same weights: SmolLM2-135M in float32, whole steps.
+"""The engine on the CPU compared with transformers on the same weights: SmolLM2-135M in float32, whole steps.
 
 python -m benchmarks.engine                      one thread per core; --threads to choose
-python -m benchmarks.engine --check              also: 32 prompts of mixed lengths, greedy, the same tokens as there
+python -m benchmarks.engine --check              also compare the greedy tokens of 32 prompts of mixed lengths
 python -m benchmarks.engine --vllm-python V/bin/python --node-llama L     also vLLM and llama.cpp: see engine_peers
 
-What the model alone takes is benchmarks.engine_model; here a step is everything: scheduling, the cache's books, laying
-out the batch, the model, sampling, text. transformers is given its forward pass with its own cache, and no generate()
-around it. Both are measured in turn, so that a noisy moment hits both; a case's time is its best of several rounds.
-Decode begins at a context of 128 tokens.
+A step includes scheduling, cache bookkeeping, batch layout, model, sampling and text; benchmarks.engine_model measures
+the model alone. transformers runs its forward pass with its own cache, without generate(). Both alternate, so that
+noise affects both; the time of a case is the best of several rounds. Decode starts at a context of 128 tokens.
 """
 
 from __future__ import annotations
@@ -53,16 +52,15 @@ TEXT = (
 
 
 def main() -> None:
-    """Measure, print, keep."""
-    parser = arguments("The engine on this machine's CPU, beside transformers.")
+    parser = arguments("The engine on the CPU, compared with transformers.")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--check", action="store_true", help=f"compare the tokens of {NUM_CHECKED} prompts first")
     for name, what in (("vllm-python", "the Python of vLLM's environment"), ("node-llama", "node-llama-cpp's folder")):
         variable = f"KVTIER_{name.replace('-', '_').upper()}"
-        told = os.environ.get(variable)
+        value = os.environ.get(variable)
         parser.add_argument(
-            f"--{name}", type=Path, default=Path(told) if told else None, help=f"{what}, or ${variable}"
+            f"--{name}", type=Path, default=Path(value) if value else None, help=f"{what}, or ${variable}"
         )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -71,7 +69,7 @@ def main() -> None:
     peers = engine_peers.Peers(options.vllm_python, options.node_llama)
     others = peers.seconds(peer, peer_cases(tokenizer, options.rounds), options.threads)
     bars = [check(model, tokenizer, peer)] if options.check else []
-    rows, held = beside_transformers(model, tokenizer, peer, options.rounds)
+    rows, more_bars = beside_transformers(model, tokenizer, peer, options.rounds)
     for name, seconds in others.items():
         for row in rows:
             case = str(row["case"])
@@ -79,14 +77,14 @@ def main() -> None:
     print_table(rows)
     if not all(others.values()):
         print(f"how to install what is not:\n{engine_peers.__doc__}")
-    more_rows, more_held = outside(model, tokenizer)
+    more_rows, outside_bars = outside(model, tokenizer)
     for row in rows + more_rows:
         row["threads"] = options.threads
-    report("engine", rows + more_rows, bars + held + more_held, options.results)
+    report("engine", rows + more_rows, bars + more_bars + outside_bars, options.results)
 
 
 def make_engine(model: Model, tokenizer: Tokenizer, *, prefix_caching: bool = True) -> Engine:
-    """Room for every case; without prefix caching every prefill is one."""
+    """Return an engine with memory for every case, without prefix caching, so that every prefill is computed."""
     cache = CacheConfig(768, prefix_caching=prefix_caching)
     return Engine(model, tokenizer, EngineConfig(cache=cache, scheduler=SchedulerConfig(64, max(PREFILLS))))
 
@@ -94,14 +92,14 @@ def make_engine(model: Model, tokenizer: Tokenizer, *, prefix_caching: bool = Tr
 def beside_transformers(
     model: Model, tokenizer: Tokenizer, peer: Any, rounds: int
 ) -> tuple[list[dict[str, object]], list[Bar]]:
-    """Prefill, decode of one sequence, decode of sixteen."""
+    """Measure prefill, decode of one sequence, and decode of sixteen."""
     theirs, tasks = their_tasks(peer), {}
     for case, num_tokens in CASES.items():
         is_prefill = case.startswith("prefill")
         engine = make_engine(model, tokenizer, prefix_caching=not is_prefill)
         tasks[case, "kvtier"] = prefill(engine, num_tokens) if is_prefill else decode(engine, num_tokens, GREEDY)
         tasks[case, "transformers"] = theirs[case]
-    # all in turn, since bars compare cases with each other too
+    # alternate all cases, because bars compare them with each other
     rates = {(case, name): CASES[case] / seconds for (case, name), seconds in best(tasks, rounds).items()}
     rows: list[dict[str, object]] = [
         {
@@ -121,7 +119,7 @@ def beside_transformers(
 
 
 def peer_cases(tokenizer: Tokenizer, rounds: int) -> dict[str, engine_peers.PeerCase]:
-    """The same cases for engines elsewhere, with the same token ids."""
+    """Return the same cases, with the same token ids, for the other engines."""
     few = max(2, rounds // 4)
     cases = {f"prefill {length}": engine_peers.PeerCase([prefill_ids(length)], False, few) for length in PREFILLS}
     for count in (1, BATCH):
@@ -130,17 +128,16 @@ def peer_cases(tokenizer: Tokenizer, rounds: int) -> dict[str, engine_peers.Peer
 
 
 def prefill_ids(length: int) -> list[int]:
-    """A prompt for prefill."""
     return [100 + i % 40000 for i in range(length)]
 
 
 def decode_ids(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """Prompts that share nothing."""
+    """Return prompts without a shared prefix."""
     return [tokenizer.encode(f"{index}. {TEXT * 4}")[:CONTEXT] for index in range(count)]
 
 
 def prefill(engine: Engine, length: int) -> Callable[[], object]:
-    """A prompt, from text-free add to its first token."""
+    """Run a prompt of token ids until its first token."""
     prompt = prefill_ids(length)
 
     def run() -> None:
@@ -152,7 +149,7 @@ def prefill(engine: Engine, length: int) -> Callable[[], object]:
 
 
 def decode(engine: Engine, count: int, params: SamplingParams) -> Callable[[], object]:
-    """One step of so many sequences that generate already, after texts that share nothing."""
+    """Return a decode step of `count` sequences without a shared prefix."""
     assert engine.tokenizer is not None
     for prompt in decode_ids(engine.tokenizer, count):
         engine.add(prompt, params)
@@ -162,7 +159,7 @@ def decode(engine: Engine, count: int, params: SamplingParams) -> Callable[[], o
 
 
 class Timed(Model):
-    """Counts the seconds spent in it."""
+    """A model that counts the seconds of its calls."""
 
     seconds = 0.0
 
@@ -172,14 +169,12 @@ class Timed(Model):
     def forward(
         self, batch: ForwardBatch, cache: torch.Tensor, before_layer: Callable[[int], None] | None = None
     ) -> torch.Tensor:
-        """See Model."""
         start = time.perf_counter()
         hidden = super().forward(batch, cache, before_layer)
         self.seconds += time.perf_counter() - start
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See Model."""
         start = time.perf_counter()
         found = super().logits(hidden)
         self.seconds += time.perf_counter() - start
@@ -187,7 +182,7 @@ class Timed(Model):
 
 
 def outside(model: Model, tokenizer: Tokenizer) -> tuple[list[dict[str, object]], list[Bar]]:
-    """What of a step at batch 16 is not the model: the middle one of many steps."""
+    """Measure the part of a step of 16 rows outside of the model: the median of many steps."""
     rows: list[dict[str, object]] = []
     for name, params in KINDS.items():
         timed = Timed(model)
@@ -212,7 +207,7 @@ def outside(model: Model, tokenizer: Tokenizer) -> tuple[list[dict[str, object]]
 
 
 def check(model: Model, tokenizer: Tokenizer, peer: Any) -> Bar:
-    """Greedy answers to prompts of 1 to 700 tokens, in a cache that is too small for all: transformers says each."""
+    """Compare greedy answers to prompts of 1 to 700 tokens, in a cache too small for all, with transformers."""
     text = tokenizer.encode(
         " ".join(f"Chapter {i}: the sea was calm and the {i * i} ships lay still." for i in range(90))
     )

@@ -1,9 +1,9 @@
-"""The model on a GPU: prefill beside the matrix rate, decode beside the memory's bandwidth, both measured in this run.
+"""The model on a GPU: prefill compared with the matrix rate, decode with the memory bandwidth, measured in this run.
 
 python -m benchmarks.engine_gpu            random weights of Llama-3-8B's shape: nothing to download
 
-Prefill is counted by its matrix products alone (2 x weights x tokens, attention's products on top), so that the share
-is what reaches the model. Decode's floor is every weight and every key and value of the batch read once.
+Prefill counts only its matrix products (2 x weights x tokens, plus those of attention). The floor of decode is reading
+every weight and every key and value of the batch once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ BLOCK_TOKENS, PREFILL, BATCH, CONTEXT = 16, 8192, 64, 1024
 
 
 def main() -> None:
-    """Measure, print, keep."""
     options = arguments("The model on the GPU of this machine.").parse_args()
     device = torch.device("cuda")
     model = Model(LLAMA3_8B, random_weights(LLAMA3_8B, torch.bfloat16, device))
@@ -37,7 +36,7 @@ def main() -> None:
 
 
 def prefill(model: Model, cache: torch.Tensor) -> tuple[list[Row], list[Bar]]:
-    """One prompt of 8k tokens, whole and in chunks of 2k, beside a bf16 matrix product."""
+    """Measure one prompt of 8k tokens, whole and in chunks of 2k, and a bf16 matrix product."""
     tokens = torch.arange(PREFILL).remainder(LLAMA3_8B.vocab_size).tolist()
     table = list(range(PREFILL // BLOCK_TOKENS))
     whole = [_batch([SequenceInput(tokens, 0, table)])]
@@ -55,7 +54,7 @@ def prefill(model: Model, cache: torch.Tensor) -> tuple[list[Row], list[Bar]]:
 
 
 def decode(model: Model, cache: torch.Tensor) -> tuple[list[Row], list[Bar]]:
-    """64 sequences of 1,024 tokens, one token each, with and without a CUDA graph."""
+    """Measure a decode step of 64 sequences of 1,024 tokens, with and without a CUDA graph."""
     per_sequence = CONTEXT // BLOCK_TOKENS
     tables = [list(range(1 + i * per_sequence, 1 + (i + 1) * per_sequence)) for i in range(BATCH)]
     batch = _batch([SequenceInput([i], CONTEXT - 1, table) for i, table in enumerate(tables)])
@@ -65,9 +64,9 @@ def decode(model: Model, cache: torch.Tensor) -> tuple[list[Row], list[Bar]]:
     weights = sum(each.numel() for each in _matrices(model)) * 2
     read = weights + BATCH * CONTEXT * LLAMA3_8B.kv_token_elements * 2
     floor = read / bandwidth
-    wanted = model.logits(model.forward(batch, cache))
-    found = graphs.logits(batch)
-    assert (found - wanted).abs().max() < 0.1, "the captured step computes something else"
+    expected = model.logits(model.forward(batch, cache))
+    actual = graphs.logits(batch)
+    assert (actual - expected).abs().max() < 0.1, "the captured step computes something else"
     seconds = {
         "decode 64, CUDA graph": _seconds(lambda: graphs.logits(batch), 20),
         "decode 64, no graph": _seconds(lambda: model.logits(model.forward(batch, cache)), 20),
@@ -100,7 +99,7 @@ def _batch(sequences: list[SequenceInput]) -> ForwardBatch:
 
 
 def _seconds(task: Callable[[], object], rounds: int) -> float:
-    """Median by CUDA events; two rounds to warm up."""
+    """Return the median by CUDA events, after two warm-up rounds."""
     taken = []
     for attempt in range(rounds + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,9 +1,9 @@
-"""The model on the CPU beside transformers on the same weights: SmolLM2-135M in float32.
+"""The model on the CPU compared with transformers on the same weights: SmolLM2-135M in float32.
 
 python -m benchmarks.engine_model                one thread per core; --threads to choose
 
-Both compute the same tokens from the same float32 weights, in turn, so that a noisy moment hits both. A case's time is
-its best of several rounds. Decode runs at a context of 128 tokens.
+Both compute the same tokens from the same float32 weights and alternate, so that noise affects both. The time of a case
+is the best of several rounds. Decode runs at a context of 128 tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ PREFILLS = (512, 2048)
 
 
 def main() -> None:
-    """Measure, print, keep."""
-    parser = arguments("The model on this machine's CPU, beside transformers.")
+    parser = arguments("The model on the CPU, compared with transformers.")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -35,14 +34,14 @@ def main() -> None:
 
 
 def measure(model: Model, rounds: int) -> tuple[list[Row], list[Bar]]:
-    """Prefill, decode of one sequence, decode of sixteen."""
+    """Measure prefill, decode of one sequence, and decode of sixteen."""
     peer = transformers_model(model)
     ours, theirs = our_tasks(model), their_tasks(peer)
     seconds: dict[str, float] = {}
     for case, tokens in CASES.items():
         few = 4 * rounds if tokens <= BATCH else rounds
-        found = best({"kvtier": ours[case], "transformers": theirs[case]}, few)
-        seconds |= {f"{case}, {name}": value for name, value in found.items()}
+        times = best({"kvtier": ours[case], "transformers": theirs[case]}, few)
+        seconds |= {f"{case}, {name}": value for name, value in times.items()}
     rates = {name: CASES[name.rsplit(", ", 1)[0]] / value for name, value in seconds.items()}
     rows: list[Row] = [
         {"case": case, "kvtier tok/s": rates[f"{case}, kvtier"], "transformers tok/s": rates[f"{case}, transformers"]}
@@ -55,7 +54,7 @@ def measure(model: Model, rounds: int) -> tuple[list[Row], list[Bar]]:
 
     bars = [at_least(f"prefill {length}, times transformers", times(f"prefill {length}"), 1.0) for length in PREFILLS]
     bars.append(at_least("decode of one, times transformers", times("decode 1"), 1.5))
-    # the share once more in turn: between the cases above the machine may have changed
+    # measure the share again, alternating: the machine may have changed between the cases above
     both = best({case: ours[case] for case in ("prefill 512", f"decode {BATCH}")}, 2 * rounds)
     share = BATCH / both[f"decode {BATCH}"] / (512 / both["prefill 512"])
     bars.append(at_least(f"decode of {BATCH}, share of the prefill rate", share, 0.5))
@@ -67,7 +66,7 @@ CASES = {**{f"prefill {length}": length for length in PREFILLS}, "decode 1": 1, 
 
 
 def our_tasks(model: Model) -> dict[str, Callable[[], object]]:
-    """Each builds its batch too, as a step does."""
+    """Return our tasks; like a step, each also builds its batch."""
     blocks = CONTEXT // BLOCK_TOKENS + 1
     cache = model.new_cache(max(max(PREFILLS) // BLOCK_TOKENS, BATCH * blocks), BLOCK_TOKENS)
 
@@ -82,12 +81,12 @@ def our_tasks(model: Model) -> dict[str, Callable[[], object]]:
         tables = [range(i * blocks, (i + 1) * blocks) for i in range(count)]
         return lambda: step([SequenceInput([5], CONTEXT, table) for table in tables])
 
-    found = {f"prefill {length}": prefill(length) for length in PREFILLS}
-    return {**found, "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
+    tasks = {f"prefill {length}": prefill(length) for length in PREFILLS}
+    return {**tasks, "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
 
 
 def their_tasks(peer: Any) -> dict[str, Callable[[], object]]:
-    """transformers with its own cache, only the last row of logits, no generate() around it."""
+    """Return tasks of transformers with its own cache and the last row of logits, without generate()."""
 
     def prefill(length: int) -> Callable[[], object]:
         ids = torch.tensor([_tokens(length)])
@@ -100,13 +99,13 @@ def their_tasks(peer: Any) -> dict[str, Callable[[], object]]:
 
         def step() -> object:
             out = _inferred(peer, token, past_key_values=past, use_cache=True).logits.argmax(-1)
-            past.crop(-1)  # forget this token again
+            past.crop(-1)  # remove this token again
             return out
 
         return step
 
-    found = {f"prefill {length}": prefill(length) for length in PREFILLS}
-    return {**found, "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
+    tasks = {f"prefill {length}": prefill(length) for length in PREFILLS}
+    return {**tasks, "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
 
 
 @torch.inference_mode()
@@ -115,7 +114,7 @@ def _inferred(peer: Any, ids: torch.Tensor, **options: Any) -> Any:
 
 
 def transformers_model(model: Model) -> Any:
-    """A Llama of transformers with these weights, in its default (sdpa) attention."""
+    """Return a Llama of transformers with these weights and its default (sdpa) attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config, weights = model.config, model.weights

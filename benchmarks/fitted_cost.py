@@ -1,4 +1,4 @@
-"""FittedCost: how long a step takes, fitted to steps that were measured."""
+"""FittedCost: the duration of a step, fitted to measured steps."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 from kvtier.errors import ArgumentError
 from kvtier.replay.cost import Work
 
-# Tokens of a step up to which each costs more than those behind it: the weights are read for few products. Where the
-# bends lie makes little difference; seen on two Xeon cores, SmolLM2, 2026-11-15.
+# Tokens of a step up to which each token costs more than later ones, because few products share a read of the
+# weights. The exact knees matter little (two Xeon cores, SmolLM2, 2026-11-15).
 _KNEES = (16, 64)
 
 
 class FittedCost:
-    """A sum of costs per step, row, token, attended token and read token, fitted to steps that were measured.
+    """A sum of costs per step, row, token, attended token and read token, fitted to measured steps.
 
-    Errors count by their share of what the fit says, so that short steps are met as well as long ones. Beyond a tenth
-    they count less and less: on a machine that others use, some steps are held up by them.
+    Errors are relative to the fit, so that short and long steps have equal weight. The weight of errors above a tenth
+    falls: on a shared machine, other processes delay some steps.
     """
 
     def __init__(self, samples: Sequence[tuple[Work, float]]) -> None:
         if len(samples) < _NUM_COSTS:
             raise ArgumentError(f"{_NUM_COSTS} costs need at least as many measured steps, got {len(samples)}")
-        seconds = np.array([taken for _, taken in samples])
+        seconds = np.array([duration for _, duration in samples])
         amounts = np.array([_amounts(work) for work, _ in samples])
         weights = 1 / seconds
         for _ in range(_ROUNDS):
@@ -34,7 +34,6 @@ class FittedCost:
             weights = np.sqrt(np.minimum(1, _NEAR / np.maximum(off, _NEAR))) / expected
 
     def seconds(self, work: Work) -> float:
-        """What the fit says."""
         return float(self.costs @ np.array(_amounts(work)))
 
 
@@ -45,21 +44,21 @@ def _amounts(work: Work) -> tuple[float, ...]:
 
 
 _NUM_COSTS = 5 + len(_KNEES)
-_ROUNDS = 8  # of fitting again with errors as shares of the last fit: costs change little after the fifth
+_ROUNDS = 8  # fits, each with errors relative to the fit before; costs change little after the fifth
 _NEAR = 0.1
 
 
 def _not_negative(
-    amounts: np.ndarray[tuple[int, int], np.dtype[np.float64]], wanted: np.ndarray[tuple[int], np.dtype[np.float64]]
+    amounts: np.ndarray[tuple[int, int], np.dtype[np.float64]], target: np.ndarray[tuple[int], np.dtype[np.float64]]
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Least squares without negative costs: the most negative goes, until none is."""
+    """Return non-negative least squares: remove the most negative cost until none is negative."""
     used = list(range(amounts.shape[1]))
     scale = np.maximum(np.abs(amounts).max(axis=0), 1e-300)
     while True:
-        found = np.linalg.lstsq(amounts[:, used] / scale[used], wanted, rcond=None)[0]
-        if found.min() >= 0 or len(used) == 1:
+        solution = np.linalg.lstsq(amounts[:, used] / scale[used], target, rcond=None)[0]
+        if solution.min() >= 0 or len(used) == 1:
             break
-        used.pop(int(found.argmin()))
+        used.pop(int(solution.argmin()))
     costs = np.zeros(amounts.shape[1])
-    costs[used] = np.maximum(found, 0) / scale[used]
+    costs[used] = np.maximum(solution, 0) / scale[used]
     return costs

@@ -25,7 +25,7 @@ from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Ste
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request's line."""
+    """One request of a log."""
 
     traced: TraceRequest
     tokens_from: dict[str, int]
@@ -34,32 +34,32 @@ class LoggedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A log with steps."""
+    """A log recorded with `steps=True`."""
 
     block_tokens: int
     slots: dict[str, int]
-    """Of each memory when it began: host memory may still have been coming."""
+    """Slots of each memory tier at the start; host memory may have grown later."""
     events: tuple[dict[str, Any], ...]
     requests: dict[str, LoggedRequest]
     numbers: dict[str, int]
-    """Of the names of blocks, as the requests' hash ids have them."""
+    """Numbers of the block names, as in the hash ids of requests."""
     num_ranks: int = 1
 
     @property
     def trace(self) -> tuple[TraceRequest, ...]:
-        """The requests as a trace."""
+        """Return the requests as a trace."""
         requests = (logged.traced for logged in self.requests.values())
         return tuple(sorted(requests, key=lambda request: request.timestamp_ms))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayDiff:
-    """What the replay found: tokens by tier for each request, as many steps as the log has, and what they took then."""
+    """The result of following a log: tokens by tier for each request, and the recorded times."""
 
     tokens_from: dict[str, dict[str, int]]
     num_steps: int
     steps: tuple[tuple[Work, float], ...]
-    """Steps that computed and waited for no load: what to fit a cost to."""
+    """Steps without a wait for a load; costs are fitted to these."""
     outcomes: tuple[tuple[str, int, float], ...]
     """Route, bytes and seconds of every transfer that succeeded."""
 
@@ -69,16 +69,16 @@ def read_log(path: str | Path) -> Log:
     events, requests, numbers = [], {}, dict[str, int]()
     block_tokens, slots, num_ranks = 0, dict[str, int](), 1
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        found = parse_line(line, numbers)
-        if isinstance(found, str):
-            raise FormatError(f"{path}:{number}: {found}")
+        result = parse_line(line, numbers)
+        if isinstance(result, str):
+            raise FormatError(f"{path}:{number}: {result}")
         record = json.loads(line)
         if record["event"] == "start":
             if record["version"] > LOG_VERSION:
                 raise FormatError(f"{path} is of version {record['version']}, this reads up to {LOG_VERSION}")
             block_tokens, slots, num_ranks = record["block_tokens"], record["slots"], record.get("ranks", 1)
-        elif found is not None:
-            requests[record["id"]] = LoggedRequest(found, record["tokens_from"], record["ttft"])
+        elif result is not None:
+            requests[record["id"]] = LoggedRequest(result, record["tokens_from"], record["ttft"])
         else:
             events.append(record)
     if not block_tokens or not events:
@@ -87,7 +87,7 @@ def read_log(path: str | Path) -> Log:
 
 
 def follow(log: Log, cache: CacheConfig, scheduler: SchedulerConfig) -> ReplayDiff:
-    """Do what the log says; raises where a decision is another than it was. The configuration must be the run's."""
+    """Repeat the calls of the log; raise if a decision differs. The configuration must be that of the run."""
     return _Follower(log, cache, scheduler).run()
 
 
@@ -119,11 +119,11 @@ class _Follower:
         }
         for event in self._log.events:
             do[event["event"]](event)
-        found = {name: dict(request.tokens_from) for name, request in self._requests.items()}
-        return ReplayDiff(found, self._num_steps, tuple(self._steps), tuple(self._outcomes))
+        result = {name: dict(request.tokens_from) for name, request in self._requests.items()}
+        return ReplayDiff(result, self._num_steps, tuple(self._steps), tuple(self._outcomes))
 
     def _keys_of_names(self, namespace: Namespace) -> dict[int, bytes]:
-        """The key here of every block that some request has, by its number in the log."""
+        """Return the key of every block of the requests, by its number in the log."""
         keys: dict[int, bytes] = {}
         for number, (name, logged) in enumerate(self._log.requests.items()):
             tokens = logged.traced.sequence(number)
@@ -135,7 +135,7 @@ class _Follower:
     def _add(self, event: dict[str, Any]) -> None:
         name, count = event["id"], event["prompt_tokens"]
         if name not in self._tokens:
-            raise StateError(f"request {name} is not over in the log: close the recorder after the last one")
+            raise StateError(f"request {name} has no end in the log; close the recorder after the last request")
         chain = Chain(self._manager.namespace, self._tokens[name][:count])
         self._requests[name] = Request(name, chain, event["max_new_tokens"], priority=event["priority"])
         self._scheduler.add(self._requests[name], event["t"])
@@ -146,14 +146,14 @@ class _Follower:
         self._began = event["t"]
         self._step = self._scheduler.schedule(self._began)
         self._num_steps += 1
-        told = describe(self._step)
+        decisions = describe(self._step)
         for what in ("rows", "transfers", "probes"):
-            if told[what] != event[what]:
+            if decisions[what] != event[what]:
                 raise StateError(
-                    f"step {self._num_steps} had {what} {event[what]} in the run and has {told[what]} now: "
+                    f"step {self._num_steps} had {what} {event[what]} in the run and has {decisions[what]} now: "
                     f"another configuration, or one with partial_scan"
                 )
-        self._purposes.update((number, purpose) for number, purpose, _ in told["transfers"])
+        self._purposes.update((number, purpose) for number, purpose, _ in decisions["transfers"])
 
     def _report(self, event: dict[str, Any]) -> None:
         outcomes = []
@@ -171,7 +171,7 @@ class _Follower:
         self._manager.apply(Report(event["epoch"], rank, tuple(outcomes), tuple(presences), num_host_slots, damaged))
 
     def _known(self, names: list[str]) -> bytes:
-        """Keys of blocks; those that no request of the log has matter to none."""
+        """Return the keys of blocks that requests of the log have."""
         numbers = (self._log.numbers.get(name, -1) for name in names)
         return b"".join(self._keys.get(number, b"") for number in numbers)
 

@@ -1,4 +1,4 @@
-"""Hits of one trace through the real index, one request at a time and without a clock."""
+"""Replay a trace through the index, one request at a time, without a clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def replay_hits(
     policy: str = "lru",
     ghost: GhostCache | None = None,
 ) -> HitPoint:
-    """Match, allocate, publish and release one request after the other. Those larger than the pool are not cached."""
+    """Match, allocate, publish and release each request in turn. Requests larger than the pool are not cached."""
     namespace = Namespace("replay", block_tokens=block_tokens)
     tree = RadixTree(namespace, [Tier(0, BlockPool("device", num_slots), lambda: make_policy(policy))], ghost=ghost)
     num_blocks = num_hits = 0

@@ -14,8 +14,8 @@ omission: a gap g counts as g, g - e, g - 2e .. where e is the median of the bas
 time. The baseline is measured before and after the attacks and taken together. "others" is the number of cores that
 other processes used, and worker processes that the server started during the phase.
 
-After an attack, its server must return to the number of open files, threads and processes from before within 30 s. A
-server that does not, or that does not answer, is replaced for the next attack. On a shared machine give the benchmark a
+Within 30 s after an attack, the server must return to its earlier number of open files, threads and processes. A
+server that does not, or does not answer, is replaced before the next attack. On a shared machine give the benchmark a
 session of its own with a larger share: setsid bash -c 'echo -10 > /proc/self/autogroup; exec python -m ..'.
 """
 
@@ -358,7 +358,6 @@ class Servers:
         return self._server
 
     def stop(self) -> None:
-        """End the server."""
         if self._server is not None:
             self._server.stop()
             self._server = None
@@ -378,7 +377,6 @@ def attack_all(servers: Servers, names: Sequence[str], seconds: float) -> list[P
 
 
 def main() -> None:
-    """Run it."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each attack")
     parser.add_argument("--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), metavar="ATTACK")

@@ -1,4 +1,4 @@
-"""The block index: CPU time of a request beside a fixed calibration loop, what keys add, its memory, how it scales.
+"""The block index: CPU time of a request relative to a calibration loop, the cost of keys, memory and scaling.
 
 python -m benchmarks.index --trace conversation_trace.jsonl       all block sizes, all bars
 python -m benchmarks.index --trace T --block-tokens 16 --pool-tokens 5120000 --policy s3fifo --lists
@@ -27,7 +27,7 @@ from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig
 
 POOL_TOKENS = 5_120_000
 BARS = {512: 0.04, 64: 0.065, 16: 0.14}
-PEERS = {  # in units of `calibrate`, measured on the same trace
+PEERS = {  # in units of `calibrate`, on the same trace
     512: "vLLM .247, SGLang Rust .202, FastDeploy .816",
     64: "vLLM .72, SGLang Rust .216, FastDeploy 4.9",
     16: "vLLM 2.11, SGLang Rust .217, FastDeploy 19.4",
@@ -35,12 +35,12 @@ PEERS = {  # in units of `calibrate`, measured on the same trace
 HIT_RATES = {1_000: 0.0470, 5_000: 0.1237, 10_000: 0.2243, 30_000: 0.3448, 50_000: 0.3715, 100_000: 0.3795}
 BARE = "bare hashlib chain"
 PHASES = ("hash", "match", "allocate", "publish", "release")
-BATCH = 64  # requests between two calibrations; their tokens are made before the clock starts
+BATCH = 64  # requests between two calibrations; their tokens are generated before the clock starts
 
 
 @dataclass
 class Cost:
-    """CPU time of a run, by phase, with the calibrations taken during it."""
+    """CPU time of a run by phase, and the calibrations during it."""
 
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     ratios: list[float] = field(default_factory=list)
@@ -49,52 +49,57 @@ class Cost:
 
     @property
     def us(self) -> float:
-        """Per request."""
         return sum(self.phases.values()) / self.num_requests * 1e6
 
     @property
     def cal(self) -> float:
-        """Per request, over the calibration loop: the mean over batches, each with its own calibration."""
+        """Time per request relative to the calibration loop: the mean over batches, each with its own calibration."""
         return statistics.fmean(self.ratios)
 
 
 def main() -> None:
-    """Measure, print, keep."""
     parser = arguments("CPU time of the block index.")
-    parser.add_argument("--trace", help="a Mooncake trace; a synthetic one without it")
+    parser.add_argument("--trace", help="a Mooncake trace; default: a synthetic one")
     parser.add_argument("--block-tokens", type=int, nargs="*", default=[512, 64, 16])
     parser.add_argument("--pool-tokens", type=int, default=POOL_TOKENS)
     parser.add_argument("--policy", default="lru")
-    parser.add_argument("--requests", type=int, default=2000, help="for blocks below 512 tokens; those replay it all")
-    parser.add_argument("--runs", type=int, default=5, help="the middle one of so many counts")
+    parser.add_argument(
+        "--requests", type=int, default=2000, help="for blocks below 512 tokens; larger blocks replay the whole trace"
+    )
+    parser.add_argument("--runs", type=int, default=5, help="the median of this many rounds counts")
     options = parser.parse_args()
     trace = read_trace(options.trace).requests if options.trace else tuple(generate(SyntheticTrace(sessions=3000)))
     gc.collect()
-    gc.freeze()  # the trace is the benchmark's, not the index's: keep it out of the collector's way
+    gc.freeze()  # exclude the trace, which is not part of the index, from garbage collection
     rows: list[Row] = []
     bars: list[Bar] = []
     for block_tokens in options.block_tokens:
         some = trace if block_tokens >= 512 else trace[: options.requests]
-        found, held = costs(some, block_tokens, options)
-        rows += found
-        bars += held if options.trace and options.pool_tokens == POOL_TOKENS and options.policy == "lru" else []
+        more, more_bars = costs(some, block_tokens, options)
+        rows += more
+        bars += more_bars if options.trace and options.pool_tokens == POOL_TOKENS and options.policy == "lru" else []
     print_table(rows)
     print("peers, cal:", "; ".join(f"{size}: {PEERS[size]}" for size in options.block_tokens if size in PEERS), "\n")
     is_real = options.trace is not None
-    for more, held in (memory(trace), scaling(trace), ghost_cost(trace, options.runs), ghost_curve(trace, is_real)):
+    for more, more_bars in (
+        memory(trace),
+        scaling(trace),
+        ghost_cost(trace, options.runs),
+        ghost_curve(trace, is_real),
+    ):
         print_table(more)
         rows += more
-        bars += held
+        bars += more_bars
     report("index", rows, bars, options.results)
 
 
 def costs(requests: Sequence[TraceRequest], block_tokens: int, options: object) -> tuple[list[Row], list[Bar]]:
-    """Arrays and lists, without and with keys, and the bare chain of digests."""
+    """Measure arrays and lists, without and with keys, and a plain chain of digests."""
     pool_tokens, policy, runs = options.pool_tokens, options.policy, options.runs  # type: ignore[attr-defined]
     num_slots = pool_tokens // block_tokens
     cases = {"arrays": (False, False), "lists": (True, False), "arrays, keys": (False, True)}
     whole: dict[str, list[tuple[float, float]]] = {name: [] for name in (*cases, BARE)}
-    for _ in range(runs):  # in turn, so that a noisy moment hits all
+    for _ in range(runs):  # alternating, so that noise affects all
         for name, (as_lists, with_keys) in cases.items():
             index = tree(block_tokens, num_slots, policy, with_keys)
             whole[name].append(time_whole(requests, functools.partial(run_one, index), as_lists))
@@ -115,7 +120,7 @@ def costs(requests: Sequence[TraceRequest], block_tokens: int, options: object) 
 
 
 def time_whole(requests: Sequence[TraceRequest], task: Callable[[Any], object], as_lists: bool) -> tuple[float, float]:
-    """CPU time of a request over the calibration loop, and in us. The clock is read once for 64 requests."""
+    """Return the CPU time of a request relative to the calibration loop, and in us. The clock is read every 64."""
     ratios, total = [], 0.0
     for start in range(0, len(requests), BATCH):
         batch = [request.tokens() for request in requests[start : start + BATCH]]
@@ -131,14 +136,13 @@ def time_whole(requests: Sequence[TraceRequest], task: Callable[[Any], object], 
 
 
 def tree(block_tokens: int, num_slots: int, policy: str = "lru", with_keys: bool = False) -> RadixTree:
-    """A tree over one pool."""
     namespace = Namespace("benchmark", block_tokens=block_tokens)
     tier = Tier(0, BlockPool("device", num_slots), lambda: make_policy(policy))
     return RadixTree(namespace, [tier], with_keys=with_keys)
 
 
 def drive(index: RadixTree, requests: Sequence[TraceRequest], *, as_lists: bool = False) -> Cost:
-    """Run requests one after the other, each matched, given slots, published and released."""
+    """Match, allocate, publish and release each request in turn."""
     cost, clock = Cost(), time.thread_time
     for start in range(0, len(requests), BATCH):
         batch = [request.tokens() for request in requests[start : start + BATCH]]
@@ -168,7 +172,7 @@ def drive(index: RadixTree, requests: Sequence[TraceRequest], *, as_lists: bool 
 
 
 def calibrate() -> float:
-    """CPU seconds of a fixed loop, the median of three; `PEERS` were measured beside the same loop."""
+    """Return the CPU seconds of a fixed loop, the median of three. `PEERS` were measured with the same loop."""
     taken = []
     for _ in range(3):
         bits, found, x = b"0123456789abcdef", {}, 0
@@ -183,14 +187,14 @@ def calibrate() -> float:
 
 
 def bare_chain(labels: bytes, width: int) -> None:
-    """SHA-256 over every full block, each with the digest of the one before."""
+    """Compute SHA-256 of every full block, each with the digest before it."""
     sha256, key = hashlib.sha256, bytes(32)
     for at in range(0, len(labels) - width + 1, width):
         key = sha256(key + labels[at : at + width]).digest()
 
 
 def memory(trace: Sequence[TraceRequest]) -> tuple[list[Row], list[Bar]]:
-    """Bytes a cached 16-token block takes, beside its 64 bytes of tokens."""
+    """Measure the bytes per cached 16-token block, without its 64 bytes of tokens."""
     rows: list[Row] = []
     for with_keys in (False, True):
         index = tree(16, 100_000, with_keys=with_keys)
@@ -200,17 +204,17 @@ def memory(trace: Sequence[TraceRequest]) -> tuple[list[Row], list[Bar]]:
         gc.collect()
         taken = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-        held = index.stats.num_blocks
-        rows.append({"memory": "keys" if with_keys else "no keys", "blocks": held, "bytes/block": taken / held - 64})
+        count = index.stats.num_blocks
+        rows.append({"memory": "keys" if with_keys else "no keys", "blocks": count, "bytes/block": taken / count - 64})
     worst = max(float(str(row["bytes/block"])) for row in rows)
     return rows, [at_most("bytes per cached 16-token block beside its tokens", worst, 200)]
 
 
 def scaling(trace: Sequence[TraceRequest]) -> tuple[list[Row], list[Bar]]:
-    """CPU time per newly allocated 16-token block with a full pool of 10^4, 10^5 and 10^6 blocks.
+    """Measure the CPU time per newly allocated 16-token block with a full pool of 10^4, 10^5 and 10^6 blocks.
 
-    The bar is on requests that share nothing: each has as many new blocks in every pool. The trace itself, whose
-    requests have fewer new ones the larger the pool, is beside it.
+    The bar is for requests without shared prefixes, which have equally many new blocks in every pool. The trace, whose
+    requests have fewer new blocks in a larger pool, is measured too.
     """
     alone = [replace(r, hash_ids=tuple(range(i * 256, i * 256 + len(r.hash_ids)))) for i, r in enumerate(trace[:4000])]
     rows: list[Row] = []
@@ -234,11 +238,10 @@ def scaling(trace: Sequence[TraceRequest]) -> tuple[list[Row], list[Bar]]:
 
 
 def ghost_cost(trace: Sequence[TraceRequest], rounds: int) -> tuple[list[Row], list[Bar]]:
-    """What GhostCache adds to a request: one index, which every other batch has it; in the next round the others.
+    """Measure the cost of GhostCache per request: every other batch of one index uses it, in the next round the others.
 
-    So every batch runs with and without it in the same state; its best time of each kind counts. What it has put off
-    at the end of a round is done and counted, too. Beside it what the scheduler's side does for a request of the trace
-    from its arrival to its last token.
+    Every batch runs with and without it in the same state; the best time of each counts. Work deferred to the end of
+    a round is included. The CPU time of scheduler and manager per request is measured for comparison.
     """
     rows: list[Row] = []
     for block_tokens in (512, 64, 16):
@@ -272,7 +275,7 @@ def ghost_cost(trace: Sequence[TraceRequest], rounds: int) -> tuple[list[Row], l
 
 
 def deciding(trace: Sequence[TraceRequest], block_tokens: int, num_slots: int) -> float:
-    """CPU microseconds of scheduler and manager for a request with its answer, 64 at a time, one tier, no model."""
+    """Return the CPU microseconds of scheduler and manager per request: 64 at a time, one tier, no model."""
     manager = CacheManager(Namespace("model", block_tokens=block_tokens), CacheConfig(num_slots))
     scheduler = Scheduler(manager, SchedulerConfig(max_rows=64, max_step_tokens=8192))
     prompts = [request.tokens() for request in trace]
@@ -287,7 +290,7 @@ def deciding(trace: Sequence[TraceRequest], block_tokens: int, num_slots: int) -
 
 
 def ghost_curve(trace: Sequence[TraceRequest], is_real: bool) -> tuple[list[Row], list[Bar]]:
-    """How far its curve is from the truth: replays at every capacity."""
+    """Compare the curve of GhostCache with replays at every capacity."""
     capacity, policies = 10_000, ("lru", "fifo", "s3fifo")
     shadows = GhostCache(512, capacity, capacities=list(HIT_RATES), policies=policies)
     replay_hits(trace, block_tokens=512, num_slots=capacity, ghost=shadows)
@@ -304,7 +307,7 @@ def ghost_curve(trace: Sequence[TraceRequest], is_real: bool) -> tuple[list[Row]
 
 
 def run_one(index: RadixTree, prompt: Any) -> None:
-    """A request from its tokens to its release."""
+    """Run one request from its tokens to its release."""
     chain = Chain(index.namespace, prompt)
     lease = index.match(chain)
     index.allocate(lease, chain.num_blocks - lease.num_blocks)

@@ -1,15 +1,14 @@
-"""Many clients on a real server: does it hold, does it leak, and what does it cost beside the model?
+"""Many clients on a real server: stability, leaks, and the cost of the front end.
 
 python -m benchmarks.load                        64 clients for 10 minutes, SmolLM2-135M, as `make serve` runs it
 python -m benchmarks.load --seconds 120          a shorter run: RSS is compared with that after a fifth of the time
 python -m benchmarks.load --tiny                 random weights, 2 layers: hundreds of times more requests
 
-Every client streams one answer after another; a tenth of them are left in the middle. The server is `kvtier serve` in
-processes of its own, the clients share this one. Every five seconds the server's processes are looked at, and every
-fifteenth is told on standard error. Overhead per
-streamed token is the front end's CPU time over the tokens it was given; the floor is what uvicorn takes for as many
-events to the same clients with nothing behind it. "delivery" is from the engine's step to a client's event, in the
-front end; it is told as the upper bound of a histogram's bucket.
+Every client streams one answer after another; a tenth of the streams are aborted. The server is `kvtier serve` in its
+own processes; the clients share this process. The server's processes are sampled every five seconds, and every
+fifteenth sample is printed to standard error. The overhead per streamed token is the CPU time of the front end divided
+by the tokens. The floor is the CPU time of uvicorn alone for the same number of events. "delivery" is the time from the
+engine's step to the client's event in the front end, as the upper bound of a histogram bucket.
 """
 
 from __future__ import annotations
@@ -57,18 +56,17 @@ with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
 @dataclass(frozen=True)
 class Look:
-    """The server's processes at one moment."""
+    """A sample of the server's processes."""
 
     at: float
     front_rss: int
     engine_rss: int
     num_threads: int
     num_files: int
-    """Without those of the disk tier, which has more of them as it fills, up to its size."""
+    """Open files without those of the disk tier, whose number grows to a limit."""
 
     @property
     def rss(self) -> int:
-        """Of both."""
         return self.front_rss + self.engine_rss
 
 
@@ -81,13 +79,13 @@ class Server:
             command = [sys.executable, "-m", "kvtier", "serve", "--port", "0", "--json", *options]
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file)
         assert self.process.stdout is not None
-        told = json.loads(self.process.stdout.readline())
-        self.url, self.model = told["address"], told["model"]
+        started = json.loads(self.process.stdout.readline())
+        self.url, self.model = started["address"], started["model"]
         self.front = psutil.Process(self.process.pid)
         self.engine = next(child for child in self.front.children() if "spawn_main" in " ".join(child.cmdline()))
 
     def look(self) -> Look:
-        """At both processes."""
+        """Sample both processes."""
         both = (self.front, self.engine)
         rss = [each.memory_info().rss for each in both]
         tier = sum("/segment-" in file.path for file in self.engine.open_files())
@@ -95,39 +93,37 @@ class Server:
         return Look(time.monotonic(), rss[0], rss[1], threads, files - tier)
 
     def look_until(self, before: Look) -> Look:
-        """Once the last connections are closed, which takes a moment; at the latest after ten seconds."""
+        """Sample after the last connections are closed, or after ten seconds."""
         deadline = time.monotonic() + 10
         while (now := self.look()).num_files > before.num_files and time.monotonic() < deadline:
             time.sleep(0.1)
         return now
 
     def state(self) -> dict[str, Any]:
-        """GET /state."""
         with urllib.request.urlopen(f"{self.url}/state", timeout=30) as answer:
             found: dict[str, Any] = json.load(answer)
         return found
 
     def metrics(self) -> dict[str, float]:
-        """GET /metrics: every sample by its name and labels."""
+        """Return every sample of /metrics by name and labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 
     def wait_until_idle(self) -> dict[str, Any]:
-        """The state once everything is over, saves included; or after a minute, whatever is left."""
+        """Return the state after all requests and saves have ended, or after a minute."""
         deadline = time.monotonic() + 60
         while _left(state := self.state()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return state
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(120)
 
 
 def main() -> None:
-    """Run it."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--clients", type=int, default=64)
@@ -140,7 +136,9 @@ def main() -> None:
         server = Server(log, *chosen, "--host-blocks", "1024", *disk)
         load = LoadOptions(server.url, server.model, options.clients, disconnect_share=0.1)
         try:
-            asyncio.run(run_load(replace(load, requests=options.clients)))  # warm: threads and files as they will be
+            asyncio.run(
+                run_load(replace(load, requests=options.clients))
+            )  # warm up: start all threads and open all files
             server.wait_until_idle()
             before, cpu, counted = server.look(), server.front.cpu_times(), server.metrics()
             done, looks = asyncio.run(_run(server, replace(load, seconds=options.seconds, seed=1)))
@@ -183,14 +181,14 @@ def main() -> None:
 
 
 def _quantile(counts: dict[str, float], name: str, share: float) -> float:
-    """The upper bound of a histogram's bucket in which this share of the values ends."""
-    wanted = share * counts[f"{name}_count"]
+    """Return the upper bound of the histogram bucket that contains this quantile."""
+    target = share * counts[f"{name}_count"]
     bounds = [(float(key.split('"')[1]), value) for key, value in counts.items() if key.startswith(f"{name}_bucket")]
-    return min(bound for bound, value in bounds if value >= wanted)
+    return min(bound for bound, value in bounds if value >= target)
 
 
 def _left(state: dict[str, Any]) -> int:
-    """Answers, leases and blocks that something still holds."""
+    """Return the number of answers, leases and blocks still in use."""
     blocks = sum(tier["num_pinned"] for tier in state["tiers"])
     return int(blocks + sum(state[name] for name in ("in_flight", "running", "waiting", "holds")))
 
@@ -216,7 +214,7 @@ async def _run(server: Server, load: LoadOptions) -> tuple[LoadReport, list[Look
 
 
 def _tell(seconds: float, of: float, so_far: LoadReport, look: Look) -> None:
-    """How far it is, on standard error."""
+    """Print the progress to standard error."""
     statuses = ", ".join(f"{count} x {status or 'none'}" for status, count in sorted(so_far.statuses.items()))
     print(
         f"{seconds:4.0f} of {of:.0f} s: answers {statuses or 'none yet'}; {so_far.num_tokens} tokens, "
@@ -227,12 +225,12 @@ def _tell(seconds: float, of: float, so_far: LoadReport, look: Look) -> None:
 
 
 def _floor(clients: int) -> float:
-    """CPU us per event of uvicorn alone."""
+    """Return the CPU time per event of uvicorn alone, in us."""
     process = subprocess.Popen([sys.executable, "-c", FLOOR], stdout=subprocess.PIPE)
     assert process.stdout is not None
     url = f"http://127.0.0.1:{int(process.stdout.readline())}"
     try:
-        time.sleep(1)  # it listens in a moment
+        time.sleep(1)  # it is about to listen
         watched = psutil.Process(process.pid)
         before = watched.cpu_times()
         done = asyncio.run(run_load(LoadOptions(url, "none", clients, seconds=FLOOR_SECONDS)))

@@ -1,10 +1,10 @@
-"""The manager with three tiers beside the bare index: CPU time of a request's decisions, no bytes moved.
+"""The manager with three tiers compared with the plain index: CPU time of the decisions for a request.
 
 python -m benchmarks.manager --trace conversation_trace.jsonl
 
-Every request is prefetched, matched, allocated, published and finished; plans are answered at once by a worker that
-moves nothing and is not timed, what the manager makes of its reports is. The bare index does the same on one tier, with
-the keys that a store needs; both in turn, batch by batch, so that a slow moment hits both.
+Every request is prefetched, matched, allocated, published and finished. A worker that moves no bytes reports every plan
+as done at once; its time is excluded, the manager's time for the reports is included. The plain index does the same on
+one tier, with the keys that a store needs. Both alternate batch by batch, so that noise affects both.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
 TOKENS = {"device": 1_000_000, "host": 5_000_000}
 BLOCK_BYTES = 1 << 20
 TOKEN_SECONDS = 1e-4
-"""What computing a token takes, and a move: loading is always worth it."""
+"""Seconds to compute a token and to move a block: loading is always faster."""
 
 
 def main() -> None:
-    """Measure, print, keep."""
     parser = arguments("CPU time of the cache manager with device, host and disk.")
-    parser.add_argument("--trace", help="Mooncake JSONL; a generated one without it")
+    parser.add_argument("--trace", help="Mooncake JSONL; default: a generated trace")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -47,7 +46,7 @@ def main() -> None:
 
 
 def compare(trace: Sequence[TraceRequest], block_tokens: int, rounds: int) -> tuple[Row, Bar]:
-    """One block size. Every round runs the same requests from the same start; the best time of a batch counts."""
+    """Measure one block size. Rounds run the same requests from the same state; the best time of a batch counts."""
     prompts = [request.tokens() for request in trace]
     prompts = [prompt for prompt in prompts if len(prompt) < TOKENS["device"] // 4]
     batches = [prompts[start : start + BATCH] for start in range(0, len(prompts), BATCH)]
@@ -84,7 +83,7 @@ def compare(trace: Sequence[TraceRequest], block_tokens: int, rounds: int) -> tu
 
 
 def three_tiers(block_tokens: int, num_slots: int) -> CacheManager:
-    """A manager that saves and stores everything, and knows that its disk is empty at first."""
+    """Return a manager that saves and stores everything and starts with an empty disk."""
     host = HostConfig(TOKENS["host"] // block_tokens)
     config = CacheConfig(num_slots, host=host, stores=(StoreConfig("disk"),))
     manager = CacheManager(Namespace("model", block_tokens=block_tokens), config)
@@ -93,7 +92,7 @@ def three_tiers(block_tokens: int, num_slots: int) -> CacheManager:
 
 
 def timed_index(index: RadixTree, prompts: Sequence[Any]) -> float:
-    """CPU seconds of the bare index."""
+    """Return the CPU seconds of the plain index."""
     start = time.process_time()
     for prompt in prompts:
         run_one(index, prompt)
@@ -101,7 +100,7 @@ def timed_index(index: RadixTree, prompts: Sequence[Any]) -> float:
 
 
 def decide(manager: CacheManager, prompt: Any, now: float) -> float:
-    """CPU seconds of all decisions for one request; the worker's answers are made outside of them."""
+    """Return the CPU seconds of all decisions for one request, without the worker."""
     clock = time.process_time
     start = clock()
     chain = Chain(manager.namespace, prompt)
@@ -126,7 +125,7 @@ def decide(manager: CacheManager, prompt: Any, now: float) -> float:
 
 
 def answer(manager: CacheManager, plan: Plan) -> float:
-    """Say that all of it is done; returns the CPU seconds the manager takes to hear it."""
+    """Report every transfer as done; return the CPU seconds of the manager for the reports."""
     if not plan:
         return 0.0
     outcomes = tuple(

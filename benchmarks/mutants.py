@@ -1,4 +1,4 @@
-"""The small changes that benchmarks.mutate makes to a module, one at a time."""
+"""The mutations of benchmarks.mutate: small changes to a module, one at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SWAPPED = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "m
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed place. Line texts identify it, so that line numbers may move."""
+    """One mutation. It is identified by the text of its line, so that line numbers may change."""
 
     file: str
     function: str
@@ -49,17 +49,17 @@ class Mutant:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What an entry of the list of equivalent mutants names."""
+        """The identification in the list of equivalent mutants."""
         return self.file, self.line, self.becomes
 
     def rank(self, seed: int) -> bytes:
-        """Orders mutants at random, the same way whatever else the file has."""
+        """A random order that does not depend on the rest of the file."""
         return hashlib.sha256(repr((seed, *self.key)).encode()).digest()
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects replacements. Annotations, decorators, assertions and messages are no behaviour; constants and
-    arithmetic outside functions are tuning."""
+    """Collects replacements. Skips annotations, decorators, assertions and messages, which have no behaviour, and
+    constants and arithmetic outside functions, which are tuning."""
 
     def __init__(self, source: bytes) -> None:
         self.found: dict[tuple[int, int, str], tuple[str, int]] = {}
@@ -87,7 +87,7 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """Skip."""
+        pass
 
     visit_Raise = visit_JoinedStr = visit_Assert  # type: ignore[assignment]
 
@@ -179,7 +179,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _negate(self, test: ast.expr) -> None:
-        """Conditions that other replacements cannot invert."""
+        """Negate conditions that other replacements cannot invert."""
         if not isinstance(test, ast.Compare | ast.Constant) and not _is_not(test):
             self._replace(test, f"not ({self._text(test)})")
 
@@ -215,7 +215,7 @@ def _is_not(node: ast.AST) -> bool:
 
 
 def find_mutants(root: Path, file: str) -> list[Mutant]:
-    """Every mutant of a file."""
+    """Return every mutant of a file."""
     source = (root / file).read_bytes()
     finder = _Finder(source)
     finder.visit(ast.parse(source))

@@ -1,12 +1,12 @@
-"""Test strength: change one operator at a time in a copy of src, run the tests of that module, count what they miss.
+"""Test strength: change one operator at a time in a copy of src, run the module's tests, and count surviving mutants.
 
 python -m benchmarks.mutate --group transfer --sample 40 --jobs 2
 python -m benchmarks.mutate --module transfer/layers.py --sample 0        every mutant of one module
 
-tests/mutants.toml says which tests belong to which modules, which mutants are equivalent and why, and which functions
-run on a GPU only. mutmut and cosmic-ray do not fit: the GPU machines do not have them and cannot install them, and
-mutmut patches functions inside one process, which sub-processes of tests do not see. This script imports torch and
-pytest once and forks for every mutant (an import takes 3 s here, 2026-11-16).
+tests/mutants.toml maps modules to tests, and lists equivalent mutants, with reasons, and functions that run on a GPU
+only. mutmut and cosmic-ray are not used: they cannot be installed on the GPU machines, and mutmut patches functions
+inside one process, which sub-processes of tests do not see. This script imports torch and pytest once and forks for
+every mutant (an import takes 3 s here, 2026-11-16).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from benchmarks.report import arguments, at_least, print_table, report
 BAR = 90.0
 OUTCOMES = ("killed", "timeout", "survived", "equivalent", "gpu")
 PASSED, FAILED, WRONG_SOURCE = 0, 1, 99
-SLOWER = 3.0  # a mutant may take so many times as long as the unmutated run, and --grace seconds more
+SLOWER = 3.0  # limit for a mutant, in unmutated runs, plus --grace seconds
 PYTEST = ["-x", "-q", "--no-header", "--tb=short", "-m", "not gpu", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-PLUGINS = ["no:cacheprovider", "_hypothesis_pytestplugin"]  # and no other: they take longer than most tests
+PLUGINS = ["no:cacheprovider", "_hypothesis_pytestplugin"]  # only these: they take longer than most tests
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Runner:
         self._slots = [folder / str(number) for number in range(jobs)]
         for slot in self._slots:
             shutil.copytree(root / "src", slot / "src", ignore=shutil.ignore_patterns("__pycache__"))
-            mode = py_compile.PycInvalidationMode.CHECKED_HASH  # a mutant may have the size and the time of the source
+            mode = py_compile.PycInvalidationMode.CHECKED_HASH  # a mutant may have the size and mtime of the source
             compileall.compile_dir(slot / "src", quiet=2, invalidation_mode=mode)
 
     def run(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, int | None, float, str]]:
-        """Each task, its exit status (None: it took too long), its seconds and its output, as they end."""
+        """Yield each finished task with its exit status (None: timeout), seconds and output."""
         waiting, free = iter(tasks), list(self._slots)
         running: dict[int, tuple[Task, Path, float]] = {}
         try:
@@ -81,7 +81,7 @@ class Runner:
                     ended, status = os.waitpid(pid, os.WNOHANG)
                     if not ended and seconds < task.seconds:
                         continue
-                    _kill(pid)  # also what the tests started and left behind
+                    _kill(pid)  # also processes that the tests left behind
                     if not ended:
                         os.waitpid(pid, 0)
                     del running[pid]
@@ -104,7 +104,7 @@ class Runner:
             status = FAILED
             try:
                 status = self._child(task, slot)
-            finally:  # pytest may raise, too: a warning of an object that dies late is an error
+            finally:  # pytest itself may raise: a warning from a late destructor is an error
                 os._exit(status)
         return pid
 
@@ -145,7 +145,7 @@ def _kill(pid: int) -> None:
 
 
 class Plan:
-    """What tests/mutants.toml says."""
+    """The contents of tests/mutants.toml."""
 
     def __init__(self, root: Path, *, quick: bool = False) -> None:
         self._root = root
@@ -156,18 +156,18 @@ class Plan:
         self.on_gpu: list[dict[str, Any]] = table.get("gpu", [])
 
     def modules(self, group: str) -> list[str]:
-        """The files of a group."""
+        """Return the files of a group."""
         found = {path for pattern in self.groups[group]["modules"] for path in self._root.glob(pattern)}
         return sorted(str(path.relative_to(self._root)) for path in found)
 
     def tests(self, group: str, module: str) -> tuple[str, ...]:
-        """The test files of a module, the most specific first."""
+        """Return the test files of a module, the most specific first."""
         first = self.groups[group].get("first", {}).get(Path(module).name, [])
         others = [] if first and self._quick else self.groups[group]["tests"]
         return tuple(dict.fromkeys([*first, *others]))
 
     def unmatched(self, mutants: Sequence[Mutant], files: set[str]) -> list[str]:
-        """Entries of these files that name no mutant any more."""
+        """Return entries for these files that match no mutant."""
         keys = {each.key for each in mutants}
         lost = [f"{file}: {line} -> {new}" for file, line, new in self.equivalent - keys if file in files]
         for entry in (each for each in self.on_gpu if each["file"] in files):
@@ -179,7 +179,7 @@ class Plan:
         return sorted(lost)
 
     def outcome(self, mutant: Mutant, *, gpu: bool) -> str | None:
-        """Why a mutant is not run; None if it is."""
+        """Return the reason not to run a mutant, or None."""
         if mutant.key in self.equivalent:
             return "equivalent"
         return "gpu" if not gpu and any(_needs_gpu(mutant, entry) for entry in self.on_gpu) else None
@@ -227,7 +227,7 @@ def run_group(group: str, plan: Plan, runner: Runner, options: argparse.Namespac
     for mutant in (each for each in chosen if outcomes[each] == "survived"):
         print(f"survived {mutant.file}:{mutant.number}\n    - {mutant.line}\n    + {mutant.becomes}")
     for line in plan.unmatched(mutants, set(modules)):
-        print(f"tests/mutants.toml names no mutant any more: {line}")
+        print(f"tests/mutants.toml has entries without a mutant: {line}")
     return rows
 
 
@@ -238,17 +238,18 @@ def _row(group: str, module: str, counts: Sequence[int]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the groups that were asked for."""
     parser = arguments(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--group", default="", help="groups of tests/mutants.toml, separated by commas; all if empty")
+    parser.add_argument("--group", default="", help="groups of tests/mutants.toml, separated by commas; default: all")
     parser.add_argument("--module", default="", help="only modules whose path contains this")
     parser.add_argument("--sample", type=int, default=40, help="mutants per group; 0: all of them")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=1, help="mutants in flight")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds a mutant may take beyond 3 unmutated runs")
     parser.add_argument("--quick", action="store_true", help="only the tests that are listed first for a module")
-    parser.add_argument("--gpu", action="store_true", help="show the GPU to the tests, and mutate what runs on it only")
+    parser.add_argument(
+        "--gpu", action="store_true", help="make the GPU visible to the tests, and mutate only code that runs on it"
+    )
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="the repository")
     options = parser.parse_args()
     if not options.gpu:

@@ -1,4 +1,4 @@
-"""Pipeline: what a second phase buys when host and device take equally long, and what the pipeline itself costs."""
+"""Pipeline: the gain of a second phase if host and device take equally long, and the overhead of the pipeline."""
 
 from __future__ import annotations
 
@@ -16,42 +16,40 @@ from kvtier.batch import Environment, InlineExecutor, Module, Pipeline
 from kvtier.memory import CPU, current_stream
 
 STEP_SECONDS = 0.008
-STEPS, ROUNDS = 20, 12  # phases in turn, the best round of each: on a shared machine noise only adds
+STEPS, ROUNDS = 20, 12  # phases alternate, the best round counts: on a shared machine noise only adds time
 ROWS, MODULES, CHURN = 256, 8, 0.1
 
 
 class HalfAndHalf(Module):
-    """A step that keeps the host busy for a while, then the device for as long. The device is a stream that sleeps.
+    """A step that occupies the host, then the device for the same time. The device is a stream that sleeps.
 
-    The host hashes, which gives the GIL up as numpy and torch do. Pure Python would keep it for 5 ms at a time, and the
-    executor would wait for it (two phases then reach 1.5x; sys.setswitchinterval is the remedy).
+    The host computes a hash, which releases the GIL as numpy and torch do. Pure Python would hold it for 5 ms at a time
+    and delay the executor (two phases then reach 1.5x; sys.setswitchinterval helps).
     """
 
     def __init__(self) -> None:
         self.block = bytes(1 << 18)
-        # what it takes on this machine as it is, so that host and device do take equally long
+        # measured here, so that host and device take equally long
         typical = statistics.median(timeit.repeat(lambda: hashlib.sha256(self.block), number=10, repeat=30)) / 10
         self.num_blocks = max(1, round(STEP_SECONDS / typical))
 
     def setup(self, env: Environment) -> None:  # noqa: ARG002
-        """Work on the host."""
         for _ in range(self.num_blocks):
             hashlib.sha256(self.block)
 
     def forward(self, env: Environment) -> None:  # noqa: ARG002
-        """Work on the device: the host is free meanwhile."""
+        """Work on the device; the host is free."""
         stream = current_stream(CPU)
         assert stream is not None
         stream.enqueue(lambda: time.sleep(STEP_SECONDS))
 
 
 def main() -> None:
-    """Measure, print, keep."""
     options = arguments("The pipeline on this machine.").parse_args()
     module = HalfAndHalf()
     rounds = [{phases: _per_step(module, phases) for phases in (1, 2, 3)} for _ in range(ROUNDS)]
     seconds = {phases: min(each[phases] for each in rounds) for phases in rounds[0]}
-    limit = STEP_SECONDS  # with perfect overlap a step takes as long as its longer half
+    limit = STEP_SECONDS  # with perfect overlap a step takes the time of its longer half
     rows: list[Row] = [
         {"phases": phases, "ms per step": value * 1e3, "of limit": limit / value, "over one phase": seconds[1] / value}
         for phases, value in seconds.items()
@@ -82,9 +80,9 @@ def _per_step(module: Module, phases: int) -> float:
 
 
 def _overhead(churn: float) -> tuple[float, str]:
-    """Seconds per step of a pipeline that does nothing, at best, and where they go.
+    """Return the best seconds per step of a pipeline with empty modules, and a profile.
 
-    With churn, that share of the rows is preempted in each step, and those of the step before come back.
+    With churn, that share of the rows is preempted in each step, and those of the step before return.
     """
     pipeline = Pipeline([Module() for _ in range(MODULES)], phases=2, executor=InlineExecutor)
     changing = int(ROWS * churn)

@@ -1,7 +1,7 @@
-"""Recorded runs of our own engine for benchmarks/replay: SmolLM2-135M on this CPU, with device, host and disk tiers.
+"""Recorded runs of our engine for benchmarks/replay: SmolLM2-135M on this CPU, with device, host and disk tiers.
 
-The engine computes with one thread: on two cores the other is left to copies and to the disk, and a step takes about
-the same time whatever they do. Requests are stamped when they come, not when the step under way lets them in.
+The engine computes with one thread. On two cores the other is free for copies and the disk, so that the time of a step
+depends little on them. A request's arrival time is when it is due, not when the current step ends.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 
 BLOCK = 16
-# Four of the longest prompts fit on the device. With room for two (96 blocks, prompts of 800 tokens) the slowest
-# waited for memory, and small differences in time decided which: two real runs differed by a fifth at p99.
+# Four of the longest prompts fit on the device. With space for two (96 blocks, prompts of 800 tokens) requests waited
+# for memory, and small differences in time decided which: two real runs differed by a fifth at p99.
 CACHE = CacheConfig(144, host=HostConfig(192), stores=(StoreConfig("disk"),), partial_scan=0)
 DISK_BLOCKS = 2000
 LIMITS = SchedulerConfig(max_rows=16, max_step_tokens=256)
@@ -34,12 +34,12 @@ LIMITS = SchedulerConfig(max_rows=16, max_step_tokens=256)
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations that come at random times: a shared beginning, then turns that carry all said before."""
+    """Conversations at random times: a shared beginning, then turns that repeat everything before them."""
 
     seed: int
     seconds: float
     rate: float
-    """Turns a second."""
+    """Turns per second."""
     conversations: int = 14
     system_tokens: int = 96
     history_tokens: int = 160
@@ -48,7 +48,7 @@ class Load:
     longest: int = 450
 
     def arrivals(self) -> Iterator[tuple[float, int]]:
-        """When a turn comes, and whose."""
+        """Return the time and the conversation of each turn."""
         chosen, now = random.Random(self.seed), 0.0
         while (now := now + chosen.expovariate(self.rate)) < self.seconds:
             yield now, min(int(chosen.expovariate(1 / 4)), self.conversations - 1)
@@ -63,22 +63,21 @@ class Run:
     scheduler: SchedulerConfig
     block_bytes: int
     others: float
-    """Cores that others used meanwhile."""
+    """Cores that other processes used during the run."""
 
     @property
     def ttfts(self) -> list[float]:
-        """Of every request."""
         return [each.ttft for each in self.log.requests.values() if each.ttft is not None]
 
     def hit_rate(self, tier: str) -> float:
-        """Prompt tokens that were found in a tier, as a share of all."""
+        """Return the share of prompt tokens found in a tier."""
         requests = self.log.requests.values()
         found = sum(each.tokens_from.get(tier, 0) for each in requests)
         return found / sum(each.traced.input_tokens for each in requests)
 
     @property
     def busy_share(self) -> float:
-        """Of the run's time, what its steps took."""
+        """Return the share of time spent in steps."""
         steps = [event for event in self.log.events if event["event"] in ("step", "update")]
         pairs = zip(steps[::2], steps[1::2], strict=True)
         taken = sum(update["t"] - step["t"] for step, update in pairs if step["rows"])
@@ -87,7 +86,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Machine:
-    """What recorded runs say of the machine: how long steps, copies and the disk take."""
+    """Speed of a machine, from recorded runs: steps, copies and disk."""
 
     cost: FittedCost
     link_bandwidth: float
@@ -96,18 +95,17 @@ class Machine:
 
 
 class Clock:
-    """Seconds that pass; a request can be stamped with another time."""
+    """A clock of elapsed seconds that can be overridden for the arrival of a request."""
 
     def __init__(self) -> None:
         self.stamp: float | None = None
 
     def __call__(self) -> float:
-        """Now."""
         return time.monotonic() if self.stamp is None else self.stamp
 
 
 def record(model: Model, folder: Path, load: Load, cache: CacheConfig = CACHE) -> Run:
-    """Serve the load as it comes."""
+    """Serve the load in real time and record it."""
     folder.mkdir()
     block_bytes = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * BLOCK
     store = DiskStore(folder / "disk", DISK_BLOCKS * (block_bytes + 8192), min_free_bytes=0)
@@ -135,13 +133,13 @@ def record(model: Model, folder: Path, load: Load, cache: CacheConfig = CACHE) -
 
 
 def _others_seconds() -> float:
-    """CPU that this machine gave to others, or that was taken from it, so far."""
+    """Return the CPU seconds of other processes, and stolen ones, so far."""
     user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 class _Talks:
-    """Who says what when. A turn waits for the answer before it: then it comes as soon as that is there."""
+    """The schedule of the conversations. A turn that is due waits for the answer before it."""
 
     def __init__(self, load: Load, vocab: int) -> None:
         self.due = list(load.arrivals())
@@ -154,7 +152,7 @@ class _Talks:
         self._asking: list[int] = []
 
     def ready(self, now: float) -> Iterator[tuple[float, list[int], int]]:
-        """Turns that have come: when, the prompt, and how long the answer is to be."""
+        """Yield the turns that are due: time, prompt and length of the answer."""
         load = self._load
         for came, who in list(self.due):
             if came > now:
@@ -169,11 +167,11 @@ class _Talks:
             yield max(came, self._free_at[who]), list(self._said[who]), self._chosen.randint(*load.answer_tokens)
 
     def asked(self, name: str) -> None:
-        """The last that was ready is the engine's request of this name."""
+        """Record the request name of the turn yielded last."""
         self._talking[name] = self._asking.pop()
 
     def answered(self, name: str, tokens: tuple[int, ...], now: float, finished: object) -> None:
-        """More of an answer."""
+        """Append tokens of an answer."""
         who = self._talking[name]
         self._said[who] += tokens
         if finished is not None:
@@ -185,16 +183,17 @@ class _Talks:
 
 
 def calibration(model: Model, folder: Path, seed: int, seconds: float) -> Run:
-    """A short run of other conversations than any that is predicted.
+    """Return a short run of conversations other than the predicted ones.
 
-    Messages of all lengths, so that steps of all sizes are seen, and less host memory, so that the disk is read.
+    Its messages have all lengths, so that there are steps of all sizes, and it has less host memory, so that the disk
+    is read.
     """
     load = Load(seed, seconds, 1.6, message_tokens=(8, 160), answer_tokens=(3, 8))
     return record(model, folder, load, replace(CACHE, host=HostConfig(160)))
 
 
 def machine_of(runs: Sequence[Run]) -> Machine:
-    """What the machine takes, as these runs have it."""
+    """Fit the speed of the machine to these runs."""
     known = [follow(run.log, run.cache, run.scheduler) for run in runs]
     outcomes = [outcome for each in known for outcome in each.outcomes]
     latency, bandwidth = _speed(outcomes, "load", "save")
@@ -205,10 +204,10 @@ def machine_of(runs: Sequence[Run]) -> Machine:
 
 
 def _speed(outcomes: Sequence[tuple[str, int, float]], *purposes: str) -> tuple[float, float]:
-    """Seconds of a transfer without bytes, and bytes per second, as all transfers of a kind have it."""
+    """Fit latency and bytes per second of one kind of transfer."""
     mine = np.array([(nbytes, seconds) for purpose, nbytes, seconds in outcomes if purpose in purposes])
     assert len(mine), f"no {' or '.join(purposes)} in the calibration: run it for longer"
     slope, fixed = np.polyfit(mine[:, 0], mine[:, 1], 1) if len(np.unique(mine[:, 0])) > 1 else (0.0, 0.0)
-    if slope <= 0 or fixed < 0:  # too few, or all alike
+    if slope <= 0 or fixed < 0:  # too few, or all equal
         return 0.0, float(mine[:, 0].sum() / mine[:, 1].sum())
     return float(fixed), float(1 / slope)

@@ -1,13 +1,13 @@
-"""The planner: hit rates beside the reference, how long a sweep takes, and whether the simulation tells the truth.
+"""The planner: hit rates compared with a reference, the duration of a sweep, and the accuracy of the simulation.
 
 python -m benchmarks.replay --trace conversation_trace.jsonl   everything
-python -m benchmarks.replay --only honest --seconds 120                the recorded runs alone
+python -m benchmarks.replay --only honest --seconds 120        only the recorded runs
 
-Honest: SmolLM2-135M on this CPU with device, host and disk tiers serves conversations at real time and is recorded,
-twice: what differs between the two no simulation can know. The replay follows each log step by step (hits by tier must
-be equal), and simulates the same arrivals freely. Of the run it is given arrivals, lengths and the names of blocks;
-what steps, copies and the disk take is fitted to two short runs of other conversations, one before each
-(benchmarks/recorded.py). Nothing of the runs that are predicted goes into it.
+Accuracy ("honest"): SmolLM2-135M on this CPU with device, host and disk tiers serves conversations in real time and is
+recorded, twice; no simulation can predict the difference between the two. The replay follows each log step by step
+(hits by tier must be equal), and simulates the same arrivals freely. The simulation gets arrivals, lengths and block
+names from the run. The times of steps, copies and disk are fitted to two short runs of other conversations, one before
+each (benchmarks/recorded.py).
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ TIERS = ("device", "host", "disk")
 
 
 def main() -> None:
-    """Measure, print, keep."""
-    parser = arguments("The planner: truth and speed.")
+    parser = arguments("The planner: accuracy and speed.")
     parser.add_argument("--trace", help="the conversation trace")
     parser.add_argument("--only", choices=("hits", "speed", "honest"))
-    parser.add_argument("--seconds", type=float, default=120.0, help="of each recorded run")
+    parser.add_argument("--seconds", type=float, default=120.0, help="seconds of each recorded run")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the recorded logs in this new folder")
     options = parser.parse_args()
     parts = [options.only] if options.only else ["hits", "speed", "honest"]
@@ -52,34 +51,34 @@ def main() -> None:
     bars: list[Bar] = []
     for part in parts:
         if part == "honest":
-            found, held = honest(options.seconds, options.keep)
+            more, more_bars = honest(options.seconds, options.keep)
         elif part == "speed":
-            found, held = speed(trace)
+            more, more_bars = speed(trace)
         else:
-            found, held = hits(trace) if trace else ([], [])
-        print_table(found)
-        rows += found
-        bars += held
+            more, more_bars = hits(trace) if trace else ([], [])
+        print_table(more)
+        rows += more
+        bars += more_bars
     report("replay", rows, bars, options.results)
 
 
 def hits(trace: Sequence[TraceRequest]) -> tuple[list[Row], list[Bar]]:
-    """Hit rates beside those of the reference."""
+    """Compare hit rates with the reference."""
     rows: list[Row] = []
     found = {
         (point.policy, point.capacity): point.hit_rate
         for point in sweep(trace, list(REFERENCE["lru"]), list(REFERENCE), jobs=2)
     }
-    for policy, wanted in REFERENCE.items():
-        for capacity, rate in wanted.items():
+    for policy, rates in REFERENCE.items():
+        for capacity, rate in rates.items():
             rows.append({"policy": policy, "blocks": capacity, "hit rate": found[policy, capacity], "reference": rate})
     worst = max(abs(float(str(row["hit rate"])) - float(str(row["reference"]))) for row in rows) * 100
     return rows, [at_most("hit rates: farthest from the reference, points", worst, 0.3)]
 
 
 def speed(trace: Sequence[TraceRequest]) -> tuple[list[Row], list[Bar]]:
-    """A sweep of 20 capacities by 3 policies, and one over ten times the requests: in this process alone, which has
-    torch and so cannot be forked; the command line spreads it over as many as there are cores."""
+    """Measure a sweep of 20 capacities by 3 policies, and one over ten times the requests, in this process only: it
+    has torch and cannot be forked. The command line uses all cores."""
     rows: list[Row] = []
     bars: list[Bar] = []
     if trace:
@@ -89,9 +88,9 @@ def speed(trace: Sequence[TraceRequest]) -> tuple[list[Row], list[Bar]]:
         bars.append(at_most("its memory, MiB", _most_mib(), 1024))
     taken = {}
     for times in (1, 10):
-        made = tuple(generate(SyntheticTrace(sessions=1500 * times)))
-        taken[times] = _sweep_seconds(made, ("lru", "arc", OPTIMUM))
-        rows.append({"trace": "generated", "requests": len(made), "seconds": taken[times], "MiB": _most_mib()})
+        requests = tuple(generate(SyntheticTrace(sessions=1500 * times)))
+        taken[times] = _sweep_seconds(requests, ("lru", "arc", OPTIMUM))
+        rows.append({"trace": "generated", "requests": len(requests), "seconds": taken[times], "MiB": _most_mib()})
     return rows, [*bars, at_most("ten times the requests, times as long", taken[10] / taken[1], 12)]
 
 
@@ -111,7 +110,7 @@ def _sweep_seconds(trace: Sequence[TraceRequest], policies: Sequence[str]) -> fl
 
 
 def honest(seconds: float, keep: Path | None = None) -> tuple[list[Row], list[Bar]]:
-    """Warm up, calibrate and record twice, follow, simulate, compare."""
+    """Warm up, calibrate and record twice, follow, simulate and compare."""
     model = load_model()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
@@ -119,7 +118,7 @@ def honest(seconds: float, keep: Path | None = None) -> tuple[list[Row], list[Ba
         folder.mkdir(parents=True, exist_ok=True)
         record(model, folder / "warm up", Load(5, seconds / 12, 2.0))
         runs, short = [], []
-        for name in ("run", "again"):  # a machine that others use is not the same from minute to minute
+        for name in ("run", "again"):  # a shared machine changes from minute to minute
             short.append(calibration(model, folder / f"before {name}", 10 + len(short), seconds / 5))
             runs.append(record(model, folder / name, Load(2, seconds, 1.1)))
     machine = machine_of(short)
@@ -140,7 +139,7 @@ def honest(seconds: float, keep: Path | None = None) -> tuple[list[Row], list[Ba
 
 
 def free(run: Run, machine: Machine) -> Simulation:
-    """The same arrivals on simulated hardware as fast as this."""
+    """Simulate the same arrivals on hardware of the measured speed."""
     worker = SimulatedWorker(
         run.block_bytes,
         machine.link_bandwidth,
@@ -153,7 +152,7 @@ def free(run: Run, machine: Machine) -> Simulation:
 
 
 def compare(runs: Sequence[Run], simulated: Sequence[Simulation]) -> tuple[list[Row], list[Bar]]:
-    """Each run beside its simulation, and the runs beside each other. The worse of the two is what counts."""
+    """Compare each run with its simulation, and the runs with each other. The worse of the two counts."""
     rows: list[Row] = []
     bars: list[Bar] = []
     for tier in TIERS:
@@ -173,8 +172,8 @@ def compare(runs: Sequence[Run], simulated: Sequence[Simulation]) -> tuple[list[
 
 
 def _row(figure: str, run: float, simulated: float | None, again: float | None, simulated_again: float | None) -> Row:
-    told = {"run": run, "simulated": simulated, "run again": again, "simulated again": simulated_again}
-    return {"figure": figure, **{name: "" if value is None else value for name, value in told.items()}}
+    values = {"run": run, "simulated": simulated, "run again": again, "simulated again": simulated_again}
+    return {"figure": figure, **{name: "" if value is None else value for name, value in values.items()}}
 
 
 def _hit_rate(simulated: Simulation, tier: str) -> float:

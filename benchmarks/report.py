@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing, the table for people, the JSON line for machines, the rows kept in results/."""
+"""Shared by all benchmarks: timing, the printed table, the JSON line, and the records in results/."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure an issue asked for, and whether it was reached."""
+    """A measured value and its limit."""
 
     name: str
     value: float
@@ -30,22 +30,22 @@ class Bar:
 
 
 def at_most(name: str, value: float, limit: float) -> Bar:
-    """A bar that holds when the value is not above the limit."""
+    """Return a bar that holds if the value is at most the limit."""
     return Bar(name, round(value, 3), f"<= {limit}", value <= limit)
 
 
 def at_least(name: str, value: float, limit: float) -> Bar:
-    """A bar that holds when the value is not below the limit."""
+    """Return a bar that holds if the value is at least the limit."""
     return Bar(name, round(value, 3), f">= {limit}", value >= limit)
 
 
 def medians(tasks: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each task, taken in turn so that a noisy moment hits all of them; one warm-up round."""
+    """Return the median seconds of each task. Tasks alternate, so that noise affects all; one warm-up round."""
     return {name: statistics.median(taken) for name, taken in _seconds(tasks, rounds).items()}
 
 
 def best(tasks: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Best seconds of each task, taken in turn: on a shared machine noise only adds; one warm-up round."""
+    """Return the best seconds of each task: on a shared machine noise only adds time; one warm-up round."""
     return {name: min(taken) for name, taken in _seconds(tasks, rounds).items()}
 
 
@@ -61,7 +61,7 @@ def _seconds(tasks: Mapping[str, Callable[[], object]], rounds: int) -> dict[str
 
 
 def machine() -> str:
-    """The machine in words: GPU and driver if there is one, else the CPU."""
+    """Describe the machine: the GPU if there is one, else the CPU."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     model = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
@@ -69,19 +69,19 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit measured, with + if the tree differs from it; $KVTIER_COMMIT where there is no repository."""
-    told = os.environ.get("KVTIER_COMMIT")
-    if told:
-        return told
+    """Return the measured commit, with + if the tree has changes; $KVTIER_COMMIT overrides it."""
+    override = os.environ.get("KVTIER_COMMIT")
+    if override:
+        return override
     here = Path(__file__).parent
-    answer = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True)
-    return answer.stdout.strip() or "unknown"
+    done = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """The options every benchmark has."""
+    """Return a parser with the common options."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="where rows are kept")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder of the records")
     return parser
 
 
@@ -102,12 +102,12 @@ def report(benchmark: str, rows: Sequence[Row], bars: Sequence[Bar], results: Pa
 
 
 def _plain(value: object) -> object:
-    """A numpy number as Python's."""
+    """Convert a numpy number for JSON."""
     return value.item()  # type: ignore[attr-defined]
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Columns aligned under their names."""
+    """Print rows with aligned columns."""
     if not rows:
         return
     cells = [list(rows[0])] + [[_text(value) for value in row.values()] for row in rows]

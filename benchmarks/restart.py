@@ -1,10 +1,10 @@
-"""A server that is stopped and started again: the time to the first token of an old conversation, before and after.
+"""Stop and restart a server: the time to first token of an old conversation before and after.
 
 python -m benchmarks.restart                     SmolLM2-135M, a conversation of about 1,500 tokens
 
-`kvtier serve --disk` is started with an empty folder and asked; stopped by SIGTERM, which saves what is cached; started
-again and asked the same with one more turn. Both are the first request of their process. "cold again" is the same
-second start with an empty folder: what the restart would cost without a disk tier.
+`kvtier serve --disk` starts with an empty folder and gets a request; SIGTERM saves the cache; the server starts again
+and gets the same conversation with one more turn. Both are the first request of their process. "cold again" is the
+second start with an empty folder: the cost of a restart without a disk tier.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ WORDS = "The harbour master wrote the names of ships and the weight of their car
 
 
 def main() -> None:
-    """Run it."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=70, help="sentences of the conversation")
@@ -52,7 +51,7 @@ def main() -> None:
 
 
 def _ask(folder: str, disk: Path, messages: list[dict[str, str]]) -> dict[str, float]:
-    """Start a server, ask once, stop it."""
+    """Start a server, send one request, stop the server."""
     server = Server(Path(folder) / "log", "--disk", str(disk), "--disk-bytes", "4GiB")
     try:
         body = {"model": server.model, "messages": messages, "max_tokens": 2, "temperature": 0}

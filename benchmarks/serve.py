@@ -1,23 +1,22 @@
-"""Conversations on the CPU: what each tier does to the time to the first token, and to throughput.
+"""Conversations on the CPU: the effect of each tier on time to first token and throughput.
 
 python -m benchmarks.serve                       SmolLM2-135M in float32; 30 minutes on 2 cores
-python -m benchmarks.serve --quick               a trial: fewer, shorter conversations
+python -m benchmarks.serve --quick               fewer, shorter conversations
 
-16 users talk at once over a shared system prompt of 1,000 tokens: 8 turns of 150 tokens in and 24 out. A user sends the
-next turn when the answer to the last is there, so that the others' turns come in between; the device has room for a
-quarter of all their blocks, so each conversation is evicted between its turns. The same requests, the same pool:
+16 users share a system prompt of 1,000 tokens: 8 turns of 150 tokens in and 24 out. A user sends the next turn when the
+answer to the last is complete, so that turns of other users come in between. The device holds a quarter of all blocks,
+so each conversation is evicted between its turns. The same requests with:
 
     cache off       every prompt is computed from its first token
     device          prefixes are found on the device
-    + host          and in host memory, which has room for everything
-    + disk          host memory has room for a quarter, too; the rest is in files (kvtier.storage.DiskStore)
-    transformers    the same weights in float32, one request after the other as they come: a prompt is computed whole,
-                    24 tokens are decoded with a DynamicCache of their own, which then is thrown away
+    + host          and in host memory, which holds everything
+    + disk          host memory holds a quarter, too; the rest is on disk (kvtier.storage.DiskStore)
+    transformers    the same weights in float32, one request after the other: a prompt is computed whole, and 24 tokens
+                    are decoded with a DynamicCache that is then discarded
 
-TTFT is from sending to the first token, waiting for a place included; "in service" is the part of it after the wait.
-Whoever recomputes has no memory, so cache off and transformers could answer every n-th request only (`--every n`): each
-user every n-th of his turns, all lengths alike. That is faster, and kinder to them: with two turns a user, as in the
-rows of 32 requests (n = 4), the queue is full for a moment only.
+TTFT is from sending to the first token, queueing included; "in service" is the part after the queue. Cache off and
+transformers have no memory, so they can run every n-th request only (`--every n`), every n-th turn of each user. That
+is faster, and favours them: with two turns per user, as in the rows of 32 requests (n = 4), the queue is short.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 
 BLOCK_TOKENS = 16
-STEP_TOKENS = 512  # what others who generate wait for at most while a prompt is computed: 0.7 s here
+STEP_TOKENS = 512  # limits the delay of decoding requests during a prefill: 0.7 s here
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the users do."""
+    """The conversations: users, turns and lengths."""
 
     system_tokens: int = 1000
     users: int = 16
@@ -58,13 +57,13 @@ class Load:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of everything that is ever said."""
+        """Blocks of all conversations."""
         shared = self.system_tokens // BLOCK_TOKENS
         return shared + self.users * (self.num_user_blocks - shared)
 
     @property
     def num_user_blocks(self) -> int:
-        """Blocks of one conversation at its end."""
+        """Blocks of one complete conversation."""
         return -(-(self.system_tokens + self.turns * (self.tokens_in + self.tokens_out)) // BLOCK_TOKENS)
 
 
@@ -73,7 +72,7 @@ QUICK = Load(system_tokens=300, users=6, turns=3)
 
 @dataclass(frozen=True)
 class Turn:
-    """One request, in seconds from the beginning; `cached` says how many tokens came from which tier."""
+    """Times of one request, in seconds from the start; `cached` has the cached tokens by tier."""
 
     number: int
     sent: float
@@ -85,12 +84,12 @@ class Turn:
 
     @property
     def ttft(self) -> float:
-        """What the user waits before something appears."""
+        """Seconds from sending to the first token."""
         return self.first_token - self.sent
 
 
 class Users:
-    """Their side of the conversations: what they send, given what they were answered."""
+    """The users of the conversations: they send a turn after each answer."""
 
     def __init__(self, load: Load, every: int = 1, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
@@ -101,28 +100,27 @@ class Users:
         self._turns = [iter(self._played(user, every, load.turns)) for user in range(load.users)]
 
     def _played(self, user: int, every: int, turns: int) -> Iterator[tuple[int, list[int]]]:
-        """(number of the turn, its whole prompt); turns that are not played were answered with anything."""
-        said = self._said[user]
+        """Yield (number of the turn, its whole prompt); turns that are skipped have arbitrary answers."""
+        history = self._said[user]
         for turn in range(turns):
-            said += self._messages[user, turn].tolist()
+            history += self._messages[user, turn].tolist()
             if (turn + user) % every == 0:
-                yield turn, list(said)
+                yield turn, list(history)
             else:
-                said += self._answers[user, turn].tolist()
+                history += self._answers[user, turn].tolist()
 
     def next(self, user: int, answer: list[int]) -> tuple[int, list[int]] | None:
-        """What he sends after this answer; None when he has said everything."""
+        """Return the next prompt after this answer, or None at the end."""
         self._said[user] += answer
         return next(self._turns[user], None)
 
 
 def main() -> None:
-    """Serve with each cache, print, keep."""
-    parser = arguments("Conversations with each tier, beside transformers.")
+    parser = arguments("Conversations with each tier, compared with transformers.")
     parser.add_argument("--quick", action="store_true", help="a trial")
     parser.add_argument("--every", type=int, default=1, help="recompute every n-th request only")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk of + disk")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the disk tier")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     load, every = (QUICK, 2) if options.quick else (Load(), options.every)
@@ -141,7 +139,7 @@ def main() -> None:
 
 
 def caches(load: Load) -> dict[str, CacheConfig]:
-    """The device has a quarter of all blocks, in every case."""
+    """Return the cache of each case. The device always holds a quarter of all blocks."""
     quarter, everything = max(load.num_blocks // 4, load.num_user_blocks), load.num_blocks + 64
     return {
         "cache off": CacheConfig(quarter, prefix_caching=False),
@@ -152,7 +150,7 @@ def caches(load: Load) -> dict[str, CacheConfig]:
 
 
 def ours(model: Model, load: Load, cache: CacheConfig, folder: Path, every: int) -> list[Turn]:
-    """All turns, served by an engine of its own that has served one short prompt before."""
+    """Serve all turns with a new engine, after one short prompt to warm up."""
     config = EngineConfig(BLOCK_TOKENS, cache, SchedulerConfig(64, STEP_TOKENS))
     stores = {store.name: DiskStore(folder / store.name, 8 << 30) for store in cache.stores}
     engine = Engine(model, config=config, stores=stores)
@@ -166,7 +164,7 @@ def ours(model: Model, load: Load, cache: CacheConfig, folder: Path, every: int)
 
 
 def serve(engine: Engine, load: Load, every: int) -> list[Turn]:
-    """Everybody sends; each answer that is complete lets its user send again."""
+    """Run all users; each sends the next turn after its answer."""
     users, params = Users(load, every), SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=load.tokens_out)
     begin, turns = time.perf_counter(), []
     sent: dict[int, tuple[int, float]] = {}
@@ -190,18 +188,18 @@ def serve(engine: Engine, load: Load, every: int) -> list[Turn]:
             first.setdefault(user, now)
             if output.finish_reason is not None:
                 number, at = sent.pop(user)
-                told = engine.explain(output.request_id)
-                times = (at, first.pop(user), now, told.waited_seconds or 0.0)
-                turns.append(Turn(number, *times, told.num_prompt_tokens, told.tokens_from))
+                explanation = engine.explain(output.request_id)
+                times = (at, first.pop(user), now, explanation.waited_seconds or 0.0)
+                turns.append(Turn(number, *times, explanation.num_prompt_tokens, explanation.tokens_from))
                 send(user)
     return turns
 
 
 @torch.inference_mode()
 def theirs(peer: Any, load: Load, every: int) -> list[Turn]:
-    """One request after the other, in the order they come."""
+    """Serve with transformers, one request after the other."""
     users, turns = Users(load, every), []
-    generate(peer, list(range(100, 140)), 4)  # as ours: warm
+    generate(peer, list(range(100, 140)), 4)  # warm up, as ours
     begin = time.perf_counter()
     waiting = deque((user, turn, 0.0) for user in range(load.users) if (turn := users.next(user, [])) is not None)
     while waiting:
@@ -217,11 +215,11 @@ def theirs(peer: Any, load: Load, every: int) -> list[Turn]:
     return turns
 
 
-def generate(peer: Any, prompt: list[int], count: int, tell: Callable[[], object] = lambda: None) -> list[int]:
-    """So many tokens, the best each time; `tell` is called after the first."""
+def generate(peer: Any, prompt: list[int], count: int, on_first: Callable[[], object] = lambda: None) -> list[int]:
+    """Generate `count` greedy tokens; call `on_first` after the first."""
     out = peer(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
     answer = [int(out.logits[0, -1].argmax())]
-    tell()
+    on_first()
     while len(answer) < count:
         out = peer(torch.tensor([answer[-1:]]), past_key_values=out.past_key_values, use_cache=True)
         answer.append(int(out.logits[0, -1].argmax()))
@@ -229,7 +227,7 @@ def generate(peer: Any, prompt: list[int], count: int, tell: Callable[[], object
 
 
 def summary(name: str, turns: list[Turn], load: Load) -> dict[str, object]:
-    """A column of the comparison, as a row."""
+    """Return the row of one case."""
     seconds = max(turn.done for turn in turns)
     ttfts = [turn.ttft for turn in turns]
     prompts = sum(turn.prompt_tokens for turn in turns)
@@ -243,16 +241,16 @@ def summary(name: str, turns: list[Turn], load: Load) -> dict[str, object]:
 
 
 def bars(played: dict[str, list[Turn]], rows: list[dict[str, object]]) -> list[Bar]:
-    """Host hits beside the same turns recomputed; throughput with the host tier beside the device alone."""
+    """Compare host hits with the same turns recomputed, and the throughput with and without the host tier."""
     rate = {str(row["cache"]): float(str(row["tok/s out"])) for row in rows}
-    held = []
+    result = []
     for tier, name in (("host", "+ host"), ("disk", "+ disk")):
         hits = [turn.ttft for turn in played[name] if turn.cached.get(tier, 0)]
-        again = [turn.ttft for turn in played["cache off"] if turn.number]  # nothing is in a lower tier at first
+        again = [turn.ttft for turn in played["cache off"] if turn.number]  # lower tiers are empty at first
         times = float(np.median(again) / np.median(hits)) if hits else 0.0
-        held.append(at_least(f"TTFT p50, recomputed over {tier} hits", times, 5 if tier == "host" else 1))
-    held.append(at_least("throughput, + host over device only", rate["+ host"] / rate["device"], 1.5))
-    return held
+        result.append(at_least(f"TTFT p50, recomputed over {tier} hits", times, 5 if tier == "host" else 1))
+    result.append(at_least("throughput, + host over device only", rate["+ host"] / rate["device"], 1.5))
+    return result
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What it costs that stored blocks are cut by KV heads: a rank's blocks to a disk and back, by shards a block.
+"""The cost of cutting stored blocks by KV heads: a rank's blocks to a disk and back, by shards per block.
 
-Blocks of Llama-3-8B (2 MiB of bf16), 16 tokens, one rank. With one shard a block is stored as it lies in host memory;
-with more, each object is gathered. Beside it, the gathering alone, and one copy of the same bytes: the limit.
+Blocks of Llama-3-8B (2 MiB of bf16), 16 tokens, one rank. With one shard a block is stored as it is in host memory;
+with more, each object is gathered. For comparison: gathering alone, and one copy of the same bytes, which is the limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ SHARDS = (1, 2, 4, 8)
 
 
 def main() -> None:
-    """Measure, print, keep."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="of the disk")
     options = parser.parse_args()
@@ -38,7 +37,7 @@ def main() -> None:
 
 
 def _measure(num_shards: int, folder: Path) -> dict[str, object]:
-    """GB/s of one number of shards; the disk's writes may stay in the system's memory, for all numbers alike."""
+    """Return GB/s for one number of shards. Writes may stay in the page cache, for every number of shards."""
     (group,) = LAYOUT.groups
     store = open_shards(
         [f"disk:{folder / str(num_shards)}?bytes=1GiB&segment=64MiB&free=0"], range(num_shards), num_shards
@@ -74,7 +73,7 @@ def _measure(num_shards: int, folder: Path) -> dict[str, object]:
                 part.gather(host[slot], objects[part][at])
 
     tasks = {
-        "write": lambda: run(Route.HOST_TO_STORE, next(rounds)),  # what is there already is not written
+        "write": lambda: run(Route.HOST_TO_STORE, next(rounds)),  # objects that exist are not written again
         "read": lambda: run(Route.STORE_TO_HOST),
         "gather": gather,
         "copy": lambda: np.copyto(whole, host),

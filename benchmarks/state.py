@@ -1,4 +1,4 @@
-"""State: warp of a batch with churn beside one copy per row, and an identity step.
+"""State: warp of a batch with churn compared with one copy per row, and an identity step.
 
 python -m benchmarks.state                 on the GPU if there is one, else on the CPU
 """
@@ -15,12 +15,11 @@ from kvtier.memory import BatchCopy, Placement, Stream, context, cuda
 from kvtier.state import Permutation, RowMap, State
 
 ROWS, ROW_BYTES, CHURN = 256, 4096, 0.1
-ROUNDS = 600  # seconds in all: a shared machine has slow moments of that length, in which Python suffers most
-OTHER_ROW_BYTES = (8, 64 << 10)  # for the choice between State and RowMap: it does not move the rows
+ROUNDS = 600  # total seconds: slow periods of a shared machine have this length, and affect Python most
+OTHER_ROW_BYTES = (8, 64 << 10)  # to choose between State and RowMap, which does not move the rows
 
 
 def main() -> None:
-    """Measure, print, keep."""
     parser = arguments("Warp of a State on this machine.")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -35,7 +34,7 @@ def main() -> None:
 
 
 def measure(place: Placement, stream: Stream | None) -> tuple[list[Row], list[Bar]]:
-    """Warp with 10 % churn, an identity step, and what the alternatives cost."""
+    """Measure warp with 10 % churn, an identity step, and the alternatives."""
     perm = churned(np.random.default_rng(0))
     state = State((ROWS, ROW_BYTES), "u8", place)
     new = torch.randint(0, 256, (ROWS, ROW_BYTES), dtype=torch.uint8, device=place.torch)
@@ -53,13 +52,13 @@ def measure(place: Placement, stream: Stream | None) -> tuple[list[Row], list[Ba
 
     before = state.front.clone()
     warp()
-    wanted = torch.where(
+    expected = torch.where(
         torch.tensor(perm.is_new, device=place.torch)[:, None],
         new,
         before[torch.from_numpy(np.where(perm.is_new, 0, perm.index)).to(place.torch)],
     )
     _wait(stream)
-    assert torch.equal(state.front, wanted), "warp moved wrong rows"
+    assert torch.equal(state.front, expected), "warp moved wrong rows"
     tasks: dict[str, Callable[[], object]] = {
         "warp, 10 % churn": _until_done(warp, stream),
         "one copy per row, torch": _until_done(lambda: _row_by_row_torch(state, perm, new), stream),
@@ -70,7 +69,7 @@ def measure(place: Placement, stream: Stream | None) -> tuple[list[Row], list[Ba
     if stream is None:
         del tasks["one copy per row, driver"]
     others = {f"warp, rows of {size} B": _until_done(_warp(perm, place, size), stream) for size in OTHER_ROW_BYTES}
-    seconds = {**best(tasks, rounds=ROUNDS), **best(others, rounds=ROUNDS)}  # apart: large rows leave the caches empty
+    seconds = {**best(tasks, rounds=ROUNDS), **best(others, rounds=ROUNDS)}  # separately: large rows flush the caches
     rows: list[Row] = [{"case": name, "us": value * 1e6} for name, value in seconds.items()]
     print_table(rows)
     per_row = min(value for name, value in seconds.items() if name.startswith("one copy per row"))
@@ -88,7 +87,7 @@ def _warp(perm: Permutation, place: Placement, row_bytes: int) -> Callable[[], o
 
 
 def churned(random: np.random.Generator) -> Permutation:
-    """A tenth of the rows leave, the others close up, and as many new ones come at the end."""
+    """Return the order after a tenth of the rows left and new rows were appended."""
     num_new = int(ROWS * CHURN)
     kept = np.sort(random.permutation(ROWS)[num_new:])
     return Permutation(np.concatenate((kept, np.full(num_new, ROWS))), ROWS)

@@ -1,9 +1,9 @@
-"""A decode step's time outside of the model: 64 rows, alone and beside loads and saves. On the CPU, a tiny model.
+"""The time of a decode step outside of the model: 64 rows, alone and during loads and saves. On the CPU, a tiny model.
 
 python -m benchmarks.step
 
-What Python does for a step is the same on a GPU, where it is what the GPU waits for. The model's own time is taken out
-of every step; beside it requests come whose prompt is on the host, and all that is generated is saved.
+The Python code of a step is the same on a GPU, which waits for it. The time of the model is subtracted from every step.
+With transfers, requests whose prompt is on the host arrive, and all generated blocks are saved.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from kvtier.storage import MemoryStore
 TINY = ModelConfig("llama", 2, 32, 64, 2, 1, 16, 512, 4096, norm_eps=1e-5, rope=RopeConfig(10000.0))
 ROWS, BLOCK, PROMPT = 64, 16, 256
 LOADED = 1024
-"""Tokens of a prompt that is loaded."""
+"""Tokens of a loaded prompt."""
 EVERY = 4
-"""Steps from one such prompt to the next."""
+"""Steps between two loaded prompts."""
 
 
 @dataclass
 class Timer:
-    """How long something took, by the clock and of this thread's CPU time."""
+    """Wall-clock and thread CPU time of a function."""
 
     wall: float = 0.0
     cpu: float = 0.0
 
     def around(self, function: Any) -> Any:
-        """The function, timed."""
+        """Return the function with timing."""
 
         def timed(*arguments: Any, **more: Any) -> Any:
             with self:
@@ -59,7 +59,6 @@ class Timer:
 
 
 def main() -> None:
-    """Measure, print, keep."""
     parser = arguments("Time of a decode step outside of the model.")
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
@@ -70,7 +69,7 @@ def main() -> None:
 
 
 def measure(name: str, num_steps: int) -> Row:
-    """One case: the middle step of so many, and all of them."""
+    """Measure one case: the median and the mean step."""
     engine, forward, whole = new_engine(has_tiers=name != "device"), Timer(), Timer()
     engine.groups[0].logits = forward.around(engine.groups[0].logits)  # type: ignore[method-assign]
     beside = [[3 + i] * LOADED for i in range(16)] if name == "loads and saves" else []
@@ -107,7 +106,7 @@ def measure(name: str, num_steps: int) -> Row:
 
 
 def new_engine(has_tiers: bool) -> Engine:
-    """An engine with room for all rows; with tiers, for little more."""
+    """Return an engine with memory for all rows; with tiers, for a few more."""
     model = Model(TINY, random_weights(TINY, torch.float32, torch.device("cpu"), seed=1))
     num_blocks = ROWS * (PROMPT + 900) // BLOCK + 2 * LOADED // BLOCK
     host = HostConfig(20_000) if has_tiers else None
@@ -119,7 +118,7 @@ def new_engine(has_tiers: bool) -> Engine:
 
 
 def run(engine: Engine, prompt: list[int]) -> None:
-    """One request, to its end."""
+    """Run one request to its end."""
     engine.add(prompt, SamplingParams(max_tokens=1))
     while engine.has_work():
         engine.step()

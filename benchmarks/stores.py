@@ -1,12 +1,12 @@
-"""Stores on servers beside the raw clients of those servers: the same values of 1 MiB, the same batches of 32.
+"""Stores on servers compared with the raw clients of those servers: the same values of 1 MiB in batches of 32.
 
-PYTHONPATH=.:tests python -m benchmarks.stores          starts the servers; those that are not installed are named
+PYTHONPATH=.:tests python -m benchmarks.stores          starts the servers; prints which are not installed
 
-Raw is the client as its own documents use it for a batch: redis-py one pipeline of SET and one MGET, on one connection;
-obstore put and get, on as many threads as the store has; Mooncake batch_put_from and batch_get_into on registered
-memory, from and to another process. What raw reads is not verified and, but for Mooncake, is in new memory; the store
-checks it and fills the caller's. They take turns, batch by batch, and who begins changes, so that a noisy moment hits
-both. A share is that of the rates of one round; the median of the shares counts.
+The raw clients are used as documented for batches: redis-py with one pipeline of SET and one MGET on one connection;
+obstore with put and get on the same number of threads as the store; Mooncake with batch_put_from and batch_get_into on
+registered memory, from and to another process. Raw reads are not verified and, except for Mooncake, return new memory;
+the store verifies the bytes and fills the caller's memory. Both alternate batch by batch, in changing order, so that
+noise affects both. A share compares the rates of one round; the median of the shares counts.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ SECRET = bytes(range(32))
 
 
 class Raw(Protocol):
-    """A client without us."""
+    """A raw client."""
 
     def write(self, names: Sequence[str], views: Sequence[memoryview]) -> None:
-        """Store a batch."""
+        pass
 
     def read(self, names: Sequence[str], views: Sequence[memoryview]) -> None:
-        """Read a batch."""
+        pass
 
     def remove(self, names: Sequence[str]) -> None:
-        """Forget a batch."""
+        pass
 
 
 class RawRedis:
-    """redis-py; on a cluster a pipeline of GET, since MGET is for one node."""
+    """redis-py; on a cluster a pipeline of GET, because MGET works on one node only."""
 
     def __init__(self, client: object) -> None:
         import redis
@@ -57,14 +57,12 @@ class RawRedis:
         self._client, self._is_cluster = client, not isinstance(client, redis.Redis)
 
     def write(self, names: Sequence[str], views: Sequence[memoryview]) -> None:
-        """One pipeline."""
         pipeline = self._client.pipeline(transaction=False)  # type: ignore[attr-defined]
         for name, view in zip(names, views, strict=True):
             pipeline.set(name, view)
         pipeline.execute()
 
     def read(self, names: Sequence[str], views: Sequence[memoryview]) -> None:  # noqa: ARG002
-        """One MGET."""
         if self._is_cluster:
             pipeline = self._client.pipeline(transaction=False)  # type: ignore[attr-defined]
             for name in names:
@@ -75,39 +73,33 @@ class RawRedis:
         assert all(len(each) == OBJECT_BYTES for each in found)
 
     def remove(self, names: Sequence[str]) -> None:
-        """One by one."""
         for name in names:
             self._client.delete(name)  # type: ignore[attr-defined]
 
 
 class RawS3:
-    """obstore on threads."""
-
     def __init__(self, port: int, num_threads: int) -> None:
         self._store, self._threads = store_servers.raw_s3(port), ThreadPoolExecutor(num_threads)
 
     def write(self, names: Sequence[str], views: Sequence[memoryview]) -> None:
-        """A put each."""
         import obstore
 
         list(self._threads.map(lambda n, v: obstore.put(self._store, n, v, use_multipart=False), names, views))
 
     def read(self, names: Sequence[str], views: Sequence[memoryview]) -> None:  # noqa: ARG002
-        """A get each."""
         import obstore
 
         found = self._threads.map(lambda name: obstore.get(self._store, name).bytes(), names)
         assert all(len(each) == OBJECT_BYTES for each in found)
 
     def remove(self, names: Sequence[str]) -> None:
-        """All at once."""
         import obstore
 
         obstore.delete(self._store, list(names))
 
 
 class RawMooncake:
-    """The client of Mooncake on registered memory."""
+    """Mooncake's client on registered memory."""
 
     def __init__(self, port: int, memory: memoryview) -> None:
         from mooncake.store import MooncakeDistributedStore
@@ -118,23 +110,20 @@ class RawMooncake:
         assert self._client.register_buffer(address_of(memory), len(memory)) == 0
 
     def write(self, names: Sequence[str], views: Sequence[memoryview]) -> None:
-        """One batch_put_from."""
         codes = self._client.batch_put_from(list(names), list(map(address_of, views)), [OBJECT_BYTES] * len(names))
         assert not any(codes), codes
 
     def read(self, names: Sequence[str], views: Sequence[memoryview]) -> None:
-        """One batch_get_into."""
         counts = self._client.batch_get_into(list(names), list(map(address_of, views)), [OBJECT_BYTES] * len(names))
         assert set(counts) == {OBJECT_BYTES}, counts
 
     def remove(self, names: Sequence[str]) -> None:
-        """One batch."""
         self._client.batch_remove(list(names), True)
 
 
 @contextlib.contextmanager
 def redis_single(folder: Path, memory: memoryview) -> Iterator[tuple[dict[str, Store], Raw]]:  # noqa: ARG001
-    """One Redis; once more with everything encrypted."""
+    """Yield one Redis server, without and with encryption."""
     import redis
 
     with store_servers.redis_server(folder) as port:
@@ -145,7 +134,7 @@ def redis_single(folder: Path, memory: memoryview) -> Iterator[tuple[dict[str, S
 
 @contextlib.contextmanager
 def redis_cluster(folder: Path, memory: memoryview) -> Iterator[tuple[dict[str, Store], Raw]]:  # noqa: ARG001
-    """Three of them."""
+    """Yield a cluster of three Redis servers."""
     from redis.cluster import RedisCluster
 
     with store_servers.redis_cluster(folder) as ports:
@@ -155,7 +144,6 @@ def redis_cluster(folder: Path, memory: memoryview) -> Iterator[tuple[dict[str, 
 
 @contextlib.contextmanager
 def s3(folder: Path, memory: memoryview) -> Iterator[tuple[dict[str, Store], Raw]]:  # noqa: ARG001
-    """SeaweedFS."""
     with store_servers.s3_server(folder) as port:
         user = f"{store_servers.S3_KEY}:{store_servers.S3_SECRET}"
         url = f"s3://{user}@test/kv?endpoint=http://127.0.0.1:{port}&region=us-east-1&threads=16&timeout=60s"
@@ -164,7 +152,7 @@ def s3(folder: Path, memory: memoryview) -> Iterator[tuple[dict[str, Store], Raw
 
 @contextlib.contextmanager
 def mooncake(folder: Path, memory: memoryview) -> Iterator[tuple[dict[str, Store], Raw]]:
-    """A master, and another process that has the memory."""
+    """Yield a Mooncake master, and another process that provides the memory."""
     with store_servers.mooncake_master(folder, segment_bytes=1 << 30) as place:
         store = open_store(f"mooncake://127.0.0.1:{place.port}")
         yield {"mooncake": store}, RawMooncake(place.port, memory)
@@ -173,9 +161,9 @@ def mooncake(folder: Path, memory: memoryview) -> Iterator[tuple[dict[str, Store
 def compare(
     store: Store, raw: Raw, views: Sequence[memoryview], num_batches: int, rounds: int
 ) -> dict[str, list[float]]:
-    """MB/s of both, round by round."""
+    """Return MB/s of both for every round."""
     rates: dict[str, list[float]] = {name: [] for name in ("write", "raw write", "read", "raw read")}
-    for number in range(rounds + 1):  # the first is not counted
+    for number in range(rounds + 1):  # the first round is not counted
         taken = dict.fromkeys(rates, 0.0)
         sets = [[f"{number:08x}{batch:08x}{i:048x}" for i in range(BATCH)] for batch in range(num_batches)]
         for phase in ("write", "read"):
@@ -206,7 +194,7 @@ def compare(
 
 
 def check(results: object) -> None:
-    """Nothing may fail here."""
+    """Raise if a call failed."""
     assert results.ok, [each for each in results if not each.ok][:3]  # type: ignore[attr-defined]
 
 
@@ -216,7 +204,7 @@ def beside_raw(
     num_batches: int,
     rounds: int,
 ) -> tuple[list[Row], list[Bar]]:
-    """The stores of one server."""
+    """Compare the stores of one server with its raw client."""
     views = [memory[at : at + OBJECT_BYTES] for at in range(0, len(memory), OBJECT_BYTES)]
     rows: list[Row] = []
     bars: list[Bar] = []
@@ -237,16 +225,15 @@ def beside_raw(
                     | {"raw": statistics.median(theirs), "its best": max(theirs), "share": share}
                     | {"load of the machine": round(os.getloadavg()[0], 1)}
                 )
-                if "AES" not in name:  # the bar is for what the raw client does, too
+                if "AES" not in name:  # the bar is for work that the raw client does, too
                     bars.append(at_least(f"{name} {what} over its raw client, 1 MiB x {BATCH}", share, 0.8))
     return rows, bars
 
 
 def main() -> None:
-    """Measure, print, keep."""
-    parser = arguments("Shared stores beside their raw clients.")
+    parser = arguments("Shared stores compared with their raw clients.")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--batches", type=int, default=4, help="batches of 32 MiB in a round")
+    parser.add_argument("--batches", type=int, default=4, help="batches of 32 MiB per round")
     parser.add_argument("--only", default="", help="one of redis_single, redis_cluster, s3, mooncake, ttft, decision")
     options = parser.parse_args()
     memory = memoryview(mmap.mmap(-1, BATCH * OBJECT_BYTES))
@@ -255,15 +242,15 @@ def main() -> None:
     bars: list[Bar] = []
     for part in (redis_single, redis_cluster, s3, mooncake):
         if options.only in ("", part.__name__):
-            more, held = beside_raw(part, memory, options.batches, options.rounds)
-            rows, bars = [*rows, *more], [*bars, *held]
+            more, more_bars = beside_raw(part, memory, options.batches, options.rounds)
+            rows, bars = [*rows, *more], [*bars, *more_bars]
     print_table(rows)
     for engine_part in (stores_engine.ttft, stores_engine.decision):
         if options.only in ("", engine_part.__name__):
             with tempfile.TemporaryDirectory(prefix="kvtier-stores-") as folder:
-                more, held = engine_part(Path(folder), options.rounds)
+                more, more_bars = engine_part(Path(folder), options.rounds)
             print_table(more)
-            rows, bars = [*rows, *more], [*bars, *held]
+            rows, bars = [*rows, *more], [*bars, *more_bars]
     report("stores", rows, bars, options.results)
 
 

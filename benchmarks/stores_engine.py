@@ -1,12 +1,11 @@
-"""What a shared store is worth to an engine, and whether it knows: parts of benchmarks.stores.
+"""The value of a shared store to an engine, and the quality of its decisions: parts of benchmarks.stores.
 
-ttft       SmolLM2, a prompt whose blocks are in the store and in no memory: time to the first token when they are
-           loaded, and when they are computed, in turn.
-decision   A model of random weights and prompts of several lengths, behind a proxy (a process of its own) that lets
-           every answer of the Redis wait. At each latency an engine that knows nothing serves twelve requests, half of
-           them new to the store, then decides for each length; the same prompt is loaded and computed by force, in
-           turn, with the question to the store before both. A decision is right if what was chosen took, in the
-           median, at most a tenth more than the other: two medians of one thing differ by as much here.
+ttft       SmolLM2, a prompt whose blocks are in the store and not in memory: time to first token when they are loaded
+           and when they are computed, alternating.
+decision   A model of random weights and prompts of several lengths, behind a proxy process that delays every reply of
+           Redis. At each latency a new engine serves twelve requests, half of them new to the store, then decides for
+           each length. The same prompt is loaded and computed by force, alternating, both after a lookup. A decision is
+           right if its median time is at most a tenth above the other: medians of equal work differ by as much here.
 
 The model computes on one core, so that the servers have another.
 """
@@ -45,24 +44,23 @@ FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1)
 
 
 class Forced:
-    """Decides the same, always; what it is told of speeds goes nowhere."""
+    """A cost model with a fixed decision; it ignores measurements."""
 
     def __init__(self, *, load: bool) -> None:
         self._load = load
 
     def decide(self, num_blocks: object, first: int, num_tokens: int, *, again: bool = False) -> LoadDecision:  # noqa: ARG002
-        """As it was told."""
         return LoadDecision(self._load, num_tokens, None, None)
 
     def moved(self, *_: object) -> None:
-        """Nothing is learned."""
+        pass
 
     def computed(self, *_: object) -> None:
-        """Nothing is learned."""
+        pass
 
 
 class Bench:
-    """An engine over a shared store, and a way to decide."""
+    """An engine with a shared store and a fixed or free decision."""
 
     def __init__(self, model: Model, url: str, num_tokens: int) -> None:
         torch.set_num_threads(1)
@@ -73,14 +71,14 @@ class Bench:
         self._engine = Engine(model, config=config, stores={"shared": open_store(url)})
 
     def store(self, prompt: list[int]) -> None:
-        """Compute a prompt and have the store keep it."""
+        """Compute a prompt and wait until it is stored."""
         self.first_token(prompt, Forced(load=False))
         self._engine.tiers.save(self._engine.chain(prompt))
 
     def first_token(self, prompt: list[int], speeds: CostModel | Forced) -> tuple[float, bool]:
-        """Seconds to it, with nothing of the prompt in memory, and whether its blocks came from the store."""
+        """Return the seconds to the first token with nothing in memory, and True if blocks came from the store."""
         engine = self._engine
-        engine.tiers.reset()  # waits for what is under way
+        engine.tiers.reset()  # waits for transfers in flight
         engine.manager.cost_model = engine.manager._prefetcher._speeds = speeds  # type: ignore[assignment, union-attr]
         begin = time.perf_counter()
         name = engine.add(prompt, FIRST_TOKEN)
@@ -91,33 +89,31 @@ class Bench:
         return seconds, engine.explain(name).tokens_from.get("shared", 0) > 0
 
     def close(self) -> None:
-        """The engine closes the store."""
+        """Close the engine, which closes the store."""
         self._engine.close()
 
 
 def prompt_of(num_tokens: int, vocab: int, seed: str = "") -> list[int]:
-    """Random tokens, the same for the same length and seed."""
+    """Return random tokens that depend on length and seed only."""
     source = random.Random(f"{num_tokens}{seed}")
     return [source.randrange(vocab) for _ in range(num_tokens)]
 
 
 @contextlib.contextmanager
 def redis(folder: Path) -> Iterator[str]:
-    """A URL."""
     with store_servers.redis_server(folder) as port:
         yield f"redis://127.0.0.1:{port}?timeout=60s"
 
 
 @contextlib.contextmanager
 def s3(folder: Path) -> Iterator[str]:
-    """A URL."""
     with store_servers.s3_server(folder) as port:
         user = f"{store_servers.S3_KEY}:{store_servers.S3_SECRET}"
         yield f"s3://{user}@test/kv?endpoint=http://127.0.0.1:{port}&region=us-east-1&timeout=60s"
 
 
 def ttft(folder: Path, rounds: int) -> tuple[list[Row], list[Bar]]:
-    """A hit beside computing."""
+    """Compare hits with computing."""
     rows: list[Row] = []
     model = load_model("smollm2", "f32", "cpu")
     for place in (redis, s3):
@@ -143,7 +139,6 @@ def _ttft_row(bench: Bench, store: str, num_tokens: int, rounds: int) -> Row:
 
 
 def decision(folder: Path, rounds: int) -> tuple[list[Row], list[Bar]]:
-    """The sweep."""
     rows: list[Row] = []
     model = Model(SWEEP_MODEL, random_weights(SWEEP_MODEL, torch.float32, torch.device("cpu"), seed=1))
     prompts = {length: prompt_of(length, SWEEP_MODEL.vocab_size) for length in LENGTHS}
@@ -170,7 +165,7 @@ def _decided(bench: Bench, prompts: dict[int, list[int]], latency_s: float, roun
     new = [prompt_of(length, SWEEP_MODEL.vocab_size, seed=f"{latency_s}") for length in prompts]
     seen = [*prompts.values(), *new]
     random.Random(1).shuffle(seen)
-    for prompt in seen:  # what is known when it counts
+    for prompt in seen:  # measurements before the decisions
         bench.first_token(prompt, speeds)
     rows: list[Row] = []
     for length, prompt in prompts.items():

@@ -1,13 +1,13 @@
-"""Tiers: the disk store beside bare pread and pwrite, and fio where it is installed, with the same settings; and what a
-manager of three tiers decides in beside the bare index.
+"""Tiers: the disk store compared with plain pread and pwrite, and with fio if installed; and the CPU time of a manager
+with three tiers compared with the plain index.
 
 python -m benchmarks.tiers --folder /mnt/nvme/tmp          a folder on the disk to measure; made and removed
 python -m benchmarks.tiers --only deciding --trace conversation_trace.jsonl
 
-Objects of 1 MiB in batches of 32, as many threads for the bare calls and for fio as the store has, on files allocated
-alike. The bare calls and the store take turns, batch by batch, and fio runs once a round, so that a noisy moment hits
-all. A rate is the bytes of a round over its seconds, a share that of the rates of one round; the median of the shares
-counts, because this disk's own speed drifts by a factor of two within a minute. Medians and bests are beside it.
+Objects of 1 MiB in batches of 32; plain calls and fio use the number of threads of the store and files allocated in the
+same way. The plain calls and the store alternate batch by batch, and fio runs once per round, so that noise affects
+all. A share compares the rates of one round, and the median of the shares counts, because the speed of this disk drifts
+by a factor of two within a minute.
 """
 
 from __future__ import annotations
@@ -47,49 +47,50 @@ LABEL = Label(bytes(32))
 
 
 def main() -> None:
-    """Measure, print, keep."""
-    parser = arguments("Disk tier beside raw I/O.")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser = arguments("Disk tier compared with plain I/O.")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure"
+    )
     parser.add_argument("--bytes", type=int, default=256 << 20, help="per round")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=default_threads())
-    parser.add_argument("--trace", help="a Mooncake trace for the manager; a synthetic one without it")
-    parser.add_argument("--only", choices=("disk", "deciding"), help="a part of it")
+    parser.add_argument("--trace", help="a Mooncake trace for the manager; default: a synthetic one")
+    parser.add_argument("--only", choices=("disk", "deciding"), help="run only this part")
     options = parser.parse_args()
     rows: list[Row] = []
     bars: list[Bar] = []
     if options.only != "deciding":
         rows, bars = on_disk(options)
     if options.only != "disk":
-        more, held = deciding(read_trace(options.trace).requests if options.trace else generate(SyntheticTrace()))
+        more, more_bars = deciding(read_trace(options.trace).requests if options.trace else generate(SyntheticTrace()))
         print_table(more)
-        rows, bars = [*rows, *more], [*bars, *held]
+        rows, bars = [*rows, *more], [*bars, *more_bars]
     report("tiers", rows, bars, options.results)
 
 
 def on_disk(options: argparse.Namespace) -> tuple[list[Row], list[Bar]]:
-    """Everything about the disk store."""
+    """Run all measurements of the disk store."""
     folder = Path(tempfile.mkdtemp(prefix="kvtier-tiers-", dir=options.folder))
     rows: list[Row] = []
     bars: list[Bar] = []
     try:
         for direct in (True, False):
             for sync in Sync:
-                more, held = disk(folder, direct, sync, options.bytes, options.rounds, options.threads)
+                more, more_bars = disk(folder, direct, sync, options.bytes, options.rounds, options.threads)
                 rows += more
-                bars += held if direct else []
+                bars += more_bars if direct else []
         print_table(rows)
-        for others, held in (checksums(), opening(folder)):
+        for others, more_bars in (checksums(), opening(folder)):
             print_table(others)
             rows += others
-            bars += held
+            bars += more_bars
     finally:
         shutil.rmtree(folder)
     return rows, bars
 
 
 class RawDisk:
-    """A preallocated file, read and written by threads with nothing but preadv and pwritev."""
+    """A preallocated file, read and written by threads with plain preadv and pwritev."""
 
     def __init__(self, path: Path, nbytes: int, num_threads: int, *, direct: bool) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
@@ -106,7 +107,7 @@ class RawDisk:
             self._done.put(None)
 
     def batch(self, call: Callable[..., int], views: Sequence[memoryview], first: int, *, sync: bool) -> float:
-        """One call for each piece of memory, each at its place in the file. Returns the seconds it took."""
+        """Run one call per piece of memory, each at its offset. Return the seconds."""
         begin = time.perf_counter()
         for number, view in enumerate(views, first):
             offset = number * OBJECT_BYTES
@@ -118,7 +119,6 @@ class RawDisk:
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """End the threads, close the file."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -129,7 +129,7 @@ class RawDisk:
 def disk(
     folder: Path, direct: bool, sync: Sync, nbytes: int, rounds: int, num_threads: int
 ) -> tuple[list[Row], list[Bar]]:
-    """Rates of the store and of bare calls, in turn."""
+    """Measure the store and plain calls, alternating."""
     batches = range(0, nbytes // OBJECT_BYTES, BATCH)
     memory = mmap.mmap(-1, BATCH * OBJECT_BYTES)
     memory[:] = os.urandom(len(memory))
@@ -139,13 +139,15 @@ def disk(
     raw = RawDisk(folder / "raw", 2 * nbytes, num_threads, direct=direct)
     store = DiskStore(folder / "store", 2 * nbytes, direct=direct, sync=sync, num_threads=num_threads)
     try:
-        for number in range(rounds + 2):  # the first two, on fresh slots, are not counted
+        for number in range(rounds + 2):  # the first two rounds, on new slots, are not counted
             taken = dict.fromkeys(("write", "raw write", "read", "raw read"), 0.0)
-            half = number % 2 * len(batches) * BATCH  # a new object has a slot other than the one it replaces: so here
+            half = (
+                number % 2 * len(batches) * BATCH
+            )  # as in the store, a new object has another slot than the one it replaces
             for first in batches:
                 keys = [(first + i).to_bytes(32, "little") for i in range(BATCH)]
                 for i, view in enumerate(views):
-                    view[:8] = (number << 32 | (first + i)).to_bytes(8, "little")  # another object than last time
+                    view[:8] = (number << 32 | (first + i)).to_bytes(8, "little")  # a different object each time
                 writes = [Write(key, LABEL, view) for key, view in zip(keys, views, strict=True)]
                 taken["write"] += store.write(writes).seconds
                 taken["raw write"] += raw.batch(os.pwritev, views, half + first, sync=sync is Sync.WRITE)
@@ -170,7 +172,7 @@ def disk(
 
 
 def compare(rates: dict[str, list[float]], setting: str) -> tuple[list[Row], list[Bar]]:
-    """The shares of what the disk gives, round by round, and the rates."""
+    """Return the rates, and the shares by round."""
     rows: list[Row] = []
     bars = []
     for other in ("raw", "fio"):
@@ -186,20 +188,20 @@ def compare(rates: dict[str, list[float]], setting: str) -> tuple[list[Row], lis
 
 
 def fio(folder: Path, what: str, nbytes: int, num_threads: int, sync: Sync) -> float:
-    """GB/s that fio reaches with O_DIRECT, 1 MiB and as many threads, in a file that is there already; where writes are
-    synced, with an fdatasync for every batch."""
+    """Return GB/s of fio with O_DIRECT, 1 MiB and the same number of threads, in an existing file; if writes are
+    synced, with an fdatasync per batch."""
     command = [
         *("fio", "--name=kvtier", f"--filename={folder / 'fio'}", f"--rw={what}", "--bs=1M", "--direct=1"),
         *("--ioengine=psync", "--thread", f"--numjobs={num_threads}", f"--size={nbytes // num_threads}"),
         *(f"--offset_increment={nbytes // num_threads}", "--overwrite=1", "--group_reporting", "--output-format=json"),
         *((f"--fdatasync={BATCH}",) if sync is Sync.WRITE and what == "write" else ()),
     ]
-    said = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-    return float(said["jobs"][0][what]["bw_bytes"]) / 1e9
+    output = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return float(output["jobs"][0][what]["bw_bytes"]) / 1e9
 
 
 def checksums() -> tuple[list[Row], list[Bar]]:
-    """One core, 1 MiB that is in its cache."""
+    """Measure checksums on one core, of 1 MiB in its cache."""
     data = memoryview(os.urandom(OBJECT_BYTES))
     tasks = {"in C": checksum, "twin (zlib, numpy)": checksum_in_python}
     best = {name: min(timed(lambda task=task: task(data)) for _ in range(100)) for name, task in tasks.items()}  # type: ignore[misc]
@@ -209,7 +211,7 @@ def checksums() -> tuple[list[Row], list[Bar]]:
 
 
 def opening(folder: Path) -> tuple[list[Row], list[Bar]]:
-    """Start-up: seconds to recover the index of 50,000 objects, whose payloads are not read."""
+    """Measure the seconds to open a store of 50,000 objects; payloads are not read."""
     count = 50_000
     settings = {"max_bytes": 1 << 30, "direct": False}
     store = DiskStore(folder / "many", **settings)  # type: ignore[arg-type]
@@ -228,10 +230,10 @@ def opening(folder: Path) -> tuple[list[Row], list[Bar]]:
 
 
 def deciding(trace: Iterable[TraceRequest], rounds: int = 5) -> tuple[list[Row], list[Bar]]:
-    """CPU time of a request: a manager with device, host and disk, whose transfers are reported done at once, beside
-    match, allocate, publish and release of the bare index with the same device.
+    """Compare the CPU time of a request in a manager with device, host and disk, whose transfers are reported at once,
+    with match, allocate, publish and release of the plain index with the same device.
 
-    In turn, batch by batch; the best time of each batch counts. The device has 5 M tokens and the host twice as many.
+    Both alternate batch by batch; the best time of each batch counts. The device has 5 M tokens, the host 10 M.
     """
     requests = list(trace)
     rows: list[Row] = []
@@ -266,13 +268,13 @@ def deciding(trace: Iterable[TraceRequest], rounds: int = 5) -> tuple[list[Row],
 
 
 def three_tiers(block_tokens: int, num_blocks: int) -> CacheManager:
-    """Device, twice as much host, a disk."""
+    """Return a manager with a device, twice the host memory, and a disk."""
     config = CacheConfig(num_blocks, host=HostConfig(2 * num_blocks), stores=(StoreConfig("disk"),))
     return CacheManager(Namespace("benchmark", block_tokens=block_tokens), config)
 
 
 def decide(manager: CacheManager, prompt: Any) -> None:
-    """A request from its tokens to its end, with the plans it gives rise to."""
+    """Run a request from its tokens to its end, with its plans."""
     chain = Chain(manager.namespace, prompt)
     fetch = manager.prefetch(chain)
     obey(manager)
@@ -289,7 +291,7 @@ def decide(manager: CacheManager, prompt: Any) -> None:
 
 
 def obey(manager: CacheManager) -> None:
-    """Report everything done that the manager plans now. A disk says at first that it has nothing."""
+    """Report every planned transfer as done. The disk is empty at first."""
     plan = manager.plan()
     if plan:
         outcomes = tuple(TransferOutcome(each.id, True, each.num_blocks << 20, 1e-3) for each in plan.transfers)
@@ -298,14 +300,13 @@ def obey(manager: CacheManager) -> None:
 
 
 def timed(task: Callable[[], object]) -> float:
-    """Seconds it takes."""
     begin = time.perf_counter()
     task()
     return time.perf_counter() - begin
 
 
 def check(results: object) -> None:
-    """Nothing may fail here."""
+    """Raise if a call failed."""
     assert results.ok, results  # type: ignore[attr-defined]
 
 

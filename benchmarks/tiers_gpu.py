@@ -1,11 +1,11 @@
-"""Time to the first token of a long prompt by where its prefix is: nowhere, on the device, the host or the disk.
+"""Time to first token of a long prompt by the tier of its prefix: none, device, host or disk.
 
 python -m benchmarks.tiers_gpu            random weights of Llama-3-8B's shape: nothing to download
 
-The link is measured in the same run by one contiguous copy, the compute that is left by the hit on the device. A load
-travels in groups of layers, and the model starts when the first is there; so a hit on the host should take the longer
-of the two and the first group. Then: what a step of decoding loses while the engine loads and saves blocks of others,
-256 MiB each way at a time.
+The link is measured in the same run by one contiguous copy, the remaining compute by the hit on the device. A load is
+split into groups of layers, and the model starts after the first group; a hit on the host should take the longer of the
+two plus the first group. Then: the loss of a decode step while the engine loads and saves other blocks, 256 MiB per
+direction at a time.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from kvtier.storage import DiskStore
 
 BLOCK_TOKENS, PREFIX, SUFFIX = 16, 32768, 256
 BATCH, CONTEXT, MAX_TOKENS = 64, 1024, 900
-MOVED_BLOCKS = 128  # 256 MiB at a time, each way
+MOVED_BLOCKS = 128  # 256 MiB at a time per direction
 ROUNDS = 5
 
 
 def main() -> None:
-    """Measure, print, keep."""
     options = arguments("Tiers below the GPU of this machine.").parse_args()
     model_config = dataclasses.replace(LLAMA3_8B, max_positions=65536)
     model = Model(model_config, random_weights(model_config, torch.bfloat16, torch.device("cuda")))
@@ -58,7 +57,7 @@ def main() -> None:
         all_pinned(engine)
         rows, bars = first_tokens(engine)
         engine.close()
-    # the batch's own blocks are saved too, and stay as long as it runs
+    # the blocks of the batch are saved too, and stay while it runs
     host = HostConfig(BATCH * (CONTEXT + MAX_TOKENS) // BLOCK_TOKENS + 16 * MOVED_BLOCKS)
     engine = Engine(model, config=dataclasses.replace(config, cache=dataclasses.replace(cache, host=host, stores=())))
     all_pinned(engine)
@@ -68,14 +67,14 @@ def main() -> None:
 
 
 def all_pinned(engine: Engine) -> None:
-    """Wait until all host memory is pinned, which goes on in the background."""
+    """Wait until all host memory is pinned in the background."""
     assert engine.config.cache.host is not None
     while engine.manager.stats.tiers[1].num_blocks < engine.config.cache.host.num_blocks:
         engine.step()
 
 
 def first_tokens(engine: Engine) -> tuple[list[Row], list[Bar]]:
-    """Median time to first token of a prefix of 32k tokens and 256 new ones."""
+    """Measure the median time to first token of a prefix of 32k tokens and 256 new ones."""
     random = np.random.default_rng(0)
     prefix = random.integers(1, 100_000, PREFIX)
     chain = engine.chain(prefix.tolist())
@@ -126,10 +125,10 @@ def first_tokens(engine: Engine) -> tuple[list[Row], list[Bar]]:
     return rows, bars
 
 
-class Visitors:
-    """Blocks that come and go beside a batch as those of requests do, but nobody computes them.
+class BackgroundBlocks:
+    """Blocks that move during a batch like those of requests, but are not computed.
 
-    One prompt is always on its way from the host; another, as if it had just been computed, to the host.
+    One prompt is always being loaded from the host; another, as if just computed, is being saved.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -141,8 +140,8 @@ class Visitors:
             self._control.demote(chain)
         self._loading: Allocation | None = None
 
-    def come(self) -> None:
-        """Before a step: let those go that have arrived, and the next ones in."""
+    def advance(self) -> None:
+        """Before a step: release blocks that have arrived, and start the next transfers."""
         manager = self._engine.manager
         if self._loading is not None and manager.is_ready(self._loading):
             manager.finish(self._loading)
@@ -158,7 +157,7 @@ class Visitors:
             self._new()
 
     def _new(self) -> Chain:
-        """A prompt nobody has seen, computed: it is saved to the host, and in time evicted from both."""
+        """Publish a new prompt: it is saved to the host, and later evicted from both tiers."""
         manager, count = self._engine.manager, MOVED_BLOCKS * BLOCK_TOKENS
         chain = self._engine.chain(self._random.integers(1, 100_000, count + 1).tolist())
         hold = manager.match(chain)
@@ -170,7 +169,7 @@ class Visitors:
 
 
 def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
-    """Decode steps of 64 sequences, alone and while blocks go both ways; in turn, so that a slow moment hits both."""
+    """Measure decode steps of 64 sequences, alone and during transfers in both directions, alternating."""
     random = np.random.default_rng(1)
     for _ in range(BATCH):
         engine.add(
@@ -180,7 +179,7 @@ def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
     while any(not request.num_new_tokens for request in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
     drain(engine)
-    visitors = Visitors(engine)
+    background = BackgroundBlocks(engine)
     steps: dict[str, list[float]] = {"alone": [], "loads and saves": []}
     moved = 0
     for turn in range(16):
@@ -188,7 +187,7 @@ def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
         before = moved_bytes(engine)
         for _ in range(22):
             if turn % 2:
-                visitors.come()
+                background.advance()
             start = time.perf_counter()
             engine.step()
             steps[name].append(time.perf_counter() - start)
@@ -202,18 +201,18 @@ def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
     print_table(rows)
     lost = 1 - medians["alone"] / medians["loads and saves"]
     rate = moved / sum(steps["loads and saves"]) / 1e9
-    print(f"moved beside it {rate:.1f} GB/s, both ways together")
+    print(f"moved beside it {rate:.1f} GB/s, sum of both directions")
     rows.append({"case": "moved beside decode", "GB/s": rate})
     return rows, [at_most("share of decode lost to loads and saves", lost, 0.05)]
 
 
 def moved_bytes(engine: Engine) -> int:
-    """Between device and host, so far."""
+    """Return the bytes moved between device and host so far."""
     return sum(each.num_bytes for each in engine.tiers.traffic())
 
 
 def ttft(engine: Engine, prompt: list[int]) -> tuple[float, dict[str, int]]:
-    """Seconds to the first token of one request, with nothing else to do; and where its tokens were found."""
+    """Return the seconds to the first token of a single request, and the tiers of its tokens."""
     drain(engine)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -226,13 +225,13 @@ def ttft(engine: Engine, prompt: list[int]) -> tuple[float, dict[str, int]]:
 
 
 def drain(engine: Engine) -> None:
-    """Until all saves are done."""
+    """Run steps until all saves are done."""
     while engine.manager.has_plans:
         engine.step()
 
 
 def link_bytes_per_second() -> float:
-    """One contiguous copy of pinned memory to the device."""
+    """Measure one contiguous copy of pinned memory to the device."""
     host, device = (
         torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True),
         torch.empty(1 << 30, dtype=torch.uint8, device="cuda"),

@@ -1,4 +1,4 @@
-"""Blocks between the device cache and host memory: our transfers beside one contiguous copy and the peers' ways.
+"""Blocks between the device cache and host memory: our transfers compared with one contiguous copy and the peers.
 
 python -m benchmarks.transfer                 on the GPU if there is one, else on the CPU
 python -m benchmarks.transfer --device cpu    on the CPU
@@ -20,11 +20,10 @@ from kvtier.transfer import DeviceCache, HostMemory, TransferManager
 
 CPU_BYTES = 128 << 20
 BLOCK_KIB = [64, 256, 1024, 2048]
-ROUNDS = 100  # best of many: the machine is shared, and others take its cores for seconds
+ROUNDS = 100  # best of many: other processes use the cores for seconds
 
 
 def main() -> None:
-    """Measure, print, keep."""
     parser = arguments("Block transfers on this machine.")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tune", action="store_true", help="compare sizes of the staging ring and of its kernel")
@@ -42,10 +41,10 @@ def main() -> None:
 
 
 def measure_cpu() -> tuple[list[Row], list[Bar]]:
-    """Scattered blocks between two places in host memory, both forms of the cache, both ways."""
+    """Measure scattered blocks between two areas of host memory, for both cache layouts and directions."""
     rows: list[Row] = []
     for kib in BLOCK_KIB:
-        group = CacheGroup.attention("main", 1, kib // 4, 64, "bf16", 16)  # key and value of half a block each
+        group = CacheGroup.attention("main", 1, kib // 4, 64, "bf16", 16)  # key and value, half a block each
         rows += _cpu_case(f"block-first {kib} KiB", group, "block-first")
     rows += _cpu_case("Llama-3-8B layer-first", CacheGroup.attention("main", 32, 8, 128, "bf16", 16), "layer-first")
     print_table(rows)
@@ -89,26 +88,26 @@ def _cpu_case(name: str, group: CacheGroup, form: str) -> list[Row]:
 
 
 def shuffled_best(tasks: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Best seconds of each task, in another order each round: memcpy leaves a cache of dirty lines to who follows."""
-    order, found = random.Random(0), dict.fromkeys(tasks, float("inf"))
+    """Return the best seconds of each task, in a random order each round: memcpy leaves dirty lines in the cache."""
+    order, seconds = random.Random(0), dict.fromkeys(tasks, float("inf"))
     for attempt in range(rounds + 1):
         for name in order.sample(list(tasks), len(tasks)):
             start = time.perf_counter()
             tasks[name]()
             if attempt:
-                found[name] = min(found[name], time.perf_counter() - start)
-    return found
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return seconds
 
 
 def make_cache(group: CacheGroup, num_blocks: int, form: str, device: torch.device) -> DeviceCache:
-    """A cache of random bytes."""
-
-    def made(nbytes: int) -> torch.Tensor:
+    def random_bytes(nbytes: int) -> torch.Tensor:
         return torch.randint(0, 256, (num_blocks, nbytes), dtype=torch.uint8, device=device)
 
     if form == "block-first":
-        return DeviceCache.block_first(group, made(group.block_bytes))
-    return DeviceCache.layer_first(group, [{t.name: made(t.nbytes) for t in layer.tensors} for layer in group.layers])
+        return DeviceCache.block_first(group, random_bytes(group.block_bytes))
+    return DeviceCache.layer_first(
+        group, [{t.name: random_bytes(t.nbytes) for t in layer.tensors} for layer in group.layers]
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Transfers beside a model's compute: rates, and what compute loses. A part of benchmarks/transfer_gpu.py."""
+"""Transfers during a model's compute: rates, and the loss of compute. A part of benchmarks/transfer_gpu.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MLP = (4096, 4096, 14336)  # 4,096 tokens through the widest matrix of the 8B mo
 
 
 class Products:
-    """bf16 matrix products: bound by arithmetic."""
+    """bf16 matrix products, limited by arithmetic."""
 
     def __init__(self, shape: tuple[int, int, int] = MLP, repeats: int = 90, steps: int = 1) -> None:
         self.stream = Stream(GPU)
@@ -31,11 +31,10 @@ class Products:
         self.repeats, self.steps = repeats, steps
 
     def step(self) -> None:
-        """Enqueue one."""
         torch.mm(self.a, self.b, out=self.out)
 
     def start(self) -> tuple[Event, list[Event]]:
-        """Enqueue behind a spinning kernel. Returns the event after the first third, and those around each step."""
+        """Enqueue steps behind a spinning kernel. Return the event after the first third, and those of each step."""
         spin(self.stream)
         marks = [Event(timing=True) for _ in range(self.repeats + 1)]
         gate = Event()
@@ -51,7 +50,7 @@ class Products:
 
 
 class Vectors(Products):
-    """bf16 matrix times vector: bound by device memory."""
+    """bf16 matrix times vector, limited by device memory."""
 
     def __init__(self) -> None:
         super().__init__((2, 2, 2), 100, 5)
@@ -60,16 +59,15 @@ class Vectors(Products):
         self.out = torch.empty_like(self.b)
 
     def step(self) -> None:
-        """Enqueue one."""
         torch.mv(self.a, self.b, out=self.out)
 
 
 def measure_beside(case: Case, direction: Direction, link: Link, name: str, compute: Products) -> Row:
-    """1 GiB while compute runs: the rate, and the share of the overlapped time that compute loses.
+    """Measure 1 GiB during compute: the rate, and the share of the overlapped time that compute loses.
 
-    Steps inside the transfer are compared with those before and after it in the same run: between runs the clock of a
-    GPU at its power limit differs by more than what is measured (16-23 % "lost" to DMA in the first version of this).
-    Inside a run it still falls, so those outside give a line of step time over time, and those inside are held to it.
+    Steps during the transfer are compared with those before and after it in the same run: between runs the clock of a
+    GPU at its power limit differs by more than the effect (16-23 % "lost" to DMA in the first version). The clock also
+    falls within a run, so a line through the step times outside of the transfer is the baseline.
     """
     device_ids, host_ids = case.ids(LARGE)
     compiled = case.manager.compile(direction, device_ids, host_ids, urgent=True)
@@ -83,7 +81,7 @@ def measure_beside(case: Case, direction: Direction, link: Link, name: str, comp
         begin = marks[0].elapsed(transfer.begin)
         end = begin + seconds * 1e3
         times = [marks[0].elapsed(mark) for mark in marks]
-        spans = list(itertools.pairwise(times))[2:]  # the first ones find other caches and clocks
+        spans = list(itertools.pairwise(times))[2:]  # the first ones have other caches and clocks
         inside = [(a, b - a) for a, b in spans if a >= begin and b <= end]
         outside = [(a, b - a) for a, b in spans if b <= begin or a >= end]
         slope, level = np.polyfit(*zip(*outside, strict=True), 1)
@@ -100,7 +98,9 @@ def measure_beside(case: Case, direction: Direction, link: Link, name: str, comp
         "way": str(direction),
         "compute": name,
         "of limit": statistics.median(rates),
-        "lost": statistics.median(losses),  # below 0: steps beside were faster than the line, which is its error
+        "lost": statistics.median(
+            losses
+        ),  # below 0: steps during the transfer were faster than the line, which is its error
         "step alone ms": statistics.median(alone),
         "step beside ms": statistics.median(beside),
         "overlapped": bool(end < times[-1]),
@@ -108,7 +108,7 @@ def measure_beside(case: Case, direction: Direction, link: Link, name: str, comp
 
 
 def measure_layers(case: Case) -> Row:
-    """4,096 tokens, layer by layer, under 32 layers of compute that take as long as the load; wall clock."""
+    """Measure 4,096 tokens, layer by layer, under 32 layers of compute that take the time of the load; wall clock."""
     count, layers = 4096 // 16, case.group.num_layers
     device_ids, host_ids = (each[:count] for each in case.ids(LARGE))
     compute = Products((2048, 2048, 2048))
@@ -162,7 +162,7 @@ RINGS = [(64, 3, 264), (48, 4, 264), (64, 4, 264), (64, 3, 132), (32, 6, 264)]
 
 
 def tune() -> list[Row]:
-    """The staging ring beside compute: chunk size, number of chunks, blocks of threads of the gather kernel."""
+    """Tune the staging ring during compute: chunk size, number of chunks, thread blocks of the gather kernel."""
     cost_table(GPU)
     link, compute, rows, host = Link(), {"GEMM": Products(), "GEMV": Vectors()}, [], None
     for chunk, slots, blocks in RINGS:

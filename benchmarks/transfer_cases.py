@@ -1,7 +1,7 @@
-"""What the GPU benchmarks of transfers share: shapes of blocks, contiguous copies to compare with, a closed gate.
+"""Shared by the GPU benchmarks of transfers: block shapes, contiguous copies for comparison, a spinning kernel.
 
-Times are device times (CUDA events) unless a column says wall. A case is held behind a kernel that spins until
-everything is enqueued, as a save is behind the step that computes its blocks; the host's own time is a bar of its own.
+Times are device times (CUDA events) unless a column says wall. A case is queued behind a kernel that spins until
+everything is enqueued, as a save waits for the step that computes its blocks; host time has its own bar.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_WAIT = Event()
 
 @dataclass
 class Case:
-    """One shape of blocks in one form of cache, with scattered ids for 1 GiB and for 64 MiB."""
+    """One block shape in one cache layout, with scattered ids for 1 GiB and for 64 MiB."""
 
     shape: str
     form: str
@@ -44,14 +44,14 @@ class Case:
     host: HostMemory
 
     def ids(self, nbytes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Scattered device and host ids of so many bytes."""
+        """Return scattered device and host ids for a number of bytes."""
         count = -(-nbytes // self.group.block_bytes)
         random = np.random.default_rng(seed)
         return random.permutation(self.cache.num_blocks)[:count], random.permutation(self.host.num_ready)[:count]
 
 
 def make_case(shape: str, form: str, config: TransferConfig | None = None, host: HostMemory | None = None) -> Case:
-    """Twice the blocks that move, on both sides."""
+    """Return a case with twice the moved blocks on both sides."""
     group = SHAPES[shape]
     count = 2 * LARGE // group.block_bytes + 4
     cache = make_cache(group, count, form, GPU.torch)
@@ -63,7 +63,7 @@ def make_case(shape: str, form: str, config: TransferConfig | None = None, host:
 
 
 def spin(stream: Stream | None = None, *, timing: bool = False) -> Event:
-    """An event behind a kernel that spins for a while."""
+    """Return an event behind a kernel that spins."""
     stream = stream or Stream.wrap(torch.cuda.current_stream())
     with torch.cuda.stream(stream.native):
         torch.cuda._sleep(SPIN)
@@ -71,7 +71,7 @@ def spin(stream: Stream | None = None, *, timing: bool = False) -> Event:
 
 
 class Link:
-    """Contiguous copies, and copies of peers, on a stream of their own."""
+    """Contiguous copies, and copies of peers, on a separate stream."""
 
     def __init__(self) -> None:
         self.stream, self.other = Stream(GPU), Stream(GPU)
@@ -89,16 +89,16 @@ class Link:
         cuda.memcpy_async(dst.data(), src.data(), nbytes, stream)
 
     def seconds(self, direction: Direction, nbytes: int) -> float:
-        """Of one contiguous copy."""
+        """Return the seconds of one contiguous copy."""
         return self.timed(lambda: self.copy(direction, nbytes, self.stream))
 
     def raw_batch(self, compiled: CompiledTransfer) -> None:
-        """The driver's batch call on the pieces as they lie."""
+        """Enqueue the driver's batch call on the pieces."""
         for part in compiled.slices:
             assert self.call.submit(part.tables[0], self.stream) is None
 
     def timed(self, task: Callable[[], object]) -> float:
-        """Device seconds of what `task` enqueues, behind a spinning kernel."""
+        """Return the device seconds of `task`, behind a spinning kernel."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.stream.wait(spin())
         begin.record(self.stream.native)

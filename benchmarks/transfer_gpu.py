@@ -1,12 +1,12 @@
-"""The GPU half of benchmarks/transfer.py: everything of issue 6, with its bars. Medians of device times.
+"""The GPU part of benchmarks/transfer.py: all measurements of issue 6, with its bars. Medians of device times.
 
-"host us" is per copy handed to the driver in a batch call or to the gather kernel in its parameters: compiling and
-submitting a transfer, divided by these: the median burst of several transfers, and the median of single ones that
-follow 20 ms of waiting. This machine's cores are halves of real ones: whoever has the other half makes everything on
-it, the driver's call and a loop of Python alike, take twice as long for seconds. So the bar is for bursts on a core
-that is not shared at that moment, which a fixed loop tells; "anywhere" is the same where the system puts the thread,
-and "raw host us" the driver's call alone in both places. "wall" is the limit's device time over our time by the clock,
-from the ids to the report, of a transfer that starts at once.
+"host us" is the time to compile and submit a transfer, per copy given to the driver in a batch call or to the gather
+kernel in its parameters: the median burst of several transfers, and the median of single transfers after 20 ms of
+waiting. The cores of this machine are hyperthreads: a busy sibling makes everything on a core, the driver's call and a
+Python loop alike, take twice as long for seconds. So the bar is for bursts on a core whose sibling is idle at that
+moment, which a fixed loop detects; "anywhere" is the same without pinning the thread, and "raw host us" is the driver's
+call alone in both places. "wall" is the limit's device time divided by our wall time, from the ids to the report, of a
+transfer that starts at once.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from kvtier.memory import Event, calibrate, cost_table
 from kvtier.transfer import CompiledTransfer, TransferHandle
 from kvtier.transfer.block_view import Direction
 
-BURST = 4  # transfers submitted in a row
-MANY = 512  # copies; below this the fixed cost of a transfer dominates, since each copy is 8 MiB or more
+BURST = 4  # transfers per burst
+MANY = 512  # copies; below this the fixed cost of a transfer dominates, because each copy has at least 8 MiB
 
 
 def measure_gpu() -> tuple[list[Row], list[Bar]]:
-    """Everything, with the bars of issue 6."""
+    """Run all measurements; the bars are those of issue 6."""
     seconds = calibrate(GPU).seconds
     link = Link()
     compute = {"GEMM": Products(), "GEMV": Vectors()}
@@ -100,7 +100,7 @@ def _bars(alone: list[Row], beside: list[Row], both: list[Row], layers: list[Row
 
 
 def worst(rows: list[Row], column: str, *, most: bool = False, **where: str) -> float:
-    """The lowest (or highest) figure of a column among the rows that fit."""
+    """Return the lowest (or highest) value of a column among the matching rows."""
     found = [_float(row[column]) for row in rows if all(row[key] == value for key, value in where.items())]
     return max(found) if most else min(found)
 
@@ -114,7 +114,7 @@ def _float(value: object) -> float:
 
 
 def measure_alone(case: Case, direction: Direction, link: Link) -> list[Row]:
-    """Our transfer, the limit, the raw batch call and the ancestor's kernel, taken in turn."""
+    """Measure our transfer, the limit, the raw batch call and the ancestor's kernel, alternating."""
     rows = []
     for name, nbytes in (("64 MiB", SMALL), ("1 GiB", LARGE)):
         device_ids, host_ids = case.ids(nbytes)
@@ -172,14 +172,14 @@ def measure_alone(case: Case, direction: Direction, link: Link) -> list[Row]:
 
 @dataclass
 class HostTime:
-    """Microseconds of the calling thread, compiling and submitting, per copy handed to the driver or to a kernel."""
+    """Microseconds of the calling thread to compile and submit, per copy given to the driver or to a kernel."""
 
     burst: float
-    """Of a few transfers in a row, as a server's step submits them, the first of them cold: the median."""
+    """Median of bursts of transfers, as in a step of a server; the first of a burst is cold."""
     cold: float
-    """Of one transfer after 20 ms of waiting for the one before: the median."""
+    """Median of single transfers, 20 ms after the one before."""
     raw: float
-    """Of the driver's batch call alone: the median."""
+    """Median of the driver's batch call alone."""
 
 
 def host_time(
@@ -192,7 +192,7 @@ def host_time(
     *,
     quiet: bool,
 ) -> HostTime:
-    """While the GPU is idle, or spins; every round on the core that is quiet then, or wherever the system likes."""
+    """Measure while the GPU is idle or spins, each round on a quiet core or without pinning."""
 
     def submit(after: Event) -> tuple[TransferHandle, CompiledTransfer]:
         compiled = case.manager.compile(direction, device_ids, host_ids, urgent=True)
@@ -209,7 +209,7 @@ def host_time(
                 sent = [submit(gate) for _ in range(count)]
                 seconds = time.perf_counter() - start
                 values.append(seconds / sum(each.num_copies + each.num_inside for _, each in sent) * 1e6)
-                torch.cuda.synchronize()  # spins: a thread that slept 20 ms takes twice as long for anything
+                torch.cuda.synchronize()  # spin: a thread is half as fast after sleeping for 20 ms
                 for transfer, _ in sent:
                     transfer.wait()
             start = time.perf_counter()
@@ -220,7 +220,7 @@ def host_time(
 
 @contextlib.contextmanager
 def quiet_core() -> Iterator[None]:
-    """Run this thread on the core that does a fixed loop fastest just now."""
+    """Pin this thread to the core that is fastest in a fixed loop now."""
     cores = os.sched_getaffinity(0)
 
     def loop_seconds(core: int) -> float:
@@ -240,14 +240,14 @@ def quiet_core() -> Iterator[None]:
 
 
 def measure_overtaking(case: Case) -> Row:
-    """An urgent load of 64 MiB alone, and while 1 GiB of bulk moves each way; wall milliseconds, median."""
+    """Measure an urgent load of 64 MiB alone and during 1 GiB in each direction; median wall milliseconds."""
     ids, bulk = case.ids(SMALL, 5), case.ids(LARGE, 6)
     taken: dict[str, list[float]] = {"alone ms": [], "beside bulk ms": []}
     for attempt in range(ROUNDS + 1):
         for name, values in taken.items():
             busy = [case.manager.save(*bulk), case.manager.load(*bulk, urgent=False)] if "bulk" in name else []
             if busy:
-                time.sleep(0.004)  # well under way
+                time.sleep(0.004)  # in progress
             start = time.perf_counter()
             case.manager.load(*ids, after=NO_WAIT).wait()
             if attempt:
@@ -267,7 +267,7 @@ def _bulk(case: Case, direction: Direction, device_ids: np.ndarray, host_ids: np
 
 
 def measure_both(case: Case, link: Link) -> Row:
-    """A save and a load of 1 GiB each, of different blocks, against two contiguous copies: until the later is done."""
+    """Compare a save and a load of 1 GiB each, of different blocks, with two contiguous copies."""
     (out, into), (back, away) = case.ids(LARGE, 1), case.ids(LARGE, 2)
     free_blocks = np.setdiff1d(np.arange(case.cache.num_blocks), out)[: len(back)]
     free_slots = np.setdiff1d(np.arange(case.host.num_ready), into)[: len(away)]

@@ -1,8 +1,8 @@
 """The ancestor's way of swapping blocks, as a column of benchmarks/transfer_gpu.py.
 
-Per layer and tensor: runs of neighbours by one memcpy each, all other blocks by a kernel in which one warp moves one
-block, 8 bytes per thread and step, straight over the link. Written anew from its description; ids are uploaded before
-the clock starts, which favours it.
+Per layer and tensor: one memcpy per run of neighbours, and a kernel for all other blocks, in which one warp moves one
+block over the link, 8 bytes per thread and step. Reimplemented from its description. Ids are uploaded before the clock
+starts, which favours it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class _Arguments(ctypes.Structure):
 
 
 class AncestorSwap:
-    """One transfer, prepared: scattered blocks of every segment of the cache, host memory layer-first."""
+    """A prepared transfer of scattered blocks of every cache segment; host memory is layer-first."""
 
     def __init__(
         self, group: CacheGroup, cache: DeviceCache, device_ids: np.ndarray, host: Buffer, direction: Direction
     ) -> None:
-        """`host`: pinned memory for one block more than move."""
+        """`host` is pinned memory for one block more than are moved."""
         segments = cache.part(range(group.num_layers))
         count = len(device_ids)
         slots = count + 1
@@ -72,7 +72,6 @@ class AncestorSwap:
         torch.cuda.synchronize()
 
     def run(self, stream: Stream) -> None:
-        """Enqueue it."""
         for arguments in self._arguments:
             cuda.launch_kernel(self._function, -(-self._count // 4), 128, ctypes.addressof(arguments), stream)
 

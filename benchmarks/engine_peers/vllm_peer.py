@@ -1,6 +1,6 @@
-"""The cases of benchmarks.engine in vLLM on the CPU; run by the Python of vLLM's own environment, prints one JSON line.
+"""The cases of benchmarks.engine in vLLM on the CPU; run by the Python of vLLM's environment, prints one JSON line.
 
-python vllm_peer.py FOLDER < cases.json      cases: name -> prompts (token ids), whether it decodes, rounds
+python vllm_peer.py FOLDER < cases.json      cases: name -> prompts (token ids), decode (True or False), rounds
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 
 
 def main() -> None:
-    """Best seconds of each case."""
     folder, cases = sys.argv[1], json.load(sys.stdin)
     longest = max(len(prompt) for case in cases.values() for prompt in case["prompts"])
     engine = LLMEngine.from_engine_args(
@@ -32,7 +31,7 @@ def main() -> None:
 
 
 def run(engine: LLMEngine, name: str, case: dict) -> list[float]:
-    """A prefill is from add to its token, a decode one step of all sequences; the first is a warm-up."""
+    """Measure a prefill (from add to its token) or a decode step of all sequences, after one warm-up."""
     rounds = case["rounds"]
     params = SamplingParams(
         temperature=0.0, ignore_eos=True, max_tokens=rounds + 2 if case["decodes"] else 1, detokenize=False
@@ -56,7 +55,6 @@ def run(engine: LLMEngine, name: str, case: dict) -> list[float]:
 
 
 def timed(engine: LLMEngine) -> float:
-    """Seconds of one step."""
     start = time.perf_counter()
     engine.step()
     return time.perf_counter() - start

@@ -258,7 +258,7 @@ def test_what_cannot_be_followed_is_said(tmp_path):
         if json.loads(line).get("id") != "r0" or json.loads(line)["event"] != "request"
     ]
     (tmp_path / "cut").write_text("".join(left))
-    with pytest.raises(StateError, match="r0 is not over in the log"):
+    with pytest.raises(StateError, match="r0 has no end in the log"):
         follow(read_log(tmp_path / "cut"), CONFIGS["host"], LIMITS)
 
 
