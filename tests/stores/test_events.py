@@ -232,9 +232,9 @@ def test_the_subscriber_of_an_index_knows_it():
 
 def test_what_cannot_be_published_says_so(monkeypatch):
     with contextlib.closing(publish_events(EventConfig(**LOCAL))) as publisher:
-        with pytest.raises(StateError, match="nobody else listens"):
+        with pytest.raises(StateError, match="choose free addresses"):
             publish_events(EventConfig(publisher.endpoint))
-        with pytest.raises(StateError, match="cannot be published"):
+        with pytest.raises(StateError, match="cannot publish events"):
             publish_events(EventConfig("nonsense"))
     with pytest.raises(ArgumentError):
         EventConfig(num_kept=0)

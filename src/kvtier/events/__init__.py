@@ -1,11 +1,11 @@
-"""KV events for routers: which blocks came and went, over ZMQ, as vLLM publishes them. Needs the extra `events`."""
+"""KV events for routers: stored and removed blocks, over ZMQ, in vLLM's format. Needs the extra `events`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtier.errors import UnavailableError
-from kvtier.events.config import EventConfig
+from kvtier.errors import ArgumentError, UnavailableError
 
 if TYPE_CHECKING:
     from kvtier.events.publisher import EventPublisher
@@ -13,8 +13,36 @@ if TYPE_CHECKING:
 __all__ = ["EventConfig", "publish_events"]
 
 
+@dataclass(frozen=True, slots=True)
+class EventConfig:
+    """Endpoints and format of an EventPublisher."""
+
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Address for subscribers or, with `connects`, of a collector. Events contain prompts: anyone who can connect can
+    read them."""
+    replay_endpoint: str = ""
+    """Address for requests for missed messages; empty: no replay."""
+    topic: str = ""
+    connects: bool = False
+    """Connect to `endpoint` instead of listening there."""
+    rank: int = 0
+    """The data-parallel rank of this engine."""
+    int_hashes: bool = True
+    """Send keys as their last 64 bits, as vLLM does by default, instead of as 32 bytes."""
+    token_ids: bool = True
+    """Send the tokens of stored blocks, for routers that hash prompts."""
+    num_kept: int = 10_000
+    """Messages kept for replay."""
+    max_queued: int = 100_000
+    """Most events in the queue. Further events are dropped, which leaves a gap in the sequence numbers."""
+
+    def __post_init__(self) -> None:
+        if not self.endpoint or self.rank < 0 or min(self.num_kept, self.max_queued) < 1:
+            raise ArgumentError(f"events need an endpoint, rank >= 0, num_kept and max_queued >= 1, got {self}")
+
+
 def publish_events(config: EventConfig) -> EventPublisher:
-    """A listener for a CacheManager that publishes what it hears, until it is closed."""
+    """Return a listener for a CacheManager that publishes its events until closed."""
     try:
         from kvtier.events.publisher import EventPublisher
     except ImportError as error:

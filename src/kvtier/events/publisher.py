@@ -1,10 +1,10 @@
-"""EventPublisher: a listener of the index that tells subscribers over ZMQ what it hears.
+"""EventPublisher: a listener of the index that publishes its events over ZMQ.
 
-A message is three frames, as vLLM's publisher sends them: the topic, the sequence number (8 bytes, big-endian), and
-[time, [event, ..], rank] in msgpack, where an event is a map with its `type`. Numbers rise by one. Who finds a gap
-sends an empty frame and the first number he lacks to the replay socket (DEALER; a REQ hears only the first answer) and
-gets the messages that are still kept, then one numbered -1 with nothing in it. A gap that replay does not fill means:
-start anew.
+A message has three frames, as in vLLM's publisher: the topic, the sequence number (8 bytes, big-endian), and
+[time, [event, ..], rank] in msgpack; an event is a map with its `type`. Sequence numbers rise by one. A subscriber
+that finds a gap sends an empty frame and the first missing number to the replay socket (DEALER; a REQ socket receives
+only the first message). It gets the messages that are still kept, then an empty one with number -1. If replay does not
+fill the gap, the subscriber must discard its state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import zmq
 
 from kvtier.errors import ClosedError, StateError
-from kvtier.events.config import EventConfig
+from kvtier.events import EventConfig
 from kvtier.index import KEY_BYTES, BlocksRemoved, BlocksStored, Event, IndexCleared
 
 _TOKEN_BYTES = 4
@@ -31,9 +31,9 @@ _LINGER_MS = 1000
 
 
 class EventPublisher:
-    """Call it with events, from one thread: nothing waits. A thread of its own packs and sends them.
+    """Queues events without waiting; its own thread packs and sends them. Call it from one thread.
 
-    `num_dropped` counts events that came while too many were waiting.
+    `num_dropped` counts events that arrived while the queue was full.
     """
 
     def __init__(self, config: EventConfig) -> None:
@@ -41,20 +41,20 @@ class EventPublisher:
         self._events: deque[Event] = deque()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.num_kept)
         self._sequence = 0
-        self.num_dropped = self._num_noticed = 0
+        self.num_dropped = self._num_dropped_sent = 0
         self._context = zmq.Context()
         try:
             self._publish = self._open(zmq.PUB, config.endpoint, connects=config.connects)
             self.endpoint = str(self._publish.getsockopt_string(zmq.LAST_ENDPOINT))
-            """Where subscribers connect to."""
+            """Address for subscribers."""
             self._replay = self._open(zmq.ROUTER, config.replay_endpoint) if config.replay_endpoint else None
             self.replay_endpoint = str(self._replay.getsockopt_string(zmq.LAST_ENDPOINT)) if self._replay else ""
-            """Where to ask for what was missed; empty if nowhere."""
+            """Address for replay requests, or empty."""
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise StateError(
-                f"events cannot be published at {config.endpoint!r}, replayed at {config.replay_endpoint!r}: {error}; "
-                f"choose addresses that nobody else listens on, such as tcp://127.0.0.1:5557"
+                f"cannot publish events at {config.endpoint!r} with replay at {config.replay_endpoint!r}: {error}; "
+                f"choose free addresses, such as tcp://127.0.0.1:5557"
             ) from error
         self._bell = os.eventfd(0)
         self._is_closed = False
@@ -62,7 +62,7 @@ class EventPublisher:
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
-        """Publish an event, soon."""
+        """Queue an event."""
         if self._is_closed:
             raise ClosedError(f"the publisher at {self._config.endpoint} is closed")
         if len(self._events) >= self._config.max_queued:
@@ -72,7 +72,7 @@ class EventPublisher:
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Send what waits, end the thread, close the sockets. Again: nothing."""
+        """Send the queued events, end the thread, close the sockets. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -94,7 +94,7 @@ class EventPublisher:
         is_last = False
         while not is_last:
             ready = dict(poller.poll())
-            is_last = self._is_closed  # read before the events: what was said before closing is sent
+            is_last = self._is_closed  # read before the queue: events queued before `close` are sent
             if self._bell in ready:
                 os.eventfd_read(self._bell)
                 self._send()
@@ -103,10 +103,10 @@ class EventPublisher:
         self._context.destroy(linger=_LINGER_MS)
 
     def _send(self) -> None:
-        """One message with everything that waits."""
-        if self.num_dropped != self._num_noticed:
-            self._num_noticed = self.num_dropped
-            self._sequence += 1  # nobody will ever get this one
+        """Send all queued events as one message."""
+        if self.num_dropped != self._num_dropped_sent:
+            self._num_dropped_sent = self.num_dropped
+            self._sequence += 1  # never sent: shows subscribers the gap
         events = [_as_map(self._events.popleft(), self._config) for _ in range(len(self._events))]
         if not events:
             return
@@ -116,7 +116,7 @@ class EventPublisher:
         self._sequence += 1
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Send who asked what he missed; a request that is none is not answered."""
+        """Answer a replay request; ignore malformed ones."""
         request = replay.recv_multipart()
         if len(request) != 3 or len(request[2]) != 8:
             return
@@ -129,7 +129,7 @@ class EventPublisher:
 
 
 def _as_map(event: Event, config: EventConfig) -> dict[str, object]:
-    """An event in vLLM's words."""
+    """Return an event in vLLM's format."""
     if isinstance(event, IndexCleared):
         return {"type": "AllBlocksCleared"}
     hashes = list(_hashes(event.keys, config))

@@ -15,13 +15,13 @@ class MissReason(Enum):
     """Reason why the block after the last matched one was not found."""
 
     NONE = "every full block was found"
-    NEVER_SEEN = "no such block was here, or it is too long ago to know"
+    NEVER_SEEN = "never cached, or removed too long ago to be recorded"
     EVICTED = "evicted to make room"
-    EXPIRED = "its time to live was over"
+    EXPIRED = "its time to live has passed"
     DROPPED = "dropped on request"
     NOT_READY = "it is being written"
-    OTHER_SALT = "the same tokens are here under another salt or adapter"
-    OTHER_LAYOUT = "it was here for another model, dtype, layout or block size"
+    OTHER_SALT = "the same tokens are cached under another salt or adapter"
+    OTHER_LAYOUT = "cached for another model, dtype, layout or block size"
     DISABLED = "prefix caching is off"
 
 

@@ -256,7 +256,7 @@ class Tier:
         return self._tenants.get(tenant_of(node.domain[0]))
 
     def _gained(self, node: Node) -> None:
-        """Handle the first block of a node in this tier: its parent is no longer a leaf here."""
+        """Handle the first block of a node in this tier: its parent stops being a leaf here."""
         number, above = self.number, node.parent
         if node.below[number] or not node.attached:
             return
