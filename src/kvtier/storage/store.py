@@ -272,6 +272,17 @@ def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
+def last_writes(writes: Sequence[Write]) -> dict[bytes, int]:
+    """Return the index of the last write of each key, which is the one that counts."""
+    return {write.key: index for index, write in enumerate(writes)}
+
+
+def outcomes_of(writes: Sequence[Write], last: dict[bytes, int], results: Sequence[ObjectResult]) -> list[ObjectResult]:
+    """Return the outcomes of all writes from the results of the last ones; the others moved no bytes."""
+    by_key = dict(zip(last, results, strict=True))
+    return [by_key[w.key] if last[w.key] == i else replace(by_key[w.key], nbytes=0) for i, w in enumerate(writes)]
+
+
 class Meter:
     """Checks and counts the calls of one store. Thread-safe."""
 

@@ -78,7 +78,7 @@ class StoreWorker:
 
         def unregister(user: UsesMemory) -> None:
             try:
-                _unregister(user, self.hosts)
+                _for_each_host(user.unregister, self.hosts)
             finally:
                 done.release()
 
@@ -115,7 +115,7 @@ class StoreWorker:
             thread.join()
         self._queues.clear()
         for user in self._users.values():
-            _unregister(user, self.hosts)
+            _for_each_host(user.unregister, self.hosts)
         self._users.clear()
         for store in self._stores.values():
             store.close()
@@ -125,7 +125,7 @@ class StoreWorker:
     def _register(self) -> None:
         """Queue registration before the first write of each store: it may take as long as pinning all memory."""
         for name, user in self._users.items():
-            self._queues[name, "write"].put(functools.partial(_register, user, self.hosts))
+            self._queues[name, "write"].put(functools.partial(_for_each_host, user.register, self.hosts))
 
     def _put(self, store: str, kind: str, task: Callable[[], None]) -> None:
         todo = self._queues[store, kind]
@@ -263,16 +263,11 @@ class StoreWorker:
             yield keys
 
 
-def _register(user: UsesMemory, hosts: Sequence[HostMemory]) -> None:
+def _for_each_host(call: Callable[[memoryview], None], hosts: Sequence[HostMemory]) -> None:
+    """Register or unregister host memory. A store that refuses copies blocks, or keeps the memory registered."""
     for host in hosts:
-        with contextlib.suppress(StoreError):  # its blocks are then copied before they are sent
-            user.register(host.view())
-
-
-def _unregister(user: UsesMemory, hosts: Sequence[HostMemory]) -> None:
-    for host in hosts:
-        with contextlib.suppress(StoreError):  # the store keeps it registered
-            user.unregister(host.view())
+        with contextlib.suppress(StoreError):
+            call(host.view())
 
 
 def _batches(parts: Sequence[ObjectPart], num_blocks: int) -> Iterator[slice]:

@@ -77,14 +77,9 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def segments(self) -> list[int]:
-        return list(self._segments)
-
-    @property
-    def held_segments(self) -> set[int]:
-        """Segments with a held slot."""
-        return {number for number, segment in self._segments.items() if segment.num_holds}
+    def is_held(self, number: int) -> bool:
+        """True if a slot of the segment is held."""
+        return self._segments[number].num_holds > 0
 
     def add_segment(
         self, shape: SegmentHeader, occupied: Collection[int] = (), quarantined: Collection[int] = ()
@@ -205,8 +200,9 @@ class Catalog:
                 if entry is not None and not entry.is_gone:
                     yield entry.record
 
-    def check(self) -> None:
-        """Raise AssertionError if the metadata is inconsistent. For tests, without holds."""
+    def check(self, segments: Collection[int]) -> None:
+        """Raise AssertionError if the metadata is inconsistent, or of other segments. For tests, without holds."""
+        assert set(segments) == set(self._segments)
         places: dict[SlotRef, str] = {}
         for size in self._sizes.values():
             free = [*size.free, *size.quarantined]

@@ -15,6 +15,7 @@ from kvtier.storage.disk.files import Files
 from kvtier.storage.disk.recovery import FolderLock, recover
 from kvtier.storage.disk.segment import Segment, SegmentHeader
 from kvtier.storage.record import BLANK, Flags, Record
+from kvtier.storage.store import StoreStats
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a disk that is healthy but full."""
@@ -258,13 +259,16 @@ class SlotAllocator:
 
     # --- figures
 
-    @property
-    def num_objects(self) -> int:
-        return len(self._catalog)
-
-    @property
-    def num_evicted(self) -> int:
-        return self._catalog.num_evicted
+    def fill_in(self, calls: StoreStats) -> StoreStats:
+        """Add the contents to the stats of the calls."""
+        return replace(
+            calls,
+            num_objects=len(self._catalog),
+            used_bytes=self.used_bytes,
+            max_bytes=self._max_bytes,
+            num_evicted=self._catalog.num_evicted,
+            num_quarantined=self.num_quarantined,
+        )
 
     @property
     def used_bytes(self) -> int:
@@ -280,8 +284,7 @@ class SlotAllocator:
     def check(self) -> None:
         """Raise AssertionError if metadata and files are inconsistent. For tests, when idle."""
         with self._lock:
-            self._catalog.check()
-            assert set(self._catalog.segments) == set(self._segments)
+            self._catalog.check(self._segments)
             assert self.used_bytes <= self._max_bytes or not self._segments
 
     # --- making room
@@ -343,7 +346,7 @@ class SlotAllocator:
 
     def _drop(self, number: int) -> None:
         with self._lock:
-            if number in self._catalog.held_segments:
+            if self._catalog.is_held(number):
                 return  # held again since it was selected
             self._catalog.remove_segment(number)
             segment = self._segments.pop(number)

@@ -28,6 +28,8 @@ from kvtier.storage.store import (
     StoredObject,
     StoreStats,
     Write,
+    last_writes,
+    outcomes_of,
     view_of,
 )
 
@@ -82,7 +84,7 @@ class DiskStore:
                 f"a DiskStore needs positive {max_bytes=}, {segment_bytes=}, {num_threads=}, {timeout_s=}, "
                 f"and {min_free_bytes=} of at least 0"
             )
-        self._folder, self._max_bytes = os.fspath(folder), max_bytes
+        self._folder = os.fspath(folder)
         self._is_synced, self._compression, self._timeout_s = sync is Sync.WRITE, compression, timeout_s
         self._space = SlotAllocator(
             self._folder,
@@ -131,7 +133,7 @@ class DiskStore:
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
         begin = self._meter.begin([write.key for write in writes])
         views = [view_of(write.payload) for write in writes]
-        last = {write.key: index for index, write in enumerate(writes)}  # of several writes of a key, the last counts
+        last = last_writes(writes)
 
         def plan(batch: Batch) -> list[Job]:
             staged = _Staged(len(last))
@@ -140,10 +142,7 @@ class DiskStore:
                 functools.partial(self._stage, batch, staged, i, n, writes[at], views[at]) for i, (n, at) in numbered
             ]
 
-        by_key = dict(zip(last, self._calls.run(len(last), plan, timeout_s), strict=True))
-        outcomes = [
-            by_key[w.key] if last[w.key] == i else replace(by_key[w.key], nbytes=0) for i, w in enumerate(writes)
-        ]
+        outcomes = outcomes_of(writes, last, self._calls.run(len(last), plan, timeout_s))
         return self._meter.end("writes", outcomes, begin, is_durable=self._is_synced)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
@@ -199,16 +198,7 @@ class DiskStore:
 
     @property
     def stats(self) -> StoreStats:
-        space = self._space
-        return replace(
-            self._meter.stats,
-            num_objects=space.num_objects,
-            used_bytes=space.used_bytes,
-            max_bytes=self._max_bytes,
-            num_evicted=space.num_evicted,
-            num_quarantined=space.num_quarantined,
-            num_refused=self._breaker.num_refused,
-        )
+        return self._space.fill_in(replace(self._meter.stats, num_refused=self._breaker.num_refused))
 
     @property
     def is_direct(self) -> bool:

@@ -28,6 +28,8 @@ from kvtier.storage.store import (
     StoreStats,
     UsesMemory,
     Write,
+    last_writes,
+    outcomes_of,
     view_of,
 )
 
@@ -128,7 +130,7 @@ class RemoteStore:
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
         """Store objects. Equal objects that exist are not always sent again."""
         begin = self._meter.begin([write.key for write in writes])
-        last = {write.key: index for index, write in enumerate(writes)}  # of several writes of a key, the last counts
+        last = last_writes(writes)
         chosen = [writes[index] for index in last.values()]
         views = [view_of(write.payload) for write in writes]
         chosen_views = [views[index] for index in last.values()]
@@ -138,10 +140,7 @@ class RemoteStore:
             self._save(batch, parcels, scratch)
 
         sizes = [len(view) for view in chosen_views]
-        by_key = dict(zip(last, self._run(sizes, save, timeout_s, is_put=True), strict=True))
-        outcomes = [
-            by_key[w.key] if last[w.key] == i else replace(by_key[w.key], nbytes=0) for i, w in enumerate(writes)
-        ]
+        outcomes = outcomes_of(writes, last, self._run(sizes, save, timeout_s, is_put=True))
         return self._meter.end("writes", outcomes, begin)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
@@ -199,17 +198,17 @@ class RemoteStore:
         """Send blocks from this memory without copies, if the client of the server supports it."""
         self._meter.begin()
         if isinstance(self._bucket, UsesMemory):
-            try:
-                self._bucket.register(memory)
-            except BucketError as error:
-                raise StoreError(f"{self._where}: {error}") from error
+            self._translate(self._bucket.register, memory)
 
     def unregister(self, memory: memoryview) -> None:
         if isinstance(self._bucket, UsesMemory) and not self._meter.is_closed:
-            try:
-                self._bucket.unregister(memory)
-            except BucketError as error:
-                raise StoreError(f"{self._where}: {error}") from error
+            self._translate(self._bucket.unregister, memory)
+
+    def _translate(self, call: Callable[[memoryview], None], memory: memoryview) -> None:
+        try:
+            call(memory)
+        except BucketError as error:
+            raise StoreError(f"{self._where}: {error}") from error
 
     def close(self) -> None:
         """Finish running calls, end the threads and disconnect. Do not wait longer than the deadline."""
