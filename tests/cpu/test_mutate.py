@@ -115,7 +115,7 @@ def test_mutate_of_a_project_reports_every_outcome(tmp_path):
     counts = {name: row[name] for name in ("mutants", "killed", "timeout", "survived", "equivalent", "gpu")}
     assert counts == {"mutants": 19, "killed": 7, "timeout": 1, "survived": 1, "equivalent": 1, "gpu": 9}
     assert "+ while False:" in done.stdout
-    assert "names no mutant any more: src/sample/module.py: return 2 -> return 3" in done.stdout
+    assert "has entries without a mutant: src/sample/module.py: return 2 -> return 3" in done.stdout
     assert (root / "src/sample/module.py").read_text() == MODULE
 
 
