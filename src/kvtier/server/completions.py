@@ -184,12 +184,15 @@ class Completions:
         """Yield the engine's outputs within the limits. The request is recorded however it ends."""
         record = job.record
         try:
-            with self._admission.admit(job.num_answers, job.tenant):
-                deadline = job.began + self._limits.request_seconds
-                async with aclosing(self._engine.stream(job.submits, job.mailbox, deadline)) as batches:
-                    async for outputs in batches:
-                        self._count(job, outputs)
-                        yield outputs
+            deadline = job.began + self._limits.request_seconds
+            with (
+                self._admission.admit(job.num_answers, job.tenant),
+                self._engine.submit(job.submits, job.mailbox, deadline),
+            ):
+                while job.mailbox.num_left:
+                    outputs = await job.mailbox.take()
+                    self._count(job, outputs)
+                    yield outputs
             record.finish = outputs[-1].finish_reason.value if outputs[-1].finish_reason is not None else "stop"
         except TimeoutError as error:
             record.finish = "timeout"

@@ -8,7 +8,8 @@ import logging
 import multiprocessing
 import socket
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvtier.engine.params import Explanation, Output
@@ -49,13 +50,14 @@ class Mailbox:
     10.6 us of CPU instead of 2.0 (x86-64, uvloop, 2026-11-15).
     """
 
-    __slots__ = ("_error", "_outputs", "_waiter", "explanations", "sent")
+    __slots__ = ("_error", "_outputs", "_waiter", "explanations", "num_left", "sent")
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self.explanations: dict[str, Explanation] = {}  # by id, of the requests that finished
+        self.num_left = 0  # answers whose last output was not taken yet
         self.sent = 0.0  # time at which the engine process sent the newest output
 
     def put(self, output: Output, sent: float) -> None:
@@ -79,6 +81,7 @@ class Mailbox:
         if not self._outputs and self._error is not None:
             raise self._error
         taken, self._outputs = self._outputs, []
+        self.num_left -= sum(output.finish_reason is not None for output in taken)
         return taken
 
     def _wake(self) -> None:
@@ -116,34 +119,25 @@ class EngineClient:
         self._reading = asyncio.create_task(self._read(reader))
         return await asyncio.shield(self._started)
 
-    async def stream(
-        self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float
-    ) -> AsyncGenerator[list[Output]]:
-        """Run the requests of one job and yield their outputs. Closing the generator early cancels them.
+    @contextmanager
+    def submit(self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float) -> Iterator[None]:
+        """Run the requests of one job; their outputs go to `mailbox`. Leaving the block early cancels them.
 
-        Raises TimeoutError after `deadline` (time.monotonic).
+        After `deadline` (time.monotonic), `mailbox.take` raises TimeoutError.
         """
-        num_left = {submit.id: submit.params.n for submit in submits}
+        mailbox.num_left = sum(submit.params.n for submit in submits)
         timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), mailbox.fail, TimeoutError())
         try:
             for submit in submits:
                 self._boxes[submit.id] = mailbox
                 self._send(submit)
-            while num_left:
-                outputs = await mailbox.take()
-                for output in outputs:
-                    if output.finish_reason is not None:
-                        num_left[output.request_id] -= 1
-                        if not num_left[output.request_id]:
-                            del num_left[output.request_id]
-                yield outputs
+            yield
         finally:
             timer.cancel()
             for submit in submits:
                 self._boxes.pop(submit.id, None)
-            if not self.ended.is_set():
-                for name in num_left:
-                    self._send(Abort(name))
+                if mailbox.num_left and not self.ended.is_set():
+                    self._send(Abort(submit.id))
 
     async def call(self, name: str, /, **arguments: Any) -> Any:
         """Call a function of the engine process by name."""
