@@ -254,7 +254,7 @@ def test_invalid_offsets_and_capacities_raise(placement):
     flat, out, functor = tensor([1, 2, 3], placement), tensor([0, 0, 0], placement), BatchCopy()
     perm = Permutation([1, 0], 2)
     given = {"new": flat, "new_offset": [0, 0, 0]}
-    with pytest.raises(ArgumentError, match="offset0 must not fall, but goes from 2 to 1 at 1"):
+    with pytest.raises(ArgumentError, match="offset0 must not decrease, but is 2 and then 1 at 1"):
         warp_ragged(flat, [0, 2, 1], perm, out, functor, **given)
     with pytest.raises(RangeError, match="offset0 reaches 9, there are 3"):
         warp_ragged(flat, [0, 2, 9], perm, out, functor, **given)

@@ -161,7 +161,6 @@ class BatchData:
 
     @property
     def bsz(self) -> int:
-        """Rows of this batch."""
         return len(self.perm)
 
     @property
@@ -172,7 +171,7 @@ class BatchData:
     def begin(self, sequence: int, perm: Permutation, requests: Sequence[Any], local_token_num: Sequence[int]) -> None:
         """Fill a free slot for a step: one request per row of the new order, tokens per rank."""
         if self.state != "free":
-            raise StateError(f"phase {self.phase} is {self.state}: it still carries step {self.sequence}")
+            raise StateError(f"phase {self.phase} is {self.state}: step {self.sequence} is not finished")
         if len(requests) != len(perm):
             raise ArgumentError(f"a batch of {len(perm)} rows needs {len(perm)} requests, got {len(requests)}")
         if sequence <= self.sequence:

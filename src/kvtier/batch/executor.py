@@ -105,9 +105,7 @@ class Executor(Protocol):
         """Wait for the oldest batch that is not collected, and return it."""
         ...
 
-    def close(self) -> None:
-        """Finish all submitted batches."""
-        ...
+    def close(self) -> None: ...
 
 
 class ThreadExecutor:

@@ -267,7 +267,6 @@ class Pipeline:
             self._give_up(batch, rows, error)
 
     def drain(self) -> None:
-        """Collect all batches in flight."""
         while self.collect():
             pass
 

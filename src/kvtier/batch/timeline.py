@@ -32,7 +32,6 @@ class TimelineSpan:
     """Copies after merging."""
 
     def copied(self, result: CopyResult) -> None:
-        """Add the result of a BatchCopy."""
         self.copied_bytes, self.num_pieces = result.nbytes, result.num_entries
 
 

@@ -331,7 +331,6 @@ class BatchCopy:
         self._clear()
 
     def __len__(self) -> int:
-        """Copies added since the last run."""
         return len(self._single) + sum(len(chunk.table[0]) for chunk in self._chunks)
 
     def __bool__(self) -> bool:

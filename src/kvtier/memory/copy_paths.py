@@ -150,7 +150,7 @@ def _copy_one(job: CopyContext, src: int, dst: int, nbytes: int) -> int:
     assert job.stream is not None
     if abs(src - dst) >= nbytes:
         return cuda.memcpy_async(dst, src, nbytes, job.stream)
-    # device copies do not define a piece that overlaps itself: it goes through scratch memory
+    # device copies do not support a piece that overlaps itself: copy it through scratch memory
     with torch.cuda.stream(job.stream.native):  # torch's pool reuses it only after these copies
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=job.src.torch).data_ptr()
     return cuda.memcpy_async(scratch, src, nbytes, job.stream) or cuda.memcpy_async(dst, scratch, nbytes, job.stream)

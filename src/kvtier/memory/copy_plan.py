@@ -84,14 +84,12 @@ class CopyPlan:
         return starts if self.order is None else self.order[starts]
 
     def parts(self, piece: int) -> range:
-        """Return the entries of a piece."""
         if self.starts is None:
             return range(piece, piece + 1)
         last = piece + 1 == self.num_pieces
         return range(int(self.starts[piece]), self.entries.shape[1] if last else int(self.starts[piece + 1]))
 
     def caller_entry(self, entry: int) -> int:
-        """Return the caller's number of an entry."""
         return entry if self.order is None else int(self.order[entry])
 
 

@@ -115,7 +115,6 @@ class MappedMemory:
             self.tensor[offset : offset + nbytes : mmap.PAGESIZE] = 0  # an older kernel
 
     def pin(self, offset: int, nbytes: int, placement: Placement) -> None:
-        """Register these bytes with the driver."""
         pointer = self.pointer + offset
         with cuda.current_context(placement):
             status = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, _PORTABLE)

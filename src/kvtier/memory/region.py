@@ -92,7 +92,6 @@ def gpu_of(pointer: int) -> int:
 
 
 def array_interface(pointer: int, count: int, typestr: str, *, readonly: bool) -> dict[str, Any]:
-    """Return the value of `__array_interface__` and `__cuda_array_interface__`."""
     return {"shape": (count,), "typestr": typestr, "data": (pointer, readonly), "strides": None, "version": 3}
 
 

@@ -82,7 +82,6 @@ class HostQueue:
         atexit.register(self.close)  # finish submitted tasks at exit
 
     def submit(self, task: Task) -> None:
-        """Run `task` after all earlier ones."""
         self._put(task)
 
     def record(self) -> HostMark:
@@ -94,7 +93,6 @@ class HostQueue:
         self.submit(mark.synchronize)
 
     def query(self) -> bool:
-        """True if all submitted tasks are done."""
         return not self._unfinished
 
     def synchronize(self) -> None:

@@ -56,7 +56,6 @@ class Rows:
             raise ArgumentError(f"{self.name} and {other.name} overlap in memory; use another tensor, or in_place=True")
 
     def must_hold(self, count: int, what: str) -> None:
-        """Raise unless there are `count` rows."""
         if self.num_rows < count:
             raise RangeError(f"{self.name} has {self.num_rows} rows, {what} needs {count}")
 
@@ -257,7 +256,7 @@ def _offsets(name: str, values: Any, count: int, limit: int) -> I64:
     falling = np.flatnonzero(np.diff(offsets) < 0)
     if len(falling):
         at = int(falling[0])
-        raise ArgumentError(f"{name} must not fall, but goes from {offsets[at]} to {offsets[at + 1]} at {at}")
+        raise ArgumentError(f"{name} must not decrease, but is {offsets[at]} and then {offsets[at + 1]} at {at}")
     if int(offsets[-1]) > limit:
         raise RangeError(f"{name} reaches {offsets[-1]}, there are {limit} elements")
     return offsets

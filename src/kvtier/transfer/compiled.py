@@ -202,7 +202,6 @@ def compile_transfer(
 
 
 def _limits(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return consecutive ranges of these lengths."""
     return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 

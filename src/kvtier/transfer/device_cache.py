@@ -100,7 +100,6 @@ class DeviceCache:
 
     @property
     def extent(self) -> list[tuple[int, int]]:
-        """Address ranges of the tensors."""
         return [(view.pointer, view.end) for _, _, view in self._views]
 
     def release(self) -> None:

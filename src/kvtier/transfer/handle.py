@@ -168,7 +168,7 @@ class TransferHandle:
             TransferStatus.CANCELLED,
         )
 
-    # ---- for the lane that carries it out ----
+    # ---- called by the lane ----
 
     @property
     def compiled(self) -> CompiledTransfer:

@@ -137,7 +137,6 @@ class HostMemory:
         )
 
     def block(self, slot: int) -> Buffer:
-        """Return the bytes of one block."""
         holding = self._open()
         if not 0 <= slot < self._num_ready:
             raise RangeError(f"slot {slot} is outside 0..{self._num_ready - 1}, the ready ones of {self.num_slots}")

@@ -46,15 +46,14 @@ class Lane:
                 while (index := transfer.claim()) is not None:
                     self._start(transfer, index)
                 return
-            behind = next((k for k, each in enumerate(self._queue) if transfer.urgent and not each.urgent), None)
-            self._queue.insert(len(self._queue) if behind is None else behind, transfer)
+            position = next((k for k, each in enumerate(self._queue) if transfer.urgent and not each.urgent), None)
+            self._queue.insert(len(self._queue) if position is None else position, transfer)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._pump, name=f"kvtier-{self.direction}", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def in_flight_bytes(self, *, urgent: bool) -> int:
-        """Return the bytes in flight."""
         with self._changed:
             self._retire(urgent)
             return sum(nbytes for nbytes, _ in self._in_flight[urgent])

@@ -41,7 +41,6 @@ class LayerDoneCounter:
 
     @property
     def groups(self) -> tuple[range, ...]:
-        """Layers that are copied together."""
         return tuple(self._groups)
 
     def wait(self, layer: int, stream: Stream | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -65,7 +64,6 @@ class LayerDoneCounter:
             raise TransferError(f"layer {layer} did not arrive: {self._errors[group]}") from self._errors[group]
 
     def wait_all(self, stream: Stream | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Wait for all layers."""
         deadline = time.monotonic() + timeout
         for group in self._groups:
             self.wait(group.start, stream, max(0.0, deadline - time.monotonic()))
@@ -78,7 +76,6 @@ class LayerDoneCounter:
 
     @property
     def num_done(self) -> int:
-        """Layers that have arrived."""
         return sum(len(group) for group in self._groups if self.is_done(group.start))
 
     def arrival_ms(self, layer: int) -> float:

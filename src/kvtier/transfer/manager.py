@@ -29,7 +29,7 @@ class TransferManager:
 
         manager = TransferManager(layout, "cuda:0")
         manager.register(DeviceCache.block_first(group, tensor), HostMemory(group, 1000, "cuda:0"))
-        save = manager.save([3, 7], [0, 1])                       # bulk, behind the current stream's work
+        save = manager.save([3, 7], [0, 1])                       # bulk, after the current stream's work
         load = manager.load([5, 6], [0, 1], layer_wise=True)      # urgent; compute waits on load.layers
         for report in manager.poll(): ...                         # transfers that ended since the last poll
 
@@ -143,9 +143,9 @@ class TransferManager:
             raise ClosedError(f"the cache of group {compiled.group.name!r} was released since this was compiled")
         keep = [*compiled.cache.holdings, compiled.host.keep()]
         deadline = None if timeout is None else time.monotonic() + timeout
-        behind = self.present() if after is None else after
+        after = self.present() if after is None else after
         number = next(self._numbers)
-        transfer = TransferHandle(number, compiled, urgent=urgent, after=behind, deadline=deadline, keep=keep)
+        transfer = TransferHandle(number, compiled, urgent=urgent, after=after, deadline=deadline, keep=keep)
         with self._lock:
             self._live = {k: each for k, each in self._live.items() if not each.was_waited_for}
             self._live[number] = transfer

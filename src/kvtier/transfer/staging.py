@@ -93,7 +93,6 @@ class StagingRing:
             raise
 
     def _copy(self, part: Slice, path: PathName, job: CopyContext, row: int, base: int, end: Event) -> None:
-        """Copy over the link and record `end`."""
         assert job.stream is not None
         begin = job.stream.record(Event(timing=True)) if part.nbytes >= _TIMED_BYTES else None
         self._mover(path, job, Pieces(_based(part.tables[0], row, base)))
