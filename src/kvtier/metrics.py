@@ -1,13 +1,13 @@
-"""Metrics: counters, gauges and histograms, and the text in which Prometheus reads them.
+"""Metrics: counters, gauges and histograms, and their Prometheus text format.
 
     registry = Registry()
     hits = registry.counter("kvtier_hit_tokens_total", "Tokens that were found, by tier.", ("tier",))
-    host_hits = hits.of("host")                     # kept by whoever counts often: no look-up then
+    host_hits = hits.of("host")                     # keep it to avoid lookups
     host_hits.add(48)
     registry.render()                               # kvtier_hit_tokens_total{tier="host"} 48
 
-A registry is a value that is passed to those who count; there is no global one. Whoever counts and whoever reads may be
-different threads: every series has a lock, so no count is lost and no histogram seen with a sum of other values.
+A registry is passed explicitly; there is no global one. Threads may count and read at the same time: every series has a
+lock, so no count is lost, and the counts and the sum of a histogram always match.
 """
 
 from __future__ import annotations
@@ -27,78 +27,79 @@ import numpy.typing as npt
 from kvtier.errors import ArgumentError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""What an HTTP answer with `Registry.render()` in it calls itself."""
+"""Content type of an HTTP response with `Registry.render()`."""
 
 _METRIC_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*(?<!_bucket)(?<!_sum)(?<!_count)")
 _LABEL_NAME = re.compile(r"(?!__|le$)[a-zA-Z_][a-zA-Z0-9_]*")
 
-# 1, 2, 5 in every decade, from a copy of one block to a prompt that waited.
+# 1, 2, 5 in every decade, from the copy of one block to the waiting time of a prompt.
 SECONDS = tuple(float(f"{digit}e{decade}") for decade in range(-5, 3) for digit in (1, 2, 5))
 BYTES = tuple(float(1 << power) for power in range(12, 39, 2))  # 4 KiB to 256 GiB
 
 
 class Counter:
-    """A number that only grows."""
+    """A number that only increases."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._value = 0.0
 
     def add(self, amount: float = 1) -> None:
-        """Count."""
+        """Increase the counter."""
         if not amount >= 0:
-            raise ArgumentError(f"a counter cannot change by {amount}: what falls, too, is a gauge")
+            raise ArgumentError(f"a counter cannot change by {amount}; use a gauge for values that fall")
         with self._lock:
             self._value += amount
 
     def raise_to(self, total: float) -> None:
-        """Take over a total that is counted elsewhere. One smaller than what was seen already changes nothing."""
+        """Set the counter to a total counted elsewhere; a smaller total has no effect."""
         with self._lock:
             self._value = max(self._value, total)
 
     @property
     def value(self) -> float:
-        """The count."""
         return self._value
 
 
 @dataclass(slots=True)
 class Gauge:
-    """A number that rises and falls."""
+    """A number that increases and decreases."""
 
     value: float = 0.0
 
     def set(self, value: float) -> None:
-        """What it is now."""
         self.value = value
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What a histogram holds at one moment."""
+    """Contents of a histogram at one time."""
 
     bounds: tuple[float, ...]
-    """Upper bounds of the buckets, themselves in them; the last bucket has none."""
+    """Inclusive upper bounds of the buckets; the last bucket has none."""
     counts: tuple[int, ...]
-    """Values in each bucket, one more than there are bounds."""
+    """Values in each bucket, one more than bounds."""
     total: float
     """The sum of all values."""
 
     @property
     def count(self) -> int:
-        """How many values."""
+        """Number of values."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float:
-        """Their mean, which is exact; not a number if there are none."""
+        """Exact mean of the values; NaN without values."""
         return self.total / self.count if self.count else math.nan
 
     def quantile(self, q: float) -> float:
-        """An estimate, right to the width of its bucket: values are taken to lie evenly in theirs, and the smallest
-        bucket to begin at zero. Above the last bound there is none: that bound. Not a number if there are no values."""
+        """Estimate a quantile, exact to the width of its bucket; NaN without values.
+
+        Values are assumed to be spread evenly over their bucket, and the first bucket to start at zero. The result is
+        at most the last bound.
+        """
         if not 0 <= q <= 1:
-            raise ArgumentError(f"a quantile lies between 0 and 1, got {q}")
+            raise ArgumentError(f"q must be between 0 and 1, got {q}")
         if not self.count:
             return math.nan
         rank, upto = q * self.count, list(accumulate(self.counts))
@@ -110,46 +111,46 @@ class Distribution:
         return low + (high - low) * (1 - (upto[bucket] - rank) / self.counts[bucket])
 
     def since(self, earlier: Distribution) -> Distribution:
-        """Only the values that came after an earlier look at the same histogram."""
+        """Return the values added since an earlier state of the same histogram."""
         counts = tuple(now - then for now, then in zip(self.counts, earlier.counts, strict=True))
         if self.bounds != earlier.bounds or min(counts) < 0:
-            raise ArgumentError("not an earlier look at the same histogram")
+            raise ArgumentError("`earlier` is not an earlier state of the same histogram")
         return Distribution(self.bounds, counts, self.total - earlier.total)
 
 
 class Histogram:
-    """How many values fell into each of a fixed row of buckets, and their sum."""
+    """Numbers of values in fixed buckets, and their sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(map(float, bounds))
         if not bounds or not all(low < high for low, high in pairwise((-math.inf, *self._bounds, math.inf))):
-            raise ArgumentError(f"a histogram needs finite bounds that rise, got {bounds}")
+            raise ArgumentError(f"the bounds of a histogram must be finite and ascending, got {bounds}")
         self._array = np.array(self._bounds)
         self._lock = threading.Lock()
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
     def observe(self, value: float) -> None:
-        """One value."""
+        """Add one value."""
         if math.isnan(value):
-            raise ArgumentError("NaN lies in no bucket of a histogram")
+            raise ArgumentError("a histogram does not accept NaN")
         with self._lock:
             self._counts[bisect_left(self._bounds, value)] += 1
             self._total += value
 
     def observe_many(self, values: npt.ArrayLike) -> None:
-        """Many values at the price of about one."""
+        """Add many values, for about the cost of one."""
         array = np.asarray(values, np.float64).ravel()
         if np.isnan(array).any():
-            raise ArgumentError(f"NaN lies in no bucket of a histogram, and is among these {array.size} values")
-        found = np.bincount(np.searchsorted(self._array, array), minlength=len(self._counts)).tolist()
+            raise ArgumentError(f"a histogram does not accept NaN, found among {array.size} values")
+        added = np.bincount(np.searchsorted(self._array, array), minlength=len(self._counts)).tolist()
         with self._lock:
-            self._counts = [old + new for old, new in zip(self._counts, found, strict=True)]
+            self._counts = [old + new for old, new in zip(self._counts, added, strict=True)]
             self._total += float(array.sum())
 
     @property
     def value(self) -> Distribution:
-        """All of it, of one moment."""
+        """Consistent copy of the contents."""
         with self._lock:
             return Distribution(self._bounds, tuple(self._counts), self._total)
 
@@ -158,9 +159,9 @@ Series = TypeVar("Series", bound=Counter | Gauge | Histogram)
 
 
 class Family(Generic[Series]):
-    """The series of one name, one for each combination of label values. Made by a Registry.
+    """The series of one metric, one for each combination of label values. Made by a Registry.
 
-    Every combination ever named is kept and shown: labels are for what is few (tiers, causes), never for requests.
+    Every combination is kept: use labels with few values (tiers, causes), never requests.
     """
 
     def __init__(self, kind: str, name: str, text: str, labels: tuple[str, ...], make: Callable[[], Series]) -> None:
@@ -170,7 +171,7 @@ class Family(Generic[Series]):
         self._series: dict[tuple[str, ...], Series] = {}
 
     def of(self, *values: str) -> Series:
-        """The series of these label values, in the order of the labels; the same one every time."""
+        """Return the series of these label values, in the order of the labels."""
         if len(values) != len(self.labels):
             raise ArgumentError(f"{self.name} has the labels {self.labels}, got {values}")
         with self._lock:
@@ -180,13 +181,13 @@ class Family(Generic[Series]):
 
     @property
     def series(self) -> dict[tuple[str, ...], Series]:
-        """All there are now."""
+        """All series by their label values."""
         with self._lock:
             return dict(self._series)
 
 
 class Registry:
-    """All metrics of a server, declared once and shown together."""
+    """All metrics of a server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -194,18 +195,18 @@ class Registry:
         self._tasks: list[Callable[[], object]] = []
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Family[Counter]:
-        """What only grows; its name ends in _total."""
+        """Declare a counter; its name must end in _total."""
         return self._declare(Family("counter", name, text, tuple(labels), Counter))
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Family[Gauge]:
-        """What rises and falls."""
+        """Declare a gauge."""
         return self._declare(Family("gauge", name, text, tuple(labels), Gauge))
 
     def histogram(
         self, name: str, text: str, labels: Sequence[str] = (), bounds: Sequence[float] = SECONDS
     ) -> Family[Histogram]:
-        """How values are distributed, in buckets with these upper bounds."""
-        Histogram(bounds)  # refuses wrong bounds here, and not when something is to be counted
+        """Declare a histogram with these upper bounds."""
+        Histogram(bounds)  # raises for wrong bounds now, not at the first value
         return self._declare(Family("histogram", name, text, tuple(labels), lambda: Histogram(bounds)))
 
     def _declare(self, family: Family[Series]) -> Family[Series]:
@@ -213,22 +214,22 @@ class Registry:
         is_named_well = _METRIC_NAME.fullmatch(name) and (family.kind == "counter") == name.endswith("_total")
         if not is_named_well or len(set(labels)) < len(labels) or not all(map(_LABEL_NAME.fullmatch, labels)):
             raise ArgumentError(
-                f"{name!r} with the labels {labels} is no name for a {family.kind}: only letters, digits and _; "
+                f"{name!r} with the labels {labels} is not a valid {family.kind} name: only letters, digits and _; "
                 "_total ends counters and nothing else; _bucket, _sum, _count and le belong to histograms"
             )
         with self._lock:
             if name in self._families:
-                raise ArgumentError(f"{name} is declared already, as {self._families[name].kind}: pass that on instead")
+                raise ArgumentError(f"{name} is declared already, as {self._families[name].kind}: use that one")
             self._families[name] = family
         return family
 
     def before_render(self, task: Callable[[], object]) -> None:
-        """Have this done before each rendering, by the thread that renders: to take over what is counted elsewhere."""
+        """Run a task before each rendering, on the thread that renders: to copy values counted elsewhere."""
         with self._lock:
             self._tasks.append(task)
 
     def render(self) -> str:
-        """Everything in Prometheus' text format, version 0.0.4, in the order of declaration."""
+        """Return all metrics in the Prometheus text format 0.0.4, in the order of declaration."""
         with self._lock:
             tasks, families = list(self._tasks), list(self._families.values())
         for task in tasks:
@@ -248,7 +249,7 @@ def _lines(name: str, labels: list[str], value: float | Distribution) -> list[st
     if not isinstance(value, Distribution):
         return [f"{name}{_braces(labels)} {_number(value)}"]
     bounds = [f'le="{_number(bound)}"' for bound in (*value.bounds, math.inf)]
-    counts = accumulate(value.counts)  # a bucket of the exposition contains those before it
+    counts = accumulate(value.counts)  # buckets of the text format are cumulative
     lines = [f"{name}_bucket{_braces([*labels, le])} {count}" for le, count in zip(bounds, counts, strict=True)]
     rest = {"_sum": value.total, "_count": value.count}
     return lines + [f"{name}{part}{_braces(labels)} {_number(number)}" for part, number in rest.items()]
@@ -264,7 +265,7 @@ def _escape(text: str, *, quote: bool = False) -> str:
 
 
 def _number(value: float) -> str:
-    """A number as Prometheus writes it; whole ones without a point, as long as a float is exact."""
+    """Format a number for Prometheus; integers without a point, if the float is exact."""
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     if math.isnan(value):

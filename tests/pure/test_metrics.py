@@ -206,7 +206,7 @@ def test_what_is_counted_elsewhere_is_taken_over_when_it_is_read():
     ],
 )
 def test_names_that_prometheus_would_not_take_are_refused(kind, name, labels):
-    with pytest.raises(ArgumentError, match="no name for a"):
+    with pytest.raises(ArgumentError, match="is not a valid"):
         getattr(Registry(), kind)(name, "Text.", labels)
 
 
@@ -221,7 +221,7 @@ def test_wrong_use_is_refused_where_it_happens():
         with pytest.raises(ArgumentError, match="cannot change by"):
             counter.of("x").add(amount)
     for bounds in ((), (1, 1), (2, 1), (1, math.inf), (math.nan,)):
-        with pytest.raises(ArgumentError, match="bounds that rise"):
+        with pytest.raises(ArgumentError, match="finite and ascending"):
             registry.histogram("b", "B.", bounds=bounds)
     histogram = Histogram(BYTES)
     for observe in (histogram.observe, lambda value: histogram.observe_many([1, value])):

@@ -1,7 +1,7 @@
-"""Runs a real model: weights, tokenizer, forward pass on a paged cache, sampling.
+"""Runs a model: weights, tokenizer, forward pass on a paged cache, sampling.
 
-Extra `engine`: safetensors, tokenizers, jinja2, gguf. Importing this package needs none of them. A name is imported
-when it is first asked for, so that what tells of requests (Output, SamplingParams, Tokenizer) costs no torch.
+Extra `engine`: safetensors, tokenizers, jinja2, gguf. Importing this package needs none of them. Names are imported on
+first use, so that Output, SamplingParams and Tokenizer can be used without torch.
 """
 
 import importlib
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtier.engine.params import Explanation, FinishReason, Logprobs, Output, Penalties, SamplingParams
     from kvtier.engine.runner import EngineRunner
     from kvtier.engine.sampling import RequestSampler, Sample, sample
-    from kvtier.engine.sequence import Released, StopChecker
+    from kvtier.engine.sequence import StopChecker
     from kvtier.engine.speculate import DraftProposer, NgramProposer, Proposer
     from kvtier.engine.tokenizer import Tokenizer, TokenStream, load_tokenizer
     from kvtier.engine.weights import LayerWeights, Linear, ModelWeights
@@ -50,7 +50,6 @@ __all__ = [
     "Output",
     "Penalties",
     "Proposer",
-    "Released",
     "RequestSampler",
     "RopeConfig",
     "Sample",
@@ -83,7 +82,7 @@ _HOMES = MappingProxyType(
             "params": "Explanation FinishReason Logprobs Output Penalties SamplingParams",
             "runner": "EngineRunner",
             "sampling": "RequestSampler Sample sample",
-            "sequence": "Released StopChecker",
+            "sequence": "StopChecker",
             "speculate": "DraftProposer NgramProposer Proposer",
             "tokenizer": "TokenStream Tokenizer load_tokenizer",
             "weights": "LayerWeights Linear ModelWeights",

@@ -1,4 +1,4 @@
-"""LLM: prompts in, texts out."""
+"""LLM: generates texts for prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer."""
+    """One generated text."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -47,12 +47,12 @@ class LLM:
 
         LLM().generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
 
-    `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. `invariant` computes every token
-    the same way whatever shares its batch: for proofs, and slower.
+    `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. `invariant` makes the bits of every
+    token independent of its batch, and is slower.
 
-    `generate` and `chat` may be called from several threads: the engine runs on one thread of its own and serves the
-    calls one after the other. An interrupt (KeyboardInterrupt) ends the call after the current step and cancels its
-    requests. `engine` itself is for one thread: do not use it during a call. A forked child cannot use the LLM.
+    `generate` and `chat` may be called from several threads: the engine runs on its own thread and serves calls one
+    after the other. KeyboardInterrupt ends the call after the current step and cancels its requests. Do not use
+    `engine` during a call. A forked child cannot use the LLM.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LLM:
         stores: Mapping[str, StoreOrUrls] | None = None,
         tensor_parallel: int | None = None,
     ) -> None:
-        """`tensor_parallel` ranks share the model, if it is given: what the configuration says otherwise."""
+        """`tensor_parallel` overrides the number of ranks in `config`."""
         config = config or EngineConfig()
         if tensor_parallel is not None:
             config = replace(config, tensor_parallel=tensor_parallel)
@@ -84,19 +84,19 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[list[Completion]]:
-        """All answers to all prompts: a list for each prompt, of its n answers. Shows progress on a terminal."""
-        asked = _prompts(prompts)
-        wanted = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(asked)
-        if len(wanted) != len(asked):
+        """Generate n completions for each prompt. Shows progress on a terminal, or as `progress` says."""
+        prompts = _prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
             raise ArgumentError(
-                f"{len(asked)} prompts and {len(wanted)} sampling parameters: give one, or one for each"
+                f"{len(prompts)} prompts and {len(each)} sampling parameters: give one, or one for each"
             )
         interrupted = threading.Event()
         work: Future[list[list[Completion]]] | None = None
         try:
-            work = self._submit(self._generate, asked, wanted, progress, interrupted)
+            work = self._submit(self._generate, prompts, each, progress, interrupted)
             return work.result()
-        except BaseException:  # its own error, or an interrupt of this thread: then the engine finishes its step
+        except BaseException:  # an error of the call, or an interrupt of this thread: the engine finishes its step
             interrupted.set()
             if work is not None and not work.cancel():
                 wait([work])
@@ -105,7 +105,7 @@ class LLM:
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> Completion:
-        """The answer to a conversation; options go to the chat template."""
+        """Continue a conversation; options go to the chat template."""
         return self.generate([self.tokenizer.encode_chat(messages, **options)], params, progress=False)[0][0]
 
     def close(self) -> None:
@@ -124,8 +124,8 @@ class LLM:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise StateError(
-                f"this LLM belongs to process {self._process}; a forked child ({os.getpid()}) has none of its threads. "
-                f"Make an LLM in the child, or start it with the spawn method"
+                f"this LLM belongs to process {self._process}; a forked child ({os.getpid()}) does not have its "
+                "threads. Make an LLM in the child, or start it with the spawn method"
             )
 
     def _generate(
@@ -135,14 +135,14 @@ class LLM:
         progress: bool | None,
         interrupted: threading.Event,
     ) -> list[list[Completion]]:
-        """Run the engine until it has no more work, on its own thread."""
+        """Run the engine until it has no more work, on the engine thread."""
         collected: dict[tuple[str, int], list[Output]] = {}
         names: list[str] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
                 names.append(self.engine.add(prompt, each))
-            with _ProgressBar(sum(each.n for each in params), sys.stderr, progress) as bar:
-                self._run(collected, bar.update, interrupted)
+            show = sys.stderr.isatty() if progress is None else progress
+            self._run(collected, sum(each.n for each in params) if show else 0, interrupted)
         finally:
             for name in names:
                 self.engine.abort(name)
@@ -156,20 +156,27 @@ class LLM:
     def _run(
         self,
         collected: dict[tuple[str, int], list[Output]],
-        update: Callable[[int, int], None],
+        total: int,
         interrupted: threading.Event,
     ) -> None:
+        """Step the engine and collect its outputs. With a `total`, show progress on stderr."""
         num_done = num_tokens = 0
         while self.engine.has_work() and not interrupted.is_set():
             for output in self.engine.step():
                 collected.setdefault((output.request_id, output.index), []).append(output)
                 num_tokens += len(output.token_ids)
                 num_done += output.finish_reason is not None
-            update(num_done, num_tokens)
+            if total:
+                filled = 30 * num_done // total
+                bar = "#" * filled + "." * (30 - filled)
+                sys.stderr.write(f"\r[{bar}] {num_done}/{total} answers, {num_tokens} tokens")
+                sys.stderr.flush()
+        if total:
+            sys.stderr.write("\n")
 
 
 def _use_device(device: torch.device) -> None:
-    """Make a GPU the current device of this thread: kernels of Triton start on it."""
+    """Make a GPU the current device of this thread, for Triton kernels."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -192,26 +199,3 @@ def _joined(outputs: Sequence[Output]) -> Completion:
         last.num_cached_tokens,
         last.error,
     )
-
-
-class _ProgressBar:
-    """One line on a terminal that says how far it is."""
-
-    def __init__(self, total: int, file: TextIO, show: bool | None) -> None:
-        self._total, self._file = total, file
-        self._show = file.isatty() if show is None else show
-
-    def update(self, num_done: int, num_tokens: int) -> None:
-        """Rewrite the line."""
-        if self._show:
-            filled = 30 * num_done // max(1, self._total)
-            bar = "#" * filled + "." * (30 - filled)
-            self._file.write(f"\r[{bar}] {num_done}/{self._total} answers, {num_tokens} tokens")
-            self._file.flush()
-
-    def __enter__(self) -> _ProgressBar:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._show:
-            self._file.write("\n")

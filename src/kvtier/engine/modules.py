@@ -1,8 +1,8 @@
-"""The engine's modules: a scheduler's Step on its way through the eight ops.
+"""The modules of the engine: how a scheduler step passes through the eight ops of the pipeline.
 
 SETUP     InputBuilder   rows of the batch -> ForwardBatch on the device
-PREPARE   InputBuilder   copies of blocks a row begins from
-FORWARD   ModelForward   hidden states and logits; then Sampler draws tokens, which the engine reads
+PREPARE   InputBuilder   copies of blocks that rows start from
+FORWARD   ModelForward   hidden states and logits; then Sampler samples tokens, which the engine reads
 """
 
 from __future__ import annotations
@@ -46,37 +46,37 @@ class DeviceCacheGroup:
         self.renew(num_blocks)
 
     def renew(self, num_blocks: int) -> None:
-        """A cache of so many blocks, all zero, instead of the one before."""
+        """Replace the cache by one of `num_blocks` zeroed blocks."""
         self.cache = self.model.new_cache(num_blocks, self.block_tokens)
         if self._graph_sizes:
             max_blocks = min(num_blocks, -(-self._max_context // self.block_tokens))
             self._graphs = DecodeGraphs(self.model, self.cache, max_blocks, self._graph_sizes)
 
     def free(self) -> None:
-        """Give the cache's memory back, to others too; `renew` before the next step."""
+        """Free the cache, also for other processes; `renew` is needed before the next step."""
         self._graphs = None
         self.cache = self.model.new_cache(0, self.block_tokens)
         if self.cache.is_cuda:
-            torch.cuda.empty_cache()  # torch would keep it
+            torch.cuda.empty_cache()  # torch would keep the memory
 
     @property
     def block_bytes(self) -> int:
-        """Of one block."""
+        """Bytes of one block."""
         return self.cache[0:0].element_size() * int(np.prod(self.cache.shape[1:]))
 
     def logits(self, batch: ForwardBatch, before_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Compute a batch: fills the cache, returns the logits that are wanted; they hold until the next step."""
+        """Compute a batch: fill the cache, return its logits. They are valid until the next step."""
         if self._graphs is not None and before_layer is None and self._graphs.takes(batch):
             return self._graphs.logits(batch)
         return self.model.logits(self.model.forward(batch, self.cache, before_layer))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Whole blocks, on the current stream."""
+        """Copy whole blocks, on the current stream."""
         self.cache[list(targets)] = self.cache[list(sources)]
 
 
 class InputBuilder(Module):
-    """Lays out what the scheduler chose, in the pipeline's order of rows."""
+    """Builds the inputs of a step, in the row order of the pipeline."""
 
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
     transfers: StepTransfers
@@ -87,7 +87,7 @@ class InputBuilder(Module):
         self._copies = copies
         self._planned: Mapping[str, Row] = {}
         self.rows: list[tuple[Row, EngineSequence]] = []
-        """Rows of the current batch in its order, without those whose inputs could not be built."""
+        """Rows of the current batch in its order, without rows whose inputs failed."""
         self._ready: dict[int, ForwardBatch] = {}
         self.sequences: list[SequenceInput] = []
 
@@ -97,18 +97,18 @@ class InputBuilder(Module):
         self._planned = {row.request.id: row for row in step.rows}
 
     def setup(self, env: Environment) -> None:
-        """Build the batch on the host and send it. A row whose inputs raise fails alone and is left out."""
+        """Build the batch on the host and copy it. A row whose inputs raise fails alone and is skipped."""
         batch = env.at(BATCH)
         self.rows, inputs = [], []
         for ticket in batch.requests:
-            generation: EngineSequence = ticket.request
-            row = self._planned[generation.request.id]
+            sequence: EngineSequence = ticket.request
+            row = self._planned[sequence.request.id]
             try:
                 inputs.append(_input(row))
             except Exception as error:
-                generation.sampler.fail(error)
+                sequence.sampler.fail(error)
             else:
-                self.rows.append((row, generation))
+                self.rows.append((row, sequence))
         self.sequences = inputs
         group = self._groups[0]
         send = self._copies.to_device if self._copies is not None else None
@@ -116,7 +116,7 @@ class InputBuilder(Module):
         self._ready[batch.phase] = ForwardBatch.build(inputs, group.block_tokens, device, send)
 
     def prepare(self, env: Environment) -> None:
-        """Make the copies, and hand the batch on."""
+        """Copy blocks and produce the batch."""
         env.produce(FORWARD_BATCH, self._ready.pop(env.at(BATCH).phase))
         if copies := self.step.copies:
             for group in self._groups:
@@ -124,7 +124,7 @@ class InputBuilder(Module):
 
 
 class ModelForward(Module):
-    """Runs every cache group's model over the batch; the first one's logits are wanted."""
+    """Runs the models of all cache groups; the first one produces the logits."""
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
@@ -140,7 +140,7 @@ class ModelForward(Module):
         self._ranks = ranks
 
     def forward(self, env: Environment) -> None:
-        """Fill the caches; logits of the rows that want a token. Layers wait for blocks that are being loaded."""
+        """Fill the caches, compute logits. Layers wait for blocks that are being loaded."""
         inputs, ranks = self._inputs, self._ranks
         with ranks.step(inputs.step, inputs.sequences) if ranks is not None else contextlib.nullcontext():
             self._compute(env)
@@ -157,8 +157,8 @@ class ModelForward(Module):
 class Sampler(Module):
     """Samples the next tokens and verifies draft tokens.
 
-    A draft token is kept if it equals the token the request samples at its position, so drafts never change an answer.
-    A row that fails gets no more samples; its sampler's `error` says why.
+    A draft token is accepted if it equals the token sampled at its position, so drafts never change the output. A row
+    that fails gets no more samples; the `error` of its sampler has the reason.
     """
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
@@ -171,9 +171,9 @@ class Sampler(Module):
 
     @torch.inference_mode()
     def forward(self, env: Environment) -> None:
-        """Sample for every row that wants a token."""
+        """Sample for every row that needs a token."""
         logits, rows = env.at(LOGITS), self._inputs.rows
-        self.samples = {generation.request.id: [] for _, generation in rows}
+        self.samples = {sequence.request.id: [] for _, sequence in rows}
         if not self._inputs.transfers.arrived():
             return  # computed from blocks that have not arrived: the scheduler runs these rows again
         counts = np.array([row.num_draft + 1 if row.wants_token else 0 for row, _ in rows], np.int64)
@@ -181,23 +181,23 @@ class Sampler(Module):
         alive = [i for i, count in enumerate(counts) if count]
         for depth in range(int(counts.max(initial=0))):
             places = (firsts[alive] + depth).tolist()
-            # every row is looked at once, so those of all need no copy
+            # if all rows are sampled, they need no copy
             mine = logits if len(places) == len(logits) else logits[places]
             chosen = sample(mine, [rows[i][1].sampler for i in alive], self._to_list, self._send)
             alive = [i for i, one in zip(alive, chosen, strict=True) if self._accept(*rows[i], one, depth)]
             if not alive:
                 return
 
-    def _accept(self, row: Row, generation: EngineSequence, one: Sample, depth: int) -> bool:
+    def _accept(self, row: Row, sequence: EngineSequence, one: Sample, depth: int) -> bool:
         """Keep a sample; True if it equals the draft token at this depth, so that the next one counts too."""
-        if generation.sampler.error:
+        if sequence.sampler.error:
             return False
         try:
-            generation.sampler.accept(one.token_id)
+            sequence.sampler.accept(one.token_id)
         except Exception as error:  # of its constraint
-            generation.sampler.fail(error)
+            sequence.sampler.fail(error)
             return False
-        self.samples[generation.request.id].append(one)
+        self.samples[sequence.request.id].append(one)
         return depth < row.num_draft and row.request.draft[depth] == one.token_id
 
 

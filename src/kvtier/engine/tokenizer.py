@@ -1,8 +1,7 @@
-"""Tokenizer with incremental decoding and chat templates. Imports no torch.
+"""Tokenizer with incremental decoding and chat templates, from tokenizer.json or GGUF metadata. Imports no torch.
 
-Chat templates: jinja2 in its sandbox, with the few names that templates of Hugging Face checkpoints rely on.
-
-Text to tokens and back: tokenizer.json or GGUF metadata through `tokenizers`, chat templates through jinja2.
+Text is encoded and decoded by `tokenizers`. Chat templates run in the sandbox of jinja2, with the names that Hugging
+Face templates use.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class ChatTemplate:
-    """A compiled template."""
+    """A compiled chat template."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """`special`: the names of special tokens that the template may use (bos_token, eos_token)."""
+        """`special` maps names in the template (bos_token, eos_token) to special tokens."""
         try:
             import jinja2
             from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -46,7 +45,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _tojson  # jinja2's own escapes for HTML
+        environment.filters["tojson"] = _tojson  # that of jinja2 escapes HTML
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _strftime_now
         self._special = dict(special)
@@ -66,7 +65,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation."""
+        """Render a conversation."""
         for index, message in enumerate(messages):
             if "role" not in message:
                 raise ArgumentError(f"message {index} has no role; it has {', '.join(message) or 'nothing'}")
@@ -93,13 +92,13 @@ def _strftime_now(form: str) -> str:
 
 Message = Mapping[str, Any]
 _REPLACEMENT = "\ufffd"
-# Text of more than this many characters per token allowed is counted in pieces before it is encoded as a whole.
+# A text with more characters per allowed token than this is counted in pieces before it is encoded as a whole.
 _USUAL_CHARS, _PIECE_CHARS = 8, 1 << 14
-_NFC_SHRINKS = 3  # three jamo of 9 bytes become a syllable of 3: no composition saves more
+_NFC_SHRINKS = 3  # largest reduction by NFC: three jamo of 9 bytes become a syllable of 3
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers with byte fallback
-_CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF that text must not be cut inside of
-# How GGUF's tokenizer.ggml.pre names cut text before byte pairs are merged: a pattern for `Split`, or None where
-# ByteLevel's own is used.
+_CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF whose text must not be split
+# Splitting of text before byte pairs are merged, by tokenizer.ggml.pre of GGUF: a pattern for `Split`, or None for that
+# of ByteLevel.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -131,32 +130,32 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, special ones included."""
+        """Number of tokens, including special ones."""
         return int(self._backend.get_vocab_size())
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, if the checkpoint names one."""
+        """The end-of-text token, if the checkpoint has one."""
         return self.token_id(self.special["eos_token"]) if "eos_token" in self.special else None
 
     def token_id(self, token: str) -> int | None:
-        """The number of a token by its exact text ("<|im_end|>")."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        """Return the id of a token by its exact text ("<|im_end|>")."""
+        id: int | None = self._backend.token_to_id(token)
+        return id
 
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Tokens of a text.
+        """Encode a text.
 
-        add_special: with what the model wants before and after a text (often a bos token).
-        parse_special: a special token's text ("<|im_end|>") becomes that token; otherwise it is text like any other.
-        max_tokens: raise RangeError, soon, for a text that has clearly more; a few more are for the caller to refuse.
+        add_special: add the tokens that the model expects around a text (often a bos token).
+        parse_special: encode the text of a special token ("<|im_end|>") as that token; otherwise as plain text.
+        max_tokens: raise RangeError early for a text with clearly more tokens; the caller checks the exact number.
         """
         try:
             size = len(text.encode())
         except UnicodeEncodeError as error:
-            raise ArgumentError(f"half a surrogate pair at {error.start} is no text") from error
+            raise ArgumentError(f"the text has half a surrogate pair at {error.start}") from error
         if max_tokens is not None:
             self.check_size(size, max_tokens)
             if len(text) > _USUAL_CHARS * max_tokens:
@@ -164,29 +163,29 @@ class Tokenizer:
         return self._encode(text, add_special=add_special, parse_special=parse_special)
 
     def check_size(self, num_bytes: int, max_tokens: int) -> None:
-        """Raise RangeError if a text of this size has more tokens for certain."""
+        """Raise RangeError if a text of this size certainly has more tokens."""
         longest = self.max_token_bytes if num_bytes > max_tokens else None
         if longest is not None and num_bytes > max_tokens * longest:
             raise RangeError(
-                f"{num_bytes} bytes are more than {max_tokens} tokens, of at most {longest} bytes each, can have"
+                f"the text has {num_bytes} bytes; {max_tokens} tokens of at most {longest} bytes cannot represent it"
             )
 
     @functools.cached_property
     def max_token_bytes(self) -> int | None:
-        """Bytes of text that one token can stand for; None if this kind of tokenizer has no such bound."""
-        made = json.loads(self.to_json())
-        normalizer, longest = made["normalizer"], _longest_token(made, self._backend.get_vocab())
+        """Largest number of bytes of text per token; None if this kind of tokenizer has no bound."""
+        config = json.loads(self.to_json())
+        normalizer, longest = config["normalizer"], _longest_token(config, self._backend.get_vocab())
         if normalizer is None or longest is None:
             return longest
         return _NFC_SHRINKS * longest if normalizer["type"] == "NFC" else None
 
     def _encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        with self._lock:  # the switch is the backend's
+        with self._lock:  # the option is a field of the backend
             self._backend.encode_special_tokens = not parse_special
             return list(self._backend.encode(text, add_special_tokens=add_special).ids)
 
     def _check_pieces(self, text: str, max_tokens: int) -> None:
-        """Count tokens piece by piece and stop early. A cut may add tokens, so that twice as many are allowed."""
+        """Count tokens piece by piece and stop early. Splits may add tokens, so twice the number is allowed."""
         count = 0
         for begin in range(0, len(text), _PIECE_CHARS):
             count += len(self._encode(text[begin : begin + _PIECE_CHARS], add_special=False, parse_special=True))
@@ -194,25 +193,25 @@ class Tokenizer:
                 raise RangeError(f"the text has more than {max_tokens} tokens")
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Decode tokens; invalid UTF-8 becomes U+FFFD."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes a token stands for inside a text; a character may be split over several tokens."""
-        found = self._token_bytes.get(token_id)
-        if found is None:
-            found = self._token_bytes[token_id] = self._find_bytes(token_id)
-        return found
+        """Return the bytes of a token inside a text; a character may be split over several tokens."""
+        data = self._token_bytes.get(token_id)
+        if data is None:
+            data = self._token_bytes[token_id] = self._find_bytes(token_id)
+        return data
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
-        """Control tokens, which `decode` leaves out unless told otherwise."""
+        """Control tokens, which `decode` skips by default."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
     def _find_bytes(self, token_id: int) -> bytes:
         text = self.decode([token_id], skip_special=False)
-        if _REPLACEMENT not in text:  # the second one, since a first token may lose its space
+        if _REPLACEMENT not in text:  # that of the second: a first token may lose its space
             return self.decode([token_id, token_id], skip_special=False)[len(text) :].encode()
         token: str = self._backend.id_to_token(token_id) or ""
         if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
@@ -228,9 +227,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """A conversation as the model was trained to read it; more variables go to the template."""
+        """Render a conversation with the chat template; `variables` are passed to it."""
         if self._template is None:
-            raise StateError("this checkpoint has no chat template; give the prompt as a text")
+            raise StateError("this checkpoint has no chat template; use a text as the prompt")
         return self._template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
@@ -243,10 +242,10 @@ class Tokenizer:
         max_tokens: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Tokens of a conversation (options as of chat_text; max_tokens as of encode).
+        """Encode a conversation (options as in chat_text; max_tokens as in encode).
 
-        The template writes the special tokens. Without parse_special, those in the messages, tools and variables
-        are text like any other.
+        Special tokens come from the template. Without parse_special, those in messages, tools and variables are plain
+        text.
         """
         text = self.chat_text(messages, **options)
         tokens = self.encode(text, add_special=False, max_tokens=max_tokens)
@@ -257,10 +256,10 @@ class Tokenizer:
         marked = self.chat_text(hidden_messages, **hidden_options)
         with self._lock:
             self._backend.encode_special_tokens = False
-            found = self._backend.encode(marked, add_special_tokens=False)
-        spans = [(id, *span) for id, span in zip(found.ids, found.offsets, strict=True) if id in self.special_ids]
+            encoded = self._backend.encode(marked, add_special_tokens=False)
+        spans = [(id, *span) for id, span in zip(encoded.ids, encoded.offsets, strict=True) if id in self.special_ids]
         if [id for id, _, _ in spans] == [id for id in tokens if id in self.special_ids]:
-            return tokens  # all of them are the template's
+            return tokens  # all of them are from the template
         kept, last = [], 0
         for id, begin, end in [*spans, (None, len(marked), len(marked))]:
             kept += self._encode(hidden.show(marked[last:begin]), add_special=False, parse_special=False)
@@ -274,20 +273,20 @@ class Tokenizer:
         return SpecialText([decoder[id].content for id in self.special_ids])
 
     def to_json(self) -> str:
-        """As a tokenizer.json has it."""
+        """Return the contents of tokenizer.json."""
         return str(self._backend.to_str())
 
     def stream(self, *, skip_special: bool = True) -> TokenStream:
-        """Decode token by token."""
+        """Return an incremental decoder."""
         return TokenStream(self, skip_special=skip_special)
 
 
 class TokenStream:
-    """Text of a growing output: what each token adds, whole characters only.
+    """Decodes an output token by token, in whole characters.
 
-    Held back are the tokens of an incomplete UTF-8 character, at most 3 bytes; bytes that cannot become a character
-    are U+FFFD at once. The tokens before them are decoded again and cut off, since the text of a token may depend on
-    the one before it (a space at the beginning of a text).
+    Tokens of an incomplete UTF-8 character, at most 3 bytes, are held back; invalid bytes become U+FFFD at once. Each
+    token is decoded together with those before it, because its text may depend on them (a space at the start of a
+    text).
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
@@ -298,7 +297,7 @@ class TokenStream:
         self._incomplete = b""
 
     def add(self, token_id: int) -> str:
-        """Return the text this token completes; empty while a character is missing bytes."""
+        """Return the text that this token completes; empty while a character is incomplete."""
         own = self._tokenizer.token_bytes(token_id)
         if not own or token_id in self._skipped:
             return ""
@@ -306,7 +305,7 @@ class TokenStream:
         if self._incomplete or own[-1] >= 0x80:
             data = self._incomplete + own
             self._incomplete = data[codecs.utf_8_decode(data, "replace", False)[1] :]
-            if self._incomplete:  # it begins in the first token held, or in this one
+            if self._incomplete:  # it starts in the first held token, or in this one
                 return self._release(len(self._held) - 1 if len(self._incomplete) <= len(own) else 0)
         return self._release(len(self._held))
 
@@ -316,7 +315,7 @@ class TokenStream:
         return self._release(len(self._held))
 
     def _release(self, count: int) -> str:
-        """Return the text of the first tokens held."""
+        """Return the text of the first `count` held tokens."""
         if not count:
             return ""
         released, decode = self._held[:count], self._tokenizer.decode
@@ -327,7 +326,7 @@ class TokenStream:
 
 
 def load_tokenizer(model: str | Path = DEFAULT_MODEL) -> Tokenizer:
-    """The tokenizer of a model folder, a GGUF file or a packaged model (see `resolve`)."""
+    """Load the tokenizer of a model folder, a GGUF file or a packaged model (see `resolve`)."""
     path = resolve(model)
     if path.is_dir():
         return _from_folder(path)
@@ -393,9 +392,9 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
-    """Bytes of the longest token of a byte-level tokenizer; None for others, and where a token swallows white space.
+    """Return the bytes of the longest token of a byte-level tokenizer; None for others, and if a token strips space.
 
-    A character of a token stands for a byte there; text of added tokens is as it is.
+    A character of a token represents one byte there, except in added tokens.
     """
     steps = made["pre_tokenizer"] or {}
     if "ByteLevel" not in [step["type"] for step in steps.get("pretokenizers", [steps]) if step]:
@@ -408,7 +407,7 @@ def _longest_token(made: Mapping[str, Any], vocabulary: Mapping[str, int]) -> in
 
 @functools.cache
 def _byte_letters() -> Mapping[str, int]:
-    """Return the byte of each letter of byte-level BPE: printable Latin-1 is itself, the others count from U+0100."""
+    """Return the byte of each letter of byte-level BPE: printable Latin-1 as is, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return MappingProxyType(

@@ -1,10 +1,9 @@
-"""Which requests run next: continuous batching over a CacheManager. No torch, no threads, no clock of its own."""
+"""Continuous batching over a CacheManager: selects the rows of each step. No torch, no threads, no clock."""
 
-from kvtier.scheduler.request import ControlOp, Request, RequestState, Row, RowResult, SchedulerConfig, Step
+from kvtier.scheduler.request import Request, RequestState, Row, RowResult, SchedulerConfig, Step
 from kvtier.scheduler.scheduler import Scheduler
 
 __all__ = [
-    "ControlOp",
     "Request",
     "RequestState",
     "Row",

@@ -15,10 +15,10 @@ from kvtier.messages import Plan
 
 
 class RequestState(Enum):
-    """Where a request stands.
+    """State of a request.
 
     WAITING --schedule--> RUNNING --preempted--> WAITING
-    WAITING, RUNNING --> FINISHED | CANCELLED | REFUSED     once, and for good
+    WAITING, RUNNING --> FINISHED | CANCELLED | REFUSED     terminal
     """
 
     WAITING = "waiting"
@@ -26,18 +26,18 @@ class RequestState(Enum):
     FINISHED = "finished"
     CANCELLED = "cancelled"
     REFUSED = "refused"
-    """It can never fit, or not beside what is pinned; `reason` says why."""
+    """It does not fit, alone or because of pinned blocks; `reason` has the details."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing follows."""
+        """True if the state is terminal."""
         return self not in (RequestState.WAITING, RequestState.RUNNING)
 
 
 class Request:
-    """One sequence. Its chain grows with the answer; the scheduler changes it, callers read.
+    """One sequence. Its chain grows with the output. Only the scheduler changes it.
 
-    `num_computed` tokens of the chain have their KV in the cache; what is left is computed next, and the sample after
+    `num_computed` tokens of the chain have their KV in the cache; the others are computed next, and the sample after
     the last one is the next token.
     """
 
@@ -76,7 +76,7 @@ class Request:
         if not chain.num_tokens:
             raise ArgumentError(f"request {id} has no tokens")
         if max_new_tokens < 1:
-            raise RangeError(f"request {id} asks for {max_new_tokens} new tokens; at least one is generated")
+            raise RangeError(f"max_new_tokens of request {id} must be at least 1, got {max_new_tokens}")
         self.id = id
         self.chain = chain
         self.num_prompt_tokens = chain.num_tokens
@@ -87,27 +87,27 @@ class Request:
         self.reason = ""
         self.arrival = 0.0
         self.scheduled_at: float | None = None
-        """When it was first given KV."""
+        """Time of its first admission."""
         self.prefetch: Prefetch | None = None
-        """Its blocks on their way from stores to the host, while it waits."""
+        """Fetch of its blocks from stores to the host, while it waits."""
         self.allocation: Allocation | None = None
         self.num_computed = 0
         self.num_cached_tokens = 0
-        """Of the prompt, found when it was first scheduled."""
+        """Cached tokens of the prompt at its first admission."""
         self.tokens_from: dict[str, int] = {}
-        """The same by the tier they were found in."""
+        """The same by tier."""
         self.why_loaded = ""
-        """Whether cached blocks of lower tiers were loaded or computed again, and why; empty if there were none."""
+        """Reason to load or recompute cached blocks of lower tiers; empty if there were none."""
         self.num_preempted = 0
         self.stuck_at = 0
-        """Tokens it had when it last gave its KV up because there was no room, though nobody else ran."""
+        """Number of tokens when it was last preempted for lack of room while it ran alone."""
         self.may_load = True
-        """Whether cached blocks of lower tiers may be waited for; not any more once a load failed."""
+        """True if it may wait for cached blocks of lower tiers; False after a failed load."""
         self.draft: tuple[int, ...] = ()
-        """Tokens somebody guesses come next; the next step checks them."""
+        """Proposed next tokens, which the next step verifies."""
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
-        """What travels: all but what it holds, whose way leads into the tree."""
+        """Pickle everything but allocation and prefetch, which refer to the tree."""
         kept = {name: getattr(self, name) for name in self.__slots__ if name not in ("prefetch", "allocation")}
         return None, {**kept, "prefetch": None, "allocation": None}
 
@@ -116,21 +116,13 @@ class Request:
 
     @property
     def num_new_tokens(self) -> int:
-        """Generated so far."""
+        """Number of generated tokens."""
         return self.chain.num_tokens - self.num_prompt_tokens
 
     @property
     def is_generating(self) -> bool:
-        """Whether only the newest token is left to compute."""
+        """True if only the newest token is not computed."""
         return self.num_computed == self.chain.num_tokens - 1 and self.num_computed > 0
-
-
-@dataclass(frozen=True, slots=True)
-class ControlOp:
-    """Something to be done once, between two steps: a reset, a resize, a pause. Never mixed up with a request."""
-
-    name: str
-    run: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +130,17 @@ class SchedulerConfig:
     """Limits of a step."""
 
     max_rows: int = 256
-    """Requests in a step."""
+    """Maximum of requests in a step."""
     max_step_tokens: int = 2048
-    """Tokens in a step; longer prompts are computed in chunks."""
+    """Maximum of tokens in a step; longer prompts are computed in chunks."""
     max_context: int = 1 << 30
-    """Tokens of a request, prompt and answer."""
+    """Maximum of tokens of a request, prompt and output."""
     lookahead_tokens: int = 0
-    """Slots a generating request has beyond its step where there is room, for somebody who guesses ahead."""
+    """Slots reserved beyond the step of a generating request, if there is room, for draft tokens."""
     starts_early: bool = False
-    """Whether the worker can wait for a load layer by layer, so that a step may start before it is done."""
+    """True if the worker can wait for a load layer by layer, so that a step may start before it is done."""
     age_seconds: float = 30.0
-    """Waiting this long is worth one step of priority, so that nobody waits for ever."""
+    """Waiting time that raises the priority of a request by one, so that no request starves."""
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_step_tokens", "max_context"):
@@ -164,57 +156,58 @@ class SchedulerConfig:
             raise RangeError(f"age_seconds must be above 0, got {self.age_seconds}")
 
 
-class Row(NamedTuple):  # as RowResult made for every token: a frozen dataclass takes 2.5 times as long
-    """Tokens [first, first + num_tokens) of a request, computed in this step; the last `num_draft` are guesses."""
+class Row(NamedTuple):  # created per token, like RowResult: a frozen dataclass takes 2.5 times as long
+    """Tokens [first, first + num_tokens) of a request, computed in this step; the last `num_draft` are drafts."""
 
     request: Request
     first: int
     num_tokens: int
     num_draft: int
     wants_token: bool
-    """Whether it ends where the known tokens end, so that the next one is sampled."""
+    """True if it reaches the end of the known tokens, so that the next one is sampled."""
     loads: tuple[int, ...] = ()
-    """Transfers that still bring its cached blocks: each layer waits for its part. Their reports are given to the
-    manager before `update`; if one failed, the row's result counts for nothing."""
+    """Loads of its cached blocks that are in flight: each layer waits for its part. Their reports are applied before
+    `update`; if one failed, the result of the row is ignored."""
 
     @classmethod
     def of(cls, request: Request, num_tokens: int, loads: tuple[int, ...] = ()) -> Row:
-        """The next tokens of a request, guesses behind the known ones."""
+        """Return the row of the next tokens of a request: known tokens, then drafts."""
         first, known = request.num_computed, request.chain.num_tokens
         num_draft = max(0, first + num_tokens - known)
         return cls(request, first, num_tokens, num_draft, first + num_tokens - num_draft == known, loads)
 
     @property
     def stop(self) -> int:
-        """One past its last token."""
+        """End of its tokens, exclusive."""
         return self.first + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do now: controls and nothing else, or copies of blocks and then compute the rows."""
+    """Work of the engine: only controls, or copies of blocks followed by the rows."""
 
-    controls: tuple[ControlOp, ...]
+    controls: tuple[Callable[[], None], ...]
+    """Functions to run once between two steps: a reset, a resize, a pause."""
     rows: tuple[Row, ...]
     copies: tuple[BlockCopy, ...]
     preempted: tuple[Request, ...]
     refused: tuple[Request, ...]
     plan: Plan
-    """Blocks to move between tiers, beside the rows; their reports go to the manager."""
+    """Transfers between tiers; their reports go to the manager."""
 
     @property
     def num_tokens(self) -> int:
-        """Over all rows."""
+        """Tokens of all rows."""
         return sum(row.num_tokens for row in self.rows)
 
     @property
     def attended_tokens(self) -> float:
-        """Over all tokens, how many each looks back on."""
+        """Sum over all tokens of the tokens they attend to."""
         return sum(row.num_tokens * (row.first + row.num_tokens / 2) for row in self.rows)
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Transfers its rows wait for, layer by layer."""
+        """Loads that its rows wait for, layer by layer."""
         return tuple(load for row in self.rows for load in row.loads)
 
     def __bool__(self) -> bool:
@@ -222,7 +215,7 @@ class Step:
 
 
 class RowResult(NamedTuple):
-    """What a row gave: tokens that follow (none for a chunk that is not the last), and whether it is enough."""
+    """Result of a row: the sampled tokens (none unless it was the last chunk), and True if the request ends."""
 
     tokens: tuple[int, ...] = ()
     finished: bool = False

@@ -1,83 +1,81 @@
 """Scheduler: continuous batching with chunked prefill, preemption and priorities.
 
-It asks the CacheManager for KV and never touches a pool. `now` is the caller's clock, seconds; the engine passes real
-time and the replay simulated time to the same code.
+It gets KV from the CacheManager and never uses a pool directly. `now` is in seconds of the caller's clock: real time in
+the engine, simulated time in the replay.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.cache.allocation import Allocation
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, LoadError, StateError
 from kvtier.index import Chain, Shortage
 from kvtier.index.tier import tenant_of
-from kvtier.scheduler.request import ControlOp, Request, RequestState, Row, RowResult, SchedulerConfig, Step
+from kvtier.scheduler.request import Request, RequestState, Row, RowResult, SchedulerConfig, Step
 
 
 class Scheduler:
-    """Owns the requests that are not over. One step is under way at a time: schedule, then update."""
+    """Owns the requests that have not ended. One step is in flight at a time: schedule, then update."""
 
     def __init__(self, manager: CacheManager, config: SchedulerConfig | None = None) -> None:
         self.manager = manager
         self.config = config or SchedulerConfig()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._controls: deque[ControlOp] = deque()
+        self._controls: deque[Callable[[], None]] = deque()
         self._step: Step | None = None
         self._began = 0.0
         self.is_paused = False
-        """Whether requests are kept waiting; controls and transfers go on."""
+        """True if requests are held; controls and transfers continue."""
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """Requests in no step."""
+        """Requests without KV."""
         return tuple(self._waiting)
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """Requests that hold KV, in the order they were admitted."""
+        """Requests with KV, in the order of their admission."""
         return tuple(self._running)
 
     def has_work(self) -> bool:
-        """Whether a step would have anything to do."""
+        """True if a step would do something."""
         return bool(self._controls or (not self.is_paused and (self._waiting or self._running)))
 
     def add(self, request: Request, now: float) -> None:
-        """A request has arrived."""
+        """Add a new request."""
         if request.state is not RequestState.WAITING or request in self._waiting:
-            raise StateError(f"{request!r} is in a scheduler already, or over")
+            raise StateError(f"{request!r} was added before, or has ended")
         request.arrival = now
         self._waiting.append(request)
 
-    def control(self, control: ControlOp) -> None:
-        """Do something before the next step, once."""
-        if not isinstance(control, ControlOp):
-            raise ArgumentError(f"a control is wanted, got {type(control).__name__}; requests go to add()")
-        self._controls.append(control)
+    def control(self, run: Callable[[], None]) -> None:
+        """Run a function once, before the next step."""
+        self._controls.append(run)
 
     def cancel(self, request: Request, now: float) -> bool:
-        """Nobody wants it any more; False if it was over. In a step under way its result is ignored."""
+        """Cancel a request; False if it has ended. Its result in the current step is ignored."""
         return self._end(request, RequestState.CANCELLED, now)
 
     def schedule(self, now: float) -> Step:
-        """Choose the next step. The caller runs it and hands the results to `update`."""
+        """Build the next step. The caller runs it and passes the results to `update`."""
         if self._step is not None:
-            raise StateError("the results of the last step have not been given to update() yet")
-        if self._controls:  # they may change anything, so nothing is chosen before they have run
+            raise StateError("the last step has no results yet: call update() first")
+        if self._controls:  # they may change anything, so they run before the next rows are selected
             self._step = Step(tuple(self._controls), (), (), (), (), self.manager.plan(now=now))
             self._controls.clear()
             return self._step
         self._began = now
-        choice = _StepBuilder(self.config.max_step_tokens)
+        builder = _StepBuilder(self.config.max_step_tokens)
         if not self.is_paused:
-            self._choose(choice, now)
-        rows = tuple([row for row in choice.rows if row.request.state is RequestState.RUNNING])
+            self._build(builder, now)
+        rows = tuple([row for row in builder.rows if row.request.state is RequestState.RUNNING])
         allocations = [_held(row.request) for row in rows]
         for allocation in allocations:
-            if not allocation.lease.committed:  # mostly it is: they generate
+            if not allocation.lease.committed:  # only on the first step of a request
                 self.manager.on_scheduled(allocation, now=now)
         copies = tuple(
             [
@@ -87,45 +85,45 @@ class Scheduler:
             ]
         )
         plan = self.manager.plan(now=now)
-        self._step = Step((), rows, copies, tuple(choice.preempted), tuple(choice.refused), plan)
+        self._step = Step((), rows, copies, tuple(builder.preempted), tuple(builder.refused), plan)
         return self._step
 
-    def _choose(self, choice: _StepBuilder, now: float) -> None:
+    def _build(self, builder: _StepBuilder, now: float) -> None:
         for request in self._waiting:
             if request.prefetch is None and request.may_load:
                 request.prefetch = self.manager.prefetch(request.chain, now=now, retention=request.retention)
-        # Those that generate come first: a step of theirs is one token, and somebody is reading along.
+        # Generating requests first: they need one token each, and a user is reading their output.
         for request in sorted(self._running, key=lambda request: not request.is_generating):
             if request.state is RequestState.RUNNING:
-                self._continue(request, choice, now)
-        if not choice.preempted and not choice.is_full:
-            self._admit(choice, now)
-        if not choice.rows and self.config.starts_early:
-            self._start_early(choice)
+                self._continue(request, builder, now)
+        if not builder.preempted and not builder.is_full:
+            self._admit(builder, now)
+        if not builder.rows and self.config.starts_early:
+            self._start_early(builder)
 
     def pause(self, now: float) -> None:
-        """Keep all requests waiting until `resume`; they let go of what they hold and start again from the cache.
+        """Hold all requests until `resume`. They release their KV and restart from the cache.
 
-        For controls: no step may be under way.
+        For controls: no step may be in flight.
         """
         if self._step is not None:
-            raise StateError("a step is under way: pause between update() and schedule()")
+            raise StateError("a step is in flight: pause between update() and schedule()")
         self.is_paused = True
         for request in list(self._running):
             self._to_waiting(request, now)
             request.num_preempted += 1
-        self._let_fetches_go()
+        self._end_prefetches()
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue after `pause`."""
         self.is_paused = False
 
     def update(self, step: Step, results: Sequence[RowResult], now: float) -> None:
-        """The step was run: one result per row. What is computed becomes matchable, tokens are appended."""
+        """Apply the results of a step, one per row: publish computed blocks, append tokens."""
         if step is not self._step:
             raise StateError("update() is for the step that schedule() returned last, once")
         if len(results) != len(step.rows):
-            raise ArgumentError(f"{len(step.rows)} rows were run, {len(results)} results given")
+            raise ArgumentError(f"{len(results)} results for {len(step.rows)} rows: one each")
         self._step = None
         if step.rows and not step.loads:
             self.manager.on_computed(step.num_tokens, step.attended_tokens, now - self._began)
@@ -134,7 +132,7 @@ class Scheduler:
                 self._take_result(row, result, now)
 
     def fail(self, step: Step, now: float) -> tuple[Request, ...]:
-        """The step could not be run: its requests are over, nothing of it counts. Returns them."""
+        """End the requests of a step that failed. Returns them."""
         if step is not self._step:
             raise StateError("fail() is for the step that schedule() returned last, once")
         self._step = None
@@ -144,7 +142,7 @@ class Scheduler:
         return failed
 
     def check(self) -> None:
-        """Raise unless every request is where its state says, and the cache's books agree."""
+        """Raise StateError if requests, lists and the metadata of the cache are inconsistent."""
         for request in self._waiting:
             if request.state is not RequestState.WAITING or request.allocation is not None:
                 raise StateError(f"{request!r} waits and holds KV, or is not waiting")
@@ -152,94 +150,94 @@ class Scheduler:
             if request.state is not RequestState.RUNNING or request.allocation is None:
                 raise StateError(f"{request!r} runs without KV, or is not running")
         if len({id(request) for request in (*self._waiting, *self._running)}) < len(self._waiting) + len(self._running):
-            raise StateError("a request is kept twice")
+            raise StateError("a request is listed twice")
         if len(self._running) != self.manager.stats.num_allocations:
             raise StateError(f"{len(self._running)} requests run, {self.manager.stats.num_allocations} hold KV")
         self.manager.check()
 
-    # ---- choosing --------------------------------------------------------------------------------------------------
+    # ---- selection -------------------------------------------------------------------------------------------------
 
-    def _continue(self, request: Request, choice: _StepBuilder, now: float) -> None:
-        """The next tokens of a running request, if need be at the cost of others that run."""
+    def _continue(self, request: Request, builder: _StepBuilder, now: float) -> None:
+        """Add the next tokens of a running request, preempting others if necessary."""
         if _held(request).is_loading and not self._is_ready(request, now):
             return
         known = request.chain.num_tokens - request.num_computed
-        count = min(known, choice.budget)
+        count = min(known, builder.budget)
         if not count:
             return
-        # Room for guesses is a wish: nobody is preempted for it.
-        guesses = min(len(request.draft), choice.budget - count) if known == 1 else 0
-        ahead = guesses + (self.config.lookahead_tokens if count == known else 0)
+        # Room for drafts is optional: no request is preempted for it.
+        drafts = min(len(request.draft), builder.budget - count) if known == 1 else 0
+        ahead = drafts + (self.config.lookahead_tokens if count == known else 0)
         if ahead and self.manager.allocate(_held(request), request.num_computed + count + ahead) is None:
-            choice.take(Row.of(request, count + guesses))
+            builder.take(Row.of(request, count + drafts))
             return
         while True:
             shortage = self.manager.allocate(_held(request), request.num_computed + count)
             if shortage is None:
-                choice.take(Row.of(request, count))
+                builder.take(Row.of(request, count))
                 return
             victim = self._victim(request, shortage)
             if victim is request and self._is_alone(request, shortage):
-                if self._let_fetches_go(request, shortage):
+                if self._end_prefetches(request, shortage):
                     continue
                 if self._is_moving(request, shortage):
-                    choice.is_full = True
+                    builder.is_full = True
                     return
-                # It has all there is. To begin again helps once, since copies of its own of what others have published
-                # go; but not twice from the same token: it would get as far, at the cost of another like it, for ever.
+                # It already has all blocks. A restart helps once, because it drops private copies of blocks that others
+                # have published, but not twice from the same token: two such requests would restart forever.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
-                    self._refuse(request, choice, _no_room(shortage))
+                    self._refuse(request, builder, _no_room(shortage))
                     return
                 request.stuck_at = request.chain.num_tokens
-            self._preempt(victim, choice, now)
+            self._preempt(victim, builder, now)
             if victim is request:
                 return
 
-    def _admit(self, choice: _StepBuilder, now: float) -> None:
-        """New and resumed requests, in order of priority and time waited; the first that does not fit ends it.
+    def _admit(self, builder: _StepBuilder, now: float) -> None:
+        """Admit waiting requests in order of priority and waiting time, up to the first that does not fit.
 
-        So a large request is not overtaken for ever by small ones behind it. Where only a tenant's quota is in its way,
-        the tenant's other requests wait behind it, and nobody else.
+        So small requests cannot overtake a large one forever. If only a quota is exceeded, only the other requests of
+        that tenant wait behind it.
         """
-        if not choice.budget or len(self._running) >= self.config.max_rows:
+        if not builder.budget or len(self._running) >= self.config.max_rows:
             return
         full: set[bytes] = set()
         for request in sorted(self._waiting, key=lambda request: self._rank(request, now)):
-            if not choice.budget or len(self._running) >= self.config.max_rows:
+            if not builder.budget or len(self._running) >= self.config.max_rows:
                 return
             if request.prefetch is not None and not self.manager.is_prefetched(request.prefetch, now=now):
-                continue  # its blocks are on their way; others go first
-            if tenant_of(request.chain.salt) in full or self._never_fits(request, choice):
+                continue  # its blocks are in flight; others go first
+            if tenant_of(request.chain.salt) in full or self._never_fits(request, builder):
                 continue
-            allocation = self._take_in(request, choice.budget, now)
+            allocation = self._allocate(request, builder.budget, now)
             if (
                 isinstance(allocation, Shortage)
                 and self._is_alone(request, allocation)
-                and self._let_fetches_go(request, allocation)
+                and self._end_prefetches(request, allocation)
             ):
-                allocation = self._take_in(request, choice.budget, now)
+                allocation = self._allocate(request, builder.budget, now)
             if allocation is None:
                 continue
             if isinstance(allocation, Shortage):
                 if self._is_alone(request, allocation) and not self._is_moving(request, allocation):
-                    self._refuse(request, choice, _no_room(allocation))
+                    self._refuse(request, builder, _no_room(allocation))
                 elif allocation.quota:
                     full.add(tenant_of(request.chain.salt))
                 else:
                     return
                 continue
-            stop = min(request.chain.num_tokens, allocation.num_cached_tokens + choice.budget)
+            stop = min(request.chain.num_tokens, allocation.num_cached_tokens + builder.budget)
             if stop == request.chain.num_tokens:
-                self.manager.allocate(allocation, stop + self.config.lookahead_tokens)  # a wish
+                self.manager.allocate(allocation, stop + self.config.lookahead_tokens)  # optional
             self._waiting.remove(request)
             self._running.append(request)
-            self._admitted(request, allocation, now)
+            self._on_admitted(request, allocation, now)
             if self._is_ready(request, now):
-                choice.take(Row.of(request, min(stop - allocation.num_cached_tokens, choice.budget)))
+                builder.take(Row.of(request, min(stop - allocation.num_cached_tokens, builder.budget)))
 
-    def _take_in(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
-        """KV for the first step of a request, or why there is no room; None if it waits for its blocks once more."""
+    def _allocate(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
+        """Allocate KV for the first step of a request, or return the shortage; None if it waits for blocks again."""
         allocation = self.manager.match(
             request.chain, now=now, retention=request.retention, may_load=request.may_load, prefetch=request.prefetch
         )
@@ -250,7 +248,7 @@ class Scheduler:
         ):
             self.manager.abort(allocation, now=now)
             return None
-        shortage = self._lacks_room(request, allocation)
+        shortage = self._shortage_with_others(request, allocation)
         if shortage is None:
             shortage = self.manager.allocate(
                 allocation, min(request.chain.num_tokens, allocation.num_cached_tokens + budget)
@@ -260,11 +258,11 @@ class Scheduler:
         self.manager.abort(allocation, now=now)
         return shortage
 
-    def _lacks_room(self, request: Request, allocation: Allocation) -> Shortage | None:
-        """Why a whole prompt has no room beside what others that run still need for theirs; None: it has, or is alone.
+    def _shortage_with_others(self, request: Request, allocation: Allocation) -> Shortage | None:
+        """Return the shortage if the whole prompt does not fit besides those that run; None if it runs alone.
 
-        Half of it would be computed and then preempted for want of the rest: twice the work, where nothing is cached
-        (16 users and room for 3 prompts, 2026-11-16).
+        Otherwise half of it would be computed and then preempted for lack of the rest: twice the work if nothing is
+        cached (16 users and room for 3 prompts, 2026-11-16).
         """
         prompts = [allocation, *(_held(each) for each in self._running if not each.is_generating)]
         own = [each for each in prompts if tenant_of(each.chain.salt) == tenant_of(request.chain.salt)]
@@ -275,60 +273,60 @@ class Scheduler:
         return None if shortage is None or self._is_alone(request, shortage) else shortage
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:
-        """Whether no other request runs that could give it room when it ends."""
+        """True if no other running request could free room when it ends."""
         others = (other for other in self._running if other is not request)
         return not any(_may_help(other.chain, request, shortage) for other in others)
 
     def _is_moving(self, request: Request, shortage: Shortage) -> bool:
-        """Whether transfers are under way that could give it room when they are done."""
+        """True if transfers in flight could free room when they end."""
         return any(_may_help(lease.chain, request, shortage) for lease in self.manager.transfers.leases)
 
-    def _let_fetches_go(self, request: Request | None = None, shortage: Shortage | None = None) -> bool:
-        """Those that wait hold what was fetched for them, on the device too: if that is in somebody's way, let go."""
-        holding = [other for other in self._waiting if other.prefetch is not None]
+    def _end_prefetches(self, request: Request | None = None, shortage: Shortage | None = None) -> bool:
+        """Release prefetched blocks of waiting requests: all, or those that could help with a shortage."""
+        prefetching = [other for other in self._waiting if other.prefetch is not None]
         if request is not None and shortage is not None:
-            holding = [other for other in holding if _may_help(other.chain, request, shortage)]
-        for other in holding:
-            self._end_fetch(other)
-        return bool(holding)
+            prefetching = [other for other in prefetching if _may_help(other.chain, request, shortage)]
+        for other in prefetching:
+            self._end_prefetch(other)
+        return bool(prefetching)
 
-    def _admitted(self, request: Request, allocation: Allocation, now: float) -> None:
+    def _on_admitted(self, request: Request, allocation: Allocation, now: float) -> None:
         request.state, request.allocation = RequestState.RUNNING, allocation
         request.num_computed = allocation.num_cached_tokens
-        self._end_fetch(request)
+        self._end_prefetch(request)
         request.scheduled_at = now if request.scheduled_at is None else request.scheduled_at
         if not request.num_preempted:
             request.num_cached_tokens, request.tokens_from = allocation.num_cached_tokens, allocation.tokens_from
             request.why_loaded = str(allocation.decision or "")
 
-    def _start_early(self, choice: _StepBuilder) -> None:
-        """Nobody else has work: the first whose blocks are on their way starts, and waits for them layer by layer.
+    def _start_early(self, builder: _StepBuilder) -> None:
+        """Start the first request whose blocks are in flight; it waits for them layer by layer.
 
-        Beside others it would hold them up, so then it waits for its blocks first.
+        Only if no other request has work: it would delay the other rows of a step.
         """
         for request in self._running:
             allocation = _held(request)
             loads = self.manager.overlap(allocation)
-            count = min(request.chain.num_tokens - request.num_computed, choice.budget)
+            count = min(request.chain.num_tokens - request.num_computed, builder.budget)
             if loads and count and self.manager.allocate(allocation, request.num_computed + count) is None:
-                choice.take(Row.of(request, count, loads))
+                builder.take(Row.of(request, count, loads))
                 return
 
     def _has_loaded(self, row: Row, now: float) -> bool:
-        """After a step: whether the blocks it waited for layer by layer have all arrived. If not, it starts again."""
+        """True if all blocks that the row waited for have arrived. Otherwise the request restarts."""
         if self._is_ready(row.request, now):
             return True
         if row.request.state is RequestState.RUNNING:
-            raise StateError(f"{row.request!r}: its loads were not reported before update()")
+            raise StateError(f"{row.request!r}: apply the reports of its loads before update()")
         return False
 
-    def _end_fetch(self, request: Request) -> None:
+    def _end_prefetch(self, request: Request) -> None:
         if request.prefetch is not None:
             self.manager.end_prefetch(request.prefetch)
             request.prefetch = None
 
     def _is_ready(self, request: Request, now: float) -> bool:
-        """Whether its cached blocks are on the device. What cannot be brought there is computed: it waits again."""
+        """True if its cached blocks are on the device. After a failed load it waits again, to compute them."""
         try:
             return self.manager.is_ready(_held(request))
         except LoadError:
@@ -336,8 +334,8 @@ class Scheduler:
             request.may_load = False
             return False
 
-    def _never_fits(self, request: Request, choice: _StepBuilder) -> bool:
-        """Refuse a request that could not run even alone."""
+    def _never_fits(self, request: Request, builder: _StepBuilder) -> bool:
+        """Refuse a request that does not fit even alone."""
         tokens, num_blocks = request.chain.num_tokens, self.manager.num_blocks
         quota = self.manager.tree.tiers[0].quota(request.chain.salt)
         if quota is not None:
@@ -350,22 +348,22 @@ class Scheduler:
             f"{tokens} tokens and one to generate do not fit: {whose} has room for {capacity} tokens, "
             f"a request may have {self.config.max_context}"
         )
-        self._refuse(request, choice, why)
+        self._refuse(request, builder, why)
         return True
 
-    def _refuse(self, request: Request, choice: _StepBuilder, why: str) -> None:
+    def _refuse(self, request: Request, builder: _StepBuilder, why: str) -> None:
         request.reason = why
         self._waiting.remove(request)
-        self._end_fetch(request)
+        self._end_prefetch(request)
         request.state = RequestState.REFUSED
-        choice.refused.append(request)
+        builder.refused.append(request)
 
     def _rank(self, request: Request, now: float) -> tuple[float, float]:
         waited = (now - request.arrival) / self.config.age_seconds
         return -(request.priority + waited), request.arrival
 
     def _victim(self, request: Request, shortage: Shortage) -> Request:
-        """Whose KV goes when there is too little: the lowest priority, and of those the one that came last."""
+        """Select the request to preempt: the lowest priority, and among those the latest arrival."""
         others = [
             (-other.priority, other.arrival, place)
             for place, other in enumerate(self._running)
@@ -373,13 +371,13 @@ class Scheduler:
         ]
         return self._running[max(others)[2]]
 
-    def _preempt(self, request: Request, choice: _StepBuilder, now: float) -> None:
+    def _preempt(self, request: Request, builder: _StepBuilder, now: float) -> None:
         self._to_waiting(request, now)
         request.num_preempted += 1
-        choice.give_back(request)
+        builder.give_back(request)
 
     def _to_waiting(self, request: Request, now: float) -> None:
-        """Let go of its KV; what it published stays to be found again."""
+        """Release the KV of a request; published blocks stay cached."""
         allocation = _held(request)
         if allocation.lease.committed:
             self.manager.preempt(allocation, now=now)
@@ -396,8 +394,8 @@ class Scheduler:
         request, allocation = row.request, _held(row.request)
         num_rejected = row.num_draft + 1 - len(result.tokens) if row.wants_token else 0
         if row.wants_token != bool(result.tokens) or num_rejected < 0 or num_rejected > row.num_draft:
-            raise ArgumentError(f"{request!r}: {len(result.tokens)} tokens for a row with {row.num_draft} guesses")
-        # of the guesses that are kept, the KV is there: they were fed
+            raise ArgumentError(f"{request!r}: {len(result.tokens)} tokens for a row with {row.num_draft} drafts")
+        # the KV of accepted drafts is computed: they were inputs of the step
         self.manager.extend(allocation, result.tokens)
         request.num_computed = row.stop - num_rejected
         request.draft = ()
@@ -416,7 +414,7 @@ class Scheduler:
             self._running.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
-            self._end_fetch(request)
+            self._end_prefetch(request)
         else:
             raise StateError(f"{request!r} is not in this scheduler")
         request.state = state
@@ -424,12 +422,12 @@ class Scheduler:
 
 
 def _may_help(chain: Chain, request: Request, shortage: Shortage) -> bool:
-    """Whether blocks of this chain could be of use: where a quota is in the way, only the tenant's own."""
+    """True if blocks of this chain could reduce the shortage: for a quota, only those of the same tenant."""
     return not shortage.quota or tenant_of(chain.salt) == tenant_of(request.chain.salt)
 
 
 def _no_room(shortage: Shortage) -> str:
-    return f"{shortage}; what is left is pinned. Unpin something, or ask later"
+    return f"{shortage}; the rest is pinned. Unpin a prompt, or try again later"
 
 
 def _held(request: Request) -> Allocation:
@@ -438,7 +436,7 @@ def _held(request: Request) -> Allocation:
 
 
 class _StepBuilder:
-    """A step being put together."""
+    """The rows of a step during its construction."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -446,15 +444,15 @@ class _StepBuilder:
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
         self.is_full = False
-        """Whether somebody stays without a row until transfers under way give room, or turn out not to."""
+        """True if a running request must wait for transfers in flight to free room."""
 
     def take(self, row: Row) -> None:
-        """A row more."""
+        """Add a row."""
         self.rows.append(row)
         self.budget -= row.num_tokens
 
     def give_back(self, request: Request) -> None:
-        """A request is preempted, perhaps one that had a row."""
+        """Record a preempted request and remove its row."""
         self.preempted.append(request)
         for row in [row for row in self.rows if row.request is request]:
             self.rows.remove(row)

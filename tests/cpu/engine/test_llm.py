@@ -209,7 +209,7 @@ def test_an_engine_that_breaks_down_tells_whoever_waits(runner):
 
     stream = runner.stream("Once", ENDLESS)
     next(stream)
-    runner.call(lambda engine: engine.control("break", broken)).result()
+    runner.call(lambda engine: engine.control(broken)).result()
     with pytest.raises(ClosedError, match="engine failed") as caught:
         list(stream)
     assert isinstance(caught.value.__cause__, OSError)
@@ -228,7 +228,7 @@ def test_calls_that_wait_when_the_engine_breaks_down_or_is_closed_are_answered(l
         go_on.wait(60)
         raise OSError("the power is off")
 
-    runner.call(lambda engine: engine.control("break", broken)).result()
+    runner.call(lambda engine: engine.control(broken)).result()
     assert entered.wait(60)
     waiting = runner.call(lambda engine: engine.has_work())  # behind the step that will not end well
     go_on.set()

@@ -137,14 +137,14 @@ def test_what_cannot_be_shared_equally_is_refused_before_anything_starts(config,
 
 
 def test_options_that_cannot_be_are_refused_before_anything_starts():
-    with pytest.raises(ArgumentError, match="4 KV heads cannot be cut into 3 shards"):
+    with pytest.raises(ArgumentError, match="4 KV heads cannot be split into 3 equal shards"):
         Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(8), tensor_parallel=3))
     with pytest.raises(ArgumentError, match="4 ranks cannot divide 2 shards"):
         Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(8), tensor_parallel=4, kv_shards=2))
     config = EngineConfig(BLOCK, CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),)), tensor_parallel=2)
     with pytest.raises(ArgumentError, match="each opens its own: give its URL"):
         Engine(MODEL, config=config, stores={"disk": MemoryStore(1 << 20)})
-    with pytest.raises(RangeError, match="tensor_parallel is 1 or more"):
+    with pytest.raises(RangeError, match="tensor_parallel must be at least 1"):
         EngineConfig(tensor_parallel=0)
     assert not children()
 

@@ -116,7 +116,7 @@ def test_encode_with_max_tokens_never_refuses_what_fits(text, max_tokens):
 def test_encode_of_too_many_bytes_names_the_numbers():
     tokenizer = make(None)
     assert tokenizer.max_token_bytes == len("<|im_start|>")
-    with pytest.raises(RangeError, match="25 bytes are more than 2 tokens, of at most 12 bytes"):
+    with pytest.raises(RangeError, match="has 25 bytes; 2 tokens of at most 12 bytes"):
         tokenizer.encode("x" * 25, max_tokens=2)
     with pytest.raises(RangeError, match="more than 2000 tokens"):
         tokenizer.encode("x" * 20_000, max_tokens=2000)
