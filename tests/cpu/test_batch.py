@@ -135,7 +135,7 @@ class SlotMachine(RuleBasedStateMachine):
             self.done = 0
             self.step += 1
         else:
-            with pytest.raises(StateError, match="still carries"):
+            with pytest.raises(StateError, match="is not finished"):
                 self.batch.begin(self.step, Permutation.identity(1), ["a"], [1])
 
     @rule()
