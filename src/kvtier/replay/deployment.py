@@ -51,7 +51,7 @@ def route(
     choices = (
         np.random.default_rng(seed).integers(0, num_replicas, len(requests)).tolist()
         if routing is Routing.RANDOM
-        else _PrefixRouter(num_replicas).choose(requests)
+        else _route_by_prefix(requests, num_replicas)
     )
     parts: list[list[TraceRequest]] = [[] for _ in range(num_replicas)]
     for request, choice in zip(requests, choices, strict=True):
@@ -59,43 +59,32 @@ def route(
     return [tuple(part) for part in parts]
 
 
-class _PrefixRouter:
-    """Remembers every path it sent to each replica, without feedback from the replicas.
+def _route_by_prefix(requests: Sequence[TraceRequest], num_replicas: int) -> list[int]:
+    """Return a replica per request: the one that received the longest part of its prompt, then the least loaded.
 
-    Load is the number of computed tokens, decayed with a half-life. Replicas above `_SLACK` times the mean load are
-    skipped.
+    The router gets no feedback from the replicas. Load is the number of computed tokens, decayed with a half-life.
+    Replicas above `_SLACK` times the mean load are skipped.
     """
-
-    def __init__(self, num_replicas: int) -> None:
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._replicas: dict[int, int] = {}  # path number -> bit mask of the replicas it was sent to
-        self._load = np.zeros(num_replicas)
-
-    def choose(self, requests: Sequence[TraceRequest]) -> list[int]:
-        choices, before = [], 0.0
-        for request in requests:
-            self._load *= 0.5 ** ((request.timestamp_ms - before) / _HALF_LIFE_MS)
-            before = request.timestamp_ms
-            paths = number_paths(request.prompt_ids, self._numbers)
-            choice, num_known = self._best(paths)
-            self._load[choice] += request.input_tokens - num_known * request.block_tokens
-            for path in paths:
-                self._replicas[path] = self._replicas.get(path, 0) | 1 << choice
-            choices.append(choice)
-        return choices
-
-    def _best(self, paths: list[int]) -> tuple[int, int]:
-        """Return the replica with the longest leading run of the paths, then the lowest load, and that length."""
-        limit = _SLACK * self._load.mean() + 1
-        able = [replica for replica in range(len(self._load)) if self._load[replica] <= limit]
-        lengths = dict.fromkeys(able, 0)
-        for number, path in enumerate(paths, 1):
-            holding = [replica for replica in able if self._replicas.get(path, 0) >> replica & 1]
+    numbers: dict[tuple[int, int], int] = {}
+    sent: dict[int, int] = {}  # path number -> bit mask of the replicas it was sent to
+    load = np.zeros(num_replicas)
+    choices, before = [], 0.0
+    for request in requests:
+        load *= 0.5 ** ((request.timestamp_ms - before) / _HALF_LIFE_MS)
+        before = request.timestamp_ms
+        paths = number_paths(request.prompt_ids, numbers)
+        lengths = dict.fromkeys(np.flatnonzero(load <= _SLACK * load.mean() + 1).tolist(), 0)
+        for count, path in enumerate(paths, 1):
+            holding = [replica for replica in lengths if sent.get(path, 0) >> replica & 1]
             if not holding:
                 break
-            lengths.update(dict.fromkeys(holding, number))
-        best = max(able, key=lambda replica: (lengths[replica], -self._load[replica]))
-        return best, lengths[best]
+            lengths.update(dict.fromkeys(holding, count))
+        choice = max(lengths, key=lambda replica: (lengths[replica], -load[replica]))
+        load[choice] += request.input_tokens - lengths[choice] * request.block_tokens
+        for path in paths:
+            sent[path] = sent.get(path, 0) | 1 << choice
+        choices.append(choice)
+    return choices
 
 
 @dataclass(frozen=True, slots=True)

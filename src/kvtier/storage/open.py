@@ -253,8 +253,12 @@ def _open_remote(
 ) -> Store:
     """Read the options that all servers share, connect, and return the store."""
     file, ttl_s = options.text("secret"), options.seconds("ttl", 0.0) or None
-    cipher = Cipher(_read_secret(options, file) if file else secret or b"") if file or secret is not None else None
-    envelope = Envelope(cipher, _compression(options), ttl_s)
+    if file:
+        try:
+            secret = Path(file).read_bytes()
+        except OSError as error:
+            raise ArgumentError(f"{options.shown}: cannot read the secret: {error}") from error
+    envelope = Envelope(None if secret is None else Cipher(secret), _compression(options), ttl_s)
     timeout_s = options.seconds("timeout", DEFAULT_TIMEOUT_S)
     retry = Retry(options.number("retries", Retry().num_retries))
     num_threads = options.number("threads", num_threads)
@@ -269,13 +273,6 @@ def _open_remote(
     return RemoteStore(
         bucket, options.shown, envelope=envelope, num_threads=num_threads, timeout_s=timeout_s, retry=retry
     )
-
-
-def _read_secret(options: _UrlOptions, file: str) -> bytes:
-    try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise ArgumentError(f"{options.shown}: cannot read the secret: {error}") from error
 
 
 def _compression(options: _UrlOptions) -> Compression:
