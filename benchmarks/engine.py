@@ -69,7 +69,7 @@ def main() -> None:
     peers = engine_peers.Peers(options.vllm_python, options.node_llama)
     others = peers.seconds(peer, peer_cases(tokenizer, options.rounds), options.threads)
     bars = [check(model, tokenizer, peer)] if options.check else []
-    rows, more_bars = beside_transformers(model, tokenizer, peer, options.rounds)
+    rows, more_bars = compare_with_transformers(model, tokenizer, peer, options.rounds)
     for name, seconds in others.items():
         for row in rows:
             case = str(row["case"])
@@ -89,7 +89,7 @@ def make_engine(model: Model, tokenizer: Tokenizer, *, prefix_caching: bool = Tr
     return Engine(model, tokenizer, EngineConfig(cache=cache, scheduler=SchedulerConfig(64, max(PREFILLS))))
 
 
-def beside_transformers(
+def compare_with_transformers(
     model: Model, tokenizer: Tokenizer, peer: Any, rounds: int
 ) -> tuple[list[dict[str, object]], list[Bar]]:
     """Measure prefill, decode of one sequence, and decode of sixteen."""

@@ -72,8 +72,8 @@ def measure(name: str, num_steps: int) -> Row:
     """Measure one case: the median and the mean step."""
     engine, forward, whole = new_engine(has_tiers=name != "device"), Timer(), Timer()
     engine.groups[0].logits = forward.around(engine.groups[0].logits)  # type: ignore[method-assign]
-    beside = [[3 + i] * LOADED for i in range(16)] if name == "loads and saves" else []
-    for prompt in beside:
+    loaded_prompts = [[3 + i] * LOADED for i in range(16)] if name == "loads and saves" else []
+    for prompt in loaded_prompts:
         run(engine, prompt)
     for i in range(ROWS):
         engine.add([100 + i] * PROMPT, SamplingParams(max_tokens=4000 - PROMPT, ignore_eos=True))
@@ -82,8 +82,8 @@ def measure(name: str, num_steps: int) -> Row:
     wall, cpu = [], []
     before = engine.manager.transfers.counts
     for number in range(num_steps):
-        if beside and number % EVERY == 0:
-            prompt = beside[number // EVERY % len(beside)]
+        if loaded_prompts and number % EVERY == 0:
+            prompt = loaded_prompts[number // EVERY % len(loaded_prompts)]
             engine.tiers.demote(engine.chain(prompt))
             engine.add([*prompt, number % 500 + 1], SamplingParams(max_tokens=1))
         wall_before, cpu_before = whole.wall - forward.wall, whole.cpu - forward.cpu

@@ -198,7 +198,7 @@ def check(results: object) -> None:
     assert results.ok, [each for each in results if not each.ok][:3]  # type: ignore[attr-defined]
 
 
-def beside_raw(
+def compare_with_raw(
     place: Callable[[Path, memoryview], contextlib.AbstractContextManager[tuple[dict[str, Store], Raw]]],
     memory: memoryview,
     num_batches: int,
@@ -242,7 +242,7 @@ def main() -> None:
     bars: list[Bar] = []
     for part in (redis_single, redis_cluster, s3, mooncake):
         if options.only in ("", part.__name__):
-            more, more_bars = beside_raw(part, memory, options.batches, options.rounds)
+            more, more_bars = compare_with_raw(part, memory, options.batches, options.rounds)
             rows, bars = [*rows, *more], [*bars, *more_bars]
     print_table(rows)
     for engine_part in (stores_engine.ttft, stores_engine.decision):

@@ -201,7 +201,7 @@ def decoding(engine: Engine) -> tuple[list[Row], list[Bar]]:
     print_table(rows)
     lost = 1 - medians["alone"] / medians["loads and saves"]
     rate = moved / sum(steps["loads and saves"]) / 1e9
-    print(f"moved beside it {rate:.1f} GB/s, sum of both directions")
+    print(f"transfers during decoding: {rate:.1f} GB/s, sum of both directions")
     rows.append({"case": "moved beside decode", "GB/s": rate})
     return rows, [at_most("share of decode lost to loads and saves", lost, 0.05)]
 

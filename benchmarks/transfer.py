@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="compare sizes of the staging ring and of its kernel")
     options = parser.parse_args()
     if options.tune:
-        from benchmarks.transfer_beside import tune
+        from benchmarks.transfer_overlap import tune
 
         report("transfer_tune", tune(), [], options.results)
     elif options.device == "cuda":

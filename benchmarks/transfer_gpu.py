@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from benchmarks.report import Bar, Row, at_least, at_most, print_table
-from benchmarks.transfer_beside import Products, Vectors, measure_beside, measure_layers
 from benchmarks.transfer_cases import (
     FORMS,
     GPU,
@@ -36,6 +35,7 @@ from benchmarks.transfer_cases import (
     make_case,
     spin,
 )
+from benchmarks.transfer_overlap import Products, Vectors, measure_layers, measure_overlap
 from benchmarks.transfer_peers import AncestorSwap
 from kvtier.memory import Event, calibrate, cost_table
 from kvtier.transfer import CompiledTransfer, TransferHandle
@@ -51,7 +51,7 @@ def measure_gpu() -> tuple[list[Row], list[Bar]]:
     link = Link()
     compute = {"GEMM": Products(), "GEMV": Vectors()}
     alone: list[Row] = []
-    beside: list[Row] = []
+    overlapped: list[Row] = []
     both: list[Row] = []
     layers: list[Row] = []
     overtaking: list[Row] = []
@@ -62,7 +62,7 @@ def measure_gpu() -> tuple[list[Row], list[Bar]]:
             host = case.host
             for direction in Direction:
                 alone += measure_alone(case, direction, link)
-                beside += [measure_beside(case, direction, link, name, each) for name, each in compute.items()]
+                overlapped += [measure_overlap(case, direction, link, name, each) for name, each in compute.items()]
             both.append(measure_both(case, link))
             if shape == "Llama-3-8B, 16 tokens":
                 layers.append(measure_layers(case))
@@ -71,10 +71,10 @@ def measure_gpu() -> tuple[list[Row], list[Bar]]:
             del case
             torch.cuda.empty_cache()
         host.free()
-    for part in (alone, beside, both, layers, overtaking):
+    for part in (alone, overlapped, both, layers, overtaking):
         print_table(part)
-    bars = [at_most("calibration, s", seconds, 3.0), *_bars(alone, beside, both, layers)]
-    rows = [{**row, "of": name} for name, part in _named(alone, beside, both, layers, overtaking) for row in part]
+    bars = [at_most("calibration, s", seconds, 3.0), *_bars(alone, overlapped, both, layers)]
+    rows = [{**row, "of": name} for name, part in _named(alone, overlapped, both, layers, overtaking) for row in part]
     return [*rows, {"of": "calibration", "seconds": seconds, "links": dict(cost_table(GPU).links)}], bars
 
 
@@ -82,7 +82,7 @@ def _named(*parts: list[Row]) -> list[tuple[str, list[Row]]]:
     return list(zip(("alone", "beside", "both", "layers", "overtaking"), parts, strict=True))
 
 
-def _bars(alone: list[Row], beside: list[Row], both: list[Row], layers: list[Row]) -> list[Bar]:
+def _bars(alone: list[Row], overlapped: list[Row], both: list[Row], layers: list[Row]) -> list[Bar]:
     bars = [
         at_least(f"alone, {size}: worst share of the link", worst(alone, "of limit", moved=size), 0.96)
         for size in ("64 MiB", "1 GiB")
@@ -91,8 +91,8 @@ def _bars(alone: list[Row], beside: list[Row], both: list[Row], layers: list[Row
     for form, limits in (("block-first", {"GEMM": 0.03, "GEMV": 0.08}), ("layer-first", {"GEMM": 0.06, "GEMV": 0.14})):
         for name, most in limits.items():
             here = {"form": form, "compute": name}
-            bars.append(at_least(f"{form} beside {name}: worst share", worst(beside, "of limit", **here), 0.94))
-            bars.append(at_most(f"{form} beside {name}: most lost", worst(beside, "lost", most=True, **here), most))
+            bars.append(at_least(f"{form} beside {name}: worst share", worst(overlapped, "of limit", **here), 0.94))
+            bars.append(at_most(f"{form} beside {name}: most lost", worst(overlapped, "lost", most=True, **here), most))
     many = [row for row in alone if row["moved"] == "1 GiB" and int(str(row["copies"])) >= MANY]
     bars.append(at_most(f"host us per copy, bursts of {BURST} x 1 GiB", worst(many, "host us", most=True), 1.5))
     bars += [at_most(f"layer-wise load, {row['form']}: total over allowed", _float(row["over"]), 1.0) for row in layers]

@@ -152,7 +152,7 @@ def count_long_lines() -> int:
 MEASURES = (
     Measure("marked texts in src, %", 13.0, 1.0, lambda: marked_percent("src")),
     Measure("marked texts in tests, %", 9.0, 1.0, lambda: marked_percent("tests")),
-    Measure("marked texts in benchmarks, %", 10.0, 1.0, lambda: marked_percent("benchmarks")),
+    Measure("marked texts in benchmarks, %", 1.0, 1.0, lambda: marked_percent("benchmarks")),
     Measure("marked texts in pages without the notebook, %", 3.5, 1.5, marked_percent),
     Measure("texts in src that open with a wh-word", 500, 40, lambda: count_openers("src")),
     Measure("docstrings in src of at most 4 words", 290, 40, lambda: count_short_docstrings("src")),

@@ -44,6 +44,17 @@ def test_commands_of_a_page_are_accepted(page):
         parser.parse_args(shlex.split(command, comments=True))
 
 
+@pytest.mark.parametrize("page", [page for page in DOCS if not page.name.startswith("log")], ids=lambda path: path.name)
+def test_benchmarks_and_make_targets_of_a_page_exist(page):
+    text = page.read_text()
+    for name, options in re.findall(r"python -m benchmarks\.(\w+)((?: --?[\w-]+(?: [\w/.]+)?)*)", text):
+        source = (ROOT / "benchmarks" / f"{name}.py").read_text()
+        assert [flag for flag in re.findall(r"--[a-z-]+", options) if f'"{flag}"' not in source] == []
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    mentioned = re.findall(r"^    make ([a-z]+)|`make ([a-z]+)", text, re.MULTILINE)
+    assert {first or second for first, second in mentioned} <= {*targets}
+
+
 def test_planner_commands_run_on_a_generated_trace(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "planner.md").read_text().replace("\\\n", " ")

@@ -62,7 +62,7 @@ class Vectors(Products):
         torch.mv(self.a, self.b, out=self.out)
 
 
-def measure_beside(case: Case, direction: Direction, link: Link, name: str, compute: Products) -> Row:
+def measure_overlap(case: Case, direction: Direction, link: Link, name: str, compute: Products) -> Row:
     """Measure 1 GiB during compute: the rate, and the share of the overlapped time that compute loses.
 
     Steps during the transfer are compared with those before and after it in the same run: between runs the clock of a
@@ -71,7 +71,7 @@ def measure_beside(case: Case, direction: Direction, link: Link, name: str, comp
     """
     device_ids, host_ids = case.ids(LARGE)
     compiled = case.manager.compile(direction, device_ids, host_ids, urgent=True)
-    rates, losses, alone, beside = [], [], [], []
+    rates, losses, alone, during = [], [], [], []
     for attempt in range(ROUNDS + 1):
         gate, marks = compute.start()
         transfer = case.manager.submit(compiled, urgent=True, after=gate)
@@ -91,7 +91,7 @@ def measure_beside(case: Case, direction: Direction, link: Link, name: str, comp
             rates.append(link.seconds(direction, compiled.nbytes) / seconds)
             losses.append(1 - quiet / loud)
             alone.append(quiet)
-            beside.append(loud)
+            during.append(loud)
     return {
         "shape": case.shape,
         "form": case.form,
@@ -102,7 +102,7 @@ def measure_beside(case: Case, direction: Direction, link: Link, name: str, comp
             losses
         ),  # below 0: steps during the transfer were faster than the line, which is its error
         "step alone ms": statistics.median(alone),
-        "step beside ms": statistics.median(beside),
+        "step beside ms": statistics.median(during),
         "overlapped": bool(end < times[-1]),
     }
 
@@ -171,7 +171,7 @@ def tune() -> list[Row]:
         host = case.host
         for direction in Direction:
             for name, each in compute.items():
-                row = measure_beside(case, direction, link, name, each)
+                row = measure_overlap(case, direction, link, name, each)
                 rows.append({"chunk MiB": chunk, "slots": slots, "blocks": blocks, **row})
         case.manager.close()
         del case
