@@ -146,7 +146,7 @@ def test_default_allocator_without_gpu_raises(text):
         default_allocator(Placement.parse(text))
 
 
-# ---- Allocator.from_callables ----
+# ---- custom allocators ----
 
 
 def test_from_callables_allocates_exact_sizes_and_frees_all(placement):

@@ -1,4 +1,4 @@
-"""make mutate: the changes it makes, and what it reports of a small project."""
+"""make mutate: the mutants it generates, and its report on a small project."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ def on_gpu(items):
     items.sort()
     items.count -= 1
     with suppress(KeyError):
-        return [each for each in items if each < 5][-1]
+        return [item for item in items if item < 5][-1]
 """
 CHANGED = [
     ("if value is None or not limit:", "if value is not None or not limit:"),
@@ -41,11 +41,11 @@ CHANGED = [
     ("items.count -= 1", "items.count += 1"),
     ("items.count -= 1", "items.count -= 2"),
     ("with suppress(KeyError):", "if True:"),
-    ("return [each for each in items if each < 5][-1]", "return None"),
-    ("return [each for each in items if each < 5][-1]", "return [each for each in items if each <= 5][-1]"),
-    ("return [each for each in items if each < 5][-1]", "return [each for each in items if each >= 5][-1]"),
-    ("return [each for each in items if each < 5][-1]", "return [each for each in items if each < 6][-1]"),
-    ("return [each for each in items if each < 5][-1]", "return [each for each in items if each < 5][-2]"),
+    ("return [item for item in items if item < 5][-1]", "return None"),
+    ("return [item for item in items if item < 5][-1]", "return [item for item in items if item <= 5][-1]"),
+    ("return [item for item in items if item < 5][-1]", "return [item for item in items if item >= 5][-1]"),
+    ("return [item for item in items if item < 5][-1]", "return [item for item in items if item < 6][-1]"),
+    ("return [item for item in items if item < 5][-1]", "return [item for item in items if item < 5][-2]"),
 ]
 TESTS = """\
 from sample.module import clip
@@ -94,11 +94,11 @@ def project(folder: Path) -> Path:
 
 def test_find_mutants_changes_one_place_at_a_time(tmp_path):
     mutants = find_mutants(project(tmp_path), "src/sample/module.py")
-    assert sorted((each.line, each.becomes) for each in mutants) == sorted(CHANGED)
-    for each in mutants:
-        ast.parse(each.source)
-        before, after = MODULE.split("\n"), each.source.decode().split("\n")
-        assert [k + 1 for k, line in enumerate(after) if line != before[k]] == [each.number]
+    assert sorted((mutant.line, mutant.becomes) for mutant in mutants) == sorted(CHANGED)
+    for mutant in mutants:
+        ast.parse(mutant.source)
+        before, after = MODULE.split("\n"), mutant.source.decode().split("\n")
+        assert [k + 1 for k, line in enumerate(after) if line != before[k]] == [mutant.number]
 
 
 def test_mutate_of_a_project_reports_every_outcome(tmp_path):
@@ -111,7 +111,7 @@ def test_mutate_of_a_project_reports_every_outcome(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     *_, row = json.loads(done.stdout.splitlines()[-1])["rows"]
-    # continue in place of break does not end; a loop that breaks at once may as well not run
+    # `continue` for `break` never ends (timeout); `while False` survives, because the loop breaks at once
     counts = {name: row[name] for name in ("mutants", "killed", "timeout", "survived", "equivalent", "gpu")}
     assert counts == {"mutants": 19, "killed": 7, "timeout": 1, "survived": 1, "equivalent": 1, "gpu": 9}
     assert "+ while False:" in done.stdout
@@ -124,5 +124,5 @@ def test_mutants_toml_names_existing_mutants_and_tests():
     for group in plan.groups:
         modules = plan.modules(group)
         assert modules
-        assert plan.unmatched([each for file in modules for each in find_mutants(ROOT, file)], set(modules)) == []
+        assert plan.unmatched([mutant for file in modules for mutant in find_mutants(ROOT, file)], set(modules)) == []
         assert all((ROOT / test).exists() for module in modules for test in plan.tests(group, module))

@@ -31,17 +31,17 @@ NOT_A_FOLDER = "/dev/null/kvtier"
 
 
 def compiled() -> MemoryNative:
-    found = native()
-    return found.code or pytest.skip(found.reason)
+    loaded = native()
+    return loaded.code or pytest.skip(loaded.reason)
 
 
-def a_compiler() -> str:
-    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    return found or pytest.skip("this machine has no C compiler")
+def c_compiler() -> str:
+    compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    return compiler or pytest.skip("this machine has no C compiler")
 
 
-def in_a_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Native:
-    """The native code as a new process with these variables would find it."""
+def load_as_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Native:
+    """Load the native code as a new process with these environment variables would."""
     for name, value in environment.items():
         if value is None:
             monkeypatch.delenv(name, raising=False)
@@ -50,7 +50,7 @@ def in_a_new_process(monkeypatch: pytest.MonkeyPatch, **environment: str | None)
     return native.__wrapped__()
 
 
-def check_that_it_copies(loaded: Native) -> None:
+def assert_copies(loaded: Native) -> None:
     assert loaded.code is not None, loaded.reason
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     loaded.code.copy(table_of(source, [(10, 50, 20)], target))
@@ -59,7 +59,7 @@ def check_that_it_copies(loaded: Native) -> None:
 
 
 def table_of(source: np.ndarray, pieces: Sequence[tuple[int, int, int]], target: np.ndarray) -> np.ndarray:
-    """The rows (source addresses, target addresses, sizes) of pieces (source offset, target offset, size)."""
+    """Return rows of source addresses, target addresses and sizes for (source offset, target offset, size) pieces."""
     table = np.empty((3, len(pieces)), np.int64)
     table[:] = np.array(pieces, np.int64).reshape(-1, 3).T
     table[0] += source.ctypes.data
@@ -95,26 +95,26 @@ sizes_of_pieces = st.lists(
 
 
 @given(sizes=sizes_of_pieces, threads=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
-@example(sizes=[1], threads=8, seed=0)  # seven shares of nothing
+@example(sizes=[1], threads=8, seed=0)  # seven empty shares
 @example(sizes=[0, 0], threads=8, seed=0)
-@example(sizes=[3 * MIB + 1], threads=5, seed=1)  # every share but the first begins inside the one piece
+@example(sizes=[3 * MIB + 1], threads=5, seed=1)  # all shares except the first begin inside the piece
 @example(sizes=[1] * 50 + [2 * MIB] + [1] * 50, threads=4, seed=2)
-@example(sizes=[512 * KIB] * 4, threads=4, seed=3)  # every share begins with a piece
+@example(sizes=[512 * KIB] * 4, threads=4, seed=3)  # each share begins at a piece
 @example(sizes=[0, 700 * KIB, 0, 0, 700 * KIB, 0], threads=2, seed=4)
 @example(sizes=[MIB - 1, 1, 1, MIB - 1], threads=3, seed=5)
-@example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # enough for stores to go past the cache
+@example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # large enough for non-temporal stores
 @example(sizes=[16 * MIB - 3, 4097, 63, 64, 65, 511], threads=3, seed=7)
-@example(sizes=[100], threads=1000, seed=7)  # more than it ever starts
+@example(sizes=[100], threads=1000, seed=7)  # more than the maximum
 @settings(max_examples=60, deadline=None)
 def test_native_copy_with_any_thread_count_matches_numpy(sizes, threads, seed):
     code = compiled()
     random = np.random.default_rng(seed)
     gaps = random.integers(0, 64, 2 * len(sizes))
-    room = sum(sizes) + int(gaps.sum())
-    source = random.integers(0, 256, room, np.uint8)
-    target = random.integers(0, 256, room, np.uint8)
+    total = sum(sizes) + int(gaps.sum())
+    source = random.integers(0, 256, total, np.uint8)
+    target = random.integers(0, 256, total, np.uint8)
     places = np.cumsum([0, *sizes[:-1]]) + np.cumsum(gaps[: len(sizes)])
-    order = random.permutation(len(sizes))  # the pieces lie in the target in another order than in the source
+    order = random.permutation(len(sizes))  # the target order differs from the source order
     ends = np.cumsum(np.array(sizes)[order] + gaps[len(sizes) :])
     starts = np.empty(len(sizes), np.int64)
     starts[order] = ends - np.array(sizes)[order]
@@ -133,8 +133,8 @@ def test_native_copy_with_any_thread_count_matches_numpy(sizes, threads, seed):
 def test_native_copy_thread_count_grows_with_size():
     code = compiled()
     source, target = np.arange(12 * MIB // 4, dtype=np.uint32).view(np.uint8), np.zeros(12 * MIB, np.uint8)
-    most = min(8, len(os.sched_getaffinity(0)))
-    assert code.copy(table_of(source, [(0, 0, 12 * MIB)], target)) == min(most, 6)
+    max_threads = min(8, len(os.sched_getaffinity(0)))
+    assert code.copy(table_of(source, [(0, 0, 12 * MIB)], target)) == min(max_threads, 6)
     np.testing.assert_array_equal(target, source)
     assert code.copy(table_of(source, [(0, 0, 2 * MIB)], target)) == 1
 
@@ -151,7 +151,7 @@ def test_native_copy_accepts_slice_of_columns():
 
 
 def test_native_copy_accepts_single_column_of_any_strides():
-    """numpy calls one column contiguous whatever its strides, so ascontiguousarray leaves them as they are."""
+    """numpy regards a single column as contiguous with any strides, so ascontiguousarray keeps them."""
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     table = np.ascontiguousarray(np.array([[source.ctypes.data, target.ctypes.data, 20]]).T)
     assert table.strides != (8, 8)
@@ -174,9 +174,9 @@ def test_native_copy_with_non_contiguous_rows_raises():
         compiled().copy(np.zeros((3, 8), np.int64)[:, ::2])
 
 
-# ---- the twins ----
+# ---- native code against numpy ----
 
-# close together, so that entries often touch and overlap
+# small offsets, so that entries often touch and overlap
 entries_close_together = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([1, 4, 4, 4, 9])), min_size=1, max_size=20
 )
@@ -192,12 +192,12 @@ def test_native_scan_of_touching_entries_matches_numpy(rows, ascending, scopes):
     rows = sorted(rows, key=lambda row: row[1]) if ascending else rows
     table = np.array(rows, np.int64).T.copy(order="C")
     for scope in (None, np.array(scopes[: len(rows)], np.int64)):
-        expected, found = scan(table, scope), compiled().scan(table, scope)
+        expected, result = scan(table, scope), compiled().scan(table, scope)
         for name in ("disjoint", "independent", "nbytes"):
-            assert getattr(found, name) == getattr(expected, name), name
-        assert (found.starts is None) == (expected.starts is None)
+            assert getattr(result, name) == getattr(expected, name), name
+        assert (result.starts is None) == (expected.starts is None)
         if expected.starts is not None:
-            np.testing.assert_array_equal(found.starts, expected.starts)
+            np.testing.assert_array_equal(result.starts, expected.starts)
 
 
 @given(
@@ -211,12 +211,12 @@ def test_native_fill_rows_matches_numpy(places, unit, sizes):
     capacity = 20
     counts = np.full(len(places), sizes) if isinstance(sizes, int) else np.array(sizes[: len(places)])
     table = np.ascontiguousarray(np.vstack([np.array(places, np.int64).T * unit, counts]))
-    expected, found = (np.zeros(10 + 2 * capacity, np.uint32) for _ in range(2))
+    expected, block = (np.zeros(10 + 2 * capacity, np.uint32) for _ in range(2))
     size = fill_rows(table, capacity, expected)
-    assert compiled().fill_rows(table, capacity, found.ctypes.data) == size
+    assert compiled().fill_rows(table, capacity, block.ctypes.data) == size
     if size:
         assert size == counts[0]
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(block, expected)
 
 
 def test_native_copy_runs_on_two_streams_at_once():
@@ -241,32 +241,32 @@ def test_native_copy_runs_on_two_streams_at_once():
 
 
 def test_native_code_is_compiled_into_cache_directory(monkeypatch, tmp_path):
-    a_compiler()
-    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
-    check_that_it_copies(found)
-    [library] = tmp_path.iterdir()  # and nothing else is left there
+    c_compiler()
+    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
+    assert_copies(found)
+    [library] = tmp_path.iterdir()  # and no other file
     assert library.suffix == ".so"
     assert str(library) in found.reason
 
 
 def test_native_code_in_cache_is_reused(monkeypatch, tmp_path):
-    a_compiler()
-    in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
+    c_compiler()
+    load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
     [library] = tmp_path.iterdir()
     before = library.stat()
-    found = in_a_new_process(monkeypatch, CC="false", PATH=NOT_A_FOLDER)  # no compiler could make it anew
-    check_that_it_copies(found)
+    found = load_as_new_process(monkeypatch, CC="false", PATH=NOT_A_FOLDER)  # no compiler is available
+    assert_copies(found)
     assert (library.stat().st_ino, library.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_native_code_damaged_in_cache_is_recompiled(monkeypatch, tmp_path):
-    a_compiler()
-    in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "whole"), CC=None)
+    c_compiler()
+    load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "whole"), CC=None)
     [library] = (tmp_path / "whole").iterdir()
     (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / library.name).write_bytes(b"")  # as a full disk or a lost machine leaves it
-    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "damaged"), CC=None)
-    check_that_it_copies(found)
+    (tmp_path / "damaged" / library.name).write_bytes(b"")  # as after a full disk or a crash
+    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "damaged"), CC=None)
+    assert_copies(found)
 
 
 PLANTED = """
@@ -277,18 +277,18 @@ __attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """The library, compiled once."""
-    a_compiler()
+    """Compile the library once per module."""
+    c_compiler()
     folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
-        in_a_new_process(patch, KVTIER_CACHE_DIR=str(folder), CC=None)
+        load_as_new_process(patch, KVTIER_CACHE_DIR=str(folder), CC=None)
     [library] = folder.iterdir()
     return library
 
 
 @pytest.fixture
 def quick_compiler(monkeypatch, tmp_path, built) -> None:
-    """A compiler that takes no time: it copies what the real one made."""
+    """Set CC to a script that copies the compiled library, which is faster than compiling."""
     script = tmp_path / "quick-cc"
     script.write_text(f'#!/bin/sh\nfor last; do :; done\ncat {built} > "$last"\nchmod +x "$last"\n')
     script.chmod(0o700)
@@ -297,21 +297,21 @@ def quick_compiler(monkeypatch, tmp_path, built) -> None:
 
 @pytest.fixture
 def planted(monkeypatch, tmp_path, built, quick_compiler):  # noqa: ARG001
-    """A cache directory with a library in it that another user made, and the file it writes when it is loaded."""
+    """Return a planted library in the cache directory, and the file that it creates when it is loaded."""
     folder, mark = tmp_path / "shared", tmp_path / "was-loaded"
     folder.mkdir(mode=0o700)
     source = tmp_path / "planted.c"
     source.write_text(PLANTED % mark)
-    subprocess.run([a_compiler(), "-shared", "-fPIC", source, "-o", folder / built.name], check=True)
+    subprocess.run([c_compiler(), "-shared", "-fPIC", source, "-o", folder / built.name], check=True)
     (folder / built.name).chmod(0o755)
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(folder))
     return folder / built.name, mark
 
 
 def test_native_code_planted_in_own_folder_is_loaded(monkeypatch, planted):
-    """What the tests below rely on."""
+    """Show that the planted library runs when loaded, which the tests below rely on."""
     _, mark = planted
-    in_a_new_process(monkeypatch)
+    load_as_new_process(monkeypatch)
     assert mark.exists()
 
 
@@ -321,8 +321,8 @@ def test_native_code_in_shared_folder_is_not_loaded(monkeypatch, planted, mode):
     library.parent.chmod(mode)
     before = library.read_bytes()
     with pytest.warns(RuntimeWarning, match=rf"shared can be written by others \(mode {mode:o}\).*KVTIER_CACHE_DIR"):
-        found = in_a_new_process(monkeypatch)
-    check_that_it_copies(found)
+        found = load_as_new_process(monkeypatch)
+    assert_copies(found)
     assert "for this process alone" in found.reason
     assert not mark.exists()
     assert library.read_bytes() == before
@@ -332,19 +332,19 @@ def test_native_code_below_shared_folder_is_not_loaded(monkeypatch, planted, tmp
     _, mark = planted
     tmp_path.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="can be written by others"):
-        found = in_a_new_process(monkeypatch)
+        found = load_as_new_process(monkeypatch)
     tmp_path.chmod(0o700)
-    check_that_it_copies(found)
+    assert_copies(found)
     assert not mark.exists()
 
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_native_code_below_sticky_folder_is_cached(monkeypatch, tmp_path):
-    """As /tmp is: entries of others cannot be replaced there."""
+    """In a sticky folder such as /tmp, users cannot replace the entries of others."""
     (tmp_path / "sticky").mkdir()
     (tmp_path / "sticky").chmod(0o1777)
-    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "sticky" / "own"))
-    check_that_it_copies(found)
+    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "sticky" / "own"))
+    assert_copies(found)
     assert len(list((tmp_path / "sticky" / "own").iterdir())) == 1
 
 
@@ -354,8 +354,8 @@ def test_native_code_in_folder_of_another_user_is_not_loaded(monkeypatch, plante
         pytest.skip("only root can give a folder to another user")
     os.chown(library.parent, 12345, 12345)
     with pytest.warns(RuntimeWarning, match="belongs to user 12345, and this is user 0"):
-        found = in_a_new_process(monkeypatch)
-    check_that_it_copies(found)
+        found = load_as_new_process(monkeypatch)
+    assert_copies(found)
     assert not mark.exists()
 
 
@@ -371,83 +371,83 @@ def test_native_code_in_file_others_control_is_replaced(monkeypatch, planted, tm
         pytest.skip("only root can give a file to another user")
     else:
         os.chown(library, 12345, 12345)
-    found = in_a_new_process(monkeypatch)
-    check_that_it_copies(found)
+    found = load_as_new_process(monkeypatch)
+    assert_copies(found)
     assert not mark.exists()
     assert stat.S_IMODE(library.lstat().st_mode) == 0o755
-    check_that_it_copies(in_a_new_process(monkeypatch, CC="false"))
+    assert_copies(load_as_new_process(monkeypatch, CC="false"))
 
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_native_code_compiled_under_open_umask_is_used_again(monkeypatch, tmp_path):
     before = os.umask(0)
     try:
-        in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "own"))
+        load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "own"))
     finally:
         os.umask(before)
-    check_that_it_copies(in_a_new_process(monkeypatch, CC="false"))
+    assert_copies(load_as_new_process(monkeypatch, CC="false"))
 
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_native_code_in_folder_reached_by_link_is_cached(monkeypatch, tmp_path):
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "link"))
-    check_that_it_copies(in_a_new_process(monkeypatch, CC="false"))
+    load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "link"))
+    assert_copies(load_as_new_process(monkeypatch, CC="false"))
 
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_native_code_with_readonly_cache_compiles_privately(monkeypatch, tmp_path):
-    """As in a container with a read-only root whose image has no compiled code."""
+    """The case of a container with a read-only root and no compiled code in its image."""
     (tmp_path / "own").mkdir(mode=0o700)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.warns(RuntimeWarning, match="cannot be written"):
-        found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "own"))
-    check_that_it_copies(found)
+        found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "own"))
+    assert_copies(found)
     assert list((tmp_path / "own").iterdir()) == []
 
 
 def test_native_compiler_may_have_arguments(monkeypatch, tmp_path):
-    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{a_compiler()} -O1")
-    check_that_it_copies(found)
+    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{c_compiler()} -O1")
+    assert_copies(found)
 
 
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler", "/dev/null"])
 def test_native_broken_compiler_is_recorded_as_reason(monkeypatch, tmp_path, compiler):
-    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=compiler)
+    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=compiler)
     assert found.code is None
     assert f"compiling with {compiler} failed" in found.reason
     assert list(tmp_path.iterdir()) == []
 
 
 def test_native_reason_includes_compiler_output(monkeypatch, tmp_path):
-    found = in_a_new_process(
-        monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{a_compiler()} -include no_such_header.h"
+    found = load_as_new_process(
+        monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{c_compiler()} -include no_such_header.h"
     )
     assert found.code is None
     assert "no_such_header.h" in found.reason
 
 
 def test_native_missing_compiler_is_recorded_as_reason(monkeypatch, tmp_path):
-    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None, PATH=NOT_A_FOLDER)
+    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None, PATH=NOT_A_FOLDER)
     assert found.code is None
     assert "no C compiler found (looked for $CC, cc, gcc, clang)" in found.reason
 
 
 def test_native_unusable_cache_directory_is_recorded_as_reason(monkeypatch):
-    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=NOT_A_FOLDER, CC=None)
+    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=NOT_A_FOLDER, CC=None)
     assert found.code is None
     assert NOT_A_FOLDER in found.reason
 
 
 def test_native_missing_home_directory_is_recorded_as_reason(monkeypatch):
-    """As in a container that runs under a number nobody gave a name."""
+    """The case of a container that runs under a user id without a passwd entry."""
 
-    def nobody(uid: int) -> None:
+    def raise_key_error(uid: int) -> None:
         raise KeyError(uid)
 
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
-    found = in_a_new_process(monkeypatch, KVTIER_CACHE_DIR=None, XDG_CACHE_HOME=None, HOME=None)
+    monkeypatch.setattr(pwd, "getpwuid", raise_key_error)
+    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=None, XDG_CACHE_HOME=None, HOME=None)
     assert found.code is None
     assert "home" in found.reason
 
@@ -473,7 +473,7 @@ def test_batch_copy_without_compiler_uses_loop(tmp_path):
 
 
 def test_native_code_compiled_by_two_processes_at_once(tmp_path):
-    a_compiler()
+    c_compiler()
     script = """
         import sys
         import kvtier.memory.native

@@ -1,4 +1,4 @@
-"""Permutation against plain lists."""
+"""Permutation compared with plain lists."""
 
 import numpy as np
 import pytest
@@ -28,11 +28,11 @@ def rows_of(perm):
 @given(perm=permutations())
 def test_runs_are_minimal_and_complete(perm):
     runs = perm.runs()
-    said = {}
+    copied = {}
     for new, old, length in zip(*runs, strict=True):
-        said |= {int(new) + k: int(old) + k for k in range(length)}
+        copied |= {int(new) + k: int(old) + k for k in range(length)}
     rows = rows_of(perm)
-    assert said == {i: row for i, row in enumerate(rows) if row is not None}
+    assert copied == {i: row for i, row in enumerate(rows) if row is not None}
     starts = [
         i
         for i, row in enumerate(rows)

@@ -1,4 +1,4 @@
-"""The pipeline: order of ops, rows and requests, failures; and everything at random against a counter in a State."""
+"""The pipeline: order of ops and rows, request life cycle, failures, and random runs against a counter in a State."""
 
 import json
 import threading
@@ -20,7 +20,7 @@ from kvtier.memory import CPU, Stream, current_stream
 from kvtier.state import State
 from support import new_stream
 
-MOST = 8
+MAX_ROWS = 8
 
 
 class Request:
@@ -41,12 +41,12 @@ def on_stream(task):
 
 
 class Counter(Module):
-    """Counts the forwards of each request in a State that follows it through every order, beside the host's count."""
+    """Count the forwards of each request in a State that follows the row order; compare with a count on the host."""
 
     def __init__(self, phases):
-        self.state = State((MOST,), "i64")
-        self.initial = [torch.zeros(MOST, dtype=torch.int64) for _ in range(phases)]
-        self.kept = [torch.zeros(MOST, dtype=torch.int64) for _ in range(phases)]
+        self.state = State((MAX_ROWS,), "i64")
+        self.initial = [torch.zeros(MAX_ROWS, dtype=torch.int64) for _ in range(phases)]
+        self.kept = [torch.zeros(MAX_ROWS, dtype=torch.int64) for _ in range(phases)]
         self.log, self.fail_at, self.error = [], None, Planned
 
     def _enter(self, op, env):
@@ -89,7 +89,7 @@ class Counter(Module):
         batch = self._enter(BatchOp.UPDATE, env)
         for row, ticket in enumerate(batch.requests):
             if not ticket.is_running:
-                continue  # decided: an earlier step whose results were lost may not have been counted
+                continue  # the request has ended; an earlier failed step may not have been counted
             ticket.request.count += 1
             assert int(self.kept[batch.phase][row]) == ticket.request.count, (ticket, batch.sequence)
 
@@ -99,7 +99,7 @@ class Counter(Module):
 
 
 class SeededExecutor:
-    """Runs batches on the caller's thread at random moments, the same for the same seed."""
+    """Run batches on the calling thread at random moments that depend only on the seed."""
 
     def __init__(self, work, seed):
         self._work, self._random = work, Random(seed)
@@ -155,9 +155,9 @@ def test_pipeline_sides_run_on_separate_threads():
     pipeline, counter = pipeline_of()
     pipeline.step([pipeline.add(Request("a"))])
     pipeline.close()
-    me = threading.current_thread().name
+    engine_thread = threading.current_thread().name
     assert {op: name for op, _, name in counter.log} == {
-        op.name: me if op.side == "engine" else "kvtier-executor" for op in BatchOp if op.per_batch
+        op.name: engine_thread if op.side == "engine" else "kvtier-executor" for op in BatchOp if op.per_batch
     }
 
 
@@ -180,7 +180,7 @@ def test_cancelled_request_is_removed_after_its_last_batch():
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
     pipeline.step([a, b])
     a.cancel()
-    a.finish()  # decided already
+    a.finish()  # no effect after cancel
     assert a.status is TicketStatus.RETIRING
     pipeline.step([a, b])  # a is left out
     assert names(pipeline) == ["b"]
@@ -240,7 +240,7 @@ def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
         assert {(span.num_rows, span.phase) for span in (*spans, *copies)} == {(num_rows, spans[0].phase)}
         assert all(span.start <= span.end for span in (*spans, *copies))
         assert [span.track for span in spans] == [op.side for op in BatchOp if op.per_batch]
-        # a counter of 8 bytes a row went into the new order; in the last step all rows stayed
+        # a counter of 8 bytes per row moves with the order; in the last step no row moves
         assert [(span.copied_bytes, span.num_pieces, span.track) for span in copies] == [
             (8 * num_rows, num_pieces, "executor")
         ] * bool(num_pieces)
@@ -248,7 +248,7 @@ def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
         assert all(spans[1].start <= span.start <= span.end <= spans[1].end for span in copies)
     others = [(span.name, span.num_rows, span.phase) for span in timeline.spans if span.step == -1]
     assert others == [("ADD", 1, -1)] * 2 + [("REMOVE", 1, -1)] * 2
-    on_streams = 27 if executor is ThreadExecutor else 0  # each once more, when its stream ran it
+    on_streams = 27 if executor is ThreadExecutor else 0  # one more span each for its execution on the stream
     assert timeline.save(tmp_path / "trace.json") == 31 + on_streams
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
@@ -342,7 +342,7 @@ def test_pipeline_synchronizes_once_per_step(monkeypatch, phases):
 @pytest.mark.parametrize("op", [BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH])
 def test_failed_batch_slot_is_reused_after_its_work_ends(op):
     class Slow(Module):
-        """Its work on the stream takes a while; the op fails meanwhile."""
+        """Enqueue slow work on the stream, then fail the op while the work still runs."""
 
         def run(self, env):
             if env.at(BATCH).sequence == 0:
@@ -364,7 +364,7 @@ def test_interrupt_propagates_and_pipeline_stays_consistent(op):
     pipeline, counter = pipeline_of(2)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
     counter.fail_at, counter.error = op, KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - in which of them depends on the op
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the op decides which call raises
         pipeline.step([a])
         pipeline.drain()
     pipeline.check()
@@ -375,7 +375,7 @@ def test_interrupt_propagates_and_pipeline_stays_consistent(op):
 
 
 class FailsOnTheStream(Module):
-    """What the device was given fails when it runs, after the op that gave it has returned."""
+    """Enqueue a task that fails on the stream after the op has returned."""
 
     def __init__(self):
         self.at = None
@@ -439,11 +439,11 @@ def test_pipeline_use_after_close_raises():
 
 
 def test_remove_error_is_raised_by_close_and_threads_end():
-    class Clings(Module):
+    class FailsOnRemove(Module):
         def remove(self, requests):
             raise Planned(str(requests))
 
-    pipeline = Pipeline([Clings()])
+    pipeline = Pipeline([FailsOnRemove()])
     a, b = pipeline.add("a"), pipeline.add("b")
     pipeline.step([a, b])
     with pytest.raises(Planned, match="a"):
@@ -459,7 +459,7 @@ def test_pipeline_without_phase_raises(phases):
 
 
 class PipelineMachine(RuleBasedStateMachine):
-    """Requests join, step, are preempted, finish, are cancelled, fail: nobody is lost, doubled, or told twice."""
+    """Add, step, preempt, finish, cancel and fail requests at random: each ends exactly once."""
 
     @initialize(phases=st.integers(1, 3), seed=st.integers(0, 99))
     def start(self, phases, seed):
@@ -477,7 +477,7 @@ class PipelineMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data):
-        rows = data.draw(st.permutations(self.running))[: data.draw(st.integers(0, MOST))]
+        rows = data.draw(st.permutations(self.running))[: data.draw(st.integers(0, MAX_ROWS))]
         generating = rows[: data.draw(st.integers(0, len(rows)))]
         before = list(self.pipeline.order)
         self.pipeline.step(rows, generating=generating)
@@ -488,10 +488,10 @@ class PipelineMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 20))
     def steps(self, seed, count):
-        """Many steps at once, from a seed: hypothesis itself makes few long runs."""
+        """Run many steps from one seed, because hypothesis rarely generates long runs."""
         random = Random(seed)
         for _ in range(count):
-            rows = random.sample(self.running, random.randint(0, min(MOST, len(self.running))))
+            rows = random.sample(self.running, random.randint(0, min(MAX_ROWS, len(self.running))))
             self.pipeline.step(rows, generating=rows[: random.randint(0, len(rows))])
             self.pipeline.check()
 
@@ -501,7 +501,7 @@ class PipelineMachine(RuleBasedStateMachine):
             getattr(data.draw(st.sampled_from(self.running)), how)()
 
     @rule(op=st.sampled_from([op for op in BatchOp if op.per_batch]))
-    def plan_a_failure(self, op):
+    def plan_failure(self, op):
         self.counter.fail_at = op
 
     @rule()
@@ -514,7 +514,7 @@ class PipelineMachine(RuleBasedStateMachine):
         assert all(ticket.num_in_flight == 0 for ticket in self.tickets)
 
     @invariant()
-    def the_books_agree(self):
+    def tickets_are_consistent(self):
         if not hasattr(self, "pipeline"):
             return
         self.pipeline.check()
@@ -526,7 +526,7 @@ class PipelineMachine(RuleBasedStateMachine):
             else:
                 assert number not in self.ended
                 assert ticket.request.removed == 0
-            # a module's own assertion is an error like any other: here it would be a wrong row
+            # an AssertionError of the module would mean a wrong row
             assert not isinstance(ticket.error, AssertionError), ticket.error
 
     def teardown(self):
@@ -543,9 +543,9 @@ def test_pipeline_executors_give_same_counts():
     def counts(seed):
         random = np.random.default_rng(5)
         pipeline, _ = pipeline_of(2, seed)
-        tickets = [pipeline.add(Request(f"r{k}")) for k in range(MOST)]
+        tickets = [pipeline.add(Request(f"r{k}")) for k in range(MAX_ROWS)]
         for _ in range(60):
-            pipeline.step([tickets[k] for k in random.permutation(MOST)[: random.integers(0, MOST + 1)]])
+            pipeline.step([tickets[k] for k in random.permutation(MAX_ROWS)[: random.integers(0, MAX_ROWS + 1)]])
         pipeline.close()
         return [ticket.request.count for ticket in tickets]
 

@@ -86,7 +86,7 @@ def test_cpu_placement_is_always_available():
 @needs_no_gpu
 @pytest.mark.parametrize("text", ["pinned", "cuda:0", "cuda"])
 @pytest.mark.parametrize(
-    "ask",
+    "use",
     [
         lambda text: Placement.parse(text).require(),
         lambda text: Buffer(4, "u8", text),
@@ -94,9 +94,9 @@ def test_cpu_placement_is_always_available():
     ],
     ids=["require", "Buffer", "Stream"],
 )
-def test_gpu_placement_without_gpu_raises_with_reason(ask, text):
+def test_gpu_placement_without_gpu_raises_with_reason(use, text):
     with pytest.raises(UnavailableError, match="needs an NVIDIA GPU and a CUDA build of torch") as caught:
-        ask(text)
+        use(text)
     assert torch.__version__ in str(caught.value)
     assert str(Placement.parse(text)) in str(caught.value)
     assert "best_host()" in str(caught.value)

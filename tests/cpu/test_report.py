@@ -1,4 +1,4 @@
-"""The HTML report in a real browser without a network: plots, no errors, the numbers of the JSON, keyboard and dark."""
+"""The HTML report in an offline browser: plots match the JSON, no errors, keyboard access, dark mode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """The page and the JSON of both commands."""
+    """Return the page and the JSON of both commands."""
     folder = tmp_path_factory.mktemp("reports")
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), folder / "<t>.jsonl")
     (folder / "model.json").write_text(json.dumps(MODEL))
@@ -49,16 +49,16 @@ def reports(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, reports):
-    """Opens a report where nothing can be fetched, and fails the test if the page complains."""
-    contexts, complaints, asked = [], [], []
+    """Return a function that opens a report offline. Fail on console messages, page errors and network requests."""
+    contexts, errors, urls = [], [], []
 
     def open_page(name: str, **options):
         context = browser.new_context(offline=True, **options)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: errors.append(message.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: urls.append(request.url))
         path, result = reports[name]
         page.goto(path.as_uri())
         return page, result
@@ -66,12 +66,12 @@ def opened(browser, reports):
     yield open_page
     for context in contexts:
         context.close()
-    assert complaints == []
-    assert all(url.startswith("file:") for url in asked), asked
+    assert errors == []
+    assert all(url.startswith("file:") for url in urls), urls
 
 
 def marks(page, chart: str) -> dict[str, list[tuple[str, float]]]:
-    """What is drawn of each series: (x, y) as the page has it."""
+    """Return the (x, y) pairs that the page draws for each series."""
     found: dict[str, list[tuple[str, float]]] = {}
     for series, x, y in page.eval_on_selector_all(
         f"#chart-{chart} .mark", "all => all.map(m => [m.dataset.series, m.dataset.x, m.dataset.y])"
@@ -89,8 +89,8 @@ def test_replay_plots_match_json(opened):
     curve = marks(page, "curve")
     assert list(curve) == ["lru", "arc", "s3fifo", "optimum"]
     for policy, pairs in curve.items():
-        wanted = [(p["capacity_bytes"] / GIB, p["hit_rate"]) for p in result["curve"] if p["policy"] == policy]
-        assert numbers(pairs) == wanted
+        expected = [(p["capacity_bytes"] / GIB, p["hit_rate"]) for p in result["curve"] if p["policy"] == policy]
+        assert numbers(pairs) == expected
     runs = result["results"]
     assert marks(page, "tiers") == {
         tier: [(run["policy"], run["hit_rates"][tier]) for run in runs] for tier in ("device", "host", "disk")
@@ -151,10 +151,10 @@ def test_report_series_can_be_hidden_and_axis_changed(opened):
 def test_report_marks_are_accessible_by_keyboard(opened):
     page, result = opened("replay")
     page.locator("#chart-ttft .mark").first.focus()
-    said = page.text_content("#chart-ttft .reading")
-    assert said.startswith("lru, p50: ")
-    assert said.endswith(" seconds")
-    assert page.get_attribute("#chart-ttft .mark >> nth=0", "aria-label") == said
+    reading = page.text_content("#chart-ttft .reading")
+    assert reading.startswith("lru, p50: ")
+    assert reading.endswith(" seconds")
+    assert page.get_attribute("#chart-ttft .mark >> nth=0", "aria-label") == reading
     assert page.eval_on_selector_all("svg", "all => all.every(svg => svg.getAttribute('aria-label'))")
     assert page.eval_on_selector_all("input", "all => all.every(input => input.closest('label').textContent.trim())")
     assert page.eval_on_selector_all("table", "all => all.every(table => table.caption.textContent)")
@@ -164,9 +164,9 @@ def test_report_marks_are_accessible_by_keyboard(opened):
 
 
 def test_report_supports_dark_mode_and_narrow_screens(opened):
-    backs = set()
+    backgrounds = set()
     for scheme in ("light", "dark"):
         page, _ = opened("plan", color_scheme=scheme, viewport={"width": 400, "height": 800})
-        backs.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
-    assert len(backs) == 2
+    assert len(backgrounds) == 2

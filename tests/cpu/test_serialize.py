@@ -28,7 +28,7 @@ from kvtier.errors import (
 )
 from kvtier.memory import CPU, Buffer, Loaded, Stream, clear, context, load, save, saved_nbytes
 
-names = [each.name for each in dt.ALL]
+names = [dtype.name for dtype in dt.ALL]
 PAGE = 4096
 
 
@@ -42,8 +42,8 @@ def numbers(count: int = 5, name: str = "i32") -> Buffer:
     return Buffer.wrap(np.arange(count).astype(dt.dtype(name).numpy))
 
 
-def sealed(record: bytes) -> bytes:
-    """A changed record with the header checksum that belongs to it."""
+def with_valid_checksum(record: bytes) -> bytes:
+    """Return the record with the header checksum recomputed."""
     block = bytearray(record[:PAGE])
     block[60:64] = bytes(4)
     struct.pack_into("<I", block, 60, zlib.crc32(block))
@@ -56,7 +56,7 @@ def changed(record: bytes, offset: int, layout: str, *values: Any) -> bytes:
     return bytes(block)
 
 
-# Every way to read a record. Each gets the bytes and a directory to put them in.
+# All ways to read a record: functions of its bytes and a directory for files.
 READERS: dict[str, Callable[[bytes, Path], Loaded]] = {
     "bytes": lambda record, _: load(record),
     "bytearray": lambda record, _: load(bytearray(record)),
@@ -115,7 +115,9 @@ def test_save_and_load_work_on_every_placement(name, placement, tmp_path, make, 
     raw = np.arange(48, dtype=np.uint8) if name != "bool" else np.ones(48, np.uint8)
     buffer = make(placement, raw, name)
     save(buffer, tmp_path / "record")
-    assert (tmp_path / "record").read_bytes() == record_of(make(CPU, raw, name)), "the placement leaves no trace"
+    assert (tmp_path / "record").read_bytes() == record_of(make(CPU, raw, name)), (
+        "the record does not depend on the placement"
+    )
     for source in (tmp_path / "record", record_of(buffer)):
         loaded = load(source, placement)
         assert loaded.buffer.placement == placement
@@ -174,7 +176,7 @@ def test_file_may_hold_several_records(tmp_path):
 
 
 class Trickle(io.RawIOBase):
-    """A raw file that moves at most 1,000 bytes a call, as an unbuffered pipe or socket may."""
+    """A raw file that reads and writes at most 1,000 bytes per call, as a pipe or socket may."""
 
     def __init__(self, content: bytes = b"") -> None:
         self.content, self.position = bytearray(content), 0
@@ -223,7 +225,7 @@ def test_save_waits_for_context_stream(placement):
     assert record[PAGE:] == bytes([19]) * (1 << 16)
 
 
-# ---- the layout, for other readers ----
+# ---- format ----
 
 
 def test_record_header_matches_format(make):
@@ -234,7 +236,7 @@ def test_record_header_matches_format(make):
     assert crc == zlib.crc32(bytes([1, 2, 3]))
     assert struct.unpack_from("<8Q", record, 64) == (5, 1, 0, 0, 0, 0, 0, 0)
     assert not any(record[128:PAGE])
-    assert record == sealed(record)
+    assert record == with_valid_checksum(record)
 
 
 def test_record_payload_can_be_mapped_by_numpy(tmp_path):
@@ -284,27 +286,27 @@ def test_load_with_flipped_header_bit_raises(byte):
             load(damaged)
 
 
-@pytest.mark.parametrize("way", READERS)
+@pytest.mark.parametrize("reader_name", READERS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_load_with_any_flipped_bit_raises(way, folder, data):
+def test_load_with_any_flipped_bit_raises(reader_name, folder, data):
     record = record_of(Buffer.wrap(np.frombuffer(data.draw(st.binary(max_size=300)), np.uint8)))
     position = data.draw(st.integers(0, len(record) * 8 - 1))
     damaged = bytearray(record)
     damaged[position // 8] ^= 1 << position % 8
     with pytest.raises(FormatError):
-        READERS[way](bytes(damaged), folder)
+        READERS[reader_name](bytes(damaged), folder)
 
 
-@pytest.mark.parametrize("way", READERS)
+@pytest.mark.parametrize("reader_name", READERS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_load_of_truncated_record_raises(way, folder, data):
+def test_load_of_truncated_record_raises(reader_name, folder, data):
     record = record_of(numbers(40))
     length = data.draw(st.one_of(st.integers(1, len(record) - 1), st.integers(PAGE - 1, len(record) - 1)))
-    there = length if length < PAGE else length - PAGE
-    with pytest.raises(FormatError, match=rf" {there}$"):
-        READERS[way](record[:length], folder)
+    available = length if length < PAGE else length - PAGE
+    with pytest.raises(FormatError, match=rf" {available}$"):
+        READERS[reader_name](record[:length], folder)
 
 
 @pytest.mark.parametrize(
@@ -333,14 +335,14 @@ def test_load_with_converted_line_ends_raises(reader):
 
 @pytest.mark.parametrize("version", [2, 3, 0xFFFF])
 def test_load_of_newer_version_raises_with_versions(version, reader):
-    record = sealed(changed(record_of(numbers()), 8, "<H", version))
+    record = with_valid_checksum(changed(record_of(numbers()), 8, "<H", version))
     with pytest.raises(VersionError, match=rf"version {version}.* up to 1"):
         reader(record)
 
 
 def test_load_of_version_zero_raises():
     with pytest.raises(FormatError):
-        load(sealed(changed(record_of(numbers()), 8, "<H", 0)))
+        load(with_valid_checksum(changed(record_of(numbers()), 8, "<H", 0)))
 
 
 @pytest.mark.parametrize(
@@ -361,7 +363,7 @@ def test_load_of_version_zero_raises():
 )
 def test_load_with_inconsistent_header_raises(offset, layout, value, reader):
     with pytest.raises(FormatError):
-        reader(sealed(changed(record_of(numbers()), offset, layout, value)))
+        reader(with_valid_checksum(changed(record_of(numbers()), offset, layout, value)))
 
 
 def test_load_with_payload_of_other_record_raises(reader):
@@ -370,11 +372,11 @@ def test_load_with_payload_of_other_record_raises(reader):
         reader(one[:PAGE] + other[PAGE:])
 
 
-@pytest.mark.parametrize("way", ["bytes", "bytearray", "memoryview", "path", "mapped"])
-@pytest.mark.parametrize("more", [b"\0", b"x" * 5000, record_of(numbers())])
-def test_load_with_trailing_bytes_raises(way, more, folder):
+@pytest.mark.parametrize("reader_name", ["bytes", "bytearray", "memoryview", "path", "mapped"])
+@pytest.mark.parametrize("trailing", [b"\0", b"x" * 5000, record_of(numbers())])
+def test_load_with_trailing_bytes_raises(reader_name, trailing, folder):
     with pytest.raises(FormatError):
-        READERS[way](record_of(numbers()) + more, folder)
+        READERS[reader_name](record_of(numbers()) + trailing, folder)
 
 
 def test_load_of_damaged_record_raises_on_every_placement(placement):

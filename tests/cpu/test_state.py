@@ -1,4 +1,4 @@
-"""State, warp and append on every placement this machine has, against numpy; RowMap against a dictionary."""
+"""State, warp and append on every available placement compared with numpy; RowMap compared with a dictionary."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ dtypes = st.sampled_from([torch.uint8, torch.int32, torch.float64, torch.bfloat1
 
 
 def tensor(values, placement, dtype=torch.int32):
-    """A tensor at a placement with these values."""
+    """Return a tensor with these values at a placement."""
     host = torch.tensor(values, dtype=dtype)
     buffer = Buffer(host.numel(), dtype, placement)
     copy(Buffer.wrap(host.reshape(-1)), buffer)
@@ -33,7 +33,7 @@ def values(tensor):
     return tensor.cpu().tolist()
 
 
-# ---- the worked examples of the ancestor ----
+# ---- worked examples ----
 
 
 def test_warp_without_new_source_leaves_new_rows_unchanged(placement):
@@ -75,7 +75,7 @@ def test_append_extends_old_rows_and_copies_new_rows(placement):
     assert values(out) == [[3, 8, 0, 0], [5, 6, 7, 0], [1, 2, 9, 0]]
 
 
-# ---- anything, against numpy ----
+# ---- random inputs against numpy ----
 
 
 @st.composite
@@ -110,7 +110,7 @@ def test_native_row_copies_match_numpy(perm, old, new, row_bytes):
     given = (perm.index, perm.size0, old, new, 9000, row_bytes)
     fast, slow = native().code.row_copies(*given), row_copies(*given)
     assert fast.flags.c_contiguous
-    if row_bytes and fast.size:  # what BatchCopy is told of them
+    if row_bytes and fast.size:  # BatchCopy.table relies on these properties
         seen = scan(fast)
         assert (seen.independent, seen.starts) == (True, None)
         kept = sum(not is_new for is_new in perm.is_new)
@@ -121,7 +121,7 @@ def test_native_row_copies_match_numpy(perm, old, new, row_bytes):
 
 
 def test_row_copies_are_minimal_and_never_join_old_and_new():
-    # row size0 of memory behind the old rows is no old row, though the new rows begin there
+    # index size0 marks a new row even though the new rows directly follow the old rows in memory
     made = row_copies(np.array([1, 2, 3, 9, 9, 0, 9]), 4, 1000, 1000 + 4 * 8 - 3 * 8, 9000, 8)
     assert made.tolist() == [[1008, 1032, 1000, 1056], [9000, 9024, 9040, 9048], [24, 16, 8, 8]]
 
@@ -153,7 +153,7 @@ def test_warp_in_place_copies_only_moved_rows():
     here = tensor([[k] for k in range(6)], Placement("cpu"))
     with BatchCopy() as batch:
         warp(here, Permutation([0, 2, 1, 3, 4, 5], 6), here, batch, in_place=True)
-    assert batch.result.num_calls == 4  # two rows out, two rows in
+    assert batch.result.num_calls == 4  # two rows to scratch memory and back
     with BatchCopy() as batch:
         warp(here, Permutation.identity(6), here, batch, in_place=True)
     assert batch.result.num_calls == 0
@@ -214,7 +214,7 @@ def test_append_matches_lists(placement, data):
     assert values(out)[: len(perm)] == [row + [0] * (capacity - len(row)) for row in picked]
 
 
-# ---- what the ancestor left unchecked ----
+# ---- invalid arguments ----
 
 
 def test_warp_with_mismatched_rows_raises(placement):
@@ -321,7 +321,7 @@ def test_state_without_rows_raises():
 
 
 class RowMapMachine(RuleBasedStateMachine):
-    """Sequences join, leave and change places; each must keep the row it was given."""
+    """Add, remove and reorder sequences at random: each keeps its assigned row."""
 
     CAPACITY = 9
 
@@ -350,7 +350,7 @@ class RowMapMachine(RuleBasedStateMachine):
         self.order = names
 
     @invariant()
-    def everyone_has_the_row_they_were_given(self):
+    def rows_match_model(self):
         if hasattr(self, "map"):
             self.map.check()
             assert self.map.rows.tolist() == [self.row_of[name] for name in self.order]

@@ -20,7 +20,7 @@ from kvtier.errors import ArgumentError, ClosedError, StateError, UnavailableErr
 from kvtier.memory import CPU, Event, Placement, Stream
 from support import held_back, new_stream
 
-PATIENCE_S = 10  # far more than anything here needs: past it, it hangs
+TIMEOUT_S = 10  # far above any expected wait; reached only by a hang
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
 
@@ -39,20 +39,20 @@ def thread_of(stream: Stream) -> threading.Thread:
     return threads[0]
 
 
-def ended(thread: threading.Thread) -> bool:
-    thread.join(PATIENCE_S)
+def has_ended(thread: threading.Thread) -> bool:
+    thread.join(TIMEOUT_S)
     return not thread.is_alive()
 
 
 def output_of(script: str) -> str:
-    """What a Python script prints. A script that fails, or hangs, fails the test."""
+    """Return the output of a Python script. A script that fails or hangs fails the test."""
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-# ---- a stream ----
+# ---- streams ----
 
 
 def test_stream_default_placement_is_cpu():
@@ -81,10 +81,10 @@ def test_stream_runs_tasks_in_order_asynchronously():
 
 
 def test_two_streams_overlap():
-    meeting = threading.Barrier(2, timeout=PATIENCE_S)
+    barrier = threading.Barrier(2, timeout=TIMEOUT_S)
     with new_stream() as one, new_stream() as other:
-        one.enqueue(meeting.wait)
-        other.enqueue(meeting.wait)
+        one.enqueue(barrier.wait)
+        other.enqueue(barrier.wait)
         one.synchronize()
         other.synchronize()
 
@@ -96,7 +96,7 @@ def test_stream_synchronize_works_from_any_thread():
         with held_back(stream):
             stream.enqueue(lambda: ran.append("task"))
             waiting.start()
-        assert ended(waiting)
+        assert has_ended(waiting)
     assert ran == ["task", "waited"]
 
 
@@ -208,7 +208,7 @@ def test_stream_wait_uses_event_as_of_the_call():
         second.wait(event)
         with held_back(first):
             first.record(event)
-            second.synchronize()  # the wait was for the place before the gate
+            second.synchronize()  # the wait refers to the position before the gate
             assert not event.query()
 
 
@@ -268,7 +268,7 @@ def test_event_elapsed_to_failed_event_raises_its_error():
             start.elapsed(end)
 
 
-# ---- closing, dropping, leaving ----
+# ---- close, drop, interpreter exit ----
 
 
 def test_stream_close_finishes_tasks_and_ends_thread():
@@ -295,7 +295,7 @@ def test_stream_may_be_closed_by_own_task():
     with held_back(stream):
         stream.enqueue(stream.close)
         stream.enqueue(lambda: ran.append("enqueued before it was closed"))
-    assert ended(thread)
+    assert has_ended(thread)
     assert ran == ["enqueued before it was closed"]
     stream.close()
 
@@ -342,7 +342,7 @@ def test_dropped_stream_ends_its_thread():
     del stream
     gc.collect()
     assert watched() is None
-    assert ended(thread)
+    assert has_ended(thread)
     assert thread not in threading.enumerate()
 
 
@@ -353,7 +353,7 @@ def test_dropped_stream_finishes_its_tasks():
     for number in range(100):
         stream.enqueue(functools.partial(ran.append, number))
     del stream
-    assert ended(thread)
+    assert has_ended(thread)
     assert ran == list(range(100))
 
 
@@ -371,7 +371,7 @@ def test_stream_referenced_only_by_own_task_ends_with_it():
     with held_back(stream):
         stream.enqueue(stream.query)
         del stream
-    assert ended(thread)
+    assert has_ended(thread)
 
 
 def test_stream_in_reference_cycle_ends_when_collected():
@@ -381,7 +381,7 @@ def test_stream_in_reference_cycle_ends_when_collected():
     cycle["itself"] = cycle
     del stream, cycle
     gc.collect()
-    assert ended(thread)
+    assert has_ended(thread)
 
 
 def test_stream_dropped_by_task_it_waits_for_does_not_deadlock():
@@ -391,10 +391,10 @@ def test_stream_dropped_by_task_it_waits_for_does_not_deadlock():
 
         first, second = Stream(), Stream()
         gate = threading.Event()
-        first.enqueue(functools.partial(lambda held: gate.wait(), second))  # say, to enqueue the next step on it
+        first.enqueue(functools.partial(lambda held: gate.wait(), second))  # the task holds a reference
         second.wait(first.record())
         second.enqueue(lambda: print("second"))
-        del second  # the task now has the last reference to it
+        del second  # now the task holds the last reference
         gate.set()
         first.synchronize()
     """
@@ -408,16 +408,16 @@ def test_stream_tasks_finish_before_interpreter_exit():
 
         first, second, dropped = Stream(), Stream(), Stream()
         gate = threading.Event()
-        atexit.register(gate.set)  # not before the script is over
+        atexit.register(gate.set)  # opens after the script has ended
         first.enqueue(gate.wait)
         first.enqueue(lambda: print("first"))
         second.wait(first.record())
         second.enqueue(lambda: print("second"))
         dropped.wait(second.record())
-        dropped.enqueue(lambda: print("of a stream nobody has any more"))
+        dropped.enqueue(lambda: print("of a dropped stream"))
         del dropped
     """
-    assert output_of(script) == "first\nsecond\nof a stream nobody has any more\n"
+    assert output_of(script) == "first\nsecond\nof a dropped stream\n"
 
 
 # ---- wrapping ----
@@ -459,36 +459,36 @@ def test_stream_on_missing_gpu_raises():
         Stream(Placement("cuda", 3))
 
 
-# ---- against a model ----
+# ---- random streams against a model ----
 
 
 @dataclasses.dataclass
 class Place:
-    """What the model knows of a place in a stream: the end of one, or where an event was recorded."""
+    """Model of a position in a stream: its end, or the position of an event."""
 
-    happened: frozenset[int] = frozenset()
-    """Tasks that must have run here."""
+    completed: frozenset[int] = frozenset()
+    """Tasks that must have run before this position."""
     gates: frozenset[int] = frozenset()
-    """Gates that must be open for this place to be reached."""
+    """Gates that must be open before this position is reached."""
     error: Exception | None = None
 
     def after(self, other: Place) -> Place:
-        """This place, moved behind `other` as well."""
-        return Place(self.happened | other.happened, self.gates | other.gates, self.error or other.error)
+        """Return a position after both this one and `other`."""
+        return Place(self.completed | other.completed, self.gates | other.gates, self.error or other.error)
 
 
-class StreamsAgainstAModel(RuleBasedStateMachine):
-    """One to three streams, driven by one thread: so the model knows what runs, after what, and which errors show.
+class StreamsMachine(RuleBasedStateMachine):
+    """Drive one to three streams from one thread, so that the model can predict order and errors.
 
-    The log is written by the tasks. Each also checks, when it runs, that everything the model says comes before it has
-    run and that every gate it is behind is open.
+    Tasks write the log. Each task checks that its predecessors in the model have run and that the gates before it are
+    open.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.streams: list[Stream] = []
         self.ends: list[Place] = []
-        self.orders: list[list[int]] = []  # of each stream, the tasks that must run
+        self.orders: list[list[int]] = []  # per stream, the tasks that must run
         self.events: list[tuple[Event, Place]] = []
         self.gates: list[threading.Event] = []
         self.log: list[int] = []
@@ -510,7 +510,7 @@ class StreamsAgainstAModel(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.streams) < 3)
     @rule()
-    def open_a_stream(self) -> None:
+    def open_stream(self) -> None:
         self.streams.append(Stream())
         self.ends.append(Place())
         self.orders.append([])
@@ -525,13 +525,13 @@ class StreamsAgainstAModel(RuleBasedStateMachine):
         self.streams[number].enqueue(functools.partial(self._run, task, end, error))
         if end.error is None:
             self.orders[number].append(task)
-            self.ends[number] = dataclasses.replace(end, happened=end.happened | {task}, error=error)
+            self.ends[number] = dataclasses.replace(end, completed=end.completed | {task}, error=error)
 
     @precondition(lambda self: self.streams)
     @rule(which=st.integers(0, 2))
-    def enqueue_a_gate(self, which: int) -> None:
+    def enqueue_gate(self, which: int) -> None:
         number, end = self._pick(which)
-        if end.error is not None:  # it would be skipped; if it were not, the test should fail, not hang
+        if end.error is not None:  # the gate would be skipped; if it were not, the test would hang instead of failing
             return self.enqueue(which, fails=False)
         self.gates.append(threading.Event())
         self.streams[number].enqueue(self.gates[-1].wait)
@@ -539,18 +539,18 @@ class StreamsAgainstAModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.gates)
     @rule(which=st.integers(0, 99))
-    def open_a_gate(self, which: int) -> None:
+    def open_gate(self, which: int) -> None:
         self.gates[which % len(self.gates)].set()
 
     @precondition(lambda self: self.streams)
     @rule(which=st.integers(0, 2))
-    def record_a_new_event(self, which: int) -> None:
+    def record_new_event(self, which: int) -> None:
         number, end = self._pick(which)
         self.events.append((self.streams[number].record(), end))
 
     @precondition(lambda self: self.streams and self.events)
     @rule(which=st.integers(0, 2), event=st.integers(0, 99))
-    def record_an_event_again(self, which: int, event: int) -> None:
+    def record_event_again(self, which: int, event: int) -> None:
         number, end = self._pick(which)
         position = event % len(self.events)
         self.streams[number].record(self.events[position][0])
@@ -558,7 +558,7 @@ class StreamsAgainstAModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.streams and self.events)
     @rule(which=st.integers(0, 2), event=st.integers(0, 99))
-    def wait_for_an_event(self, which: int, event: int) -> None:
+    def wait_for_event(self, which: int, event: int) -> None:
         number, end = self._pick(which)
         recorded, place = self.events[event % len(self.events)]
         self.streams[number].wait(recorded)
@@ -567,7 +567,7 @@ class StreamsAgainstAModel(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self._is_free(end) for end in self.ends))
     @rule(which=st.integers(0, 2))
-    def synchronize_a_stream_no_closed_gate_holds_back(self, which: int) -> None:
+    def synchronize_free_stream(self, which: int) -> None:
         free = [number for number, end in enumerate(self.ends) if self._is_free(end)]
         number = free[which % len(free)]
         self._expect(self.streams[number].synchronize, self.ends[number])
@@ -576,16 +576,16 @@ class StreamsAgainstAModel(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self._is_free(place) for _, place in self.events))
     @rule(which=st.integers(0, 99))
-    def synchronize_an_event_no_closed_gate_holds_back(self, which: int) -> None:
-        free = [each for each in self.events if self._is_free(each[1])]
+    def synchronize_free_event(self, which: int) -> None:
+        free = [(event, place) for event, place in self.events if self._is_free(place)]
         event, place = free[which % len(free)]
         self._expect(event.synchronize, place)
         assert event.query()
 
-    # -- what must hold at any time --
+    # -- invariants --
 
     @invariant()
-    def nothing_behind_a_closed_gate_is_reached(self) -> None:
+    def nothing_behind_closed_gate_is_reached(self) -> None:
         assert not any(stream.query() for stream, end in zip(self.streams, self.ends, strict=True) if self._held(end))
         assert not any(event.query() for event, place in self.events if self._held(place))
 
@@ -598,7 +598,7 @@ class StreamsAgainstAModel(RuleBasedStateMachine):
     def _run(self, task: int, place: Place, error: Exception | None) -> None:
         if place.error is not None:
             self.violations.append(f"{task} ran behind {place.error}")
-        if missing := place.happened - set(self.log):
+        if missing := place.completed - set(self.log):
             self.violations.append(f"{task} ran before {sorted(missing)}")
         if not self._is_free(place):
             self.violations.append(f"{task} ran through a closed gate")
@@ -613,7 +613,7 @@ class StreamsAgainstAModel(RuleBasedStateMachine):
         except ValueError as error:
             raised = error
         assert raised is place.error
-        assert place.happened <= set(self.log)
+        assert place.completed <= set(self.log)
 
     def _pick(self, which: int) -> tuple[int, Place]:
         number = which % len(self.streams)
@@ -626,5 +626,5 @@ class StreamsAgainstAModel(RuleBasedStateMachine):
         return not self._is_free(place)
 
 
-TestStreamsAgainstAModel = StreamsAgainstAModel.TestCase
-TestStreamsAgainstAModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestStreamsMachine = StreamsMachine.TestCase
+TestStreamsMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

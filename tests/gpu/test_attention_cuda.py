@@ -1,4 +1,4 @@
-"""The CUDA kernels against plain torch, over random block tables; decode steps captured in a graph."""
+"""CUDA kernels compared with plain torch over random block tables; decode steps captured in a graph."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def paged(seed, lengths, *, heads=(6, 2), dim=64, block_tokens=16, dtype=torch.float32, device=GPU):
-    """Random queries and cache (layer 1 of 3), and a batch of (tokens computed, tokens new) with scattered blocks."""
+    """Return random queries, layer 1 of a random cache, and a batch of (computed, new) tokens with scattered blocks."""
     random = np.random.default_rng(seed)
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = random.permutation(sum(-(-(a + b) // block_tokens) for a, b in lengths) + 2).tolist()
@@ -34,7 +34,7 @@ MIXES = {
     "one prompt": [(0, 300)],
     "decode": [(0, 1), (15, 1), (16, 1), (1000, 1), (37, 1)],
     "chunks and decode": [(0, 130), (100, 1), (64, 64), (511, 200), (3, 2)],
-    "behind long prefixes": [(9000, 40), (700, 3), (0, 5), (2047, 33)],  # keys are shared out, too
+    "behind long prefixes": [(9000, 40), (700, 3), (0, 5), (2047, 33)],  # the kernel also splits the keys
 }
 SHAPES = [((6, 2), 64), ((32, 8), 128), ((4, 4), 32), ((9, 3), 64), ((16, 1), 128), ((5, 1), 48)]
 
@@ -47,34 +47,34 @@ def test_paged_attention_kernel_matches_reference(mix, heads, dim, dtype):
 
     for seed, block_tokens in ((0, 16), (1, 4), (2, 64)):
         parts, cache, batch = paged(seed, MIXES[mix], heads=heads, dim=dim, block_tokens=block_tokens, dtype=dtype)
-        found = triton_paged_attention(parts.q, cache, batch)
-        wanted = paged_attention(parts.q, cache, batch)
-        torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        result = triton_paged_attention(parts.q, cache, batch)
+        expected = paged_attention(parts.q, cache, batch)
+        torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_triton_ops_match_torch_ops(dtype):
     from kvtier.engine.ops_triton import TritonOps
 
-    fast, plain, near = TritonOps(), TorchOps(), {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    fast, plain, tolerance = TritonOps(), TorchOps(), {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     x, residual = torch.randn(2, 7, 576, device=GPU, dtype=dtype)
     weight, gate_up = torch.randn(576, device=GPU, dtype=dtype), torch.randn(7, 3072, device=GPU, dtype=dtype)
-    wanted = plain.add_rms_norm(x, residual, weight, 1e-5)
-    torch.testing.assert_close(fast.add_rms_norm(x, residual.clone(), weight, 1e-5), wanted, **near)
-    torch.testing.assert_close(fast.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5), **near)
-    torch.testing.assert_close(fast.silu_mul(gate_up), plain.silu_mul(gate_up), **near)
+    expected = plain.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(fast.add_rms_norm(x, residual.clone(), weight, 1e-5), expected, **tolerance)
+    torch.testing.assert_close(fast.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5), **tolerance)
+    torch.testing.assert_close(fast.silu_mul(gate_up), plain.silu_mul(gate_up), **tolerance)
     parts, cache, batch = paged(0, [(9, 7), (0, 3)], dtype=dtype)
     norm = torch.randn(64, device=GPU, dtype=dtype)
-    torch.testing.assert_close(fast.rms_norm(parts.k, norm, 1e-5), plain.rms_norm(parts.k, norm, 1e-5), **near)
+    torch.testing.assert_close(fast.rms_norm(parts.k, norm, 1e-5), plain.rms_norm(parts.k, norm, 1e-5), **tolerance)
     cos, sin = torch.rand(2, 10, 32, device=GPU, dtype=dtype)
     copy, copied = Heads.split(parts.qkv.flatten(1).clone(), 6, 2), cache.clone()
     plain.rotate_and_store(parts, cos, sin, cache, batch)
     fast.rotate_and_store(copy, cos, sin, copied, batch)
-    torch.testing.assert_close(copy.qkv, parts.qkv, **near)
-    torch.testing.assert_close(copied, cache, **near)
+    torch.testing.assert_close(copy.qkv, parts.qkv, **tolerance)
+    torch.testing.assert_close(copied, cache, **tolerance)
     nowhere = dataclasses.replace(batch, slots=torch.full_like(batch.slots, -1))
     fast.rotate_and_store(copy, cos, sin, copied, nowhere)
-    torch.testing.assert_close(copied, cache, **near)
+    torch.testing.assert_close(copied, cache, **tolerance)
 
 
 def test_captured_attention_reads_tables_at_replay():
@@ -82,7 +82,7 @@ def test_captured_attention_reads_tables_at_replay():
 
     ops = TritonOps()
     parts, cache, batch = paged(0, [(99, 1), (40, 1), (7, 1)])
-    ops.attend(parts, cache, batch)  # compiles, which a capture must not
+    ops.attend(parts, cache, batch)  # compile before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -95,8 +95,8 @@ def test_captured_attention_reads_tables_at_replay():
     batch.block_tables[:, : other_batch.block_tables.shape[1]].copy_(other_batch.block_tables)
     graph.replay()
     torch.cuda.synchronize()
-    wanted = paged_attention(other.q, other_cache, other_batch).flatten(1)
-    torch.testing.assert_close(out, wanted, rtol=2e-4, atol=2e-4)
+    expected = paged_attention(other.q, other_cache, other_batch).flatten(1)
+    torch.testing.assert_close(out, expected, rtol=2e-4, atol=2e-4)
 
 
 def test_decode_graph_logits_match_plain_step():
@@ -116,11 +116,11 @@ def test_decode_graph_logits_match_plain_step():
     torch.testing.assert_close(logits, plain.logits(plain.forward(start, cache.clone())), rtol=1e-3, atol=1e-3)
     graphs = DecodeGraphs(model, cache, max_blocks=12, batch_sizes=[1, 4, 8])
     for step in range(20):
-        inputs = [SequenceInput([7 + step], len(each.token_ids) + step, each.block_table) for each in prompts]
+        inputs = [SequenceInput([7 + step], len(prompt.token_ids) + step, prompt.block_table) for prompt in prompts]
         batch = ForwardBatch.build(inputs[: 1 + step % 3], 16, GPU)
         assert graphs.takes(batch)
-        wanted = plain.logits(plain.forward(batch, cache.clone()))
-        torch.testing.assert_close(graphs.logits(batch), wanted, rtol=1e-3, atol=1e-3)
+        expected = plain.logits(plain.forward(batch, cache.clone()))
+        torch.testing.assert_close(graphs.logits(batch), expected, rtol=1e-3, atol=1e-3)
         model.forward(ForwardBatch.build(inputs, 16, GPU), cache)
     assert not graphs.takes(start)
     with pytest.raises(ValueError, match="at least 1"):

@@ -1,4 +1,4 @@
-"""What only a GPU can show: every path in every direction, capture, legacy streams, failures, lifetimes."""
+"""BatchCopy on a GPU: all paths and directions, graph capture, legacy streams, failures, lifetimes."""
 
 import gc
 import itertools
@@ -53,7 +53,7 @@ def test_every_path_and_direction_copies_the_same_bytes(src_place, dst_place, pa
     uniform = data.draw(st.booleans())
     lengths = np.full(count, random.integers(1, 64)) if uniform else random.integers(0, 64, count)
     src_at, dst_at = (random.integers(0, size - lengths + 1) for _ in range(2))
-    if data.draw(st.booleans()):  # 16-byte pieces take the widest loads
+    if data.draw(st.booleans()):  # 16-byte pieces use the widest loads
         lengths, src_at, dst_at = (array // 16 * 16 for array in (lengths, src_at, dst_at))
     expected = dst_values.copy()
     for x, y, n in zip(src_at, dst_at, lengths, strict=True):
@@ -98,7 +98,7 @@ def test_gather_kernel_accepts_any_number_of_pieces(count, uniform):
 
 
 def test_gather_of_distant_rows_uses_full_addresses():
-    far = Buffer(5 << 30, "u8", GPU)  # odd offsets over 4 GiB do not fit 32 bits
+    far = Buffer(5 << 30, "u8", GPU)  # odd offsets above 4 GiB do not fit into 32 bits
     far.slice(0, 8).fill(1)
     far.slice((5 << 30) - 7, 7).fill(2)
     out, _ = filled(14, GPU, 0)
@@ -155,7 +155,7 @@ from kvtier.memory import BatchCopy, Buffer, Stream, context, cuda
 
 src, dst = Buffer(64 << 20, "u8", "cuda:0"), Buffer(256 << 20, "u8", "pinned")
 at = np.array([0, 4096, 1024])
-sizes = np.array([512, 65 << 20, 512])  # the second reaches beyond its source
+sizes = np.array([512, 65 << 20, 512])  # the second piece exceeds its source
 batch = BatchCopy(path=sys.argv[1])
 batch.pointers(src.data() + at, sizes, dst.data() + (128 << 20) + at)
 try:
@@ -310,7 +310,7 @@ def test_memory_of_pending_copy_is_not_reused(place):
             batch(src, src.size, dst)
         del src
         gc.collect()
-        again = Buffer(8 << 20, "u8", place)  # would get the same memory
+        again = Buffer(8 << 20, "u8", place)  # would get the same memory if it were free
         again.fill(99)
         torch.cuda.current_stream().synchronize()
         stream.synchronize()

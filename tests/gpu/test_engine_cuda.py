@@ -1,4 +1,4 @@
-"""The engine on CUDA: the same answers as on the CPU, with captured decode steps and without, in a cache too small."""
+"""The engine on CUDA generates the same tokens as on the CPU, with and without graphs, and in a cache too small."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ PROMPTS = [[(7 * i + j * j) % 97 for j in range(5 + 11 * i)] for i in range(6)] 
 
 
 def model(device: str) -> Model:
-    """The same numbers on any device."""
+    """Return a model with the same weights on any device."""
     weights = random_weights(TINY, torch.float32, torch.device("cpu"), seed=1)
-    return Model(TINY, _moved(weights, torch.device(device)))
+    return Model(TINY, _to_device(weights, torch.device(device)))
 
 
-def _moved(thing, device):
-    if isinstance(thing, torch.Tensor):
-        return thing.to(device)
-    if isinstance(thing, tuple):
-        return tuple(_moved(each, device) for each in thing)
-    if dataclasses.is_dataclass(thing):
-        fields = {each.name: getattr(thing, each.name) for each in dataclasses.fields(thing)}
-        return dataclasses.replace(thing, **{name: _moved(value, device) for name, value in fields.items()})
-    return thing
+def _to_device(value, device):
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_to_device(item, device) for item in value)
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{name: _to_device(field, device) for name, field in fields.items()})
+    return value
 
 
-def answers(device: str, num_blocks: int, *, graph_sizes=(), proposer=None) -> list[tuple[int, ...]]:
-    """Greedy answers to all prompts, half of them added while the others run."""
+def generate_all(device: str, num_blocks: int, *, graph_sizes=(), proposer=None) -> list[tuple[int, ...]]:
+    """Return the greedy output of all prompts, which are added while others run."""
     config = EngineConfig(
         8, CacheConfig(num_blocks), SchedulerConfig(max_rows=8, max_step_tokens=32), graph_sizes=graph_sizes
     )
     engine = Engine(model(device), config=config, proposer=proposer)
-    found: dict[str, list[int]] = {}
+    outputs: dict[str, list[int]] = {}
     waiting = list(enumerate(PROMPTS))
     for step in range(2000):
         if step % 3 == 0 and waiting:
@@ -53,45 +53,45 @@ def answers(device: str, num_blocks: int, *, graph_sizes=(), proposer=None) -> l
             engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), request_id=str(index))
         for output in engine.step():
             assert not output.error
-            found.setdefault(output.request_id, []).extend(output.token_ids)
+            outputs.setdefault(output.request_id, []).extend(output.token_ids)
         engine.scheduler.check()
         if not engine.has_work() and not waiting:
             break
     engine.close()
-    return [tuple(found[str(index)]) for index in range(len(PROMPTS))]
+    return [tuple(outputs[str(index)]) for index in range(len(PROMPTS))]
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[tuple[int, ...]]:
-    return answers("cpu", 200)
+def expected_outputs() -> list[tuple[int, ...]]:
+    return generate_all("cpu", 200)
 
 
 @pytest.mark.parametrize("graph_sizes", [(), (1, 4)])
 @pytest.mark.parametrize("num_blocks", [200, 12])
-def test_engine_on_cuda_matches_cpu(wanted, num_blocks, graph_sizes):
-    assert answers("cuda", num_blocks, graph_sizes=graph_sizes) == wanted
+def test_engine_on_cuda_matches_cpu(expected_outputs, num_blocks, graph_sizes):
+    assert generate_all("cuda", num_blocks, graph_sizes=graph_sizes) == expected_outputs
 
 
-def test_engine_on_cuda_with_proposer_matches_cpu(wanted):
-    assert answers("cuda", 200, proposer=NgramProposer(3), graph_sizes=(8,)) == wanted
-    assert answers("cuda", 60, proposer=DraftProposer(model("cuda"), 3)) == wanted
+def test_engine_on_cuda_with_proposer_matches_cpu(expected_outputs):
+    assert generate_all("cuda", 200, proposer=NgramProposer(3), graph_sizes=(8,)) == expected_outputs
+    assert generate_all("cuda", 60, proposer=DraftProposer(model("cuda"), 3)) == expected_outputs
 
 
 def test_pinned_copier_reuses_memory_after_its_kernel():
-    """Sends of all sizes behind a busy stream, more than are kept at a time: none is written over before it is read."""
+    """Send data of all sizes on a busy stream, more than the copier keeps: none is overwritten before it is read."""
     from kvtier.engine.pinned_copier import PinnedCopier
 
     copies, device, random_ = PinnedCopier(), torch.device("cuda"), np.random.default_rng(0)
-    wanted, there = [], []
+    expected, sent = [], []
     for number in range(50):
         if number % 7 == 0:
             torch.cuda._sleep(20_000_000)  # about 10 ms
         data = random_.integers(0, 256, 8 * int(random_.integers(0, 40_000)), dtype=np.uint8)
-        wanted.append(data.copy())
-        there.append(copies.to_device(data, device))
-        data[:] = 0  # the caller's to change
-    for expected, found in zip(wanted, there, strict=True):
-        assert np.array_equal(found.cpu().numpy(), expected)
+        expected.append(data.copy())
+        sent.append(copies.to_device(data, device))
+        data[:] = 0  # the caller may change it after the call
+    for data, copied in zip(expected, sent, strict=True):
+        assert np.array_equal(copied.cpu().numpy(), data)
     for count in (1, 64, 5000, 3):
         numbers = torch.randint(0, 1 << 40, (count,), device=device)
         assert copies.to_list(numbers) == numbers.tolist()
@@ -100,31 +100,31 @@ def test_pinned_copier_reuses_memory_after_its_kernel():
 def test_pinned_copier_polls_callback_while_waiting():
     from kvtier.engine.pinned_copier import PinnedCopier
 
-    for num_news in (0, 3, 1 << 60):
-        heard = []
+    for num_results in (0, 3, 1 << 60):
+        polls = []
 
-        def listen(heard=heard, num_news=num_news):
-            heard.append(None)
-            return len(heard) <= num_news
+        def poll(polls=polls, num_results=num_results):
+            polls.append(None)
+            return len(polls) <= num_results
 
         numbers = torch.arange(100, device="cuda")
         torch.cuda.synchronize()
-        copies = PinnedCopier(listen)
+        copies = PinnedCopier(poll)
         copies.to_list(numbers)  # compiles
-        heard.clear()
+        polls.clear()
         torch.cuda._sleep(40_000_000)  # about 20 ms
         assert copies.to_list(numbers) == list(range(100))
-        assert len(heard) == num_news + 1 if num_news < 1 << 60 else len(heard) > 3
+        assert len(polls) == num_results + 1 if num_results < 1 << 60 else len(polls) > 3
 
 
 def test_sample_with_pinned_copier_matches_plain_copies():
     from kvtier.engine.pinned_copier import PinnedCopier
 
     copies, logits = PinnedCopier(), torch.randn(12, 1000, device="cuda")
-    some = [{}, {"temperature": 0.3}, {"top_p": 0.4}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.9}, {"temperature": 0.0}]
-    params = [SamplingParams(**{"temperature": 1.0, **each}, seed=i) for i, each in enumerate(some * 2)]
-    plain, sent = ([RequestSampler(each) for each in params] for _ in range(2))
+    opts = [{}, {"temperature": 0.3}, {"top_p": 0.4}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.9}, {"temperature": 0.0}]
+    params = [SamplingParams(**{"temperature": 1.0, **option}, seed=i) for i, option in enumerate(opts * 2)]
+    plain, sent = ([RequestSampler(param) for param in params] for _ in range(2))
     for _ in range(5):
-        expected = [each.token_id for each in sample(logits.clone(), plain)]
-        found = sample(logits.clone(), sent, copies.to_list, copies.to_device)
-        assert [each.token_id for each in found] == expected
+        expected = [row.token_id for row in sample(logits.clone(), plain)]
+        samples = sample(logits.clone(), sent, copies.to_list, copies.to_device)
+        assert [row.token_id for row in samples] == expected

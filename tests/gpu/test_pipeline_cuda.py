@@ -1,4 +1,4 @@
-"""The pipeline on a GPU: rows of device memory, streams that really run beside the host, one wait per step."""
+"""The pipeline on a GPU: rows in device memory, streams that run in parallel with the host, one wait per step."""
 
 import json
 import threading
@@ -14,8 +14,8 @@ from kvtier.state import State
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 GPU = Placement("cuda", 0)
-MOST, WIDTH = 8, 512
-A_WHILE = 2_000_000  # cycles, about a millisecond
+MAX_ROWS, WIDTH = 8, 512
+SLEEP_CYCLES = 2_000_000  # about a millisecond
 PER_BATCH = [op for op in BatchOp if op.per_batch]
 
 
@@ -29,20 +29,20 @@ class Request:
 
 
 def per_phase(phases, placement):
-    return [Buffer(MOST * WIDTH, "i64", placement) for _ in range(phases)]
+    return [Buffer(MAX_ROWS * WIDTH, "i64", placement) for _ in range(phases)]
 
 
 class Counter(Module):
-    """Counts the forwards of each request in rows of the GPU, the whole way: staged, uploaded, warped, fetched."""
+    """Count the forwards of each request in GPU rows through the full path: stage, upload, warp, fetch."""
 
-    def __init__(self, phases, cycles=A_WHILE):
-        self.state = State((MOST, WIDTH), "i64", GPU)
+    def __init__(self, phases, cycles=SLEEP_CYCLES):
+        self.state = State((MAX_ROWS, WIDTH), "i64", GPU)
         self.staged, self.fetched = per_phase(phases, PINNED), per_phase(phases, PINNED)
         self.initial, self.kept = per_phase(phases, GPU), per_phase(phases, GPU)
         self.cycles, self.fail_at, self.streams = cycles, None, {}
 
     def rows(self, buffers, batch):
-        return buffers[batch.phase].torch().view(MOST, WIDTH)[: batch.bsz]
+        return buffers[batch.phase].torch().view(MAX_ROWS, WIDTH)[: batch.bsz]
 
     def _enter(self, op, env):
         self.streams[op] = (torch.cuda.current_stream(), current_stream(GPU).native)
@@ -76,11 +76,11 @@ class Counter(Module):
 
     def update(self, env):
         batch = self._enter(BatchOp.UPDATE, env)
-        found = self.rows(self.fetched, batch).numpy()
+        counts = self.rows(self.fetched, batch).numpy()
         for row, ticket in enumerate(batch.requests):
             if ticket.error is None:
                 ticket.request.count += 1
-                assert (found[row] == ticket.request.count).all(), (ticket, batch.sequence)
+                assert (counts[row] == ticket.request.count).all(), (ticket, batch.sequence)
 
     def remove(self, requests):
         for request in requests:
@@ -97,9 +97,9 @@ def pipeline_of(phases, executor=ThreadExecutor, **options):
 def test_pipeline_rows_follow_their_requests(phases, executor):
     random = np.random.default_rng(phases)
     pipeline, _ = pipeline_of(phases, executor)
-    tickets, expected = [pipeline.add(Request(f"r{k}")) for k in range(MOST + 3)], {}
+    tickets, expected = [pipeline.add(Request(f"r{k}")) for k in range(MAX_ROWS + 3)], {}
     for _ in range(60):
-        chosen = [tickets[k] for k in random.permutation(len(tickets))[: random.integers(0, MOST + 1)]]
+        chosen = [tickets[k] for k in random.permutation(len(tickets))[: random.integers(0, MAX_ROWS + 1)]]
         generating = chosen[: random.integers(0, len(chosen) + 1)]
         pipeline.step(chosen, generating=generating)
         pipeline.check()
@@ -147,7 +147,7 @@ def test_torch_and_copies_use_the_stream_of_their_side():
 def test_pipeline_on_cuda_synchronizes_once_per_step(monkeypatch, phases):
     pipeline, _ = pipeline_of(phases)
     a, b = pipeline.add(Request("a")), pipeline.add(Request("b"))
-    pipeline.step([a, b])  # what is made once, such as kernels and costs, may wait
+    pipeline.step([a, b])  # one-time work, such as compiling kernels, may synchronize
     pipeline.step([b])
     pipeline.drain()
     waits, synchronize = [], Stream.synchronize
@@ -173,8 +173,8 @@ def test_pipeline_on_cuda_synchronizes_once_per_step(monkeypatch, phases):
 
 
 def test_next_batch_is_set_up_while_gpu_is_busy():
-    class Watches(Module):
-        """Looks at the executor's stream from the engine, once the batch before is on it."""
+    class WatchesStream(Module):
+        """Check from SETUP of batch 1 that the stream of the executor still runs batch 0."""
 
         def __init__(self):
             self.enqueued, self.busy = threading.Event(), None
@@ -187,10 +187,10 @@ def test_next_batch_is_set_up_while_gpu_is_busy():
         def forward(self, env):
             if env.at(BATCH).sequence == 0:
                 self.stream = torch.cuda.current_stream()
-                torch.cuda._sleep(100 * A_WHILE)
+                torch.cuda._sleep(100 * SLEEP_CYCLES)
                 self.enqueued.set()
 
-    watches = Watches()
+    watches = WatchesStream()
     pipeline = Pipeline([watches], placement=GPU)
     ticket = pipeline.add("a")
     pipeline.step([ticket])

@@ -1,4 +1,4 @@
-"""Rows that fail on CUDA: they end alone, and finding them costs no synchronisation of its own."""
+"""A failing row on CUDA ends alone and is detected without an extra synchronization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.engine.sampling import NO_TOKEN, RequestSampler, SamplingParams, sam
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 TINY = ModelConfig("llama", 2, 64, 96, 4, 2, 16, VOCAB, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
-SPOILT = (torch.nan, torch.inf, -torch.inf)
+NOT_FINITE = (torch.nan, torch.inf, -torch.inf)
 KINDS = {
     "greedy": {"temperature": 0.0},
     "random": {"seed": 1},
@@ -35,17 +35,17 @@ def test_engine_row_fault_on_cuda_ends_that_row_only(model, stage, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", SPOILT)
+@pytest.mark.parametrize("value", NOT_FINITE)
 def test_sample_on_cuda_row_not_finite_fails_alone(kind, value):
     logits = torch.randn(4, 32000, device="cuda")
     params = SamplingParams(**KINDS[kind])
-    wanted = sample(logits[1:].clone(), [RequestSampler(params) for _ in range(3)])
+    expected = sample(logits[1:].clone(), [RequestSampler(params) for _ in range(3)])
     logits[0] = value
     requests = [RequestSampler(params) for _ in range(4)]
-    found = sample(logits, requests)
-    assert found[0].token_id == NO_TOKEN
+    samples = sample(logits, requests)
+    assert samples[0].token_id == NO_TOKEN
     assert requests[0].error
-    assert found[1:] == wanted
+    assert samples[1:] == expected
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -61,7 +61,7 @@ def test_sample_on_cuda_synchronises_only_for_the_tokens(kind):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            found = sample(logits, requests, copies.to_list, copies.to_device)
+            samples = sample(logits, requests, copies.to_list, copies.to_device)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert [each.token_id == NO_TOKEN for each in found] == [False, False, True, False]
+        assert [row.token_id == NO_TOKEN for row in samples] == [False, False, True, False]

@@ -1,4 +1,4 @@
-"""State on a GPU: memory that a warp in flight still uses is not given to others."""
+"""State on a GPU: memory used by a warp in flight is not reused."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GPU = Placement("cuda", 0)
 
 
-def warp_behind_a_sleep(state, batch, new, stream, cycles):
+def warp_after_sleep(state, batch, new, stream, cycles):
     with context(stream=stream), torch.cuda.stream(stream.native):
         torch.cuda._sleep(cycles)
         state.warp(Permutation([1], 0), batch, new=new)
@@ -20,13 +20,13 @@ def warp_behind_a_sleep(state, batch, new, stream, cycles):
 def test_state_dropped_during_warp_keeps_its_memory():
     size = 3 << 20
     stream, new = Stream(GPU), torch.ones((1, size), dtype=torch.uint8, device=GPU.torch)
-    # once before: the first copy of a machine measures the paths, the first of a process compiles kernels
-    warp_behind_a_sleep(State((1, size), "u8", GPU), BatchCopy(), new, stream, 1000)
+    # warm up: the first copy on a machine measures the paths, the first in a process compiles kernels
+    warp_after_sleep(State((1, size), "u8", GPU), BatchCopy(), new, stream, 1000)
     torch.cuda.synchronize()
     state, batch = State((1, size), "u8", GPU), BatchCopy()
     used = {state.front.data_ptr(), state.back.data_ptr()}
     torch.cuda.synchronize()
-    warp_behind_a_sleep(state, batch, new, stream, 200_000_000)  # about 0.1 s
+    warp_after_sleep(state, batch, new, stream, 200_000_000)  # about 0.1 s
     del state, batch
     others = [torch.empty(size, dtype=torch.uint8, device=GPU.torch) for _ in range(2)]
     assert not stream.query()

@@ -1,4 +1,4 @@
-"""The tiers with a cache on the GPU: the same machine, over copy streams and pinned memory."""
+"""The state machine of the tiers with a cache on the GPU, copy streams and pinned memory."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ class CudaTiersMachine(TiersMachine):
 
 
 def test_tiers_on_cuda_never_return_wrong_bytes():
-    run(CudaTiersMachine, 25, ("device", "host"))  # a disk hit in so few is luck
+    run(CudaTiersMachine, 25, ("device", "host"))  # 25 examples rarely include a disk hit

@@ -1,4 +1,4 @@
-"""What only a GPU can show of transfers: streams that wait for each other, staging at full size, lifetimes, threads."""
+"""Transfers on a GPU: waits between streams, staging at full size, lifetimes, threads."""
 
 import gc
 import json
@@ -30,11 +30,11 @@ from transfer_support import layout_of
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 GPU = Placement("cuda", 0)
 GROUP = CacheGroup.attention("main", 8, 8, 128, "bf16", 16)  # 512 KiB a block, parts of 32 KiB
-NUM = 600
+NUM_BLOCKS = 600
 
 
-def made(form, num_blocks=NUM, config=None):
-    """A manager over 300 MiB on both sides. Returns it, the bytes of each layer and role, and the host memory."""
+def new_manager(form, num_blocks=NUM_BLOCKS, config=None):
+    """Return a manager over 300 MiB on both sides, the tensors of each layer and role, and the host memory."""
     shape = (num_blocks, GROUP.num_layers, 2, GROUP.layers[0].tensors[0].nbytes)
     whole = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
     if form == "block-first":
@@ -49,7 +49,7 @@ def made(form, num_blocks=NUM, config=None):
     return manager, tensors, host
 
 
-def picture(tensors):
+def contents(tensors):
     torch.cuda.synchronize()
     return torch.stack([torch.stack(pair, 1) for pair in tensors], 1).flatten(1)
 
@@ -57,19 +57,19 @@ def picture(tensors):
 @pytest.mark.parametrize("strategy", [None, "direct", "kernel", "staged"])
 @pytest.mark.parametrize("form", ["block-first", "layer-first"])
 def test_concurrent_save_and_load_of_300_mib_are_exact(form, strategy):
-    manager, tensors, host = made(form)
-    before, random = picture(tensors), np.random.default_rng(0)
-    half, slots = random.permutation(NUM), random.permutation(NUM)
+    manager, tensors, host = new_manager(form)
+    before, random = contents(tensors), np.random.default_rng(0)
+    half, slots = random.permutation(NUM_BLOCKS), random.permutation(NUM_BLOCKS)
     out, into, kept, free = half[:300], half[300:], slots[:300], slots[300:]
     with manager:
         assert manager.save(into, free, strategy=strategy).wait(60).status is TransferStatus.DONE
-        for tensor in (each for pair in tensors for each in pair):
+        for tensor in (part for pair in tensors for part in pair):
             tensor[torch.from_numpy(into).cuda()] = 0
         torch.cuda.synchronize()
         save = manager.save(out, kept, strategy=strategy)
         load = manager.load(into, free, strategy=strategy, layer_wise=True)
         assert save.wait(60).status is load.wait(60).status is TransferStatus.DONE
-        assert torch.equal(picture(tensors), before)
+        assert torch.equal(contents(tensors), before)
         stored = np.stack([host.block(int(slot)).numpy() for slot in kept[:40]])
         assert np.array_equal(stored, before[torch.from_numpy(out[:40]).cuda()].cpu().numpy())
         assert strategy is None or save.report.strategy == strategy
@@ -77,7 +77,7 @@ def test_concurrent_save_and_load_of_300_mib_are_exact(form, strategy):
 
 def test_layer_first_is_staged_and_block_first_is_direct():
     for form, strategy in (("block-first", "direct"), ("layer-first", "staged")):
-        manager, _, _ = made(form)
+        manager, _, _ = new_manager(form)
         with manager:
             compiled = manager.compile("d2h", range(0, 400, 2), range(0, 400, 2))
             assert (compiled.choice.strategy, compiled.choice.path) == (strategy, "driver")
@@ -86,14 +86,14 @@ def test_layer_first_is_staged_and_block_first_is_direct():
 
 @pytest.mark.parametrize("form", ["block-first", "layer-first"])
 def test_save_waits_for_kernel_that_writes_its_blocks(form):
-    manager, tensors, host = made(form)
+    manager, tensors, host = new_manager(form)
     compute = torch.cuda.Stream()
     with manager:
         with torch.cuda.stream(compute):
             torch.cuda._sleep(100_000_000)
-            for tensor in (each for pair in tensors for each in pair):
+            for tensor in (part for pair in tensors for part in pair):
                 tensor.fill_(7)
-            save = manager.save([5, 9], [2, 4], urgent=True)  # behind the current stream, without being told
+            save = manager.save([5, 9], [2, 4], urgent=True)  # waits for the current stream by default
         assert save.report is None
         assert save.wait(60).status is TransferStatus.DONE
         assert set(np.unique(host.block(4).numpy()).tolist()) == {7}
@@ -101,14 +101,14 @@ def test_save_waits_for_kernel_that_writes_its_blocks(form):
 
 @pytest.mark.parametrize("form", ["block-first", "layer-first"])
 def test_layer_compute_waits_for_load_without_blocking_host(form):
-    manager, tensors, host = made(form)
+    manager, tensors, host = new_manager(form)
     for slot in range(300):
         host.block(slot).fill(3)
     compute, gate = Stream(GPU), Stream(GPU)
     seen = torch.zeros(8, dtype=torch.int64, device="cuda")
     with manager:
         manager.load([0], [0], layer_wise=True).wait(60)
-        seen[0] = (tensors[0][0][:300] == 3).sum()  # first uses take their time, which the gate is not open for
+        seen[0] = (tensors[0][0][:300] == 3).sum()  # warm up before the gate, because first uses are slow
         torch.cuda.synchronize()
         with torch.cuda.stream(gate.native):
             torch.cuda._sleep(2_000_000_000)
@@ -117,7 +117,7 @@ def test_layer_compute_waits_for_load_without_blocking_host(form):
             for layer in range(8):
                 load.layers.wait(layer, compute)
                 seen[layer] = (tensors[layer][0][:300] == 3).sum()
-        assert load.layers.num_done == 0  # everything is enqueued, nothing has moved: the gate is still closed
+        assert load.layers.num_done == 0  # all copies are enqueued, none has run: the gate is still closed
         with pytest.raises(LayerSwapTimeoutError):
             load.layers.wait(7, timeout=0)
         compute.synchronize()
@@ -127,7 +127,7 @@ def test_layer_compute_waits_for_load_without_blocking_host(form):
 
 
 def test_urgent_load_overtakes_blocked_bulk_load():
-    manager, _, _ = made("block-first")
+    manager, _, _ = new_manager("block-first")
     gate = Stream(GPU)
     with manager:
         with torch.cuda.stream(gate.native):
@@ -140,20 +140,20 @@ def test_urgent_load_overtakes_blocked_bulk_load():
 
 def test_bulk_in_flight_bytes_stay_within_limit():
     config = TransferConfig(slice_bytes=16 << 20, max_in_flight_bytes=32 << 20)
-    manager, _, _ = made("block-first", config=config)
+    manager, _, _ = new_manager("block-first", config=config)
     gate = Stream(GPU)
     with manager:
         with torch.cuda.stream(gate.native):
             torch.cuda._sleep(200_000_000)
-        bulk = manager.save(range(NUM), range(NUM), after=gate.record())
+        bulk = manager.save(range(NUM_BLOCKS), range(NUM_BLOCKS), after=gate.record())
         while bulk.report is None:
             assert manager.in_flight_bytes("d2h", urgent=False) <= 32 << 20
         assert bulk.wait().status is TransferStatus.DONE
 
 
 def test_tensors_dropped_during_save_stay_alive():
-    manager, tensors, host = made("layer-first")
-    wanted = picture(tensors)[:300].cpu()
+    manager, tensors, host = new_manager("layer-first")
+    expected = contents(tensors)[:300].cpu()
     gate = Stream(GPU)
     with manager:
         with torch.cuda.stream(gate.native):
@@ -164,7 +164,7 @@ def test_tensors_dropped_during_save_stay_alive():
         gc.collect()
         junk = [torch.full((64 << 20,), 9, dtype=torch.uint8, device="cuda") for _ in range(8)]
         assert save.wait(60).status is TransferStatus.DONE
-        assert torch.equal(torch.stack([host.block(slot).torch() for slot in range(300)]), wanted)
+        assert torch.equal(torch.stack([host.block(slot).torch() for slot in range(300)]), expected)
         del junk
 
 
@@ -188,12 +188,12 @@ def test_run_across_registered_pieces_is_copied():
 
 
 def test_transfers_in_fresh_threads_keep_current_device():
-    manager, tensors, _ = made("layer-first")
-    found = []
+    manager, tensors, _ = new_manager("layer-first")
+    results = []
 
     def work():
-        found.append((manager.save([1, 2], [1, 2]).wait(60).status, torch.cuda.current_device()))
-        found.append((manager.load([3, 4], [1, 2], urgent=True).wait(60).status, torch.cuda.current_device()))
+        results.append((manager.save([1, 2], [1, 2]).wait(60).status, torch.cuda.current_device()))
+        results.append((manager.load([3, 4], [1, 2], urgent=True).wait(60).status, torch.cuda.current_device()))
 
     with manager:
         threads = [threading.Thread(target=work) for _ in range(3)]
@@ -201,31 +201,31 @@ def test_transfers_in_fresh_threads_keep_current_device():
             thread.start()
         for thread in threads:
             thread.join()
-        assert found == [(TransferStatus.DONE, 0)] * 6
-        both = picture(tensors)
+        assert results == [(TransferStatus.DONE, 0)] * 6
+        both = contents(tensors)
         assert torch.equal(both[[1, 2]], both[[3, 4]])
 
 
 def test_slow_staging_ring_switches_kernel_stream():
-    manager, tensors, _ = made("layer-first", config=TransferConfig(strategy="staged"))
-    before, slots = picture(tensors), np.random.default_rng(0).permutation(NUM)
+    manager, tensors, _ = new_manager("layer-first", config=TransferConfig(strategy="staged"))
+    before, slots = contents(tensors), np.random.default_rng(0).permutation(NUM_BLOCKS)
     with manager:
         used = set()
         for _ in range(4):
-            assert manager.save(np.arange(NUM), slots, urgent=True).wait(60).status is TransferStatus.DONE
-            for tensor in (each for pair in tensors for each in pair):
+            assert manager.save(np.arange(NUM_BLOCKS), slots, urgent=True).wait(60).status is TransferStatus.DONE
+            for tensor in (part for pair in tensors for part in pair):
                 tensor.zero_()
-            assert manager.load(np.arange(NUM), slots).wait(60).status is TransferStatus.DONE
-            assert torch.equal(picture(tensors), before)
+            assert manager.load(np.arange(NUM_BLOCKS), slots).wait(60).status is TransferStatus.DONE
+            assert torch.equal(contents(tensors), before)
             for lane in manager._lanes.values():
                 used.add((lane.direction, lane._ring._kernels.handle))
-                lane._ring._best_gbs = 1e6  # so that any copy was slow
-        assert len(used) >= 6  # two to begin with
+                lane._ring._best_gbs = 1e6  # every copy counts as slow
+        assert len(used) >= 6  # two at the start
 
 
 def test_calibrate_measures_link_and_model_loss():
     table = calibrate(GPU)
-    assert table.seconds < 10  # the benchmark holds it to 3
+    assert table.seconds < 10  # the benchmark requires 3
     assert set(table.links) == set(table.lost) == {"cuda>pinned", "pinned>cuda"}
     assert min(table.links.values()) > 1
     assert all(0 <= share <= 1 for paths in table.lost.values() for share in paths.values())
@@ -237,20 +237,20 @@ def test_calibrate_measures_link_and_model_loss():
 def test_doctor_reports_link_and_strategies(capsys):
     calibrate(GPU)
     assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    measured = found.pop("measured")
-    assert dict(re.split(r" {2,}", line, maxsplit=1) for line in shown.splitlines()) == found
-    assert "GB/s to host" in found["link cuda:0"]
-    assert "driver" in found["model loses, to host, cuda:0"]
+    results = json.loads(capsys.readouterr().out)
+    measured = results.pop("measured")
+    assert dict(re.split(r" {2,}", line, maxsplit=1) for line in output.splitlines()) == results
+    assert "GB/s to host" in results["link cuda:0"]
+    assert "driver" in results["model loses, to host, cuda:0"]
     figures = measured["cuda:0"]
     assert figures["memory_bytes"] == torch.cuda.get_device_properties(0).total_memory
     assert set(figures["link_gbs"]) == set(figures["model_loses"]) == {"to host", "to device"}
-    strategies = {(each["form"], each["strategy"]) for each in figures["blocks"]}
+    strategies = {(block["form"], block["strategy"]) for block in figures["blocks"]}
     assert strategies == {("block-first", "direct"), ("layer-first", "staged")}
     slowest = min(figures["link_gbs"].values())
-    assert all(0.5 * slowest < each["expected_gbs"] < 1.2 * slowest for each in figures["blocks"])
+    assert all(0.5 * slowest < block["expected_gbs"] < 1.2 * slowest for block in figures["blocks"])
 
 
 def test_doctor_in_fresh_process_calibrates(tmp_path):
@@ -264,7 +264,7 @@ def test_doctor_in_fresh_process_calibrates(tmp_path):
 
 def test_event_synchronize_waits_for_near_and_far_events():
     stream = Stream(GPU)
-    for cycles in (200_000, 100_000_000):  # 0.1 ms; 50 ms, beyond which a waiting thread sleeps in the driver
+    for cycles in (200_000, 100_000_000):  # 0.1 ms; 50 ms, long enough for the waiting thread to sleep in the driver
         event = Event(blocking=True)
         with torch.cuda.stream(stream.native):
             torch.cuda._sleep(cycles)
