@@ -149,7 +149,7 @@ def test_default_allocator_without_gpu_raises(text):
 # ---- custom allocators ----
 
 
-def test_from_callables_allocates_exact_sizes_and_frees_all(placement):
+def test_custom_allocator_gets_exact_sizes_and_frees_all(placement):
     pool = Pool(placement)
     sizes = [("u8", 1, 1), ("bf16", 3, 6), ("f64", 5, 40), ("u4", 3, 2), ("u2", 5, 2), ("u8", 4097, 4097)]
     buffers = [Buffer(count, name, allocator=pool.allocator) for name, count, _ in sizes]
@@ -161,7 +161,7 @@ def test_from_callables_allocates_exact_sizes_and_frees_all(placement):
     assert not pool.live
 
 
-def test_from_callables_accepts_placement_as_text():
+def test_custom_allocator_accepts_placement_as_text():
     assert Allocator("cuda:1", int, print).placement == Placement("cuda", 1)
     with pytest.raises(ArgumentError, match="nowhere"):
         Allocator("nowhere", int, print)
@@ -172,7 +172,7 @@ def test_buffer_placement_differs_from_allocator_raises():
         Buffer(4, "u8", "pinned", allocator=Pool().allocator)
 
 
-def test_from_callables_null_address_raises_out_of_memory():
+def test_custom_allocator_null_address_raises_out_of_memory():
     allocator = allocator_returning(0)
     with pytest.raises(OutOfMemoryError, match="null address"):
         allocator.allocate(64)
@@ -180,14 +180,14 @@ def test_from_callables_null_address_raises_out_of_memory():
 
 
 @pytest.mark.parametrize("answer", [None, "0x10", 4096.0, b"", np.zeros(1)], ids=lambda value: type(value).__name__)
-def test_from_callables_non_int_address_raises_with_type(answer):
+def test_custom_allocator_non_int_address_raises_with_type(answer):
     allocator = allocator_returning(answer)
     with pytest.raises(ArgumentError, match=f"as an int, got {type(answer).__name__}"):
         allocator.allocate(64)
     assert counters(allocator) == (0, 0, 0, 0)
 
 
-def test_from_callables_negative_address_raises():
+def test_custom_allocator_negative_address_raises():
     returned: list[int] = []
     allocator = Allocator("cpu", lambda _nbytes: -4096, lambda address, _nbytes: returned.append(address))
     with pytest.raises(KvtierError):
@@ -198,7 +198,7 @@ def test_from_callables_negative_address_raises():
 @pytest.mark.parametrize(
     "error", [MemoryError("full"), RuntimeError("exhausted")], ids=lambda value: type(value).__name__
 )
-def test_from_callables_memory_error_raises_out_of_memory(error):
+def test_custom_allocator_memory_error_raises_out_of_memory(error):
     allocator = allocator_returning(error)
     with pytest.raises(OutOfMemoryError, match=str(error)) as caught:
         Buffer(64, "u8", allocator=allocator)
@@ -206,14 +206,14 @@ def test_from_callables_memory_error_raises_out_of_memory(error):
     assert counters(allocator) == (0, 0, 0, 0)
 
 
-def test_from_callables_other_error_propagates():
+def test_custom_allocator_other_error_propagates():
     allocator = allocator_returning(KeyError("bug in allocate"))
     with pytest.raises(KeyError, match="bug in allocate"):
         allocator.allocate(64)
     assert counters(allocator) == (0, 0, 0, 0)
 
 
-def test_from_callables_allocate_may_free_other_buffers():
+def test_custom_allocator_may_free_other_buffers_in_allocate():
     """An allocate function that evicts cached buffers does this."""
     cached: list[Buffer] = []
     memory = [ctypes.create_string_buffer(64) for _ in range(3)]
@@ -583,7 +583,7 @@ def test_buffer_too_large_raises_out_of_memory(placement):
         Buffer(1 << 49, "f64", placement)
 
 
-def test_from_callables_out_of_memory_reports_own_usage():
+def test_custom_allocator_out_of_memory_reports_own_usage():
     allocator = allocator_returning(MemoryError("pool is empty"))
     with pytest.raises(
         OutOfMemoryError, match=r"10,000 bytes.*0 bytes in 0 allocations.*unknown amount.*pool is empty"
@@ -606,7 +606,7 @@ def test_trim_leaves_live_memory_intact(placement, make, read):
     assert Buffer(10, "u8", placement).nbytes == 10
 
 
-def test_trim_on_from_callables_allocator_does_nothing():
+def test_trim_of_custom_allocator_does_nothing():
     pool = Pool()
     held = pool.allocator.allocate(10)
     pool.allocator.trim()
