@@ -21,6 +21,8 @@ from kvtier.engine.weights import Linear
 
 # Queries x keys of a prefill tile; 128 x 64 keeps q, scores and the output of head_dim 128 in registers of 8 warps.
 _QUERY_ROWS, _KEYS = 128, 64
+# For float32, whose dots are unrolled into multiply-adds: tiles of 128 x 64 compile for minutes.
+_QUERY_ROWS_F32, _KEYS_F32 = 32, 32
 _SPLIT_KEYS = 64
 _MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024
 
@@ -294,7 +296,9 @@ def triton_paged_attention(q: torch.Tensor, cache: torch.Tensor, batch: ForwardB
 
 def _run_prefill(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
     kv_heads, group = cache.shape[3], q.shape[1] // cache.shape[3]
-    rows = max(_QUERY_ROWS, triton.next_power_of_2(group))
+    is_f32 = q.dtype == torch.float32
+    rows, keys = (_QUERY_ROWS_F32, _KEYS_F32) if is_f32 else (_QUERY_ROWS, _KEYS)
+    rows = max(rows, triton.next_power_of_2(group))
     tiles = [-(-length // (rows // group)) for length in batch.query_lens]
     splits = prefill_splits(sum(tiles) * kv_heads, max(batch.contexts), q.device)
     partial, top, total = _partial(q, splits) if splits > 1 else (out, out, out)
@@ -303,9 +307,9 @@ def _run_prefill(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, out:
         *(q, cache, out, partial, top, total, batch.block_tables, batch.query_starts, batch.context_lens, _scale(q)),
         *(q.stride(0), out.stride(0), batch.block_tables.stride(0), *_cache_strides(cache)),
         ROWS=rows,
-        KEYS=_KEYS,
+        KEYS=keys,
         SPLITS=splits,
-        num_warps=8 if q.shape[2] > 64 else 4,
+        num_warps=8 if q.shape[2] > 64 and not is_f32 else 4,
         num_stages=3,
         **sizes,
     )
