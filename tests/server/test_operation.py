@@ -111,9 +111,10 @@ def wait_until(condition, seconds=30):
         time.sleep(0.02)
 
 
-def test_disconnect_before_the_answer_is_499(start):
-    server = start()
-    place = urlsplit(server.url)
+def test_disconnect_before_the_answer_is_499(server):
+    place, num_logged = urlsplit(server.url), len(server.log)
+    num_errors = [responses(server, status) for status in (400, 500)]
+    server.wait_for(drained)
     body = json.dumps({"model": server.model, **LONG, "stream": False}).encode()
     for sent in (body, body[:10]):  # while the engine computes, and while the body arrives
         before = responses(server, 499)
@@ -126,15 +127,15 @@ def test_disconnect_before_the_answer_is_499(start):
                 server.wait_for(lambda state: state["running"] == 1)
         wait_until(lambda before=before: responses(server, 499) == before + 1)
     server.wait_for(drained)
-    assert responses(server, 500) == responses(server, 400) == 0
-    assert '"error"' not in server.log
+    assert [responses(server, status) for status in (400, 500)] == num_errors
+    assert '"error"' not in server.log[num_logged:]
 
 
 # ---- an engine that does not reply ----
 
 
-def test_health_is_503_while_the_engine_is_stopped(start):
-    server = start("--engine-reply-seconds", "0.5")
+def test_with_a_stopped_engine_health_is_503_and_sigterm_kills_it(start):
+    server = start("--engine-reply-seconds", "0.5", "--drain-seconds", "1")
     assert server.get("/health").status_code == 200
     stop_process(engine := server.engine_pid)
     try:
@@ -151,6 +152,11 @@ def test_health_is_503_while_the_engine_is_stopped(start):
         os.kill(engine, signal.SIGCONT)
     wait_until(lambda: server.get("/health").status_code == 200)
     assert server.state()["status"] == "ok"
+    process = psutil.Process(engine)
+    stop_process(engine)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(50) == 1  # below the 60 s for which an engine that replies may save
+    process.wait(10)
 
 
 def test_control_call_beyond_its_time_is_504(start):
@@ -162,15 +168,6 @@ def test_control_call_beyond_its_time_is_504(start):
         os.kill(engine, signal.SIGCONT)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
     wait_until(lambda: server.get("/state").status_code == 200)
-
-
-def test_sigterm_with_a_stopped_engine_kills_it(start):
-    server = start("--engine-reply-seconds", "0.5", "--drain-seconds", "1")
-    engine = psutil.Process(server.engine_pid)
-    stop_process(engine.pid)
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(50) == 1  # below the 60 s for which an engine that replies may save
-    engine.wait(10)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -191,15 +188,17 @@ def test_second_signal_exits_at_once(start, number):
 
 HANGING = """
 import asyncio, sys, threading
+from kvtier.server import serve as server
 from kvtier.server.config import EngineOptions, ServerConfig
-from kvtier.server.serve import serve
+
+server._THREAD_SECONDS = 0.5
 
 def ready(address):
     asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
     print("ready", flush=True)
 
 if __name__ == "__main__":
-    sys.exit(serve(ServerConfig(EngineOptions(sys.argv[1], threads=1), port=0), ready=ready))
+    sys.exit(server.serve(ServerConfig(EngineOptions(sys.argv[1], threads=1), port=0), ready=ready))
 """
 
 
