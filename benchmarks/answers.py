@@ -116,7 +116,7 @@ class Case:
 def cases() -> list[Case]:
     """Return the cases; all are compared with the first."""
     few, many = 3 * MOST_BLOCKS, 45 * MOST_BLOCKS
-    below: dict[str, Any] = {"recompute": False}  # always load: loading is under test here
+    below: dict[str, Any] = {"always_load": True}  # loading is under test here
 
     def disk(folder: Path) -> Store:
         return DiskStore(folder, 4 << 30, min_free_bytes=0)

@@ -111,7 +111,7 @@ def new_engine(has_tiers: bool) -> Engine:
     num_blocks = ROWS * (PROMPT + 900) // BLOCK + 2 * LOADED // BLOCK
     host = HostConfig(20_000) if has_tiers else None
     stores = (StoreConfig("memory"),) if has_tiers else ()
-    cache = CacheConfig(num_blocks, host=host, stores=stores, recompute=False)
+    cache = CacheConfig(num_blocks, host=host, stores=stores, always_load=True)
     scheduler = SchedulerConfig(max_rows=ROWS + 2, max_step_tokens=1024 + ROWS)
     config = EngineConfig(BLOCK, cache, scheduler)
     return Engine(model, config=config, stores={"memory": MemoryStore(1 << 30)} if has_tiers else None)

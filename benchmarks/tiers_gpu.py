@@ -48,7 +48,7 @@ def main() -> None:
         2 * num_prefix + BATCH * CONTEXT // BLOCK_TOKENS + 4096,
         host=HostConfig(3 * num_prefix),
         stores=(StoreConfig("disk", WritebackConfig(WritePolicy.BACK, low_share=0.0), Patience.WAIT),),
-        recompute=False,
+        always_load=True,
     )
     config = EngineConfig(BLOCK_TOKENS, cache, SchedulerConfig(max_rows=BATCH, max_step_tokens=8192), (1, BATCH))
     with tempfile.TemporaryDirectory() as folder:

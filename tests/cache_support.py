@@ -128,12 +128,12 @@ class Lab:
         host: HostConfig | None = None,
         stores: Sequence[StoreConfig] = (),
         num_ranks: int = 1,
-        recompute: bool = False,
+        always_load: bool = True,
         workers: Sequence[Worker] = (),
         **options,
     ) -> None:
         host = host or HostConfig(20)
-        config = CacheConfig(num_blocks, host=host, stores=tuple(stores), recompute=recompute, **options)
+        config = CacheConfig(num_blocks, host=host, stores=tuple(stores), always_load=always_load, **options)
         self.manager = CacheManager(NAMESPACE, config, num_ranks=num_ranks)
         names = [store.name for store in stores]
         self.workers = list(workers) or [Worker(rank, names) for rank in range(num_ranks)]

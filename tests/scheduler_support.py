@@ -97,7 +97,7 @@ def alone(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
 def make(num_blocks: int = 8, *, prefix_caching: bool = True, host: HostConfig | None = None, **limits) -> Scheduler:
     namespace = Namespace("model", block_tokens=BLOCK)
     manager = CacheManager(
-        namespace, CacheConfig(num_blocks, prefix_caching=prefix_caching, host=host, recompute=False)
+        namespace, CacheConfig(num_blocks, prefix_caching=prefix_caching, host=host, always_load=True)
     )
     return Scheduler(manager, SchedulerConfig(**{"max_rows": 4, "max_step_tokens": 8, **limits}))
 

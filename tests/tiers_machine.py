@@ -95,13 +95,15 @@ class TiersMachine(RuleBasedStateMachine):
         ),
         patience=st.sampled_from(Patience),
         is_shared=st.booleans(),
-        recompute=st.sampled_from([False, False, True]),
+        always_load=st.sampled_from([True, True, False]),
         free_share=st.sampled_from([0.0, 0.2]),
         store_bytes=st.sampled_from([8000, 1 << 20]),
         seed=st.integers(0, 1 << 20),
         share=st.sampled_from([0.0, 0.15, 0.6]),
     )
-    def begin(self, num_blocks, num_host, saving, patience, is_shared, recompute, free_share, store_bytes, seed, share):
+    def begin(
+        self, num_blocks, num_host, saving, patience, is_shared, always_load, free_share, store_bytes, seed, share
+    ):
         namespace = Namespace("model", block_tokens=BLOCK)
         model = Model(TINY, random_weights(TINY, torch.float32, torch.device(self.device), seed=1))
         self.groups = [DeviceCacheGroup(model, num_blocks, BLOCK)]
@@ -110,7 +112,7 @@ class TiersMachine(RuleBasedStateMachine):
         stores = {"disk": FaultyStore(self.memory, Faults(seed, share))}
         store = StoreConfig("disk", saving, patience, 3.0, is_shared=is_shared, max_fetching_blocks=6)
         host = HostConfig(num_host, saving=saving, free_share=free_share)
-        config = CacheConfig(num_blocks, host=host, stores=(store,), recompute=recompute, free_share=free_share)
+        config = CacheConfig(num_blocks, host=host, stores=(store,), always_load=always_load, free_share=free_share)
         self.controller = new_controller(num_host, self.groups, stores, namespace.fingerprint)
         self.break_copies(random.Random(seed + 1), share / 2)
         self.manager = CacheManager(namespace, config, num_host_ready=self.controller.num_host_ready)

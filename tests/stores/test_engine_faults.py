@@ -50,7 +50,7 @@ def make_engine(model: Model, store: Store | None = None, *, num_blocks: int = 4
     if store is None:
         return Engine(model, config=EngineConfig(4, CacheConfig(num_blocks, prefix_caching=False), scheduler))
     shared = StoreConfig("shared", is_shared=True, wait_seconds=60)  # the store's own deadline comes first
-    cache = CacheConfig(num_blocks, host=HostConfig(num_host), stores=(shared,), recompute=False)
+    cache = CacheConfig(num_blocks, host=HostConfig(num_host), stores=(shared,), always_load=True)
     return Engine(model, config=EngineConfig(4, cache, scheduler), stores={"shared": store})
 
 

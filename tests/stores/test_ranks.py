@@ -20,7 +20,7 @@ MODEL = Model(SHAPE, random_weights(SHAPE, torch.float32, torch.device("cpu"), s
 def test_what_so_many_ranks_left_on_a_server_others_find(redis_port, num_writers, num_readers):
     url = f"redis://127.0.0.1:{redis_port}?prefix=ranks-{num_writers}:"
     store = StoreConfig("shared", patience=Patience.WAIT, is_shared=True)
-    cache = CacheConfig(64, host=HostConfig(64), stores=(store,), recompute=False)
+    cache = CacheConfig(64, host=HostConfig(64), stores=(store,), always_load=True)
     found = []
     for num_ranks in (num_writers, num_readers):
         config = EngineConfig(4, cache, tensor_parallel=num_ranks, kv_shards=2)

@@ -25,8 +25,8 @@ class CacheConfig:
     """How many cached blocks are compared to find one that begins like the first block that was not found."""
     free_share: float = 0.0
     """Evict from the device ahead of demand, so that this share of it is free."""
-    recompute: bool = True
-    """Compute cached blocks if that is expected to be faster than loading them."""
+    always_load: bool = False
+    """Load cached blocks even if computing them is expected to be faster."""
     secret: bytes = field(default=b"", repr=False)
     """Key of the token digests in stored blocks, at most 64 bytes, equal for all that share a store. Without one, a
     reader of the store can check a guess at a prompt."""

@@ -82,7 +82,7 @@ class CacheManager:
         self.stores = {each.name: StoreIndex(self.tree, tiers[-1], each, self.transfers) for each in stores}
         self.queues = self._make_queues(tiers)
         """Blocks to copy down: to the host, then to each store. Empty without a host tier."""
-        speeds = self.cost_model if config.recompute else None
+        speeds = self.cost_model if not config.always_load else None
         self._prefetcher = Prefetcher(self.tree, tiers[-1], list(self.stores.values()), self.transfers, speeds)
         self._free_shares = tuple(free_shares)
         self._host_slots = [0] * num_ranks
@@ -388,7 +388,7 @@ class CacheManager:
         """Decide for matched blocks that are not on the device: load them, or match again without them."""
         block_tokens, on_device = self.namespace.block_tokens, allocation.num_on_device
         decision = None
-        if may_load and self.config.recompute:
+        if may_load and not self.config.always_load:
             queued = {(Route.HOST_TO_DEVICE, ""): missing + self.transfers.num_blocks(Route.HOST_TO_DEVICE)}
             first, stop = on_device * block_tokens, allocation.lease.num_matched_tokens
             decision = self.cost_model.decide(queued, first, stop - first)

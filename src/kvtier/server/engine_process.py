@@ -91,7 +91,7 @@ def make_llm(options: EngineOptions) -> LLM:
             policy=tiers.policy,
             host=HostConfig(host_blocks, tiers.policy, saving) if host_blocks else None,
             stores=tuple(store for store, _ in below),
-            recompute=not tiers.always_load,
+            always_load=tiers.always_load,
         ),
         SchedulerConfig(options.max_rows, options.max_step_tokens),
         ghost_scales=_GHOST_SCALES,

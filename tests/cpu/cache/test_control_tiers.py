@@ -41,7 +41,7 @@ class Cache:
             num_blocks,
             host=HostConfig(num_host, saving=saving),
             stores=(StoreConfig("disk", saving, Patience.WAIT),),
-            recompute=False,
+            always_load=True,
         )
         self.groups = [DeviceCacheGroup(MODEL, num_blocks, BLOCK)]
         self.controller = new_controller(num_host, self.groups, self.stores, self.namespace.fingerprint)

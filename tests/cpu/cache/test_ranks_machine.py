@@ -112,7 +112,7 @@ class RanksMachine(TiersMachine):
             controllers.append(self.controller)
         self.together = Together(controllers, self.groups)
         store = StoreConfig("disk", saving, patience, 3.0, is_shared=is_shared, max_fetching_blocks=6)
-        config = CacheConfig(num_blocks, host=HostConfig(num_host, saving=saving), stores=(store,), recompute=False)
+        config = CacheConfig(num_blocks, host=HostConfig(num_host, saving=saving), stores=(store,), always_load=True)
         self.manager = CacheManager(namespace, config, num_ranks=RANKS, num_host_ready=num_host)
         limits = SchedulerConfig(max_rows=3, max_step_tokens=12, starts_early=True)
         self.scheduler = Scheduler(self.manager, limits)

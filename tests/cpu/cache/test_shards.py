@@ -410,7 +410,7 @@ class Cache:
     def __init__(self, num_ranks: int, stores, *, is_shared: bool) -> None:
         self.namespace = Namespace("model", block_tokens=4)
         store = StoreConfig("disk", patience=Patience.WAIT, is_shared=is_shared)
-        config = CacheConfig(BLOCKS, host=HostConfig(BLOCKS + 1), stores=(store,), recompute=False)
+        config = CacheConfig(BLOCKS, host=HostConfig(BLOCKS + 1), stores=(store,), always_load=True)
         self.ranks = Ranks(LAYOUT, num_ranks, 4, stores)
         self.manager = CacheManager(self.namespace, config, num_ranks=num_ranks)
         self.chain = Chain(self.namespace, [7] * (4 * BLOCKS) + [1])

@@ -89,7 +89,7 @@ def test_device_only(model, talks, wanted):
 
 @pytest.mark.parametrize("write", WritePolicy)
 def test_with_a_host_tier_and_a_device_too_small(model, talks, wanted, write):
-    engine = make(model, CacheConfig(90, host=HostConfig(800, saving=WritebackConfig(write)), recompute=False))
+    engine = make(model, CacheConfig(90, host=HostConfig(800, saving=WritebackConfig(write)), always_load=True))
     assert play(engine, talks) == wanted
     assert engine.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks > 100
     engine.close()
@@ -97,7 +97,7 @@ def test_with_a_host_tier_and_a_device_too_small(model, talks, wanted, write):
 
 def test_with_a_disk_in_tiny_pools_and_again_from_the_disk_alone(model, talks, wanted, tmp_path):
     disk = StoreConfig("disk", patience=Patience.WAIT)
-    cache = CacheConfig(90, host=HostConfig(120), stores=(disk,), recompute=False)
+    cache = CacheConfig(90, host=HostConfig(120), stores=(disk,), always_load=True)
     for _ in range(2):
         store = DiskStore(tmp_path, 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
         engine = make(model, cache, store)

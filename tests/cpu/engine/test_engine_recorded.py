@@ -22,10 +22,10 @@ from kvtier.storage import DiskStore
 TINY = ModelConfig("llama", 2, 32, 48, 2, 1, 16, 61, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_replay_of_a_recorded_run_finds_the_same_blocks_in_the_same_tiers(tmp_path, recompute):
+@pytest.mark.parametrize("always_load", [False, True])
+def test_the_replay_of_a_recorded_run_finds_the_same_blocks_in_the_same_tiers(tmp_path, always_load):
     model = Model(TINY, random_weights(TINY, torch.float32, torch.device("cpu"), seed=3))
-    cache = CacheConfig(26, host=HostConfig(30), stores=(StoreConfig("disk"),), partial_scan=0, recompute=recompute)
+    cache = CacheConfig(26, host=HostConfig(30), stores=(StoreConfig("disk"),), partial_scan=0, always_load=always_load)
     store = DiskStore(tmp_path / "disk", 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
     engine = Engine(
         model, config=EngineConfig(4, cache, SchedulerConfig(max_rows=4, max_step_tokens=16)), stores={"disk": store}

@@ -39,7 +39,7 @@ def make(
     disk: StoreConfig | None = None,
     **options,
 ) -> Engine:
-    cache = CacheConfig(num_blocks, prefix_caching=caching, host=host, stores=(disk,) if disk else (), recompute=False)
+    cache = CacheConfig(num_blocks, prefix_caching=caching, host=host, stores=(disk,) if disk else (), always_load=True)
     return Engine(model, config=EngineConfig(4, cache, SchedulerConfig(max_rows=4, max_step_tokens=16)), **options)
 
 

@@ -175,7 +175,7 @@ class Scripted:
 
 def test_a_load_that_failed_on_another_rank_counts_until_all_have_told():
     namespace, controller = Namespace("model", block_tokens=BLOCK), Scripted()
-    manager = CacheManager(namespace, CacheConfig(4, host=HostConfig(8), recompute=False), num_ranks=2)
+    manager = CacheManager(namespace, CacheConfig(4, host=HostConfig(8), always_load=True), num_ranks=2)
     scheduler = Scheduler(manager, SchedulerConfig())
     tiers = CacheRuntime(manager, [DeviceCacheGroup(MODEL, 4, BLOCK)], controller, {}, scheduler, lambda: 0.0)
     chain = Chain(namespace, [7] * (2 * BLOCK) + [1])
@@ -224,7 +224,7 @@ def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 2
     """With a host tier, and blocks in a folder if there is one. Everything that is cached is loaded."""
     saving = WritebackConfig(WritePolicy.THROUGH)
     stores = (StoreConfig("disk", saving, Patience.WAIT),) if folder is not None else ()
-    cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, recompute=False)
+    cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, always_load=True)
     config = EngineConfig(
         BLOCK, cache, SchedulerConfig(8, 64), tensor_parallel=num_ranks, **{"kv_shards": 4, **options}
     )

@@ -104,7 +104,7 @@ def test_ten_requests_answer_the_same_from_every_tier(model, tmp_path):
     tokenizer = load_tokenizer()
     wanted = talk(Engine(invariant, tokenizer, EngineConfig(16, CacheConfig(200, prefix_caching=False))), tokenizer)
     disk = StoreConfig("disk", patience=Patience.WAIT)
-    cache = CacheConfig(6, host=HostConfig(60), stores=(disk,), recompute=False)
+    cache = CacheConfig(6, host=HostConfig(60), stores=(disk,), always_load=True)
     for _ in range(2):  # the second time from what the first left on disk
         store = DiskStore(tmp_path, 1 << 30, segment_bytes=64 << 20, min_free_bytes=0)
         engine = Engine(invariant, tokenizer, EngineConfig(16, cache), stores={"disk": store})

@@ -315,7 +315,7 @@ def test_what_is_missing_is_forgotten_and_what_failed_is_kept():
 
 def test_a_request_whose_load_is_refused_twice_counts_once():
     """It is asked again when its turn comes; 32 requests, not 16, until one is loaded to see how long that takes."""
-    lab = lab_with(prompt(1, 4), recompute=True)
+    lab = lab_with(prompt(1, 4), always_load=False)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
     lab.manager.cost_model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 100.0)
     lab.manager.cost_model.observe_compute(100, 0.0, 1.0)
@@ -384,7 +384,7 @@ def test_each_store_has_its_own_limits():
 
 
 def test_recompute_off_fetches_whatever_it_costs():
-    lab = lab_with(prompt(1, 4), recompute=False)
+    lab = lab_with(prompt(1, 4), always_load=True)
     lab.manager.on_computed(1000, 1000.0, 1e-9)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
     lab.manager.cost_model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 100.0)

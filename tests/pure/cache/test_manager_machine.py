@@ -70,16 +70,16 @@ class ManagerMachine(RuleBasedStateMachine):
         host=st.builds(HostConfig, st.sampled_from([2, 8, 40]), saving=SAVINGS, free_share=st.sampled_from([0.0, 0.2])),
         stores=st.lists(STORES, min_size=1, max_size=2),
         num_ranks=st.sampled_from([1, 1, 2]),
-        recompute=st.booleans(),
+        always_load=st.booleans(),
         free_share=st.sampled_from([0.0, 0.2]),
         seed=st.integers(0, 1 << 20),
         loss=st.sampled_from([0.0, 0.2]),
     )
-    def begin(self, num_blocks, host, stores, num_ranks, recompute, free_share, seed, loss):
+    def begin(self, num_blocks, host, stores, num_ranks, always_load, free_share, seed, loss):
         self.random = random.Random(seed)
         stores = [StoreConfig(f"store{i}", *fields(each)) for i, each in enumerate(stores)]
         self.lab = Lab(
-            num_blocks, host=host, stores=stores, num_ranks=num_ranks, recompute=recompute, free_share=free_share
+            num_blocks, host=host, stores=stores, num_ranks=num_ranks, always_load=always_load, free_share=free_share
         )
         self.loss = loss
         self.waiting: list[tuple[Chain, Prefetch]] = []

@@ -36,7 +36,7 @@ def test_both_masks_are_set_where_each_is(pairs):
 
 def two_ranks() -> tuple[CacheManager, TransferRequest]:
     """A manager of two ranks, and the save of three blocks that it has planned."""
-    config = CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),), recompute=False)
+    config = CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),), always_load=True)
     manager = CacheManager(NAMESPACE, config, num_ranks=2)
     hold = manager.match(prompt(1, 3))
     assert manager.allocate(hold, 3 * BLOCK) is None

@@ -251,7 +251,7 @@ def test_requests_come_to_an_end_whatever_the_patience(patience):
 
 
 def test_a_request_says_where_its_tokens_came_from_and_why():
-    lab = Lab(20, stores=[disk()], recompute=True)
+    lab = Lab(20, stores=[disk()], always_load=False)
     scheduler = Scheduler(lab.manager, SchedulerConfig(max_rows=4, max_step_tokens=64))
     for name in ("first", "second"):
         request = Request(name, prompt(1, 5), 2)

@@ -227,7 +227,7 @@ def taught(lab: Lab, load: float, compute: float) -> Lab:
 
 @pytest.mark.parametrize("is_faster", [False, True])
 def test_host_blocks_are_loaded_if_that_is_faster(is_faster):
-    lab = Lab(20, recompute=True)
+    lab = Lab(20, always_load=False)
     lab.serve(prompt(1, 6))
     lab.evict("device")
     taught(lab, load=0.001 if is_faster else 10.0, compute=0.01)
@@ -241,7 +241,7 @@ def test_host_blocks_are_loaded_if_that_is_faster(is_faster):
 
 
 def test_what_is_on_the_device_counts_before_what_would_be_loaded():
-    lab = Lab(20, recompute=True)
+    lab = Lab(20, always_load=False)
     lab.serve(prompt(1, 6))
     lab.manager.tree.evict(lab.control.tier("device"), 2)
     taught(lab, load=10.0, compute=0.01)
@@ -252,7 +252,7 @@ def test_what_is_on_the_device_counts_before_what_would_be_loaded():
 
 @pytest.mark.parametrize("is_faster", [False, True])
 def test_blocks_are_fetched_if_that_is_faster(is_faster):
-    lab = Lab(20, stores=[disk()], recompute=True)
+    lab = Lab(20, stores=[disk()], always_load=False)
     lab.serve(prompt(1, 6))
     lab.manager.reset()
     taught(lab, load=0.001 if is_faster else 10.0, compute=0.01)
@@ -263,7 +263,7 @@ def test_blocks_are_fetched_if_that_is_faster(is_faster):
 
 
 def test_a_move_that_failed_teaches_no_speed():
-    lab = Lab(20, recompute=True)
+    lab = Lab(20, always_load=False)
     lab.serve(prompt(1, 6))
     lab.evict("device")
     lab.start(prompt(1, 6), lose=lambda move, _: [True] * move.num_blocks)

@@ -35,7 +35,7 @@ def simulator(device: int, host: int = 0, disk: int = 0, *, link: float = 1e9, e
         device,
         host=HostConfig(host) if host else None,
         stores=(StoreConfig("disk"),) if disk else (),
-        recompute=options.pop("recompute", False),
+        always_load=options.pop("always_load", True),
     )
     worker = SimulatedWorker(1, link, disk=DISK, stores=stores, latency_seconds=0.0)
     limits = SchedulerConfig(options.pop("rows", 8), options.pop("tokens", 10_000), starts_early=early)
@@ -106,8 +106,8 @@ def test_computing_again_is_chosen_where_the_link_is_slower():
     again = [
         replace(far[i], timestamp_ms=(100 + 10 * i) * 1e6, hash_ids=(*far[i].hash_ids[:4], 999 + i)) for i in (0, 1)
     ]
-    slow = simulator(6, 100, link=0.0001, recompute=True).run([*far, *again])
-    fast = simulator(6, 100, link=1.0, recompute=True).run([*far, *again])
+    slow = simulator(6, 100, link=0.0001, always_load=False).run([*far, *again])
+    fast = simulator(6, 100, link=1.0, always_load=False).run([*far, *again])
     assert slow.requests[-1].tokens_from.get("host", 0) == 0
     assert fast.requests[-1].tokens_from["host"] == 4 * 512
 
@@ -116,7 +116,7 @@ def test_the_manager_learns_what_links_and_steps_take_and_not_the_wait_for_other
     """Four that come at once queue for the disk; what is decided by counts blocks under way by itself."""
     far = [request(10_000 * i, *range(10 * i, 10 * i + 2 + i)) for i in range(8)]
     again = [replace(each, timestamp_ms=9e8, hash_ids=(*each.hash_ids[:-1], 999)) for each in far[:4]]
-    ours = simulator(20, 21, 100, link=0.5, recompute=True)
+    ours = simulator(20, 21, 100, link=0.5, always_load=False)
     ours.run([*far, *again])
     speeds = ours.manager.cost_model
     for count in (1, 5, 20):
