@@ -1,4 +1,4 @@
-"""What several test files need: host streams to hold back and to close, processes to stop."""
+"""Helpers for several test files: blocked host streams, stopped processes."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from kvtier.memory import Stream
 
 @contextlib.contextmanager
 def held_back(stream: Stream) -> Iterator[None]:
-    """Inside the block, nothing enqueued on this host stream from now on runs."""
+    """Hold back tasks that are enqueued on this host stream inside the block."""
     gate = threading.Event()
     stream.enqueue(gate.wait)
     try:
@@ -24,7 +24,7 @@ def held_back(stream: Stream) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_stream() -> Iterator[Stream]:
-    """A stream that is closed again; closing tells the errors nobody saw, which some tests leave behind on purpose."""
+    """Yield a stream and close it. Ignore the ValueError of a failed task, which some tests leave on purpose."""
     stream = Stream()
     try:
         yield stream
@@ -34,15 +34,15 @@ def new_stream() -> Iterator[Stream]:
 
 
 def stop_process(pid: int) -> None:
-    """SIGSTOP, and wait until every thread stands still: beside others one may go on for a while, and answer."""
+    """Send SIGSTOP and wait until all threads have stopped: a thread may run for a while after the signal."""
     os.kill(pid, signal.SIGSTOP)
-    while not all(map(_stands_still, Path(f"/proc/{pid}/task").iterdir())):
+    while not all(map(_is_stopped, Path(f"/proc/{pid}/task").iterdir())):
         time.sleep(0.001)
 
 
-def _stands_still(thread: Path) -> bool:
+def _is_stopped(thread: Path) -> bool:
     try:
         stat = (thread / "stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended
         return True
     return stat.rpartition(")")[2].split()[0] not in "RSD"

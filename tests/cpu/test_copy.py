@@ -135,11 +135,11 @@ def test_host_copy_without_stream_is_synchronous():
     assert memory == b"abc"
 
 
-@pytest.mark.parametrize("how", ["given", "in force"])
+@pytest.mark.parametrize("how", ["argument", "context"])
 def test_copy_on_host_stream_runs_in_stream_order(how):
     stream, target = Stream("cpu"), Buffer.wrap(memory := bytearray(3))
     with held_back(stream):
-        if how == "given":
+        if how == "argument":
             copy(Buffer.wrap(b"abc"), target, stream=stream)
         else:
             with context(stream=stream):

@@ -1,4 +1,4 @@
-"""The programs in examples/ run, print what they promise, and are short."""
+"""The programs in examples/ run, print the documented output, and are short."""
 
 from __future__ import annotations
 

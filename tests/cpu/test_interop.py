@@ -671,12 +671,12 @@ def test_wrap_cuda_array_keeps_owner_alive():
 
 
 @needs_gpu
-@pytest.mark.parametrize("in_force", [False, True], ids=["torch's current stream", "a stream in force"])
-def test_wrap_cuda_array_waits_for_producer_stream(in_force):
+@pytest.mark.parametrize("in_context", [False, True], ids=["current stream of torch", "stream of the context"])
+def test_wrap_cuda_array_waits_for_producer_stream(in_context):
     producer, tensor = torch.cuda.Stream(), torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     delayed_fill(tensor, 7, producer)
-    with context(stream=Stream("cuda:0") if in_force else None):
+    with context(stream=Stream("cuda:0") if in_context else None):
         buffer = Buffer.wrap(OnlyCudaArrayInterface(tensor, stream=producer.cuda_stream))
         assert buffer[-1] == 7
 

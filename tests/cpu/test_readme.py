@@ -23,7 +23,7 @@ def first_example() -> re.Match[str]:
 
 
 def readme_commands() -> list[str]:
-    """Indented lines and code spans, without their comments."""
+    """Return the indented lines and code spans, without their comments."""
     prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
     lines = re.findall(r"^ {4}(\S.*)$", prose, re.MULTILINE)
     spans = re.findall(r"`([^`\n]+)`", prose)

@@ -121,7 +121,7 @@ def test_native_row_copies_match_numpy(perm, old, new, row_bytes):
 
 
 def test_row_copies_are_minimal_and_never_join_old_and_new():
-    # index size0 marks a new row even though the new rows directly follow the old rows in memory
+    # new row 3 directly follows the old rows in memory, but must not join the copy of old rows 1 to 3
     made = row_copies(np.array([1, 2, 3, 9, 9, 0, 9]), 4, 1000, 1000 + 4 * 8 - 3 * 8, 9000, 8)
     assert made.tolist() == [[1008, 1032, 1000, 1056], [9000, 9024, 9040, 9048], [24, 16, 8, 8]]
 

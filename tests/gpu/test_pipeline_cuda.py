@@ -154,7 +154,7 @@ def test_pipeline_on_cuda_synchronizes_once_per_step(monkeypatch, phases):
 
     def wait(stream):
         waits.append(stream)
-        torch.cuda.set_sync_debug_mode("default")  # this one is allowed
+        torch.cuda.set_sync_debug_mode("default")  # only this wait is allowed
         synchronize(stream)
         torch.cuda.set_sync_debug_mode("error")
 
@@ -215,7 +215,7 @@ def test_timeline_shows_gpu_spans_in_order(tmp_path):
         forward, fetch = on_device["FORWARD"], on_device["FETCH"]
         assert forward.end - forward.start > 2e-4  # it sleeps on the device, not on the host
         assert on_host["FORWARD"].start < forward.end <= fetch.end
-        assert forward.end <= on_host["UPDATE"].start + 1e-3  # two clocks
+        assert forward.end <= on_host["UPDATE"].start + 1e-3  # host and device clocks differ
     assert timeline.save(tmp_path / "trace.json") == len(host) + len(device) + 4  # two ADD, two REMOVE
     tracks = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "M"]
     assert len(tracks) == 4

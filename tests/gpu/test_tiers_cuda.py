@@ -13,8 +13,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 class CudaTiersMachine(TiersMachine):
-    """With the device tier on CUDA."""
-
     device: ClassVar[str] = "cuda"
 
 
