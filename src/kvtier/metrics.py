@@ -45,7 +45,6 @@ class Counter:
         self._value = 0.0
 
     def add(self, amount: float = 1) -> None:
-        """Increase the counter."""
         if not amount >= 0:
             raise ArgumentError(f"a counter cannot change by {amount}; use a gauge for values that fall")
         with self._lock:
@@ -84,7 +83,6 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """Number of values."""
         return sum(self.counts)
 
     @property
@@ -131,7 +129,6 @@ class Histogram:
         self._total = 0.0
 
     def observe(self, value: float) -> None:
-        """Add one value."""
         if math.isnan(value):
             raise ArgumentError("a histogram does not accept NaN")
         with self._lock:
@@ -199,7 +196,6 @@ class Registry:
         return self._declare(Family("counter", name, text, tuple(labels), Counter))
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Family[Gauge]:
-        """Declare a gauge."""
         return self._declare(Family("gauge", name, text, tuple(labels), Gauge))
 
     def histogram(

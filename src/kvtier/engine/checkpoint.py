@@ -81,7 +81,6 @@ class GgufFile:
         return (kind, chosen.view(torch.bfloat16) if kind == "BF16" else chosen)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Dequantise into `out`."""
         tensor = self._header.tensors[_gguf_name(name)]
         stored = self._stored(tensor)
         order = self._row_order(name)

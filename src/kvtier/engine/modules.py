@@ -61,7 +61,6 @@ class DeviceCacheGroup:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
         return self.cache[0:0].element_size() * int(np.prod(self.cache.shape[1:]))
 
     def logits(self, batch: ForwardBatch, before_layer: Callable[[int], None] | None = None) -> torch.Tensor:

@@ -136,31 +136,25 @@ class Ops(Protocol):
 
     def linear(self, x: torch.Tensor, w: Linear) -> torch.Tensor:
         """Return x @ w.weight.T + w.bias."""
-        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the RMS norm over the last dimension, computed in float32. x may have more dimensions and strides."""
-        ...
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of residual + x, and residual + x. May write into `residual`."""
-        ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Return silu(left half) * right half."""
-        ...
 
     def rotate_and_store(
         self, heads: Heads, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
     ) -> None:
         """Rotate q and k in place and write k and v to `batch.slots`. cos, sin: [tokens, head_dim / 2]."""
-        ...
 
     def attend(self, heads: Heads, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attend every new token to its sequence, whose keys and values are stored. Returns [tokens, q_dim]."""
-        ...
 
 
 class TorchOps:

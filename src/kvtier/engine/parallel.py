@@ -271,7 +271,6 @@ class RankedController:
         return self._own.is_busy or self._ranks.is_busy
 
     def present(self) -> Event | None:
-        """See Controller."""
         return self._own.present()
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
@@ -327,7 +326,6 @@ class RankedStore:
 
     @property
     def stats(self) -> StoreStats:
-        """Sum over all ranks."""
         return sum_stats([self.own.stats, *self.ranks.stats(self.name)])
 
 

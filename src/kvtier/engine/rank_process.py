@@ -74,7 +74,6 @@ class RankWorker:
         link.send(RankReply(self._controller.num_host_ready))
 
     def run(self) -> None:
-        """Execute calls until `close`."""
         calls: queue.SimpleQueue[RankCall | Exception] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(self._link, calls), name="kvtier-rank-reader", daemon=True).start()
         while True:

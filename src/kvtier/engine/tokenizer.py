@@ -65,7 +65,6 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation."""
         for index, message in enumerate(messages):
             if "role" not in message:
                 raise ArgumentError(f"message {index} has no role; it has {', '.join(message) or 'nothing'}")
@@ -277,7 +276,6 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def stream(self, *, skip_special: bool = True) -> TokenStream:
-        """Return an incremental decoder."""
         return TokenStream(self, skip_special=skip_special)
 
 

@@ -77,23 +77,18 @@ class TensorSource(Protocol):
 
     def __contains__(self, name: str) -> bool:
         """True if the checkpoint has this tensor."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape that `read_into` needs."""
-        ...
 
     def raw(self, name: str) -> RawMatrix | None:
         """Return the matrix as stored, if that is smaller than float32 and rows can be joined."""
-        ...
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Convert the tensor into `out`, which has its shape."""
-        ...
 
     def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
         """Return those of the rotary embedding; a checkpoint may have its own."""
-        ...
 
 
 def assemble(config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: torch.device) -> ModelWeights:

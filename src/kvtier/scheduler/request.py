@@ -116,7 +116,6 @@ class Request:
 
     @property
     def num_new_tokens(self) -> int:
-        """Number of generated tokens."""
         return self.chain.num_tokens - self.num_prompt_tokens
 
     @property
@@ -197,7 +196,6 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows."""
         return sum(row.num_tokens for row in self.rows)
 
     @property

@@ -33,7 +33,6 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """Requests without KV."""
         return tuple(self._waiting)
 
     @property
@@ -46,7 +45,6 @@ class Scheduler:
         return bool(self._controls or (not self.is_paused and (self._waiting or self._running)))
 
     def add(self, request: Request, now: float) -> None:
-        """Add a new request."""
         if request.state is not RequestState.WAITING or request in self._waiting:
             raise StateError(f"{request!r} was added before, or has ended")
         request.arrival = now
@@ -115,7 +113,6 @@ class Scheduler:
         self._end_prefetches()
 
     def resume(self) -> None:
-        """Continue after `pause`."""
         self.is_paused = False
 
     def update(self, step: Step, results: Sequence[RowResult], now: float) -> None:
@@ -447,7 +444,6 @@ class _StepBuilder:
         """True if a running request must wait for transfers in flight to free room."""
 
     def take(self, row: Row) -> None:
-        """Add a row."""
         self.rows.append(row)
         self.budget -= row.num_tokens
 
