@@ -11,6 +11,7 @@ be evicted before the request starts; `retry` fetches them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvtier.cache.config import Patience
 from kvtier.cache.cost_model import CostModel, LoadDecision
@@ -22,39 +23,26 @@ from kvtier.index.node import WRITING
 from kvtier.messages import Route
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Prefetch:
     """One request's blocks from stores. Made by CacheManager.prefetch, which changes it."""
 
-    __slots__ = (
-        "chain",
-        "decision",
-        "is_due",
-        "is_over",
-        "lease",
-        "num_blocks",
-        "num_fetched",
-        "started",
-        "waiting_for",
-        "wanted",
-    )
-
-    def __init__(self, chain: Chain, lease: Lease, wanted: int, started: float) -> None:
-        self.chain = chain
-        self.lease: Lease | None = lease
-        """Lease on the path in memory, including blocks in flight; None if there was nothing to fetch."""
-        self.wanted = wanted
-        """Number of blocks that the request could use."""
-        self.started = started
-        self.waiting_for: set[int] = set()
-        """Ids of unanswered probes and of transfers in flight."""
-        self.is_over = False
-        self.is_due = False
-        """True after a retry, when the request could have started."""
-        self.num_blocks = 0
-        """Number of blocks to fetch."""
-        self.num_fetched: dict[str, int] = {}
-        """Number of arrived blocks by store."""
-        self.decision: LoadDecision | None = None
+    chain: Chain
+    lease: Lease | None
+    """Lease on the path in memory, including blocks in flight; None if there was nothing to fetch."""
+    wanted: int
+    """Number of blocks that the request could use."""
+    started: float
+    waiting_for: set[int] = field(default_factory=set)
+    """Ids of unanswered probes and of transfers in flight."""
+    is_over: bool = False
+    is_due: bool = False
+    """True after a retry, when the request could have started."""
+    num_blocks: int = 0
+    """Number of blocks to fetch."""
+    num_fetched: dict[str, int] = field(default_factory=dict)
+    """Number of arrived blocks by store."""
+    decision: LoadDecision | None = None
 
 
 class Prefetcher:

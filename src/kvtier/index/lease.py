@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.errors import RangeError, StateError
 from kvtier.index.chain import Chain
@@ -20,6 +20,7 @@ class Retention:
     ttl: float = math.inf
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """Made by RadixTree.match, ended once by RadixTree.release. Only the tree changes it.
 
@@ -28,45 +29,24 @@ class Lease:
     table    |s0|s1|s2|s3|s4|s5|            device slots; the lease owns [num_blocks, ..) and `duplicate_slots`
     """
 
-    __slots__ = (
-        "chain",
-        "closed",
-        "committed",
-        "duplicate_slots",
-        "grown",
-        "matched_at",
-        "node",
-        "num_blocks",
-        "num_matched",
-        "retention",
-        "stopped",
-        "table",
-    )
+    chain: Chain
+    node: Node
+    num_blocks: int
+    table: I32
+    retention: Retention
+    stopped: MissReason | None
+    """Reason why the match stopped; None: the tree has no more of the chain."""
+    matched_at: int
+    num_matched: int = field(init=False)
+    duplicate_slots: list[I32] = field(init=False, default_factory=list)
+    """Slots of blocks that another request published first."""
+    grown: Node | None = field(init=False, default=None)
+    """The node this lease added, which its next blocks may extend."""
+    committed: bool = field(init=False, default=False)
+    closed: bool = field(init=False, default=False)
 
-    def __init__(
-        self,
-        chain: Chain,
-        node: Node,
-        num_blocks: int,
-        table: I32,
-        retention: Retention,
-        stopped: MissReason | None,
-        matched_at: int,
-    ) -> None:
-        self.chain = chain
-        self.node = node
-        self.num_blocks = num_blocks
-        self.num_matched = num_blocks
-        self.stopped = stopped
-        self.matched_at = matched_at
-        self.table = table
-        self.duplicate_slots: list[I32] = []
-        """Slots of blocks that another request published first."""
-        self.grown: Node | None = None
-        """The node this lease added, which its next blocks may extend."""
-        self.retention = retention
-        self.committed = False
-        self.closed = False
+    def __post_init__(self) -> None:
+        self.num_matched = self.num_blocks
 
     @property
     def num_matched_tokens(self) -> int:

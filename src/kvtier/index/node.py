@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -80,6 +80,7 @@ class AccessStats:
         return AccessStats(self.created, self.used, self.uses, self.priority, self.expires)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """Blocks [start, start + num_blocks) of every chain that runs through it; `labels` are their token bytes.
 
@@ -89,50 +90,26 @@ class Node:
     which tier t holds blocks.
     """
 
-    __slots__ = (
-        "attached",
-        "below",
-        "children",
-        "domain",
-        "extras",
-        "held",
-        "key",
-        "keys",
-        "labels",
-        "leases",
-        "num_blocks",
-        "parent",
-        "start",
-        "usage",
-    )
+    parent: Node | None
+    domain: tuple[bytes, bytes]
+    key: bytes
+    start: int
+    num_blocks: int
+    labels: memoryview
+    usage: AccessStats
+    num_tiers: InitVar[int]
+    extras: dict[int, bytes] | None = None
+    keys: bytes = b""
+    children: dict[bytes, Node] = field(init=False)
+    held: list[Residency | None] = field(init=False)
+    below: list[int] = field(init=False)
+    leases: int = field(init=False, default=0)
+    attached: bool = field(init=False, default=True)
 
-    def __init__(
-        self,
-        parent: Node | None,
-        domain: tuple[bytes, bytes],
-        key: bytes,
-        start: int,
-        num_blocks: int,
-        labels: memoryview,
-        usage: AccessStats,
-        num_tiers: int,
-        extras: dict[int, bytes] | None = None,
-        keys: bytes = b"",
-    ) -> None:
-        self.parent = parent
-        self.domain = domain
-        self.key = key
-        self.start = start
-        self.num_blocks = num_blocks
-        self.labels = labels
-        self.usage = usage
-        self.extras = extras
-        self.keys = keys
-        self.children: dict[bytes, Node] = {}
-        self.held: list[Residency | None] = [None] * num_tiers
+    def __post_init__(self, num_tiers: int) -> None:
+        self.children = {}
+        self.held = [None] * num_tiers
         self.below = [0] * num_tiers
-        self.leases = 0
-        self.attached = True
 
     @property
     def stop(self) -> int:

@@ -291,7 +291,10 @@ class Machine(RuleBasedStateMachine):
         wanted = {
             child: num_common(tokens, child.content[0])
             for child in end.children.values()
-            if 0 in child.copies and child.copies[0].readable and (child.expires > self.now or child in held)
+            if 0 in child.copies
+            and child.copies[0].readable
+            and (child.attached or child in held)  # else its slots were freed with its last lease
+            and (child.expires > self.now or child in held)
         }
         num_tokens = 0
         if hit is not None:
