@@ -40,12 +40,12 @@ packed_type = st.sampled_from([each for each in dt.ALL if BITS[each.name] < 8])
 counts = st.integers(0, 1 << 40)
 
 
-def test_all_types_are_there_with_their_bits():
+def test_all_dtypes_have_expected_bits():
     assert {each.name: each.bits for each in dt.ALL} == BITS
 
 
 @pytest.mark.parametrize("name", BITS)
-def test_a_type_is_found_by_each_of_its_names_and_by_its_numpy_type(name):
+def test_dtype_lookup_by_name_and_numpy_type(name):
     found = dt.dtype(name)
     assert found.name == name == str(found)
     assert dt.dtype(found) is found
@@ -55,19 +55,19 @@ def test_a_type_is_found_by_each_of_its_names_and_by_its_numpy_type(name):
 
 
 @pytest.mark.parametrize("name", BITS)
-def test_the_numpy_type_is_that_of_numpy_or_ml_dtypes(name):
+def test_dtype_numpy_matches_numpy_or_ml_dtypes(name):
     assert dt.dtype(name).numpy == np.dtype(NUMPY[name])
 
 
 @pytest.mark.parametrize(("name", "per_byte"), [("u2", 4), ("u4", 2), ("fp4", 2)])
-def test_packed_types_share_bytes(name, per_byte):
+def test_packed_dtype_per_byte(name, per_byte):
     packed = dt.dtype(name)
     assert packed.is_packed
     assert (packed.per_byte, packed.item_bytes) == (per_byte, 1)
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_other_types_are_addressed_by_their_own_bytes(name):
+def test_unpacked_dtype_item_bytes(name):
     whole = dt.dtype(name)
     assert not whole.is_packed
     assert (whole.per_byte, whole.item_bytes) == (1, np.dtype(NUMPY[name]).itemsize)
@@ -83,30 +83,30 @@ def test_byte_sizes_round_up(name, count, nbytes):
 
 
 @given(any_type, counts)
-def test_the_bytes_hold_all_elements_and_no_byte_is_superfluous(element, count):
+def test_nbytes_is_smallest_size_that_fits(element, count):
     bits = count * BITS[element.name]
     assert bits <= element.nbytes(count) * 8 < bits + 8
 
 
 @given(any_type, st.integers(0, 2000))
-def test_byte_sizes_are_those_of_a_numpy_bit_array(element, count):
+def test_nbytes_equals_numpy_packbits_size(element, count):
     assert element.nbytes(count) == np.packbits(np.zeros(count * BITS[element.name], np.uint8)).size
 
 
 @given(any_type, st.integers(max_value=-1))
-def test_a_negative_count_is_an_error_with_the_number(element, count):
+def test_nbytes_negative_count_raises(element, count):
     with pytest.raises(RangeError, match=rf"{element}.* {count}$"):
         element.nbytes(count)
 
 
 @given(any_type, counts)
-def test_an_offset_on_a_byte_boundary_is_the_bytes_before_it(element, count):
+def test_offset_bytes_on_byte_boundary(element, count):
     start = count * element.per_byte
     assert element.offset_bytes(start) * 8 == start * BITS[element.name]
 
 
 @given(packed_type, counts, st.data())
-def test_an_offset_inside_a_byte_is_an_error_with_the_numbers(element, whole_bytes, data):
+def test_offset_bytes_inside_byte_raises(element, whole_bytes, data):
     per_byte = 8 // BITS[element.name]
     index = whole_bytes * per_byte + data.draw(st.integers(1, per_byte - 1))
     with pytest.raises(ArgumentError, match=rf"element {index} of {element} .*every {per_byte} elements"):
@@ -114,7 +114,7 @@ def test_an_offset_inside_a_byte_is_an_error_with_the_numbers(element, whole_byt
 
 
 @given(any_type, st.integers(1, 1 << 40))
-def test_a_negative_offset_is_an_error(element, before):
+def test_offset_bytes_negative_raises(element, before):
     with pytest.raises(RangeError, match=f"-{before * element.per_byte}"):
         element.offset_bytes(-before * element.per_byte)
 
@@ -122,30 +122,30 @@ def test_a_negative_offset_is_an_error(element, before):
 @pytest.mark.parametrize(
     "name", ["", "null", "f8", "int4", "BF16", "float", "fp6", "complex64", np.complex64, "u6", object, "void8"]
 )
-def test_an_unknown_name_is_an_error_that_lists_the_known_ones(name):
+def test_dtype_unknown_name_raises_with_known_names(name):
     with pytest.raises(DTypeError, match=r"unknown element type .* known: bool, u8, .*fp4"):
         dt.dtype(name)
 
 
-def test_no_type_at_all_is_an_error_not_float64():
+def test_dtype_none_raises():
     # np.dtype(None) is float64
     with pytest.raises(DTypeError):
         dt.dtype(None)
 
 
-def test_a_type_of_the_other_byte_order_is_an_error():
+def test_dtype_other_byte_order_raises():
     swapped = np.dtype(np.int32).newbyteorder()
     with pytest.raises(DTypeError, match=r"byte order|unknown"):
         dt.dtype(swapped)
 
 
-def test_types_are_values():
+def test_dtypes_compare_by_value():
     assert dt.dtype("bf16") == dt.bf16 != dt.f16
     assert len(set(dt.ALL)) == len(dt.ALL) == len({each.name for each in dt.ALL})
     assert dt.null not in dt.ALL
 
 
-def test_without_ml_dtypes_the_error_says_what_to_install():
+def test_dtype_without_ml_dtypes_names_the_package():
     code = """
 import sys
 sys.modules["ml_dtypes"] = None

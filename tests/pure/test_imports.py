@@ -36,7 +36,7 @@ def tree_in_the_docstring() -> dict[str, set[str]]:
 TREE = tree_in_the_docstring()
 
 
-def test_the_deciding_side_imports_where_torch_cannot_be():
+def test_decision_packages_import_without_torch():
     run_python(
         "import sys; sys.modules['torch'] = None\n"
         "import kvtier, kvtier.dtype, kvtier.errors\n"
@@ -44,28 +44,28 @@ def test_the_deciding_side_imports_where_torch_cannot_be():
     )
 
 
-def test_the_deciding_side_does_not_import_torch_where_it_is():
+def test_decision_packages_do_not_import_torch():
     run_python("import sys, kvtier, kvtier.dtype, kvtier.errors\nassert 'torch' not in sys.modules")
 
 
-def test_the_package_itself_and_its_errors_import_nothing():
+def test_errors_module_imports_no_dependency():
     run_python("import sys, kvtier, kvtier.errors\nassert not {'torch', 'numpy', 'ml_dtypes'} & set(sys.modules)")
 
 
-def test_the_docstring_names_every_exception():
+def test_errors_docstring_lists_every_exception():
     defined = {name for name, each in vars(errors).items() if inspect.isclass(each) and issubclass(each, Exception)}
     assert defined == set(TREE)
     assert len(TREE) > 10
 
 
 @pytest.mark.parametrize("name", TREE)
-def test_every_exception_is_where_the_tree_says(name):
+def test_exception_bases_match_docstring_tree(name):
     bases = {getattr(errors, base, None) or getattr(builtins, base) for base in TREE[name]}
     assert set(getattr(errors, name).__bases__) == bases
 
 
 @pytest.mark.parametrize("name", TREE)
-def test_every_exception_is_one_of_ours_and_can_be_raised_with_a_message(name):
+def test_exception_is_kvtier_error_and_keeps_message(name):
     with pytest.raises(errors.KvtierError, match="the numbers"):
         raise getattr(errors, name)("the numbers")
 
@@ -81,10 +81,10 @@ def test_every_exception_is_one_of_ours_and_can_be_raised_with_a_message(name):
         ("FormatError", ValueError),
     ],
 )
-def test_code_that_knows_only_the_builtin_exceptions_catches_ours(name, builtin):
+def test_exception_is_subclass_of_builtin(name, builtin):
     assert issubclass(getattr(errors, name), builtin)
 
 
-def test_a_copy_error_carries_the_index_of_its_entry():
+def test_copy_error_carries_entry_index():
     assert errors.CopyError("entry 7", index=7).index == 7
     assert errors.CopyError("entry unknown").index is None

@@ -14,14 +14,14 @@ LLAMA_8B = CacheGroup.attention("main", 32, 8, 128, "bf16", 16)
 DEEPSEEK = CacheGroup.mla("main", 61, 576, "bf16", 16)
 
 
-def test_the_sizes_of_known_models():
+def test_block_bytes_of_known_models():
     assert LLAMA_8B.block_bytes == 2 << 20
     assert DEEPSEEK.block_bytes == 61 * 576 * 2 * 16
     assert CacheGroup.attention("main", 28, 8, 128, "bf16", 16).block_bytes == 28 * 2 * (32 << 10)
     assert KVLayout(16, (LLAMA_8B,)).token_bytes == 131_072
 
 
-def test_a_layer_is_its_tensors_and_a_block_its_layers():
+def test_layer_bytes_sum_tensors_and_block_sums_layers():
     scale = TensorSpec("key_scale", dt.f32, (16, 8))
     group = CacheGroup.attention("main", 3, 8, 128, "fp8_e4m3", 16, extra=[scale])
     assert [each.name for each in group.layers[0].tensors] == ["key", "value", "key_scale"]
@@ -30,7 +30,7 @@ def test_a_layer_is_its_tensors_and_a_block_its_layers():
     assert group.span(range(1, 3)).nbytes == 2 * group.layers[0].nbytes
 
 
-def test_draft_layers_join_the_block_and_windows_have_their_own():
+def test_draft_layers_join_group_and_window_is_own_group():
     draft = CacheGroup.attention("draft", 1, 4, 64, "bf16", 16)
     window = CacheGroup.attention("window", 8, 8, 128, "bf16", 16, window_tokens=1024)
     layout = KVLayout(16, (LLAMA_8B.with_layers(draft.layers), window))
@@ -41,14 +41,14 @@ def test_draft_layers_join_the_block_and_windows_have_their_own():
         layout.group("draft")
 
 
-def test_packed_elements_round_up_to_bytes():
+def test_packed_tensor_bytes_round_up():
     assert TensorSpec("key", dt.u4, (3, 5)).nbytes == 8
 
 
 @given(
     sizes=st.lists(st.lists(st.integers(1, 9000), min_size=1, max_size=3), min_size=1, max_size=9),
 )
-def test_tensors_tile_the_block_without_gaps(sizes):
+def test_tensors_tile_block_without_gaps(sizes):
     layers = [LayerSpec(tuple(TensorSpec(f"t{k}", dt.u8, (n,)) for k, n in enumerate(each))) for each in sizes]
     group = CacheGroup("g", tuple(layers))
     at = 0
@@ -71,7 +71,7 @@ def test_tensors_tile_the_block_without_gaps(sizes):
     piece=st.integers(1, 20_000),
     least=st.integers(1, 8),
 )
-def test_layer_groups_cover_the_layers_in_order_and_the_first_is_at_most_its_share(sizes, piece, least):
+def test_layer_groups_cover_layers_in_order(sizes, piece, least):
     group = CacheGroup("g", tuple(LayerSpec((TensorSpec("t", dt.u8, (n,)),)) for n in sizes))
     runs = group.layer_groups(None, piece, least)
     assert [layer for run in runs for layer in run] == list(range(len(sizes)))
@@ -82,19 +82,19 @@ def test_layer_groups_cover_the_layers_in_order_and_the_first_is_at_most_its_sha
     assert first * wanted <= group.block_bytes or len(runs[0]) == 1 or len(runs) == 1
 
 
-def test_equal_layers_are_cut_into_equal_groups():
+def test_equal_layers_form_equal_groups():
     assert LLAMA_8B.layer_groups(None, 512 << 10, 4) == [range(8), range(8, 16), range(16, 24), range(24, 32)]
     assert [len(run) for run in DEEPSEEK.layer_groups(None, 512 << 10, 4)] == [15, 15, 15, 16]
     assert LLAMA_8B.layer_groups(range(4, 6), 1 << 30, 4) == [range(4, 5), range(5, 6)]
 
 
 @pytest.mark.parametrize("layers", [range(0), range(5, 3), range(-1, 2), range(33), range(0, 8, 2)])
-def test_layers_must_be_consecutive_ones_of_the_group(layers):
+def test_span_of_invalid_layers_raises(layers):
     with pytest.raises(RangeError, match="32"):
         LLAMA_8B.span(layers)
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_layout_raises():
     with pytest.raises(ArgumentError, match="positive"):
         TensorSpec("key", dt.u8, (0, 4))
     with pytest.raises(ArgumentError, match="different names"):
@@ -107,7 +107,7 @@ def test_what_makes_no_sense_is_refused():
         LLAMA_8B.tensor_span(3, "scale")
 
 
-def test_descriptions_are_plain_and_tell_layouts_apart():
+def test_describe_is_json_and_distinguishes_layouts():
     one, two = KVLayout(16, (LLAMA_8B,)), KVLayout(16, (CacheGroup.attention("main", 32, 8, 128, "f16", 16),))
     assert json.loads(json.dumps(one.describe())) == one.describe()
     assert one.describe() == KVLayout(16, (LLAMA_8B,)).describe() != two.describe()

@@ -30,7 +30,7 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     }
 
 
-def test_the_text_is_this():
+def test_render_text_format():
     registry = Registry()
     hits = registry.counter("hits_total", "Tokens\nfound \\ used.", ("tier", "why"))
     hits.of("host", 'a "b"\\\n').add(3)
@@ -64,7 +64,7 @@ def test_the_text_is_this():
     st.floats(),
     st.lists(values, max_size=30),
 )
-def test_what_is_rendered_is_read_back_by_prometheus(text, counts, level, observed):
+def test_rendered_values_are_parsed_by_prometheus_client(text, counts, level, observed):
     registry = Registry()
     family = registry.counter("kvtier_things_total", text, ("one", "two"))
     for labels, count in counts.items():
@@ -82,7 +82,7 @@ def test_what_is_rendered_is_read_back_by_prometheus(text, counts, level, observ
     assert found["kvtier_took_sum", frozenset()] == pytest.approx(math.fsum(observed), rel=1e-9, abs=1e-3)
 
 
-def test_prometheus_client_counting_the_same_says_the_same():
+def test_values_equal_prometheus_client():
     theirs, ours = CollectorRegistry(), Registry()
     told = np.random.default_rng(0).lognormal(-4, 3, 500)
     their_counter = TheirCounter("a_total", "A.", ["x"], registry=theirs)
@@ -105,7 +105,7 @@ def test_prometheus_client_counting_the_same_says_the_same():
 
 
 @given(st.lists(st.lists(values, max_size=20), max_size=5))
-def test_many_values_at_once_are_the_same_as_one_by_one(batches):
+def test_observe_many_equals_single_observes(batches):
     once, many = Histogram((-1, 0, 0.5, 3e4)), Histogram((-1, 0, 0.5, 3e4))
     for batch in batches:
         many.observe_many(batch)
@@ -116,7 +116,7 @@ def test_many_values_at_once_are_the_same_as_one_by_one(batches):
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=50), st.floats(0, 1))
-def test_a_quantile_lies_in_the_bucket_of_the_true_one(observed, q):
+def test_quantile_lies_in_bucket_of_true_quantile(observed, q):
     bounds = (0.5, 1.0, 2.0, 4.0, 8.0)
     histogram = Histogram(bounds)
     histogram.observe_many(observed)
@@ -126,7 +126,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(observed, q):
     assert min(low, 8.0) <= histogram.value.quantile(q) <= min(high, 8.0)
 
 
-def test_quantiles_of_evenly_spread_values_are_right():
+def test_quantiles_of_uniform_values():
     histogram = Histogram(np.arange(1, 101).tolist())
     histogram.observe_many(np.linspace(0.005, 99.995, 10_000))
     for q in (0.0, 0.01, 0.5, 0.99, 1.0):
@@ -136,7 +136,7 @@ def test_quantiles_of_evenly_spread_values_are_right():
     assert math.isnan(Histogram((1,)).value.mean)
 
 
-def test_a_window_is_the_difference_of_two_looks():
+def test_since_is_difference_of_two_readings():
     histogram = Histogram((1, 2))
     histogram.observe_many([0.5, 5])
     earlier = histogram.value
@@ -146,7 +146,7 @@ def test_a_window_is_the_difference_of_two_looks():
         earlier.since(histogram.value)
 
 
-def test_no_count_is_lost_between_threads_and_sums_belong_to_counts():
+def test_concurrent_counts_are_exact_and_untorn():
     registry = Registry()
     family = registry.counter("n_total", "N.", ("of",))
     histogram = registry.histogram("h", "H.", bounds=(1, 10)).of()
@@ -177,7 +177,7 @@ def test_no_count_is_lost_between_threads_and_sums_belong_to_counts():
     assert not torn
 
 
-def test_what_is_counted_elsewhere_is_taken_over_when_it_is_read():
+def test_before_render_updates_external_counter():
     registry = Registry()
     elsewhere = {"total": 3}
     counter = registry.counter("e_total", "E.").of()
@@ -205,12 +205,12 @@ def test_what_is_counted_elsewhere_is_taken_over_when_it_is_read():
         ("gauge", "hits", ("a", "a")),
     ],
 )
-def test_names_that_prometheus_would_not_take_are_refused(kind, name, labels):
+def test_invalid_metric_names_raise(kind, name, labels):
     with pytest.raises(ArgumentError, match="is not a valid"):
         getattr(Registry(), kind)(name, "Text.", labels)
 
 
-def test_wrong_use_is_refused_where_it_happens():
+def test_invalid_metric_use_raises():
     registry = Registry()
     counter = registry.counter("a_total", "A.", ("x",))
     with pytest.raises(ArgumentError, match="declared already, as counter"):

@@ -47,12 +47,12 @@ def test_every_promise_names_a_test():
     assert sorted({number for number, _, _ in NAMED}, key=int) == promises
 
 
-def test_every_row_of_the_table_of_tests_is_read():
+def test_security_page_test_table_is_fully_parsed():
     section = SECURITY.partition("| promise | test |")[2].partition("\n\n")[0]
     assert len(section.splitlines()) - 2 == len(NAMED)
 
 
-def test_limits_are_those_of_the_server(options):
+def test_security_page_limits_equal_server_defaults(options):
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+?) \| (?:`(--[a-z-]+)`)? *\|", SECURITY, re.MULTILINE)
     assert {name: default for name, default, _ in rows} == {name: written(name, LIMITS[name]) for name in LIMITS}
     assert {flag: options[flag] for _, _, flag in rows if flag} == {

@@ -39,7 +39,7 @@ def carry_out(lab: Lab) -> None:
 # ---- drop ----------------------------------------------------------------------------------------------------------
 
 
-def test_drop_forgets_a_prompt_everywhere_and_what_others_share_stays():
+def test_drop_removes_prompt_and_keeps_shared_blocks():
     lab = shared()
     assert lab.control.drop(asked(1)) == 3
     carry_out(lab)
@@ -47,7 +47,7 @@ def test_drop_forgets_a_prompt_everywhere_and_what_others_share_stays():
     assert in_tiers(lab, asked(2)) == [5, 5, 5]
 
 
-def test_drop_forgets_what_follows():
+def test_drop_removes_continuations():
     lab = shared()
     longer = Chain(lab.manager.namespace, [*asked(1).tokens[:-1].tolist(), *[5] * 9])
     lab.serve(longer)
@@ -57,7 +57,7 @@ def test_drop_forgets_what_follows():
     assert in_tiers(lab, longer) == [2, 2, 2]
 
 
-def test_drop_of_the_shared_part_takes_all():
+def test_drop_of_shared_prefix_removes_all():
     lab = shared()
     assert lab.control.drop(chain_of(*SYSTEM)) == 8
     carry_out(lab)
@@ -67,7 +67,7 @@ def test_drop_of_the_shared_part_takes_all():
 @pytest.mark.parametrize(
     "chain", [chain_of(1, 2), chain_of(*[8] * 20), asked(3), chain_of(*SYSTEM, 9, 9, 9, 9, 9), prompt(1, 2, salt=b"x")]
 )
-def test_drop_of_what_is_not_in_memory_takes_nothing_of_others(chain):
+def test_drop_of_absent_prompt_keeps_other_prompts(chain):
     lab = shared()
     assert lab.control.drop(chain) == 0
     carry_out(lab)
@@ -75,7 +75,7 @@ def test_drop_of_what_is_not_in_memory_takes_nothing_of_others(chain):
     assert in_tiers(lab, asked(2)) == [5, 5, 5]
 
 
-def test_drop_of_what_is_only_in_a_store_takes_what_memory_does_not_share():
+def test_drop_of_stored_prompt_keeps_shared_blocks():
     lab = shared()
     lab.evict("device")
     lab.evict("host")
@@ -86,7 +86,7 @@ def test_drop_of_what_is_only_in_a_store_takes_what_memory_does_not_share():
     assert in_tiers(lab, asked(2)) == [5, 5, 5]
 
 
-def test_drop_with_an_empty_memory_takes_that_prompt_and_no_other():
+def test_drop_after_reset_removes_only_that_prompt():
     lab = shared()
     lab.serve(prompt(5, 3))
     lab.manager.reset()
@@ -97,7 +97,7 @@ def test_drop_with_an_empty_memory_takes_that_prompt_and_no_other():
     assert len(lab.worker.stores["disk"]) == 8
 
 
-def test_drop_with_part_of_a_prompt_evicted_takes_all_that_is_left_of_it():
+def test_drop_of_partly_evicted_prompt_removes_the_rest():
     lab = Lab(40, stores=[disk()])
     lab.serve(prompt(1, 6))
     tree = lab.manager.tree
@@ -108,7 +108,7 @@ def test_drop_with_part_of_a_prompt_evicted_takes_all_that_is_left_of_it():
     assert in_tiers(lab, prompt(1, 6)) == [0, 0, 0]
 
 
-def test_drop_while_somebody_uses_it_leaves_the_user_alone():
+def test_drop_of_prompt_in_use_keeps_its_blocks():
     lab = shared()
     hold = lab.start(asked(1))
     lab.control.drop(asked(1))
@@ -120,7 +120,7 @@ def test_drop_while_somebody_uses_it_leaves_the_user_alone():
     assert lab.control.tier("device").pool.num_used == 5
 
 
-def test_clear_stores_forgets_all_and_memory_stays():
+def test_clear_stores_keeps_memory():
     lab = shared()
     lab.control.clear_stores()
     carry_out(lab)
@@ -132,7 +132,7 @@ def test_clear_stores_forgets_all_and_memory_stays():
 # ---- demote, save, pin ---------------------------------------------------------------------------------------------
 
 
-def test_demote_frees_the_device_of_one_prompt_and_what_others_need_stays():
+def test_demote_frees_device_and_keeps_shared_blocks():
     lab = shared()
     assert lab.control.demote(asked(1)) == 3
     assert in_tiers(lab, asked(1)) == [2, 5, 5]
@@ -141,14 +141,14 @@ def test_demote_frees_the_device_of_one_prompt_and_what_others_need_stays():
 
 
 @pytest.mark.parametrize("chain", [chain_of(*[8] * 20), asked(3), chain_of(1, 2)])
-def test_demote_of_what_is_not_in_memory_frees_nothing_of_others(chain):
+def test_demote_of_absent_prompt_keeps_other_prompts(chain):
     lab = shared()
     lab.control.demote(chain)
     assert in_tiers(lab, asked(1)) == [5, 5, 5]
     assert in_tiers(lab, asked(2)) == [5, 5, 5]
 
 
-def test_demote_without_a_host_copy_frees_nothing():
+def test_demote_without_host_copy_frees_nothing():
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0)))
     lab.serve(prompt(1, 4))
     assert lab.control.demote(prompt(1, 4)) == 0
@@ -156,7 +156,7 @@ def test_demote_without_a_host_copy_frees_nothing():
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.SELECTIVE, WritePolicy.BACK])
-def test_save_copies_one_prompt_whatever_the_policy(policy):
+def test_save_ignores_write_policy(policy):
     never = WritebackConfig(policy, min_uses=9, low_share=0.0)
     lab = Lab(20, host=HostConfig(20, saving=never), stores=[disk(saving=never)])
     lab.serve(prompt(1, 4))
@@ -171,7 +171,7 @@ def test_save_copies_one_prompt_whatever_the_policy(policy):
     assert in_tiers(lab, prompt(2, 4)) == [4, 0, 0]
 
 
-def test_save_all_saves_chains_made_from_nodes_under_the_keys_of_their_prompts():
+def test_save_all_stores_blocks_under_their_keys():
     never = WritebackConfig(WritePolicy.BACK, low_share=0.0)
     lab = Lab(40, host=HostConfig(40, saving=never), stores=[disk(saving=never)])
     chains = [
@@ -198,7 +198,7 @@ def test_save_all_saves_chains_made_from_nodes_under_the_keys_of_their_prompts()
         assert hold.num_cached_tokens == chain.num_blocks * BLOCK
 
 
-def test_a_pin_keeps_a_prompt_in_memory_whatever_comes():
+def test_pin_keeps_prompt_in_memory():
     lab = Lab(8, host=HostConfig(6))
     lab.serve(prompt(1, 3))
     pin = lab.manager.pin(prompt(1, 3))
@@ -211,7 +211,7 @@ def test_a_pin_keeps_a_prompt_in_memory_whatever_comes():
     assert [lab.num_in(tier, prompt(1, 3)) for tier in ("device", "host")] == [0, 0]
 
 
-def test_a_pin_outlives_a_reset_and_holds_nothing_after_it_ends():
+def test_pin_outlives_reset_and_frees_slots_at_unpin():
     lab = shared()
     pin = lab.manager.pin(asked(1))
     lab.manager.reset()
@@ -226,7 +226,7 @@ def test_a_pin_outlives_a_reset_and_holds_nothing_after_it_ends():
 # ---- tiers ---------------------------------------------------------------------------------------------------------
 
 
-def test_quotas_limit_each_tier_for_its_tenant_alone():
+def test_quota_limits_each_tier_of_its_tenant():
     lab = Lab(20, host=HostConfig(20))
     lab.control.set_quota("device", b"small", 5)
     lab.control.set_quota("host", b"small", 4)
@@ -242,7 +242,7 @@ def test_quotas_limit_each_tier_for_its_tenant_alone():
     assert lab.control.tier("host").used_by[b"small"] == 8
 
 
-def test_vacated_slots_are_empty_and_what_the_host_has_is_found_there():
+def test_vacate_empties_device_and_keeps_host_blocks():
     lab = shared()
     lab.control.vacate("device")
     lab.manager.check()
@@ -251,7 +251,7 @@ def test_vacated_slots_are_empty_and_what_the_host_has_is_found_there():
 
 
 @pytest.mark.parametrize(("tier", "size"), [("device", 6), ("device", 60), ("host", 3), ("host", 50)])
-def test_resize_keeps_what_fits(tier, size):
+def test_resize_keeps_blocks_that_fit(tier, size):
     lab = shared()
     lab.control.resize(tier, size)
     lab.manager.check()
@@ -262,7 +262,7 @@ def test_resize_keeps_what_fits(tier, size):
     assert (pool.free_slots() < size).all()
 
 
-def test_nothing_is_resized_while_somebody_runs_or_something_moves():
+def test_resize_while_in_use_raises():
     lab = Lab(20)
     hold = lab.start(prompt(1, 4))
     with pytest.raises(StateError, match="1 requests hold"):
@@ -280,7 +280,7 @@ def test_nothing_is_resized_while_somebody_runs_or_something_moves():
         lab.control.tier("disk")
 
 
-def test_a_reset_keeps_the_stores_and_what_they_have_is_fetched_again():
+def test_reset_keeps_stores():
     lab = shared()
     lab.manager.reset()
     assert lab.manager.stats.tiers[0].num_used == 0
@@ -290,7 +290,7 @@ def test_a_reset_keeps_the_stores_and_what_they_have_is_fetched_again():
 @pytest.mark.parametrize("how", ["drop", "reset"])
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("who", ["pin", "fetch"])
-def test_what_left_the_tree_but_is_leased_is_vacated_too(how, tier, who):
+def test_resize_vacates_leases_outside_the_tree(how, tier, who):
     lab = shared()
     lease = lab.manager.pin(asked(2)) if who == "pin" else lab.fetched(asked(2))
     if how == "drop":

@@ -21,7 +21,7 @@ def tell(lab: Lab, slots: np.ndarray, rank: int = 0) -> None:
     lab.manager.check()
 
 
-def test_a_damaged_block_is_a_miss_and_what_is_before_it_is_found():
+def test_damaged_host_block_is_miss_and_prefix_still_hits():
     lab = Lab(12)
     chain = prompt(1, 5)
     lab.serve(chain)
@@ -33,7 +33,7 @@ def test_a_damaged_block_is_a_miss_and_what_is_before_it_is_found():
     assert lab.num_in("host", chain) == 5
 
 
-def test_the_copy_on_the_device_stays_and_is_saved_again():
+def test_damaged_host_block_is_saved_again_from_device():
     lab = Lab(12)
     chain = prompt(1, 5)
     lab.serve(chain)
@@ -44,7 +44,7 @@ def test_the_copy_on_the_device_stays_and_is_saved_again():
     assert lab.num_in("host", chain) == 5
 
 
-def test_what_a_store_has_is_fetched_again():
+def test_damaged_host_block_is_fetched_again_from_store():
     lab = Lab(12, stores=[disk()])
     chain = prompt(1, 5)
     lab.serve(chain)
@@ -55,7 +55,7 @@ def test_what_a_store_has_is_fetched_again():
     assert lab.num_in("host", chain) == 5
 
 
-def test_a_block_that_is_being_read_stays_until_it_was():
+def test_damaged_block_is_kept_while_it_is_read():
     lab = Lab(12)
     chain = prompt(1, 5)
     lab.serve(chain)
@@ -74,7 +74,7 @@ def test_a_block_that_is_being_read_stays_until_it_was():
     assert lab.num_in("device", chain) == 5
 
 
-def test_slots_that_are_written_or_free_are_nobodys():
+def test_damage_in_written_or_free_slots_is_ignored():
     lab = Lab(12)
     chain = prompt(1, 5)
     hold = lab.start(chain)
@@ -89,7 +89,7 @@ def test_slots_that_are_written_or_free_are_nobodys():
     assert lab.manager.num_damaged == 0
 
 
-def test_one_rank_is_enough():
+def test_damage_on_one_rank_removes_block():
     lab = Lab(12, num_ranks=2)
     chain = prompt(1, 5)
     lab.serve(chain)

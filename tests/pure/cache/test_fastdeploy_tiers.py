@@ -54,7 +54,7 @@ def run(lab: Lab, scheduler: Scheduler, steps: int = 100) -> list:
     raise AssertionError("no end")
 
 
-def test_fix_1_what_was_loaded_can_be_evicted_again_from_each_tier():
+def test_loaded_blocks_are_evictable_again():
     lab = Lab(4, host=HostConfig(20))
     for _ in range(3):
         for number in (1, 2):
@@ -64,7 +64,7 @@ def test_fix_1_what_was_loaded_can_be_evicted_again_from_each_tier():
     assert lab.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks >= 9
 
 
-def test_fix_5_every_method_the_scheduler_and_the_control_call_on_the_manager_is_there():
+def test_manager_has_every_method_its_callers_use():
     for where, name in ((kvtier.scheduler.scheduler.Scheduler, "self.manager"), (CacheAdmin, "manager")):
         called = {
             node.attr
@@ -76,7 +76,7 @@ def test_fix_5_every_method_the_scheduler_and_the_control_call_on_the_manager_is
         assert [each for each in sorted(called) if not hasattr(made, each)] == []
 
 
-def test_fix_7_another_image_is_another_block_in_every_tier():
+def test_other_image_is_other_block_in_all_tiers():
     lab = Lab(20, stores=[disk()])
     cat, dog = (prompt(1, 4, media=[MediaItem(5, 2, name)]) for name in (b"cat", b"dog"))
     lab.serve(cat)
@@ -85,7 +85,7 @@ def test_fix_7_another_image_is_another_block_in_every_tier():
     assert lab.serve(cat).num_cached_tokens == 4 * BLOCK
 
 
-def test_fix_12_every_setting_is_in_one_place():
+def test_config_fields_are_defined_once():
     """But for what each tier has of its own: its size, policy, saving and watermark."""
     own = {"num_blocks", "policy", "saving", "free_share"}
     places: dict[str, list[str]] = {}
@@ -95,7 +95,7 @@ def test_fix_12_every_setting_is_in_one_place():
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in own} == {}
 
 
-def test_fix_14_a_manager_leaves_its_configuration_alone():
+def test_manager_does_not_change_its_config():
     config = CacheConfig(8, host=HostConfig(8, saving=WritebackConfig(WritePolicy.BACK)), stores=(disk(),))
     before = copy.deepcopy(config)
     lab = Lab(8)
@@ -107,7 +107,7 @@ def test_fix_14_a_manager_leaves_its_configuration_alone():
         config.num_blocks = 9
 
 
-def test_fix_17_preemption_is_in_the_step_that_is_sent_and_so_is_the_save_it_leads_to():
+def test_preemption_and_its_save_are_in_the_same_step():
     lab = Lab(6, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=1.0)))
     scheduler = scheduler_of(lab, max_rows=2, max_step_tokens=16)
     requests = [Request("first", prompt(1, 2), 12), Request("second", prompt(2, 2), 12)]
@@ -121,7 +121,7 @@ def test_fix_17_preemption_is_in_the_step_that_is_sent_and_so_is_the_save_it_lea
     assert all(request.state is RequestState.FINISHED for request in requests)
 
 
-def test_fix_19_a_request_travels_by_its_prompt_and_not_by_the_tree():
+def test_request_pickles_without_the_tree():
     """With a hold on ten thousand blocks, among many others; what it holds stays behind."""
     lab = Lab(11_000)
     chain = chain_of(*(number % 50_000 for number in range(10_000 * BLOCK)), 1)
@@ -143,7 +143,7 @@ def test_fix_19_a_request_travels_by_its_prompt_and_not_by_the_tree():
     lab.manager.finish(hold)
 
 
-def test_fix_21_a_reset_leaves_no_old_slot_in_any_queue():
+def test_reset_leaves_no_old_slot_in_any_queue():
     """Saves that were queued, planned and under way: none names a slot after the reset, none frees another's."""
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(max_blocks=2)), stores=[disk()])
     hold = lab.start(prompt(1, 8))
@@ -161,7 +161,7 @@ def test_fix_21_a_reset_leaves_no_old_slot_in_any_queue():
 
 
 @pytest.mark.parametrize("stores", [0, 1, 2])
-def test_fix_22_references_do_not_depend_on_the_stores(stores):
+def test_num_leases_does_not_depend_on_stores(stores):
     lab = Lab(20, stores=[disk(f"store{i}") for i in range(stores)])
     lab.serve(prompt(1, 4))
     hold = lab.start(prompt(1, 4))
@@ -170,7 +170,7 @@ def test_fix_22_references_do_not_depend_on_the_stores(stores):
     assert lab.manager.tree.num_leases == 0
 
 
-def test_fix_28_nothing_is_logged_for_a_block(caplog):
+def test_serving_logs_nothing_per_block(caplog):
     with caplog.at_level(logging.DEBUG):
         lab = Lab(8, host=HostConfig(8), stores=[disk()])
         for number in range(6):
@@ -178,7 +178,7 @@ def test_fix_28_nothing_is_logged_for_a_block(caplog):
     assert caplog.records == []
 
 
-def test_c2_blocks_of_three_tiers_make_one_table_in_order():
+def test_table_of_blocks_from_three_tiers_is_in_order():
     """Host before device before host before store: Lab checks each block by its position."""
     lab = Lab(40, host=HostConfig(40, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0)), stores=[disk()])
     chain = prompt(1, 8)
@@ -198,7 +198,7 @@ def test_c2_blocks_of_three_tiers_make_one_table_in_order():
     assert hold.tokens_from == {"disk": 2 * BLOCK, "host": 2 * BLOCK, "device": 4 * BLOCK}
 
 
-def test_c3_who_is_not_scheduled_leaves_no_reference_in_any_tier():
+def test_unscheduled_request_leaves_no_lease_in_any_tier():
     lab = Lab(5, host=HostConfig(20), stores=[disk()])
     lab.serve(prompt(1, 4))
     lab.manager.reset()
@@ -214,7 +214,7 @@ def test_c3_who_is_not_scheduled_leaves_no_reference_in_any_tier():
     assert lab.manager.tree.num_leases == 0
 
 
-def test_c4_failed_attempts_bring_nothing_to_the_host():
+def test_aborted_requests_do_not_count_as_uses():
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.SELECTIVE)))
     lab.serve(prompt(1, 4))
     for _ in range(5):
@@ -225,7 +225,7 @@ def test_c4_failed_attempts_bring_nothing_to_the_host():
     assert lab.num_in("host", prompt(1, 4)) == 4
 
 
-def test_c5_a_swap_both_ways_in_one_step_through_the_same_host_slots():
+def test_save_and_load_through_same_host_slots():
     """A full host and a full device: what comes up and what goes down want the same slots at the same time."""
     lab = Lab(8, host=HostConfig(4))
     for turn in range(12):
@@ -233,7 +233,7 @@ def test_c5_a_swap_both_ways_in_one_step_through_the_same_host_slots():
     assert lab.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks >= 8
 
 
-def test_c7_a_save_that_fails_is_no_copy_and_is_tried_again():
+def test_failed_save_is_retried():
     lab = Lab(20)
     lab.serve(prompt(1, 4), lose=lambda move, _: [move.route is Route.DEVICE_TO_HOST] * move.num_blocks)
     assert lab.num_in("host", prompt(1, 4)) == 0
@@ -244,7 +244,7 @@ def test_c7_a_save_that_fails_is_no_copy_and_is_tried_again():
     assert lab.num_in("host", prompt(1, 4)) == 4
 
 
-def test_c9_what_is_computed_though_the_host_has_it_is_on_the_device_and_not_saved_again():
+def test_recomputed_block_is_not_saved_again():
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -257,7 +257,7 @@ def test_c9_what_is_computed_though_the_host_has_it_is_on_the_device_and_not_sav
     assert [move.route for move in lab.worker.done] == [Route.DEVICE_TO_HOST]
 
 
-def test_c14_a_request_ends_once_in_whatever_way():
+def test_allocation_ends_once():
     lab = Lab(20)
     hold = lab.start(prompt(1, 2))
     lab.manager.finish(hold)
@@ -268,7 +268,7 @@ def test_c14_a_request_ends_once_in_whatever_way():
     lab.manager.check()
 
 
-def test_c16_blocks_that_are_fetched_hold_nothing_after_and_end_a_match_before():
+def test_match_stops_before_block_being_fetched():
     lab = Lab(20, stores=[disk()])
     lab.serve(prompt(1, 4))
     lab.manager.reset()

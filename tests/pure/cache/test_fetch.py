@@ -32,7 +32,7 @@ def fetches(lab: Lab) -> list[int]:
 # ---- its life ------------------------------------------------------------------------------------------------------
 
 
-def test_the_inventory_is_taken_page_by_page_and_a_fetch_waits_for_it():
+def test_prefetch_waits_for_all_inventory_pages():
     lab = Lab(20, stores=[disk()])
     lab.worker.stores["disk"].update(stored(prompt(1, 5)))
     fetch = lab.manager.prefetch(prompt(1, 5))
@@ -50,7 +50,7 @@ def test_the_inventory_is_taken_page_by_page_and_a_fetch_waits_for_it():
     assert [transfer.num_blocks for transfer in lab.plan().transfers] == [5]
 
 
-def test_a_fetch_is_asking_then_moving_then_over():
+def test_prefetch_probes_then_transfers_then_is_over():
     lab = Lab(20, stores=[disk(is_shared=True)])
     lab.worker.stores["disk"].update(stored(prompt(1, 5)))
     chain = prompt(1, 5)
@@ -72,20 +72,20 @@ def test_a_fetch_is_asking_then_moving_then_over():
         lab.manager.end_prefetch(fetch)
 
 
-def test_what_no_store_has_is_over_at_once():
+def test_prefetch_of_unknown_blocks_is_over_immediately():
     lab = lab_with(prompt(1, 4))
     assert lab.manager.prefetch(prompt(2, 4)).is_over
     assert lab.manager.prefetch(chain_of(1, 1)).is_over  # no full block
     assert Lab(20).manager.prefetch(prompt(2, 4)) is None
 
 
-def test_a_prompt_is_fetched_but_for_its_last_token():
+def test_prefetch_leaves_last_token_to_compute():
     """Four full blocks, the last token of which must be computed."""
     lab = lab_with(chain_of(*[1] * 16))
     assert lab.fetched(chain_of(*[1] * 16)).num_fetched == {"disk": 3}
 
 
-def test_only_what_is_not_in_memory_is_fetched():
+def test_prefetch_skips_blocks_in_memory():
     lab = lab_with(prompt(1, 8))
     lab.serve(prompt(1, 3))
     assert fetches(lab) == [3]
@@ -115,7 +115,7 @@ def test_tokens_from_names_each_tier():
     }
 
 
-def test_stores_are_asked_in_order_and_the_next_has_what_the_first_lacks():
+def test_prefetch_takes_missing_blocks_from_next_store():
     lab = Lab(20, stores=[disk("near"), disk("far")])
     everything = stored(prompt(1, 9))
     keys = list(everything)
@@ -129,7 +129,7 @@ def test_stores_are_asked_in_order_and_the_next_has_what_the_first_lacks():
     lab.start(prompt(1, 9), fetch)
 
 
-def test_a_fetch_that_brings_nothing_holds_nothing_and_begins_again_when_its_turn_comes():
+def test_empty_prefetch_holds_nothing_and_is_retried():
     """Those that wait must not keep memory from those that run; what they lose by it comes back from the store."""
     lab = Lab(20, stores=[disk()])
     lab.serve(prompt(1, 6))
@@ -153,7 +153,7 @@ def test_a_fetch_that_brings_nothing_holds_nothing_and_begins_again_when_its_tur
     lab.manager.check()
 
 
-def test_what_is_in_no_store_either_is_not_waited_for():
+def test_prefetch_is_not_retried_if_no_store_has_the_blocks():
     lab = lab_with(prompt(1, 3))
     waiting = lab.fetched(prompt(2, 3))
     hold = lab.manager.match(prompt(2, 3), prefetch=waiting)
@@ -162,7 +162,7 @@ def test_what_is_in_no_store_either_is_not_waited_for():
     lab.manager.end_prefetch(waiting)
 
 
-def test_when_its_turn_has_come_it_waits_for_room_that_others_will_give():
+def test_retried_prefetch_waits_for_host_room():
     lab = lab_with(prompt(1, 4), prompt(2, 4), host=HostConfig(4))
     first = lab.fetched(prompt(1, 4))
     assert first.num_fetched == {"disk": 4}
@@ -186,7 +186,7 @@ def test_when_its_turn_has_come_it_waits_for_room_that_others_will_give():
 
 
 @pytest.mark.parametrize("longer", [0, 3])
-def test_two_that_want_the_same_fetch_it_once(longer):
+def test_concurrent_prefetches_of_same_blocks_share_transfer(longer):
     lab = lab_with(prompt(1, 4 + longer))
     first, second = prompt(1, 4), prompt(1, 4 + longer)
     one, two = lab.manager.prefetch(first), lab.manager.prefetch(second)
@@ -203,7 +203,7 @@ def test_two_that_want_the_same_fetch_it_once(longer):
     assert two.num_fetched == ({"disk": longer} if longer else {})
 
 
-def test_waiting_for_somebody_elses_blocks_evicts_nothing():
+def test_waiting_for_another_prefetch_evicts_nothing():
     lab = lab_with(prompt(1, 5), prompt(2, 5), num_blocks=20, host=HostConfig(10))
     lab.serve(prompt(2, 5))
     lab.evict("device")
@@ -217,7 +217,7 @@ def test_waiting_for_somebody_elses_blocks_evicts_nothing():
     assert two.is_over
 
 
-def test_who_waits_for_another_goes_without_when_the_other_fails():
+def test_prefetch_ends_when_awaited_prefetch_fails():
     """The first found nothing and waits for its turn with its lease on the hole: nobody waits for that."""
     lab = lab_with(prompt(1, 4))
     one, two = lab.manager.prefetch(prompt(1, 4)), lab.manager.prefetch(prompt(1, 4))
@@ -230,7 +230,7 @@ def test_who_waits_for_another_goes_without_when_the_other_fails():
     assert lab.start(prompt(1, 4), two).num_cached_tokens == 0
 
 
-def test_a_hole_that_a_pin_holds_open_is_waited_for_by_nobody():
+def test_prefetch_does_not_wait_for_hole_held_by_pin():
     lab = lab_with(prompt(2, 1), host=HostConfig(2))
     lab.serve(prompt(1, 4))
     pin = lab.manager.pin(prompt(1, 4))
@@ -254,7 +254,7 @@ def test_a_hole_that_a_pin_holds_open_is_waited_for_by_nobody():
         (Patience.WAIT, [False] * 3),
     ],
 )
-def test_patience(patience, ready_at):
+def test_prefetch_patience_sets_wait_time(patience, ready_at):
     lab = lab_with(prompt(1, 4), config=disk(patience=patience, wait_seconds=2.0))
     lab.now = 10.0
     fetch = lab.manager.prefetch(prompt(1, 4), now=lab.now)
@@ -264,13 +264,13 @@ def test_patience(patience, ready_at):
     assert lab.manager.is_prefetched(fetch, now=lab.now)
 
 
-def test_the_most_patient_store_counts():
+def test_prefetch_uses_most_patient_store():
     lab = Lab(20, stores=[disk("a", patience=Patience.BEST_EFFORT), disk("b", patience=Patience.WAIT)])
     fetch = lab.manager.prefetch(prompt(1, 4))
     assert not lab.manager.is_prefetched(fetch, now=1e9)
 
 
-def test_what_comes_after_patience_is_over_is_there_for_the_next():
+def test_late_prefetch_serves_next_request():
     lab = lab_with(prompt(1, 4), config=disk(patience=Patience.BEST_EFFORT))
     fetch = lab.manager.prefetch(prompt(1, 4))
     lab.plan()
@@ -287,7 +287,7 @@ def test_what_comes_after_patience_is_over_is_there_for_the_next():
 # ---- failures ------------------------------------------------------------------------------------------------------
 
 
-def test_of_a_partial_arrival_the_beginning_is_used():
+def test_partial_prefetch_uses_blocks_before_first_gap():
     lab = lab_with(prompt(1, 5))
     fetch = lab.fetched(prompt(1, 5), lose=lambda _move, _: [False, False, True, False, False])
     assert fetch.num_fetched == {"disk": 4}
@@ -299,7 +299,7 @@ def test_of_a_partial_arrival_the_beginning_is_used():
     assert lab.control.tier("host").pool.num_used == 2  # what is behind the gap was given back
 
 
-def test_what_is_missing_is_forgotten_and_what_failed_is_kept():
+def test_missing_blocks_are_forgotten_and_failed_ones_kept():
     lab = lab_with(prompt(1, 4))
     known = lab.manager.stores["disk"]
     lab.manager.end_prefetch(lab.fetched(prompt(1, 4), lose=lambda _move, _: [True] * 4))
@@ -313,7 +313,7 @@ def test_what_is_missing_is_forgotten_and_what_failed_is_kept():
     assert lab.manager.transfers.counts[Route.STORE_TO_HOST].num_failed == 4 + 2
 
 
-def test_a_request_whose_load_is_refused_twice_counts_once():
+def test_load_refused_twice_counts_once_per_request():
     """It is asked again when its turn comes; 32 requests, not 16, until one is loaded to see how long that takes."""
     lab = lab_with(prompt(1, 4), always_load=False)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
@@ -336,12 +336,12 @@ def test_a_request_whose_load_is_refused_twice_counts_once():
 
 
 @pytest.mark.parametrize("num_host", [1, 3])
-def test_a_host_too_small_gets_the_beginning(num_host):
+def test_prefetch_into_small_host_takes_leading_blocks(num_host):
     lab = lab_with(prompt(1, 6), host=HostConfig(num_host))
     assert lab.fetched(prompt(1, 6)).num_fetched == {"disk": num_host}
 
 
-def test_a_host_full_of_what_is_held_gets_nothing_and_nobody_waits():
+def test_prefetch_into_full_host_is_over_without_blocks():
     lab = lab_with(prompt(1, 4), prompt(2, 4), host=HostConfig(4))
     lab.fetched(prompt(1, 4))
     second = lab.manager.prefetch(prompt(2, 4))
@@ -349,14 +349,14 @@ def test_a_host_full_of_what_is_held_gets_nothing_and_nobody_waits():
     assert lab.start(prompt(2, 4), second).num_cached_tokens == 0
 
 
-def test_a_quota_on_the_host_limits_what_is_fetched():
+def test_prefetch_is_limited_by_host_quota():
     chain = prompt(1, 6, salt=b"tenant")
     lab = lab_with(chain)
     lab.control.set_quota("host", b"tenant", 4)
     assert lab.fetched(chain).num_fetched == {"disk": 4}
 
 
-def test_a_fetch_larger_than_may_be_under_way_goes_alone():
+def test_prefetch_above_in_flight_limit_runs_alone():
     lab = lab_with(prompt(1, 6), prompt(2, 2), config=disk(max_fetching_blocks=3))
     small, large = lab.manager.prefetch(prompt(2, 2)), lab.manager.prefetch(prompt(1, 6))
     assert [move.num_blocks for move in lab.plan().transfers] == [2]
@@ -367,7 +367,7 @@ def test_a_fetch_larger_than_may_be_under_way_goes_alone():
     assert large.is_over
 
 
-def test_each_store_has_its_own_limits():
+def test_in_flight_limit_is_per_store():
     """Two hundred blocks on their way from one store do not keep another's waiting."""
     near, far = disk("near", max_fetching_blocks=4), disk("far", max_fetching_blocks=4)
     lab = Lab(20, stores=[near, far])
@@ -383,7 +383,7 @@ def test_each_store_has_its_own_limits():
     assert [move.source for move in lab.plan().transfers] == ["far"]
 
 
-def test_recompute_off_fetches_whatever_it_costs():
+def test_prefetch_without_recompute_ignores_cost():
     lab = lab_with(prompt(1, 4), always_load=True)
     lab.manager.on_computed(1000, 1000.0, 1e-9)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
@@ -418,7 +418,7 @@ PHASES = ["asking", "asked", "answered", "moving", "over"]
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("what", ["cancel", "reset", "drop", "cancel and reset", "drop and clear"])
-def test_whatever_happens_in_any_phase_nothing_is_left_and_nothing_is_wrong(phase, what):
+def test_prefetch_interrupted_in_any_phase_leaves_nothing(phase, what):
     lab = Lab(20, stores=[disk(is_shared=True)])
     chain = prompt(1, 5)
     lab.worker.stores["disk"].update(stored(chain))
@@ -448,7 +448,7 @@ def test_whatever_happens_in_any_phase_nothing_is_left_and_nothing_is_wrong(phas
     assert [lab.control.tier(name).pool.num_used for name in ("device", "host")] == [0, 0]
 
 
-def test_after_a_reset_a_fetch_stays_over():
+def test_prefetch_stays_over_after_reset():
     lab = Lab(20, stores=[disk("near"), disk("far")])
     lab.worker.stores["near"].update(stored(prompt(1, 6), 3))
     lab.worker.stores["far"].update(stored(prompt(1, 6)))
@@ -464,7 +464,7 @@ def test_after_a_reset_a_fetch_stays_over():
     assert fetch.num_fetched in ({}, {"near": 0, "far": 0})
 
 
-def test_what_an_old_epoch_reports_frees_its_slots_and_nothing_else():
+def test_old_epoch_report_frees_only_its_own_slots():
     lab = lab_with(prompt(1, 5))
     old = lab.manager.prefetch(prompt(1, 5))
     assert lab.plan().epoch == 0
@@ -482,7 +482,7 @@ def test_what_an_old_epoch_reports_frees_its_slots_and_nothing_else():
     lab.start(prompt(1, 5), new)
 
 
-def test_what_was_dropped_while_it_was_stored_is_not_believed_to_be_there():
+def test_block_dropped_while_being_stored_is_not_known():
     lab = lab_with()
     lab.compute(hold := lab.start(prompt(1, 4)))
     lab.manager.finish(hold)
@@ -497,7 +497,7 @@ def test_what_was_dropped_while_it_was_stored_is_not_believed_to_be_there():
 
 
 @pytest.mark.parametrize("num_lost", [0, 1, 4])
-def test_what_is_on_its_way_to_a_store_is_known_when_it_has_arrived_whatever_was_heard_before(num_lost):
+def test_block_being_stored_is_known_only_after_arrival(num_lost):
     lab = lab_with()
     lab.compute(hold := lab.start(prompt(1, 4)))
     lab.manager.finish(hold)
@@ -516,7 +516,7 @@ def test_what_is_on_its_way_to_a_store_is_known_when_it_has_arrived_whatever_was
     lab.manager.check()
 
 
-def test_what_is_known_of_a_store_is_bounded():
+def test_known_keys_of_store_are_bounded():
     """A store evicts by itself and tells nobody: what was stored longest ago is forgotten here, too."""
     lab = lab_with(config=disk(max_known=10), num_blocks=40, host=HostConfig(40))
     for number in range(5):
@@ -528,7 +528,7 @@ def test_what_is_known_of_a_store_is_bounded():
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_is_there_when_every_rank_has_it():
+def test_store_block_is_present_only_if_all_ranks_have_it():
     lab = Lab(20, stores=[disk()], num_ranks=3)
     keys = list(stored(prompt(1, 5)))
     for rank, worker in enumerate(lab.workers):
@@ -539,7 +539,7 @@ def test_a_block_is_there_when_every_rank_has_it():
     assert lab.start(prompt(1, 5), fetch).num_cached_tokens == 2 * BLOCK
 
 
-def test_the_losses_of_all_ranks_add_up():
+def test_fetch_losses_of_all_ranks_are_combined():
     lab = Lab(20, stores=[disk()], num_ranks=2)
     for worker in lab.workers:
         worker.stores["disk"].update(stored(prompt(1, 5)))
@@ -549,7 +549,7 @@ def test_the_losses_of_all_ranks_add_up():
     lab.start(prompt(1, 5), fetch)
 
 
-def test_a_probe_is_answered_by_every_rank():
+def test_probe_waits_for_all_ranks():
     lab = Lab(20, stores=[disk(is_shared=True)], num_ranks=2)
     for worker in lab.workers:
         worker.stores["disk"].update(stored(prompt(1, 5)))
@@ -562,7 +562,7 @@ def test_a_probe_is_answered_by_every_rank():
     assert not fetch.is_over
 
 
-def test_host_memory_grows_with_the_slowest_rank():
+def test_host_pool_grows_to_smallest_rank():
     lab = Lab(20, num_ranks=2)
     pool = lab.control.tier("host").pool
     lab.control.resize("host", 4)
@@ -572,7 +572,7 @@ def test_host_memory_grows_with_the_slowest_rank():
     assert pool.num_slots == 6
 
 
-def test_a_report_of_nobody_changes_nothing():
+def test_report_of_unknown_rank_changes_nothing():
     lab = lab_with(prompt(1, 4))
     keys = b"".join(stored(prompt(2, 4)))
     with pytest.raises(ArgumentError, match="rank 7"):
@@ -580,7 +580,7 @@ def test_a_report_of_nobody_changes_nothing():
     assert lab.manager.stores["disk"].num_known == 4
 
 
-def test_bad_stores_are_refused():
+def test_invalid_store_config_raises():
     for bad in ({"name": "host"}, {"name": ""}, {"wait_seconds": -1.0}, {"max_fetching_blocks": 0}, {"max_known": 0}):
         with pytest.raises(RangeError):
             disk(**{"name": "disk", **bad})

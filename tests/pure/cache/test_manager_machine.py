@@ -323,7 +323,7 @@ def fields(config: StoreConfig):
     )
 
 
-def test_nothing_wrong_is_handed_out_and_nothing_is_lost():
+def test_manager_machine_serves_no_wrong_block():
     """At least 5,000 steps; KVTIER_SOAK multiplies them."""
     before = ManagerMachine.steps["steps"]
     run_state_machine_as_test(

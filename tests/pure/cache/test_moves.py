@@ -19,7 +19,7 @@ MASKS = st.lists(st.integers(0, 1), max_size=12).map(bytes)
 
 
 @given(MASKS, st.integers(0, 5), st.integers(0, 1))
-def test_runs_are_the_stretches_of_a_value(mask, start, value):
+def test_mask_runs_match_reference(mask, start, value):
     expected, at = [], start
     for each, group in itertools.groupby(mask):
         count = len(list(group))
@@ -29,7 +29,7 @@ def test_runs_are_the_stretches_of_a_value(mask, start, value):
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=12))
-def test_both_masks_are_set_where_each_is(pairs):
+def test_mask_and_matches_reference(pairs):
     one, other = (bytes(column) for column in zip(*pairs, strict=True))
     assert mask_and(one, other) == bytes(a & b for a, b in pairs)
 
@@ -47,7 +47,7 @@ def two_ranks() -> tuple[CacheManager, TransferRequest]:
     return manager, transfers[0]
 
 
-def test_plan_is_due_for_transfers_probes_and_drops_alike():
+def test_plan_is_due_for_transfers_probes_and_drops():
     manager, _ = two_ranks()
     moves = manager.transfers
     assert not moves.has_plan
@@ -61,7 +61,7 @@ def test_plan_is_due_for_transfers_probes_and_drops_alike():
     assert not moves.has_plan
 
 
-def test_move_is_over_when_every_rank_has_reported():
+def test_transfer_completes_when_all_ranks_reported():
     manager, save = two_ranks()
     moves = manager.transfers
     assert (moves.num_blocks(Route.DEVICE_TO_HOST), moves.num_blocks(Route.STORE_TO_HOST, "disk")) == (3, 0)
@@ -80,7 +80,7 @@ def test_move_is_over_when_every_rank_has_reported():
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_block_arrived_if_every_rank_says_so(order):
+def test_block_arrived_only_if_it_arrived_on_all_ranks(order):
     manager, save = two_ranks()
     outcomes = (
         TransferResult(save.id, False, 0, 0.1, "", b"\1\1\0"),
@@ -94,7 +94,7 @@ def test_block_arrived_if_every_rank_says_so(order):
     manager.check()
 
 
-def test_report_of_the_wrong_size_or_rank_is_refused():
+def test_report_of_wrong_size_or_rank_raises():
     manager, save = two_ranks()
     for arrived in (b"\1", b"\1" * 4):
         with pytest.raises(ArgumentError, match="has 3 blocks"):
@@ -107,7 +107,7 @@ def test_report_of_the_wrong_size_or_rank_is_refused():
     assert manager.transfers.is_in_flight(save.id)
 
 
-def test_probe_is_answered_when_every_rank_has_answered():
+def test_probe_is_answered_when_all_ranks_answered():
     moves = two_ranks()[0].transfers
     first, second = moves.probe("disk", bytes(32)), moves.probe("disk", bytes(32))
     assert first != second
@@ -120,7 +120,7 @@ def test_probe_is_answered_when_every_rank_has_answered():
     assert moves.on_probe_result(0, second)
 
 
-def test_save_reported_after_a_reset_leaves_nothing():
+def test_save_reported_after_reset_leaves_nothing():
     manager, save = two_ranks()
     manager.reset()
     assert manager.plan().epoch == manager.transfers.epoch

@@ -28,7 +28,7 @@ IDENTITIES = {
 }
 
 
-def test_what_differs_in_anything_is_never_shared_in_any_tier():
+def test_prompts_of_different_identity_share_no_block():
     """Save, evict, store, fetch, load: the same tokens for nine identities."""
     lab = Lab(12, host=HostConfig(12), stores=[disk()])
     chains = {name: prompt(1, 4, **identity) for name, identity in IDENTITIES.items()}
@@ -48,7 +48,7 @@ def test_what_differs_in_anything_is_never_shared_in_any_tier():
         lab.serve(chain)  # whatever mixture of host and store: Lab checks every block
 
 
-def test_a_load_waits_for_its_report_and_others_wait_with_it():
+def test_load_is_ready_for_all_after_its_report():
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -67,7 +67,7 @@ def test_a_load_waits_for_its_report_and_others_wait_with_it():
     lab.verify(two)
 
 
-def test_a_hold_with_nothing_left_to_allocate_still_waits_for_others_loads():
+def test_allocation_of_cached_prompt_waits_for_load():
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -83,7 +83,7 @@ def test_a_hold_with_nothing_left_to_allocate_still_waits_for_others_loads():
 
 
 @pytest.mark.parametrize("mask", ["1101", "0000", "0111"])
-def test_a_load_that_loses_blocks_is_computed_from_the_first_on(mask):
+def test_lost_block_of_load_is_recomputed(mask):
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -106,7 +106,7 @@ def test_a_load_that_loses_blocks_is_computed_from_the_first_on(mask):
 
 @pytest.mark.parametrize("how", ["abort", "finish", "preempt", "reset"])
 @pytest.mark.parametrize("when", ["planned", "moving", "arrived"])
-def test_a_request_that_goes_while_it_loads_leaves_nothing(how, when):
+def test_request_ended_while_loading_leaves_nothing(how, when):
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -129,7 +129,7 @@ def test_a_request_that_goes_while_it_loads_leaves_nothing(how, when):
     lab.serve(prompt(1, 4))
 
 
-def test_source_slots_are_nobody_elses_until_the_copy_is_reported():
+def test_load_source_is_not_reused_before_report():
     """A full host: the load's source would be the next to be overwritten."""
     lab = Lab(20, host=HostConfig(4))
     lab.serve(prompt(1, 4))
@@ -144,7 +144,7 @@ def test_source_slots_are_nobody_elses_until_the_copy_is_reported():
     lab.verify(hold)
 
 
-def test_ranks_must_all_report_and_a_block_one_lost_is_lost():
+def test_load_needs_reports_of_all_ranks():
     lab = Lab(20, num_ranks=3)
     lab.serve(prompt(1, 4))
     lab.evict("device")
@@ -159,7 +159,7 @@ def test_ranks_must_all_report_and_a_block_one_lost_is_lost():
         lab.manager.is_ready(hold)
 
 
-def test_reports_that_make_no_sense_are_refused():
+def test_invalid_report_raises():
     lab = Lab(20)
     lab.compute(lab.start(prompt(1, 4)))
     (save,) = lab.plan().transfers
@@ -175,7 +175,7 @@ def test_reports_that_make_no_sense_are_refused():
         lab.manager.apply(Report(0, 0, (TransferResult(save.id, True, 0, 0.0),)))
 
 
-def test_transfers_that_make_no_sense_are_refused():
+def test_invalid_transfer_request_raises():
     for bad in (
         {},
         {"source_slots": b"\0" * 4},
@@ -186,7 +186,7 @@ def test_transfers_that_make_no_sense_are_refused():
             TransferRequest(1, Route.HOST_TO_DEVICE, "host", "device", **bad)
 
 
-def test_without_caching_there_are_no_tiers_and_nothing_to_plan():
+def test_manager_without_caching_has_nothing_to_plan():
     config = CacheConfig(8, prefix_caching=False, host=HostConfig(8), stores=(disk(),))
     manager = CacheManager(Namespace("model", block_tokens=BLOCK), config)
     assert manager.prefetch(prompt(1, 2)) is None
@@ -199,7 +199,7 @@ def test_without_caching_there_are_no_tiers_and_nothing_to_plan():
     assert not manager.has_plans
 
 
-def test_bad_configurations_are_refused():
+def test_invalid_cache_config_raises():
     with pytest.raises(ArgumentError, match="give the cache a host tier"):
         CacheConfig(8, stores=(disk(),))
     for bad in ({"num_blocks": 0}, {"free_share": 1.0}, {"partial_scan": -1}):
@@ -236,7 +236,7 @@ def run(scheduler: Scheduler, lab: Lab, steps: int = 200) -> None:
 
 
 @pytest.mark.parametrize("patience", Patience)
-def test_requests_come_to_an_end_whatever_the_patience(patience):
+def test_requests_finish_under_any_patience(patience):
     lab = Lab(20, stores=[disk(patience=patience, wait_seconds=0.3)])
     scheduler = Scheduler(lab.manager, SchedulerConfig(max_rows=4, max_step_tokens=64))
     for again in range(3):
@@ -250,7 +250,7 @@ def test_requests_come_to_an_end_whatever_the_patience(patience):
     assert lab.manager.tree.num_leases == 0
 
 
-def test_a_request_says_where_its_tokens_came_from_and_why():
+def test_request_reports_token_sources_and_decision():
     lab = Lab(20, stores=[disk()], always_load=False)
     scheduler = Scheduler(lab.manager, SchedulerConfig(max_rows=4, max_step_tokens=64))
     for name in ("first", "second"):
@@ -306,7 +306,7 @@ def hear_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
             lab.manager.apply(pickle.loads(pickle.dumps(report)))
 
 
-def test_plans_reports_and_prompts_cost_by_their_blocks():
+def test_message_sizes_grow_linearly_with_blocks():
     """At most 60 bytes a block for a plan (key 32, digest 16, slots 4 or 8), 34 for a report, and 4 a token."""
     sizes = {n: travelled(n) for n in (10, 100, 1000, 2000)}
     for few, many in ((10, 100), (100, 1000), (1000, 2000)):
@@ -316,7 +316,7 @@ def test_plans_reports_and_prompts_cost_by_their_blocks():
     assert sizes[10]["plan"] < 1500
 
 
-def test_messages_are_values():
+def test_messages_are_immutable_values():
     assert pickle.loads(pickle.dumps(StoreLookup("disk", b"x" * 32))) == StoreLookup("disk", b"x" * 32)
     assert not Plan(1, 0)
     with pytest.raises(AttributeError):

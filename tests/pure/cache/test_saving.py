@@ -11,7 +11,7 @@ from kvtier.index import Namespace
 from kvtier.messages import Route
 
 
-def test_what_does_not_fit_under_way_is_saved_later():
+def test_saves_above_in_flight_limit_are_made_later():
     lab = Lab(
         20,
         host=HostConfig(20, saving=WritebackConfig(max_blocks=3)),
@@ -26,7 +26,7 @@ def test_what_does_not_fit_under_way_is_saved_later():
     assert sum(sizes) == 20
 
 
-def test_a_host_with_less_room_than_a_prompt_gets_its_beginning():
+def test_save_into_small_host_keeps_leading_blocks():
     lab = Lab(20, host=HostConfig(4), stores=[disk()])
     long = prompt(1, 10)
     lab.serve(long)
@@ -36,7 +36,7 @@ def test_a_host_with_less_room_than_a_prompt_gets_its_beginning():
     assert hold.tokens_from == {"host": 4 * BLOCK, "device": 0}
 
 
-def test_a_quota_on_the_host_gets_the_beginning_too():
+def test_save_under_host_quota_keeps_leading_blocks():
     lab = Lab(20)
     lab.control.set_quota("host", b"tenant", 3)
     lab.serve(prompt(1, 8, salt=b"tenant"))
@@ -48,7 +48,7 @@ def test_a_quota_on_the_host_gets_the_beginning_too():
 
 @pytest.mark.parametrize("above", WritePolicy)
 @pytest.mark.parametrize("below", WritePolicy)
-def test_any_two_policies_bring_what_is_used_again_to_the_store(above, below):
+def test_reused_blocks_reach_store_under_any_policies(above, below):
     """low_share=1: the tier above is always low, so that write_back writes as soon as a request is over."""
     host = HostConfig(20, saving=WritebackConfig(above, low_share=1.0))
     lab = Lab(20, host=host, stores=[disk(saving=WritebackConfig(below, low_share=1.0))])
@@ -60,7 +60,7 @@ def test_any_two_policies_bring_what_is_used_again_to_the_store(above, below):
     assert lab.num_in("disk", prompt(1, 4)) == 4
 
 
-def test_selective_counts_uses_before_it_writes():
+def test_selective_policy_saves_after_min_uses():
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.SELECTIVE, min_uses=2)))
     saved = []
     for _ in range(4):
@@ -70,7 +70,7 @@ def test_selective_counts_uses_before_it_writes():
     assert sum(transfer.num_blocks for transfer in lab.worker.done) == 4
 
 
-def test_back_writes_when_the_tier_above_runs_low_and_the_longest_finished_first():
+def test_write_back_saves_oldest_when_tier_above_runs_low():
     lab = Lab(10, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=0.5)))
     lab.serve(prompt(1, 2))
     lab.serve(prompt(2, 2))
@@ -80,14 +80,14 @@ def test_back_writes_when_the_tier_above_runs_low_and_the_longest_finished_first
     assert lab.worker.host[0][-1] == (1,) * BLOCK
 
 
-def test_through_writes_at_once_and_only_once():
+def test_write_through_saves_once():
     lab = Lab(20, stores=[disk()])
     for _ in range(3):
         lab.serve(prompt(1, 4))
     assert [transfer.route for transfer in lab.worker.done] == [Route.DEVICE_TO_HOST, Route.HOST_TO_STORE]
 
 
-def test_a_budget_is_blocks_per_second():
+def test_saving_budget_limits_blocks_per_second():
     lab = Lab(40, host=HostConfig(40, saving=WritebackConfig(blocks_per_second=4.0)))
     hold = lab.start(prompt(1, 20))
     lab.compute(hold)
@@ -97,7 +97,7 @@ def test_a_budget_is_blocks_per_second():
     assert started == [4, 2, 2, 4, 4, 0]  # never more than a second's worth at once
 
 
-def test_a_budget_below_one_block_a_second_still_saves():
+def test_saving_budget_below_one_block_per_second_saves():
     lab = Lab(40, host=HostConfig(40, saving=WritebackConfig(blocks_per_second=0.5)))
     lab.compute(lab.start(prompt(1, 4)))
     started = [sum(transfer.num_blocks for transfer in lab.plan(1.0).transfers) for _ in range(6)]
@@ -106,7 +106,7 @@ def test_a_budget_below_one_block_a_second_still_saves():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
-def test_tiers_are_kept_partly_free_ahead_of_demand(share):
+def test_free_share_keeps_part_of_each_tier_free(share):
     lab = Lab(20, host=HostConfig(16, free_share=share), free_share=share)
     for number in range(6):
         lab.serve(prompt(number, 4))
@@ -116,7 +116,7 @@ def test_tiers_are_kept_partly_free_ahead_of_demand(share):
     assert lab.num_in("host", prompt(5, 4)) == 4
 
 
-def test_all_that_is_in_memory_can_be_saved_however_many_prompts_it_is():
+def test_save_all_saves_thousands_of_prompts():
     """Thousands of prompts, most of them on the host already: none of those on the device is forgotten."""
     never = WritebackConfig(WritePolicy.BACK, low_share=0.0)
     lab = Lab(600, host=HostConfig(2000, saving=never), stores=[disk(saving=never)])
@@ -140,7 +140,7 @@ def save_all(lab: Lab) -> None:
         lab.hear()
 
 
-def test_a_finished_request_of_weights_that_are_gone_leaves_nothing_to_save():
+def test_finish_after_namespace_change_saves_nothing():
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=1.0)))
     hold, other = lab.start(prompt(1, 4)), lab.start(prompt(2, 4))
     lab.compute(hold)
@@ -151,7 +151,7 @@ def test_a_finished_request_of_weights_that_are_gone_leaves_nothing_to_save():
     assert lab.control.tier("device").pool.num_used == 0
 
 
-def test_a_request_scheduled_after_a_reset_leaves_nothing_to_save():
+def test_schedule_after_namespace_change_saves_nothing():
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.SELECTIVE)))
     lab.serve(prompt(1, 4))
     hold = lab.start(prompt(1, 4))
@@ -161,7 +161,7 @@ def test_a_request_scheduled_after_a_reset_leaves_nothing_to_save():
     lab.manager.finish(hold)
 
 
-def test_bad_limits_are_refused():
+def test_writeback_config_out_of_range_raises():
     for bad in ({"max_blocks": 0}, {"min_uses": 0}, {"blocks_per_second": 0.0}, {"low_share": 1.5}):
         with pytest.raises(RangeError, match=r"\d"):
             WritebackConfig(**bad)

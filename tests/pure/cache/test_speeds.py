@@ -60,7 +60,7 @@ def seen(draw):
 
 @given(seen())
 @example([([9.3, 5.7], 6.7), ([3.4, 2.5], 0.3), ([2.9, 2.3], 0.9), ([8.0, 5.3], 7.3)])  # two come out negative
-def test_the_fit_is_the_least_squares_without_negative_costs(samples):
+def test_fit_equals_nonnegative_least_squares(samples):
     fit = OnlineLeastSquares(len(samples[0][0]), min)
     for amounts, seconds in samples:
         fit.observe(amounts, seconds)
@@ -74,7 +74,7 @@ def test_the_fit_is_the_least_squares_without_negative_costs(samples):
     assert loss(costs, samples) <= least * (1 + 1e-6) + 1e-6
 
 
-def test_exact_samples_give_exact_costs():
+def test_fit_of_exact_samples_is_exact():
     fit = OnlineLeastSquares(1, min)
     for count in (1, 5, 20, 60):
         fit.observe((count,), 0.004 + 0.0005 * count)
@@ -82,12 +82,12 @@ def test_exact_samples_give_exact_costs():
     assert fit.predict((0,)) == pytest.approx(0.004)
 
 
-def test_before_anything_was_seen_nothing_is_said():
+def test_fit_without_samples_predicts_none():
     assert OnlineLeastSquares(2, min).predict((1.0, 1.0)) is None
 
 
 @pytest.mark.parametrize("count", [1, 50])
-def test_equal_samples_leave_it_open_what_costs(count):
+def test_fit_of_equal_samples_gives_bounds(count):
     """2 s for 10 and 50: 2 s whatever it is, 0.2 s for each of the first, or 0.04 s for each of the second."""
     least, most = OnlineLeastSquares(2, min), OnlineLeastSquares(2, max)
     for fit in (least, most):
@@ -97,7 +97,7 @@ def test_equal_samples_leave_it_open_what_costs(count):
         assert (least.predict(amounts), most.predict(amounts)) == (pytest.approx(low), pytest.approx(high))
 
 
-def test_what_varied_is_told_apart_and_the_rest_left_open():
+def test_fit_of_collinear_amounts_gives_upper_bound():
     fit = OnlineLeastSquares(2, max)
     for count in (1, 5, 20):  # the second is always ten times the first
         fit.observe((count, 10.0 * count), 1.0 + 0.5 * count)
@@ -107,14 +107,14 @@ def test_what_varied_is_told_apart_and_the_rest_left_open():
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
-def test_units_do_not_matter(scale):
+def test_fit_does_not_depend_on_units(scale):
     fit = OnlineLeastSquares(2, max)
     for tokens, context in ((10, 100), (100, 100), (10, 5000), (70, 900), (1, 10)):
         fit.observe((tokens * scale, context * scale), 0.01 + 0.001 * tokens + 1e-5 * context)
     assert fit.predict((50 * scale, 1000 * scale)) == pytest.approx(0.07, rel=1e-6)
 
 
-def test_a_change_of_speed_is_followed():
+def test_cost_model_follows_change_of_link_speed():
     """A link that slows down to a tenth: half way after some 28 moves, within 5 % after 200."""
     speeds, amounts = CostModel(), itertools.cycle((4, 16, 64))
     for _, count in zip(range(300), amounts, strict=False):
@@ -126,7 +126,7 @@ def test_a_change_of_speed_is_followed():
     assert speeds.transfer_seconds(LOAD, 32) == pytest.approx(0.042, rel=0.05)
 
 
-def test_each_store_has_its_own_speed():
+def test_cost_model_keeps_speeds_per_store():
     speeds = CostModel()
     for count in (1, 10, 100):
         speeds.observe_transfer((Route.STORE_TO_HOST, "near"), count, 0.001 * count)
@@ -136,7 +136,7 @@ def test_each_store_has_its_own_speed():
     assert speeds.transfer_seconds((Route.STORE_TO_HOST, "other"), 10) is None
 
 
-def test_the_decision_says_its_numbers():
+def test_decision_text_has_the_numbers():
     speeds = CostModel()
     assert str(speeds.decide({LOAD: 4}, 0, 16)) == "load 16 tokens: nothing measured yet"
     for count in (1, 10, 50):
@@ -151,7 +151,7 @@ def test_the_decision_says_its_numbers():
     assert speeds.decide({LOAD: 4, FETCH: 4}, 0, 16).load_seconds is None  # of fetching nothing is known
 
 
-def test_a_deep_prefix_is_loaded_where_a_shallow_one_is_computed():
+def test_deep_prefix_is_loaded_and_shallow_one_computed():
     """Computing a token costs by what it looks back on, loading it does not."""
     speeds = CostModel()
     for first in (0, 1000, 10000, 30000):
@@ -197,7 +197,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_after_a_few_requests_the_faster_way_is_chosen(seed):
+def test_cost_model_learns_faster_choice_in_few_requests(seed):
     """At 95 % of latencies and lengths; a tenth more than the other way is as good."""
     lengths = (48, 96, 192, 384, 768, 1536)
     right = []
@@ -226,7 +226,7 @@ def taught(lab: Lab, load: float, compute: float) -> Lab:
 
 
 @pytest.mark.parametrize("is_faster", [False, True])
-def test_host_blocks_are_loaded_if_that_is_faster(is_faster):
+def test_host_blocks_are_loaded_only_if_faster(is_faster):
     lab = Lab(20, always_load=False)
     lab.serve(prompt(1, 6))
     lab.evict("device")
@@ -240,7 +240,7 @@ def test_host_blocks_are_loaded_if_that_is_faster(is_faster):
     assert lab.num_in("device", prompt(1, 6)) == 6
 
 
-def test_what_is_on_the_device_counts_before_what_would_be_loaded():
+def test_decision_counts_only_blocks_not_on_device():
     lab = Lab(20, always_load=False)
     lab.serve(prompt(1, 6))
     lab.manager.tree.evict(lab.control.tier("device"), 2)
@@ -251,7 +251,7 @@ def test_what_is_on_the_device_counts_before_what_would_be_loaded():
 
 
 @pytest.mark.parametrize("is_faster", [False, True])
-def test_blocks_are_fetched_if_that_is_faster(is_faster):
+def test_store_blocks_are_fetched_only_if_faster(is_faster):
     lab = Lab(20, stores=[disk()], always_load=False)
     lab.serve(prompt(1, 6))
     lab.manager.reset()
@@ -262,7 +262,7 @@ def test_blocks_are_fetched_if_that_is_faster(is_faster):
     assert ("recompute" in str(fetch.decision)) != is_faster
 
 
-def test_a_move_that_failed_teaches_no_speed():
+def test_failed_transfer_is_not_observed():
     lab = Lab(20, always_load=False)
     lab.serve(prompt(1, 6))
     lab.evict("device")
@@ -271,7 +271,7 @@ def test_a_move_that_failed_teaches_no_speed():
     lab.start(prompt(1, 6))
 
 
-def test_a_link_that_was_slow_once_is_tried_again():
+def test_slow_link_is_tried_again():
     """One bad sample kept everything from being loaded for good: without loads there were no better samples."""
     speeds = CostModel()
     way = (Route.HOST_TO_DEVICE, "")
@@ -289,7 +289,7 @@ def test_a_link_that_was_slow_once_is_tried_again():
     assert "by now" in str(next(speeds_trial()))
 
 
-def test_a_link_that_is_still_slow_costs_one_trial_and_is_not_learned_anew():
+def test_still_slow_link_costs_one_trial():
     """A trial forgot what a block and what a call takes; one sample tells neither, so others were loaded, too."""
     speeds, way = CostModel(), (Route.STORE_TO_HOST, "disk")
     for count in (1, 4, 16, 64):
@@ -316,7 +316,7 @@ def speeds_trial():
 
 
 @pytest.mark.parametrize("exponent", range(1, 14))
-def test_amounts_that_are_nearly_alike_still_give_an_answer(exponent):
+def test_fit_of_nearly_collinear_amounts_is_finite(exponent):
     """On both sides of where they cannot be told apart; with noise that makes some costs come out negative."""
     random = np.random.default_rng(exponent)
     for in_doubt in (min, max):

@@ -93,7 +93,7 @@ def workload(kind: str, count: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["popular", "scans", "drift"])
 @pytest.mark.parametrize("capacity", [50, 200])
-def test_single_blocks_are_hit_as_often_as_by_the_book(kind, capacity):
+def test_arc_hit_rate_matches_reference(kind, capacity):
     """Not hit for hit: the lists of ghosts are bounded one by one here, and the capacity is not told but learnt."""
     ours, plain = Blocks(ARC(), capacity), PlainARC(capacity)
     uses = workload(kind, 20_000)
@@ -101,7 +101,7 @@ def test_single_blocks_are_hit_as_often_as_by_the_book(kind, capacity):
     assert hits == pytest.approx(sum(plain.access(x) for x in uses), rel=0.05)
 
 
-def test_a_scan_does_not_flush_what_is_used_again():
+def test_arc_scan_does_not_evict_reused_blocks():
     cache = Blocks(ARC(), 100)
     for _ in range(3):
         for name in range(50):
@@ -111,7 +111,7 @@ def test_a_scan_does_not_flush_what_is_used_again():
     assert all(name in cache.held for name in range(50))
 
 
-def test_ghosts_are_bounded_by_what_was_held():
+def test_arc_ghosts_are_bounded():
     policy = ARC()
     cache = Blocks(policy, 64)
     for name in range(10_000):
@@ -120,7 +120,7 @@ def test_ghosts_are_bounded_by_what_was_held():
     assert len(policy._recent.ghosts) <= 64
 
 
-def test_through_the_tree_a_shared_prefix_stays_and_leaves_go_first():
+def test_arc_keeps_shared_prefix_in_tree():
     tree = tree_of(12, policy="arc")
     for turn in range(40):
         run(tree, 1, 2, 100 + turn, 200 + turn)

@@ -67,7 +67,7 @@ def heard() -> tuple[RadixTree, Router]:
 ROOT = NAMESPACE.root_key()
 
 
-def test_stored_tells_the_key_above_the_keys_and_the_tokens():
+def test_stored_event_has_parent_keys_and_tokens():
     tree, router = heard()
     run(tree, 1, 2)
     one, two = keys_of(1, 2)
@@ -78,7 +78,7 @@ def test_stored_tells_the_key_above_the_keys_and_the_tokens():
     assert router.take() == [BlocksStored("device", one, keys_of(1, 9)[1], token_bytes(9))]
 
 
-def test_a_request_that_goes_on_tells_only_what_is_new():
+def test_extended_request_publishes_only_new_blocks():
     tree, router = heard()
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)
@@ -90,7 +90,7 @@ def test_a_request_that_goes_on_tells_only_what_is_new():
     assert router.take() == [BlocksStored("device", one, two, token_bytes(2))]
 
 
-def test_looking_splitting_using_and_duplicates_tell_nothing():
+def test_lookups_splits_and_duplicates_publish_no_event():
     tree, router = heard()
     first, second = begin(tree, 1, 2, 3), begin(tree, 1, 2, 3)
     tree.publish(first, 3 * BLOCK)
@@ -103,14 +103,14 @@ def test_looking_splitting_using_and_duplicates_tell_nothing():
     assert router.take() == []
 
 
-def test_salts_and_adapters_have_their_own_keys():
+def test_events_of_salts_and_adapters_have_own_keys():
     tree, router = heard()
     run(tree, 1, salt=b"a")
     run(tree, 1, adapter=b"a")
     assert [event.keys for event in router.take()] == [keys_of(1, salt=b"a")[0], keys_of(1, adapter=b"a")[0]]
 
 
-def test_removed_tells_what_was_evicted():
+def test_eviction_publishes_removed_event():
     tree, router = heard()
     run(tree, 1, 2, 3)
     router.take()
@@ -118,7 +118,7 @@ def test_removed_tells_what_was_evicted():
     assert router.take() == [BlocksRemoved("device", b"".join(keys_of(1, 2, 3)[1:]))]
 
 
-def test_what_is_dropped_is_told_at_once_though_a_lease_keeps_its_slots():
+def test_drop_publishes_at_once_despite_lease():
     tree, router = heard()
     run(tree, 1, 2, 3)
     lease = tree.match(chain_of(1, 2, 3))
@@ -129,7 +129,7 @@ def test_what_is_dropped_is_told_at_once_though_a_lease_keeps_its_slots():
     assert router.take() == []
 
 
-def test_each_tier_tells_for_itself():
+def test_each_tier_publishes_own_events():
     tree, router = heard()
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
@@ -144,7 +144,7 @@ def test_each_tier_tells_for_itself():
     assert router.take() == [BlocksRemoved("host", two)]
 
 
-def test_a_copy_that_fails_or_is_dropped_half_way_is_never_told():
+def test_failed_or_dropped_copy_is_never_published():
     tree, router = heard()
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)
@@ -160,7 +160,7 @@ def test_a_copy_that_fails_or_is_dropped_half_way_is_never_told():
     assert router.take() == []
 
 
-def test_what_the_host_had_and_the_device_got_again_is_told_for_the_device():
+def test_recomputed_host_block_publishes_device_event():
     tree, router = heard()
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)
@@ -177,7 +177,7 @@ def test_what_the_host_had_and_the_device_got_again_is_told_for_the_device():
     assert router.take() == [BlocksStored("device", ROOT, keys_of(1)[0], token_bytes(1), is_first=True)]
 
 
-def test_a_reset_ends_with_cleared():
+def test_reset_ends_with_cleared_event():
     tree, router = heard()
     run(tree, 1)
     tree.reset()
@@ -192,7 +192,7 @@ def test_a_reset_ends_with_cleared():
     )
 )
 @settings(max_examples=80, deadline=None)
-def test_a_router_that_replays_the_events_finds_what_the_tree_finds(actions):
+def test_router_replaying_events_matches_tree(actions):
     tree, router = heard()
     seen = []
     for action, blocks in actions:

@@ -49,7 +49,7 @@ def candidates(tree, number: int) -> int:
 # ---- fixes that must stay ----
 
 
-def test_fix_1_what_came_back_to_the_device_can_be_evicted_again():
+def test_block_copied_back_to_device_is_evictable():
     tree = tree_of(4, 4)
     store(tree, 1, 2)
     tree.evict(tree.tiers[0], 2)
@@ -64,7 +64,7 @@ def test_fix_1_what_came_back_to_the_device_can_be_evicted_again():
     check_tree(tree, [])
 
 
-def test_fix_7_another_image_is_another_key_from_its_first_block_on():
+def test_other_image_changes_keys_from_its_first_block():
     chains = [chain_of(1, 2, 3, media=[MediaItem(BLOCK + 1, 2, digest)]) for digest in (b"cat", b"dog")]
     cat, dog = (chain.keys() for chain in chains)
     assert cat[:32] == dog[:32]
@@ -79,11 +79,11 @@ def test_fix_7_another_image_is_another_key_from_its_first_block_on():
 @pytest.mark.parametrize(
     ("start", "num_tokens", "blocks"), [(0, BLOCK, {0}), (BLOCK, BLOCK, {1}), (BLOCK - 1, 2, {0, 1})]
 )
-def test_fix_11_an_item_is_half_open_on_both_sides(start, num_tokens, blocks):
+def test_media_item_range_is_half_open(start, num_tokens, blocks):
     assert set(chain_of(1, 2, 3, media=[MediaItem(start, num_tokens, b"x")]).extras) == blocks
 
 
-def test_fix_14_nothing_handed_over_is_changed():
+def test_match_changes_no_argument():
     tree = tree_of(4)
     namespace, policy = copy.copy(tree.namespace), tree.tiers[0].policy_name
     tokens = tokens_of([1, 2])
@@ -95,7 +95,7 @@ def test_fix_14_nothing_handed_over_is_changed():
         tree.namespace.model = "other"
 
 
-def test_fix_19_what_travels_between_processes_has_no_way_into_the_tree():
+def test_index_values_pickle_without_the_tree():
     """Keys, slots, shortages and misses do; a lease stays where it is."""
     tree = tree_of(2000)
     run(tree, *range(1000))
@@ -106,14 +106,14 @@ def test_fix_19_what_travels_between_processes_has_no_way_into_the_tree():
     assert pickle.loads(pickle.dumps(tree.explain(lease))) == tree.explain(lease)
 
 
-def test_fix_20_the_free_slots_are_the_free_slots():
+def test_free_slots_are_the_complement_of_used():
     pool = BlockPool("device", 8)
     taken = set(pool.allocate(3).ids.tolist())
     assert isinstance(pool.free_slots(), np.ndarray)
     assert set(pool.free_slots().tolist()) == set(range(8)) - taken
 
 
-def test_fix_21_after_a_reset_everything_is_free_and_old_leases_give_back_only_what_is_theirs():
+def test_reset_frees_all_but_slots_of_old_leases():
     tree = tree_of(8, 8)
     store(tree, 1, 2)
     old = begin(tree, 1, 2, 3)
@@ -130,7 +130,7 @@ def test_fix_21_after_a_reset_everything_is_free_and_old_leases_give_back_only_w
     assert [tier.pool.num_free for tier in tree.tiers] == [8, 8]
 
 
-def test_fix_22_one_match_is_one_reference():
+def test_match_holds_one_reference():
     tree = tree_of(8)
     run(tree, 1, 2)
     leases = [tree.match(chain_of(1, 2)) for _ in range(3)]
@@ -143,7 +143,7 @@ def test_fix_22_one_match_is_one_reference():
     assert tree.tiers[0].num_evictable == 2
 
 
-def test_fix_23_slots_are_freed_once():
+def test_slots_are_freed_once():
     tree = tree_of(4)
     lease = begin(tree, 1)
     given = Slots("device", lease.table)
@@ -152,7 +152,7 @@ def test_fix_23_slots_are_freed_once():
         tree.tiers[0].give_back(given)
 
 
-def test_fix_24_slots_are_distinct_and_nobody_elses():
+def test_allocated_slots_are_distinct():
     pool, taken = BlockPool("device", 64), set()
     for n in (1, 2, 3, 5, 8, 13, 21):
         ids = pool.allocate(n).ids.tolist()
@@ -163,7 +163,7 @@ def test_fix_24_slots_are_distinct_and_nobody_elses():
         taken -= set(ids[::2])
 
 
-def test_fix_25_match_gives_a_lease_also_when_caching_is_off():
+def test_match_with_caching_off_returns_lease():
     tree = tree_of(4, enabled=False)
     run(tree, 1, 2)
     assert tree.tiers[0].pool.num_used == 0
@@ -174,7 +174,7 @@ def test_fix_25_match_gives_a_lease_also_when_caching_is_off():
     check_tree(tree, [])
 
 
-def test_fix_25_a_match_that_raises_leaves_nothing_behind():
+def test_match_that_raises_leaves_no_lease():
     tree = tree_of(4)
     with pytest.raises(ArgumentError):
         tree.match(Chain(Namespace("another", block_tokens=BLOCK), tokens_of([1])))
@@ -182,13 +182,13 @@ def test_fix_25_a_match_that_raises_leaves_nothing_behind():
     check_tree(tree, [])
 
 
-def test_fix_27_tiers_are_objects_and_states_are_numbers():
+def test_block_states_are_enum_and_tiers_are_numbered():
     assert {type(state).__name__ for state in transitions.BlockState} == {"BlockState"}
     with pytest.raises(ArgumentError, match="numbered"):
         type(tree_of(4))(NAMESPACE, [tree_of(4, 4).tiers[1]])
 
 
-def test_fix_28_the_index_logs_nothing(caplog):
+def test_index_logs_nothing(caplog):
     caplog.set_level(logging.DEBUG)
     tree = tree_of(2)
     for number in range(20):
@@ -197,7 +197,7 @@ def test_fix_28_the_index_logs_nothing(caplog):
 
 
 @pytest.mark.parametrize("n", range(10))
-def test_fix_29_allocating_any_number_leaves_the_rest(n):
+def test_allocate_leaves_the_other_slots_free(n):
     pool = BlockPool("device", 8)
     found = pool.allocate(n)
     assert pool.num_free == (8 - n if n <= 8 else 8)
@@ -211,7 +211,7 @@ def test_fix_29_allocating_any_number_leaves_the_rest(n):
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "s3fifo", "cost"])
-def test_c1_the_end_of_a_path_goes_before_its_beginning(policy):
+def test_path_is_evicted_from_its_end(policy):
     tree = tree_of(6, policy=policy)
     run(tree, 1, 2, 3, 4)
     run(tree, 1, 2, 8, 9)
@@ -222,7 +222,7 @@ def test_c1_the_end_of_a_path_goes_before_its_beginning(policy):
         assert found == num_left == tree.tiers[0].pool.num_used, "every block that is held can be matched"
 
 
-def test_c2_a_path_is_in_order_whatever_tier_each_block_is_in():
+def test_path_over_tiers_is_in_order():
     """HOST, DEVICE, HOST, both: the table and the path have one place for each block."""
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2, 3, 4)
@@ -242,7 +242,7 @@ def test_c2_a_path_is_in_order_whatever_tier_each_block_is_in():
     check_tree(tree, [])
 
 
-def test_c3_a_match_on_the_host_that_is_not_scheduled_leaves_no_reference():
+def test_unused_host_match_leaves_no_reference():
     tree = tree_of(4, 4)
     store(tree, 1, 2)
     tree.evict(tree.tiers[0], 2)
@@ -255,7 +255,7 @@ def test_c3_a_match_on_the_host_that_is_not_scheduled_leaves_no_reference():
     assert tree.evict(tree.tiers[1], 2) is None
 
 
-def test_c4_a_failed_attempt_is_no_use():
+def test_unused_match_is_not_a_use():
     tree = tree_of(4)
     run(tree, 1)
     run(tree, 2)
@@ -266,7 +266,7 @@ def test_c4_a_failed_attempt_is_no_use():
     assert (matched(tree, 1), matched(tree, 2)) == (0, 1)
 
 
-def test_c4_a_request_is_one_use_however_often_it_says_so():
+def test_repeated_commit_is_one_use():
     tree = tree_of(4)
     run(tree, 1)
     lease = tree.match(chain_of(1))
@@ -276,7 +276,7 @@ def test_c4_a_request_is_one_use_however_often_it_says_so():
     assert [node.usage.uses for node in tree.nodes()] == [1]
 
 
-def test_c5_a_slot_that_is_read_is_nobody_elses_until_the_copy_is_done():
+def test_slot_being_read_is_not_reused():
     tree = tree_of(2, 2)
     store(tree, 1, 2)
     tree.evict(tree.tiers[0], 2)
@@ -291,7 +291,7 @@ def test_c5_a_slot_that_is_read_is_nobody_elses_until_the_copy_is_done():
     assert isinstance(tree.reserve(tree.tiers[1], 2), Slots)
 
 
-def test_c6a_a_block_is_matched_when_all_its_tokens_are_computed():
+def test_block_is_matched_when_all_tokens_are_computed():
     """The chunk ends inside block 1: another request of the same step finds block 0."""
     tree = tree_of(8)
     lease = begin(tree, 1, 2)
@@ -303,7 +303,7 @@ def test_c6a_a_block_is_matched_when_all_its_tokens_are_computed():
     tree.release(lease)
 
 
-def test_c6b_a_request_given_up_before_it_was_computed_leaves_nothing_to_match():
+def test_abandoned_request_leaves_nothing_to_match():
     tree = tree_of(8)
     lease = begin(tree, 1, 2)
     tree.release(lease)
@@ -315,7 +315,7 @@ def test_c6b_a_request_given_up_before_it_was_computed_leaves_nothing_to_match()
     assert (matched(tree, 1, 2), tree.tiers[0].pool.num_used) == (1, 1)
 
 
-def test_c6c_the_last_sampled_token_has_no_kv_and_its_block_is_not_published():
+def test_block_of_last_sampled_token_is_not_published():
     tree = tree_of(8)
     lease = begin(tree, 1)
     lease.chain.append([2] * BLOCK)
@@ -327,7 +327,7 @@ def test_c6c_the_last_sampled_token_has_no_kv_and_its_block_is_not_published():
         tree.publish(begin(tree, 1, 2), 2 * BLOCK + 1)
 
 
-def test_c7_a_copy_can_be_read_when_it_is_reported_done_and_a_failed_one_never():
+def test_copy_is_readable_only_after_success():
     tree = tree_of(4, 4)
     run(tree, 1)
     lease = tree.match(chain_of(1))
@@ -344,7 +344,7 @@ def test_c7_a_copy_can_be_read_when_it_is_reported_done_and_a_failed_one_never()
     check_tree(tree, [])
 
 
-def test_c8_equal_numbers_of_two_tiers_are_not_the_same_slot():
+def test_equal_slot_numbers_of_tiers_do_not_collide():
     """A host copy has slot 0; a request computes the block anew into device slot 0: nothing leaks."""
     tree = tree_of(1, 1)
     store(tree, 1)
@@ -362,7 +362,7 @@ def test_c8_equal_numbers_of_two_tiers_are_not_the_same_slot():
     assert [tier.pool.num_used for tier in tree.tiers] == [0, 0]
 
 
-def test_c9_what_was_on_the_host_only_is_on_the_device_once_it_is_computed_again():
+def test_recomputed_host_block_is_on_device():
     tree = tree_of(4, 4)
     store(tree, 1, 2)
     tree.evict(tree.tiers[0], 2)
@@ -374,7 +374,7 @@ def test_c9_what_was_on_the_host_only_is_on_the_device_once_it_is_computed_again
     assert second.table.tolist() == lease.table.tolist()
 
 
-def test_c10_a_shortage_is_no_empty_list():
+def test_shortage_is_not_a_sequence():
     tree = tree_of(2)
     lease = begin(tree, 1, 2)
     found = tree.allocate(lease, 1)
@@ -385,7 +385,7 @@ def test_c10_a_shortage_is_no_empty_list():
     assert str(found) == "1 slots of device wanted, 0 free and 0 evictable"
 
 
-def test_c11_ranges_that_do_not_fit_the_path_are_refused():
+def test_range_outside_path_raises():
     tree = tree_of(4, 4)
     run(tree, 1, 2)
     lease = tree.match(chain_of(1, 2))
@@ -398,7 +398,7 @@ def test_c11_ranges_that_do_not_fit_the_path_are_refused():
     check_tree(tree, [lease])
 
 
-def test_c12_a_pool_does_not_shrink_below_a_used_slot_though_few_are_used():
+def test_shrink_below_used_slot_raises():
     pool = BlockPool("device", 8)
     pool.allocate(8)
     pool.release(slots("device", *range(7)))
@@ -409,7 +409,7 @@ def test_c12_a_pool_does_not_shrink_below_a_used_slot_though_few_are_used():
     assert pool.free_slots().tolist() == [0, 1, 2, 3]
 
 
-def test_c14_a_lease_ends_once():
+def test_lease_ends_once():
     tree = tree_of(4)
     first = begin(tree, 1)
     tree.publish(first, BLOCK)
@@ -422,13 +422,13 @@ def test_c14_a_lease_ends_once():
     tree.release(second)
 
 
-def test_c15_model_weights_type_layout_salt_and_adapter_are_in_every_key():
+def test_namespace_salt_and_adapter_change_keys():
     chains = [Chain(Namespace("m", *fields), range(16)) for fields in ([], ["r"], ["", "d"], ["", "", "l"])]
     chains += [Chain(Namespace("m"), range(16), salt=b"s"), Chain(Namespace("m"), range(16), adapter=b"s")]
     assert len({chain.keys() for chain in chains}) == len(chains)
 
 
-def test_c16_a_block_that_is_loading_ends_a_match_and_holds_nothing_after():
+def test_block_being_loaded_is_read_from_host():
     tree = tree_of(4, 4)
     store(tree, 1, 2)
     tree.evict(tree.tiers[0], 1)
@@ -446,7 +446,7 @@ def test_c16_a_block_that_is_loading_ends_a_match_and_holds_nothing_after():
 # ---- its hashing, its costs ----
 
 
-def test_s3_the_same_content_is_the_same_key_whatever_objects_it_is_made_of():
+def test_equal_content_of_other_objects_has_equal_keys():
     """Pickle gave other digests for one string object twice and for numpy integers."""
     digest = bytes(bytearray(b"picture"))
     twice = [MediaItem(0, 1, digest), MediaItem(2, 1, digest)]
@@ -456,14 +456,14 @@ def test_s3_the_same_content_is_the_same_key_whatever_objects_it_is_made_of():
     assert keys == Chain(NAMESPACE, [np.int64(1)] * BLOCK, media=twice).keys()
 
 
-def test_p7_times_are_counted_and_never_read_from_a_clock():
+def test_index_does_not_read_a_clock():
     """Nothing in the index knows the time of day; the caller tells it."""
     for name, module in vars(kvtier.index).items():
         if inspect.ismodule(module) and module.__name__.startswith("kvtier.index"):
             assert "import time" not in inspect.getsource(module), name
 
 
-def test_g2_a_copy_is_kept_so_a_second_eviction_moves_nothing():
+def test_host_copy_remains_through_second_eviction():
     tree = tree_of(2, 2)
     store(tree, 1)
     on_host = tree.tiers[1].pool.free_slots().tolist()
@@ -478,7 +478,7 @@ def test_g2_a_copy_is_kept_so_a_second_eviction_moves_nothing():
         assert tree.tiers[1].pool.free_slots().tolist() == on_host
 
 
-def test_g3_a_preempted_request_finds_what_it_had_computed():
+def test_preempted_request_matches_its_own_blocks():
     tree = tree_of(8)
     lease = begin(tree, 1, 2, 3)
     tree.publish(lease, 2 * BLOCK + 1)
@@ -486,7 +486,7 @@ def test_g3_a_preempted_request_finds_what_it_had_computed():
     assert tree.match(lease.chain).num_matched == 2
 
 
-def test_g4_what_two_requests_computed_is_kept_once():
+def test_blocks_computed_twice_are_kept_once():
     tree = tree_of(8)
     first, second = begin(tree, 1, 2), begin(tree, 1, 2)
     assert tree.publish(first, 2 * BLOCK) == 2
@@ -498,7 +498,7 @@ def test_g4_what_two_requests_computed_is_kept_once():
     assert tree.tiers[0].pool.num_used == 2
 
 
-def test_g7_eviction_is_all_or_nothing_with_the_reason():
+def test_eviction_is_all_or_nothing():
     tree = tree_of(4)
     run(tree, 1, 2)
     before = [node.num_blocks for node in tree.nodes()]

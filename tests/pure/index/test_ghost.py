@@ -50,7 +50,7 @@ def naive_hits(requests: list[list[int]], grew: list[bool], size: int, *, fifo: 
 @pytest.mark.parametrize("fifo", [False, True])
 @given(requests=paths(), data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_one_stack_hits_as_a_cache_of_each_size_does(fifo, requests, data):
+def test_stack_hits_equal_naive_cache_of_each_size(fifo, requests, data):
     grew = data.draw(st.lists(st.booleans(), min_size=len(requests), max_size=len(requests)))
     shadow = Stack(SIZES, fifo=fifo)
     cut = len(requests) // 2
@@ -62,7 +62,7 @@ def test_one_stack_hits_as_a_cache_of_each_size_does(fifo, requests, data):
 
 @given(requests=paths())
 @settings(max_examples=100, deadline=None)
-def test_s3fifo_never_holds_more_than_its_size_and_keeps_what_is_used_again(requests):
+def test_s3fifo_marks_are_bounded_and_hit_when_roomy(requests):
     for size in SIZES:
         cache = S3FIFOMarks(size)
         seen: set[int] = set()
@@ -95,7 +95,7 @@ def misjudged(ghost: GhostCache, requests, policies, truths: dict) -> list[str]:
     return wrong
 
 
-def test_the_truth_is_within_the_error_for_every_policy_of_the_real_cache():
+def test_true_hit_rate_is_within_error_for_every_policy():
     requests, truths = list(generate(SyntheticTrace(sessions=400))), {}
     capacities = [500, 1000, 2000, 4000]
     wrong = []
@@ -110,7 +110,7 @@ def test_the_truth_is_within_the_error_for_every_policy_of_the_real_cache():
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.path.stem)
-def test_the_truth_of_reference_traces_is_within_the_error(trace):
+def test_true_hit_rate_of_reference_traces_is_within_error(trace):
     _, small, own, *_, large = trace.capacities
     policies = ["lru", "s3fifo"]
     truths = {("lru", capacity): trace.hit_rate("lru", capacity) for capacity in trace.capacities}
@@ -123,7 +123,7 @@ def test_the_truth_of_reference_traces_is_within_the_error(trace):
 
 
 @pytest.mark.parametrize("block_tokens", [16, 64, 512, 2048])
-def test_with_everything_sampled_only_the_model_is_left(block_tokens):
+def test_full_sampling_leaves_small_error(block_tokens):
     requests = list(generate(SyntheticTrace(sessions=150)))
     sizes = [tokens // block_tokens for tokens in (512_000, 256_000, 2_048_000)]
     ghost = GhostCache(block_tokens, sizes[0], capacities=sizes[1:], rate=1.0)
@@ -145,7 +145,7 @@ def fed(chains: list[Chain], capacity: int = 4) -> float:
     return ghost.curve()[1].hit_rate
 
 
-def test_tenants_adapters_and_media_are_told_apart():
+def test_ghost_separates_tenants_adapters_and_media():
     namespace = Namespace("m", block_tokens=512)
     tokens = np.arange(20_000) % 50_000
 
@@ -163,14 +163,14 @@ def test_tenants_adapters_and_media_are_told_apart():
     assert fed([chain(media=images[0]), other, chain(media=images[1])]) == pytest.approx(1 / 6, abs=0.04), "up to it"
 
 
-def test_a_prompt_too_short_to_be_looked_at_says_nothing():
+def test_ghost_ignores_prompts_below_sample_length():
     ghost = GhostCache(16, 100, capacities=[1000])
     ghost.record(Chain(Namespace("m", block_tokens=16), range(100)), 0)
     assert [found.error for found in ghost.curve()] == [1.0, 1.0]
     assert ghost.curve("fifo") == []
 
 
-def test_its_memory_does_not_grow():
+def test_ghost_memory_is_bounded():
     namespace = Namespace("m", block_tokens=64)
     ghost = GhostCache(64, 200, capacities=[50, 800], policies=("fifo", "s3fifo"), rate=0.5)
 
@@ -192,7 +192,7 @@ def test_its_memory_does_not_grow():
         tracemalloc.stop()
 
 
-def test_rates_and_policies_it_cannot_have():
+def test_ghost_with_invalid_arguments_raises():
     with pytest.raises(RangeError, match="rate"):
         GhostCache(16, 100, rate=1.5)
     with pytest.raises(ArgumentError, match="no shadow of belady"):
@@ -201,7 +201,7 @@ def test_rates_and_policies_it_cannot_have():
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=60))
 @settings(max_examples=60, deadline=None)
-def test_leaving_repeats_out_changes_no_curve(requests):
+def test_ignoring_repeats_does_not_change_curve(requests):
     """Prompts with a common beginning, and some with another: the fast way beside the one that plays every request."""
     namespace = Namespace("model", block_tokens=512)
     fast, slow = (GhostCache(512, 8, capacities=(1, 2, 4, 16), rate=1.0) for _ in range(2))

@@ -41,7 +41,7 @@ def chain_keys(tokens, media=(), block_tokens: int = 4, **options) -> list[bytes
 
 
 @given(TOKENS, ITEMS, st.binary(max_size=3), st.binary(max_size=3), st.integers(1, 9))
-def test_keys_are_what_the_definition_says(tokens, media, salt, adapter, block_tokens):
+def test_keys_equal_definition(tokens, media, salt, adapter, block_tokens):
     namespace = Namespace("model", "rev", "bf16", "4x8x128", block_tokens)
     chain = Chain(namespace, tokens, salt=salt, adapter=adapter, media=[MediaItem(*item) for item in media])
     assert chain.keys() == plain_keys(namespace, tokens, salt, adapter, media)
@@ -49,7 +49,7 @@ def test_keys_are_what_the_definition_says(tokens, media, salt, adapter, block_t
 
 
 @given(st.lists(TOKENS, max_size=6), ITEMS, st.data())
-def test_a_chain_that_grew_has_the_keys_of_one_made_whole(parts, media, data):
+def test_grown_chain_has_keys_of_whole_chain(parts, media, data):
     items = [MediaItem(*item) for item in media]
     chain = Chain(Namespace("m", block_tokens=3), parts[0] if parts else (), media=items)
     for part in parts[1:]:
@@ -64,7 +64,7 @@ def test_a_chain_that_grew_has_the_keys_of_one_made_whole(parts, media, data):
     assert chain.keys(chain.num_blocks // 2) == whole.keys()[: chain.num_blocks // 2 * KEY_BYTES]
 
 
-def test_more_keys_than_there_are_full_blocks_is_an_error():
+def test_keys_beyond_full_blocks_raise():
     with pytest.raises(RangeError, match="keys of 3 blocks were asked for, the chain has 2"):
         Chain(Namespace("m", block_tokens=2), [1, 2, 3, 4, 5]).keys(3)
 
@@ -90,7 +90,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_equal_tokens_have_equal_keys_whatever_they_come_in(container):
+def test_keys_do_not_depend_on_token_container(container):
     ids = [0, 1, 2, 32_000, 7, 7, 99, 5, 3]
     namespace = Namespace("m", block_tokens=4)
     chain = Chain(namespace, CONTAINERS[container](ids))
@@ -103,11 +103,11 @@ def test_equal_tokens_have_equal_keys_whatever_they_come_in(container):
 
 
 @pytest.mark.parametrize("empty", [[], (), array("i"), np.empty(0, np.int32), np.empty(0)])
-def test_no_tokens_have_no_keys(empty):
+def test_empty_chain_has_no_keys(empty):
     assert Chain(Namespace("m"), empty).keys() == b""
 
 
-def test_the_caller_may_change_its_array_afterwards():
+def test_chain_copies_the_token_array():
     ids = np.arange(8, dtype=np.int32)
     chain = Chain(Namespace("m", block_tokens=4), ids)
     ids[:] = 0
@@ -116,7 +116,7 @@ def test_the_caller_may_change_its_array_afterwards():
 
 @pytest.mark.parametrize("dtype", [list, tuple, np.int64, np.uint64])
 @pytest.mark.parametrize("wrong", [2**31, 2**32, 2**40])
-def test_a_token_that_is_too_large_is_an_error_with_the_number(dtype, wrong):
+def test_token_too_large_raises(dtype, wrong):
     tokens = dtype([1, wrong, 3]) if dtype in (list, tuple) else np.array([1, wrong, 3], dtype)
     with pytest.raises(RangeError, match=str(wrong)):
         Chain(Namespace("m"), tokens)
@@ -124,7 +124,7 @@ def test_a_token_that_is_too_large_is_an_error_with_the_number(dtype, wrong):
 
 @pytest.mark.parametrize("dtype", [list, tuple, np.int8, np.int32, np.int64])
 @pytest.mark.parametrize("wrong", [-1, -100])
-def test_a_negative_token_is_an_error_with_the_number(dtype, wrong):
+def test_negative_token_raises(dtype, wrong):
     tokens = dtype([1, wrong, 3]) if dtype in (list, tuple) else np.array([1, wrong, 3], dtype)
     with pytest.raises(RangeError, match=str(wrong)):
         Chain(Namespace("m"), tokens)
@@ -133,18 +133,18 @@ def test_a_negative_token_is_an_error_with_the_number(dtype, wrong):
 @pytest.mark.parametrize(
     "wrong", [[1.0], [1, 2.5], ["1"], [None], np.array([1.0]), np.array([True]), np.array(["a"]), [[1, 2]]]
 )
-def test_tokens_that_are_no_whole_numbers_are_an_error(wrong):
+def test_non_integer_tokens_raise(wrong):
     with pytest.raises(DTypeError, match="whole numbers"):
         Chain(Namespace("m"), wrong)
 
 
 @pytest.mark.parametrize("wrong", [np.zeros((2, 2), np.int32), np.int32(3), 3, "abc", b"abc", {1, 2}])
-def test_tokens_have_one_dimension(wrong):
+def test_tokens_of_wrong_dimension_raise(wrong):
     with pytest.raises(ArgumentError, match="one dimension"):
         Chain(Namespace("m"), wrong)
 
 
-def test_a_refused_append_changes_nothing():
+def test_failed_append_changes_nothing():
     chain = Chain(Namespace("m", block_tokens=2), [1, 2, 3])
     for wrong in ([-1], [2**31], [1.5], np.zeros((1, 1), np.int32)):
         with pytest.raises(KvtierError):
@@ -155,7 +155,7 @@ def test_a_refused_append_changes_nothing():
 # ---- what keeps keys apart ----
 
 
-def test_every_field_of_the_namespace_keeps_keys_apart():
+def test_every_namespace_field_changes_keys():
     fields = {"model": "m", "revision": "r", "dtype": "d", "layout": "l", "block_tokens": 2}
     others = {"model": "m2", "revision": "r2", "dtype": "d2", "layout": "l2", "block_tokens": 1}
     namespaces = [Namespace(**fields)] + [Namespace(**{**fields, name: other}) for name, other in others.items()]
@@ -163,7 +163,7 @@ def test_every_field_of_the_namespace_keeps_keys_apart():
     assert len(set(keys)) == len(keys)
 
 
-def test_no_two_fields_run_into_each_other():
+def test_namespace_fields_are_framed():
     """The same letters, cut elsewhere."""
     namespaces = [
         Namespace("ab", "c"),
@@ -184,17 +184,17 @@ def test_salt_and_adapter_change_every_key():
     assert not set(others[0]) & set(others[1])
 
 
-def test_a_token_changes_its_key_and_all_after_it():
+def test_token_changes_its_key_and_all_later_keys():
     first, second = chain_keys([1] * 16), chain_keys([1] * 9 + [2] + [1] * 6)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, False]
 
 
-def test_equal_blocks_have_different_keys_in_different_places():
+def test_equal_blocks_have_different_keys_by_position():
     assert len(set(chain_keys([1] * 40))) == 10
 
 
 @pytest.mark.parametrize("block_tokens", [0, -1])
-def test_a_block_has_a_token(block_tokens):
+def test_block_tokens_below_one_raises(block_tokens):
     with pytest.raises(RangeError, match=f"block_tokens={block_tokens}"):
         Namespace("m", block_tokens=block_tokens)
 
@@ -221,7 +221,7 @@ PLAIN = chain_keys([7] * 4 * B)
         (4 * B, 3, set()),  # behind the last block
     ],
 )
-def test_an_item_is_in_the_blocks_it_shares_a_token_with(start, num_tokens, changed):
+def test_media_item_is_in_blocks_it_overlaps(start, num_tokens, changed):
     """Half-open on both sides. By the chain all blocks after the first changed one have other keys as well."""
     chain = Chain(Namespace("m", block_tokens=B), [7] * 4 * B, media=[MediaItem(start, num_tokens, b"picture")])
     assert set(chain.extras) & set(range(4)) == changed
@@ -230,7 +230,7 @@ def test_an_item_is_in_the_blocks_it_shares_a_token_with(start, num_tokens, chan
     assert [a == b for a, b in zip(PLAIN, keys, strict=True)] == [i < first for i in range(4)]
 
 
-def test_no_media_is_no_extras():
+def test_no_media_means_no_extras():
     assert chain_keys([7] * 16, []) == PLAIN
     assert Chain(Namespace("m"), [7] * 16).extras == {}
 
@@ -243,19 +243,19 @@ def test_no_media_is_no_extras():
         [((0, 2, b"a"), (0, 2, b"b")), ((0, 2, b"a"), (0, 2, b"a")), ((0, 2, b"a"),)],
     ],
 )
-def test_other_items_other_lengths_other_places_are_other_blocks(items):
+def test_different_media_items_have_different_keys(items):
     keys = [chain_keys([7] * 8, media)[0] for media in items]
     for one, other in combinations(keys, 2):
         assert one != other
 
 
-def test_the_order_in_which_items_are_told_does_not_matter():
+def test_media_item_order_does_not_matter():
     items = [(3, 4, b"x"), (0, 2, b"y"), (0, 2, b"x"), (0, 5, b"x"), (9, 1, b"z")]
     assert len({tuple(chain_keys([7] * 16, order)) for order in permutations(items)}) == 1
 
 
 @pytest.mark.parametrize(("start", "num_tokens", "digest"), [(-1, 2, b"x"), (0, 0, b"x"), (0, -1, b"x"), (0, 1, b"")])
-def test_an_item_that_is_none_is_an_error(start, num_tokens, digest):
+def test_invalid_media_item_raises(start, num_tokens, digest):
     with pytest.raises(ArgumentError):
         MediaItem(start, num_tokens, digest)
 
@@ -264,7 +264,7 @@ def test_an_item_that_is_none_is_an_error(start, num_tokens, digest):
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4711"])
-def test_another_process_finds_the_same_keys(seed):
+def test_keys_are_equal_in_other_processes(seed):
     code = (
         "from kvtier.index import *\n"
         "items = [MediaItem(3, 4, b'x'), MediaItem(9, 1, b'z')]\n"
@@ -283,7 +283,7 @@ VECTORS = json.loads(re.search(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
-def test_the_vectors_in_the_documentation_hold(vector):
+def test_keys_match_documented_vectors(vector):
     namespace = Namespace(**vector["namespace"])
     salt, adapter = bytes.fromhex(vector["salt"]), bytes.fromhex(vector["adapter"])
     items = [(start, n, bytes.fromhex(digest)) for start, n, digest in vector["media"]]
@@ -295,7 +295,7 @@ def test_the_vectors_in_the_documentation_hold(vector):
     assert keys == plain_keys(namespace, vector["tokens"], salt, adapter, items)
 
 
-def test_the_documentation_spells_out_one_vector_by_hand():
+def test_documented_example_matches_hashlib():
     """Byte for byte as docs/keys.md writes it, with nothing but hashlib."""
     by_hand = re.findall(r"(?:^    [0-9a-f ]+\n)+", DOCS.read_text(), re.MULTILINE)
     hashed = [hashlib.sha256(bytes.fromhex(lines)).hexdigest() for lines in by_hand]

@@ -17,14 +17,14 @@ def why(tree: RadixTree, *blocks: int, now: float = 0.0, **options) -> Miss:
     return miss
 
 
-def test_nothing_was_missed():
+def test_explain_full_match_is_none():
     tree = tree_of(8)
     run(tree, 1, 2)
     assert why(tree, 1, 2).reason is MissReason.NONE
     assert why(tree).reason is MissReason.NONE
 
 
-def test_it_was_never_seen():
+def test_explain_unknown_block_is_never_seen():
     tree = tree_of(8)
     run(tree, 1, 2)
     assert why(tree, 1, 2, 3) == Miss(2, MissReason.NEVER_SEEN)
@@ -35,7 +35,7 @@ def test_it_was_never_seen():
 @pytest.mark.parametrize(
     ("policy", "name"), [("lru", "LRU"), ("fifo", "FIFO"), ("s3fifo", "S3FIFO"), ("cost", "CostAware")]
 )
-def test_it_was_evicted_when_and_by_whom(policy, name):
+def test_explain_evicted_block_has_time_and_policy(policy, name):
     tree = tree_of(8, policy=policy)
     run(tree, 1, 2, 3)
     time = tree.clock
@@ -46,7 +46,7 @@ def test_it_was_evicted_when_and_by_whom(policy, name):
     assert f"at logical time {time} by {name}" in str(miss)
 
 
-def test_it_was_evicted_from_the_last_of_several_tiers():
+def test_explain_block_evicted_from_last_tier():
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
@@ -58,7 +58,7 @@ def test_it_was_evicted_from_the_last_of_several_tiers():
     assert why(tree, 1, 2) == Miss(1, MissReason.EVICTED, tree.clock, "LRU")
 
 
-def test_what_came_back_is_found_again():
+def test_explain_recomputed_block_is_none():
     tree = tree_of(8)
     run(tree, 1, 2)
     tree.evict(tree.tiers[0], 2)
@@ -66,7 +66,7 @@ def test_what_came_back_is_found_again():
     assert why(tree, 1, 2).reason is MissReason.NONE
 
 
-def test_its_time_was_over_before_and_after_it_was_swept():
+def test_explain_expired_block_before_and_after_sweep():
     tree = tree_of(8)
     run(tree, 1, retention=Retention(ttl=10))
     run(tree, 1, 2, retention=Retention(ttl=5))
@@ -75,7 +75,7 @@ def test_its_time_was_over_before_and_after_it_was_swept():
     assert (why(tree, 1, 2, now=7).block, why(tree, 1, 2, now=7).reason) == (1, MissReason.EXPIRED)
 
 
-def test_it_was_dropped():
+def test_explain_dropped_block():
     tree = tree_of(8)
     run(tree, 1, 2)
     tree.drop(chain_of(1, 2), first=1)
@@ -84,7 +84,7 @@ def test_it_was_dropped():
     assert why(tree, 1, 2).reason is MissReason.DROPPED
 
 
-def test_it_is_being_written():
+def test_explain_block_being_written_is_not_ready():
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
@@ -98,7 +98,7 @@ def test_it_is_being_written():
     assert why(tree, 1, 2).reason is MissReason.NONE
 
 
-def test_others_have_it_under_another_salt_or_adapter():
+def test_explain_block_of_other_salt_or_adapter():
     tree = tree_of(8)
     run(tree, 1, 2, salt=b"a")
     assert why(tree, 1, 2) == Miss(0, MissReason.OTHER_SALT)
@@ -108,7 +108,7 @@ def test_others_have_it_under_another_salt_or_adapter():
     assert why(tree, 1, 2, salt=b"a").reason is MissReason.NONE
 
 
-def test_what_was_evicted_of_one_tenant_is_not_told_to_another():
+def test_explain_hides_evictions_of_other_tenants():
     tree = tree_of(8)
     run(tree, 1, 2, salt=b"a")
     tree.evict(tree.tiers[0], 2)
@@ -117,7 +117,7 @@ def test_what_was_evicted_of_one_tenant_is_not_told_to_another():
     assert why(tree, 1, 2, adapter=b"x").reason is MissReason.NEVER_SEEN
 
 
-def test_another_picture_behind_the_same_tokens_was_never_seen():
+def test_explain_other_image_is_never_seen():
     tree = tree_of(8)
     run(tree, 1, 2, media=[MediaItem(0, 2, b"x")])
     tree.evict(tree.tiers[0], 2)
@@ -126,7 +126,7 @@ def test_another_picture_behind_the_same_tokens_was_never_seen():
     assert why(tree, 1, 2).reason is MissReason.NEVER_SEEN
 
 
-def test_it_was_here_for_another_model():
+def test_explain_other_namespace_is_other_layout():
     tree = tree_of(8)
     run(tree, 1, 2)
     other = Namespace("model", "newer", block_tokens=BLOCK)
@@ -137,14 +137,14 @@ def test_it_was_here_for_another_model():
     tree.reset(NAMESPACE)
 
 
-def test_caching_is_off():
+def test_explain_with_caching_disabled():
     tree = tree_of(8, enabled=False)
     run(tree, 1)
     assert why(tree, 1).reason is MissReason.DISABLED
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 5])
-def test_the_list_is_bounded_and_forgets_the_oldest(capacity):
+def test_miss_list_is_bounded_and_forgets_oldest(capacity):
     tree = tree_of(64, misses=MissList(capacity))
     for number in range(20):
         run(tree, number)
@@ -153,7 +153,7 @@ def test_the_list_is_bounded_and_forgets_the_oldest(capacity):
     assert reasons == [MissReason.NEVER_SEEN] * (20 - capacity) + [MissReason.EVICTED] * capacity
 
 
-def test_a_thousand_heads_leave_nothing_behind():
+def test_miss_list_forgets_unused_heads():
     misses = MissList(4)
     tree = tree_of(8, misses=misses)
     for number in range(1000):
@@ -162,7 +162,7 @@ def test_a_thousand_heads_leave_nothing_behind():
     assert (len(misses._removed), misses._heads) == (4, {})
 
 
-def test_an_explanation_is_of_the_time_of_the_match():
+def test_explain_refers_to_time_of_match():
     """What is evicted after a match is not why that match stopped."""
     tree = tree_of(8)
     lease = tree.match(chain_of(1))

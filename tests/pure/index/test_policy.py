@@ -39,7 +39,7 @@ def node(
 )
 @given(actions=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), max_size=120))
 @settings(max_examples=150, deadline=None)
-def test_the_victim_is_the_first_by_rank_and_of_equals_the_first_offered(name, rank, actions):
+def test_victim_has_lowest_rank_then_first_offered(name, rank, actions):
     policy, nodes, time = make_policy(name), [node(i, created=i // 2) for i in range(12)], 0
     there: dict[Node, int] = {}
     for which, action in actions:
@@ -67,7 +67,7 @@ def test_the_victim_is_the_first_by_rank_and_of_equals_the_first_offered(name, r
     actions=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 3), st.integers(0, 3)), max_size=150),
 )
 @settings(max_examples=100, deadline=None)
-def test_whatever_is_offered_comes_out_once_and_nothing_else(name, actions):
+def test_offered_nodes_are_evicted_exactly_once(name, actions):
     policy, nodes = make_policy(name), [node(i, num_blocks=1 + i % 3, created=i) for i in range(12)]
     there: set[Node] = set()
     for which, action, uses in actions:
@@ -95,14 +95,14 @@ def test_whatever_is_offered_comes_out_once_and_nothing_else(name, actions):
     assert policy.victim() is None
 
 
-def test_policies_have_names():
+def test_make_policy_by_name():
     assert [make_policy(name).name for name in POLICIES] == ["LRU", "FIFO", "ARC", "S3FIFO", "CostAware"]
     with pytest.raises(ArgumentError, match="'mru'; known policies: arc, cost, fifo, lru, s3fifo"):
         make_policy("mru")
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_few_candidates_touched_often_do_not_fill_the_memory(name):
+def test_heap_stays_small_under_repeated_use(name):
     policy, nodes = make_policy(name), [node(i) for i in range(10)]
     for time in range(5_000):
         each = nodes[time % 10]
@@ -115,7 +115,7 @@ def test_a_few_candidates_touched_often_do_not_fill_the_memory(name):
     assert all(len(heap._heap) <= 64 + 2 * 10 + 1 for heap in heaps)
 
 
-def test_a_heap_forgets_what_was_withdrawn_and_takes_a_new_rank():
+def test_heap_discards_and_updates_ranks():
     heap = CandidateHeap()
     a, b = node(1), node(2)
     heap.push(a, 1)
@@ -177,7 +177,7 @@ class PlainS3FIFO:
 )
 @given(st.lists(st.tuples(st.integers(0, 29), st.integers(1, 6)), max_size=200), st.integers(1, 16))
 @settings(max_examples=150, deadline=None)
-def test_s3fifo_evicts_what_the_book_says(accesses, capacity):
+def test_s3fifo_evicts_like_reference(accesses, capacity):
     policy, plain, time = S3FIFO(), PlainS3FIFO(), 0
     there: dict[int, Node] = {}
     for name, uses in accesses:
@@ -200,7 +200,7 @@ def test_s3fifo_evicts_what_the_book_says(accesses, capacity):
         plain.add(name)
 
 
-def test_s3fifo_lets_a_scan_pass():
+def test_s3fifo_keeps_used_nodes_through_scan():
     """What was used stays while many that are used once go by."""
     policy = S3FIFO()
     hot = [node(i, created=i, uses=1) for i in range(8)]
@@ -213,7 +213,7 @@ def test_s3fifo_lets_a_scan_pass():
         policy.withdraw(victim)
 
 
-def test_s3fifo_gives_a_node_used_a_thousand_times_three_rounds_and_no_more():
+def test_s3fifo_use_count_is_capped_at_three():
     policy = S3FIFO()
     once_hot, others = node(0, created=0, uses=1000), [node(i, created=i, uses=1) for i in range(1, 5)]
     for each in [once_hot, *others]:
@@ -232,7 +232,7 @@ def test_s3fifo_gives_a_node_used_a_thousand_times_three_rounds_and_no_more():
 # ---- cost ----
 
 
-def test_cost_evicts_the_cheapest_to_compute_again_and_the_least_used():
+def test_cost_policy_evicts_cheapest_and_least_used():
     policy = CostAware(half_tokens=4)
     shallow, deep, used = node(1), node(2, start=9), node(3, uses=5)
     for each in (used, deep, shallow):
@@ -244,7 +244,7 @@ def test_cost_evicts_the_cheapest_to_compute_again_and_the_least_used():
     assert order == [shallow, deep, used]
 
 
-def test_cost_lets_what_was_worth_much_sink():
+def test_cost_policy_ages_out_unused_nodes():
     """Everything else gains by the rank of each victim, so a thing of worth that is not used goes in the end."""
     policy = CostAware()
     once_hot = node(0, uses=9)
@@ -264,7 +264,7 @@ def test_cost_lets_what_was_worth_much_sink():
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3)), max_size=40))
 @settings(max_examples=60, deadline=None)
-def test_fifo_takes_leaves_by_the_time_they_came_however_often_they_are_used(requests):
+def test_fifo_evicts_leaves_by_creation_time(requests):
     """Requests [a], [a, b], [a, b, c] publish at once, so every block has the time of its first request."""
     tree, came = tree_of(8, policy="fifo"), {}
     for time, request in enumerate(requests):
@@ -287,7 +287,7 @@ def test_fifo_takes_leaves_by_the_time_they_came_however_often_they_are_used(req
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_higher_priority_goes_later_whatever_the_policy(policy):
+def test_higher_priority_is_evicted_later(policy):
     tree = tree_of(6, policy=policy)
     run(tree, 1, 2, retention=Retention(priority=1))
     run(tree, 3, retention=Retention(priority=-1))
@@ -298,7 +298,7 @@ def test_a_higher_priority_goes_later_whatever_the_policy(policy):
         assert (matched(tree, 1, 2), matched(tree, 3), matched(tree, 4, 5)) == left
 
 
-def test_a_priority_stays_with_a_block_that_others_use():
+def test_priority_remains_after_lower_priority_use():
     tree = tree_of(4)
     run(tree, 1, retention=Retention(priority=3))
     run(tree, 1)
@@ -308,7 +308,7 @@ def test_a_priority_stays_with_a_block_that_others_use():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_leased_is_pinned_and_the_shortage_says_what_there_is(policy):
+def test_leased_blocks_are_not_evicted(policy):
     tree = tree_of(6, policy=policy)
     pin = begin(tree, 1, 2, 3)
     tree.publish(pin, 3 * BLOCK)
@@ -322,7 +322,7 @@ def test_what_is_leased_is_pinned_and_the_shortage_says_what_there_is(policy):
     assert tree.tiers[0].pool.num_used == 0
 
 
-def test_time_to_live_is_from_the_last_use_and_of_the_longest():
+def test_ttl_counts_from_last_use_with_longest_ttl():
     tree = tree_of(8)
     run(tree, 1, now=0, retention=Retention(ttl=10))
     run(tree, 1, now=5, retention=Retention(ttl=10))
@@ -333,7 +333,7 @@ def test_time_to_live_is_from_the_last_use_and_of_the_longest():
     assert tree.tiers[0].pool.num_used == 0
 
 
-def test_what_is_leased_does_not_expire():
+def test_leased_blocks_do_not_expire():
     tree = tree_of(8)
     run(tree, 1, now=0, retention=Retention(ttl=1))
     lease = tree.match(chain_of(1), now=0)
@@ -344,7 +344,7 @@ def test_what_is_leased_does_not_expire():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_tenant_over_its_quota_evicts_its_own(policy):
+def test_tenant_over_quota_evicts_own_blocks(policy):
     tree = tree_of(8, policy=policy)
     tree.tiers[0].set_quota(b"a", 3, tree.nodes())
     run(tree, 1, 2)
@@ -356,7 +356,7 @@ def test_a_tenant_over_its_quota_evicts_its_own(policy):
     assert tree.tiers[0].used_by[b"a"] == 3
 
 
-def test_all_salts_of_a_tenant_count_for_its_quota():
+def test_quota_covers_all_salts_of_tenant():
     tree = tree_of(8)
     tree.tiers[0].set_quota(b"a\0whatever", 3, tree.nodes())
     run(tree, 1, 2, salt=b"ab")
@@ -369,7 +369,7 @@ def test_all_salts_of_a_tenant_count_for_its_quota():
     check_tree(tree, [])
 
 
-def test_a_tenant_whose_quota_is_leased_gets_none_though_there_is_room():
+def test_leased_quota_leaves_no_room_for_tenant():
     tree = tree_of(8)
     tree.tiers[0].set_quota(b"a", 2, tree.nodes())
     lease = begin(tree, 1, salt=b"a")
@@ -380,7 +380,7 @@ def test_a_tenant_whose_quota_is_leased_gets_none_though_there_is_room():
     assert len(tree.allocate(lease, 2)) == 2
 
 
-def test_a_quota_set_late_counts_what_is_there():
+def test_quota_set_later_counts_existing_blocks():
     tree = tree_of(8)
     run(tree, 1, 2, 3, salt=b"a")
     run(tree, 4, 5, 6)
@@ -392,13 +392,13 @@ def test_a_quota_set_late_counts_what_is_there():
     check_tree(tree, [])
 
 
-def test_the_evictable_of_a_tenant_without_a_quota_is_an_error_that_says_so():
+def test_evict_of_tenant_without_quota_raises():
     with pytest.raises(ArgumentError, match="no quota"):
         tree_of(4).evict(tree_of(4).tiers[0], 1, salt=b"nobody")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_slower_tier_evicts_for_itself(policy):
+def test_slower_tier_evicts_independently(policy):
     tree = tree_of(4, 2, policy=policy)
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
@@ -413,7 +413,7 @@ def test_a_slower_tier_evicts_for_itself(policy):
     check_tree(tree, [])
 
 
-def test_infinite_time_to_live_is_for_ever():
+def test_infinite_ttl_never_expires():
     tree = tree_of(4)
     run(tree, 1, now=3)
     assert matched(tree, 1, now=1e300) == 1

@@ -27,7 +27,7 @@ def state(pool: BlockPool) -> tuple:
 
 
 @pytest.mark.parametrize("n", range(12))
-def test_any_number_up_to_all_can_be_had_and_one_more_cannot(n):
+def test_allocate_up_to_pool_size(n):
     pool = BlockPool("device", 10)
     found = pool.allocate(n)
     pool.check()
@@ -41,28 +41,28 @@ def test_any_number_up_to_all_can_be_had_and_one_more_cannot(n):
         assert sorted(found.ids.tolist() + pool.free_slots().tolist()) == list(range(10))
 
 
-def test_nothing_of_a_full_pool_is_nothing():
+def test_allocate_zero_from_full_pool_is_empty():
     pool = BlockPool("device", 3)
     pool.allocate(3)
     assert len(pool.allocate(0)) == 0
     assert isinstance(pool.allocate(1), Shortage)
 
 
-def test_a_pool_that_cannot_be_is_an_error_with_the_numbers():
+def test_pool_with_negative_size_raises():
     with pytest.raises(RangeError, match="cannot have -1 slots"):
         BlockPool("device", -1)
     with pytest.raises(RangeError, match="cannot have -2 slots"):
         BlockPool("device", 4).resize(-2)
 
 
-def test_a_negative_number_of_slots_is_an_error():
+def test_allocate_negative_count_raises():
     with pytest.raises(RangeError, match="-1"):
         BlockPool("device", 4).allocate(-1)
 
 
 @pytest.mark.parametrize("ids", [[-1], [-2], [-7], [3, -2], [-3, 3], [8], [3, 8], [100]])
 @pytest.mark.parametrize("others", [0, 70])
-def test_slots_that_are_not_the_pools_to_take_back_are_refused_and_nothing_changes(ids, others):
+def test_release_of_slots_outside_pool_raises(ids, others):
     """Outside, negative; alone or behind many good ones: there are two ways to find runs."""
     pool = BlockPool("device", 8 + others)
     pool.allocate(8 + others)
@@ -77,7 +77,7 @@ def test_slots_that_are_not_the_pools_to_take_back_are_refused_and_nothing_chang
 @pytest.mark.parametrize(
     "ids", [[3, 3], [4, 5, 4], [5, 4, 5], [4, 5, 5, 6], [1], [3, 1], [1, 3], [3, 4, 5, 6, 7, 3], [*range(2, 90), 3]]
 )
-def test_slots_given_back_twice_are_refused_and_nothing_changes(ids):
+def test_release_of_free_slots_raises(ids):
     pool = BlockPool("device", 100)
     pool.allocate(100)
     pool.release(slots("device", 1))
@@ -88,7 +88,7 @@ def test_slots_given_back_twice_are_refused_and_nothing_changes(ids):
     pool.check()
 
 
-def test_slots_of_another_tier_are_refused_though_the_numbers_fit():
+def test_release_of_other_tier_slots_raises():
     device, host = BlockPool("device", 4), BlockPool("host", 4)
     given_out = host.allocate(2)
     device.allocate(4)
@@ -98,7 +98,7 @@ def test_slots_of_another_tier_are_refused_though_the_numbers_fit():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200), st.data())
-def test_slots_are_neighbours_wherever_a_run_twice_as_long_is_free(is_used, data):
+def test_allocate_is_contiguous_if_long_run_is_free(is_used, data):
     """Also where one just fits, most times: of the runs of up to twice n the pool looks at one only."""
     pool = BlockPool("device", len(is_used))
     pool.allocate(len(is_used))
@@ -116,7 +116,7 @@ def test_slots_are_neighbours_wherever_a_run_twice_as_long_is_free(is_used, data
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.lists(st.integers(0, 59), unique=True))
-def test_a_pool_grows_and_shrinks_and_strands_no_used_slot(old, new, used):
+def test_resize_never_strands_used_slots(old, new, used):
     used = [slot for slot in used if slot < old]
     pool = BlockPool("host", old)
     pool.allocate(old)

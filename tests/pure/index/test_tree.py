@@ -12,7 +12,7 @@ from kvtier.index import Retention, transitions
 from kvtier.index.check import check_tree
 
 
-def test_a_lease_on_dropped_blocks_does_not_pull_the_rest_out_of_the_tree():
+def test_release_after_drop_keeps_parent_in_tree():
     """Its node has left the tree, the node above it has not: they were one, and must not become one again."""
     tree = tree_of(16)
     run(tree, 1, 2)
@@ -26,7 +26,7 @@ def test_a_lease_on_dropped_blocks_does_not_pull_the_rest_out_of_the_tree():
     assert tree.tiers[0].pool.num_used == 2
 
 
-def test_a_copy_takes_only_slots_of_its_tier():
+def test_begin_write_with_slots_of_other_tier_raises():
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
@@ -35,7 +35,7 @@ def test_a_copy_takes_only_slots_of_its_tier():
     check_tree(tree, [lease])
 
 
-def test_a_copy_that_is_refused_for_one_block_changes_none():
+def test_refused_begin_write_changes_no_block():
     tree = tree_of(8, 8)
     run(tree, 1)
     lease = begin(tree, 1, 2)
@@ -55,7 +55,7 @@ def test_a_copy_that_is_refused_for_one_block_changes_none():
     assert (lease.num_matched, path_of(lease).slots.tolist()) == (1, [first])
 
 
-def test_a_request_that_goes_on_keeps_its_own_priority_and_time_to_live():
+def test_extended_request_keeps_own_priority_and_ttl():
     """Another, which keeps things for ever, used the blocks meanwhile: no wish about what comes after them."""
     tree = tree_of(16)
     lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
@@ -70,7 +70,7 @@ def test_a_request_that_goes_on_keeps_its_own_priority_and_time_to_live():
     assert tree.expire(math.inf) == 2  # for ever, and inf is when that is over
 
 
-def test_a_request_that_goes_on_for_long_does_not_expire_while_it_does():
+def test_long_request_does_not_expire_while_extended():
     tree = tree_of(16)
     lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
     tree.publish(lease, BLOCK, now=0)
@@ -82,7 +82,7 @@ def test_a_request_that_goes_on_for_long_does_not_expire_while_it_does():
     assert matched(tree, 1, 2, now=110) == 0
 
 
-def test_a_block_may_have_any_number_of_readers():
+def test_block_readers_are_limited_to_253():
     tree = tree_of(8, 8)
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)
@@ -96,7 +96,7 @@ def test_a_block_may_have_any_number_of_readers():
         transitions.end_read(lease, tree.tiers[0], 0, 1)
 
 
-def test_a_block_dropped_from_the_only_tier_is_gone_with_its_last_lease():
+def test_block_removed_from_only_tier_leaves_with_last_lease():
     tree = tree_of(8)
     lease = begin(tree, 1, 2, 3)
     tree.publish(lease, 3 * BLOCK)
@@ -108,7 +108,7 @@ def test_a_block_dropped_from_the_only_tier_is_gone_with_its_last_lease():
 
 
 @pytest.mark.parametrize("first", range(7))
-def test_drop_goes_as_deep_as_asked_whatever_the_edges(first):
+def test_drop_from_any_depth(first):
     tree = tree_of(32)
     for end in (1, 3, 5, 4):  # edges [0, 1), [1, 3), [3, 4), [4, 5)
         run(tree, *range(end))
@@ -118,7 +118,7 @@ def test_drop_goes_as_deep_as_asked_whatever_the_edges(first):
     assert matched(tree, *range(6)) == min(first, 5)
 
 
-def test_a_use_joins_only_what_is_kept_alike():
+def test_use_merges_only_nodes_of_equal_retention():
     """Two edges of one age, the lower published to stay for ever by a request that was then given up."""
     tree = tree_of(16)
     first = begin(tree, 1, retention=Retention(ttl=10))
@@ -132,7 +132,7 @@ def test_a_use_joins_only_what_is_kept_alike():
     assert matched(tree, 1, 2, now=10) == 0
 
 
-def test_a_shared_lease_holds_the_trees_slots_and_not_the_others_own():
+def test_shared_lease_holds_tree_slots_not_duplicates():
     tree = tree_of(16)
     first, second = begin(tree, 1, 2), begin(tree, 1, 2)
     tree.publish(first, 2 * BLOCK)
@@ -150,7 +150,7 @@ def test_a_shared_lease_holds_the_trees_slots_and_not_the_others_own():
             call(second)
 
 
-def test_a_pin_keeps_what_is_there_until_it_is_unpinned():
+def test_lease_pins_blocks_until_release():
     tree = tree_of(4)
     run(tree, 1, 2)
     pin = tree.match(chain_of(1, 2))
@@ -165,7 +165,7 @@ def test_a_pin_keeps_what_is_there_until_it_is_unpinned():
         tree.release(pin, used=False)
 
 
-def test_tenants_that_use_nothing_are_forgotten():
+def test_idle_tenants_are_forgotten():
     tree = tree_of(4)
     for i in range(20):
         run(tree, 1, 2, salt=bytes([i]))

@@ -614,7 +614,7 @@ def parsed(extras: bytes) -> tuple:
 
 
 @pytest.mark.parametrize(("machine", "examples"), [(Machine, 245), (TieredMachine, 245)])
-def test_the_index_is_what_the_model_says_after_every_step(machine, examples):
+def test_tree_equals_model_after_every_step(machine, examples):
     """Together more than 20,000 steps; KVTIER_SOAK=100 makes a hundred times as many."""
     before = machine.steps[machine.__name__]
     run_state_machine_as_test(
@@ -629,7 +629,7 @@ def test_the_index_is_what_the_model_says_after_every_step(machine, examples):
     assert machine.steps[machine.__name__] - before >= 10_000 * SOAK
 
 
-def test_the_model_cuts_tokens_and_media_as_drawn():
+def test_model_assigns_media_to_overlapping_blocks():
     """Of the model itself, for a start: an item is in the blocks whose tokens it shares, and nowhere else."""
     contents = block_contents((1, 2, 3, 4, 5, 6, 7), [(2, 2, b"x"), (5, 1, b"y")])
     assert contents == [((1, 2), ()), ((3, 4), ((0, 2, b"x"),)), ((5, 6), ((1, 1, b"y"),))]

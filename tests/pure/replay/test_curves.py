@@ -29,7 +29,7 @@ REQUESTS = st.lists(
 
 @given(requests=REQUESTS, capacities=st.lists(st.integers(1, 30), min_size=1, max_size=4))
 @settings(deadline=None)
-def test_lru_from_stack_distances_equals_the_index_at_every_capacity(requests, capacities):
+def test_lru_sweep_equals_index_at_every_capacity(requests, capacities):
     for point in sweep(requests, capacities, ["lru"]):
         truth = replay_hits(requests, block_tokens=512, num_slots=point.capacity)
         assert (point.num_hits, point.num_blocks) == (truth.num_hits, truth.num_blocks)
@@ -39,7 +39,7 @@ def test_lru_from_stack_distances_equals_the_index_at_every_capacity(requests, c
     values=st.lists(st.integers(0, 40), max_size=30),
     queries=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=10),
 )
-def test_count_above_counts(values, queries):
+def test_count_above_matches_reference(values, queries):
     queries = [(min(count, len(values)), limit) for count, limit in queries]
     counts, limits = (np.array([query[i] for query in queries], np.int64) for i in (0, 1))
     found = count_above(np.array(values, np.int64), counts, limits)
@@ -80,19 +80,19 @@ def subsets(items: list, most: int):
     capacity=st.integers(1, 4),
 )
 @settings(deadline=None, max_examples=60)
-def test_nobody_beats_the_optimum_and_it_can_be_reached(ids, capacity):
+def test_optimum_equals_exhaustive_search(ids, capacity):
     requests = [TraceRequest(0, 512 * len(each), 1, each) for each in ids]
     assert optimum_hits(Accesses(requests), capacity) == best_of_all(ids, capacity)
 
 
 @given(requests=REQUESTS, capacity=st.integers(1, 30))
 @settings(deadline=None)
-def test_no_policy_beats_the_optimum(requests, capacity):
+def test_no_policy_beats_optimum(requests, capacity):
     points = {point.policy: point.num_hits for point in sweep(requests, [capacity], [OPTIMUM, *POLICIES])}
     assert max(points.values()) == points[OPTIMUM]
 
 
-def test_processes_change_nothing_and_progress_is_told():
+def test_sweep_in_processes_equals_single_process():
     requests, told = list(generate(SyntheticTrace(sessions=150))), []
     capacities, policies = [100, 300, 900], ["lru", "fifo", "arc", OPTIMUM]
     alone = sweep(requests, capacities, policies)
@@ -103,11 +103,11 @@ def test_processes_change_nothing_and_progress_is_told():
     assert rates == sorted(rates)
 
 
-def test_an_empty_trace_hits_nothing():
+def test_empty_trace_has_no_hits():
     assert [point.hit_rate for point in sweep([], [10], ["lru", "arc", OPTIMUM])] == [0, 0, 0]
 
 
-def test_what_cannot_be_swept_is_refused():
+def test_sweep_with_invalid_arguments_raises():
     with pytest.raises(ArgumentError, match="unknown policy mru; use one of optimum, arc, "):
         sweep([], [1], ["mru"])
     with pytest.raises(RangeError, match="1 block or more"):
@@ -116,7 +116,7 @@ def test_what_cannot_be_swept_is_refused():
         sweep([], [])
 
 
-def test_a_worker_that_fails_or_dies_is_an_error_here():
+def test_spread_worker_failure_raises():
     with pytest.raises(ZeroDivisionError):
         list(spread(lambda n: 1 // n, [1, 0, 1], 2))
     with pytest.raises(StateError, match="1 of 2 tasks were lost"):
@@ -124,7 +124,7 @@ def test_a_worker_that_fails_or_dies_is_an_error_here():
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.path.stem)
-def test_reference_traces_hit_what_an_independent_simulator_says(trace):
+def test_reference_trace_rates_match_independent_simulator(trace):
     for point in sweep(trace.requests, trace.capacities, list(trace.hit_rates), jobs=2):
         assert point.num_blocks == trace.num_blocks
         assert point.hit_rate == pytest.approx(trace.hit_rate(point.policy, point.capacity), abs=trace.tolerance)

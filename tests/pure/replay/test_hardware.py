@@ -25,7 +25,7 @@ DOCTOR = {
 
 
 @pytest.mark.parametrize(("kind", "count"), [(ModelSpec, 6), (GpuSpec, 6), (DiskSpec, 6), (PriceSpec, 1)])
-def test_every_preset_can_be_read_and_says_where_it_comes_from(kind, count):
+def test_presets_load_and_name_their_source(kind, count):
     found = presets(kind)
     assert len(found) >= count
     assert all(spec.source for spec in found.values())
@@ -33,7 +33,7 @@ def test_every_preset_can_be_read_and_says_where_it_comes_from(kind, count):
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_models_have_the_shape_of_their_cards(name):
+def test_model_presets_match_model_cards(name):
     model = preset(ModelSpec, name)
     assert (model.token_bytes, model.params) == KNOWN[name]
     if not model.kv_elements:  # the products of attention alone are a part of the parameters
@@ -52,18 +52,18 @@ def prefill(first: int, count: int) -> Work:
         ([Work(64, 64, 64 * 1250, 64 * 1250)], 13.2),
     ],
 )
-def test_an_h200_takes_as_long_as_one_did(works, milliseconds):
+def test_h200_preset_reproduces_measured_times(works, milliseconds):
     """Rows of benchmarks/results/engine_gpu.jsonl and tiers_gpu.jsonl: what the shares of the preset were fitted to."""
     cost = Roofline(preset(ModelSpec, "llama-3-8b"), preset(GpuSpec, "h200"))
     assert sum(cost.seconds(work) for work in works) * 1e3 == pytest.approx(milliseconds, rel=0.03)
     assert not preset(GpuSpec, "h200").assumed
 
 
-def test_gpus_asked_for_are_there():
+def test_gpu_presets_are_complete():
     assert {"h200", "h100", "a100", "l40s", "4090", "cpu"} <= set(presets(GpuSpec))
 
 
-def test_a_file_of_ones_own_will_do(tmp_path):
+def test_preset_from_file(tmp_path):
     (tmp_path / "d.toml").write_text("read_bandwidth = 3e9\nwrite_bandwidth = 1e9\n")
     assert preset(DiskSpec, str(tmp_path / "d.toml")) == DiskSpec(3e9, 1e9)
     (tmp_path / "d.json").write_text('{"read_bandwidth": 3e9, "write_bandwidth": 1e9}')
@@ -82,13 +82,13 @@ def test_a_file_of_ones_own_will_do(tmp_path):
         ("read_bandwidth = 1\nwrite_bandwidth = 1\nlatency_seconds = -1", "latency_seconds must be 0 or more, got -1"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(tmp_path, text, what):
+def test_invalid_preset_file_raises_with_the_problem(tmp_path, text, what):
     (tmp_path / "d.toml").write_text(text)
     with pytest.raises(ArgumentError, match=what):
         preset(DiskSpec, str(tmp_path / "d.toml"))
 
 
-def test_a_preset_nobody_knows_is_refused_with_those_there_are(tmp_path):
+def test_unknown_preset_raises_with_known_names(tmp_path):
     with pytest.raises(ArgumentError, match="unknown gpu 'h300'; use one of 4090, a100, "):
         preset(GpuSpec, "h300")
     with pytest.raises(ArgumentError, match=r"cannot read .*none.toml: No such file"):
@@ -98,7 +98,7 @@ def test_a_preset_nobody_knows_is_refused_with_those_there_are(tmp_path):
         preset(GpuSpec, str(tmp_path / "list.json"))
 
 
-def test_the_doctor_replaces_memory_and_link(tmp_path):
+def test_from_doctor_replaces_memory_and_link(tmp_path):
     (tmp_path / "doctor.json").write_text(json.dumps(DOCTOR))
     found = from_doctor(tmp_path / "doctor.json", preset(GpuSpec, "h100"))
     assert (found.name, found.memory_bytes, found.link_bandwidth) == ("NVIDIA X", 5e10, 20e9)
@@ -115,13 +115,13 @@ def test_the_doctor_replaces_memory_and_link(tmp_path):
         ({"measured": {"cuda:0": {"name": "X", "memory_bytes": 1, "link_gbs": {}}}}, "the link was not measured"),
     ],
 )
-def test_a_doctor_that_did_not_measure_is_no_help(tmp_path, told, what):
+def test_from_doctor_without_measurement_raises(tmp_path, told, what):
     (tmp_path / "doctor.json").write_text(json.dumps(told))
     with pytest.raises(ArgumentError, match=what):
         from_doctor(tmp_path / "doctor.json", preset(GpuSpec, "h100"))
 
 
-def test_several_gpus_are_one_with_several_links():
+def test_times_multiplies_gpu_and_link():
     one = preset(GpuSpec, "h100")
     four = one.times(4)
     assert (four.flops, four.memory_bytes, four.link_bandwidth) == (4 * one.flops, 4 * one.memory_bytes, 4 * 55e9)

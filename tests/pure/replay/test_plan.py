@@ -27,7 +27,7 @@ def found() -> PlanResult:
     return plan(TRACE, SETUP, 1e9, PRICES, jobs=2)
 
 
-def test_sizes_go_from_nothing_to_more_than_the_trace_has():
+def test_setups_range_from_zero_to_above_the_trace():
     sizes = setups(SETUP, 200 * GIB)
     hosts = [host for host, disk in sizes if not disk]
     assert hosts == [0, 32 * GIB, 64 * GIB, 128 * GIB, 256 * GIB]
@@ -37,7 +37,7 @@ def test_sizes_go_from_nothing_to_more_than_the_trace_has():
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 7, 500, 170_899])
-def test_capacities_rise_from_little_to_everything(num_blocks):
+def test_capacities_rise_to_all_blocks(num_blocks):
     found = capacities(num_blocks)
     assert found == sorted(set(found))
     assert found[0] >= 1
@@ -45,7 +45,7 @@ def test_capacities_rise_from_little_to_everything(num_blocks):
     assert num_blocks < 1000 or len(found) == 20
 
 
-def test_points_are_what_the_simulation_says(found):
+def test_plan_points_equal_simulation(found):
     point = next(point for point in found.points if point.host_bytes and not point.disk_bytes)
     (again,) = simulate(TRACE, [replace(SETUP, host_bytes=point.host_bytes)])
     assert point.summary == again
@@ -54,7 +54,7 @@ def test_points_are_what_the_simulation_says(found):
     assert list(found.curve) == sweep(TRACE, sizes, ("lru", OPTIMUM))
 
 
-def test_the_cheapest_that_holds_the_target_is_chosen(found):
+def test_plan_chooses_cheapest_setup_within_target(found):
     late = sorted(point.summary.ttft["p99"] for point in found.points)
     target = (late[0] + late[-1]) / 2
     advice = plan(TRACE, SETUP, target, PRICES, jobs=2)
@@ -65,14 +65,14 @@ def test_the_cheapest_that_holds_the_target_is_chosen(found):
     assert "would change the hit rate by" in advice_text(advice)[1]
 
 
-def test_a_target_out_of_reach_is_said_to_be(found):
+def test_unreachable_target_reports_nearest_setup(found):
     advice = plan(TRACE, SETUP, 1e-6, PRICES, jobs=2)
     assert advice.chosen is None
     assert advice.nearest.summary.ttft["p99"] == min(point.summary.ttft["p99"] for point in found.points)
     assert "None of the simulated sizes holds TTFT p99 at 1e-06 s" in advice_text(advice)[0]
 
 
-def test_a_setup_that_refuses_requests_does_not_fit_whatever_its_times():
+def test_setup_that_refuses_requests_is_not_chosen():
     """What is refused has no time to first token: without the longest prompts times are good."""
     longest = max(request.input_tokens for request in TRACE) // 512
     small = replace(SETUP, device_bytes=longest * 512 * SETUP.model.token_bytes)
@@ -85,13 +85,13 @@ def test_a_setup_that_refuses_requests_does_not_fit_whatever_its_times():
     assert text[1] == f"It refuses {refused} of {len(TRACE)} requests: device memory is too small."
 
 
-def test_whatever_is_enough_costs_nothing(found):
+def test_sufficient_device_memory_costs_nothing(found):
     assert found.chosen.price == 0
     assert found.more_disk is None
     assert advice_text(found)[0].startswith("Buy no host memory")
 
 
-def test_the_result_is_plain_json(found):
+def test_plan_result_is_json(found):
     import json
 
     trace = {"block_tokens": 512}
@@ -101,7 +101,7 @@ def test_the_result_is_plain_json(found):
     assert told["prices"] == {"host_gib": 6.0, "disk_gib": 0.12, "source": "", "assumed": []}
 
 
-def test_sizes_are_told_shortly():
+def test_size_text_uses_short_units():
     assert [size_text(n) for n in (5, 3 << 20, 1536 << 20, 200 << 30, 2 << 40)] == [
         "5 bytes",
         "3 MiB",

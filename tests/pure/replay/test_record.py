@@ -112,7 +112,7 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 2), failures=st.sampled_from([0.0, 0.05]))
 @settings(deadline=None, max_examples=12)
-def test_following_a_log_finds_what_the_run_found_tier_by_tier(config, seed, num_ranks, failures, tmp_path_factory):
+def test_followed_log_has_same_hits_per_tier(config, seed, num_ranks, failures, tmp_path_factory):
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
     chosen = random.Random(seed)
     server = Server(CONFIGS[config], chosen, num_ranks, failures)
@@ -142,7 +142,7 @@ def lines(path: Path) -> list[str]:
     return path.read_text().splitlines()
 
 
-def test_a_log_is_a_trace_of_what_was_served(tmp_path):
+def test_log_reads_as_trace_of_served_requests(tmp_path):
     server, path = recorded(tmp_path)
     trace = read_trace(path)
     assert trace.problems == ()
@@ -161,7 +161,7 @@ def test_a_log_is_a_trace_of_what_was_served(tmp_path):
     assert len(names) == len(shared), "as many names as there are different beginnings"
 
 
-def test_a_log_tells_no_token_and_no_key(tmp_path):
+def test_log_contains_no_tokens_and_no_keys(tmp_path):
     server, path = recorded(tmp_path, steps=True)
     text = path.read_text()
     for request in server.requests:
@@ -174,7 +174,7 @@ def test_a_log_tells_no_token_and_no_key(tmp_path):
         }  # fmt: skip
 
 
-def test_names_agree_between_logs_of_one_secret_and_not_otherwise(tmp_path):
+def test_key_names_agree_only_under_same_secret(tmp_path):
     names = []
     for secret in (b"a", b"a", b"b", None):
         _, path = recorded(tmp_path, secret=secret)
@@ -183,7 +183,7 @@ def test_names_agree_between_logs_of_one_secret_and_not_otherwise(tmp_path):
     assert names[0] != names[2] != names[3]
 
 
-def test_afterwards_the_scheduler_is_as_it_was(tmp_path):
+def test_close_detaches_recorder_from_scheduler(tmp_path):
     server, _ = recorded(tmp_path)
     assert not {"add", "schedule", "update", "fail", "cancel"} & set(vars(server.scheduler))
     assert "apply" not in vars(server.manager)
@@ -191,7 +191,7 @@ def test_afterwards_the_scheduler_is_as_it_was(tmp_path):
     assert server.requests[-1].state is not RequestState.WAITING
 
 
-def test_requests_of_a_step_that_failed_are_in_the_log_and_nothing_is_kept_of_them(tmp_path):
+def test_requests_of_failed_step_are_logged_and_released(tmp_path):
     server = Server(CONFIGS["host"], random.Random(5), failures=0.2)
     path = tmp_path / "log.jsonl"
     with Recorder(path) as recorder:
@@ -206,7 +206,7 @@ def test_requests_of_a_step_that_failed_are_in_the_log_and_nothing_is_kept_of_th
 
 
 @pytest.mark.parametrize(("count", "ends_early"), [(20, True), (1, False)])
-def test_a_full_disk_ends_the_log_with_one_warning_and_serving_goes_on(count, ends_early):
+def test_full_disk_ends_log_with_warning_and_serving_continues(count, ends_early):
     server = Server(CONFIGS["host"], random.Random(5))
     recorder = Recorder("/dev/full", steps=True)
 
@@ -226,7 +226,7 @@ def test_a_full_disk_ends_the_log_with_one_warning_and_serving_goes_on(count, en
         recorder.attach(server.scheduler, now=server.now)
 
 
-def test_one_recorder_is_for_one_scheduler(tmp_path):
+def test_recorder_attaches_once(tmp_path):
     server = Server(CONFIGS["device"], random.Random(1))
     with Recorder(tmp_path / "log.jsonl") as recorder:
         recorder.attach(server.scheduler, now=0.0)
@@ -235,13 +235,13 @@ def test_one_recorder_is_for_one_scheduler(tmp_path):
         recorder.close()
 
 
-def test_following_with_another_configuration_is_noticed(tmp_path):
+def test_follow_with_other_config_raises(tmp_path):
     _, path = recorded(tmp_path, steps=True)
     with pytest.raises(StateError, match="in the run and has"):
         follow(read_log(path), CacheConfig(100, host=HostConfig(40), partial_scan=0), LIMITS)
 
 
-def test_what_cannot_be_followed_is_said(tmp_path):
+def test_follow_of_unusable_log_raises(tmp_path):
     _, path = recorded(tmp_path)
     with pytest.raises(FormatError, match="no steps to follow"):
         read_log(path)
@@ -262,7 +262,7 @@ def test_what_cannot_be_followed_is_said(tmp_path):
         follow(read_log(tmp_path / "cut"), CONFIGS["host"], LIMITS)
 
 
-def test_record_file_is_new_and_for_its_owner_only(tmp_path):
+def test_record_file_is_readable_by_owner_only(tmp_path):
     before = os.umask(0)
     try:
         Recorder(tmp_path / "log.jsonl").close()
@@ -272,7 +272,7 @@ def test_record_file_is_new_and_for_its_owner_only(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "dangling", "folder"])
-def test_record_file_that_exists_is_refused(tmp_path, kind):
+def test_record_file_that_exists_raises(tmp_path, kind):
     path, victim = tmp_path / "log.jsonl", tmp_path / "victim"
     victim.write_text("precious")
     if kind == "folder":

@@ -46,7 +46,7 @@ def request(time: float, *ids: int, tail: int = 100, answer: int = 1) -> TraceRe
     return TraceRequest(time * 1000, len(ids) * 512 + tail, answer, (*ids, 1000 + int(time)))
 
 
-def test_a_request_alone_takes_its_prompt_and_then_a_token_a_step():
+def test_single_request_takes_prompt_then_one_step_per_token():
     (one,) = simulator(100).run([request(5, 1, 2, answer=4)]).requests
     assert (one.arrival, one.scheduled_at) == (0.0, 0.0)
     assert one.ttft == 1124
@@ -55,7 +55,7 @@ def test_a_request_alone_takes_its_prompt_and_then_a_token_a_step():
     assert one.tokens_from == {"device": 0}
 
 
-def test_prompts_are_computed_in_chunks_and_the_next_waits_for_its_turn():
+def test_prompts_are_chunked_and_next_request_queues():
     found = simulator(100, tokens=512, rows=1).run([request(0, 1, 2), request(1, 3)])
     first, second = found.requests
     assert first.ttft == 1124
@@ -65,13 +65,13 @@ def test_prompts_are_computed_in_chunks_and_the_next_waits_for_its_turn():
     assert found.compute_seconds == 1124 + 612
 
 
-def test_what_is_reported_at_once_is_acted_on_at_once():
+def test_immediate_reports_are_applied_at_once():
     """The first step asks the disk what it has; a request must not wait for the next arrival to hear the answer."""
     first, _ = simulator(100, 100, 100).run([request(0, 1, 2), request(10_000, 3)]).requests
     assert first.ttft == 1124
 
 
-def test_blocks_are_found_where_they_were_left():
+def test_blocks_are_found_in_the_tier_that_holds_them():
     far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(4)]
     again = replace(far[0], timestamp_ms=50_000_000, hash_ids=(0, 1, 2, 3, 999))
     for sizes, tier in (((100,), "device"), ((6, 100), "host"), ((6, 5, 100), "disk")):
@@ -83,7 +83,7 @@ def test_blocks_are_found_where_they_were_left():
     assert simulator(6).run([*far, again]).requests[-1].tokens_from == {"device": 0}
 
 
-def test_a_load_takes_the_links_time_and_counts_on_it():
+def test_load_takes_link_time():
     far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
     again = replace(far[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
     run = simulator(6, 100, link=0.5).run([*far, again])
@@ -92,7 +92,7 @@ def test_a_load_takes_the_links_time_and_counts_on_it():
     assert (to_device.num_bytes, to_device.busy_seconds) == (4, 8.0)
 
 
-def test_layers_wait_only_for_their_part_of_a_load():
+def test_layer_waits_only_for_its_part_of_load():
     """A load of 8 s beside 100 s of compute costs nothing; one of 200 s leaves the last of 10 layers to do."""
     far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
     again = replace(far[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
@@ -101,7 +101,7 @@ def test_layers_wait_only_for_their_part_of_a_load():
         assert run.requests[-1].ttft == pytest.approx(ttft)
 
 
-def test_computing_again_is_chosen_where_the_link_is_slower():
+def test_slow_link_makes_recompute_cheaper():
     far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(8)]
     again = [
         replace(far[i], timestamp_ms=(100 + 10 * i) * 1e6, hash_ids=(*far[i].hash_ids[:4], 999 + i)) for i in (0, 1)
@@ -112,7 +112,7 @@ def test_computing_again_is_chosen_where_the_link_is_slower():
     assert fast.requests[-1].tokens_from["host"] == 4 * 512
 
 
-def test_the_manager_learns_what_links_and_steps_take_and_not_the_wait_for_others():
+def test_cost_model_excludes_queueing_for_the_link():
     """Four that come at once queue for the disk; what is decided by counts blocks under way by itself."""
     far = [request(10_000 * i, *range(10 * i, 10 * i + 2 + i)) for i in range(8)]
     again = [replace(each, timestamp_ms=9e8, hash_ids=(*each.hash_ids[:-1], 999)) for each in far[:4]]
@@ -127,14 +127,14 @@ def test_the_manager_learns_what_links_and_steps_take_and_not_the_wait_for_other
         assert speeds.compute_seconds(512, count * 512) == pytest.approx(count * 512)
 
 
-def test_a_request_that_can_never_fit_is_refused_and_counted():
+def test_oversized_request_is_refused_and_counted():
     run = simulator(4).run([request(0, *range(10)), request(1, 50)])
     assert [each.is_refused for each in run.requests] == [True, False]
     assert run.requests[0].ttft is None
     assert run.requests[1].ttft == 612
 
 
-def test_hits_are_of_the_requests_that_prompts_are_of():
+def test_hit_rate_excludes_refused_requests():
     """The second finds its beginning, and is refused when its answer has filled the memory."""
     run = simulator(4).run([request(0, 1, 2), request(10_000, 1, 2, answer=2000), request(20_000, 1, 2)])
     assert [each.is_refused for each in run.requests] == [False, True, False]
@@ -144,7 +144,7 @@ def test_hits_are_of_the_requests_that_prompts_are_of():
     assert found.hit_rate == found.hit_rates["device"] == 1024 / (2 * 1124)
 
 
-def test_what_is_saved_after_the_last_token_takes_no_time_of_the_answers():
+def test_saves_after_last_token_do_not_count_as_request_time():
     run = simulator(100, 100, link=0.001).run([request(0, 1, 2)])
     assert run.seconds == run.requests[0].finished_at == 1124
     to_host = next(use for use in run.links if use.name == "to host")
@@ -157,7 +157,7 @@ def test_what_is_saved_after_the_last_token_takes_no_time_of_the_answers():
     assert (link.bytes_per_second, link.busy) == pytest.approx((2 / 3124, 2000 / 3124))
 
 
-def test_an_empty_trace_ends_at_once():
+def test_empty_trace_ends_at_once():
     assert simulator(4).run([]).requests == ()
 
 
@@ -183,7 +183,7 @@ def lru_tokens(requests: list[TraceRequest], num_slots: int) -> list[int]:
     num_slots=st.integers(8, 20),
 )
 @settings(deadline=None, max_examples=60)
-def test_requests_that_do_not_meet_hit_what_a_plain_lru_holds(ids, num_slots):
+def test_sequential_requests_hit_like_plain_lru(ids, num_slots):
     requests = [TraceRequest(1e7 * i, 512 * len(each) + 10, 1, (*each, 5000 + i)) for i, each in enumerate(ids)]
     run = simulator(num_slots).run(requests)
     assert [each.tokens_from["device"] for each in run.requests] == lru_tokens(requests, num_slots)
@@ -199,7 +199,7 @@ def setup(**options) -> Deployment:
 
 
 @pytest.mark.parametrize("sizes", [{}, {"host_bytes": GIB}, {"host_bytes": GIB // 2, "disk_bytes": 4 * GIB}])
-def test_everything_adds_up_and_nothing_is_left_behind(sizes):
+def test_simulation_totals_are_consistent(sizes):
     run = setup(**sizes).simulator(512)
     found = run.run(TRACE)
     assert len(found.requests) == len(TRACE)
@@ -219,7 +219,7 @@ def test_everything_adds_up_and_nothing_is_left_behind(sizes):
     assert all(use.busy_seconds <= found.whole_seconds * (1 + 1e-9) for use in found.links)
 
 
-def test_the_same_seed_gives_the_same_figures_in_any_number_of_processes():
+def test_simulation_is_deterministic_in_any_number_of_jobs():
     setups = [setup(host_bytes=GIB, replicas=2, policy=policy) for policy in ("lru", "arc")]
     told: list[float] = []
     alone = simulate(TRACE, setups, progress=told.append)
@@ -228,14 +228,14 @@ def test_the_same_seed_gives_the_same_figures_in_any_number_of_processes():
     assert told[-1] == 1.0
 
 
-def test_more_memory_hits_more_and_a_disk_below_it_more_again():
+def test_more_memory_and_disk_raise_hit_rate():
     sizes = [{}, {"host_bytes": GIB // 4}, {"host_bytes": GIB // 4, "disk_bytes": 64 * GIB}]
     rates = [summary.hit_rate for summary in simulate(TRACE, [setup(**each) for each in sizes])]
     assert rates == sorted(rates)
     assert rates[0] < rates[1] < rates[2]
 
 
-def test_steps_simulated_together_come_to_what_they_come_to_one_by_one():
+def test_merged_steps_match_single_steps():
     exact, coarse = simulate(TRACE, [setup(host_bytes=GIB, quantum=q) for q in (0.0, 0.02)])
     assert coarse.hit_rate == pytest.approx(exact.hit_rate, abs=0.01)
     assert coarse.seconds == pytest.approx(exact.seconds, rel=0.02)
@@ -243,13 +243,13 @@ def test_steps_simulated_together_come_to_what_they_come_to_one_by_one():
         assert coarse.ttft[share] == pytest.approx(exact.ttft[share], abs=0.02, rel=0.1)
 
 
-def test_one_replica_of_middling_load_may_stand_for_all():
+def test_num_simulated_replicas_limits_the_run():
     (one,) = simulate(TRACE, [setup(replicas=4)], num_simulated=1)
     (every,) = simulate(TRACE, [setup(replicas=4)])
     assert 0 < one.num_requests < every.num_requests == len(TRACE)
 
 
-def test_a_slower_disk_makes_waiting_longer():
+def test_slower_disk_raises_ttft():
     slow = DiskSpec(1e7, 1e7, 0.001)
     sizes = {"host_bytes": GIB // 4, "disk_bytes": 64 * GIB}
     fast, late = simulate(TRACE, [setup(**sizes), setup(**sizes, disk=slow)])
@@ -261,7 +261,7 @@ def test_a_slower_disk_makes_waiting_longer():
 # ---- cost ----
 
 
-def test_a_roofline_is_bound_by_memory_for_one_token_and_by_arithmetic_for_many():
+def test_roofline_is_bound_by_memory_then_by_compute():
     cost = Roofline(SMALL, replace(BOX, compute_share=1.0, memory_share=1.0, attention_share=1.0, step_seconds=0.0))
     weights = 1e9 * 2 / 1e12
     assert cost.seconds(Work(1, 1, 0, 0)) == pytest.approx(weights)
@@ -271,7 +271,7 @@ def test_a_roofline_is_bound_by_memory_for_one_token_and_by_arithmetic_for_many(
     assert cost.seconds(Work(1, 1, 1e9, 0)) == pytest.approx(weights + attended)
 
 
-def test_experts_are_read_as_far_as_tokens_use_them():
+def test_roofline_reads_only_experts_in_use():
     model = replace(SMALL, active_params=1e8)
     cost = Roofline(model, replace(BOX, flops=1e18, step_seconds=0.0, memory_share=1.0))
     assert cost.seconds(Work(1, 1, 0, 0)) == pytest.approx(2e8 / 1e12)
@@ -283,7 +283,7 @@ def test_experts_are_read_as_far_as_tokens_use_them():
     seed=st.integers(0, 99),
 )
 @settings(deadline=None, max_examples=50)
-def test_a_fit_finds_costs_that_explain_what_was_measured(costs, seed):
+def test_fitted_cost_explains_measured_steps(costs, seed):
     import random
 
     chosen = random.Random(seed)
@@ -313,7 +313,7 @@ def test_a_fit_finds_costs_that_explain_what_was_measured(costs, seed):
 # ---- setups ----
 
 
-def test_setups_that_cannot_be_are_refused():
+def test_invalid_deployment_raises():
     with pytest.raises(ArgumentError, match="through host memory"):
         setup(disk_bytes=GIB)
     with pytest.raises(RangeError, match="leave no room"):
@@ -326,13 +326,13 @@ def test_setups_that_cannot_be_are_refused():
         setup(quantum=-1.0).simulator(512)
 
 
-def test_what_the_weights_leave_is_for_kv():
+def test_kv_bytes_are_memory_minus_weights():
     eight = Deployment(preset(ModelSpec, "llama-3-8b"), preset(GpuSpec, "h100"))
     assert eight.kv_bytes == pytest.approx(0.9 * 80e9 - 2 * 8.03e9)
     assert eight.model.token_bytes == 131_072
 
 
-def test_those_that_wait_find_on_disk_what_the_others_drove_out_of_memory():
+def test_queued_requests_hit_disk_after_memory_eviction():
     """Six conversations, memory for three: each is read again, when all come at once and go one after the other."""
     paths = [tuple(range(10 * user, 10 * user + 8)) for user in range(6)]
     first = [request(20_000 * user, *path) for user, path in enumerate(paths)]

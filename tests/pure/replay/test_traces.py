@@ -61,7 +61,7 @@ def lru_hits(requests, num_slots: int) -> tuple[int, int]:
     return hits, total
 
 
-def test_a_line_is_a_request():
+def test_mooncake_line_is_read_as_request():
     (request,) = read_lines(json.dumps(LINE)).requests
     assert request == TraceRequest(5, 1000, 7, (3, 4))
     assert request.tokens().tolist() == [*range(3 * 512, 4 * 512), *range(4 * 512, 4 * 512 + 488)]
@@ -79,7 +79,7 @@ def test_a_line_is_a_request():
         ({"hash_ids": None}, "hash_ids"),
     ],
 )
-def test_a_malformed_line_is_reported_with_its_number(change, what):
+def test_malformed_line_is_reported_with_line_number(change, what):
     trace = read_lines(json.dumps(LINE), "", json.dumps({**LINE, **change}), "{", "[1]")
     assert len(trace.requests) == 1
     assert [problem.split(":")[1] for problem in trace.problems] == ["3", "4", "5"]
@@ -108,13 +108,13 @@ def read_lines(*lines: str):
         ({"event": "reqest"}, "unknown event 'reqest'; expected request, "),
     ],
 )
-def test_a_malformed_line_of_our_log_is_reported(change, what):
+def test_malformed_log_line_is_reported(change, what):
     trace = read_lines(json.dumps(LOGGED), json.dumps({**LOGGED, **change}))
     assert len(trace.requests) == 1
     assert what in trace.problems[0]
 
 
-def test_our_log_is_a_trace_whose_answers_are_known():
+def test_log_is_read_as_trace_with_answers():
     other = {**LOGGED, "arrival": 2, "keys": ["aa", "bb", "dd"]}
     first, second = read_lines(json.dumps({"event": "start"}), json.dumps(LOGGED), json.dumps(other)).requests
     assert (first.timestamp_ms, first.block_tokens, first.hash_ids) == (1500, 16, (0, 1, 2))
@@ -126,7 +126,7 @@ def test_our_log_is_a_trace_whose_answers_are_known():
     assert first.tokens().tolist() == ours[:30].tolist()
 
 
-def test_a_block_that_the_answer_fills_is_known_to_the_next_turn():
+def test_block_filled_by_answer_is_shared_with_next_turn():
     """It is full with the answer's last token: both requests have the same 16 tokens there."""
     first = {**LOGGED, "prompt_tokens": 29, "answer_tokens": 3, "keys": ["aa", "bb"]}
     then = {**LOGGED, "prompt_tokens": 40, "answer_tokens": 10}
@@ -134,21 +134,21 @@ def test_a_block_that_the_answer_fills_is_known_to_the_next_turn():
     assert one.sequence(0).tolist() == two.sequence(1)[:32].tolist()
 
 
-def test_what_no_hash_tells_is_a_requests_own():
+def test_tokens_without_hash_are_unique_per_request():
     one, two = TraceRequest(0, 600, 700, (5, 6)), TraceRequest(0, 600, 700, (5, 6))
     assert one.sequence(0)[:600].tolist() == two.sequence(1)[:600].tolist()
     assert not set(one.sequence(0)[600:].tolist()) & set(two.sequence(1)[600:].tolist())
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_several_files_compressed_too_are_merged_by_time(tmp_path, suffix):
+def test_compressed_files_are_merged_by_time(tmp_path, suffix):
     late, early = TraceRequest(9, 1, 1, (0,)), TraceRequest(2, 1, 1, (1,))
     assert write_trace([late], tmp_path / "a.jsonl") == 1
     write_trace([early], tmp_path / f"b.jsonl{suffix}")
     assert read_trace(tmp_path / "a.jsonl", tmp_path / f"b.jsonl{suffix}").requests == (early, late)
 
 
-def test_zstd_files_of_several_frames_are_read_whole(tmp_path):
+def test_zstd_file_of_several_frames_is_read_whole(tmp_path):
     requests = list(generate(SyntheticTrace(sessions=30)))
     for i, part in enumerate((requests[:10], requests[10:])):
         write_trace(part, tmp_path / f"{i}.zst")
@@ -158,7 +158,7 @@ def test_zstd_files_of_several_frames_are_read_whole(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_compressed_file_that_is_cut_off_is_a_problem_with_its_line(tmp_path, suffix):
+def test_truncated_compressed_file_is_reported_with_line(tmp_path, suffix):
     requests = list(generate(SyntheticTrace(sessions=400)))
     whole = tmp_path / f"t{suffix}"
     write_trace(requests, whole)
@@ -171,17 +171,17 @@ def test_a_compressed_file_that_is_cut_off_is_a_problem_with_its_line(tmp_path, 
     assert [problem.split(":")[1] for problem in read_trace(whole).problems] == ["1"]
 
 
-def test_a_file_that_is_not_there_is_an_error_and_not_an_empty_trace(tmp_path):
+def test_missing_trace_file_raises(tmp_path):
     with pytest.raises(ArgumentError, match=r"cannot read the trace .*: No such file"):
         read_trace(tmp_path / "none.jsonl")
 
 
-def test_files_of_different_block_sizes_are_not_mixed():
+def test_mixed_block_sizes_raise():
     with pytest.raises(ArgumentError, match=r"blocks of \[16, 512\] tokens"):
         read_lines(json.dumps(LINE), json.dumps(LOGGED))
 
 
-def test_large_hash_ids_are_renumbered_so_that_blocks_stay_apart():
+def test_large_hash_ids_are_renumbered():
     far = 1 << 22  # times 512 it is as many as there are token ids
     lines = [{**LINE, "hash_ids": ids} for ids in ([0, far], [far, 0], [far + 1, 0])]
     requests = read_lines(*map(json.dumps, lines)).requests
@@ -189,7 +189,7 @@ def test_large_hash_ids_are_renumbered_so_that_blocks_stay_apart():
     assert len({request.tokens().tobytes() for request in requests}) == 3
 
 
-def test_time_is_scaled():
+def test_scale_time_divides_timestamps():
     (one,) = scale_time([TraceRequest(900, 1, 1, (0,))], 3)
     assert one.timestamp_ms == 300
     with pytest.raises(RangeError, match="factor above 0"):
@@ -197,7 +197,7 @@ def test_time_is_scaled():
 
 
 @pytest.mark.parametrize("routing", Routing)
-def test_routing_sends_every_request_to_one_replica_and_keeps_the_order(routing):
+def test_route_assigns_each_request_once_in_order(routing):
     requests = list(generate(SyntheticTrace(sessions=200)))
     parts = route(requests, 4, routing, seed=1)
     assert parts == route(requests, 4, routing, seed=1)
@@ -209,7 +209,7 @@ def test_routing_sends_every_request_to_one_replica_and_keeps_the_order(routing)
         route(requests, 0)
 
 
-def test_prefix_routing_finds_more_than_random():
+def test_prefix_routing_hits_more_than_random():
     requests = list(generate(SyntheticTrace(sessions=400)))
     found = {
         routing: sum(
@@ -220,7 +220,7 @@ def test_prefix_routing_finds_more_than_random():
     assert found[Routing.PREFIX] > 1.2 * found[Routing.RANDOM]
 
 
-def test_a_generated_trace_is_reproducible_ordered_and_reads_back(tmp_path):
+def test_generated_trace_is_reproducible_and_reads_back(tmp_path):
     spec = SyntheticTrace(sessions=50, seed=3)
     requests = list(generate(spec))
     assert requests == list(generate(spec))
@@ -231,7 +231,7 @@ def test_a_generated_trace_is_reproducible_ordered_and_reads_back(tmp_path):
     assert read_trace(tmp_path / "t.jsonl").requests == tuple(requests)
 
 
-def test_a_sessions_next_turn_continues_its_last():
+def test_next_turn_continues_previous_prompt():
     requests = list(generate(SyntheticTrace(sessions=1, turns=6.0, system_prompts=1, seed=5)))
     assert len(requests) > 1
     for before, after in itertools.pairwise(requests):
@@ -240,7 +240,7 @@ def test_a_sessions_next_turn_continues_its_last():
         assert after.input_tokens > before.input_tokens
 
 
-def test_knobs_out_of_range_are_refused():
+def test_synthetic_trace_out_of_range_raises():
     for wrong in ({"sessions": 0}, {"turns": 0.5}, {"session_rate": 0.0}, {"agent_share": 0.9, "document_share": 0.2}):
         with pytest.raises(RangeError):
             SyntheticTrace(**wrong)
@@ -262,12 +262,12 @@ def test_knobs_out_of_range_are_refused():
     requests=[TraceRequest(0, 512 * len(ids), 1, ids) for ids in [(0,), (1, 0), (0, 0, 0, 0), (2,), (0,)]],
 )
 @settings(deadline=None)
-def test_hits_equal_a_plain_lru_over_prefixes(num_slots, requests):
+def test_hits_equal_plain_lru_over_prefixes(num_slots, requests):
     report = replay_hits(requests, block_tokens=512, num_slots=num_slots)
     assert (report.num_hits, report.num_blocks) == lru_hits(requests, num_slots)
 
 
-def test_hits_of_a_synthetic_trace_equal_a_plain_lru():
+def test_hits_of_synthetic_trace_equal_plain_lru():
     requests = list(generate(SyntheticTrace(sessions=80)))
     for num_slots in (50, 300, 5000):
         report = replay_hits(requests, block_tokens=512, num_slots=num_slots)
@@ -282,11 +282,11 @@ def test_hit_rates_of_reference_traces(trace):
         assert report.hit_rate == pytest.approx(trace.hit_rate("lru", capacity), abs=trace.tolerance)
 
 
-def test_the_committed_trace_is_what_its_script_generates():
+def test_committed_trace_equals_generator_output():
     assert COMMITTED.requests == tuple(generate(runpy.run_path(str(DATA / "make_trace.py"))["SPEC"]))
 
 
-def test_the_ghost_knows_the_real_rate_and_errs_within_what_it_says():
+def test_ghost_estimates_are_within_stated_error():
     requests = list(generate(SyntheticTrace(sessions=600)))
     capacities = [200, 500, 1000, 4000]
     ghost = GhostCache(512, 1000, capacities=capacities, policies=("lru", "fifo", "s3fifo"), rate=1.0)
@@ -300,7 +300,7 @@ def test_the_ghost_knows_the_real_rate_and_errs_within_what_it_says():
     assert len(ghost.curve("s3fifo")) == len(capacities)
 
 
-def test_a_ghost_that_saw_nothing_says_so():
+def test_ghost_without_samples_states_full_error():
     ghost = GhostCache(16, 100, capacities=[10])
     assert [(estimate.hit_rate, estimate.error) for estimate in ghost.curve()] == [(0.0, 1.0)] * 2
     ghost.record(Chain(Namespace("m", block_tokens=16), []), 0)
@@ -311,7 +311,7 @@ def test_a_ghost_that_saw_nothing_says_so():
         GhostCache(16, 100, policies=("belady",))
 
 
-def test_the_page_names_every_knob_with_its_default():
+def test_planner_page_lists_parameters_with_defaults():
     page = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
     parameters = page[page.index("Parameters and defaults:") : page.index("Lengths are means")]
     for knob in fields(SyntheticTrace):

@@ -71,7 +71,7 @@ def by_ticks(jobs: list[tuple[int, Route, int]]) -> dict[int, tuple[int, int]]:
     looks=st.lists(st.floats(0, 200), max_size=8),
 )
 @settings(deadline=None)
-def test_the_disk_is_shared_the_urgent_go_first_and_looking_changes_nothing(jobs, looks):
+def test_disk_serves_urgent_transfers_first(jobs, looks):
     jobs = sorted(jobs, key=lambda job: job[0])
     ours = worker()
     ours.stores["disk"].write([key(i) for i in range(6)])
@@ -92,7 +92,7 @@ def test_the_disk_is_shared_the_urgent_go_first_and_looking_changes_nothing(jobs
     assert ours.next_end == math.inf
 
 
-def test_the_two_ways_of_the_link_do_not_disturb_each_other():
+def test_link_directions_are_independent():
     ours = worker(latency_seconds=0.5)
     ours.submit(Plan(1, 0, (transfer(1, Route.DEVICE_TO_HOST, 10), transfer(2, Route.HOST_TO_DEVICE, 10))), 0.0)
     assert ours.next_end == 10.5
@@ -103,14 +103,14 @@ def test_the_two_ways_of_the_link_do_not_disturb_each_other():
     assert {use.name: use.num_bytes for use in ours.links.values()} == {TO_HOST: 10, TO_DEVICE: 10, "disk": 0}
 
 
-def test_a_later_load_waits_for_the_one_before_and_a_save_for_both():
+def test_later_load_waits_for_earlier_load():
     ours = worker()
     ours.submit(Plan(1, 0, (transfer(1, Route.HOST_TO_DEVICE, 4),)), 0.0)
     ours.submit(Plan(2, 0, (transfer(2, Route.HOST_TO_DEVICE, 3),)), 1.0)
     assert ours.end_of((1, 2)) == 7.0
 
 
-def test_what_the_store_has_lost_arrives_not_and_is_known_then():
+def test_block_lost_by_store_is_reported_absent():
     ours = worker(num_blocks=2)
     ours.submit(Plan(1, 3, (transfer(1, Route.HOST_TO_STORE, 3),)), 0.0)
     ours.poll(10.0)
@@ -139,7 +139,7 @@ def test_drops_and_inventories():
     calls=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))),
     size=st.integers(1, 6),
 )
-def test_the_store_is_a_plain_lru(calls, size):
+def test_simulated_store_is_plain_lru(calls, size):
     store, plain = SimulatedStore(size), OrderedDict()
     for is_write, names in calls:
         if is_write:
@@ -157,7 +157,7 @@ def test_the_store_is_a_plain_lru(calls, size):
         assert store.lookup([])[0] == [key(name) for name in plain]
 
 
-def test_tiers_nobody_knows_and_stores_without_a_disk_are_refused():
+def test_unknown_tier_or_store_without_disk_raises():
     with pytest.raises(ArgumentError, match="unknown tier 'tape'"):
         worker().submit(Plan(1, 0, (), (Probe(1, "tape"),)), 0.0)
     with pytest.raises(ArgumentError, match="need a disk"):

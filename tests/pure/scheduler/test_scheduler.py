@@ -144,7 +144,7 @@ TestSchedulerMachine.settings = settings(
 
 @pytest.mark.parametrize("num_blocks", [4, 7, 50])
 @pytest.mark.parametrize("caching", [True, False])
-def test_many_requests_generate_what_each_would_alone(num_blocks, caching):
+def test_concurrent_requests_generate_same_tokens_as_alone(num_blocks, caching):
     random_ = random.Random(num_blocks)
     scheduler, device = make(num_blocks, prefix_caching=caching), Device()
     prompts = [tuple(random_.randrange(2) for _ in range(random_.randint(1, 10))) for _ in range(30)]
@@ -155,7 +155,7 @@ def test_many_requests_generate_what_each_would_alone(num_blocks, caching):
         assert tuple(made.chain.tokens.tolist())[len(prompt) :] == alone(prompt, 5)
 
 
-def test_a_whole_prompt_hit_recomputes_one_token():
+def test_full_prompt_hit_recomputes_one_token():
     scheduler, device = make(20), Device()
     first = request(scheduler, "a", [1] * 8, 1)
     run(scheduler, device)
@@ -170,7 +170,7 @@ def test_a_whole_prompt_hit_recomputes_one_token():
     scheduler.check()
 
 
-def test_the_beginning_of_a_cached_block_is_reused_by_copy():
+def test_partial_block_hit_is_reused_by_copy():
     scheduler, device = make(20), Device()
     request(scheduler, "a", [1, 2, 3, 4, 5, 6, 7, 8], 1)
     run(scheduler, device)
@@ -183,7 +183,7 @@ def test_the_beginning_of_a_cached_block_is_reused_by_copy():
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 9], [1, 2, 9] * 3])
-def test_a_block_to_copy_from_is_given_up_where_it_is_in_the_way(prompt):
+def test_partial_copy_source_is_released_if_slot_is_needed(prompt):
     scheduler, device = make(3, max_step_tokens=16), Device()
     request(scheduler, "a", [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], 2)
     run(scheduler, device)
@@ -193,7 +193,7 @@ def test_a_block_to_copy_from_is_given_up_where_it_is_in_the_way(prompt):
     assert made.num_cached_tokens % BLOCK == 0
 
 
-def test_long_prompts_are_computed_in_chunks_beside_others():
+def test_long_prompt_is_chunked_while_others_decode():
     scheduler, device = make(50), Device()
     request(scheduler, "short", [1, 1], 9)
     request(scheduler, "long", [0] * 30, 2)
@@ -207,7 +207,7 @@ def test_long_prompts_are_computed_in_chunks_beside_others():
     assert max(sum(size.values()) for size in sizes) <= 8
 
 
-def test_when_blocks_run_out_the_last_to_come_is_preempted_and_resumes_by_a_hit():
+def test_latest_request_is_preempted_when_blocks_run_out():
     scheduler, device = make(6, max_rows=2), Device()
     first = request(scheduler, "first", [1] * 7, 12)
     scheduler.update(step := scheduler.schedule(0.0), device.run(step), 0.0)
@@ -219,7 +219,7 @@ def test_when_blocks_run_out_the_last_to_come_is_preempted_and_resumes_by_a_hit(
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_prompt_is_not_begun_that_has_no_room_to_be_finished_beside_others(caching):
+def test_prompt_without_room_to_finish_is_not_started(caching):
     """Its first half was computed, and preempted for want of room for the second: over and over, where nothing is kept.
 
     room     |a a a|b b b b b b b|..|        8 blocks a step; 16 in all: c, of 10, waits until b has gone
@@ -239,7 +239,7 @@ def test_a_prompt_is_not_begun_that_has_no_room_to_be_finished_beside_others(cac
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_prompt_is_not_begun_that_has_no_room_within_its_tenants_quota(caching):
+def test_prompt_above_tenant_quota_is_not_started(caching):
     """The same where there is room enough, but not for this tenant: its second prompt waits, and another's does not."""
     scheduler, device = make(100, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"t", 16, scheduler.manager.tree.nodes())
@@ -257,7 +257,7 @@ def test_a_prompt_is_not_begun_that_has_no_room_within_its_tenants_quota(caching
     assert order[-1] == "c"
 
 
-def test_a_prompt_with_blocks_on_the_host_needs_room_for_them_too():
+def test_prompt_with_host_blocks_waits_for_room_to_load():
     scheduler, device = make(10, host=HostConfig(20), max_step_tokens=BLOCK), Device()
     request(scheduler, "a", [1] * 24, 1)
     run(scheduler, device)
@@ -273,7 +273,7 @@ def test_a_prompt_with_blocks_on_the_host_needs_room_for_them_too():
     assert again.num_cached_tokens == 24
 
 
-def test_two_that_do_not_fit_beside_a_pin_do_not_take_turns_for_ever():
+def test_requests_too_large_beside_pin_are_refused():
     """Each got as far as there was room, went back to wait, and by then the other had driven its blocks out."""
     scheduler, device = make(3, max_rows=2, max_step_tokens=4), Device()
     request(scheduler, "pinned", [1] * 4, 1)
@@ -287,7 +287,7 @@ def test_two_that_do_not_fit_beside_a_pin_do_not_take_turns_for_ever():
         assert "pinned" in each.reason
 
 
-def test_priority_goes_first_and_waiting_counts():
+def test_priority_goes_first_and_waiting_raises_priority():
     scheduler = make(50, max_rows=1, age_seconds=10.0)
     low = request(scheduler, "low", [1], 1)
     high = request(scheduler, "high", [2], 1, priority=1)
@@ -299,7 +299,7 @@ def test_priority_goes_first_and_waiting_counts():
     assert scheduler.schedule(20.0).rows[0].request is low
 
 
-def test_a_large_request_is_not_overtaken_for_ever():
+def test_large_request_is_not_starved():
     scheduler, device = make(8, max_rows=4), Device()
     running = request(scheduler, "running", [1] * 16, 8)
     step = scheduler.schedule(0.0)
@@ -315,7 +315,7 @@ def test_a_large_request_is_not_overtaken_for_ever():
     assert {running.state, large.state, small.state} == {RequestState.FINISHED}
 
 
-def test_what_can_never_fit_is_refused_and_says_why():
+def test_request_larger_than_pool_is_refused_with_numbers():
     scheduler = make(2)
     made = request(scheduler, "huge", [1] * 9, 1)
     step = scheduler.schedule(0.0)
@@ -327,7 +327,7 @@ def test_what_can_never_fit_is_refused_and_says_why():
     scheduler.check()
 
 
-def test_what_does_not_fit_beside_pins_is_refused_and_says_why():
+def test_request_too_large_beside_pins_is_refused():
     scheduler, device = make(4), Device()
     request(scheduler, "first", [1] * 12, 1)
     run(scheduler, device)
@@ -346,7 +346,7 @@ def test_what_does_not_fit_beside_pins_is_refused_and_says_why():
     assert again.state is RequestState.FINISHED
 
 
-def test_a_tenants_quota_holds_up_and_preempts_its_own_requests_only():
+def test_tenant_quota_preempts_only_own_requests():
     scheduler, device = make(20, max_rows=8, max_step_tokens=64), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"a", 4, scheduler.manager.tree.nodes())
     mine = [request(scheduler, f"a{number}", [number] * 7, 6, salt=b"a") for number in range(3)]
@@ -364,7 +364,7 @@ def test_a_tenants_quota_holds_up_and_preempts_its_own_requests_only():
         assert tuple(each.chain.tokens[each.num_prompt_tokens :].tolist()) == alone(prompt, 6)
 
 
-def test_a_tenant_without_room_beside_its_pins_is_refused_while_others_run_and_move():
+def test_tenant_without_room_beside_pins_is_refused():
     scheduler, device = make(20, host=HostConfig(40), max_step_tokens=64), Device()
     manager = scheduler.manager
     manager.tree.tiers[0].set_quota(b"a", 4, manager.tree.nodes())
@@ -385,7 +385,7 @@ def test_a_tenant_without_room_beside_its_pins_is_refused_while_others_run_and_m
     assert other.state is RequestState.FINISHED
 
 
-def test_what_can_never_fit_into_a_quota_is_refused():
+def test_request_larger_than_quota_is_refused():
     scheduler = make(20)
     scheduler.manager.tree.tiers[0].set_quota(b"a", 2, scheduler.manager.tree.nodes())
     huge = request(scheduler, "huge", [1] * 8, salt=b"a\0part")
@@ -395,7 +395,7 @@ def test_what_can_never_fit_into_a_quota_is_refused():
     assert "its tenant has room for 8 tokens" in huge.reason
 
 
-def test_controls_run_once_and_are_no_requests():
+def test_controls_run_once():
     scheduler = make()
     done = []
     scheduler.control(lambda: done.append(1))
@@ -407,7 +407,7 @@ def test_controls_run_once_and_are_no_requests():
     assert scheduler.schedule(0.0).controls == ()
 
 
-def test_a_step_is_updated_once_and_with_all_its_results():
+def test_step_is_updated_once_with_all_results():
     scheduler, device = make(), Device()
     request(scheduler, "a", [1, 2], 2)
     step = scheduler.schedule(0.0)
@@ -420,7 +420,7 @@ def test_a_step_is_updated_once_and_with_all_its_results():
         scheduler.update(step, [RowResult()], 0.0)
 
 
-def test_a_failed_step_ends_its_requests_and_publishes_nothing():
+def test_failed_step_cancels_requests_and_publishes_nothing():
     scheduler, device = make(), Device()
     made = request(scheduler, "a", [1] * 8, 2)
     step = scheduler.schedule(0.0)
@@ -431,7 +431,7 @@ def test_a_failed_step_ends_its_requests_and_publishes_nothing():
     assert again.num_cached_tokens == 0
 
 
-def test_a_cancelled_request_in_a_step_gets_no_tokens():
+def test_cancelled_request_in_step_gets_no_tokens():
     scheduler, device = make(), Device()
     made = request(scheduler, "a", [1, 2], 5)
     step = scheduler.schedule(0.0)
@@ -444,7 +444,7 @@ def test_a_cancelled_request_in_a_step_gets_no_tokens():
     scheduler.check()
 
 
-def test_why_a_prompt_missed():
+def test_explain_reports_miss_reason():
     scheduler, device = make(20), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
@@ -453,7 +453,7 @@ def test_why_a_prompt_missed():
     assert scheduler.manager.explain(made.allocation).reason is MissReason.NEVER_SEEN
 
 
-def test_bad_limits_are_refused():
+def test_invalid_config_and_requests_raise():
     for wrong in ({"max_rows": 0}, {"max_step_tokens": 2}, {"age_seconds": 0.0}):
         with pytest.raises(RangeError):
             SchedulerConfig(**{"max_rows": 4, "max_step_tokens": 8, **wrong})
@@ -466,7 +466,7 @@ def test_bad_limits_are_refused():
         CacheConfig(0)
 
 
-def test_a_hold_ends_once():
+def test_allocation_ends_once():
     manager = make().manager
     hold = manager.match(Chain(manager.namespace, [1, 2, 3]))
     manager.abort(hold)
@@ -477,7 +477,7 @@ def test_a_hold_ends_once():
         manager.match(Chain(manager.namespace, []))
 
 
-def test_the_configuration_is_not_changed():
+def test_manager_keeps_its_config():
     config = CacheConfig(4, policy="s3fifo")
     manager = CacheManager(Namespace("m", block_tokens=4), config)
     assert manager.config is config
@@ -495,7 +495,7 @@ def evicted_to_host(write: WritePolicy = WritePolicy.THROUGH, **more) -> tuple[S
 
 
 @pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK])
-def test_what_was_evicted_is_loaded_from_the_host(write):
+def test_evicted_blocks_are_loaded_from_host(write):
     scheduler, device = evicted_to_host(write)
     made = request(scheduler, "again", [1] * 9, 2)
     step = scheduler.schedule(9.0)
@@ -517,7 +517,7 @@ def test_what_was_evicted_is_loaded_from_the_host(write):
     assert made.state is RequestState.FINISHED
 
 
-def test_selectively_only_what_was_used_again_is_saved():
+def test_selective_policy_saves_only_reused_blocks():
     scheduler, device = make(8, host=HostConfig(20, saving=WritebackConfig(WritePolicy.SELECTIVE))), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
@@ -527,7 +527,7 @@ def test_selectively_only_what_was_used_again_is_saved():
     assert scheduler.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 2
 
 
-def test_the_host_copy_stays_after_a_load_so_that_the_next_eviction_is_free():
+def test_host_copy_remains_after_load():
     scheduler, device = evicted_to_host()
     request(scheduler, "again", [1] * 9, 1)
     run(scheduler, device)
@@ -539,7 +539,7 @@ def test_the_host_copy_stays_after_a_load_so_that_the_next_eviction_is_free():
     assert scheduler.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 2 + 3 + 3
 
 
-def test_what_might_be_saved_is_not_remembered_for_ever():
+def test_save_queue_is_bounded():
     scheduler, device = (
         make(200, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0))),
         Device(),
@@ -551,7 +551,7 @@ def test_what_might_be_saved_is_not_remembered_for_ever():
     assert len(scheduler.manager.queues[0]._jobs) == 1024
 
 
-def test_a_load_that_fails_is_a_miss():
+def test_failed_load_is_a_miss():
     scheduler, device = evicted_to_host()
     made = request(scheduler, "again", [1] * 9, 1)
     step = scheduler.schedule(9.0)
@@ -574,7 +574,7 @@ def test_two_requests_share_one_load():
     assert [made.num_cached_tokens for made in both] == [8, 8]
 
 
-def test_after_a_reset_what_was_on_its_way_counts_for_nothing():
+def test_reset_discards_transfers_in_flight():
     scheduler, device = evicted_to_host()
     made = request(scheduler, "again", [1] * 9, 1)
     step = scheduler.schedule(9.0)
@@ -588,7 +588,7 @@ def test_after_a_reset_what_was_on_its_way_counts_for_nothing():
     assert scheduler.manager.stats.num_allocations == 0
 
 
-def test_a_request_cancelled_while_it_loads_leaves_nothing_behind():
+def test_request_cancelled_while_loading_leaves_no_lease():
     scheduler, device = evicted_to_host()
     made = request(scheduler, "again", [1] * 9, 1)
     step = scheduler.schedule(9.0)
@@ -600,7 +600,7 @@ def test_a_request_cancelled_while_it_loads_leaves_nothing_behind():
     assert not scheduler.manager.transfers.leases
 
 
-def test_a_transfer_is_reported_once_by_every_rank():
+def test_transfer_is_reported_once_per_rank():
     namespace = Namespace("model", block_tokens=BLOCK)
     manager = CacheManager(namespace, CacheConfig(4, host=HostConfig(4)), num_ranks=2)
     hold = manager.match(Chain(namespace, [1] * 9))
@@ -620,7 +620,7 @@ def test_a_transfer_is_reported_once_by_every_rank():
     manager.check()
 
 
-def test_plans_and_reports_are_small_values():
+def test_plans_and_configs_validate_their_values():
     transfer = TransferRequest(1, Route.DEVICE_TO_HOST, "device", "host", b"\1\0\0\0", b"\2\0\0\0")
     plan = Plan(1, 0, (transfer,))
     assert pickle.loads(pickle.dumps(plan)) == plan

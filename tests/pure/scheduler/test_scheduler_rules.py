@@ -110,7 +110,7 @@ def test_steps_with_ample_memory_follow_the_reference(arrivals, rows, more):
     raise AssertionError("no end")
 
 
-def test_equal_rank_goes_to_the_earlier_arrival():
+def test_equal_rank_goes_to_earlier_arrival():
     scheduler = make(50, max_rows=1, age_seconds=10.0)
     late = Request("late", Chain(scheduler.manager.namespace, [2]), 1, priority=1)
     early = Request("early", Chain(scheduler.manager.namespace, [1]), 1)
@@ -120,7 +120,7 @@ def test_equal_rank_goes_to_the_earlier_arrival():
     assert [row.request.id for row in scheduler.schedule(20.0).rows] == ["early"]
 
 
-def test_draft_is_cut_to_the_budget_and_only_for_generating():
+def test_draft_is_cut_to_budget_of_generating_request():
     scheduler, device = make(50, max_rows=2, max_step_tokens=4), Device()
     first = request(scheduler, "first", [1, 1], 9)
     advance(scheduler, device)
@@ -138,7 +138,7 @@ def test_draft_is_cut_to_the_budget_and_only_for_generating():
 # ---- limits of the configuration, values ---------------------------------------------------------------------------
 
 
-def test_config_accepts_its_borders_and_refuses_beyond():
+def test_config_accepts_limits_and_rejects_beyond():
     SchedulerConfig(max_rows=1, max_step_tokens=1, max_context=1, lookahead_tokens=0, age_seconds=0.001)
     SchedulerConfig(max_rows=4, max_step_tokens=4)
     cases = {
@@ -154,7 +154,7 @@ def test_config_accepts_its_borders_and_refuses_beyond():
             SchedulerConfig(**wrong)
 
 
-def test_step_is_true_if_there_is_anything_to_do():
+def test_step_is_true_if_it_has_work():
     plan = make(8, host=HostConfig(2)).manager.plan()
     made = Request("r", Chain(make().manager.namespace, [1] * 14), 1)
     control = print
@@ -175,7 +175,7 @@ def test_step_is_true_if_there_is_anything_to_do():
     assert [(each.stop, each.wants_token) for each in both.rows] == [(4, False), (14, True)]
 
 
-def test_request_travels_without_what_it_holds():
+def test_request_pickles_without_allocation_and_prefetch():
     lab = Lab(8, stores=[disk()])
     scheduler = Scheduler(lab.manager)
     lab.serve(stored_prompt(1, 2))
@@ -192,7 +192,7 @@ def test_request_travels_without_what_it_holds():
 
 
 @pytest.mark.parametrize(("length", "computed", "is_generating"), [(1, 0, False), (2, 0, False), (2, 1, True)])
-def test_request_generates_with_one_token_left_to_compute(length, computed, is_generating):
+def test_request_generates_with_one_token_left(length, computed, is_generating):
     made = Request("r", Chain(make().manager.namespace, [1] * length), 1)
     assert (made.num_computed, made.num_cached_tokens, made.num_new_tokens) == (0, 0, 0)
     made.num_computed = computed
@@ -235,7 +235,7 @@ def test_request_is_added_once():
     assert stranger.state is RequestState.WAITING
 
 
-def test_pause_sends_all_back_and_resume_continues():
+def test_pause_preempts_all_and_resume_continues():
     scheduler, device = make(50, max_rows=2), Device()
     made = [request(scheduler, name, [number] * 5, 4) for number, name in enumerate("abc")]
     step = scheduler.schedule(0.0)
@@ -253,7 +253,7 @@ def test_pause_sends_all_back_and_resume_continues():
     assert [answer(each) for each in made] == [alone((number,) * 5, 4) for number in range(3)]
 
 
-def test_pause_ends_the_fetches_of_those_that_wait():
+def test_pause_ends_prefetches_of_waiting_requests():
     lab = Lab(8, stores=[disk()])
     lab.serve(stored_prompt(1, 2))
     lab.evict("device")
@@ -274,7 +274,7 @@ def test_pause_ends_the_fetches_of_those_that_wait():
     assert lab.manager.tree.num_leases == 0
 
 
-def test_failed_step_ends_its_rows_and_no_other_request():
+def test_failed_step_ends_only_its_rows():
     scheduler, device = make(50, max_rows=2), Device()
     first, second, third = (request(scheduler, name, [1, 2], 3) for name in "abc")
     step = scheduler.schedule(0.0)
@@ -289,7 +289,7 @@ def test_failed_step_ends_its_rows_and_no_other_request():
 
 
 @pytest.mark.parametrize("tokens", [(), (1, 1, 1, 1)])
-def test_result_of_the_wrong_length_is_refused(tokens):
+def test_result_of_wrong_length_raises(tokens):
     scheduler, device = make(), Device()
     made = request(scheduler, "a", [1], 9)
     advance(scheduler, device)
@@ -299,7 +299,7 @@ def test_result_of_the_wrong_length_is_refused(tokens):
         scheduler.update(step, [RowResult(tokens)], 0.0)
 
 
-def test_token_for_an_unfinished_prompt_is_refused():
+def test_token_for_unfinished_prompt_raises():
     scheduler = make(max_step_tokens=4)
     request(scheduler, "a", [1] * 6, 1)
     with pytest.raises(ArgumentError, match="1 tokens for a row with 0 drafts"):
@@ -329,7 +329,7 @@ def test_step_that_waits_for_loads_is_not_measured():
     assert scheduler.manager.cost_model.compute_seconds(0, 10) == before
 
 
-def test_result_that_is_finished_ends_its_request():
+def test_finished_result_ends_its_request():
     scheduler, device = make(), Device()
     made, other = (request(scheduler, name, [1, 2], 9) for name in "ab")
     step = scheduler.schedule(0.0)
@@ -340,7 +340,7 @@ def test_result_that_is_finished_ends_its_request():
     assert scheduler.cancel(other, 0.0) is True
 
 
-def test_tokens_asked_for_and_found_are_counted_once():
+def test_queried_and_hit_tokens_are_counted_once():
     scheduler, device = make(20, max_step_tokens=8), Device()
     for name in "ab":
         request(scheduler, name, [1] * 18, 3)
@@ -370,7 +370,7 @@ def test_answer_ends_at_max_context():
     assert (made.state, made.num_new_tokens) == (RequestState.FINISHED, 3)
 
 
-def test_quota_above_the_pool_is_no_room():
+def test_quota_above_pool_is_limited_by_pool():
     scheduler = make(2)
     scheduler.manager.tree.tiers[0].set_quota(b"a", 50, scheduler.manager.tree.nodes())
     made = request(scheduler, "a", [1] * 8, 1, salt=b"a")
@@ -390,7 +390,7 @@ def test_quota_above_the_pool_is_no_room():
         (1, (2, 1, 0), (0.0, 0.0, 0.0), "c"),
     ],
 )
-def test_victim_is_the_lowest_priority_then_the_latest(who, priorities, arrivals, victim):
+def test_victim_has_lowest_priority_then_latest_arrival(who, priorities, arrivals, victim):
     """Three requests fill the pool; the one that needs a block first takes it from the victim."""
     scheduler, device = make(6, max_rows=3, max_step_tokens=64, prefix_caching=False), Device()
     for number, name in enumerate("abc"):
@@ -402,7 +402,7 @@ def test_victim_is_the_lowest_priority_then_the_latest(who, priorities, arrivals
     assert preempted == [victim]
 
 
-def test_request_that_resumes_keeps_its_first_figures():
+def test_resumed_request_keeps_first_schedule_figures():
     scheduler, device = make(6, max_rows=2), Device()
     first = request(scheduler, "first", [1] * 7, 12)
     advance(scheduler, device, 0.0)
@@ -417,7 +417,7 @@ def test_request_that_resumes_keeps_its_first_figures():
     assert answer(second) == alone((0,) * 7, 8)
 
 
-def test_tokens_of_a_preempted_row_go_to_the_next():
+def test_tokens_of_preempted_row_go_to_next_row():
     """b has its row when g needs a block and takes b's three: the token of b's row is p's, and two of the blocks."""
     scheduler, device = make(40, max_rows=4, max_step_tokens=8, prefix_caching=False), Device()
     b = request(scheduler, "b", [2] * 9, 9)
@@ -442,7 +442,7 @@ def test_tokens_of_a_preempted_row_go_to_the_next():
 
 
 @pytest.mark.parametrize(("lookahead", "blocks"), [(0, 2), (1, 3), (4, 3), (5, 4)])
-def test_lookahead_reserves_slots_beyond_the_step(lookahead, blocks):
+def test_lookahead_reserves_slots_beyond_step(lookahead, blocks):
     scheduler, device = make(50, lookahead_tokens=lookahead), Device()
     made = request(scheduler, "a", [1] * 8, 9)
     scheduler.schedule(0.0)
@@ -457,7 +457,7 @@ def test_lookahead_reserves_slots_beyond_the_step(lookahead, blocks):
     assert len(made.allocation.table) == blocks
 
 
-def test_lookahead_is_for_the_last_chunk_of_a_prompt_only():
+def test_lookahead_applies_to_last_chunk_only():
     scheduler, device = make(50, lookahead_tokens=8, max_step_tokens=4), Device()
     made = request(scheduler, "a", [1] * 12, 9)
     tables = []
@@ -467,7 +467,7 @@ def test_lookahead_is_for_the_last_chunk_of_a_prompt_only():
     assert tables == [1, 2, 5]
 
 
-def test_lookahead_and_guesses_preempt_no_other_request():
+def test_lookahead_and_drafts_preempt_no_request():
     scheduler, device = make(4, max_rows=2, lookahead_tokens=8), Device()
     first, second = (request(scheduler, name, [number] * 6, 3) for number, name in enumerate("ab"))
     advance(scheduler, device)
@@ -491,7 +491,7 @@ def on_the_host(**limits) -> tuple[Scheduler, Device]:
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_early_start_counts_only_if_its_loads_arrived(ok):
+def test_early_start_counts_only_if_loads_arrived(ok):
     scheduler, device = on_the_host(starts_early=True)
     made = request(scheduler, "again", [1] * 9, 2)
     step = scheduler.schedule(9.0)
@@ -505,7 +505,7 @@ def test_early_start_counts_only_if_its_loads_arrived(ok):
     assert answer(made) == alone((1,) * 9, 2)
 
 
-def test_early_start_waits_while_another_request_has_work():
+def test_early_start_waits_while_other_request_has_work():
     scheduler, device = on_the_host(starts_early=True)
     other = request(scheduler, "other", [2, 2], 9)
     advance(scheduler, device, 9.0)
@@ -519,7 +519,7 @@ def test_early_start_waits_while_another_request_has_work():
     assert answer(made) == alone((1,) * 9, 1)
 
 
-def test_early_start_has_slots_for_all_its_tokens():
+def test_early_start_has_slots_for_all_tokens():
     """It was admitted with what another prompt left of the step; alone, it computes more."""
     scheduler, device = on_the_host(starts_early=True)
     other = request(scheduler, "other", [2] * 7, 9)
@@ -533,7 +533,7 @@ def test_early_start_has_slots_for_all_its_tokens():
     assert answer(made) == alone((1,) * 8 + (3,) * 5, 2)
 
 
-def test_without_early_start_a_load_is_waited_for():
+def test_load_is_awaited_without_early_start():
     scheduler, device = on_the_host()
     made = request(scheduler, "again", [1] * 9, 2)
     for _ in range(2):
@@ -543,7 +543,7 @@ def test_without_early_start_a_load_is_waited_for():
     assert made.why_loaded == ""
 
 
-def test_update_before_the_loads_are_reported_is_refused():
+def test_update_before_load_reports_raises():
     scheduler, _ = on_the_host(starts_early=True)
     request(scheduler, "again", [1] * 9, 2)
     step = scheduler.schedule(9.0)
@@ -555,7 +555,7 @@ def test_update_before_the_loads_are_reported_is_refused():
 
 
 @pytest.mark.parametrize("what", ["waits", "waits with KV", "runs", "runs without KV", "twice", "a hold of no request"])
-def test_check_finds_requests_in_the_wrong_place(what):
+def test_check_detects_misplaced_requests(what):
     scheduler, device = make(max_rows=1), Device()
     running, waiting = (request(scheduler, name, [1, 1], 9) for name in "ab")
     advance(scheduler, device)
@@ -580,7 +580,7 @@ def test_check_finds_requests_in_the_wrong_place(what):
 # ---- tenants -------------------------------------------------------------------------------------------------------
 
 
-def test_tenant_at_its_quota_is_not_overtaken_by_its_own_request():
+def test_request_is_not_overtaken_within_its_tenant():
     scheduler, device = make(50, max_rows=8, max_step_tokens=64, prefix_caching=False), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"a", 4, scheduler.manager.tree.nodes())
     request(scheduler, "first", [1] * 6, 3, salt=b"a")
@@ -595,7 +595,7 @@ def test_tenant_at_its_quota_is_not_overtaken_by_its_own_request():
     assert order.index("large") <= order.index("small")
 
 
-def test_step_with_a_preemption_admits_no_request():
+def test_step_with_preemption_admits_no_request():
     scheduler, device = make(50, max_rows=8, max_step_tokens=64, prefix_caching=False), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"a", 4, scheduler.manager.tree.nodes())
     for name in ("a0", "a1"):
@@ -607,7 +607,7 @@ def test_step_with_a_preemption_admits_no_request():
     assert sizes(advance(scheduler, device)) == {"a0": 1, "b": 5}
 
 
-def test_fetches_are_let_go_for_their_own_tenants_quota_only():
+def test_prefetch_is_released_for_own_tenant_quota_only():
     """Both tenants wait for blocks of a store and hold two on the device; then one of them needs its quota."""
     lab = Lab(20, stores=[disk()])
     for salt in (b"a", b"b"):
@@ -667,7 +667,7 @@ def stored(num_device: int, **limits) -> tuple[Lab, Scheduler]:
     return lab, Scheduler(lab.manager, SchedulerConfig(max_step_tokens=64, **limits))
 
 
-def test_running_request_takes_the_room_of_a_fetch_that_waits():
+def test_running_request_takes_room_of_waiting_prefetch():
     lab, scheduler = stored(4, max_rows=1)
     runs = Request("runs", stored_prompt(2, 1), 9)
     scheduler.add(runs, 0.0)
@@ -684,7 +684,7 @@ def test_running_request_takes_the_room_of_a_fetch_that_waits():
     assert (runs.num_preempted, runs.num_new_tokens) == (0, 5)
 
 
-def test_request_is_fetched_for_once_while_others_go_first():
+def test_waiting_request_is_prefetched_once():
     lab, scheduler = stored(20, max_rows=4)
     waits, other = Request("waits", stored_prompt(1, 3), 1), Request("other", stored_prompt(2, 1), 2)
     scheduler.add(waits, 0.0)
@@ -712,7 +712,7 @@ def test_request_is_fetched_for_once_while_others_go_first():
     assert waits.prefetch is None
 
 
-def test_request_that_waits_once_more_lets_others_pass():
+def test_request_that_prefetches_again_lets_others_pass():
     """Its blocks were in memory when it came and are gone when its turn comes: they are fetched after all."""
     lab, scheduler = stored(20, max_rows=2)
     waits, other = Request("waits", stored_prompt(1, 2), 1), Request("other", stored_prompt(2, 1), 1)
@@ -734,7 +734,7 @@ def test_request_that_waits_once_more_lets_others_pass():
 
 
 @pytest.mark.parametrize("how", ["cancel", "refuse"])
-def test_request_that_goes_ends_its_fetch(how):
+def test_ended_request_ends_its_prefetch(how):
     lab, scheduler = stored(20, max_rows=2, max_context=13 if how == "refuse" else 1000)
     made = Request("goes", stored_prompt(1, 3), 1)
     scheduler.add(made, 0.0)

@@ -35,14 +35,14 @@ def store(request, tmp_path):
     made.close()
 
 
-def test_writing_the_same_again_is_stored_once(store):
+def test_rewriting_same_object_is_stored_once(store):
     put(store, 1)
     before = store.stats.used_bytes
     assert put(store, 1).ok
     assert (store.stats.used_bytes, store.stats.num_objects) == (before, 1)
 
 
-def test_it_is_bounded_and_the_least_recently_used_go_first(store):
+def test_store_is_bounded_and_evicts_lru(store):
     count = ROOM // 8192
     for number in range(2 * count):
         assert put(store, number, nbytes=8192).ok
@@ -54,7 +54,7 @@ def test_it_is_bounded_and_the_least_recently_used_go_first(store):
     assert kept == sorted(kept), "an older object outlived a younger one"
 
 
-def test_an_object_larger_than_the_store_is_refused_and_costs_nothing(store):
+def test_object_larger_than_store_fails_and_evicts_nothing(store):
     put(store, 1)
     outcome = store.write([Write(key_of(2), LABEL, os.urandom(2 * ROOM))])[0]
     assert outcome.status is ObjectStatus.FAILED
@@ -62,7 +62,7 @@ def test_an_object_larger_than_the_store_is_refused_and_costs_nothing(store):
     assert has(store, 1, 2) == [True, False]
 
 
-def test_keys_are_those_of_the_index():
+def test_store_key_sizes_equal_index_key_sizes():
     from kvtier.index.chain import KEY_BYTES, Namespace
     from kvtier.storage import store as interface
 

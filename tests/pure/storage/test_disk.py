@@ -64,7 +64,7 @@ def damage(path, offset: int, bit: int = 0) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"direct": False}, {"compression": Compression.ZLIB}, {"sync": Sync.WRITE}])
-def test_everything_is_there_after_a_restart(opened, settings):
+def test_objects_survive_restart(opened, settings):
     store = opened(**settings)
     put(store, *range(20))
     put(store, 3, version=1)
@@ -79,7 +79,7 @@ def test_everything_is_there_after_a_restart(opened, settings):
     store.check()
 
 
-def test_an_older_version_that_a_crash_left_behind_never_comes_back(opened, tmp_path):
+def test_stale_record_after_crash_is_not_served(opened, tmp_path):
     store = opened()
     put(store, 1)
     store.close()
@@ -97,7 +97,7 @@ def test_an_older_version_that_a_crash_left_behind_never_comes_back(opened, tmp_
     assert has(opened(), 1) == [False]
 
 
-def test_a_record_in_another_place_than_it_names_is_none(opened, tmp_path):
+def test_record_in_wrong_slot_is_quarantined(opened, tmp_path):
     put(opened(), 1)
     opened().close()
     table = tmp_path / "store" / "segment-00000001.table"
@@ -109,7 +109,7 @@ def test_a_record_in_another_place_than_it_names_is_none(opened, tmp_path):
     assert store.stats.num_quarantined == 1
 
 
-def test_a_restart_reads_no_payload(opened):
+def test_restart_reads_no_payload(opened):
     disk = SimulatedDisk()
     store = opened(files=disk)
     put(store, *range(10), nbytes=10_000)
@@ -122,7 +122,7 @@ def test_a_restart_reads_no_payload(opened):
     assert sum(read) < 10 * 10_000
 
 
-def test_the_records_of_a_batch_are_written_together(opened):
+def test_records_of_batch_are_written_together(opened):
     """And those it replaces are blanked together: what a batch does after its last payload does not grow with it."""
     disk = SimulatedDisk()
     store = opened(files=disk)
@@ -136,7 +136,7 @@ def test_the_records_of_a_batch_are_written_together(opened):
     assert [get(store, number, 4096)[1] for number in range(12)] == [payload_of(n, 4096, 1) for n in range(12)]
 
 
-def test_the_order_of_eviction_survives_a_restart(opened):
+def test_eviction_order_survives_restart(opened):
     store = opened(256 << 10)
     for number in range(10):
         put(store, number)
@@ -148,7 +148,7 @@ def test_the_order_of_eviction_survives_a_restart(opened):
     assert kept[-1]
 
 
-def test_a_smaller_limit_at_the_next_start_is_kept(opened):
+def test_restart_with_smaller_limit_evicts(opened):
     store = opened()
     put(store, *range(100))
     store = opened(300 << 10)
@@ -160,7 +160,7 @@ def test_a_smaller_limit_at_the_next_start_is_kept(opened):
 # --- limits
 
 
-def test_sizes_share_the_space_as_their_use_does(opened):
+def test_object_sizes_share_space_by_use(opened):
     store = opened()
     put(store, *range(200), nbytes=4096)
     assert store.stats.num_evicted == 0
@@ -175,7 +175,7 @@ def test_sizes_share_the_space_as_their_use_does(opened):
     store.check()
 
 
-def test_the_floor_of_free_space_is_kept_and_objects_go_instead(opened):
+def test_min_free_bytes_is_kept_by_eviction(opened):
     disk = SimulatedDisk(capacity=2 * ROOM)
     store = opened(4 * ROOM, files=disk, min_free_bytes=ROOM)
     for number in range(600):
@@ -185,7 +185,7 @@ def test_the_floor_of_free_space_is_kept_and_objects_go_instead(opened):
     store.check()
 
 
-def test_without_room_for_one_segment_writes_fail_with_the_numbers_and_reads_go_on(opened):
+def test_write_without_room_for_segment_fails(opened):
     store = opened(min_free_bytes=1 << 60)
     outcome = put(store, 1)[0]
     assert outcome.status is ObjectStatus.FAILED
@@ -193,7 +193,7 @@ def test_without_room_for_one_segment_writes_fail_with_the_numbers_and_reads_go_
     assert not store.contains([key_of(1)])[0].ok
 
 
-def test_a_full_disk_costs_the_write_and_not_the_store(opened):
+def test_full_disk_fails_the_write_only(opened):
     disk = SimulatedDisk(capacity=200 << 10)
     store = opened(files=disk)
     for number in range(100):
@@ -206,7 +206,7 @@ def test_a_full_disk_costs_the_write_and_not_the_store(opened):
     store.check()
 
 
-def test_a_file_size_limit_of_the_process_is_a_full_disk(tmp_path):
+def test_file_size_limit_acts_as_full_disk(tmp_path):
     code = f"""
 import resource, sys
 sys.path[:0] = {sys.path!r}
@@ -228,7 +228,7 @@ store.close()
     "settings",
     [{"max_bytes": 0}, {"segment_bytes": 0}, {"num_threads": 0}, {"timeout_s": 0}, {"min_free_bytes": -1}],
 )
-def test_settings_no_store_could_have_are_errors(tmp_path, settings):
+def test_invalid_disk_store_settings_raise(tmp_path, settings):
     with pytest.raises(ArgumentError):
         DiskStore(tmp_path / "store", **{"max_bytes": ROOM, **settings})
 
@@ -236,7 +236,7 @@ def test_settings_no_store_could_have_are_errors(tmp_path, settings):
 # --- damage
 
 
-def test_a_flipped_bit_anywhere_in_a_slot_is_a_quarantined_miss(opened, tmp_path):
+def test_flipped_bit_in_slot_is_quarantined_miss(opened, tmp_path):
     for offset in (0, 2500, 4999):
         store = opened()
         put(store, 1, 2)
@@ -255,7 +255,7 @@ def test_a_flipped_bit_anywhere_in_a_slot_is_a_quarantined_miss(opened, tmp_path
         store.remove([key_of(1), key_of(2)])
 
 
-def test_a_quarantined_slot_is_the_last_to_be_used_again_and_is_used(opened, tmp_path):
+def test_quarantined_slot_is_reused_last(opened, tmp_path):
     store = opened(128 << 10)
     put(store, 0)
     bad = store._space.find(key_of(0))
@@ -271,7 +271,7 @@ def test_a_quarantined_slot_is_the_last_to_be_used_again_and_is_used(opened, tmp
 
 
 @pytest.mark.parametrize("name", ["segment-00000001.kv", "segment-00000001.table"])
-def test_any_flipped_bit_in_any_file_never_serves_a_wrong_byte(opened, tmp_path, name):
+def test_flipped_bit_in_any_file_never_serves_wrong_bytes(opened, tmp_path, name):
     rng = random.Random(name)
     store = opened(128 << 10)
     put(store, *range(8))
@@ -293,7 +293,7 @@ def test_any_flipped_bit_in_any_file_never_serves_a_wrong_byte(opened, tmp_path,
 
 @pytest.mark.parametrize("name", ["segment-00000001.kv", "segment-00000001.table"])
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 20_000])
-def test_a_file_cut_short_costs_what_is_gone_and_the_rest_is_served(opened, tmp_path, name, nbytes):
+def test_truncated_file_keeps_remaining_objects(opened, tmp_path, name, nbytes):
     store = opened()
     put(store, *range(8))
     store.close()
@@ -306,7 +306,7 @@ def test_a_file_cut_short_costs_what_is_gone_and_the_rest_is_served(opened, tmp_
     assert all(get(store, number)[1] == payload_of(number) for number in range(8, 30))
 
 
-def test_a_segment_that_cannot_be_read_is_set_aside_whole_and_foreign_files_are_left_alone(opened, tmp_path):
+def test_unreadable_segment_is_quarantined_foreign_files_kept(opened, tmp_path):
     store = opened()
     put(store, *range(40))
     store.close()
@@ -325,7 +325,7 @@ def test_a_segment_that_cannot_be_read_is_set_aside_whole_and_foreign_files_are_
     assert sum(f.stat().st_size for f in folder.rglob("segment*")) == store.stats.used_bytes
 
 
-def test_what_is_left_of_a_segment_being_made_is_deleted(opened, tmp_path):
+def test_unfinished_segment_is_deleted(opened, tmp_path):
     store = opened()
     put(store, 1)
     store.close()
@@ -336,7 +336,7 @@ def test_what_is_left_of_a_segment_being_made_is_deleted(opened, tmp_path):
     assert get(store, 1)[0].ok
 
 
-def test_what_is_left_of_a_segment_being_deleted_is_deleted(opened, tmp_path):
+def test_partly_deleted_segment_is_deleted(opened, tmp_path):
     """Its table and its slots go together; a disk may have forgotten either first when the power failed."""
     store = opened()
     put(store, *range(40))
@@ -350,7 +350,7 @@ def test_what_is_left_of_a_segment_being_deleted_is_deleted(opened, tmp_path):
     assert put(store, *range(40)).ok
 
 
-def test_a_newer_format_is_refused_and_nothing_is_touched(opened, tmp_path):
+def test_newer_format_is_refused_without_changes(opened, tmp_path):
     store = opened()
     put(store, *range(40))
     store.close()
@@ -370,14 +370,14 @@ def test_a_newer_format_is_refused_and_nothing_is_touched(opened, tmp_path):
 # --- who may use a folder
 
 
-def test_files_are_for_their_owner_only(opened, tmp_path):
+def test_store_files_have_owner_only_modes(opened, tmp_path):
     put(opened(), 1)
     folder = tmp_path / "store"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
 
-def test_a_folder_that_others_can_write_is_refused(tmp_path):
+def test_world_writable_folder_is_refused(tmp_path):
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
@@ -385,13 +385,13 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path):
         DiskStore(folder, ROOM)
 
 
-def test_a_place_where_no_folder_can_be_is_an_error(tmp_path):
+def test_store_path_that_is_a_file_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot open a store"):
         DiskStore(tmp_path / "file", ROOM)
 
 
-def test_a_second_store_on_the_folder_is_refused_and_the_first_goes_on(opened, tmp_path):
+def test_second_store_on_folder_raises(opened, tmp_path):
     store = opened()
     put(store, 1)
     with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
@@ -485,7 +485,7 @@ def test_folder_lock_held_by_earlier_version_is_refused(opened, tmp_path):
             DiskStore(tmp_path / "store", ROOM)
 
 
-def test_folder_lock_where_folders_have_no_locks_uses_file(tmp_path, monkeypatch):
+def test_folder_lock_without_folder_locks_uses_file(tmp_path, monkeypatch):
     """As on NFS, which refuses to lock a descriptor that cannot be written."""
     flock = fcntl.flock
 
@@ -524,7 +524,7 @@ def test_segment_name_taken_by_other_kind_uses_next_number(opened, tmp_path, nam
     assert has(store, *range(30)) == [True] * 30
 
 
-def test_segment_names_taken_without_end_fail_and_reads_go_on(opened, tmp_path):
+def test_segment_names_all_taken_fails_writes_only(opened, tmp_path):
     store = opened()
     put(store, 1)
     for number in range(2, 200):
@@ -584,7 +584,7 @@ def test_segment_larger_than_the_limit_is_deleted_unread(opened, tmp_path):
 # --- direct I/O
 
 
-def test_where_direct_io_is_refused_the_page_cache_is_used(opened):
+def test_direct_io_refused_at_open_uses_page_cache(opened):
     class NoDirect(SimulatedDisk):
         def open(self, path, *, create=False, direct=False):
             if direct:
@@ -597,7 +597,7 @@ def test_where_direct_io_is_refused_the_page_cache_is_used(opened):
     assert not store.is_direct
 
 
-def test_where_direct_io_is_accepted_and_then_refused_the_page_cache_is_used(opened):
+def test_direct_io_refused_later_uses_page_cache(opened):
     class RefusesLater(SimulatedDisk):
         def _refuse(self, descriptor):
             if descriptor in self._direct:
@@ -621,7 +621,7 @@ def test_where_direct_io_is_accepted_and_then_refused_the_page_cache_is_used(ope
 
 
 @pytest.mark.parametrize("operation", ["write", "allocate", "rename", "sync", "sync_folder"])
-def test_an_error_while_writing_costs_that_write_and_no_space(opened, operation):
+def test_write_error_fails_that_write_and_frees_its_space(opened, operation):
     disk = SimulatedDisk()
     store = opened(files=disk, sync=Sync.WRITE, breaker=Breaker(max_failures=1000))
     put(store, 1)
@@ -644,7 +644,7 @@ def test_an_error_while_writing_costs_that_write_and_no_space(opened, operation)
 
 
 @pytest.mark.parametrize("at", range(20, 140, 3))
-def test_one_failing_operation_wherever_it_is_never_leads_to_a_wrong_byte(opened, at):
+def test_one_failing_operation_never_leads_to_wrong_bytes(opened, at):
     disk = SimulatedDisk()
     store = opened(128 << 10, files=disk, breaker=Breaker(max_failures=1000))
 
@@ -667,7 +667,7 @@ def test_one_failing_operation_wherever_it_is_never_leads_to_a_wrong_byte(opened
     store.check()
 
 
-def test_a_hanging_disk_costs_one_deadline_then_misses_and_heals(opened):
+def test_hanging_disk_costs_one_deadline_and_recovers(opened):
     disk, gate, clock = SimulatedDisk(), threading.Event(), Clock()
     store = opened(files=disk, breaker=Breaker(retry_s=1, clock=clock))
     put(store, 1, 2)
@@ -693,7 +693,7 @@ def test_a_hanging_disk_costs_one_deadline_then_misses_and_heals(opened):
     store.check()
 
 
-def test_a_late_write_is_not_published_and_its_space_is_free_again(opened):
+def test_late_write_is_not_published(opened):
     """The caller may have changed its memory while the disk was still reading it."""
     disk, gate, clock = SimulatedDisk(), threading.Event(), Clock()
     store = opened(files=disk, breaker=Breaker(retry_s=1, clock=clock))
@@ -716,7 +716,7 @@ def test_a_late_write_is_not_published_and_its_space_is_free_again(opened):
         store = opened(files=disk)
 
 
-def test_a_disk_that_fails_while_opening_or_closing_is_an_error_of_ours_and_the_folder_is_free(opened):
+def test_disk_error_at_open_or_close_raises_and_unlocks(opened):
     disk = SimulatedDisk()
     store = opened(files=disk)
     put(store, 1)
@@ -733,7 +733,7 @@ def test_a_disk_that_fails_while_opening_or_closing_is_an_error_of_ours_and_the_
     assert get(opened(files=disk), 1)[0].ok
 
 
-def test_errors_in_a_row_open_the_breaker(opened):
+def test_consecutive_errors_open_breaker(opened):
     disk, clock = SimulatedDisk(), Clock()
     store = opened(files=disk, breaker=Breaker(retry_s=1, max_failures=2, clock=clock))
     put(store, 1)
@@ -748,7 +748,7 @@ def test_errors_in_a_row_open_the_breaker(opened):
     assert get(store, 1)[0].ok
 
 
-def test_an_object_that_is_being_read_is_not_overwritten_by_its_successor(opened):
+def test_slot_being_read_is_not_overwritten(opened):
     """Its slot is not reused before the reader has gone, though it is removed, replaced and evicted meanwhile."""
     disk, reading, go_on = SimulatedDisk(), threading.Event(), threading.Event()
     store = opened(200 << 10, files=disk, num_threads=4)
@@ -776,7 +776,7 @@ def test_an_object_that_is_being_read_is_not_overwritten_by_its_successor(opened
     store.check()
 
 
-def test_removals_at_the_same_time_are_each_on_disk_when_they_are_reported(opened):
+def test_concurrent_removals_are_each_synced_when_reported(opened):
     """One blanks its record after the other has synced their table: it must sync it again."""
     disk, blanking, go_on = SimulatedDisk(), threading.Event(), threading.Event()
     store = opened(files=disk, sync=Sync.WRITE)
@@ -799,7 +799,7 @@ def test_removals_at_the_same_time_are_each_on_disk_when_they_are_reported(opene
 
 
 @pytest.mark.parametrize("how", ["replaced", "evicted"])
-def test_a_removal_is_not_reported_while_an_older_record_of_its_key_is_still_being_blanked(opened, how):
+def test_removal_waits_for_blanking_of_older_record(opened, how):
     """Else the power fails, and what was reported gone is there again."""
     disk, blanking, go_on = SimulatedDisk(), threading.Event(), threading.Event()
     store = opened(128 << 10, files=disk, sync=Sync.WRITE, num_threads=4)
@@ -839,7 +839,7 @@ def test_a_removal_is_not_reported_while_an_older_record_of_its_key_is_still_bei
     assert has(opened(files=left), 1) == [False]
 
 
-def test_a_removal_that_could_not_be_synced_is_synced_with_the_next(opened):
+def test_unsynced_removal_is_synced_with_next(opened):
     disk = SimulatedDisk()
     store = opened(files=disk, sync=Sync.WRITE)
     put(store, 1)
@@ -857,7 +857,7 @@ def test_a_removal_that_could_not_be_synced_is_synced_with_the_next(opened):
     assert has(opened(files=left), 1) == [False]
 
 
-def test_close_ends_every_thread(opened):
+def test_close_ends_all_threads(opened):
     before = set(threading.enumerate())
     store = opened()
     put(store, 1)
@@ -867,7 +867,7 @@ def test_close_ends_every_thread(opened):
 
 
 @pytest.mark.parametrize("operation", ["read", "sync"])
-def test_close_with_a_hanging_disk_keeps_the_folder_locked(tmp_path, operation):
+def test_close_with_hanging_disk_keeps_folder_locked(tmp_path, operation):
     disk, gate = SimulatedDisk(), threading.Event()
     store = DiskStore(tmp_path / "store", ROOM, files=disk, timeout_s=0.001, **SMALL)
     store.write([write_of(1)], timeout_s=10)

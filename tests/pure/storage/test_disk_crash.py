@@ -13,7 +13,7 @@ SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 ROUNDS = 20 if SOAK == 1 else 200
 
 
-def test_a_writer_killed_at_random_moments_loses_nothing_it_reported_and_leaves_nothing_wrong_soak(tmp_path):
+def test_killed_writer_keeps_all_reported_objects_soak(tmp_path):
     rng, victim = random.Random(7), Victim(tmp_path / "store")
     try:
         for seed in range(1, ROUNDS + 1):

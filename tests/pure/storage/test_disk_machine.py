@@ -120,7 +120,7 @@ CALLS = st.lists(
 @pytest.mark.parametrize("room", [64 << 10, 1 << 20], ids=["evicting", "roomy"])
 @given(calls=CALLS, sync=st.sampled_from(Sync), at=st.integers(1, 150), seed=st.integers(0, 2**32))
 @settings(max_examples=300 * SOAK, deadline=None)
-def test_whatever_a_power_failure_leaves_of_unsynced_writes_no_wrong_byte_is_served_soak(room, calls, sync, at, seed):
+def test_power_failure_never_leads_to_wrong_bytes_soak(room, calls, sync, at, seed):
     """What was not synced is there, or not, or in part, sector by sector, file by file, name by name."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, room, sync, at, seed)
@@ -132,7 +132,7 @@ def test_whatever_a_power_failure_leaves_of_unsynced_writes_no_wrong_byte_is_ser
 
 @pytest.mark.parametrize("gone_by", ["replacement", "eviction", "whole segments"])
 @pytest.mark.parametrize("seed", range(20))
-def test_what_was_reported_removed_does_not_come_back_in_an_older_version_after_a_power_failure(gone_by, seed):
+def test_removed_object_stays_removed_after_power_failure(gone_by, seed):
     """Its older record, in a table of its own, is blank on disk, too."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 100 << 10, Sync.WRITE, at=0, seed=seed)
@@ -153,7 +153,7 @@ def test_what_was_reported_removed_does_not_come_back_in_an_older_version_after_
         store.close()
 
 
-def test_a_store_that_was_closed_in_order_loses_nothing_in_a_power_failure():
+def test_closed_store_survives_power_failure():
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 1 << 20, Sync.CLOSE, at=0, seed=1)
         run.run("write", [*range(12)], 5000)
@@ -165,7 +165,7 @@ def test_a_store_that_was_closed_in_order_loses_nothing_in_a_power_failure():
         store.close()
 
 
-def test_store_opened_synced_after_kill_makes_old_objects_durable():
+def test_reopening_with_sync_makes_old_objects_durable():
     """A killed process left its objects to the page cache. Under Sync.WRITE they are reported as stored for good."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 1 << 20, Sync.CLOSE, at=0, seed=1)
@@ -183,7 +183,7 @@ def test_store_opened_synced_after_kill_makes_old_objects_durable():
 
 
 @pytest.mark.parametrize("room", [64 << 10, 32 << 10], ids=["one segment fits", "no segment fits"])
-def test_segments_over_a_smaller_limit_stay_gone_after_power_failure(room):
+def test_segments_over_smaller_limit_stay_deleted(room):
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 1 << 20, Sync.WRITE, at=0, seed=1)
         run.run("write", [*range(12)], 5000)

@@ -18,7 +18,7 @@ FAULTS = st.builds(
 )
 
 
-def test_errors_and_hangs_are_outcomes_and_a_hang_costs_its_deadline_on_the_clock():
+def test_faulty_store_errors_and_hangs_are_results():
     clock = Clock()
     store = FaultyStore(MemoryStore(1 << 20), [Fault(error="no route"), Fault(hangs=True), Fault()], clock, timeout_s=3)
     assert put(store, 1)[0].reason == "no route"
@@ -27,7 +27,7 @@ def test_errors_and_hangs_are_outcomes_and_a_hang_costs_its_deadline_on_the_cloc
     assert has(store, 1) == [False]
 
 
-def test_damaged_objects_are_corrupt_then_missing_and_the_others_are_served():
+def test_faulty_store_damaged_object_is_corrupt_then_missing():
     first = key_of(1)
     store = FaultyStore(MemoryStore(1 << 20), [Fault(), Fault(flip_bit=77, only=lambda key: key == first)])
     put(store, 1, 2)
@@ -40,7 +40,7 @@ def test_damaged_objects_are_corrupt_then_missing_and_the_others_are_served():
 
 
 @given(st.lists(FAULTS, max_size=12))
-def test_whatever_goes_wrong_no_wrong_byte_is_served(faults):
+def test_faulty_store_never_serves_wrong_bytes(faults):
     store = FaultyStore(MemoryStore(1 << 20), faults)
     for version in range(2):
         put(store, 1, 2, version=version)

@@ -27,7 +27,7 @@ RECORD = Record(key_of(1), LABEL.namespace, bytes(16), 5000, 4000, 2**63 + 5, 64
 
 
 @given(st.binary(max_size=300), st.binary(max_size=9), st.integers(0, 20))
-def test_the_checksum_is_a_crc_and_a_sum_and_the_twin_agrees(data, then, shift):
+def test_checksum_is_crc_and_sum_and_equals_python_twin(data, then, shift):
     view = memoryview(bytes(shift) + data)[shift:]
     whole = data + then
     words = np.frombuffer(whole + bytes(-len(whole) % 4), "<u4")
@@ -36,7 +36,7 @@ def test_the_checksum_is_a_crc_and_a_sum_and_the_twin_agrees(data, then, shift):
 
 
 @pytest.mark.parametrize("nbytes", [4096, 100_001, 1 << 20])
-def test_the_checksum_of_two_parts_is_that_of_the_whole(nbytes):
+def test_checksum_of_two_parts_equals_whole(nbytes):
     data = random.Random(nbytes).randbytes(nbytes)
     split = nbytes & ~3
     assert checksum(data) == checksum_in_python(data)
@@ -44,21 +44,21 @@ def test_the_checksum_of_two_parts_is_that_of_the_whole(nbytes):
 
 
 @pytest.mark.parametrize("sizes", [(), (1 << 20,) * 5, (1 << 21, 64, 1 << 20), (1 << 21, 0, 1 << 21), (1 << 21, 65)])
-def test_checksums_of_many_are_those_of_each(sizes):
+def test_checksums_of_batch_equal_single_checksums(sizes):
     random_bytes = random.Random(len(sizes)).randbytes
     pieces = [memoryview(random_bytes(size + 1))[1:] for size in sizes]
     assert checksums(pieces) == [checksum_in_python(piece) for piece in pieces]
 
 
 @pytest.mark.parametrize("compression", list(Compression))
-def test_objects_packed_together_are_those_packed_one_by_one(compression):
+def test_pack_all_equals_single_packs(compression):
     envelope, payloads = Envelope(compression=compression), [memoryview(bytes([n]) * (1 << 20)) for n in range(3)]
     objects = [(Write(key_of(n), LABEL, payload), payload) for n, payload in enumerate(payloads)]
     together, alone = envelope.pack_all(objects), [envelope.pack(*each) for each in objects]
     assert together == alone
 
 
-def test_without_a_compiler_the_twins_do_the_work(monkeypatch):
+def test_checksum_and_copy_work_without_compiler(monkeypatch):
     data = random.Random(0).randbytes(100_000)
     expected = checksum(data)
     monkeypatch.setattr("kvtier.storage.checksum.native", lambda: Native(None, "no compiler"))
@@ -71,14 +71,14 @@ def test_without_a_compiler_the_twins_do_the_work(monkeypatch):
 
 
 @pytest.mark.parametrize(("start", "nbytes"), [(0, 0), (0, 1), (3, 4096), (1, 100_003), (16, 65536)])
-def test_copies_of_any_length_and_alignment(start, nbytes):
+def test_copy_bytes_of_any_length_and_alignment(start, nbytes):
     room, source = bytearray(nbytes + 32), payload_of(1, nbytes)
     copy_bytes(memoryview(room)[start : start + nbytes], memoryview(source))
     assert room == bytes(start) + source + bytes(32 - start)
 
 
 @pytest.mark.parametrize("nbytes", [0, 63, 65])
-def test_memory_of_another_length_is_not_copied_to(nbytes):
+def test_copy_bytes_of_other_length_raises(nbytes):
     room = bytearray(64)
     with pytest.raises(RangeError, match=f"cannot copy {nbytes} bytes to memory of 64"):
         copy_bytes(memoryview(room), memoryview(payload_of(1, nbytes)))
@@ -86,7 +86,7 @@ def test_memory_of_another_length_is_not_copied_to(nbytes):
 
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
-def test_an_uncompressed_object_whose_record_tells_two_lengths_is_damaged(nbytes):
+def test_object_with_inconsistent_lengths_is_corrupt(nbytes):
     """Its checksums are right: whoever may write to a shared server can make one."""
     record, payload = encode(key_of(1), LABEL, memoryview(payload_of(1, nbytes)))
     value = replace(record, nbytes=5000).pack() + payload
@@ -95,7 +95,7 @@ def test_an_uncompressed_object_whose_record_tells_two_lengths_is_damaged(nbytes
     assert f"inconsistent: {nbytes} bytes stored of 5000" in outcome.reason
 
 
-def test_a_record_is_what_the_format_says():
+def test_record_bytes_follow_the_format():
     data = RECORD.pack()
     assert len(data) == 256
     assert data[:8] == b"\x89KVOBJ\r\n"
@@ -106,7 +106,7 @@ def test_a_record_is_what_the_format_says():
     assert Record.unpack(data) == RECORD
 
 
-def test_any_flipped_bit_of_a_record_or_superblock_is_an_error():
+def test_flipped_bit_of_record_or_superblock_raises():
     for good, unpack in ((RECORD.pack(), Record.unpack), (SegmentHeader(3, 8192, 5).pack(), SegmentHeader.unpack)):
         for bit in range(0, len(good) * 8, 1 if len(good) == 256 else 7):
             bad = bytearray(good)
@@ -115,20 +115,20 @@ def test_any_flipped_bit_of_a_record_or_superblock_is_an_error():
                 unpack(bytes(bad))
 
 
-def test_blank_and_short_records_are_errors():
+def test_blank_or_short_record_raises():
     for data in (BLANK, b"", RECORD.pack()[:-1]):
         with pytest.raises(FormatError):
             Record.unpack(data)
 
 
-def test_newer_versions_are_errors_that_say_so():
+def test_newer_version_raises_version_error():
     with pytest.raises(VersionError, match="version 2"):
         Record.unpack(resealed(RECORD.pack(), 8, b"\2\0"))
     with pytest.raises(VersionError, match="version 9"):
         SegmentHeader.unpack(resealed(SegmentHeader(3, 8192, 5).pack(), 8, b"\x09\0"))
 
 
-def test_a_superblock_that_contradicts_itself_is_an_error():
+def test_inconsistent_superblock_raises():
     for changed in (
         resealed(SegmentHeader(3, 8192, 5).pack(), 16, b"\1"),
         resealed(SegmentHeader(3, 8192, 5).pack(), 24, b"\0"),
@@ -140,19 +140,19 @@ def test_a_superblock_that_contradicts_itself_is_an_error():
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 20))
-def test_segments_fit_into_their_bytes_unless_they_have_one_slot(segment_bytes, pages):
+def test_segments_fit_into_segment_bytes(segment_bytes, pages):
     shape = SegmentHeader.fitting(1, pages * 4096, segment_bytes)
     assert shape.num_slots == 1 or shape.file_bytes <= segment_bytes
 
 
 @given(st.integers(0, 1 << 32))
-def test_slots_waste_at_most_a_sixteenth_and_a_page(nbytes):
+def test_slot_overhead_is_bounded(nbytes):
     slot = slot_bytes_for(nbytes)
     assert slot % 4096 == 0
     assert nbytes <= slot <= max(4096, nbytes + nbytes // 16 + 4096)
 
 
-def test_records_of_the_same_object_are_equal_wherever_they_are():
+def test_is_same_object_ignores_place():
     assert RECORD.is_same_object(RECORD.at(1, 2, 3))
     for field, value in (("key", key_of(2)), ("checksum", 1), ("nbytes", 1), ("flags", Flags.NONE)):
         assert not RECORD.is_same_object(replace(RECORD, **{field: value}))

@@ -32,7 +32,7 @@ def hanging_batch() -> Batch:
     return batch
 
 
-def test_a_batch_returns_what_was_settled_in_its_order():
+def test_batch_returns_results_in_order():
     batch = Batch(3)
     batch.settle({2: FOUND})
     batch.settle({0: ObjectResult(ObjectStatus.MISSING), 1: FOUND})
@@ -40,7 +40,7 @@ def test_a_batch_returns_what_was_settled_in_its_order():
     assert not batch.trouble
 
 
-def test_what_is_open_at_the_deadline_is_failed_and_said_so():
+def test_unsettled_object_at_deadline_is_failed():
     batch = Batch(2)
     batch.settle({0: FOUND})
     outcomes = batch.wait(0)
@@ -49,7 +49,7 @@ def test_what_is_open_at_the_deadline_is_failed_and_said_so():
     assert batch.is_late
 
 
-def test_after_the_deadline_nobody_touches_what_belongs_to_the_caller():
+def test_settle_after_deadline_touches_no_memory():
     batch = Batch(1)
     batch.wait(0)
     touched = []
@@ -57,7 +57,7 @@ def test_after_the_deadline_nobody_touches_what_belongs_to_the_caller():
     assert touched == []
 
 
-def test_a_call_that_returns_waits_for_those_who_are_copying_into_its_memory():
+def test_wait_returns_after_running_copy():
     batch = Batch(2)
     copying, go_on, returned = threading.Event(), threading.Event(), threading.Event()
     outcomes = []
@@ -80,14 +80,14 @@ def test_a_call_that_returns_waits_for_those_who_are_copying_into_its_memory():
     assert [outcome.status for outcome in outcomes] == [ObjectStatus.FOUND, ObjectStatus.FAILED]
 
 
-def test_an_error_while_copying_is_no_success():
+def test_error_in_copy_is_a_failure():
     batch = Batch(1)
     with pytest.raises(ZeroDivisionError):
         batch.settle({0: FOUND}, lambda: 1 // 0)
     assert batch.wait(0)[0].status is ObjectStatus.FAILED
 
 
-def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_closes():
+def test_breaker_opens_after_consecutive_failures_and_closes():
     clock = Clock()
     breaker = Breaker(retry_s=1, max_failures=3, clock=clock)
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_closes():
     assert breaker.num_refused == 2
 
 
-def test_each_failed_trial_doubles_the_wait_up_to_the_most():
+def test_failed_trial_doubles_retry_time_up_to_max():
     clock = Clock()
     breaker = Breaker(retry_s=1, max_retry_s=4, max_failures=1, clock=clock)
     breaker.record(failed_batch())
@@ -120,7 +120,7 @@ def test_each_failed_trial_doubles_the_wait_up_to_the_most():
         breaker.record(failed_batch())
 
 
-def test_one_missed_deadline_opens_it_for_as_long_as_the_call_hangs():
+def test_missed_deadline_keeps_breaker_open_while_call_hangs():
     clock = Clock()
     breaker = Breaker(retry_s=1, clock=clock)
     hanging = hanging_batch()
@@ -134,6 +134,6 @@ def test_one_missed_deadline_opens_it_for_as_long_as_the_call_hangs():
 
 
 @pytest.mark.parametrize("settings", [{"retry_s": -1}, {"retry_s": 2, "max_retry_s": 1}, {"max_failures": 0}])
-def test_settings_that_make_no_sense_are_errors(settings):
+def test_invalid_breaker_settings_raise(settings):
     with pytest.raises(ArgumentError):
         Breaker(**settings)
