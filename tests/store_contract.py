@@ -26,7 +26,7 @@ from storage_support import (
 )
 
 
-def test_what_was_written_is_read_back_byte_for_byte(store):
+def test_written_objects_are_read_back(store):
     written = put(store, 1, 2, 3)
     assert [outcome.status for outcome in written] == [ObjectStatus.STORED] * 3
     assert written.nbytes == 15000
@@ -37,7 +37,7 @@ def test_what_was_written_is_read_back_byte_for_byte(store):
         assert room == payload_of(number)
 
 
-def test_a_batch_is_answered_object_by_object_in_its_order(store):
+def test_batch_results_are_in_order(store):
     put(store, 1, 3)
     rooms = [bytearray(5000) for _ in range(4)]
     results = store.read_into([Read(key_of(n), LABEL, rooms[n]) for n in range(4)])
@@ -46,13 +46,13 @@ def test_a_batch_is_answered_object_by_object_in_its_order(store):
     assert [bytes(room) for room in rooms] == [bytes(5000), payload_of(1), bytes(5000), payload_of(3)]
 
 
-def test_a_miss_is_no_exception_and_leaves_memory_alone(store):
+def test_miss_leaves_memory_unchanged(store):
     outcome, room = get(store, 1)
     assert outcome.status is ObjectStatus.MISSING
     assert room == b"\xee" * 5000
 
 
-def test_an_empty_batch_is_nothing(store):
+def test_empty_batch_returns_no_results(store):
     for results in (store.contains([]), store.read_into([]), store.write([]), store.remove([])):
         assert results.outcomes == ()
         assert results.ok
@@ -89,7 +89,7 @@ def test_memory_of_any_kind_and_alignment(store):
         assert room.tobytes() == bytes(memoryview(source).cast("B"))
 
 
-def test_arguments_no_store_could_serve_are_errors(store):
+def test_invalid_arguments_raise(store):
     with pytest.raises(ArgumentError, match="32 bytes, got 3"):
         store.contains([b"key"])
     with pytest.raises(ArgumentError, match="writable"):
@@ -109,7 +109,7 @@ def test_arguments_no_store_could_serve_are_errors(store):
         (LABEL, 4999, "stored 5000 bytes, expected 4999"),
     ],
 )
-def test_an_object_of_another_model_other_tokens_or_another_length_is_a_miss(store, label, nbytes, reason):
+def test_object_of_other_model_tokens_or_length_is_miss(store, label, nbytes, reason):
     put(store, 1)
     outcome, room = get(store, 1, nbytes, label)
     assert outcome.status is ObjectStatus.MISSING
@@ -118,12 +118,12 @@ def test_an_object_of_another_model_other_tokens_or_another_length_is_a_miss(sto
     assert get(store, 1)[0].ok
 
 
-def test_a_keyed_digest_differs_by_its_secret():
+def test_keyed_digest_depends_on_secret():
     assert Label.of(NAMESPACE, b"tokens", secret=b"a") != Label.of(NAMESPACE, b"tokens", secret=b"b")
     assert Label.of(NAMESPACE, b"tokens").token_ids == b""
 
 
-def test_writing_again_replaces(store):
+def test_write_replaces_object(store):
     put(store, 1)
     assert put(store, 1, version=1).ok
     assert get(store, 1)[1] == payload_of(1, version=1)
@@ -132,13 +132,13 @@ def test_writing_again_replaces(store):
     assert all_keys(store) == [key_of(1)]
 
 
-def test_the_last_of_one_key_in_a_batch_counts(store):
+def test_last_write_of_key_in_batch_wins(store):
     put(store, 1, version=2)
     assert store.write([write_of(1, version=v) for v in (0, 1, 2)]).ok
     assert get(store, 1)[1] == payload_of(1, version=2)
 
 
-def test_what_is_removed_is_missing(store):
+def test_removed_object_is_missing(store):
     put(store, 1, 2)
     results = store.remove([key_of(1), key_of(3)])
     assert [outcome.status for outcome in results] == [ObjectStatus.REMOVED, ObjectStatus.MISSING]
@@ -148,7 +148,7 @@ def test_what_is_removed_is_missing(store):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 100])
-def test_a_scan_tells_every_object_once(store, limit):
+def test_scan_lists_every_object_once(store, limit):
     label = Label.of(NAMESPACE, b"tokens")
     store.write([write_of(n, 100 + n, label=label) for n in range(7)])
     assert sorted(all_keys(store, limit)) == sorted(key_of(n) for n in range(7))
@@ -156,7 +156,7 @@ def test_a_scan_tells_every_object_once(store, limit):
     assert (told[key_of(3)].nbytes, told[key_of(3)].label) == (103, label)
 
 
-def test_the_counters_add_up(store):
+def test_stats_count_calls_and_bytes(store):
     put(store, 1, 2)
     store.contains([key_of(1), key_of(9)])
     get(store, 1)
@@ -170,7 +170,7 @@ def test_the_counters_add_up(store):
     assert stats.reads.seconds > 0
 
 
-def test_after_close_every_call_is_an_error_and_close_is_nothing(store):
+def test_calls_after_close_raise_and_close_is_idempotent(store):
     put(store, 1)
     store.close()
     store.close()
@@ -185,7 +185,7 @@ def test_after_close_every_call_is_an_error_and_close_is_nothing(store):
             call()
 
 
-def test_many_threads_never_see_bytes_that_are_not_the_objects(store):
+def test_concurrent_threads_never_read_wrong_bytes(store):
     """Readers, writers and removers over a store that is too small for all of it."""
     problems = []
 

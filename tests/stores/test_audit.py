@@ -27,7 +27,7 @@ def store(request, tmp_path):
     made.close()
 
 
-def test_an_inventory_counts_by_namespace(store):
+def test_inventory_counts_by_namespace(store):
     assert take_inventory(store).usages == {}
     put(store, *range(5), nbytes=1000)
     store.write([write_of(n, 3000, label=Label(OTHER_NAMESPACE)) for n in range(10, 14)])
@@ -39,13 +39,13 @@ def test_an_inventory_counts_by_namespace(store):
     assert (found.num_objects, found.nbytes, found.num_unreadable, found.reason) == (9, 17000, 0, "")
 
 
-def test_verifying_a_sound_store_reads_everything(store):
+def test_verify_of_sound_store_reads_all_objects(store):
     put(store, *range(1200), nbytes=900)
     found = verify(store)
     assert (found.ok, found.num_sound, found.nbytes, found.defects) == (True, 1200, 1200 * 900, [])
 
 
-def test_damage_is_named_and_quarantined():
+def test_verify_reports_and_quarantines_damage():
     store = MemoryStore(1 << 20)
     put(store, 1, 2, 3)
     store.objects[key_of(2)].payload[0] ^= 1
@@ -56,14 +56,14 @@ def test_damage_is_named_and_quarantined():
     assert verify(store).ok
 
 
-def test_a_store_that_fails_is_told_and_not_taken_for_empty():
+def test_failing_store_is_reported_not_taken_as_empty():
     store = FaultyStore(MemoryStore(1 << 20), [Fault(error="no route")] * 2)
     assert take_inventory(store).reason == "no route"
     found = verify(store)
     assert (found.ok, found.reason) == (False, "no route")
 
 
-def test_what_nobody_can_read_is_counted(redis_port):
+def test_unreadable_objects_are_counted(redis_port):
     import redis
 
     prefix = uuid.uuid4().hex
@@ -76,7 +76,7 @@ def test_what_nobody_can_read_is_counted(redis_port):
 
 
 @pytest.mark.parametrize("claimed", [1 << 40, (1 << 63) - 1])
-def test_verify_of_record_that_claims_too_much_is_a_defect(redis_port, claimed):
+def test_verify_reports_record_with_oversized_length(redis_port, claimed):
     """Anybody who shares the server can write such a record; its CRC is right."""
     import redis
 
@@ -91,7 +91,7 @@ def test_verify_of_record_that_claims_too_much_is_a_defect(redis_port, claimed):
         assert str(claimed) in found.defects[0][1].reason
 
 
-def test_the_command_line_inspects_and_verifies_any_store(redis_port, capsys):
+def test_inspect_and_verify_commands_accept_store_url(redis_port, capsys):
     import redis
 
     from kvtier.cli import main

@@ -14,7 +14,7 @@ from storage_support import LABEL, Clock, Fault, FaultyStore, all_keys, get, has
 ROOM = 1 << 20
 
 
-def test_reads_ask_in_order_and_only_for_what_is_missing():
+def test_cascade_reads_stores_in_order_for_missing_keys():
     near, far = MemoryStore(ROOM), MemoryStore(ROOM)
     put(near, 1)
     put(far, 1, 2, version=1)
@@ -28,7 +28,7 @@ def test_reads_ask_in_order_and_only_for_what_is_missing():
     assert (store.stats.reads.num_done, store.stats.num_objects) == (2, 3)
 
 
-def test_writes_go_to_all_and_succeed_if_one_takes_them():
+def test_cascade_write_succeeds_if_one_store_accepts():
     near, far = MemoryStore(ROOM), MemoryStore(ROOM)
     store = Cascade([FaultyStore(near, [Fault(error="no route")]), far])
     outcome = put(store, 1)[0]
@@ -38,7 +38,7 @@ def test_writes_go_to_all_and_succeed_if_one_takes_them():
     assert (has(near, 2), has(far, 2)) == ([True], [True])
 
 
-def test_a_store_that_is_only_read_is_neither_written_nor_emptied():
+def test_cascade_read_only_store_is_never_changed():
     ours, theirs = MemoryStore(ROOM), MemoryStore(ROOM)
     put(theirs, 1)
     store = Cascade([ours, theirs], [True, False])
@@ -47,7 +47,7 @@ def test_a_store_that_is_only_read_is_neither_written_nor_emptied():
     assert (has(theirs, 1, 2), has(ours, 2)) == ([True, False], [False])
 
 
-def test_where_one_could_not_say_nobody_knows_that_it_is_missing():
+def test_cascade_miss_with_failed_store_is_failure():
     store = Cascade([FaultyStore(MemoryStore(ROOM), [Fault(error="no route")] * 4), MemoryStore(ROOM)])
     assert store.contains([key_of(1)])[0].status is ObjectStatus.FAILED
     assert get(store, 1)[0].reason == "no route"
@@ -55,7 +55,7 @@ def test_where_one_could_not_say_nobody_knows_that_it_is_missing():
     assert store.scan().reason == "no route"
 
 
-def test_one_deadline_is_for_all_and_one_that_hangs_leaves_the_others_their_turn():
+def test_cascade_splits_deadline_over_its_stores():
     clock, far = Clock(), MemoryStore(ROOM)
     put(far, 1)
     store = Cascade([FaultyStore(MemoryStore(ROOM), [Fault(hangs=True)], clock), far])
@@ -64,7 +64,7 @@ def test_one_deadline_is_for_all_and_one_that_hangs_leaves_the_others_their_turn
     assert 2.9 < clock.now <= 3
 
 
-def test_a_damaged_object_is_read_from_the_next():
+def test_cascade_reads_damaged_object_from_next_store():
     near, far = MemoryStore(ROOM), MemoryStore(ROOM)
     store = Cascade([near, far])
     put(store, 1)
@@ -72,7 +72,7 @@ def test_a_damaged_object_is_read_from_the_next():
     assert get(store, 1) == (get(far, 1)[0], payload_of(1))
 
 
-def test_inventories_follow_each_other():
+def test_cascade_scan_lists_all_stores():
     near, far = MemoryStore(ROOM), MemoryStore(ROOM)
     put(near, 1, 2, 3)
     put(far, 3, 4)
@@ -82,7 +82,7 @@ def test_inventories_follow_each_other():
         store.scan("7|")
 
 
-def test_durable_if_one_of_them_is(tmp_path):
+def test_cascade_is_durable_if_one_store_is(tmp_path):
     disk = DiskStore(tmp_path, ROOM, sync=Sync.WRITE, segment_bytes=128 << 10, min_free_bytes=0)
     store = Cascade([MemoryStore(ROOM), disk])
     assert put(store, 1).is_durable
@@ -111,7 +111,7 @@ class Prepares(MemoryStore):
 
 
 @pytest.mark.parametrize("together", [Cascade, lambda stores: ShardStores(tuple(stores))])
-def test_memory_is_told_to_those_that_use_it_whoever_refuses(together):
+def test_register_reaches_all_stores_despite_errors(together):
     first, last, memory = Prepares(), Prepares(), memoryview(bytearray(16))
     store = together([first, MemoryStore(ROOM), last])
     store.register(memory)
@@ -127,7 +127,7 @@ def test_memory_is_told_to_those_that_use_it_whoever_refuses(together):
     assert first.memory == last.memory == []
 
 
-def test_no_stores_is_an_error():
+def test_cascade_without_stores_raises():
     with pytest.raises(ArgumentError):
         Cascade([])
     with pytest.raises(ArgumentError):
@@ -144,7 +144,7 @@ FAULTS = st.builds(
 
 
 @given(st.lists(FAULTS, max_size=8), st.lists(FAULTS, max_size=8))
-def test_whatever_goes_wrong_in_either_no_wrong_byte_is_served(first, second):
+def test_cascade_never_serves_wrong_bytes(first, second):
     store = Cascade([FaultyStore(MemoryStore(ROOM), first), FaultyStore(MemoryStore(ROOM), second)])
     for version in range(2):
         put(store, 1, 2, version=version)

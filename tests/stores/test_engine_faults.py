@@ -70,7 +70,7 @@ def num_failed(engine: Engine) -> int:
     return engine.manager.transfers.counts[Route.STORE_TO_HOST].num_failed
 
 
-def test_another_engine_finds_what_one_has_stored(model, setup, talks, wanted):
+def test_engine_fetches_blocks_of_other_engine(model, setup, talks, wanted):
     filled(model, setup, talks)
     engine = make_engine(model, setup.store())
     assert talk(engine, talks) == wanted
@@ -107,7 +107,7 @@ class Weather:
         self._setup.proxy.set(moods.get(kind, Mood()))
 
 
-def test_no_weather_changes_an_answer(model, setup, talks, wanted):
+def test_answers_do_not_change_under_store_faults(model, setup, talks, wanted):
     fetched = failed = 0
     for seed in range(3):
         filled(model, setup, talks)
@@ -122,7 +122,7 @@ def test_no_weather_changes_an_answer(model, setup, talks, wanted):
 
 
 @pytest.mark.parametrize("hangs_at", [0, 5000])  # at the first answer, and in the middle of the seven blocks
-def test_a_hang_costs_one_deadline_and_then_no_request_waits_and_no_call_is_made(model, setup, talks, wanted, hangs_at):
+def test_hanging_store_costs_engine_one_deadline(model, setup, talks, wanted, hangs_at):
     filled(model, setup, talks)
     clock = Clock()
     store = setup.store(breaker=Breaker(clock=clock), timeout_s=DEADLINE_S)
@@ -147,7 +147,7 @@ def test_a_hang_costs_one_deadline_and_then_no_request_waits_and_no_call_is_made
     engine.close()
 
 
-def test_objects_of_a_wrong_model_are_never_used(model, setup, talks, wanted):
+def test_engine_never_uses_objects_of_other_model(model, setup, talks, wanted):
     other = make_model(4)
     store = setup.store()
     filled(model, setup, talks)
@@ -169,7 +169,7 @@ def test_objects_of_a_wrong_model_are_never_used(model, setup, talks, wanted):
     engine.close()
 
 
-def test_a_store_wiped_between_the_question_and_the_fetch_is_a_miss(model, setup, talks, wanted):
+def test_store_wiped_before_fetch_is_a_miss(model, setup, talks, wanted):
     filled(model, setup, talks)
     store = setup.store()
     engine = make_engine(model, store)

@@ -113,7 +113,7 @@ def tokens(*numbers: int) -> bytes:
     return np.array(numbers, "<i4").tobytes()
 
 
-def test_events_arrive_in_order_in_vllms_words():
+def test_events_arrive_in_order_in_vllm_format():
     with heard() as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[1] + KEYS[2], tokens(5, 6, 7, 8), is_first=True))
         publisher(BlocksStored("host", KEYS[2], KEYS[3], tokens(9, 10)))
@@ -127,13 +127,13 @@ def test_events_arrive_in_order_in_vllms_words():
         ]
 
 
-def test_whole_keys_and_no_tokens_if_asked_for():
+def test_events_with_full_keys_and_no_tokens():
     with heard(int_hashes=False, token_ids=False) as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[1], tokens(5, 6, 7)))
         assert subscriber.take(1) == [Stored([KEYS[1]], KEYS[0], [], 3, None, "GPU", None)]
 
 
-def test_numbers_rise_by_one_and_a_topic_selects():
+def test_sequence_numbers_are_consecutive_per_topic():
     with heard("kv-events") as (publisher, subscriber):
         for _ in range(50):
             publisher(IndexCleared())
@@ -141,7 +141,7 @@ def test_numbers_rise_by_one_and_a_topic_selects():
         assert subscriber.numbers == list(range(subscriber.numbers[0], subscriber.numbers[0] + len(subscriber.numbers)))
 
 
-def test_who_missed_something_gets_it_again():
+def test_missed_events_are_replayed():
     with heard() as (publisher, subscriber):
         subscriber.socket.unsubscribe(b"")
         for number in range(1, 7):
@@ -156,7 +156,7 @@ def test_who_missed_something_gets_it_again():
         assert subscriber.replay(known + 1000) == []
 
 
-def test_what_is_not_kept_any_more_is_not_replayed():
+def test_replay_is_limited_to_kept_events():
     with heard(num_kept=2) as (publisher, subscriber):
         for number in range(1, 6):
             publisher(BlocksRemoved("device", KEYS[number]))
@@ -164,7 +164,7 @@ def test_what_is_not_kept_any_more_is_not_replayed():
         assert [number for number, _ in subscriber.replay(0)] == subscriber.numbers[-2:]
 
 
-def test_too_many_events_are_dropped_and_the_gap_shows_it():
+def test_dropped_events_leave_gap_in_sequence():
     with heard(max_queued=1) as (publisher, subscriber):
         before = subscriber.numbers[-1]
         while not publisher.num_dropped:
@@ -178,7 +178,7 @@ def test_too_many_events_are_dropped_and_the_gap_shows_it():
         assert len(numbers) < numbers[-1] - before, "nobody could know"
 
 
-def test_a_request_that_is_none_harms_nobody():
+def test_malformed_replay_request_is_ignored():
     with heard() as (publisher, subscriber):
         socket = subscriber.context.socket(zmq.DEALER)
         socket.connect(publisher.replay_endpoint)
@@ -187,7 +187,7 @@ def test_a_request_that_is_none_harms_nobody():
         assert subscriber.replay(10**6) == []
 
 
-def test_closing_sends_what_waits_and_ends_everything():
+def test_close_sends_queued_events():
     publisher = publish_events(EventConfig(**LOCAL))
     with contextlib.closing(Subscriber(publisher)) as subscriber:
         for number in range(1, 8):
@@ -199,7 +199,7 @@ def test_closing_sends_what_waits_and_ends_everything():
         publisher(IndexCleared())
 
 
-def test_the_subscriber_of_an_index_knows_it():
+def test_subscriber_of_events_matches_tree():
     """The whole way: a tree under pressure, a subscriber that follows, and they agree block by block."""
     from index_cases import chain_of, matched, run, tree_of
     from kvtier.index.chain import KEY_BYTES as WIDTH
@@ -230,7 +230,7 @@ def test_the_subscriber_of_an_index_knows_it():
                 assert (told.index(False) if False in told else len(told)) == matched(tree, first, second)
 
 
-def test_what_cannot_be_published_says_so(monkeypatch):
+def test_publish_events_failure_raises(monkeypatch):
     with contextlib.closing(publish_events(EventConfig(**LOCAL))) as publisher:
         with pytest.raises(StateError, match="choose free addresses"):
             publish_events(EventConfig(publisher.endpoint))

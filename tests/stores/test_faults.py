@@ -62,7 +62,7 @@ def random_mood(rng: random.Random) -> Mood:
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KVTIER_SOAK", "1"))))
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_whatever_goes_wrong_no_wrong_byte_is_served(setup, is_sealed, seed):
+def test_remote_store_never_serves_wrong_bytes(setup, is_sealed, seed):
     rng = random.Random(seed)
     store = setup.store(envelope=Envelope(Cipher(bytes(32)) if is_sealed else None), timeout_s=SHORT_S)
     seen = set()
@@ -83,7 +83,7 @@ def test_whatever_goes_wrong_no_wrong_byte_is_served(setup, is_sealed, seed):
     assert [check_read(store, number, 30_000).ok for number in range(6)] == [True] * 6
 
 
-def test_writes_through_a_sick_network_never_leave_what_is_served_as_something_else(setup):
+def test_faulty_network_never_corrupts_writes(setup):
     rng = random.Random(7)
     writer, reader = setup.store(timeout_s=SHORT_S), setup.store()
     for version in range(25):
@@ -96,7 +96,7 @@ def test_writes_through_a_sick_network_never_leave_what_is_served_as_something_e
         assert room in {payload_of(1, version=v) for v in range(version + 1)} if outcome.ok else room == b"\xee" * 5000
 
 
-def test_a_hang_costs_one_deadline_and_then_nothing_reaches_the_store(setup):
+def test_hang_costs_one_deadline_then_breaker_is_open(setup):
     clock = Clock()
     store = setup.store(breaker=Breaker(clock=clock), timeout_s=SHORT_S)
     put(store, 1)
@@ -121,7 +121,7 @@ def test_a_hang_costs_one_deadline_and_then_nothing_reaches_the_store(setup):
     assert check_read(store, 1).ok
 
 
-def test_errors_are_retried_then_told_and_three_calls_in_a_row_open_the_breaker(setup):
+def test_errors_are_retried_and_three_failed_calls_open_breaker(setup):
     clock = Clock()
     store = setup.store(breaker=Breaker(clock=clock))
     put(store, 1)
@@ -139,7 +139,7 @@ def test_errors_are_retried_then_told_and_three_calls_in_a_row_open_the_breaker(
     assert check_read(store, 1).ok
 
 
-def test_one_broken_connection_costs_nothing_but_a_retry(setup):
+def test_broken_connection_is_retried(setup):
     store = setup.store()
     put(store, 1)
     setup.proxy.set(Mood(refuses=1))
@@ -147,7 +147,7 @@ def test_one_broken_connection_costs_nothing_but_a_retry(setup):
     assert check_read(store, 1).ok
 
 
-def test_a_batch_takes_as_many_round_trips_as_threads_not_as_keys(redis_port):
+def test_batch_round_trips_scale_with_threads_not_keys(redis_port):
     with contextlib.closing(Setup("redis", redis_port)) as setup:
         store = setup.store()
         keys = [key_of(n) for n in range(100)]
@@ -165,7 +165,7 @@ def test_a_batch_takes_as_many_round_trips_as_threads_not_as_keys(redis_port):
 
 
 @pytest.mark.parametrize("num_objects", [1, 9, 10, 11, 23, 32, 41, 47])
-def test_no_thread_makes_a_second_round_trip_while_objects_fit_into_one(redis_port, num_objects):
+def test_each_thread_makes_one_round_trip_per_batch(redis_port, num_objects):
     with contextlib.closing(Setup("redis", redis_port)) as setup:
         store = setup.store()
         put(store, *range(num_objects), nbytes=100_000)
@@ -179,14 +179,14 @@ def test_no_thread_makes_a_second_round_trip_while_objects_fit_into_one(redis_po
         assert 1 <= setup.proxy.num_turns <= 4
 
 
-def test_answers_that_take_time_are_waited_for(setup):
+def test_slow_answers_are_awaited(setup):
     store = setup.store()
     put(store, 1)
     setup.proxy.set(Mood(delay_s=0.02))
     assert check_read(store, 1).ok
 
 
-def test_a_store_wiped_under_us_is_empty(setup):
+def test_wiped_store_is_empty(setup):
     store = setup.store()
     put(store, 1, 2)
     setup.raw.wipe()
@@ -203,7 +203,7 @@ def flip(value: bytes, bit: int) -> bytes:
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_damage_anywhere_in_a_stored_object_is_found_and_the_object_goes(setup, is_sealed):
+def test_damaged_object_is_detected_and_deleted(setup, is_sealed):
     envelope = Envelope(Cipher(bytes(32)) if is_sealed else None)
     store, rng, name = setup.store(envelope=envelope), random.Random(3), envelope.name(key_of(1))
     put(store, 1)
@@ -226,7 +226,7 @@ def test_damage_anywhere_in_a_stored_object_is_found_and_the_object_goes(setup, 
 
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
-def test_an_object_that_tells_two_lengths_is_not_served_though_its_checksums_are_right(setup, nbytes):
+def test_object_with_inconsistent_lengths_is_not_served(setup, nbytes):
     """It would be copied past the end of the caller's memory, or leave the end as it was."""
     store, name = setup.store(), key_of(1).hex()
     put(store, 1, nbytes=nbytes)
@@ -239,7 +239,7 @@ def test_an_object_that_tells_two_lengths_is_not_served_though_its_checksums_are
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_an_object_under_anothers_name_is_not_served(setup, is_sealed):
+def test_object_under_other_key_is_not_served(setup, is_sealed):
     envelope = Envelope(Cipher(bytes(32)) if is_sealed else None)
     store = setup.store(envelope=envelope)
     put(store, 1, 2)
@@ -286,7 +286,7 @@ def read_many(store, *numbers) -> list[ObjectResult]:
     return list(outcomes)
 
 
-def test_a_read_that_a_removal_overtook_is_made_again_and_nothing_good_is_deleted(setup):
+def test_read_overtaken_by_removal_is_repeated(setup):
     other = setup.store()
     put(other, 1, 2, 3)
     gone = key_of(2)
@@ -299,14 +299,14 @@ def test_a_read_that_a_removal_overtook_is_made_again_and_nothing_good_is_delete
     assert (has(other, 1, 2, 3), store.stats.num_quarantined) == ([True, False, True], 0)
 
 
-def test_what_is_damaged_twice_is_damaged(setup):
+def test_object_damaged_in_both_reads_is_deleted(setup):
     store = overtaken(setup, {1: 4, 2: 4, 3: 4}, times=2)  # 4 stays: what is damaged is deleted beside other reads
     put(store, 1, 2, 3, 4)
     assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [ObjectStatus.CORRUPT] * 3
     assert (has(store, 1, 2, 3), store.stats.num_quarantined) == ([False] * 3, 3)
 
 
-def test_a_server_that_dies_before_the_second_look_spoils_only_what_was_doubtful(redis_port):
+def test_server_failure_at_second_read_fails_doubtful_only(redis_port):
     with contextlib.closing(Setup("redis", redis_port)) as setup:  # where one request brings all three
         store = overtaken(setup, {})
         put(store, 1, 2, 3)
@@ -327,7 +327,7 @@ def test_a_server_that_dies_before_the_second_look_spoils_only_what_was_doubtful
         ]
 
 
-def test_halves_of_two_sealed_versions_are_no_object(setup):
+def test_mixed_halves_of_sealed_versions_are_corrupt(setup):
     envelope = Envelope(Cipher(bytes(32)))
     store, name = setup.store(envelope=envelope), envelope.name(key_of(1))
     put(store, 1)
@@ -340,7 +340,7 @@ def test_halves_of_two_sealed_versions_are_no_object(setup):
     assert check_read(store, 1).status is ObjectStatus.CORRUPT
 
 
-def test_objects_of_another_model_are_misses_and_stay(setup):
+def test_objects_of_other_model_are_misses_and_kept(setup):
     store = setup.store()
     theirs = Label(OTHER_NAMESPACE)
     store.write([write_of(1, label=theirs)])
@@ -349,7 +349,7 @@ def test_objects_of_another_model_are_misses_and_stay(setup):
     assert get(store, 1, label=theirs)[0].ok
 
 
-def test_objects_of_a_newer_format_are_misses_and_stay(setup):
+def test_objects_of_newer_format_are_misses_and_kept(setup):
     store, name = setup.store(), key_of(1).hex()
     put(store, 1)
     value = setup.raw.get(name)
@@ -360,7 +360,7 @@ def test_objects_of_a_newer_format_are_misses_and_stay(setup):
     assert setup.raw.get(name) == newer
 
 
-def test_another_secret_sees_nothing(setup):
+def test_other_secret_finds_no_objects(setup):
     ours, theirs = (setup.store(envelope=Envelope(Cipher(bytes([n]) * 32))) for n in (1, 2))
     put(ours, 1)
     assert check_read(theirs, 1).status is ObjectStatus.MISSING
@@ -372,7 +372,7 @@ def test_another_secret_sees_nothing(setup):
     assert check_read(ours, 1).ok
 
 
-def test_nothing_a_sealed_store_keeps_tells_the_block_or_its_bytes(setup):
+def test_sealed_object_reveals_no_key_tokens_or_payload(setup):
     envelope = Envelope(Cipher(bytes(32)))
     store = setup.store(envelope=envelope)
     label = Label.of(LABEL.namespace, b"some tokens", keep_ids=True)
@@ -383,7 +383,7 @@ def test_nothing_a_sealed_store_keeps_tells_the_block_or_its_bytes(setup):
     assert setup.raw.get(key_of(1).hex()) is None
 
 
-def test_token_ids_never_leave(setup):
+def test_token_ids_are_never_sent(setup):
     store = setup.store()
     label = Label.of(LABEL.namespace, b"some tokens", keep_ids=True)
     store.write([write_of(1, label=label)])
@@ -391,7 +391,7 @@ def test_token_ids_never_leave(setup):
     assert get(store, 1, label=label)[0].ok
 
 
-def test_expired_objects_are_not_served_and_go(setup):
+def test_expired_objects_are_not_served_and_deleted(setup):
     clock = Clock()
     clock.now = 1e9
     store = setup.store(envelope=Envelope(ttl_s=100, clock=clock))
@@ -406,7 +406,7 @@ def test_expired_objects_are_not_served_and_go(setup):
     assert check_read(store, 2).ok
 
 
-def test_a_redis_killed_in_the_middle_and_started_again(tmp_path):
+def test_store_recovers_after_redis_restart(tmp_path):
     from kvtier.storage.remote.redis import RedisBucket
 
     with contextlib.ExitStack() as stack:

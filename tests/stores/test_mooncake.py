@@ -21,7 +21,7 @@ from store_servers import NotInstalled, mooncake_master
 from support import stop_process
 
 
-def test_a_url_opens_it_and_without_the_masters_port_there_is_no_inventory(mooncake):
+def test_mooncake_url_without_admin_port_has_no_inventory(mooncake):
     with contextlib.closing(open_store(f"mooncake://127.0.0.1:{mooncake.port}?prefix={uuid.uuid4().hex}")) as store:
         assert put(store, 1).ok
         assert get(store, 1)[1] == payload_of(1)
@@ -41,7 +41,7 @@ def as_if_over_rdma(bucket):
 
 
 @pytest.mark.parametrize("is_rdma", [False, True], ids=["tcp", "as over rdma"])
-def test_a_batch_from_and_to_registered_memory_and_from_the_same_unregistered(bucket, is_rdma):
+def test_mooncake_batch_with_registered_memory(bucket, is_rdma):
     if is_rdma:
         as_if_over_rdma(bucket)
     host = memoryview(mmap.mmap(-1, 16 << 20))
@@ -64,7 +64,7 @@ def test_a_batch_from_and_to_registered_memory_and_from_the_same_unregistered(bu
         store.register(host)
 
 
-def test_a_network_device_gets_registered_memory_in_place_and_a_copy_of_any_other(bucket):
+def test_mooncake_rdma_copies_only_unregistered_memory(bucket):
     host, other, scratch = memoryview(mmap.mmap(-1, 1 << 20)), memoryview(payload_of(1)), Scratch()
     values = [[other, host[:5000]], [host[5000:9000], memoryview(b""), host[-1:]]]
 
@@ -90,7 +90,7 @@ def test_a_network_device_gets_registered_memory_in_place_and_a_copy_of_any_othe
         assert places() == [["in scratch memory", "behind"], ["behind", "behind"]]
 
 
-def test_memory_the_client_refuses_is_a_store_error_and_is_copied(bucket):
+def test_mooncake_refused_registration_raises_and_copies(bucket):
     as_if_over_rdma(bucket)
     host = memoryview(mmap.mmap(-1, 4 << 20))
     with contextlib.closing(RemoteStore(bucket, "mooncake", timeout_s=20)) as store:
@@ -106,7 +106,7 @@ def test_memory_the_client_refuses_is_a_store_error_and_is_copied(bucket):
         assert get(store, 1)[1] == payload_of(1)
 
 
-def test_a_full_pool_is_an_outcome(tmp_path):
+def test_mooncake_full_pool_fails_writes(tmp_path):
     with contextlib.ExitStack() as stack:
         try:
             place = stack.enter_context(mooncake_master(tmp_path, segment_bytes=16 << 20))
@@ -121,7 +121,7 @@ def test_a_full_pool_is_an_outcome(tmp_path):
             assert room == (payload_of(number, 3 << 20) if found.ok else b"\xee" * (3 << 20))
 
 
-def test_a_master_that_hangs_costs_one_deadline_and_its_death_nothing_but_objects(tmp_path):
+def test_mooncake_hanging_master_costs_one_deadline(tmp_path):
     from kvtier.storage.remote.mooncake import MooncakeBucket
 
     with contextlib.ExitStack() as stack:

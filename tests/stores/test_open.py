@@ -47,21 +47,21 @@ from store_servers import free_ports
         ("memory:?bytes", "invalid store URL"),
     ],
 )
-def test_a_url_that_says_nothing_sensible_is_told_what_is_wrong(url, said):
+def test_invalid_store_url_raises_with_the_problem(url, said):
     with pytest.raises(ArgumentError) as refused:
         open_store(url)
     assert said in str(refused.value)
     assert "hunter2" not in str(refused.value)
 
 
-def test_no_url_is_an_error_and_a_secret_of_another_length():
+def test_no_url_or_wrong_secret_length_raises():
     with pytest.raises(ArgumentError, match="at least one URL"):
         open_store([])
     with pytest.raises(ArgumentError, match="secret of 32 bytes, got 5"):
         open_store("redis://host", secret=b"short")
 
 
-def test_disk_and_memory_with_their_options(tmp_path):
+def test_disk_and_memory_url_options(tmp_path):
     folder = tmp_path / "a folder"
     url = f"disk:{str(folder).replace(' ', '%20')}?bytes=1MiB&segment=128KiB&free=0&sync=write&direct=no&threads=2"
     with contextlib.closing(open_store(url)) as store:
@@ -73,7 +73,7 @@ def test_disk_and_memory_with_their_options(tmp_path):
         assert store.stats.max_bytes == 1500
 
 
-def test_several_in_order_and_one_that_is_only_read(tmp_path):
+def test_several_urls_open_cascade_with_read_only_store(tmp_path):
     first, second = (f"disk:{tmp_path / name}?bytes=1MiB&free=0" for name in ("first", "second"))
     with contextlib.closing(open_store([first, second])) as store:
         assert isinstance(store, Cascade)
@@ -88,7 +88,7 @@ def test_several_in_order_and_one_that_is_only_read(tmp_path):
         assert put(store, 3)[0].reason == "no store is writable"
 
 
-def test_what_was_opened_is_closed_when_a_later_one_cannot_be(tmp_path):
+def test_failed_open_closes_earlier_stores(tmp_path):
     url = f"disk:{tmp_path}?bytes=1MiB&free=0"
     with pytest.raises(ArgumentError):
         open_store([url, "ftp://host"])
@@ -96,7 +96,7 @@ def test_what_was_opened_is_closed_when_a_later_one_cannot_be(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["redis", "s3", "mooncake"])
-def test_a_server_that_is_not_there_says_what_to_do(scheme):
+def test_unreachable_server_raises_with_advice(scheme):
     pytest.importorskip({"redis": "redis", "s3": "obstore", "mooncake": "mooncake.store"}[scheme], exc_type=ImportError)
     (port,) = free_ports(1)
     place = f"redis://user:hunter2@127.0.0.1:{port}?"
@@ -113,7 +113,7 @@ def test_a_server_that_is_not_there_says_what_to_do(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["redis", "s3"])
-def test_a_server_that_hangs_is_told_after_the_deadline(scheme, request):
+def test_hanging_server_raises_after_deadline(scheme, request):
     upstream = Proxy(request.getfixturevalue(f"{scheme}_port"))
     upstream.set(Mood(hangs=True))
     place = f"redis://127.0.0.1:{upstream.port}?"
@@ -127,7 +127,7 @@ def test_a_server_that_hangs_is_told_after_the_deadline(scheme, request):
     ("url", "module", "extra"),
     [("redis://host", "redis", "redis"), ("s3://b", "obstore", "s3"), ("mooncake://m", "mooncake", "mooncake")],
 )
-def test_a_missing_extra_is_named(url, module, extra, monkeypatch):
+def test_missing_extra_is_named(url, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     for name in (f"{module}.store", f"{module}.backoff", f"kvtier.storage.remote.{extra}"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -135,14 +135,14 @@ def test_a_missing_extra_is_named(url, module, extra, monkeypatch):
         open_store(url)
 
 
-def test_encryption_without_its_extra_is_named(monkeypatch):
+def test_missing_crypto_extra_is_named(monkeypatch):
     pytest.importorskip("redis")
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(UnavailableError, match=r"pip install 'kvtier\[crypto\]'"):
         open_store("redis://host", secret=bytes(32))
 
 
-def test_importing_the_stores_imports_no_extra():
+def test_importing_storage_imports_no_extra():
     code = (
         "import sys, kvtier.storage, kvtier.storage.open\n"
         "clients = {'redis', 'obstore', 'mooncake', 'cryptography', 'zmq', 'msgspec', 'torch'}\n"
@@ -152,7 +152,7 @@ def test_importing_the_stores_imports_no_extra():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_secret_in_a_file_is_the_same_as_one_given(redis_port, tmp_path):
+def test_secret_file_equals_secret_argument(redis_port, tmp_path):
     file = tmp_path / "secret"
     file.write_bytes(bytes(range(32)))
     url = f"redis://127.0.0.1:{redis_port}?prefix={tmp_path.name}"

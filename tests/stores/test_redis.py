@@ -34,7 +34,7 @@ def works(store) -> bool:
     return get(store, 1)[1] == payload_of(1)
 
 
-def test_users_and_passwords(tmp_path):
+def test_redis_users_and_passwords(tmp_path):
     options = ["--requirepass", "a-secret", "--user", "kv", "on", ">p@ss:word", "~kvtier:*", "+@all"]
     with server(tmp_path, *options) as port:
         for user in (":a-secret", "default:a-secret", "kv:p%40ss%3Aword"):
@@ -78,7 +78,7 @@ def make_certificates(folder):
     write("server", key, build("server", "ca", key, ca_key, local))
 
 
-def test_tls_with_certificates_on_both_sides(tmp_path):
+def test_redis_tls_with_client_certificates(tmp_path):
     make_certificates(tmp_path)
     files = [f"{name}.{kind}" for name, kind in (("server", "crt"), ("server", "key"), ("ca", "crt"))]
     names = ("--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file")
@@ -98,7 +98,7 @@ def test_tls_with_certificates_on_both_sides(tmp_path):
             open_store(f"rediss://127.0.0.1:{plain_port}?ca={ca}&timeout=2s")
 
 
-def test_a_time_to_live_is_the_servers_too(redis_port):
+def test_redis_ttl_is_set_on_server(redis_port):
     import redis
 
     prefix, raw = uuid.uuid4().hex, redis.Redis(port=redis_port)
@@ -152,7 +152,7 @@ def test_redis_key_of_wrong_type_is_corrupt_and_alone(request, kind):
         assert store.stats.num_refused == 0
 
 
-def test_a_full_server_is_an_outcome_and_no_sickness(tmp_path):
+def test_redis_full_server_fails_writes_without_breaker(tmp_path):
     with (
         server(tmp_path, "--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as port,
         contextlib.closing(open_store(f"redis://127.0.0.1:{port}")) as store,
@@ -168,7 +168,7 @@ def test_a_full_server_is_an_outcome_and_no_sickness(tmp_path):
         assert store.stats.num_refused == 0
 
 
-def test_a_server_that_evicts_loses_objects_and_nothing_else(tmp_path):
+def test_redis_evicting_server_loses_only_objects(tmp_path):
     with (
         server(tmp_path, "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru") as port,
         contextlib.closing(open_store(f"redis://127.0.0.1:{port}")) as store,
@@ -182,7 +182,7 @@ def test_a_server_that_evicts_loses_objects_and_nothing_else(tmp_path):
         assert 0 < sum(outcome.ok for outcome, _ in outcomes) < 60
 
 
-def test_a_write_that_goes_on_behind_its_deadline_never_stores_what_the_memory_holds_by_then(tmp_path):
+def test_redis_write_past_deadline_stores_no_changed_memory(tmp_path):
     """A sleeping server takes what the sockets hold; the rest of the request is sent when it wakes."""
     import redis
 
@@ -209,7 +209,7 @@ def test_a_write_that_goes_on_behind_its_deadline_never_stores_what_the_memory_h
         store.close()
 
 
-def test_a_cluster_spreads_objects_over_its_nodes(cluster_ports):
+def test_redis_cluster_spreads_objects_over_nodes(cluster_ports):
     import redis
 
     prefix = uuid.uuid4().hex
@@ -223,13 +223,13 @@ def test_a_cluster_spreads_objects_over_its_nodes(cluster_ports):
         assert all(get(store, n, 1000)[1] == payload_of(n, 1000) for n in range(60))
 
 
-def test_a_node_of_a_cluster_opened_as_if_it_were_alone_says_so(cluster_ports):
+def test_redis_cluster_node_without_cluster_option_says_so(cluster_ports):
     with contextlib.closing(open_store(f"redis://127.0.0.1:{cluster_ports[0]}")) as store:
         reasons = {outcome.reason for outcome in put(store, *range(20), nbytes=100) if not outcome.ok}
         assert any("cluster=yes" in reason for reason in reasons), reasons
 
 
-def test_slots_that_moved_are_found(cluster_ports):
+def test_redis_moved_slots_are_found(cluster_ports):
     import redis
 
     prefix = uuid.uuid4().hex

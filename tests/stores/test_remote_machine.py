@@ -108,7 +108,7 @@ def machine(port: int) -> type[RuleBasedStateMachine]:
     return Machine
 
 
-def test_a_store_on_a_server_is_a_dictionary_that_forgets(redis_port):
+def test_remote_store_machine_matches_dictionary(redis_port):
     soak = int(os.environ.get("KVTIER_SOAK", "1"))
     run_state_machine_as_test(
         machine(redis_port), settings=settings(max_examples=150 * soak, stateful_step_count=15, deadline=None)

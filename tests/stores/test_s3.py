@@ -18,7 +18,7 @@ def url_of(port, prefix, key=S3_KEY, secret=S3_SECRET, options="") -> str:
     return f"s3://{key}:{secret}@test/{prefix}?endpoint=http://127.0.0.1:{port}&region=us-east-1{options}"
 
 
-def test_equal_blocks_are_stored_once(s3_port):
+def test_s3_equal_block_is_not_uploaded_again(s3_port):
     import obstore
 
     prefix = uuid.uuid4().hex
@@ -33,7 +33,7 @@ def test_equal_blocks_are_stored_once(s3_port):
         assert get(one, 1)[1] == payload_of(1, version=1)
 
 
-def test_what_has_lived_half_its_life_is_stored_anew(s3_port):
+def test_s3_object_past_half_of_ttl_is_uploaded_again(s3_port):
     prefix = uuid.uuid4().hex
     with contextlib.closing(open_store(url_of(s3_port, prefix, options="&ttl=1h"))) as short:
         put(short, 1)
@@ -42,14 +42,14 @@ def test_what_has_lived_half_its_life_is_stored_anew(s3_port):
         assert put(long, 1)[0].reason == "was there already"
 
 
-def test_wrong_credentials_say_so_and_are_not_shown(s3_port):
+def test_s3_wrong_credentials_raise_without_showing_them(s3_port):
     with pytest.raises(StoreError, match="cannot open") as refused:
         open_store(url_of(s3_port, "p", secret="another-secret"))
     assert "another-secret" not in str(refused.value)
     assert "credentials" in str(refused.value)
 
 
-def test_objects_of_others_under_the_prefix_are_left_out(s3_port):
+def test_s3_foreign_objects_under_prefix_are_ignored(s3_port):
     import obstore
 
     prefix = uuid.uuid4().hex
