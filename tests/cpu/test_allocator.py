@@ -54,13 +54,13 @@ class Pool:
         return len(self.returned)
 
 
-def allocator_returning(answer: object) -> Allocator:
-    """Return an allocator whose allocate function returns `answer`, or raises it if it is an exception."""
+def allocator_returning(result: object) -> Allocator:
+    """Return an allocator whose allocate function returns `result`, or raises it if it is an exception."""
 
     def allocate(_nbytes: int) -> object:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def deallocate(address: int, nbytes: int) -> None:
         raise AssertionError(f"{nbytes} bytes at {address:#x} were never allocated")
@@ -179,10 +179,10 @@ def test_custom_allocator_null_address_raises_out_of_memory():
     assert counters(allocator) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("answer", [None, "0x10", 4096.0, b"", np.zeros(1)], ids=lambda value: type(value).__name__)
-def test_custom_allocator_non_int_address_raises_with_type(answer):
-    allocator = allocator_returning(answer)
-    with pytest.raises(ArgumentError, match=f"as an int, got {type(answer).__name__}"):
+@pytest.mark.parametrize("result", [None, "0x10", 4096.0, b"", np.zeros(1)], ids=lambda value: type(value).__name__)
+def test_custom_allocator_non_int_address_raises_with_type(result):
+    allocator = allocator_returning(result)
+    with pytest.raises(ArgumentError, match=f"as an int, got {type(result).__name__}"):
         allocator.allocate(64)
     assert counters(allocator) == (0, 0, 0, 0)
 

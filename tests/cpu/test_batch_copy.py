@@ -386,9 +386,9 @@ def test_batch_copy_mixes_placements(placement, make, read):
 def test_batch_copy_on_host_stream_waits_and_keeps_memory():
     gate, stream = threading.Event(), Stream()
     src, dst = Buffer.wrap(np.zeros(1 << 16, np.uint8)), Buffer(1 << 16, "u8")
-    out, shown = dst.numpy(), src.numpy()
+    out, source_array = dst.numpy(), src.numpy()
     stream.enqueue(gate.wait)
-    stream.enqueue(lambda: shown.fill(7))
+    stream.enqueue(lambda: source_array.fill(7))
     with context(stream=stream), BatchCopy() as batch:
         batch.pieces(src, np.arange(0, 1 << 16, 256), 256, dst, np.arange(0, 1 << 16, 256)[::-1].copy())
     del src, dst, batch

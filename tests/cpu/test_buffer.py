@@ -594,10 +594,10 @@ class Oracle:
         return patterns.filter(lambda pattern: self.value(pattern) == self.value(pattern))
 
 
-def same_values(found: list[Any], expected: list[Any]) -> bool:
-    return len(found) == len(expected) and all(
+def same_values(actual: list[Any], expected: list[Any]) -> bool:
+    return len(actual) == len(expected) and all(
         (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     )
 
 

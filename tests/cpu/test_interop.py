@@ -31,10 +31,10 @@ class OnlyDLPack:
 
     def __init__(self, array: Any) -> None:
         self.array = array
-        self.asked: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
 
     def __dlpack__(self, **options: Any) -> Any:
-        self.asked = options
+        self.options = options
         return self.array.__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -411,10 +411,14 @@ def test_memoryview_export_shares_bytes(name, make):
 @pytest.mark.parametrize("name", in_dlpack_of_numpy)
 def test_array_interface_describes_memory(name, make):
     buffer = make(CPU, array_of(name))[1:]
-    shown, expected = buffer.__array_interface__, array_of(name).__array_interface__
-    assert (shown["typestr"], shown["shape"], shown["data"]) == (expected["typestr"], (5,), (buffer.data(), False))
-    assert shown["version"] == 3
-    assert shown["strides"] is None
+    exported, expected = buffer.__array_interface__, array_of(name).__array_interface__
+    assert (exported["typestr"], exported["shape"], exported["data"]) == (
+        expected["typestr"],
+        (5,),
+        (buffer.data(), False),
+    )
+    assert exported["version"] == 3
+    assert exported["strides"] is None
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "fp8_e5m2"])
@@ -423,8 +427,8 @@ def test_array_interface_is_absent_for_unnamed_dtypes(name):
 
 
 def test_array_interface_of_packed_dtype_is_bytes():
-    shown = Buffer(5, "u4").__array_interface__
-    assert (shown["typestr"], shown["shape"]) == ("|u1", (3,))
+    exported = Buffer(5, "u4").__array_interface__
+    assert (exported["typestr"], exported["shape"]) == ("|u1", (3,))
 
 
 @pytest.mark.parametrize("name", names)
@@ -559,10 +563,10 @@ def test_buffer_close_releases_wrapped_source():
 def test_torch_export_outlives_buffer_close(export, placement, make):
     buffer = make(placement, array_of("i32"))
     memory = weakref.ref(buffer.holding)
-    shown = export(buffer)
-    part = shown[2:]
+    exported = export(buffer)
+    part = exported[2:]
     buffer.close()
-    del buffer, shown
+    del buffer, exported
     gc.collect()
     assert memory() is not None
     assert part.tolist() == [2, 3, 4, 5]
@@ -759,7 +763,7 @@ def test_wrap_dlpack_passes_context_stream_to_producer():
     source, ours = OnlyDLPack(torch.arange(4, device="cuda")), Stream("cuda:0")
     with context(stream=ours):
         assert Buffer.wrap(source).tolist() == [0, 1, 2, 3]
-    assert source.asked["stream"] == ours.handle
+    assert source.options["stream"] == ours.handle
 
 
 @needs_gpu

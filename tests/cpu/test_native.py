@@ -242,11 +242,11 @@ def test_native_copy_runs_on_two_streams_at_once():
 
 def test_native_code_is_compiled_into_cache_directory(monkeypatch, tmp_path):
     c_compiler()
-    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
-    assert_copies(found)
+    loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
+    assert_copies(loaded)
     [library] = tmp_path.iterdir()  # and no other file
     assert library.suffix == ".so"
-    assert str(library) in found.reason
+    assert str(library) in loaded.reason
 
 
 def test_native_code_in_cache_is_reused(monkeypatch, tmp_path):
@@ -254,8 +254,8 @@ def test_native_code_in_cache_is_reused(monkeypatch, tmp_path):
     load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None)
     [library] = tmp_path.iterdir()
     before = library.stat()
-    found = load_as_new_process(monkeypatch, CC="false", PATH=NOT_A_FOLDER)  # no compiler is available
-    assert_copies(found)
+    loaded = load_as_new_process(monkeypatch, CC="false", PATH=NOT_A_FOLDER)  # no compiler is available
+    assert_copies(loaded)
     assert (library.stat().st_ino, library.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
@@ -265,8 +265,8 @@ def test_native_code_damaged_in_cache_is_recompiled(monkeypatch, tmp_path):
     [library] = (tmp_path / "whole").iterdir()
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / library.name).write_bytes(b"")  # as after a full disk or a crash
-    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "damaged"), CC=None)
-    assert_copies(found)
+    loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "damaged"), CC=None)
+    assert_copies(loaded)
 
 
 PLANTED = """
@@ -321,9 +321,9 @@ def test_native_code_in_shared_folder_is_not_loaded(monkeypatch, planted, mode):
     library.parent.chmod(mode)
     before = library.read_bytes()
     with pytest.warns(RuntimeWarning, match=rf"shared can be written by others \(mode {mode:o}\).*KVTIER_CACHE_DIR"):
-        found = load_as_new_process(monkeypatch)
-    assert_copies(found)
-    assert "for this process alone" in found.reason
+        loaded = load_as_new_process(monkeypatch)
+    assert_copies(loaded)
+    assert "for this process alone" in loaded.reason
     assert not mark.exists()
     assert library.read_bytes() == before
 
@@ -332,9 +332,9 @@ def test_native_code_below_shared_folder_is_not_loaded(monkeypatch, planted, tmp
     _, mark = planted
     tmp_path.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="can be written by others"):
-        found = load_as_new_process(monkeypatch)
+        loaded = load_as_new_process(monkeypatch)
     tmp_path.chmod(0o700)
-    assert_copies(found)
+    assert_copies(loaded)
     assert not mark.exists()
 
 
@@ -343,8 +343,8 @@ def test_native_code_below_sticky_folder_is_cached(monkeypatch, tmp_path):
     """In a sticky folder such as /tmp, users cannot replace the entries of others."""
     (tmp_path / "sticky").mkdir()
     (tmp_path / "sticky").chmod(0o1777)
-    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "sticky" / "own"))
-    assert_copies(found)
+    loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "sticky" / "own"))
+    assert_copies(loaded)
     assert len(list((tmp_path / "sticky" / "own").iterdir())) == 1
 
 
@@ -354,8 +354,8 @@ def test_native_code_in_folder_of_another_user_is_not_loaded(monkeypatch, plante
         pytest.skip("only root can give a folder to another user")
     os.chown(library.parent, 12345, 12345)
     with pytest.warns(RuntimeWarning, match="belongs to user 12345, and this is user 0"):
-        found = load_as_new_process(monkeypatch)
-    assert_copies(found)
+        loaded = load_as_new_process(monkeypatch)
+    assert_copies(loaded)
     assert not mark.exists()
 
 
@@ -371,8 +371,8 @@ def test_native_code_in_file_others_control_is_replaced(monkeypatch, planted, tm
         pytest.skip("only root can give a file to another user")
     else:
         os.chown(library, 12345, 12345)
-    found = load_as_new_process(monkeypatch)
-    assert_copies(found)
+    loaded = load_as_new_process(monkeypatch)
+    assert_copies(loaded)
     assert not mark.exists()
     assert stat.S_IMODE(library.lstat().st_mode) == 0o755
     assert_copies(load_as_new_process(monkeypatch, CC="false"))
@@ -402,42 +402,42 @@ def test_native_code_with_readonly_cache_compiles_privately(monkeypatch, tmp_pat
     (tmp_path / "own").mkdir(mode=0o700)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.warns(RuntimeWarning, match="cannot be written"):
-        found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "own"))
-    assert_copies(found)
+        loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path / "own"))
+    assert_copies(loaded)
     assert list((tmp_path / "own").iterdir()) == []
 
 
 def test_native_compiler_may_have_arguments(monkeypatch, tmp_path):
-    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{c_compiler()} -O1")
-    assert_copies(found)
+    loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{c_compiler()} -O1")
+    assert_copies(loaded)
 
 
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler", "/dev/null"])
 def test_native_broken_compiler_is_recorded_as_reason(monkeypatch, tmp_path, compiler):
-    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=compiler)
-    assert found.code is None
-    assert f"compiling with {compiler} failed" in found.reason
+    loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=compiler)
+    assert loaded.code is None
+    assert f"compiling with {compiler} failed" in loaded.reason
     assert list(tmp_path.iterdir()) == []
 
 
 def test_native_reason_includes_compiler_output(monkeypatch, tmp_path):
-    found = load_as_new_process(
+    loaded = load_as_new_process(
         monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=f"{c_compiler()} -include no_such_header.h"
     )
-    assert found.code is None
-    assert "no_such_header.h" in found.reason
+    assert loaded.code is None
+    assert "no_such_header.h" in loaded.reason
 
 
 def test_native_missing_compiler_is_recorded_as_reason(monkeypatch, tmp_path):
-    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None, PATH=NOT_A_FOLDER)
-    assert found.code is None
-    assert "no C compiler found (looked for $CC, cc, gcc, clang)" in found.reason
+    loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=str(tmp_path), CC=None, PATH=NOT_A_FOLDER)
+    assert loaded.code is None
+    assert "no C compiler found (looked for $CC, cc, gcc, clang)" in loaded.reason
 
 
 def test_native_unusable_cache_directory_is_recorded_as_reason(monkeypatch):
-    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=NOT_A_FOLDER, CC=None)
-    assert found.code is None
-    assert NOT_A_FOLDER in found.reason
+    loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=NOT_A_FOLDER, CC=None)
+    assert loaded.code is None
+    assert NOT_A_FOLDER in loaded.reason
 
 
 def test_native_missing_home_directory_is_recorded_as_reason(monkeypatch):
@@ -447,9 +447,9 @@ def test_native_missing_home_directory_is_recorded_as_reason(monkeypatch):
         raise KeyError(uid)
 
     monkeypatch.setattr(pwd, "getpwuid", raise_key_error)
-    found = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=None, XDG_CACHE_HOME=None, HOME=None)
-    assert found.code is None
-    assert "home" in found.reason
+    loaded = load_as_new_process(monkeypatch, KVTIER_CACHE_DIR=None, XDG_CACHE_HOME=None, HOME=None)
+    assert loaded.code is None
+    assert "home" in loaded.reason
 
 
 def test_batch_copy_without_compiler_uses_loop(tmp_path):
@@ -479,8 +479,8 @@ def test_native_code_compiled_by_two_processes_at_once(tmp_path):
         import kvtier.memory.native
         print("ready", flush=True)
         sys.stdin.readline()
-        found = kvtier.memory.native.native()
-        assert found.code is not None, found.reason
+        loaded = kvtier.memory.native.native()
+        assert loaded.code is not None, loaded.reason
     """
     processes = [python(script, KVTIER_CACHE_DIR=str(tmp_path)) for _ in range(2)]
     with contextlib.ExitStack() as stack:

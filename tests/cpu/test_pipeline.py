@@ -252,13 +252,13 @@ def test_timeline_has_every_op_and_copy_with_rows_and_bytes(executor, tmp_path):
     assert timeline.save(tmp_path / "trace.json") == 31 + on_streams
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    shown = [event for event in events if event["ph"] == "X"]
-    assert len(shown) == 31 + on_streams
-    assert {names[event["tid"]] for event in shown} == {span.track for span in timeline.spans} | {
+    complete_events = [event for event in events if event["ph"] == "X"]
+    assert len(complete_events) == 31 + on_streams
+    assert {names[event["tid"]] for event in complete_events} == {span.track for span in timeline.spans} | {
         f"{side} stream" for side in ("engine", "executor") if on_streams
     }
-    assert min(event["ts"] for event in shown) == 0
-    assert {event["args"].get("pieces") for event in shown if event["name"] == "copy"} == {1, 2}
+    assert min(event["ts"] for event in complete_events) == 0
+    assert {event["args"].get("pieces") for event in complete_events if event["name"] == "copy"} == {1, 2}
 
 
 def test_timeline_stream_spans_show_execution_time():

@@ -17,9 +17,9 @@ README = (ROOT / "README.md").read_text()
 
 
 def first_example() -> re.Match[str]:
-    found = re.search(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    assert found is not None, "the README has no Python block"
-    return found
+    example = re.search(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert example is not None, "the README has no Python block"
+    return example
 
 
 def readme_commands() -> list[str]:

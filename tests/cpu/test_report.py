@@ -33,7 +33,7 @@ def reports(tmp_path_factory):
     write_trace(generate(SyntheticTrace(sessions=25, seed=3)), folder / "<t>.jsonl")
     (folder / "model.json").write_text(json.dumps(MODEL))
     common = [str(folder / "<t>.jsonl"), "--model", str(folder / "model.json"), "--device", "4GiB", "--jobs", "1"]
-    found = {}
+    reports = {}
     for name, options in {
         "replay": ["--host", "4GiB", "--disk", "64GiB", "--policy", "lru,arc,s3fifo", "--capacities", "8"],
         "plan": ["--ttft-p99", "500ms", "--limit", "60"],
@@ -43,8 +43,8 @@ def reports(tmp_path_factory):
             patch.setattr("builtins.print", lambda *what, to=printed, **_: to.append(str(what[0])))
             page = folder / f"{name}.html"
             assert main([name, *common, *options, "--json", "--html", str(page)]) == 0
-        found[name] = page, json.loads(printed[-1])
-    return found
+        reports[name] = page, json.loads(printed[-1])
+    return reports
 
 
 @pytest.fixture
@@ -72,12 +72,12 @@ def opened(browser, reports):
 
 def marks(page, chart: str) -> dict[str, list[tuple[str, float]]]:
     """Return the (x, y) pairs that the page draws for each series."""
-    found: dict[str, list[tuple[str, float]]] = {}
+    pairs: dict[str, list[tuple[str, float]]] = {}
     for series, x, y in page.eval_on_selector_all(
         f"#chart-{chart} .mark", "all => all.map(m => [m.dataset.series, m.dataset.x, m.dataset.y])"
     ):
-        found.setdefault(series, []).append((x, float(y)))
-    return found
+        pairs.setdefault(series, []).append((x, float(y)))
+    return pairs
 
 
 def numbers(pairs) -> list[tuple[float, float]]:

@@ -187,9 +187,9 @@ class Trickle(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def readinto(self, room: Any) -> int:
-        part = self.content[self.position : self.position + min(len(room), 1000)]
-        room[: len(part)] = part
+    def readinto(self, target: Any) -> int:
+        part = self.content[self.position : self.position + min(len(target), 1000)]
+        target[: len(part)] = part
         self.position += len(part)
         return len(part)
 
