@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_table, report
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams, load_model
 from kvtier.engine.ops_invariant import InvariantOps
 from kvtier.messages import Route
@@ -37,7 +37,7 @@ from storage_support import Fault, FaultyStore
 TURNS, TOKENS_OUT, BLOCK_TOKENS = 5, 6, 16
 MOST_BLOCKS = 16  # per request
 TOLERANCE = 2e-3  # of a logit, absolute; SmolLM2's are between -20 and 40
-WAIT = StoreConfig("disk", patience=Patience.WAIT)
+WAIT = StoreConfig("disk", wait=WaitPolicy.WAIT)
 
 Name = tuple[int, int]
 """A request: conversation and turn."""

@@ -24,7 +24,7 @@ from benchmarks.random_weights import random_weights
 from benchmarks.report import Bar, Row, arguments, at_most, print_table, report
 from kvtier.cache.admin import CacheAdmin
 from kvtier.cache.allocation import Allocation
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.sampling import SamplingParams
@@ -47,7 +47,7 @@ def main() -> None:
     cache = CacheConfig(
         2 * num_prefix + BATCH * CONTEXT // BLOCK_TOKENS + 4096,
         host=HostConfig(3 * num_prefix),
-        stores=(StoreConfig("disk", WritebackConfig(WritePolicy.BACK, low_share=0.0), Patience.WAIT),),
+        stores=(StoreConfig("disk", WritebackConfig(WritePolicy.BACK, low_share=0.0), WaitPolicy.WAIT),),
         always_load=True,
     )
     config = EngineConfig(BLOCK_TOKENS, cache, SchedulerConfig(max_rows=BATCH, max_step_tokens=8192), (1, BATCH))

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtier.cache.admin import CacheAdmin
 from kvtier.cache.allocation import Allocation
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.prefetch import Prefetch
 from kvtier.errors import LoadError
@@ -246,4 +246,4 @@ class Lab:
 
 
 def disk(name: str = "disk", **options) -> StoreConfig:
-    return StoreConfig(name, **{"patience": Patience.WAIT, **options})
+    return StoreConfig(name, **{"wait": WaitPolicy.WAIT, **options})

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.engine.cache_runtime import CacheRuntime, new_controller
 from kvtier.engine.model import Model
@@ -93,7 +93,7 @@ class TiersMachine(RuleBasedStateMachine):
             max_blocks=st.sampled_from([1, 4, 100]),
             low_share=st.sampled_from([0.3, 1.0]),
         ),
-        patience=st.sampled_from(Patience),
+        wait=st.sampled_from(WaitPolicy),
         is_shared=st.booleans(),
         always_load=st.sampled_from([True, True, False]),
         free_share=st.sampled_from([0.0, 0.2]),
@@ -101,16 +101,14 @@ class TiersMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1 << 20),
         share=st.sampled_from([0.0, 0.15, 0.6]),
     )
-    def begin(
-        self, num_blocks, num_host, saving, patience, is_shared, always_load, free_share, store_bytes, seed, share
-    ):
+    def begin(self, num_blocks, num_host, saving, wait, is_shared, always_load, free_share, store_bytes, seed, share):
         namespace = Namespace("model", block_tokens=BLOCK)
         model = Model(TINY, random_weights(TINY, torch.float32, torch.device(self.device), seed=1))
         self.groups = [DeviceCacheGroup(model, num_blocks, BLOCK)]
         self.share = share
         self.memory = MemoryStore(store_bytes)
         stores = {"disk": FaultyStore(self.memory, Faults(seed, share))}
-        store = StoreConfig("disk", saving, patience, 3.0, is_shared=is_shared, max_fetching_blocks=6)
+        store = StoreConfig("disk", saving, wait, 3.0, is_shared=is_shared, max_fetching_blocks=6)
         host = HostConfig(num_host, saving=saving, free_share=free_share)
         config = CacheConfig(num_blocks, host=host, stores=(store,), always_load=always_load, free_share=free_share)
         self.controller = new_controller(num_host, self.groups, stores, namespace.fingerprint)

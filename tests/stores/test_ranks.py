@@ -7,7 +7,7 @@ import torch
 from benchmarks.random_weights import random_weights
 
 from engine_helpers import finish, greedy, prompts
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy
 from kvtier.engine import Model, ModelConfig
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model_config import RopeConfig
@@ -19,7 +19,7 @@ MODEL = Model(SHAPE, random_weights(SHAPE, torch.float32, torch.device("cpu"), s
 @pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 2), (2, 1)])
 def test_blocks_are_shared_between_rank_counts(redis_port, num_writers, num_readers):
     url = f"redis://127.0.0.1:{redis_port}?prefix=ranks-{num_writers}:"
-    store = StoreConfig("shared", patience=Patience.WAIT, is_shared=True)
+    store = StoreConfig("shared", wait=WaitPolicy.WAIT, is_shared=True)
     cache = CacheConfig(64, host=HostConfig(64), stores=(store,), always_load=True)
     found = []
     for num_ranks in (num_writers, num_readers):

@@ -98,7 +98,7 @@ class HostConfig:
             raise RangeError(f"free_share is in [0, 1), got {self.free_share}")
 
 
-class Patience(Enum):
+class WaitPolicy(Enum):
     """How long a request waits for its blocks from a store before it is scheduled."""
 
     BEST_EFFORT = "best_effort"
@@ -115,7 +115,7 @@ class StoreConfig:
 
     name: str = "disk"
     saving: WritebackConfig = field(default_factory=WritebackConfig)
-    patience: Patience = Patience.DEADLINE
+    wait: WaitPolicy = WaitPolicy.DEADLINE
     wait_seconds: float = 5.0
     is_shared: bool = False
     """True if other processes write to it: keys are looked up for each request. Otherwise the inventory is read once,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.cache.config import Patience
+from kvtier.cache.config import WaitPolicy
 from kvtier.cache.cost_model import CostModel, LoadDecision
 from kvtier.cache.in_flight import PendingTransfer, TransferTracker
 from kvtier.cache.writeback import StoreIndex, reserve_up_to
@@ -104,8 +104,8 @@ class Prefetcher:
             return True
         waited = now - prefetch.started
         return all(
-            store.config.patience is Patience.BEST_EFFORT
-            or (store.config.patience is Patience.DEADLINE and waited >= store.config.wait_seconds)
+            store.config.wait is WaitPolicy.BEST_EFFORT
+            or (store.config.wait is WaitPolicy.DEADLINE and waited >= store.config.wait_seconds)
             for store in self._stores
         )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from benchmarks.random_weights import random_weights
 
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.engine.cache_runtime import CacheRuntime, new_controller
 from kvtier.engine.model import Model
@@ -40,7 +40,7 @@ class Cache:
         config = CacheConfig(
             num_blocks,
             host=HostConfig(num_host, saving=saving),
-            stores=(StoreConfig("disk", saving, Patience.WAIT),),
+            stores=(StoreConfig("disk", saving, WaitPolicy.WAIT),),
             always_load=True,
         )
         self.groups = [DeviceCacheGroup(MODEL, num_blocks, BLOCK)]
@@ -264,7 +264,7 @@ def test_a_store_that_fails_for_a_while_costs_misses_and_nothing_else(caches):
 def test_a_size_the_machine_has_no_memory_for_is_refused_and_changes_nothing(tier):
     """A fuzzed server was killed by it."""
     machine = TiersMachine()
-    machine.begin(12, 10, WritebackConfig(), Patience.WAIT, False, False, 0.0, 1 << 20, 1, 0.0)
+    machine.begin(12, 10, WritebackConfig(), WaitPolicy.WAIT, False, False, 0.0, 1 << 20, 1, 0.0)
     with pytest.raises(RangeError, match="GiB are free"):
         machine.tiers.resize(tier, 1 << 40)
     assert [state.num_blocks for state in machine.tiers.states()[:2]] == [12, 10]

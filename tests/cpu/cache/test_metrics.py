@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.cache.config import Patience, WritebackConfig
+from kvtier.cache.config import WaitPolicy, WritebackConfig
 from tiers_machine import BLOCK, TiersMachine
 
 
@@ -18,7 +18,7 @@ def sampled(text: str) -> dict[tuple[str, ...], float]:
 
 def test_every_movement_is_counted():
     machine = TiersMachine()
-    machine.begin(12, 40, WritebackConfig(), Patience.WAIT, False, False, 0.0, 1 << 20, 1, 0.0)
+    machine.begin(12, 40, WritebackConfig(), WaitPolicy.WAIT, False, False, 0.0, 1 << 20, 1, 0.0)
     prompt = [1] * 33
     for turn in range(3):
         machine.add(prompt, 1, b"")

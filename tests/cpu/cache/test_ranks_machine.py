@@ -13,7 +13,7 @@ from benchmarks.random_weights import random_weights
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.engine.cache_runtime import CacheRuntime, new_controller
 from kvtier.engine.model import Model
@@ -93,14 +93,14 @@ class RanksMachine(TiersMachine):
         num_blocks=st.sampled_from([9, 12, 20]),
         num_host=st.sampled_from([3, 10, 60]),
         saving=st.builds(WritebackConfig, st.sampled_from(WritePolicy), max_blocks=st.sampled_from([1, 4, 100])),
-        patience=st.sampled_from(Patience),
+        wait=st.sampled_from(WaitPolicy),
         is_shared=st.booleans(),
         num_shards=st.sampled_from([2, 4]),
         store_bytes=st.sampled_from([16000, 1 << 20]),
         seed=st.integers(0, 1 << 20),
         share=st.sampled_from([0.0, 0.15, 0.6]),
     )
-    def begin(self, num_blocks, num_host, saving, patience, is_shared, num_shards, store_bytes, seed, share):
+    def begin(self, num_blocks, num_host, saving, wait, is_shared, num_shards, store_bytes, seed, share):
         namespace = Namespace("model", block_tokens=BLOCK)
         self.groups = [DeviceCacheGroup(MODEL, num_blocks, BLOCK) for _ in range(RANKS)]
         controllers = []
@@ -111,7 +111,7 @@ class RanksMachine(TiersMachine):
             self.break_copies(random.Random(seed + 10 + rank), share / 2)
             controllers.append(self.controller)
         self.together = Together(controllers, self.groups)
-        store = StoreConfig("disk", saving, patience, 3.0, is_shared=is_shared, max_fetching_blocks=6)
+        store = StoreConfig("disk", saving, wait, 3.0, is_shared=is_shared, max_fetching_blocks=6)
         config = CacheConfig(num_blocks, host=HostConfig(num_host, saving=saving), stores=(store,), always_load=True)
         self.manager = CacheManager(namespace, config, num_ranks=RANKS, num_host_ready=num_host)
         limits = SchedulerConfig(max_rows=3, max_step_tokens=12, starts_early=True)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier import dtype as dt
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError
 from kvtier.index import Chain, Namespace
@@ -409,7 +409,7 @@ class Cache:
 
     def __init__(self, num_ranks: int, stores, *, is_shared: bool) -> None:
         self.namespace = Namespace("model", block_tokens=4)
-        store = StoreConfig("disk", patience=Patience.WAIT, is_shared=is_shared)
+        store = StoreConfig("disk", wait=WaitPolicy.WAIT, is_shared=is_shared)
         config = CacheConfig(BLOCKS, host=HostConfig(BLOCKS + 1), stores=(store,), always_load=True)
         self.ranks = Ranks(LAYOUT, num_ranks, 4, stores)
         self.manager = CacheManager(self.namespace, config, num_ranks=num_ranks)

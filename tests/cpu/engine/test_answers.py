@@ -9,7 +9,7 @@ import torch
 from benchmarks.random_weights import random_weights
 
 from engine_helpers import greedy
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
@@ -96,7 +96,7 @@ def test_with_a_host_tier_and_a_device_too_small(model, talks, wanted, write):
 
 
 def test_with_a_disk_in_tiny_pools_and_again_from_the_disk_alone(model, talks, wanted, tmp_path):
-    disk = StoreConfig("disk", patience=Patience.WAIT)
+    disk = StoreConfig("disk", wait=WaitPolicy.WAIT)
     cache = CacheConfig(90, host=HostConfig(120), stores=(disk,), always_load=True)
     for _ in range(2):
         store = DiskStore(tmp_path, 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
@@ -117,7 +117,7 @@ def test_with_a_store_and_copies_that_fail(model, talks, wanted):
             yield Fault("an error") if share < 0.1 else Fault(flip_bit=bit) if share < 0.2 else Fault()
 
     store = FaultyStore(MemoryStore(1 << 30), trouble())
-    disk = StoreConfig("disk", patience=Patience.DEADLINE)
+    disk = StoreConfig("disk", wait=WaitPolicy.DEADLINE)
     engine = make(model, CacheConfig(90, host=HostConfig(120), stores=(disk,)), store)
     for lane in engine.tiers._controller._transfers._lanes.values():
         mover = lane._mover

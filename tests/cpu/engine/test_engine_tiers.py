@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_helpers import conversations, greedy, talk
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
@@ -250,18 +250,18 @@ def test_the_draft_models_blocks_travel_with_the_main_ones(model):
     random=st.randoms(use_true_random=False),
     num_blocks=st.sampled_from([16, 40]),
     num_host=st.sampled_from([6, 12, 100]),
-    patience=st.sampled_from(Patience),
+    wait=st.sampled_from(WaitPolicy),
     is_shared=st.booleans(),
     saving=st.builds(WritebackConfig, st.sampled_from(WritePolicy), low_share=st.sampled_from([0.3, 1.0])),
 )
 @settings(max_examples=6 * SOAK, deadline=None)
 def test_a_disk_never_changes_an_answer_nor_does_a_restart(
-    model, random, num_blocks, num_host, patience, is_shared, saving, tmp_path_factory
+    model, random, num_blocks, num_host, wait, is_shared, saving, tmp_path_factory
 ):
     talks = conversations(random, 5)
     wanted = talk(make(model, 400, None, caching=False), talks)
     folder = tmp_path_factory.mktemp("disk")
-    disk = StoreConfig("disk", saving, patience, is_shared=is_shared)
+    disk = StoreConfig("disk", saving, wait, is_shared=is_shared)
     for _ in range(2):  # and once more from what the first left on disk
         store = DiskStore(folder, 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
         engine = make(model, num_blocks, HostConfig(num_host), disk=disk, stores={"disk": store})
@@ -276,7 +276,7 @@ def test_disk_hits_happen_after_a_restart(model, tmp_path):
     hits = []
     for _ in range(2):
         store = DiskStore(tmp_path, 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
-        disk = StoreConfig("disk", patience=Patience.WAIT)
+        disk = StoreConfig("disk", wait=WaitPolicy.WAIT)
         engine = make(model, 16, HostConfig(100), disk=disk, stores={"disk": store})
         for i, prompt in enumerate(prompts):
             engine.add(prompt, greedy(2), request_id=str(i))

@@ -18,7 +18,7 @@ from benchmarks.random_weights import random_weights
 from cache_support import Worker
 from engine_helpers import Answer, finish, greedy, prompts
 from kvtier.cache.admin import CacheAdmin
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.engine import ForwardBatch, Model, ModelConfig, SequenceInput
 from kvtier.engine.cache_runtime import CacheRuntime
@@ -223,7 +223,7 @@ def children() -> list[psutil.Process]:
 def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, **options) -> Engine:
     """With a host tier, and blocks in a folder if there is one. Everything that is cached is loaded."""
     saving = WritebackConfig(WritePolicy.THROUGH)
-    stores = (StoreConfig("disk", saving, Patience.WAIT),) if folder is not None else ()
+    stores = (StoreConfig("disk", saving, WaitPolicy.WAIT),) if folder is not None else ()
     cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, always_load=True)
     config = EngineConfig(
         BLOCK, cache, SchedulerConfig(8, 64), tensor_parallel=num_ranks, **{"kv_shards": 4, **options}

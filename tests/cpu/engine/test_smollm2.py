@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine_driver import Driver, greedy
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, StoreConfig
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy
 from kvtier.engine import InvariantOps, Model, SamplingParams, load_model, load_tokenizer, resolve
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.messages import Route
@@ -103,7 +103,7 @@ def test_ten_requests_answer_the_same_from_every_tier(model, tmp_path):
     invariant = Model(model.config, model.weights, InvariantOps())
     tokenizer = load_tokenizer()
     wanted = talk(Engine(invariant, tokenizer, EngineConfig(16, CacheConfig(200, prefix_caching=False))), tokenizer)
-    disk = StoreConfig("disk", patience=Patience.WAIT)
+    disk = StoreConfig("disk", wait=WaitPolicy.WAIT)
     cache = CacheConfig(6, host=HostConfig(60), stores=(disk,), always_load=True)
     for _ in range(2):  # the second time from what the first left on disk
         store = DiskStore(tmp_path, 1 << 30, segment_bytes=64 << 20, min_free_bytes=0)

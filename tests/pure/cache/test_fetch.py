@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
-from kvtier.cache.config import HostConfig, Patience
+from kvtier.cache.config import HostConfig, WaitPolicy
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain
 from kvtier.messages import Probe, Report, Route, StoreLookup, TransferResult, split_keys
@@ -243,19 +243,19 @@ def test_prefetch_does_not_wait_for_hole_held_by_pin():
     lab.manager.unpin(pin)
 
 
-# ---- patience ------------------------------------------------------------------------------------------------------
+# ---- wait ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("patience", "ready_at"),
+    ("wait", "ready_at"),
     [
-        (Patience.BEST_EFFORT, [True, True, True]),
-        (Patience.DEADLINE, [False, False, True]),
-        (Patience.WAIT, [False] * 3),
+        (WaitPolicy.BEST_EFFORT, [True, True, True]),
+        (WaitPolicy.DEADLINE, [False, False, True]),
+        (WaitPolicy.WAIT, [False] * 3),
     ],
 )
-def test_prefetch_patience_sets_wait_time(patience, ready_at):
-    lab = lab_with(prompt(1, 4), config=disk(patience=patience, wait_seconds=2.0))
+def test_prefetch_patience_sets_wait_time(wait, ready_at):
+    lab = lab_with(prompt(1, 4), config=disk(wait=wait, wait_seconds=2.0))
     lab.now = 10.0
     fetch = lab.manager.prefetch(prompt(1, 4), now=lab.now)
     lab.plan()
@@ -265,13 +265,13 @@ def test_prefetch_patience_sets_wait_time(patience, ready_at):
 
 
 def test_prefetch_uses_most_patient_store():
-    lab = Lab(20, stores=[disk("a", patience=Patience.BEST_EFFORT), disk("b", patience=Patience.WAIT)])
+    lab = Lab(20, stores=[disk("a", wait=WaitPolicy.BEST_EFFORT), disk("b", wait=WaitPolicy.WAIT)])
     fetch = lab.manager.prefetch(prompt(1, 4))
     assert not lab.manager.is_prefetched(fetch, now=1e9)
 
 
 def test_late_prefetch_serves_next_request():
-    lab = lab_with(prompt(1, 4), config=disk(patience=Patience.BEST_EFFORT))
+    lab = lab_with(prompt(1, 4), config=disk(wait=WaitPolicy.BEST_EFFORT))
     fetch = lab.manager.prefetch(prompt(1, 4))
     lab.plan()
     hold = lab.start(prompt(1, 4), fetch)

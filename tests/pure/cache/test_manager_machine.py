@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from cache_support import Lab, chain_of, content
 from kvtier.cache.allocation import Allocation
-from kvtier.cache.config import HostConfig, Patience, StoreConfig, WritebackConfig, WritePolicy
+from kvtier.cache.config import HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.cache.prefetch import Prefetch
 from kvtier.errors import LoadError
 from kvtier.index import Chain, Lease, MediaItem
@@ -43,7 +43,7 @@ SAVINGS = st.builds(
 STORES = st.builds(
     StoreConfig,
     saving=SAVINGS,
-    patience=st.sampled_from(Patience),
+    wait=st.sampled_from(WaitPolicy),
     wait_seconds=st.just(3.0),
     is_shared=st.booleans(),
     max_fetching_blocks=st.sampled_from([1, 4, 100]),
@@ -315,7 +315,7 @@ def fields(config: StoreConfig):
     """All but its name, in order."""
     return (
         config.saving,
-        config.patience,
+        config.wait,
         config.wait_seconds,
         config.is_shared,
         config.max_fetching_blocks,

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from cache_support import BLOCK, Lab, chain_of, content, disk, prompt
-from kvtier.cache.config import CacheConfig, HostConfig, Patience, WritebackConfig, WritePolicy
+from kvtier.cache.config import CacheConfig, HostConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import ArgumentError, LoadError, RangeError, StateError
 from kvtier.index import MediaItem, Namespace
@@ -235,9 +235,9 @@ def run(scheduler: Scheduler, lab: Lab, steps: int = 200) -> None:
     raise AssertionError("no end")
 
 
-@pytest.mark.parametrize("patience", Patience)
-def test_requests_finish_under_any_patience(patience):
-    lab = Lab(20, stores=[disk(patience=patience, wait_seconds=0.3)])
+@pytest.mark.parametrize("wait", WaitPolicy)
+def test_requests_finish_under_any_patience(wait):
+    lab = Lab(20, stores=[disk(wait=wait, wait_seconds=0.3)])
     scheduler = Scheduler(lab.manager, SchedulerConfig(max_rows=4, max_step_tokens=64))
     for again in range(3):
         requests = [Request(f"{again}-{number}", prompt(number % 3, 5), 3) for number in range(6)]
