@@ -62,7 +62,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("field", CASES)
-def test_a_wrong_value_is_refused_and_its_field_is_named(server, field):
+def test_request_invalid_value_names_the_field(server, field):
     for value in CASES[field]:
         body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1, field: value}
         error = refused(server.post(CHAT, body))
@@ -82,13 +82,13 @@ def test_a_wrong_value_is_refused_and_its_field_is_named(server, field):
         ("Hello", "messages.0"),
     ],
 )
-def test_a_wrong_message_is_named_by_its_place(server, message, where):
+def test_invalid_message_error_names_its_index(server, message, where):
     error = refused(server.post(CHAT, {"model": server.model, "messages": [message], "max_tokens": 1}))
     assert error["param"].startswith(where)
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], [""], "", [1.5], [[1], "x"], {"a": 1}, [-1], [2**31], None, [10**6]])
-def test_a_wrong_prompt_is_refused(server, prompt):
+def test_invalid_prompt_is_400(server, prompt):
     error = refused(server.post(TEXT, {"model": server.model, "prompt": prompt, "max_tokens": 1}))
     assert "prompt" in error["message"]
     assert error["param"].split(".")[0] == "prompt"
@@ -113,11 +113,11 @@ def test_a_wrong_prompt_is_refused(server, prompt):
     ],
     ids=["empty", "cut", "list", "null", "text", "bom", "utf8", "surrogate", "nan", "inf", "deep", "deeper", "nul"],
 )
-def test_what_is_not_json_of_an_object_is_refused(server, data):
+def test_body_that_is_not_a_json_object_is_400(server, data):
     refused(server.post(CHAT, content=data, headers={"content-type": "application/json"}))
 
 
-def test_surrogates_anywhere_are_refused_and_not_met_in_the_template(server):
+def test_lone_surrogate_in_any_field_is_400(server):
     body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"a": "\ud800"}}}
     for more in ({"tools": [tool]}, {"cache_salt": "\ud800"}, {"user": "\udfff"}):
@@ -133,7 +133,7 @@ DEEP = {
 
 
 @pytest.mark.parametrize("field", DEEP)
-def test_json_that_is_nested_too_deep_is_refused_and_its_field_is_named(server, field):
+def test_json_nested_too_deep_names_the_field(server, field):
     def ask(depth):
         given = {key: json.dumps(value) for key, value in (("model", server.model), ("messages", MESSAGES))}
         given[field] = DEEP[field].replace("DEEP", '{"a":' * (depth - 1) + "{}" + "}" * (depth - 1))
@@ -147,13 +147,13 @@ def test_json_that_is_nested_too_deep_is_refused_and_its_field_is_named(server, 
     assert ask(100).status_code == 200 or field == "response_format"  # "a" means nothing in a schema
 
 
-def test_a_body_of_another_type_is_refused(server):
+def test_body_with_wrong_content_type_is_400(server):
     data = json.dumps({"model": server.model, "messages": MESSAGES, "max_tokens": 1})
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         refused(server.post(CHAT, content=data, headers={"content-type": kind}))
 
 
-def test_an_unknown_model_and_an_unknown_path_are_404(server):
+def test_unknown_model_or_path_is_404(server):
     error = refused(server.post(CHAT, {"model": "gpt-5", "messages": MESSAGES}), 404)
     assert error["param"] == "model"
     assert "tiny" in error["message"]
@@ -162,7 +162,7 @@ def test_an_unknown_model_and_an_unknown_path_are_404(server):
     refused(server.get(CHAT), 405)
 
 
-def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(server):
+def test_prompt_too_long_error_has_the_numbers(server):
     error = refused(server.post(TEXT, {"model": server.model, "prompt": "x" * CONTEXT, "max_tokens": 1}))
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert str(CONTEXT) in error["message"]
@@ -171,7 +171,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(server):
     assert "48" in error["message"]
 
 
-def test_what_does_not_go_together_is_refused(server):
+def test_conflicting_options_are_400(server):
     def error(path=CHAT, **more):
         base = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
         return refused(server.post(path, {"model": server.model, **base, **more}))
@@ -186,7 +186,7 @@ def test_what_does_not_go_together_is_refused(server):
     assert error(TEXT, echo=True)["param"] == "echo"
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(server):
+def test_body_too_large_is_413_before_it_is_read(server):
     size = (4 << 20) + 1
     error = refused(server.post(CHAT, content=b"x" * size, headers={"content-type": "application/json"}), 413)
     assert str(size) in error["message"]
@@ -199,7 +199,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(server):
     assert refused(answer, 413)["code"] == "body_too_large"
 
 
-def test_rubbish_instead_of_http_ends_the_connection_and_nothing_else(server):
+def test_non_http_bytes_close_only_their_connection(server):
     place = urlsplit(server.url)
     for rubbish in (b"\0\1\2\3\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"x" * 100_000, b"\r\n\r\n"):
         with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
@@ -214,7 +214,7 @@ def test_rubbish_instead_of_http_ends_the_connection_and_nothing_else(server):
     assert server.get("/health").status_code == 200
 
 
-def test_a_page_of_another_site_gets_nothing_from_a_server_without_keys(server):
+def test_cross_site_request_without_keys_is_403(server):
     body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
     assert server.post(CHAT, json=body, headers={"sec-fetch-site": "cross-site"}).status_code == 403
     assert server.post(CHAT, json=body, headers={"host": "evil.example:8000"}).status_code == 403

@@ -47,7 +47,7 @@ def refused(capsys, *arguments):
         (("completion", "tcsh"), "invalid choice: 'tcsh'"),
     ],
 )
-def test_what_is_misspelt_is_an_error_with_a_suggestion(capsys, arguments, told):
+def test_misspelt_argument_error_suggests_the_right_one(capsys, arguments, told):
     assert told in refused(capsys, *arguments)
 
 
@@ -60,7 +60,7 @@ def is_json(capsys, *arguments):
     return capsys.readouterr().out.startswith("{")
 
 
-def test_flags_win_over_the_environment_and_that_over_the_file(monkeypatch, tmp_path, capsys):
+def test_flags_override_environment_and_environment_the_file(monkeypatch, tmp_path, capsys):
     file = tmp_path / "kvtier.toml"
     file.write_text("[completion]\njson = true\n")
     assert not is_json(capsys)
@@ -72,7 +72,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(monkeypatch, tmp_
     assert is_json(capsys, "--json")
 
 
-def test_settings_that_nobody_knows_are_errors_with_a_suggestion(capsys, monkeypatch, tmp_path):
+def test_unknown_setting_error_suggests_the_right_one(capsys, monkeypatch, tmp_path):
     file = tmp_path / "kvtier.toml"
     file.write_text("[serve]\nprot = 80\n")
     assert f"{file}: [serve] has no option prot; did you mean port?" in refused(capsys, "serve", "--config", str(file))
@@ -101,7 +101,7 @@ def test_settings_that_nobody_knows_are_errors_with_a_suggestion(capsys, monkeyp
         ('log-level = "loud"', "must be one of debug, info, warning, error"),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_told_with_its_place(capsys, tmp_path, table, told):
+def test_config_value_of_wrong_type_names_the_key(capsys, tmp_path, table, told):
     file = tmp_path / "kvtier.toml"
     file.write_text(f"[serve]\n{table}\n")
     assert told in refused(capsys, "serve", "--config", str(file))
@@ -126,7 +126,7 @@ def test_a_value_of_the_wrong_kind_is_told_with_its_place(capsys, tmp_path, tabl
         ),
     ],
 )
-def test_tenants_that_make_no_sense_are_refused_and_their_keys_not_shown(capsys, tmp_path, tenants, told):
+def test_invalid_tenants_error_does_not_show_keys(capsys, tmp_path, tenants, told):
     file = tmp_path / "kvtier.toml"
     file.write_text(tenants)
     assert main(["serve", "--config", str(file), "--model", "/no/such"]) == 1
@@ -135,7 +135,7 @@ def test_tenants_that_make_no_sense_are_refused_and_their_keys_not_shown(capsys,
     assert "12345678" not in shown
 
 
-def test_an_address_that_others_reach_needs_keys(capsys):
+def test_public_address_without_keys_is_refused(capsys):
     assert main(["serve", "--host", "0.0.0.0", "--model", "/no/such"]) == 1
     assert "there are no API keys" in capsys.readouterr().err
 
@@ -143,7 +143,7 @@ def test_an_address_that_others_reach_needs_keys(capsys):
 # ---- help and completion ----
 
 
-def test_every_command_has_examples_json_and_a_file_of_settings(capsys):
+def test_every_command_has_examples_json_and_config_options(capsys):
     main(["completion", "bash", "--json"])
     commands = json.loads(capsys.readouterr().out)
     assert {"serve", "generate", "chat", "bench", "doctor", "inspect", "verify"} <= {*commands}
@@ -163,7 +163,7 @@ def test_every_command_has_examples_json_and_a_file_of_settings(capsys):
         (["kvtier", "--json", "doctor", "--cal"], ["--calibrate"]),
     ],
 )
-def test_bash_completes(capsys, words, wanted):
+def test_bash_completion_completes_commands_and_options(capsys, words, wanted):
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     quoted = " ".join(f"'{word}'" for word in words)
@@ -174,7 +174,7 @@ def test_bash_completes(capsys, words, wanted):
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_a_script_with_every_command(capsys, shell):
+def test_completion_script_lists_every_command(capsys, shell):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in ("serve", "verify", "max-rows", "shared-words"))
@@ -194,7 +194,7 @@ def test_generate_and_chat_print_json(tiny_model):
     assert row["finish_reason"] in ("length", "stop")
 
 
-def test_generate_and_chat_tell_of_answers_there_is_no_room_for(tiny_model):
+def test_generate_and_chat_report_refused_prompts(tiny_model):
     small, long = ("--model", str(tiny_model), "--blocks", "2", "--max-tokens", "4", "--json"), "x" * 100
     done = run("generate", *small, "short", long)
     assert done.returncode == 1
@@ -208,7 +208,7 @@ def test_generate_and_chat_tell_of_answers_there_is_no_room_for(tiny_model):
     assert json.loads(done.stdout)["finish_reason"] == "refused"
 
 
-def test_bench_reports_what_clients_saw(server, capsys):
+def test_bench_reports_statuses_and_latencies(server, capsys):
     assert main(["bench", "--url", server.url, "--clients", "4", "--requests", "8", "--max-tokens", "5", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["statuses"] == {"200": 8}
@@ -217,7 +217,7 @@ def test_bench_reports_what_clients_saw(server, capsys):
     assert "no kvtier server at http://127.0.0.1:9" in capsys.readouterr().err
 
 
-def test_bench_fails_if_somebody_was_not_answered(server, capsys):
+def test_bench_fails_if_a_request_failed(server, capsys):
     load = ("bench", "--url", server.url, "--clients", "2", "--requests", "3", "--json")
     assert main([*load, "--max-tokens", "99999"]) == 1
     shown = capsys.readouterr()
@@ -228,7 +228,7 @@ def test_bench_fails_if_somebody_was_not_answered(server, capsys):
         assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
 
 
-def test_a_stream_that_breaks_is_counted_once():
+def test_load_counts_a_broken_stream_once():
     async def answer(reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))
@@ -295,7 +295,7 @@ def test_verify_finds_damage_once_and_quarantines_it(folder, capsys):
     assert "39 objects read" in capsys.readouterr().out
 
 
-def test_what_is_no_disk_tier_or_is_in_use_is_told(folder, tmp_path, capsys):
+def test_inspect_of_invalid_or_locked_folder_fails(folder, tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "none")]) == 1
     assert "is neither a folder nor the URL of a store" in capsys.readouterr().err
     assert main(["verify", str(tmp_path)]) == 1

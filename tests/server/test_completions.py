@@ -31,7 +31,7 @@ def fresh(text: str = "Hello") -> list[dict[str, str]]:
     return [{"role": "user", "content": f"{uuid.uuid4()} {text}"}]
 
 
-def test_an_answer_is_what_the_engine_says(server, llm):
+def test_chat_completion_equals_the_engine_output(server, llm):
     answer = server.client().chat.completions.create(
         model=server.model, messages=HELLO, temperature=0, max_tokens=20, extra_body={"ignore_eos": True}
     )
@@ -45,7 +45,7 @@ def test_an_answer_is_what_the_engine_says(server, llm):
     assert answer.model == server.model == "tiny"
 
 
-def test_a_stream_is_the_same_answer_in_pieces(server, llm):
+def test_chat_stream_pieces_join_to_the_whole_answer(server, llm):
     options = {"model": server.model, "messages": HELLO, "temperature": 0, "max_tokens": 30}
     chunks = list(server.client().chat.completions.create(**options, stream=True, extra_body={"ignore_eos": True}))
     assert len({chunk.id for chunk in chunks}) == 1
@@ -57,7 +57,7 @@ def test_a_stream_is_the_same_answer_in_pieces(server, llm):
     assert len(chunks) > 10
 
 
-def test_the_bytes_of_a_stream_are_server_sent_events(server):
+def test_stream_bytes_are_server_sent_events(server):
     body = {"model": server.model, "messages": HELLO, "max_tokens": 5, "stream": True, "temperature": 0}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -72,7 +72,7 @@ def test_the_bytes_of_a_stream_are_server_sent_events(server):
         assert json.loads(event[6:])["object"] == "chat.completion.chunk"
 
 
-def test_usage_comes_last_in_a_stream_that_asks_for_it(server):
+def test_stream_with_include_usage_ends_with_usage(server):
     chunks = list(
         server.client().chat.completions.create(
             model=server.model, messages=HELLO, max_tokens=4, stream=True, stream_options={"include_usage": True}
@@ -83,7 +83,7 @@ def test_usage_comes_last_in_a_stream_that_asks_for_it(server):
     assert chunks[-1].usage.completion_tokens <= 4
 
 
-def test_the_second_time_the_prompt_is_cached_and_another_salt_finds_nothing(server):
+def test_repeated_prompt_is_cached_per_salt(server):
     messages = fresh("x" * 200)
     client = server.client()
 
@@ -99,7 +99,7 @@ def test_the_second_time_the_prompt_is_cached_and_another_salt_finds_nothing(ser
     assert cached(cache_salt="yours") == 0
 
 
-def test_several_answers_of_one_seed(server):
+def test_n_choices_with_a_seed_are_reproducible(server):
     def texts(**options):
         answer = server.client().chat.completions.create(
             model=server.model, messages=HELLO, n=3, seed=7, temperature=1.0, max_tokens=8, **options
@@ -111,7 +111,7 @@ def test_several_answers_of_one_seed(server):
     assert texts() == first
 
 
-def test_several_answers_in_one_stream(server):
+def test_n_choices_in_a_stream_equal_the_whole_response(server):
     pieces = {0: "", 1: ""}
     ends = []
     for chunk in server.client().chat.completions.create(
@@ -127,7 +127,7 @@ def test_several_answers_in_one_stream(server):
     assert [pieces[0], pieces[1]] == [choice.message.content for choice in whole.choices]
 
 
-def test_a_stop_text_ends_the_answer_before_it(server):
+def test_stop_text_ends_the_answer_before_it(server):
     options = {"model": server.model, "prompt": "abc", "temperature": 0, "max_tokens": 40}
     whole = server.client().completions.create(**options).choices[0].text
     stop = whole[10:12]
@@ -138,7 +138,7 @@ def test_a_stop_text_ends_the_answer_before_it(server):
     assert "".join(chunk.choices[0].text for chunk in streamed) == whole[: whole.index(stop)]
 
 
-def test_log_probabilities_are_the_engines(server, llm):
+def test_chat_logprobs_equal_those_of_the_engine(server, llm):
     answer = server.client().chat.completions.create(
         model=server.model, messages=HELLO, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
     )
@@ -157,7 +157,7 @@ def test_log_probabilities_are_the_engines(server, llm):
     assert [each.token for each in streamed] == [each.token for each in told]
 
 
-def test_prompts_are_texts_or_tokens_one_or_several(server, llm):
+def test_completion_prompt_may_be_text_tokens_or_a_list(server, llm):
     complete = server.client().completions.create
     options = {"model": server.model, "temperature": 0, "max_tokens": 6}
     one = complete(prompt="One", **options).choices[0].text
@@ -174,7 +174,7 @@ def test_prompts_are_texts_or_tokens_one_or_several(server, llm):
     assert pieces == [one, two]
 
 
-def test_the_old_form_of_log_probabilities(server):
+def test_completion_logprobs_have_the_legacy_form(server):
     answer = server.client().completions.create(
         model=server.model, prompt="One", temperature=0, max_tokens=5, logprobs=2
     )
@@ -186,7 +186,7 @@ def test_the_old_form_of_log_probabilities(server):
         assert token in top
 
 
-def test_tools_go_through_the_chat_template(server):
+def test_tools_are_rendered_by_the_chat_template(server):
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
     create = server.client().chat.completions.create
     options = {"model": server.model, "messages": HELLO, "max_tokens": 1}
@@ -196,7 +196,7 @@ def test_tools_go_through_the_chat_template(server):
     assert create(**options, tools=[tool], tool_choice="none").usage.prompt_tokens == bare
 
 
-def test_parts_of_text_are_one_text_and_an_assistants_tool_calls_are_passed_on(server):
+def test_text_parts_are_joined_and_tool_calls_rendered(server):
     parts = [
         {"role": "user", "content": [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "who are you?"}]}
     ]
@@ -208,7 +208,7 @@ def test_parts_of_text_are_one_text_and_an_assistants_tool_calls_are_passed_on(s
     assert count(said) == count(empty) + len(json.dumps([call]))
 
 
-def test_models_tokenize_health_and_metrics(server, llm):
+def test_models_tokenize_health_and_metrics_respond(server, llm):
     assert [model.id for model in server.client().models.list()] == ["tiny"]
     assert server.client().models.retrieve("tiny").max_model_len == CONTEXT
     assert server.post("/tokenize", {"prompt": "Grüße"}).json()["tokens"] == llm.tokenizer.encode("Grüße")
@@ -224,7 +224,7 @@ def test_models_tokenize_health_and_metrics(server, llm):
     assert families["kvtier_ttft_seconds"].type == "histogram"
 
 
-def test_what_became_of_a_request_can_be_asked(server):
+def test_explain_returns_the_result_of_a_request(server):
     messages = fresh("y" * 100)
     answer = server.client().chat.completions.create(model=server.model, messages=messages, max_tokens=3)
     found = server.get(f"/control/explain/{answer.id}").json()
@@ -235,7 +235,7 @@ def test_what_became_of_a_request_can_be_asked(server):
     assert server.get("/control/explain/nobody").status_code == 404
 
 
-def test_64_clients_at_once_get_what_each_would_alone(server, llm):
+def test_64_concurrent_clients_get_correct_answers(server, llm):
     prompts = [f"Client {number} says {'la' * (number % 7)}" for number in range(64)]
     truth = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), progress=False)
 
@@ -254,7 +254,7 @@ def test_64_clients_at_once_get_what_each_would_alone(server, llm):
     assert asyncio.run(all_at_once()) == [answers[0].text for answers in truth]
 
 
-def test_the_spec_is_the_servers_own(server):
+def test_openapi_spec_lists_the_paths_of_the_server(server):
     spec = server.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/health", "/state"} <= {
         *spec["paths"]
@@ -262,7 +262,7 @@ def test_the_spec_is_the_servers_own(server):
     assert "422" not in spec["paths"]["/v1/completions"]["post"]["responses"]
 
 
-def test_a_client_of_another_kind_of_error_gets_openais_exceptions(server):
+def test_openai_client_raises_its_own_exceptions(server):
     with pytest.raises(openai.NotFoundError, match="unknown model 'gpt-5'"):
         server.client().chat.completions.create(model="gpt-5", messages=HELLO)
     with pytest.raises(openai.BadRequestError) as caught:

@@ -284,7 +284,7 @@ def test_accept_recovers_from_exhausted_descriptors(keyed):
     assert keyed.get("/health").status_code == 200
 
 
-def test_busy_connections_leave_room_for_health(start):
+def test_busy_connections_do_not_block_health(start):
     server = start("--max-connections", "4", "--max-connections-per-address", "3")
     body = json.dumps({"model": server.model, "prompt": "x", "max_tokens": 1}).encode()
     held = [Connection(server, POST + b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n" % len(body)) for _ in "abc"]

@@ -53,7 +53,7 @@ def explained(server):
     return server.state()["recent"][0]
 
 
-def test_tiers_are_told_with_what_is_in_them(tiered):
+def test_control_tiers_reports_sizes_and_usage(tiered):
     ask(tiered, fresh())
     tiers = {tier["name"]: tier for tier in tiered.get("/control/tiers").json()["tiers"]}
     assert [*tiers] == ["device", "host", "disk"]
@@ -66,7 +66,7 @@ def test_tiers_are_told_with_what_is_in_them(tiered):
     assert tiers["disk"]["bytes"] == 64 << 20
 
 
-def test_the_state_tells_hits_by_tier_and_bytes_by_direction(tiered):
+def test_state_reports_hits_by_tier_and_bytes_by_direction(tiered):
     prompt = fresh()
     before = tiered.state()["hits"]["by_tier"]["device"]
     ask(tiered, prompt)
@@ -85,7 +85,7 @@ def test_the_state_tells_hits_by_tier_and_bytes_by_direction(tiered):
     assert all(0 <= point["hit_rate"] <= 1 for point in ghost["points"])
 
 
-def test_a_pinned_prompt_stays_when_others_fill_the_device(tiered):
+def test_pinned_prompt_survives_eviction_pressure(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     assert control(tiered, "pin", {"name": "mine", "prompt": prompt})["pinned_tokens"] == 160
@@ -98,7 +98,7 @@ def test_a_pinned_prompt_stays_when_others_fill_the_device(tiered):
     assert control(tiered, "unpin", {"name": "mine"}, 400)["error"]["message"]
 
 
-def test_a_request_for_which_pins_leave_no_room_is_a_clear_503(start):
+def test_request_without_room_beside_pins_is_503(start):
     server = start("--blocks", "8")
     ask(server, prompt := fresh(112))
     assert control(server, "pin", {"name": "most", "prompt": prompt})["pinned_tokens"] == 112
@@ -116,7 +116,7 @@ def test_a_request_for_which_pins_leave_no_room_is_a_clear_503(start):
     assert server.post(TEXT, body).status_code == 200
 
 
-def test_a_demoted_prompt_comes_back_from_the_host(tiered):
+def test_demoted_prompt_is_loaded_from_the_host(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     assert control(tiered, "demote", {"prompt": prompt})["blocks"] == 10
@@ -124,14 +124,14 @@ def test_a_demoted_prompt_comes_back_from_the_host(tiered):
     assert explained(tiered)["tokens_from"].get("host", 0) >= 128
 
 
-def test_a_dropped_prompt_is_gone_from_every_tier(tiered):
+def test_dropped_prompt_is_in_no_tier(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     assert control(tiered, "drop", {"prompt": prompt})["blocks"] >= 10
     assert ask(tiered, prompt) < 16  # not a block; other prompts may begin with the same letters
 
 
-def test_prompts_are_texts_tokens_or_conversations_under_their_salt(tiered):
+def test_control_takes_text_tokens_or_messages_with_a_salt(tiered):
     messages = [{"role": "user", "content": fresh()}]
     body = {"model": tiered.model, "messages": messages, "max_tokens": 1, "cache_salt": "mine"}
     assert tiered.post("/v1/chat/completions", body).status_code == 200
@@ -142,7 +142,7 @@ def test_prompts_are_texts_tokens_or_conversations_under_their_salt(tiered):
     assert control(tiered, "drop", {"prompt": tokens})["blocks"] == 4
 
 
-def test_a_reset_forgets_memory_and_the_disk_only_if_asked_to(tiered):
+def test_reset_clears_the_disk_only_on_request(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     control(tiered, "demote", {"prompt": prompt})  # it is on disk afterwards
@@ -154,7 +154,7 @@ def test_a_reset_forgets_memory_and_the_disk_only_if_asked_to(tiered):
     assert ask(tiered, prompt) == 0
 
 
-def test_asleep_it_takes_no_requests_and_awake_it_finds_what_it_had(tiered):
+def test_sleep_refuses_requests_and_wake_keeps_the_cache(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     control(tiered, "sleep")
@@ -168,7 +168,7 @@ def test_asleep_it_takes_no_requests_and_awake_it_finds_what_it_had(tiered):
     assert ask(tiered, prompt) >= 144
 
 
-def test_a_tier_gets_another_size_and_prompts_as_long_as_it_allows(tiered):
+def test_resize_changes_tier_and_longest_prompt(tiered):
     prompt = fresh(2000)
     too_long = tiered.post(TEXT, {"model": tiered.model, "prompt": prompt, "max_tokens": 1})
     assert too_long.status_code == 400  # 64 blocks are 1024 tokens
@@ -197,6 +197,6 @@ def test_a_tier_gets_another_size_and_prompts_as_long_as_it_allows(tiered):
         ("reset", {"all": True}, "all"),
     ],
 )
-def test_wrong_controls_are_refused(tiered, name, body, param):
+def test_invalid_control_body_names_the_field(tiered, name, body, param):
     error = control(tiered, name, body, 400)["error"]
     assert (error["param"] or "").split(".")[0] == (param or "")

@@ -112,7 +112,7 @@ class _Parts(HTMLParser):
         self._within = ""
 
 
-def test_the_policy_admits_the_one_script_and_style_and_nothing_else(tiered):
+def test_dashboard_policy_admits_only_its_script_and_style(tiered):
     answer = tiered.get("/")
     parts = _Parts()
     parts.feed(answer.text)
@@ -132,7 +132,7 @@ def test_the_policy_admits_the_one_script_and_style_and_nothing_else(tiered):
 
 
 @needs_browser
-def test_numbers_change_as_traffic_flows(tiered, opened):
+def test_dashboard_numbers_follow_the_traffic(tiered, opened):
     tiered.post("/control/reset", {"clear_stores": True})
     page = serving(opened(tiered.url))
     device = page.locator("[data-tier=device]")
@@ -169,7 +169,7 @@ def test_numbers_change_as_traffic_flows(tiered, opened):
 
 
 @needs_browser
-def test_what_runs_is_counted_while_it_runs(tiered, opened):
+def test_dashboard_counts_running_requests(tiered, opened):
     page = serving(opened(tiered.url))
     expect(page.locator("#running")).to_have_text("0", timeout=WAIT)
     body = {"model": tiered.model, "prompt": new_text(), "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -181,7 +181,7 @@ def test_what_runs_is_counted_while_it_runs(tiered, opened):
 
 
 @needs_browser
-def test_transfers_are_shown_against_the_limit_of_the_link_where_it_is_known(tiered, opened):
+def test_dashboard_transfers_show_share_of_the_link_limit(tiered, opened):
     """On a CPU it never is; so the answers of the server pass by here and get one."""
 
     def with_limit(route):
@@ -202,7 +202,7 @@ def test_transfers_are_shown_against_the_limit_of_the_link_where_it_is_known(tie
 
 
 @needs_browser
-def test_charts_are_tables_for_those_who_want_them_and_the_keyboard_gets_everywhere(tiered, opened):
+def test_dashboard_charts_have_tables_and_keyboard_access(tiered, opened):
     texts = conversations(4, 1400)
     for _ in range(2):
         for text in texts:  # long enough to be sampled for the curve of sizes
@@ -237,7 +237,7 @@ def test_charts_are_tables_for_those_who_want_them_and_the_keyboard_gets_everywh
 
 
 @needs_browser
-def test_asleep_slow_and_away_are_said_and_so_is_what_is_old(tiered, opened):
+def test_dashboard_shows_asleep_slow_offline_and_stale(tiered, opened):
     page = serving(opened(tiered.url, may_complain=True))
     status, notice = page.locator("#status"), page.get_by_role("status")
     try:
@@ -269,7 +269,7 @@ def test_asleep_slow_and_away_are_said_and_so_is_what_is_old(tiered, opened):
 
 
 @needs_browser
-def test_a_hidden_page_does_not_ask(tiered, opened):
+def test_hidden_dashboard_sends_no_requests(tiered, opened):
     page = opened("about:blank")
     page.clock.install()
     asked = []
@@ -285,7 +285,7 @@ def test_a_hidden_page_does_not_ask(tiered, opened):
 
 
 @needs_browser
-def test_a_key_is_asked_for_and_kept_in_the_tab_only(start, opened):
+def test_dashboard_key_is_kept_in_the_tab_only(start, opened):
     name = "<img src=x onerror=alert(1)>"  # text, whatever it looks like
     server = start("--name", name, env={"KVTIER_API_KEY": USER, "KVTIER_ADMIN_KEY": ADMIN})
     page = opened(server.url, may_complain=True)
@@ -322,7 +322,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(start, opened):
 
 
 @needs_browser
-def test_phone_and_desktop_light_and_dark(tiered, opened, tmp_path):
+def test_dashboard_fits_phone_and_desktop_in_both_themes(tiered, opened, tmp_path):
     page = opened(tiered.url)
     with Traffic(tiered, conversations(6, 1300)) as traffic:
         expect(page.locator("#recent tbody tr")).to_have_count(12, timeout=WAIT)

@@ -23,7 +23,7 @@ def flags(capsys):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_paths_of_the_api_are_those_of_the_spec(server):
+def test_api_page_lists_the_paths_of_the_spec(server):
     spec = server.get("/openapi.json").json()["paths"]
     there = {f"{method.upper()} {path}" for path, methods in spec.items() for method in methods}
     told = {*re.findall(r"`((?:GET|POST) /[^`]*)`", API)} - {"GET /", "GET /openapi.json"}
@@ -37,14 +37,14 @@ def test_curl_command_of_the_api_page_completes(server):
     assert server.post(url, body).json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_fields_of_completions_are_all_told(server):
+def test_api_page_documents_every_completion_field(server):
     schemas = server.get("/openapi.json").json()["components"]["schemas"]
     fields = {*schemas["ChatRequest"]["properties"], *schemas["CompletionRequest"]["properties"]}
     section = API[API.index("## Completions") : API.index("## Errors")]
     assert {name for name in fields if f"`{name}" not in section} == {"echo"}
 
 
-def test_the_fields_of_the_state_are_those_that_are_told(server):
+def test_api_page_documents_every_state_field(server):
     server.post("/v1/completions", {"model": server.model, "prompt": "x", "max_tokens": 1})
     state = server.state()
     section = API[API.index("## GET /state") :]
@@ -53,7 +53,7 @@ def test_the_fields_of_the_state_are_those_that_are_told(server):
     assert missing == {"holds"}  # for tests
 
 
-def test_every_option_and_variable_that_is_named_exists(flags):
+def test_operating_page_options_and_variables_exist(flags):
     known = {flag for names in flags.values() for flag in names}
     other = {"--index-url", "--build-arg", "--gpus", "--time", "--json"}
     for text in (OPERATING, (ROOT / "Dockerfile").read_text().split("ENTRYPOINT")[1]):
@@ -63,14 +63,14 @@ def test_every_option_and_variable_that_is_named_exists(flags):
     assert variables <= {"KVTIER_" + flag[2:].upper().replace("-", "_") for flag in known}
 
 
-def test_the_settings_that_are_shown_are_settings(flags):
+def test_operating_page_example_settings_are_valid(flags):
     file = tomllib.loads(re.search(r"```toml\n(.*?)```", OPERATING, re.DOTALL)[1])
     assert {f"--{name}" for name in file["serve"]} <= {*flags["serve"]}
     tenants = _tenants(file["tenants"], {})
     assert [(tenant.name, tenant.admin) for tenant in tenants] == [("shop", False), ("operator", True)]
 
 
-def test_the_metrics_that_are_named_are_counted(server):
+def test_operating_page_metrics_exist(server):
     shown = server.get("/metrics").text
     for name in re.findall(r"`(kvtier_[a-z_]+)", OPERATING):
         assert f"# TYPE {name} " in shown, name

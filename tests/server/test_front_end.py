@@ -11,7 +11,7 @@ import kvtier.engine
 from kvtier.engine import tokenizer
 
 
-def test_the_front_end_starts_where_torch_cannot_be():
+def test_front_end_imports_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\nimport kvtier.server.serve\nfrom kvtier.engine import load_tokenizer"
     )
@@ -20,7 +20,7 @@ def test_the_front_end_starts_where_torch_cannot_be():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_public_name_of_the_engine_is_there_and_is_the_one_that_type_checkers_see():
+def test_engine_lazy_names_match_the_typed_imports():
     told = {}
     for node in ast.walk(ast.parse(Path(kvtier.engine.__file__).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("kvtier."):

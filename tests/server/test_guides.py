@@ -30,7 +30,7 @@ def kvtier(command, folder):
     return done.stdout
 
 
-def test_the_commands_run_one_after_another(tiny_model, tmp_path, monkeypatch):
+def test_tuning_page_commands_run_in_order(tiny_model, tmp_path, monkeypatch):
     assert [command.split()[1] for command in COMMANDS] == [
         *("doctor", "serve", "bench", "-s", "-s", "inspect", "verify", "replay", "plan")
     ]
@@ -58,7 +58,7 @@ def test_the_commands_run_one_after_another(tiny_model, tmp_path, monkeypatch):
     assert kvtier(plan, tmp_path)
 
 
-def test_the_client_of_the_operating_guide_gets_an_answer(server):
+def test_operating_page_client_gets_an_answer(server):
     page = (ROOT / "docs" / "operating.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1].replace(ADDRESS, server.url)
     done = subprocess.run(
@@ -72,13 +72,13 @@ def test_the_client_of_the_operating_guide_gets_an_answer(server):
     assert re.search(r"\d+$", done.stdout.strip())
 
 
-def test_options_that_are_named_exist(capsys):
+def test_tuning_page_options_exist(capsys):
     main(["completion", "bash", "--json"])
     known = {flag for names in json.loads(capsys.readouterr().out).values() for flag in names}
     assert {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", TUNING)} <= known
 
 
-def test_policies_that_are_named_are_choices(capsys):
+def test_tuning_page_policies_are_choices_of_serve(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     told = capsys.readouterr().out

@@ -74,7 +74,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_large_hostile_body_is_refused_with_its_field(server, kind):
+def test_large_hostile_body_error_names_the_field(server, kind):
     path, data, param = BODIES[kind]
     answer = server.post(path, content=data, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
@@ -132,14 +132,14 @@ def test_special_tokens_in_messages_stay_text_unless_asked(server):
     ],
     ids=["bytes", "patterns", "references", "properties"],
 )
-def test_schema_beyond_a_bound_is_refused_with_numbers(server, schema, why):
+def test_schema_beyond_a_limit_error_has_the_numbers(server, schema, why):
     answer = server.post(TEXT, with_schema(server, schema))
     assert answer.status_code == 400, answer.text
     assert why in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
 
 
-def test_endless_schema_is_refused_and_the_server_ends(start):
+def test_endless_schema_is_400_and_the_server_stops(start):
     pytest.importorskip("llguidance")
     server = start("--prepare-seconds", "1", "--drain-seconds", "30")
     for prompt in ("x", "y"):  # the second time from memory
@@ -150,7 +150,7 @@ def test_endless_schema_is_refused_and_the_server_ends(start):
     assert server.stop() == 0
 
 
-def test_server_with_a_hung_worker_ends_in_time_and_takes_it_along(start):
+def test_stop_with_a_hung_worker_kills_the_worker(start):
     pytest.importorskip("llguidance")
     server = start("--prepare-seconds", "500", "--drain-seconds", "1")
     outcomes = []
@@ -173,7 +173,7 @@ def test_server_with_a_hung_worker_ends_in_time_and_takes_it_along(start):
     busy.wait(30)
 
 
-def test_worker_ends_with_a_killed_front_end(start):
+def test_killed_front_end_ends_its_workers(start):
     server = start()
     assert server.post("/tokenize", {"prompt": "x" * 2000 + "é" * 20}).status_code == 200
     workers = [psutil.Process(pid) for pid in worker_pids(server)]
@@ -183,7 +183,7 @@ def test_worker_ends_with_a_killed_front_end(start):
         worker.wait(30)
 
 
-def test_killed_worker_costs_no_request(server):
+def test_killed_worker_loses_no_request(server):
     for pid in worker_pids(server):
         os.kill(pid, signal.SIGKILL)
     assert server.post("/tokenize", {"prompt": "é" * 1100}).json()["count"] == 2200

@@ -80,7 +80,7 @@ def choices(server, body):
     return answer.json()["choices"]
 
 
-def test_mixed_requests_are_answered_as_without_a_cache(start, tmp_path):
+def test_mixed_requests_equal_a_server_without_cache(start, tmp_path):
     rng = random.Random(SEED)
     tiered = start(*TIERS, *STEPS, "--disk", str(tmp_path / "kv"))
     plain = start("--invariant", "--blocks", "2048")

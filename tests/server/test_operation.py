@@ -54,7 +54,7 @@ def drained(state):
 # ---- going away ----
 
 
-def test_a_client_that_goes_frees_its_blocks_at_once(server):
+def test_disconnected_client_frees_its_blocks(server):
     server.wait_for(drained)
     client, answer, _ = stream(server)
     state = server.wait_for(lambda state: state["running"] == 1)
@@ -67,14 +67,14 @@ def test_a_client_that_goes_frees_its_blocks_at_once(server):
     assert state["recent"][0]["new_tokens"] < 1900
 
 
-def test_a_client_that_goes_before_the_first_token_or_without_a_stream_is_noticed_too(server):
+def test_disconnect_before_the_first_token_ends_the_request(server):
     for body in (LONG, {**LONG, "stream": False}):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + TEXT, json={"model": server.model, **body}, timeout=httpx.Timeout(30, read=0.001))
         server.wait_for(drained)
 
 
-def test_many_that_come_and_go_leave_nothing(server):
+def test_many_disconnected_clients_leave_no_request(server):
     before = server.state()
 
     async def one(client, number):
@@ -159,7 +159,7 @@ def test_with_a_stopped_engine_health_is_503_and_sigterm_kills_it(start):
     process.wait(10)
 
 
-def test_control_call_beyond_its_time_is_504(start):
+def test_control_call_timeout_is_504(start):
     server = start("--control-seconds", "0.5")
     stop_process(engine := server.engine_pid)
     try:
@@ -227,7 +227,7 @@ def strict(tiny_model, tmp_path_factory):
     assert made.stop() == 0
 
 
-def test_a_full_queue_is_429_with_the_time_to_come_again(start):
+def test_full_queue_is_429_with_retry_after(start):
     server = start("--max-rows", "1", "--max-waiting", "1")
     client, answer, _ = stream(server)
     stop_process(engine := server.engine_pid)  # the first stays where it is, however fast the machine is
@@ -252,7 +252,7 @@ def test_a_full_queue_is_429_with_the_time_to_come_again(start):
     assert ask("me too").usage.completion_tokens == 1
 
 
-def test_an_answer_that_takes_too_long_is_ended(strict):
+def test_request_timeout_ends_the_answer_with_504(strict):
     answers = []
     body = {"model": strict.model, **LONG, "stream": False}
     thread = threading.Thread(target=lambda: answers.append(strict.post(TEXT, body)))
@@ -272,7 +272,7 @@ def test_an_answer_that_takes_too_long_is_ended(strict):
     strict.wait_for(drained)
 
 
-def test_a_schema_without_llguidance_is_a_clear_400(strict):
+def test_schema_without_llguidance_is_400(strict):
     body = {"model": strict.model, "prompt": "x", "max_tokens": 1, "response_format": {"type": "json_object"}}
     answer = strict.post(TEXT, body)
     assert answer.status_code == 400
@@ -281,7 +281,7 @@ def test_a_schema_without_llguidance_is_a_clear_400(strict):
     assert strict.post(TEXT, {**body, "response_format": {"type": "text"}}).status_code == 200
 
 
-def test_a_body_that_does_not_come_is_given_up(strict):
+def test_missing_body_is_408(strict):
     place = urlsplit(strict.url)
     with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
@@ -289,7 +289,7 @@ def test_a_body_that_does_not_come_is_given_up(strict):
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_body_that_comes_byte_by_byte_is_given_up_too(strict):
+def test_slow_body_is_408(strict):
     """It would take 10 s, and no byte keeps the server waiting for half a second."""
     place, told = urlsplit(strict.url), b""
     with socket.create_connection((place.hostname, place.port), timeout=0.05) as connection:
@@ -348,7 +348,7 @@ def guarded(tiny_model, tmp_path_factory):
     assert made.stop() == 0
 
 
-def test_without_the_right_key_nothing_is_answered(guarded):
+def test_request_without_valid_key_is_401(guarded):
     body = {"model": guarded.model, "messages": MESSAGES, "max_tokens": 1}
     for key in ("", "wrong", "acme-secret-ke", "acme-secret-key2"):
         for answer in (guarded.post(CHAT, body, key), guarded.get("/v1/models", key), guarded.get("/state", key)):
@@ -362,7 +362,7 @@ def test_without_the_right_key_nothing_is_answered(guarded):
 
 
 @pytest.mark.parametrize("path", ODD_PATHS)
-def test_no_spelling_of_a_path_replaces_a_key(guarded, path):
+def test_odd_path_spelling_does_not_bypass_the_key(guarded, path):
     address = urlsplit(guarded.url)
     for key, refused in (("", (401,)), ("acme-secret-key", (400, 403, 404))):
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
@@ -373,7 +373,7 @@ def test_no_spelling_of_a_path_replaces_a_key(guarded, path):
             assert connection.getresponse().status in refused
 
 
-def test_only_an_admin_controls(guarded):
+def test_admin_paths_without_admin_key_are_403(guarded):
     for path in ("/state", "/metrics", "/control/explain/x"):
         assert guarded.get(path, "acme-secret-key").status_code == 403
         assert guarded.get(path, "root-secret-key").status_code in (200, 404)
@@ -392,7 +392,7 @@ def test_tenants_do_not_see_each_others_cache(guarded):
     assert cached("acme-secret-key") > 200
 
 
-def test_a_tenant_has_its_share_of_requests(guarded):
+def test_tenant_over_max_requests_is_429(guarded):
     client, answer, _ = stream(guarded, key="acme-secret-key")
     try:
         body = {"model": guarded.model, "prompt": "x", "max_tokens": 1}
@@ -414,7 +414,7 @@ def test_two_authorization_headers_are_refused(guarded):
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "duplicate_header")
 
 
-def test_a_tenant_has_its_share_of_tokens(guarded):
+def test_tenant_over_tokens_per_minute_is_429(guarded):
     body = {"model": guarded.model, "prompt": "0123456789", "max_tokens": 25, "ignore_eos": True}
     assert guarded.post(TEXT, body, "bits-secret-key").status_code == 200
     refused = guarded.post(TEXT, body, "bits-secret-key")
@@ -423,7 +423,7 @@ def test_a_tenant_has_its_share_of_tokens(guarded):
     assert 1 <= int(refused.headers["retry-after"]) <= 60
 
 
-def test_who_leaves_before_the_first_token_has_spent_the_prompt(guarded):
+def test_disconnect_before_first_token_charges_the_prompt(guarded):
     body = {"model": guarded.model, "prompt": "x" * 500, "max_tokens": 1}
 
     async def ask(client):
@@ -454,7 +454,7 @@ async def _code(ask):
         return (await ask(client)).json()["error"]["code"]
 
 
-def test_a_tenant_over_its_share_of_blocks_evicts_its_own_only(guarded):
+def test_tenant_over_its_block_quota_evicts_only_its_own(guarded):
     def cached(key, prompt, **more):
         body = {"model": guarded.model, "prompt": prompt, "max_tokens": 1, **more}
         answer = guarded.post(TEXT, body, key)
@@ -474,7 +474,7 @@ def test_a_tenant_over_its_share_of_blocks_evicts_its_own_only(guarded):
     assert cached("root-secret-key", theirs) == 128
 
 
-def test_a_prompt_that_a_tenants_share_has_no_room_for_is_a_clear_400(guarded):
+def test_prompt_larger_than_the_block_quota_is_400(guarded):
     body = {"model": guarded.model, "prompt": "x" * 192, "max_tokens": 1}
     refused = guarded.post(TEXT, body, "small-secret-key")
     assert refused.status_code == 400
@@ -483,7 +483,7 @@ def test_a_prompt_that_a_tenants_share_has_no_room_for_is_a_clear_400(guarded):
     assert guarded.post(TEXT, body, "root-secret-key").status_code == 200
 
 
-def test_a_share_of_a_tier_that_is_not_there_is_told_at_the_start(tiny_model, tmp_path):
+def test_quota_for_a_missing_tier_fails_at_start(tiny_model, tmp_path):
     file = tmp_path / "kvtier.toml"
     file.write_text('[[tenants]]\nname = "small"\nkey = "small-secret-key"\nhost_blocks = 8\n')
     done = kvtier("serve", "--model", str(tiny_model), "--port", "0", "--config", str(file))
@@ -492,7 +492,7 @@ def test_a_share_of_a_tier_that_is_not_there_is_told_at_the_start(tiny_model, tm
     assert "Traceback" not in done.stderr
 
 
-def test_no_prompt_no_answer_and_no_key_is_in_the_log_or_the_state(guarded):
+def test_log_and_state_contain_no_text_and_no_key(guarded):
     marker = "xylophone-7431"
     answers = [
         guarded.post(
@@ -516,7 +516,7 @@ def test_no_prompt_no_answer_and_no_key_is_in_the_log_or_the_state(guarded):
 # ---- a log to replay ----
 
 
-def test_a_recorded_log_is_a_trace_without_any_text(start, tiny_model, tmp_path):
+def test_recorded_log_is_a_trace_without_text(start, tiny_model, tmp_path):
     file = tmp_path / "requests.jsonl"
     server = start("--record", str(file))
     for number in range(3):
@@ -545,14 +545,14 @@ def kvtier(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_second_server_on_the_same_port_says_so(server, tiny_model):
+def test_serve_on_a_used_port_fails_with_a_message(server, tiny_model):
     done = kvtier("serve", "--model", str(tiny_model), "--port", server.url.rsplit(":", 1)[1])
     assert done.returncode == 1
     assert "cannot listen at 127.0.0.1" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_model_that_is_not_there_is_told_in_one_line():
+def test_serve_with_missing_model_fails_with_a_message():
     done = kvtier("serve", "--model", "/no/such", "--port", "0")
     assert done.returncode == 1
     assert "there is no model at /no/such" in done.stderr

@@ -35,7 +35,7 @@ def ends(server, *processes: psutil.Process) -> bool:
     return server.process.wait(60) != 0 and not alive
 
 
-def test_a_disk_that_one_rank_filled_serves_two(server, start, tmp_path):
+def test_disk_written_by_one_rank_is_read_by_two(server, start, tmp_path):
     wanted, _ = ask(server)
     tiers = ("--blocks", "64", "--disk", str(tmp_path / "kv"), "--disk-bytes", "64MiB", "--kv-shards", "2")
     alone = start(*tiers, "--always-load")
@@ -52,7 +52,7 @@ def test_a_disk_that_one_rank_filled_serves_two(server, start, tmp_path):
     assert ends(both, engine, rank)
 
 
-def test_a_rank_that_is_killed_ends_the_server(start):
+def test_killed_rank_ends_the_server(start):
     server = start("--tensor-parallel", "2")
     (rank,) = ranks_of(server)
     engine = psutil.Process(server.engine_pid)
@@ -62,7 +62,7 @@ def test_a_rank_that_is_killed_ends_the_server(start):
     assert "the process of rank 1 ended with exit code -9" in server.log
 
 
-def test_heads_that_do_not_divide_are_said_so(tiny_model):
+def test_tensor_parallel_that_does_not_divide_heads_fails(tiny_model):
     command = [sys.executable, "-m", "kvtier", "serve", "--port", "0", "--model", str(tiny_model)]
     ended = subprocess.run([*command, "--tensor-parallel", "4"], capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0

@@ -60,7 +60,7 @@ def check_warm(server, truth):
     assert server.state()["recent"][0]["tokens_from"].get("disk", 0) >= 960
 
 
-def test_sigterm_lets_answers_finish_then_saves_and_the_next_start_is_warm(start, disk):
+def test_sigterm_drains_and_saves_for_a_warm_start(start, disk):
     server = start(*disk)
     truth = ask(server)
     stream = Stream(server, 400)
@@ -76,7 +76,7 @@ def test_sigterm_lets_answers_finish_then_saves_and_the_next_start_is_warm(start
     check_warm(start(*disk), truth)
 
 
-def test_sigterm_does_not_wait_longer_than_it_is_told_to(start):
+def test_sigterm_waits_at_most_drain_seconds(start):
     server = start("--drain-seconds", "0.1")
     stream = Stream(server, 1000)
     server.process.send_signal(signal.SIGTERM)
@@ -86,7 +86,7 @@ def test_sigterm_does_not_wait_longer_than_it_is_told_to(start):
     assert server.process.wait(60) == 0
 
 
-def test_a_killed_engine_is_told_to_clients_and_ends_the_server(start, disk):
+def test_killed_engine_fails_streams_and_ends_the_server(start, disk):
     server = start(*disk)
     truth = ask(server)
     server.wait_for(is_on_disk)
@@ -100,7 +100,7 @@ def test_a_killed_engine_is_told_to_clients_and_ends_the_server(start, disk):
     check_warm(start(*disk), truth)
 
 
-def test_a_killed_front_end_takes_the_engine_with_it(start, disk):
+def test_killed_front_end_ends_the_engine(start, disk):
     server = start(*disk)
     truth = ask(server)
     server.wait_for(is_on_disk)

@@ -160,7 +160,7 @@ def num_shared(server) -> int:
     return next(tier["num_used"] for tier in server.state()["tiers"] if tier["name"] == "shared")
 
 
-def test_a_conversation_begun_on_one_server_goes_on_on_the_other(servers):
+def test_conversation_moves_between_servers(servers):
     asked, known = [0], [num_shared(server) for server in servers]
 
     def send(turn, messages):
@@ -218,7 +218,7 @@ def kill(server) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_server_killed_in_the_middle_loses_no_request(servers, start, victim):
+def test_killed_server_loses_no_request(servers, start, victim):
     survivor, name = servers[1 - victim], f"victim {victim}"
     long = [{"role": "user", "content": f"Say a lot, {name}."}]
     wanted = truths(name, servers)
@@ -248,7 +248,7 @@ def test_a_server_killed_in_the_middle_loses_no_request(servers, start, victim):
     servers[victim] = start()
 
 
-def test_stores_killed_in_the_middle_lose_no_request_and_are_used_when_they_are_back(servers, stores):
+def test_killed_stores_lose_no_request_and_are_used_again(servers, stores):
     wanted = truths("stores", servers)
     quarter, half = Countdown(TURNS * TALKS // 4), Countdown(TURNS * TALKS // 2)
 

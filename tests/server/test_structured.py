@@ -46,13 +46,13 @@ def ask(server, **options):
 @pytest.mark.parametrize(
     "options", [{"temperature": 0}, {"temperature": 1.5, "seed": 1, "n": 4}, {"top_p": 0.5, "seed": 2}]
 )
-def test_random_models_write_what_the_schema_says(server, options):
+def test_random_model_output_fits_the_schema(server, options):
     for choice in ask(server, **options).choices:
         assert choice.finish_reason == "stop"
         Animal.model_validate_json(choice.message.content, strict=True)
 
 
-def test_streams_and_neighbours_without_a_schema_are_not_disturbed(server):
+def test_schema_in_a_stream_does_not_change_other_requests(server):
     plain = {"model": server.model, "prompt": "zebra", "temperature": 0, "max_tokens": 60}
     alone = server.client().completions.create(**plain).choices[0].text
     stream = ask(server, stream=True, seed=5)
@@ -61,7 +61,7 @@ def test_streams_and_neighbours_without_a_schema_are_not_disturbed(server):
     assert beside == alone
 
 
-def test_an_object_is_asked_for(server):
+def test_json_object_format_gives_an_object(server):
     answer = server.client().chat.completions.create(
         model=server.model,
         messages=[{"role": "user", "content": "JSON, please."}],
@@ -84,7 +84,7 @@ def test_an_object_is_asked_for(server):
         (SCHEMA, {"min_tokens": 3}, "min_tokens"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(server, schema, more, param):
+def test_unusable_schema_or_option_is_400(server, schema, more, param):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"model": server.model, "prompt": "x", "max_tokens": 5, "response_format": form, **more}
     answer = server.post("/v1/completions", body)
@@ -102,7 +102,7 @@ def one_of_many(count):
     return {**inner, "additionalProperties": False}
 
 
-def test_a_schema_that_becomes_too_complex_ends_its_own_request_only(server):
+def test_schema_too_complex_fails_only_its_request(server):
     plain = {"model": server.model, "prompt": "zebra", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": one_of_many(3000)}}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=plain, timeout=60) as beside:
@@ -121,7 +121,7 @@ def test_a_schema_that_becomes_too_complex_ends_its_own_request_only(server):
         assert "xylophone" not in text
 
 
-def test_a_tokenizer_that_llguidance_cannot_read_costs_the_request_and_not_the_server(start, tiny_model, tmp_path):
+def test_tokenizer_unknown_to_llguidance_fails_the_request(start, tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model, tmp_path / "odd")
     made = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**made, "decoder": {"type": "Fuse"}}))

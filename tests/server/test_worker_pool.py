@@ -89,7 +89,7 @@ def test_late_job_is_refused_and_its_process_replaced(model):
     asyncio.run(main())
 
 
-def test_killed_process_job_is_tried_once_more(model):
+def test_job_of_a_killed_process_is_retried_once(model):
     async def main():
         async with pool_of(model) as pool:
             job = asyncio.create_task(pool.run("check_schema", "a", **ENDLESS))

@@ -114,7 +114,7 @@ def caches():
         cache.tiers.close()
 
 
-def test_sleep_frees_the_device_and_wake_finds_the_rest_on_the_host(caches):
+def test_sleep_frees_the_device_and_wake_loads_from_host(caches):
     cache = caches()
     cache.serve(cache.chain(1))
     cache.tiers.sleep()
@@ -133,7 +133,7 @@ def test_sleep_frees_the_device_and_wake_finds_the_rest_on_the_host(caches):
 
 
 @pytest.mark.parametrize("num_blocks", [6, 16, 40])
-def test_wake_with_another_size_while_stores_are_written(caches, num_blocks):
+def test_wake_with_new_size_waits_for_store_writes(caches, num_blocks):
     """A step of a sleeping engine goes on with what is between host and store: waking waits for that."""
     cache = caches(saving=WritebackConfig(max_blocks=1))
     cache.ask(cache.chain(1))
@@ -152,7 +152,7 @@ def test_wake_with_another_size_while_stores_are_written(caches, num_blocks):
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_a_sleeper_forgets_nothing_whatever_the_policy(caches, policy):
+def test_sleep_keeps_all_blocks_with_every_write_policy(caches, policy):
     cache = caches(saving=WritebackConfig(policy, min_uses=5, low_share=0.0, max_blocks=2))
     for number in range(2):
         cache.serve(cache.chain(number))
@@ -162,7 +162,7 @@ def test_a_sleeper_forgets_nothing_whatever_the_policy(caches, policy):
         assert cache.serve(cache.chain(number)).tokens_from == {"host": 16, "device": 0}
 
 
-def test_prefetch_of_what_a_waiting_requests_fetch_failed_to_bring_ends(caches):
+def test_prefetch_after_a_failed_fetch_ends(caches):
     """Its lease keeps the place of the block that did not arrive, which nobody brings: no end to waiting for that."""
     memory = MemoryStore(1 << 22)
     cache = caches(store=memory)
@@ -180,7 +180,7 @@ def test_prefetch_of_what_a_waiting_requests_fetch_failed_to_bring_ends(caches):
     assert request.tokens_from == {"disk": 4, "host": 0, "device": 0}
 
 
-def test_prefetch_brings_a_prompt_to_the_host(caches):
+def test_prefetch_fetches_a_prompt_to_the_host(caches):
     cache = caches()
     cache.serve(cache.chain(1))
     cache.tiers.reset()
@@ -191,7 +191,7 @@ def test_prefetch_brings_a_prompt_to_the_host(caches):
     assert cache.serve(cache.chain(1)).tokens_from == {"host": 16, "device": 0}
 
 
-def test_demote_moves_down_drop_forgets_and_others_stay(caches):
+def test_demote_and_drop_affect_only_their_chain(caches):
     cache = caches(saving=WritebackConfig(WritePolicy.BACK, low_share=0.0))
     for number in (1, 2):
         cache.serve(cache.chain(number))
@@ -206,7 +206,7 @@ def test_demote_moves_down_drop_forgets_and_others_stay(caches):
 
 
 @pytest.mark.parametrize("clear", [False, True])
-def test_reset_keeps_the_stores_unless_told_otherwise(caches, clear):
+def test_reset_keeps_the_stores_unless_clear_stores(caches, clear):
     cache = caches()
     cache.serve(cache.chain(1))
     cache.tiers.pin("system", cache.chain(1))
@@ -222,7 +222,7 @@ def test_reset_keeps_the_stores_unless_told_otherwise(caches, clear):
 
 
 @pytest.mark.parametrize(("tier", "size"), [("device", 6), ("device", 30), ("host", 4), ("host", 50)])
-def test_resize_with_requests_waiting_and_transfers_under_way(caches, tier, size):
+def test_resize_with_waiting_requests_and_transfers(caches, tier, size):
     cache = caches()
     for number in range(3):
         cache.serve(cache.chain(number))
@@ -238,7 +238,7 @@ def test_resize_with_requests_waiting_and_transfers_under_way(caches, tier, size
         cache.tiers.resize("tape", 3)
 
 
-def test_the_host_is_not_resized_in_sleep(caches):
+def test_resize_host_while_asleep_raises(caches):
     cache = caches()
     cache.tiers.sleep()
     with pytest.raises(StateError, match="asleep"):
@@ -246,7 +246,7 @@ def test_the_host_is_not_resized_in_sleep(caches):
     cache.tiers.wake()
 
 
-def test_a_store_that_fails_for_a_while_costs_misses_and_nothing_else(caches):
+def test_temporary_store_failure_causes_only_misses(caches):
     memory = MemoryStore(1 << 22)
     faults = [Fault(), *[Fault("an error")] * 6]
     cache = caches(store=FaultyStore(memory, faults))
@@ -261,7 +261,7 @@ def test_a_store_that_fails_for_a_while_costs_misses_and_nothing_else(caches):
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_a_size_the_machine_has_no_memory_for_is_refused_and_changes_nothing(tier):
+def test_resize_beyond_free_memory_raises_and_keeps_sizes(tier):
     """A fuzzed server was killed by it."""
     machine = TiersMachine()
     machine.begin(12, 10, WritebackConfig(), WaitPolicy.WAIT, False, False, 0.0, 1 << 20, 1, 0.0)
@@ -272,7 +272,7 @@ def test_a_size_the_machine_has_no_memory_for_is_refused_and_changes_nothing(tie
     machine.teardown()
 
 
-def test_drop_forgets_what_was_only_planned_for_a_store(caches):
+def test_drop_cancels_planned_stores(caches):
     """A save ended, its store was planned, and the drop went to the store in the same plan: before it."""
     cache = caches()
     request, chain = cache.ask(cache.chain(1)), cache.chain(1)
@@ -290,7 +290,7 @@ def test_drop_forgets_what_was_only_planned_for_a_store(caches):
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_a_device_size_that_cannot_be_had_leaves_everything_as_it_was(caches, asleep, monkeypatch):
+def test_failed_device_resize_keeps_the_state(caches, asleep, monkeypatch):
     cache = caches()
     cache.serve(cache.chain(1))
     if asleep:
@@ -312,7 +312,7 @@ def test_a_device_size_that_cannot_be_had_leaves_everything_as_it_was(caches, as
     assert cache.serve(cache.chain(1)).tokens_from == {"host": 16, "device": 0}
 
 
-def test_a_host_size_that_cannot_be_had_leaves_the_tier_working(caches, monkeypatch):
+def test_failed_host_resize_keeps_the_tier_working(caches, monkeypatch):
     cache = caches()
     cache.serve(cache.chain(1))
     make_present = HostMemory._make_present

@@ -31,7 +31,7 @@ def any_store(request, tmp_path):
 # ---- every byte ----------------------------------------------------------------------------------------------------
 
 
-def test_blocks_of_every_group_go_down_and_up_again_unchanged(rigs, any_store):
+def test_blocks_of_every_group_survive_a_round_trip(rigs, any_store):
     rig = rigs(stores={"disk": any_store})
     before = [rig.device(slot) for slot in range(8)]
     assert all(outcome.ok for outcome in rig.run(rig.save([5, 0, 3], [2, 7, 4])))
@@ -51,7 +51,7 @@ def test_blocks_of_every_group_go_down_and_up_again_unchanged(rigs, any_store):
     assert not any(any(part) for slot in (0, 1, 2, 3, 7) for part in rig.device(slot))
 
 
-def test_another_process_finds_what_was_stored(rigs, tmp_path):
+def test_second_controller_finds_stored_blocks(rigs, tmp_path):
     first = rigs(stores={"disk": disk_at(tmp_path)})
     wanted = first.device(1)
     first.run(first.save([1], [0]))
@@ -65,7 +65,7 @@ def test_another_process_finds_what_was_stored(rigs, tmp_path):
     assert second.host(5) == wanted
 
 
-def test_a_store_that_lacks_one_groups_object_has_no_block(rigs):
+def test_block_without_one_groups_object_is_a_miss(rigs):
     store = MemoryStore(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0, 1], [0, 1]))
@@ -78,7 +78,7 @@ def test_a_store_that_lacks_one_groups_object_has_no_block(rigs):
     assert rig.presences == [StoreLookup("disk", absent=KEYS[0])]
 
 
-def test_a_probe_for_a_block_whose_draft_is_gone_says_it_is_absent(rigs):
+def test_probe_of_block_without_draft_is_absent(rigs):
     store = MemoryStore(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0, 1], [0, 1]))
@@ -91,7 +91,7 @@ def test_a_probe_for_a_block_whose_draft_is_gone_says_it_is_absent(rigs):
 # ---- failures ------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_that_fails_is_reported_for_the_blocks_it_lost(rigs):
+def test_failed_copy_is_reported_for_its_blocks(rigs):
     broken = threading.Event()
 
     def mover(*arguments):
@@ -113,7 +113,7 @@ def test_a_copy_that_fails_is_reported_for_the_blocks_it_lost(rigs):
     assert rig.device(6) == rig.device(0) != before
 
 
-def test_slots_that_are_not_there_are_failures_of_their_transfer_alone(rigs):
+def test_slot_out_of_range_fails_only_its_transfer(rigs):
     rig = rigs(4, 4, stores={"disk": MemoryStore(1 << 20)})
     outcomes = rig.run(
         rig.save([0], [99]), rig.save([99], [0]), rig.load([0], [-1]), rig.store([99], [0]), rig.save([1], [2])
@@ -134,7 +134,7 @@ def test_slots_that_are_not_there_are_failures_of_their_transfer_alone(rigs):
     [Fault("an error"), Fault(hangs=True), Fault(flip_bit=77), Fault(cut_to=3)],
     ids=["error", "hang", "flip", "cut"],
 )
-def test_a_fetch_that_fails_leaves_the_hosts_slots_as_they_were(rigs, fault):
+def test_failed_fetch_leaves_host_slots_unchanged(rigs, fault):
     memory = MemoryStore(1 << 20)
     fault.only = lambda key: key in (KEYS[1], draft_of(KEYS[1]))
     rig = rigs(stores={"disk": memory})
@@ -163,7 +163,7 @@ class Raises:
         return call if name != "close" else lambda: None
 
 
-def test_a_store_that_raises_fails_its_transfers_and_answers_its_probes(rigs):
+def test_raising_store_fails_transfers_and_ends_probes(rigs):
     rig = rigs(stores={"disk": Raises(), "other": MemoryStore(1 << 20)})
     rig.run(rig.save([0], [0]))
     outcomes = rig.run(
@@ -180,7 +180,7 @@ def test_a_store_that_raises_fails_its_transfers_and_answers_its_probes(rigs):
     ) >= 1
 
 
-def test_an_inventory_that_fails_half_way_ends(rigs):
+def test_inventory_that_fails_half_way_ends(rigs):
     class HalfScanned(MemoryStore):
         def scan(self, cursor="", limit=1000, *, timeout_s=None):
             page = super().scan(cursor, min(limit, 2), timeout_s=timeout_s)
@@ -195,7 +195,7 @@ def test_an_inventory_that_fails_half_way_ends(rigs):
     assert rig.run(Drop("disk")) == []  # and so does a drop of all
 
 
-def test_a_store_that_hangs_holds_up_nobody_else(rigs):
+def test_hung_store_does_not_delay_others(rigs):
     hanging, good = Hangs(), MemoryStore(1 << 20)
     rig = rigs(stores={"slow": hanging, "disk": good})
     rig.run(rig.save([0], [0]))
@@ -232,7 +232,7 @@ def test_close_with_work_in_flight_finishes_it(tmp_path):
 # ---- drops and namespaces ------------------------------------------------------------------------------------------
 
 
-def test_a_drop_of_all_takes_this_cache_and_nobody_elses(rigs):
+def test_drop_all_keeps_objects_of_other_models(rigs):
     store = MemoryStore(1 << 20)
     theirs = hashlib.sha256(b"theirs").digest()
     store.write([Write(theirs, Label(hashlib.sha256(b"another model").digest()), b"their block")])
@@ -245,7 +245,7 @@ def test_a_drop_of_all_takes_this_cache_and_nobody_elses(rigs):
     assert list(store.objects) == [theirs]
 
 
-def test_a_drop_of_keys_takes_every_groups_objects(rigs):
+def test_drop_of_keys_removes_objects_of_every_group(rigs):
     store = MemoryStore(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0, 1], [0, 1]))
@@ -263,7 +263,7 @@ def test_a_drop_of_keys_takes_every_groups_objects(rigs):
         (Label(hashlib.sha256(b"another model").digest(), digest_tokens(KEYS[0], SECRET)), False),
     ],
 )
-def test_a_read_for_other_tokens_or_another_model_is_a_miss(rigs, label, ok):
+def test_read_with_wrong_label_is_a_miss(rigs, label, ok):
     """Whatever is stored under its key: what it says of itself must be right."""
     store = MemoryStore(1 << 20)
     rig = rigs(stores={"disk": store})
@@ -277,7 +277,7 @@ def test_a_read_for_other_tokens_or_another_model_is_a_miss(rigs, label, ok):
     assert rig.host(5)[0] == (saved[0] if ok else b"\xee" * len(saved[0]))
 
 
-def test_host_blocks_that_changed_are_reported_saved_or_fetched(rigs):
+def test_changed_host_blocks_are_reported_as_damaged(rigs):
     rig = rigs(stores={"disk": MemoryStore(1 << 20)})
     rig.run(rig.save([0, 1], [3, 4]))
     rig.run(rig.store([3], [0]))
@@ -300,7 +300,7 @@ def test_host_blocks_that_changed_are_reported_saved_or_fetched(rigs):
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def test_resize_host_keeps_the_bytes_of_slots_that_are_left(rigs):
+def test_resize_host_keeps_the_remaining_slots(rigs):
     rig = rigs(8, 6, stores={"disk": MemoryStore(1 << 20)})
     rig.run(rig.save([0, 1, 2], [0, 3, 5]))
     kept = [rig.host(slot) for slot in (0, 3)]
@@ -318,7 +318,7 @@ def test_resize_host_keeps_the_bytes_of_slots_that_are_left(rigs):
     assert rig.sizes[-1] == 12
 
 
-def test_released_tensors_are_forgotten_and_the_host_keeps_its_blocks(rigs):
+def test_controller_release_keeps_host_blocks(rigs):
     import gc
     import weakref
 
@@ -339,7 +339,7 @@ def test_released_tensors_are_forgotten_and_the_host_keeps_its_blocks(rigs):
     assert rig.device(3) == wanted
 
 
-def test_host_memory_tells_how_far_it_has_grown(rigs):
+def test_poll_reports_host_growth_once(rigs):
     rig = rigs(4, 5000)
     assert rig.controller.num_host_ready >= 1
     for host in rig.controller._hosts:
@@ -349,7 +349,7 @@ def test_host_memory_tells_how_far_it_has_grown(rigs):
     assert rig.controller.poll() == []  # told once
 
 
-def test_a_load_says_layer_by_layer_what_has_arrived(rigs):
+def test_layer_waits_return_as_layers_arrive(rigs):
     rig = rigs()
     rig.run(rig.save([0, 1], [0, 1]))
     transfer = rig.load([0, 1], [6, 7])
@@ -363,7 +363,7 @@ def test_a_load_says_layer_by_layer_what_has_arrived(rigs):
     assert [outcome.ok for outcome in rig.drain()] == [True]
 
 
-def test_layer_waits_tell_of_a_failure_and_do_not_hang(rigs):
+def test_layer_waits_of_a_failed_load_do_not_hang(rigs):
     def mover(*_):
         raise RuntimeError("the link is down")
 
@@ -383,14 +383,14 @@ def test_reports_carry_the_epoch_of_the_last_plan(rigs):
     assert outcome.ok
 
 
-def test_groups_and_caches_must_fit():
+def test_controller_with_mismatched_caches_raises():
     with pytest.raises(ArgumentError, match="each of 2 groups"):
         CacheController(LAYOUT, caches_of(4)[:1], 4)
     with pytest.raises(ArgumentError, match="got 2 caches and 0"):
         CacheController(LAYOUT, caches_of(4), 0)
 
 
-def test_the_time_of_a_copy_is_its_own_and_not_that_until_somebody_looks():
+def test_copy_seconds_exclude_the_time_until_poll():
     """A load that overlapped a step of a second was charged with that second, and then everything was recomputed."""
     caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
     controller = CacheController(layout_of(caches, 2), caches, 2)
@@ -407,7 +407,7 @@ def test_the_time_of_a_copy_is_its_own_and_not_that_until_somebody_looks():
     controller.close()
 
 
-def test_a_load_that_could_not_be_started_has_not_arrived():
+def test_load_that_cannot_start_has_not_arrived():
     """A step that started early took it for done, and gave out a token computed from rubbish."""
     caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
     controller = CacheController(layout_of(caches, 2), caches, 2)
@@ -428,7 +428,7 @@ def test_a_load_that_could_not_be_started_has_not_arrived():
     controller.close()
 
 
-def test_tensors_that_do_not_fit_leave_no_thread_behind():
+def test_controller_init_failure_leaves_no_thread():
     before = set(threading.enumerate())
     wrong = [torch.zeros(8, group.block_bytes + 2, dtype=torch.uint8) for group in LAYOUT.groups]
     with pytest.raises(ArgumentError, match="bytes, one of group"):
@@ -437,7 +437,7 @@ def test_tensors_that_do_not_fit_leave_no_thread_behind():
     assert not [thread.name for thread in set(threading.enumerate()) - before if "disk" in thread.name]
 
 
-def test_a_layer_that_comes_late_is_waited_for():
+def test_layer_waits_outlast_their_timeout():
     """A wait timed out, the layer was computed from what was there, and counted because its blocks came in the end."""
     may_go = threading.Event()
 

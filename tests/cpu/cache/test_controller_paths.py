@@ -38,7 +38,7 @@ def test_close_frees_the_host_memory_and_ends_every_thread():
     assert set(threading.enumerate()) <= before
 
 
-def test_close_while_a_copy_runs_waits_for_it():
+def test_close_waits_for_a_running_copy():
     gate = Gate(is_open=False)
     rig = Rig(mover=gate)
     rig.controller.submit(Plan(1, 0, (rig.save([0], [0]),)))
@@ -70,7 +70,7 @@ def test_single_host_block_is_reported(rigs):
     assert report.num_host_slots == 1
 
 
-def test_host_is_as_far_as_its_slowest_group(monkeypatch):
+def test_num_host_ready_is_that_of_the_slowest_group(monkeypatch):
     """Memory comes two slots of the main group at a time, of which only the first two are there at first."""
     may_begin, may_go, make_present, made = threading.Event(), threading.Event(), HostMemory._make_present, []
 
@@ -97,7 +97,7 @@ def test_host_is_as_far_as_its_slowest_group(monkeypatch):
     controller.close()
 
 
-def test_resize_that_fails_frees_the_new_memory_and_keeps_the_old(rigs, monkeypatch):
+def test_failed_resize_frees_new_memory_and_keeps_old(rigs, monkeypatch):
     rig = rigs(8, 6)
     rig.run(rig.save([3], [2]))
     made: list[HostMemory] = []
@@ -118,7 +118,7 @@ def test_resize_that_fails_frees_the_new_memory_and_keeps_the_old(rigs, monkeypa
     assert rig.device(7) == rig.device(3)
 
 
-def test_resize_keeps_watching_the_slots_that_are_left(rigs):
+def test_resize_keeps_scrubbing_the_remaining_slots(rigs):
     rig = rigs(8, 6)
     scrubber = rig.controller._scrubber
     rig.run(rig.save([0, 1, 2], [1, 3, 4]))
@@ -141,7 +141,7 @@ def settle(scrubber) -> None:
 
 
 @pytest.mark.parametrize("purpose", [Route.DEVICE_TO_HOST, Route.STORE_TO_HOST])
-def test_slot_that_is_written_again_is_not_damaged(rigs, purpose):
+def test_rewritten_slot_is_not_reported_as_damaged(rigs, purpose):
     rig = rigs(stores={"disk": MemoryStore(1 << 20)})
     rig.run(rig.save([0, 1], [3, 4]))
     rig.run(rig.store([4], [0]))
@@ -189,7 +189,7 @@ def test_saves_of_a_plan_are_reported_each_with_its_share(rigs):
     assert rig.controller.poll() == []
 
 
-def test_time_of_a_copy_is_that_of_its_slowest_group(rigs):
+def test_copy_seconds_are_those_of_the_slowest_group(rigs):
     calls = []
 
     def slow_at_first(*arguments):
@@ -206,7 +206,7 @@ def test_time_of_a_copy_is_that_of_its_slowest_group(rigs):
     assert outcome.seconds >= 0.1
 
 
-def test_copy_that_loses_some_blocks_fails_their_transfers_only(rigs):
+def test_copy_failure_fails_only_the_affected_transfers(rigs):
     """Blocks travel one by one; the third copy fails."""
     calls = []
 
@@ -227,7 +227,7 @@ def test_copy_that_loses_some_blocks_fails_their_transfers_only(rigs):
     assert set(rig.controller._scrubber._sums) == {4, 5, 7}
 
 
-def test_two_saves_of_which_one_cannot_start_end_apart(rigs):
+def test_save_that_cannot_start_does_not_fail_the_other(rigs):
     rig = rigs(4, 4)
     good, bad = rig.save([1], [2]), rig.save([0], [99])
     outcomes = {outcome.transfer_id: outcome for outcome in rig.run(good, bad)}
@@ -238,7 +238,7 @@ def test_two_saves_of_which_one_cannot_start_end_apart(rigs):
     assert rig.host(2) == rig.device(1)
 
 
-def test_copy_that_starts_for_one_group_only_is_over_before_it_is_reported():
+def test_copy_started_for_one_group_ends_before_its_report():
     """The second group's tensor is shorter: its copy cannot start when the first group's is under way."""
     gate = Gate()
     caches = [caches_of(8)[0], caches_of(4)[1]]
@@ -261,7 +261,7 @@ def test_copy_that_starts_for_one_group_only_is_over_before_it_is_reported():
     controller.close()
 
 
-def test_layer_waits_are_for_their_own_loads(rigs):
+def test_layer_waits_cover_only_their_loads(rigs):
     rig = rigs(8, 4)
     rig.run(rig.save([0], [0]))
     good, bad = rig.load([0], [6]), rig.load([99], [7])
@@ -272,7 +272,7 @@ def test_layer_waits_are_for_their_own_loads(rigs):
     assert {outcome.transfer_id: outcome.ok for outcome in rig.drain()} == {good.id: True, bad.id: False}
 
 
-def test_layer_waits_fail_if_one_of_two_loads_does(rigs):
+def test_layer_waits_fail_if_one_load_fails(rigs):
     broken = threading.Event()
 
     def mover(*arguments):
@@ -291,7 +291,7 @@ def test_layer_waits_fail_if_one_of_two_loads_does(rigs):
     assert {outcome.transfer_id: outcome.ok for outcome in rig.drain()} == {first.id: True, second.id: False}
 
 
-def test_poll_but_for_saves_leaves_them_for_the_next(rigs):
+def test_poll_loads_only_leaves_saves_for_the_next(rigs):
     rig = rigs()
     rig.run(rig.save([0], [0]))
     save, load = rig.save([1], [1]), rig.load([0], [7])
@@ -309,7 +309,7 @@ def test_poll_but_for_saves_leaves_them_for_the_next(rigs):
 # ---- waiting -------------------------------------------------------------------------------------------------------
 
 
-def test_wait_lasts_until_a_copy_is_over():
+def test_wait_returns_when_a_copy_ends():
     gate = Gate(is_open=False)
     caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
     controller = CacheController(layout_of(caches, 2), caches, 2, mover=gate)
@@ -329,7 +329,7 @@ def test_wait_lasts_until_a_copy_is_over():
     controller.close()
 
 
-def test_wait_is_for_loads_before_saves(rigs):
+def test_wait_returns_for_loads_before_saves(rigs):
     gate = Gate(is_open=False)
     rig = rigs(mover=gate)
     rig.controller.submit(Plan(1, 0, (rig.save([0], [0]),)))
@@ -345,7 +345,7 @@ def test_wait_is_for_loads_before_saves(rigs):
     assert len(rig.drain()) == 1
 
 
-def test_wait_lasts_until_a_store_has_answered(rigs):
+def test_wait_returns_when_a_store_has_answered(rigs):
     store = Hangs()
     rig = rigs(stores={"disk": store})
     rig.controller.poll()
@@ -362,7 +362,7 @@ def test_wait_lasts_until_a_store_has_answered(rigs):
     assert not rig.controller.is_busy
 
 
-def test_wait_beside_a_store_that_hangs_looks_at_copies_soon(rigs):
+def test_wait_with_a_hung_store_returns_for_copies(rigs):
     store, gate = Hangs(), Gate(is_open=False)
     rig = rigs(stores={"disk": store}, mover=gate)
     rig.controller.submit(Plan(1, 0, (rig.fetch([0], [0]), rig.save([1], [1]))))
@@ -376,7 +376,7 @@ def test_wait_beside_a_store_that_hangs_looks_at_copies_soon(rigs):
 # ---- the store worker ----------------------------------------------------------------------------------------------
 
 
-def test_store_worker_is_busy_until_its_answers_are_taken(rigs):
+def test_store_worker_is_busy_until_results_are_taken(rigs):
     rig = rigs(stores={"disk": MemoryStore(1 << 20)})
     rig.run(rig.save([0], [0]))
     worker = rig.controller._stores
@@ -401,7 +401,7 @@ class Small(MemoryStore):
         return super().scan(cursor, min(limit, 2), timeout_s=timeout_s)
 
 
-def test_inventory_and_drop_of_all_take_every_page(rigs):
+def test_inventory_and_drop_all_read_every_page(rigs):
     store = Small(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
@@ -425,7 +425,7 @@ class Wordy(MemoryStore):
         return Results(tuple(ObjectResult(ObjectStatus.FAILED, reason=f"reason {i}") for i in range(len(writes))), 0.0)
 
 
-def test_failure_names_three_reasons_and_no_block_is_absent(rigs):
+def test_failed_store_names_three_reasons(rigs):
     rig = rigs(stores={"disk": Wordy(1 << 20)})
     rig.run(rig.save([0, 1, 2], [0, 1, 2]))
     (outcome,) = rig.run(rig.store([0, 1, 2], [0, 1, 2]))
@@ -434,7 +434,7 @@ def test_failure_names_three_reasons_and_no_block_is_absent(rigs):
     assert rig.presences == []
 
 
-def test_time_of_a_fetch_is_at_most_the_time_waited(rigs):
+def test_fetch_seconds_are_at_most_the_time_waited(rigs):
     rig = rigs(stores={"disk": MemoryStore(1 << 20)})
     began = time.perf_counter()
     (outcome,) = rig.run(rig.fetch([0], [0]))
@@ -458,7 +458,7 @@ class Leaves(MemoryStore):
         self.told.append("unregister")
 
 
-def test_resize_waits_until_every_store_has_let_go(rigs):
+def test_resize_waits_until_every_store_unregistered(rigs):
     quick, slow = Leaves(), Leaves()
     quick.may_go.set()
     rig = rigs(stores={"quick": quick, "slow": slow})
@@ -471,7 +471,7 @@ def test_resize_waits_until_every_store_has_let_go(rigs):
     assert quick.told == slow.told == ["register"] * 2 + ["unregister"] * 2 + ["register"] * 2
 
 
-def test_process_that_does_not_close_ends_all_the_same():
+def test_process_exits_without_close():
     code = """
 import torch
 from kvtier.worker.controller import CacheController, layout_of

@@ -16,7 +16,7 @@ def sampled(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_every_movement_is_counted():
+def test_metrics_count_every_transfer():
     machine = TiersMachine()
     machine.begin(12, 40, WritebackConfig(), WaitPolicy.WAIT, False, False, 0.0, 1 << 20, 1, 0.0)
     prompt = [1] * 33

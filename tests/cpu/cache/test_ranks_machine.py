@@ -153,6 +153,6 @@ class RanksMachine(TiersMachine):
         return RowResult((self.samples.randrange(4, 8),) if row.wants_token else (), False)
 
 
-def test_no_rank_is_ever_handed_a_wrong_byte():
+def test_ranks_machine_never_reads_wrong_bytes():
     """At least 6,000 steps; KVTIER_SOAK=200 makes more."""
     run(RanksMachine, 150)

@@ -73,7 +73,7 @@ def quiet():
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_block_that_changed_is_told_of_and_no_other(room, group):
+def test_scrubber_reports_only_the_changed_block(room, group):
     room.write(0, 2, 5)
     room.wait_until_known(0, 2, 5)
     room.flip(2, group)
@@ -85,7 +85,7 @@ def test_a_block_that_changed_is_told_of_and_no_other(room, group):
     assert room.wait_for_damage() == [5]
 
 
-def test_what_is_written_over_and_over_is_never_damaged(room):
+def test_scrubber_does_not_report_rewritten_blocks(room):
     for number in range(400):
         room.write(number % 3, 3)
         assert room.scrubber.take_damaged() == []
@@ -93,7 +93,7 @@ def test_what_is_written_over_and_over_is_never_damaged(room):
     assert room.scrubber.take_damaged() == []
 
 
-def test_slots_that_somebody_is_about_to_write_are_let_alone(room):
+def test_scrubber_skips_forgotten_slots(room):
     room.write(1, 4)
     room.wait_until_known(1, 4)
     room.scrubber.forget([1])
@@ -102,7 +102,7 @@ def test_slots_that_somebody_is_about_to_write_are_let_alone(room):
     assert room.wait_for_damage() == [4]
 
 
-def test_other_memory_with_the_same_blocks(room):
+def test_scrubber_keeps_sums_in_resized_memory(room):
     room.write(0, 4)
     room.wait_until_known(0, 4)
     old, new = room.hosts, room.new(3)
@@ -117,7 +117,7 @@ def test_other_memory_with_the_same_blocks(room):
     assert room.wait_for_damage() == [0]
 
 
-def test_close_ends_the_thread_twice(room):
+def test_scrubber_close_twice_ends_the_thread(room):
     room.write(0)
     room.scrubber.close()
     room.scrubber.close()
@@ -128,7 +128,7 @@ BLOCK_BYTES = sum(group.block_bytes for group in GROUPS)
 
 
 @pytest.mark.parametrize(("num_blocks", "per_look"), [(2, 2), (3, 3), (0, 1)])
-def test_look_takes_as_many_blocks_as_the_rate_allows(quiet, monkeypatch, num_blocks, per_look):
+def test_scrubber_pass_verifies_as_many_blocks_as_the_rate(quiet, monkeypatch, num_blocks, per_look):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (num_blocks * BLOCK_BYTES + 1) / 3600.0)
     quiet.write(0, 1, 2, 3)
     quiet.scrubber._verify_some()
@@ -136,7 +136,7 @@ def test_look_takes_as_many_blocks_as_the_rate_allows(quiet, monkeypatch, num_bl
     assert list(quiet.scrubber._new) == [0, 1, 2, 3][per_look:]
 
 
-def test_rate_of_a_scrubber_without_pause_is_that_of_a_tenth_second(monkeypatch):
+def test_scrubber_without_pause_uses_the_rate_of_100_ms(monkeypatch):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
     room = Room()
     room.scrubber.close()  # its thread; the looks are ours
@@ -147,7 +147,7 @@ def test_rate_of_a_scrubber_without_pause_is_that_of_a_tenth_second(monkeypatch)
         host.free()
 
 
-def test_rounds_come_to_every_block(quiet, monkeypatch):
+def test_scrubber_rounds_verify_every_block(quiet, monkeypatch):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 3600.0)
     quiet.write(0, 1, 2, 3, 4)
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_rounds_come_to_every_block(quiet, monkeypatch):
     assert {slot for some in found for slot in some} == {0, 1, 2, 3, 4}
 
 
-def test_slot_that_was_never_written_before_is_summed(quiet):
+def test_scrubber_sums_a_new_slot(quiet):
     quiet.scrubber.note([2])
     quiet.scrubber._verify_some()
     assert set(quiet.scrubber._sums) == {2}
@@ -173,14 +173,14 @@ def test_slot_that_was_never_written_before_is_summed(quiet):
     assert quiet.scrubber.take_damaged() == []
 
 
-def test_slot_that_is_written_again_before_a_look_is_left_out(quiet):
+def test_scrubber_skips_slot_forgotten_before_a_pass(quiet):
     quiet.write(1, 2)
     quiet.scrubber.forget([1])
     quiet.scrubber._verify_some()
     assert set(quiet.scrubber._sums) == {2}
 
 
-def test_damage_of_a_slot_that_was_written_since_is_forgotten(quiet):
+def test_scrubber_discards_damage_of_a_forgotten_slot(quiet):
     quiet.write(1, 2)
     quiet.scrubber._verify_some()
     quiet.flip(1, 0)
@@ -190,7 +190,7 @@ def test_damage_of_a_slot_that_was_written_since_is_forgotten(quiet):
     assert quiet.scrubber.take_damaged() == [2]
 
 
-def test_slots_beyond_other_memory_are_forgotten(quiet):
+def test_scrubber_forgets_slots_beyond_smaller_memory(quiet):
     quiet.write(0, 3)
     quiet.scrubber._verify_some()
     quiet.write(2, 4)

@@ -181,7 +181,7 @@ def payloads(store: MemoryStore) -> dict[bytes, bytes]:
 
 @settings(deadline=None, max_examples=40)
 @given(layouts(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 99))
-def test_what_so_many_ranks_wrote_so_many_others_read(layout, num_writers, num_readers, seed):
+def test_blocks_written_by_n_ranks_are_read_by_m(layout, num_writers, num_readers, seed):
     stores, blocks = [MemoryStore(1 << 22) for _ in range(2)], blocks_of(layout, seed)
     made = []
     try:
@@ -204,7 +204,7 @@ def test_what_so_many_ranks_wrote_so_many_others_read(layout, num_writers, num_r
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_block_is_an_object_for_each_shard_and_what_all_share_is_stored_once(ranks, num_ranks):
+def test_block_is_one_object_per_shard_and_one_shared(ranks, num_ranks):
     store, layout = (
         MemoryStore(1 << 20),
         KVLayout(
@@ -223,7 +223,7 @@ def test_a_block_is_an_object_for_each_shard_and_what_all_share_is_stored_once(r
     assert sizes == sorted({2 * 2 * 2 * 8 * 2, 2 * 2 * 5, 2 * 2 * 9 * 2})
 
 
-def test_a_rank_with_one_shard_gathers_nothing_and_one_shard_is_the_block_itself(ranks):
+def test_single_shard_is_stored_without_gathering(ranks):
     layout = KVLayout(16, (CacheGroup.attention("main", 3, 4, 8, dt.f16, 16),))
     for sharding in (Sharding(), Sharding(3, 4, 4)):
         (part,) = parts_of(layout.of_rank(sharding.num_ranks).groups, sharding)
@@ -238,7 +238,7 @@ def test_a_rank_with_one_shard_gathers_nothing_and_one_shard_is_the_block_itself
     assert payloads(store) == {key: of_rank(layout, blocks, 0, 1)[0][i].tobytes() for i, key in enumerate(KEYS)}
 
 
-def test_stores_of_other_numbers_of_shards_are_misses_and_spared(ranks):
+def test_objects_of_other_shard_counts_do_not_collide(ranks):
     store = MemoryStore(1 << 22)
     layout = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4),))
     for num_shards in (1, 2, 4):
@@ -253,7 +253,7 @@ def test_stores_of_other_numbers_of_shards_are_misses_and_spared(ranks):
 
 
 @pytest.mark.parametrize(("most", "expected"), [(5000, [6, 6, 3]), (1, [3] * 5), (1 << 20, [15])])
-def test_many_blocks_are_gathered_a_few_at_a_time(ranks, monkeypatch, most, expected):
+def test_gather_writes_blocks_in_bounded_batches(ranks, monkeypatch, most, expected):
     monkeypatch.setattr(store_io, "_GATHER_BYTES", most)  # 5000: two blocks of it
     layout = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f32, 4, extra=[TensorSpec("i", dt.u8, (3,))]),))
     calls: list[int] = []
@@ -276,7 +276,7 @@ def test_many_blocks_are_gathered_a_few_at_a_time(ranks, monkeypatch, most, expe
 # ---- folders -------------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_of_several_ranks_is_a_folder_for_each_shard_whoever_opens_it(tmp_path):
+def test_disk_has_one_folder_per_shard_for_any_rank_count(tmp_path):
     layout, blocks = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4),)), None
     url = f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
     for num_ranks in (1, 2, 4, 1):
@@ -297,14 +297,14 @@ def test_a_disk_of_several_ranks_is_a_folder_for_each_shard_whoever_opens_it(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-{i}-of-4" for i in range(4)]
 
 
-def test_a_server_is_opened_once_for_all_shards():
+def test_open_shards_opens_a_server_once():
     shards = open_shards(["memory:?bytes=1MiB"], range(2, 4), 4)
     assert len(shards.stores) == 1
     assert shards.of(2) is shards.of(3) is shards.of(None)
     shards.close()
 
 
-def test_a_shard_that_cannot_be_opened_leaves_none_open(tmp_path):
+def test_open_shards_failure_closes_the_others(tmp_path):
     (tmp_path / "shard-1-of-2").write_text("not a folder")
     url = f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
     with pytest.raises(Exception, match="shard-1-of-2"):
@@ -320,7 +320,7 @@ LAYOUT = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4), CacheGro
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_store_that_lacks_one_shard_of_a_block_does_not_have_it(ranks, num_ranks, which):
+def test_block_without_one_shard_is_absent(ranks, num_ranks, which):
     store = MemoryStore(1 << 22)
     some = ranks(LAYOUT, num_ranks, 4, store)
     some.fill(blocks_of(LAYOUT))
@@ -345,7 +345,7 @@ def test_a_store_that_lacks_one_shard_of_a_block_does_not_have_it(ranks, num_ran
         assert (outcome.ok, outcome.arrived) == ((False, b"\1\0\1\1\1") if rank in owners else (True, b""))
 
 
-def test_drops_take_every_shard(ranks):
+def test_drop_removes_every_shard(ranks):
     store = MemoryStore(1 << 22)
     some = ranks(LAYOUT, 2, 4, store)
     some.fill(blocks_of(LAYOUT))
@@ -370,7 +370,7 @@ def test_drop_of_keys_reaches_the_store_of_every_shard(ranks):
     assert not any(store.objects for store in stores.stores)
 
 
-def test_rank_that_writes_nothing_of_a_block_calls_no_store(ranks):
+def test_rank_without_own_parts_writes_nothing(ranks):
     layout = KVLayout(4, (CacheGroup.mla("latent", 2, 9, dt.bf16, 4),))
     stores = [MemoryStore(1 << 22), MemoryStore(1 << 22)]
     some, blocks = ranks(layout, 2, 2, stores), blocks_of(layout)
@@ -382,7 +382,7 @@ def test_rank_that_writes_nothing_of_a_block_calls_no_store(ranks):
     assert [len(store.objects) for store in stores] == [BLOCKS, 0]
 
 
-def test_a_rank_that_cannot_read_leaves_its_slots_as_they_were(ranks):
+def test_unreadable_shard_leaves_its_bytes_unchanged(ranks):
     store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
     some = ranks(LAYOUT, 1, 4, store)
     some.fill(blocks)
@@ -458,7 +458,7 @@ class Cache:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_one_manager_and_its_ranks_find_what_another_number_of_ranks_left(num_writers, num_readers, is_shared):
+def test_manager_finds_blocks_of_another_number_of_ranks(num_writers, num_readers, is_shared):
     store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
     writers = Cache(num_writers, store, is_shared=is_shared)
     writers.compute(blocks)
@@ -470,7 +470,7 @@ def test_one_manager_and_its_ranks_find_what_another_number_of_ranks_left(num_wr
 
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("fault", [Fault("an error"), Fault(flip_bit=3), Fault(cut_to=1)], ids=["error", "flip", "cut"])
-def test_a_failure_on_one_rank_makes_a_block_a_miss_on_all(fault, is_shared):
+def test_read_failure_on_one_rank_is_a_miss_on_all(fault, is_shared):
     store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
     writers = Cache(2, store, is_shared=is_shared)
     writers.compute(blocks)
@@ -506,7 +506,7 @@ def test_a_failure_on_one_rank_makes_a_block_a_miss_on_all(fault, is_shared):
 # ---- what cannot be ------------------------------------------------------------------------------------------------
 
 
-def test_heads_and_shards_that_do_not_divide_are_refused_with_the_numbers():
+def test_sharding_that_does_not_divide_raises():
     layout = KVLayout(4, (CacheGroup.attention("main", 1, 6, 8, dt.f16, 4),))
     with pytest.raises(ArgumentError, match="6 KV heads, which 4 ranks"):
         layout.of_rank(4)

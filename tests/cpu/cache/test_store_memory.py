@@ -98,7 +98,7 @@ def extents_of(controller: CacheController, what: str) -> list[tuple[str, int, i
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["store", "stores of shards"])
-def test_the_hosts_memory_is_registered_until_it_is_freed(is_sharded):
+def test_host_memory_is_registered_until_freed(is_sharded):
     store, caches = Watches(), caches_of(4)
     controller = controller_of(caches, ShardStores((store,)) if is_sharded else store)
     keep_and_fetch(controller, caches)
@@ -116,7 +116,7 @@ def test_the_hosts_memory_is_registered_until_it_is_freed(is_sharded):
     assert store.told == [*expected, ("close", 0, 0), ("close", 0, 0)]
 
 
-def test_a_store_that_refuses_gets_its_blocks_all_the_same():
+def test_store_that_refuses_registration_still_works():
     store, caches = Refuses(), caches_of(4)
     controller = controller_of(caches, store)
     keep_and_fetch(controller, caches)
@@ -127,7 +127,7 @@ def test_a_store_that_refuses_gets_its_blocks_all_the_same():
     assert store.told == [("close", 0, 0)]
 
 
-def test_a_registration_that_takes_long_holds_up_neither_the_start_nor_reads_and_is_over_before_memory_is_freed():
+def test_slow_registration_does_not_block_reads():
     store, caches = Watches(), caches_of(4)
     store.may_go_on.clear()
     controller = controller_of(caches, store)

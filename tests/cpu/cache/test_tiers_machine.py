@@ -5,6 +5,6 @@ from __future__ import annotations
 from tiers_machine import TiersMachine, run
 
 
-def test_no_wrong_byte_is_ever_handed_out():
+def test_tiers_machine_never_reads_wrong_bytes():
     """At least 5,000 steps; KVTIER_SOAK=200 makes a million."""
     run(TiersMachine, 150)

@@ -81,21 +81,21 @@ def play(engine: Engine, talks: list[list[list[int]]]) -> Answers:
     return answers
 
 
-def test_device_only(model, talks, wanted):
+def test_answers_with_device_only_equal_no_cache(model, talks, wanted):
     engine = make(model, CacheConfig(300))
     assert play(engine, talks) == wanted
     assert engine.manager.stats.hit_tokens > 5000
 
 
 @pytest.mark.parametrize("write", WritePolicy)
-def test_with_a_host_tier_and_a_device_too_small(model, talks, wanted, write):
+def test_answers_with_small_device_and_host_equal_no_cache(model, talks, wanted, write):
     engine = make(model, CacheConfig(90, host=HostConfig(800, saving=WritebackConfig(write)), always_load=True))
     assert play(engine, talks) == wanted
     assert engine.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks > 100
     engine.close()
 
 
-def test_with_a_disk_in_tiny_pools_and_again_from_the_disk_alone(model, talks, wanted, tmp_path):
+def test_answers_with_disk_and_after_restart_equal_no_cache(model, talks, wanted, tmp_path):
     disk = StoreConfig("disk", wait=WaitPolicy.WAIT)
     cache = CacheConfig(90, host=HostConfig(120), stores=(disk,), always_load=True)
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_with_a_disk_in_tiny_pools_and_again_from_the_disk_alone(model, talks, w
         engine.close()
 
 
-def test_with_a_store_and_copies_that_fail(model, talks, wanted):
+def test_answers_with_failing_store_and_copies_equal_no_cache(model, talks, wanted):
     faults = random.Random(3)
 
     def trouble():

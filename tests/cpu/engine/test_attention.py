@@ -61,7 +61,7 @@ HEADS = st.sampled_from([(6, 2), (4, 4), (3, 1), (32, 1)])
     compiled=st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
-def test_paged_attention_is_attention(lengths, heads, dim, block_tokens, seed, compiled):
+def test_paged_attention_equals_masked_attention(lengths, heads, dim, block_tokens, seed, compiled):
     whole, parts, cache, batch = paged(seed, lengths, heads=heads, dim=dim, block_tokens=block_tokens)
     wanted = torch.cat([by_hand(*each) for each in whole])
     torch.testing.assert_close(paged_attention(parts.q, cache, batch), wanted, rtol=1e-4, atol=1e-5)
@@ -70,7 +70,7 @@ def test_paged_attention_is_attention(lengths, heads, dim, block_tokens, seed, c
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_threads_share_sequences_and_heads(threads):
+def test_paged_attention_with_threads_equals_masked_attention(threads):
     torch.set_num_threads(threads)
     for lengths in ([(70, 1)], [(5, 1), (90, 1), (0, 1)]):
         whole, parts, cache, batch = paged(0, lengths)
@@ -86,7 +86,7 @@ needs_compiler = pytest.mark.skipif(native().code is None, reason=native().reaso
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
 @pytest.mark.parametrize("shape", [(16, 32), (48, 96), (208, 576)])
-def test_packed_matrices_hold_exactly_the_numbers_of_the_dequantised_ones(kind, shape, threads):
+def test_packed_matrix_equals_the_dequantised_one(kind, shape, threads):
     gguf = pytest.importorskip("gguf")
     torch.set_num_threads(threads)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -112,7 +112,7 @@ def test_packed_matrices_hold_exactly_the_numbers_of_the_dequantised_ones(kind, 
 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
-def test_a_product_does_not_depend_on_the_other_tokens(kind):
+def test_packed_product_does_not_depend_on_other_rows(kind):
     gguf = pytest.importorskip("gguf")
     weight = torch.randn(48, 96)
     raw = weight.bfloat16()
@@ -128,7 +128,7 @@ def test_a_product_does_not_depend_on_the_other_tokens(kind):
 
 @needs_compiler
 @pytest.mark.parametrize("without", [("AMX_BF16",), ("AMX_BF16", "AVX512F"), ("AMX_BF16", "AVX512F", "AVX2")])
-def test_lesser_processors_compute_the_same(monkeypatch, tmp_path, without):
+def test_packed_product_without_amx_or_avx_is_the_same(monkeypatch, tmp_path, without):
     from kvtier.engine import native as module
 
     gguf = pytest.importorskip("gguf")
@@ -147,7 +147,7 @@ def test_lesser_processors_compute_the_same(monkeypatch, tmp_path, without):
         assert torch.equal(one_by_one, together)  # sums in the order of the columns, however many tokens there are
 
 
-def test_matrices_that_cannot_be_packed_are_left_alone():
+def test_pack_of_unsupported_matrix_is_none():
     assert pack("Q6_K", torch.zeros(16, 210, dtype=torch.uint8)) is None
     assert pack("BF16", torch.zeros(17, 32, dtype=torch.bfloat16)) is None
     assert pack("BF16", torch.zeros(16, 33, dtype=torch.bfloat16)) is None
@@ -155,7 +155,7 @@ def test_matrices_that_cannot_be_packed_are_left_alone():
 
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
-def test_native_steps_between_matrices_equal_plain_torch(threads):
+def test_native_norm_silu_and_rope_equal_torch(threads):
     torch.set_num_threads(threads)
     fast, plain = CpuOps(), TorchOps()
     x, residual, weight = torch.randn(5, 96) * 4, torch.randn(5, 96), torch.randn(96)
@@ -173,7 +173,7 @@ def test_native_steps_between_matrices_equal_plain_torch(threads):
     torch.testing.assert_close(copied, cache)
 
 
-def test_without_a_compiler_torch_computes_the_same(monkeypatch, checkpoint):
+def test_model_without_compiler_computes_the_same(monkeypatch, checkpoint):
     from engine_driver import Driver
     from kvtier.engine import load_model, ops
 
@@ -185,7 +185,7 @@ def test_without_a_compiler_torch_computes_the_same(monkeypatch, checkpoint):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_compiler_that_fails_leaves_a_reason(monkeypatch, tmp_path):
+def test_native_with_failing_compiler_has_a_reason(monkeypatch, tmp_path):
     from kvtier.engine import native as module
 
     monkeypatch.setenv("CC", "/nonexistent/cc")

@@ -29,14 +29,14 @@ def logits_of(path, **options):
     return Driver(load_model(path, **options), 1, 16).step({0: PROMPT})[0]
 
 
-def test_shards_and_a_single_file_hold_the_same_model(checkpoint):
+def test_sharded_checkpoint_equals_a_single_file(checkpoint):
     whole, _ = checkpoint("llama")
     shards, _ = checkpoint("llama", max_shard_size="60KB")
     assert len(list(shards.glob("*.safetensors"))) > 2
     assert torch.equal(logits_of(whole), logits_of(shards))
 
 
-def test_a_bf16_checkpoint_computes_in_float32_from_its_own_bytes(checkpoint, tmp_path):
+def test_bf16_checkpoint_computes_in_float32(checkpoint, tmp_path):
     folder = copy_of(checkpoint("llama")[0], tmp_path)
     path = folder / "model.safetensors"
     save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path)
@@ -103,14 +103,14 @@ def write_gguf(path, architecture, oracle, *, quant=None, skip=(), factors=None)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_gguf_gives_the_logits_of_the_folder(checkpoint, tmp_path, kind):
+def test_gguf_logits_equal_those_of_the_folder(checkpoint, tmp_path, kind):
     folder, oracle = checkpoint(kind)
     path = write_gguf(tmp_path / "m.gguf", kind, oracle)
     torch.testing.assert_close(logits_of(path), logits_of(folder), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_1", "Q4_0", "F16", "BF16"])
-def test_quantised_gguf_computes_with_its_dequantised_weights(checkpoint, tmp_path, quant):
+def test_quantised_gguf_equals_dequantised_weights(checkpoint, tmp_path, quant):
     _, oracle = checkpoint("llama")
     kind = gguf.GGMLQuantizationType[quant]
     path = write_gguf(tmp_path / "m.gguf", "llama", oracle, quant=kind)
@@ -128,7 +128,7 @@ def test_quantised_gguf_computes_with_its_dequantised_weights(checkpoint, tmp_pa
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_gguf_brings_its_own_frequencies_and_may_tie_embeddings(checkpoint, tmp_path):
+def test_gguf_uses_own_rope_factors_and_tied_embeddings(checkpoint, tmp_path):
     folder, oracle = checkpoint("llama, llama3 rope")
     rope = ModelConfig.from_folder(folder).rope
     factors = RopeConfig(rope.theta).inverse_frequencies(16) / rope.inverse_frequencies(16)
@@ -142,7 +142,7 @@ def test_gguf_brings_its_own_frequencies_and_may_tie_embeddings(checkpoint, tmp_
     assert model.weights.head.weight is model.weights.embedding
 
 
-def test_damaged_gguf_files_are_told_apart(checkpoint, tmp_path):
+def test_damaged_gguf_error_names_the_damage(checkpoint, tmp_path):
     _, oracle = checkpoint("llama")
     data = write_gguf(tmp_path / "m.gguf", "llama", oracle).read_bytes()
     broken = tmp_path / "broken.gguf"
@@ -171,7 +171,7 @@ def test_damaged_gguf_files_are_told_apart(checkpoint, tmp_path):
         ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
     ],
 )
-def test_gguf_features_that_are_not_computed_are_refused(metadata, match):
+def test_gguf_with_unsupported_feature_is_refused(metadata, match):
     plain = {
         "general.architecture": "llama",
         "llama.attention.head_count": 4,
@@ -203,14 +203,14 @@ def test_gguf_features_that_are_not_computed_are_refused(metadata, match):
     ],
     ids=str,
 )
-def test_configurations_that_cannot_be_computed_are_refused(checkpoint, tmp_path, changes, error, match):
+def test_unsupported_config_is_refused(checkpoint, tmp_path, changes, error, match):
     folder = copy_of(checkpoint("llama")[0], tmp_path)
     change_config(folder, **changes)
     with pytest.raises(error, match=match):
         load_model(folder)
 
 
-def test_the_older_way_to_write_rope_is_read_too():
+def test_config_with_legacy_rope_fields_is_read():
     config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "hidden_size": 32}
     config |= {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 9, "rope_theta": 5e5}
     assert ModelConfig.from_hf(config).rope == RopeConfig(5e5)
@@ -223,13 +223,13 @@ def test_the_older_way_to_write_rope_is_read_too():
     assert not ModelConfig.from_hf(qwen).output_bias
 
 
-def test_end_of_text_may_be_several_tokens(checkpoint, tmp_path):
+def test_generation_config_adds_eos_tokens(checkpoint, tmp_path):
     folder = copy_of(checkpoint("llama")[0], tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
     assert ModelConfig.from_folder(folder).eos_token_ids == (2, 7)
 
 
-def test_incomplete_folders_are_told_apart(checkpoint, tmp_path):
+def test_incomplete_folder_error_names_the_file(checkpoint, tmp_path):
     folder = copy_of(checkpoint("llama", max_shard_size="60KB")[0], tmp_path)
     gone = sorted(folder.glob("*.safetensors"))[1]
     gone.unlink()
@@ -252,14 +252,14 @@ def test_incomplete_folders_are_told_apart(checkpoint, tmp_path):
         load_model(folder)
 
 
-def test_a_model_that_is_nowhere_and_a_type_it_cannot_compute_in(checkpoint, tmp_path):
+def test_load_model_with_unknown_path_or_dtype_raises(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match="kvtier downloads nothing"):
         load_model(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"cannot compute in torch\.int32"):
         load_model(checkpoint("llama")[0], "i32")
 
 
-def test_missing_packages_name_what_to_install(checkpoint, tmp_path, monkeypatch):
+def test_missing_package_error_names_the_install_command(checkpoint, tmp_path, monkeypatch):
     _, oracle = checkpoint("llama")
     path = write_gguf(tmp_path / "m.gguf", "llama", oracle)
     monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda _: None)

@@ -33,7 +33,7 @@ def record_alone(recorder: Recorder, prompt, params):
     return finish(engine)[name].tokens
 
 
-def test_logits_are_the_same_bits_alone_and_in_any_company(model):
+def test_logits_are_bit_identical_in_any_batch(model):
     @given(
         seed=st.integers(0, 10**6),
         block_tokens=st.sampled_from([1, 4, 16]),
@@ -65,7 +65,7 @@ def test_logits_are_the_same_bits_alone_and_in_any_company(model):
     check()
 
 
-def test_a_preempted_and_evicted_request_goes_on_with_the_same_bits(model):
+def test_preempted_request_continues_with_the_same_bits(model):
     """Two requests in a cache that holds hardly more than one of them: every block is lost and made again."""
     given = prompts(1, 20, 21)
     recorder = Recorder(model)
@@ -79,7 +79,7 @@ def test_a_preempted_and_evicted_request_goes_on_with_the_same_bits(model):
 
 
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
-def test_hits_and_partly_copied_blocks_give_the_same_bits(model, block_tokens):
+def test_prefix_hits_and_partial_blocks_give_the_same_bits(model, block_tokens):
     (base,) = prompts(2, 40)
     cases = [base, base, base[:33], [*base[:30], 5, 6, 7], [*base[:9], 5], base[:1], [*base, 5, 6]]
     recorder = Recorder(model)
@@ -189,7 +189,7 @@ def alone_all(model, prompt, params):
     return [answers[name, index].tokens for index in range(params.n)]
 
 
-def test_the_machine_finds_no_order_of_events_that_gives_a_wrong_answer(checkpoint):
+def test_engine_machine_gives_correct_answers(checkpoint):
     class Machine(EngineMachine):
         model = load_model(checkpoint("llama")[0], ops=InvariantOps())
         expected: dict = {}  # noqa: RUF012
@@ -199,7 +199,7 @@ def test_the_machine_finds_no_order_of_events_that_gives_a_wrong_answer(checkpoi
     case("runTest").runTest()
 
 
-def test_the_recorder_would_notice(model):
+def test_recorder_detects_a_changed_cache(model):
     """A cache that is spoilt between two steps gives other bits."""
     engine, recorder = recorded(model)
     (prompt,) = prompts(3, 20)
@@ -211,7 +211,7 @@ def test_the_recorder_would_notice(model):
         assert bool(recorder.different) is spoil
 
 
-def test_alone_is_alone(model):
+def test_alone_equals_the_recording_engine(model):
     """The helper of these tests says what the recording engine says."""
     (prompt,) = prompts(4, 9)
     assert alone(model, prompt, greedy(5)).tokens == record_alone(Recorder(model), prompt, greedy(5))

@@ -18,7 +18,7 @@ SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_random_arrivals_in_every_kind_of_cache(checkpoint, kind):
+def test_random_arrivals_equal_transformers_in_any_cache(checkpoint, kind):
     folder, oracle = checkpoint(kind)
     model = load_model(folder)
 
@@ -51,7 +51,7 @@ def test_random_arrivals_in_every_kind_of_cache(checkpoint, kind):
     check()
 
 
-def test_the_cases_above_do_preempt_evict_hit_and_cut_prompts(checkpoint):
+def test_small_cache_causes_preemptions_and_hits(checkpoint):
     model = load_model(checkpoint("llama")[0])
     given = prompts(3, *[20, 22, 24, 18] * 2, shared=[0, *[20] * 7])
     engine = make_engine(model, 16, 4, max_step_tokens=16)
@@ -82,7 +82,7 @@ TEXTS = [
 
 
 @needs_smollm2
-def test_the_real_model_says_what_it_says_in_transformers(smollm2, smollm2_oracle):
+def test_smollm2_answers_equal_transformers(smollm2, smollm2_oracle):
     model, tokenizer = smollm2
     chat = [tokenizer.encode_chat([{"role": "user", "content": TEXTS[0]}])]
     given = chat + [tokenizer.encode(text) for text in TEXTS[1:]]
@@ -97,7 +97,7 @@ def test_the_real_model_says_what_it_says_in_transformers(smollm2, smollm2_oracl
 
 @needs_smollm2
 @pytest.mark.skipif(SOAK < 2, reason="long: KVTIER_SOAK=2 or more")
-def test_soak_32_prompts_of_mixed_lengths(smollm2, smollm2_oracle):
+def test_soak_32_mixed_prompts_equal_transformers(smollm2, smollm2_oracle):
     model, tokenizer = smollm2
     text = tokenizer.encode(" ".join(f"{text} {number}." for number in range(60) for text in TEXTS))
     random = np.random.default_rng(0)

@@ -23,7 +23,7 @@ TINY = ModelConfig("llama", 2, 32, 48, 2, 1, 16, 61, 256, norm_eps=1e-5, rope=Ro
 
 
 @pytest.mark.parametrize("always_load", [False, True])
-def test_the_replay_of_a_recorded_run_finds_the_same_blocks_in_the_same_tiers(tmp_path, always_load):
+def test_replay_of_recorded_run_has_the_same_hits_by_tier(tmp_path, always_load):
     model = Model(TINY, random_weights(TINY, torch.float32, torch.device("cpu"), seed=3))
     cache = CacheConfig(26, host=HostConfig(30), stores=(StoreConfig("disk"),), partial_scan=0, always_load=always_load)
     store = DiskStore(tmp_path / "disk", 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)

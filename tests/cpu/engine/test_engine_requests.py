@@ -42,7 +42,7 @@ def sampled(max_tokens=8, **options):
 
 
 @pytest.mark.parametrize(("length", "shared"), [(33, 32), (32, 28), (3, 0)])
-def test_n_answers_share_the_prompts_blocks(model, length, shared):
+def test_n_answers_share_the_blocks_of_the_prompt(model, length, shared):
     engine = make_engine(model, 64, 4)
     (prompt,) = prompts(1, length)
     name = engine.add(prompt, sampled(6, n=4))
@@ -61,7 +61,7 @@ def test_n_answers_share_the_prompts_blocks(model, length, shared):
     assert all(answers[name, index].reason is FinishReason.LENGTH for index in range(4))
 
 
-def test_n_answers_are_the_same_again_and_need_no_cache(model):
+def test_n_answers_are_reproducible_with_any_cache(model):
     (prompt,) = prompts(1, 21)
     found = []
     for prefix_caching, blocks in ((True, 64), (False, 64), (True, 12)):
@@ -72,7 +72,7 @@ def test_n_answers_are_the_same_again_and_need_no_cache(model):
     assert found[0] == found[1] == found[2]
 
 
-def test_a_seed_gives_the_same_tokens_whoever_else_is_there(model):
+def test_seed_gives_the_same_tokens_in_any_batch(model):
     given = prompts(2, 9, 17, 30, 5, shared=[0, 4, 4, 0])
     params = [
         sampled(10, seed=seed, temperature=0.7, top_p=0.9, penalties=Penalties(repetition=1.2)) for seed in range(4)
@@ -87,7 +87,7 @@ def test_a_seed_gives_the_same_tokens_whoever_else_is_there(model):
 # ---- where an answer ends --------------------------------------------------------------------------------------------
 
 
-def test_a_stop_token_ends_and_is_told(model):
+def test_stop_token_ends_the_answer_and_is_included(model):
     (prompt,) = prompts(3, 12)
     tokens = alone(model, prompt, greedy(10)).tokens
     place = next(i for i in range(3, 10) if tokens.index(tokens[i]) == i)
@@ -96,7 +96,7 @@ def test_a_stop_token_ends_and_is_told(model):
     assert answer.reason is FinishReason.STOP
 
 
-def test_the_models_end_ends_unless_told_otherwise(checkpoint, model):
+def test_eos_ends_the_answer_unless_ignored(checkpoint, model):
     oracle = checkpoint("llama")[1]
     for seed in range(400):
         (prompt,) = prompts(seed, 2)
@@ -113,7 +113,7 @@ def test_the_models_end_ends_unless_told_otherwise(checkpoint, model):
     assert 2 not in least.tokens[:-1]
 
 
-def test_stop_texts_cut_the_text_and_nothing_of_them_is_shown(model, byte_tokenizer):
+def test_stop_text_is_cut_from_the_answer(model, byte_tokenizer):
     (prompt,) = prompts(5, 10)
     engine = make_engine(model, tokenizer=byte_tokenizer)
     whole = finish(engine)  # nothing yet
@@ -130,7 +130,7 @@ def test_stop_texts_cut_the_text_and_nothing_of_them_is_shown(model, byte_tokeni
             assert stop not in byte_tokenizer.decode(answer.tokens[:-1])
 
 
-def test_a_stop_text_that_does_not_come_holds_nothing_back_at_the_end(model, byte_tokenizer):
+def test_incomplete_stop_text_is_shown_at_the_end(model, byte_tokenizer):
     (prompt,) = prompts(5, 10)
     engine = make_engine(model, tokenizer=byte_tokenizer)
     name = engine.add(prompt, greedy(40))
@@ -141,7 +141,7 @@ def test_a_stop_text_that_does_not_come_holds_nothing_back_at_the_end(model, byt
 
 
 @pytest.mark.parametrize("length", [200, 254, 255])
-def test_the_end_of_the_context_is_told_as_length(model, length):
+def test_end_of_context_finishes_with_length(model, length):
     """The tiny model has 256 positions."""
     (prompt,) = prompts(6, length)
     engine = make_engine(model, 80, 4, max_step_tokens=256)
@@ -152,7 +152,7 @@ def test_the_end_of_the_context_is_told_as_length(model, length):
     assert engine.explain(name).state == "length"
 
 
-def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(model):
+def test_prompt_that_fills_the_context_is_refused(model):
     engine = make_engine(model, 80, 4)
     with pytest.raises(RangeError, match="the prompt has 256 tokens"):
         engine.add([5] * 256)
@@ -160,7 +160,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(model):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_prompt_larger_than_the_cache_is_refused_and_all_its_answers_are(model, n):
+def test_prompt_larger_than_the_cache_refuses_all_answers(model, n):
     engine = make_engine(model, 4, 4)
     (prompt,) = prompts(7, 30)
     name = engine.add(prompt, sampled(5, n=n))
@@ -172,7 +172,7 @@ def test_a_prompt_larger_than_the_cache_is_refused_and_all_its_answers_are(model
     assert answers[other].reason is FinishReason.LENGTH
 
 
-def test_an_answer_larger_than_the_cache_ends_by_length(model):
+def test_answer_larger_than_the_cache_ends_by_length(model):
     engine = make_engine(model, 4, 4)
     (prompt,) = prompts(8, 6)
     name = engine.add(prompt, greedy(100))
@@ -182,7 +182,7 @@ def test_an_answer_larger_than_the_cache_ends_by_length(model):
     assert len(prompt) + len(answer.tokens) == 17  # the last one is not stored
 
 
-def test_what_cannot_be_a_prompt_is_refused(model):
+def test_invalid_prompt_raises(model):
     engine = make_engine(model)
     with pytest.raises(ArgumentError, match="the prompt is empty"):
         engine.add([])
@@ -197,7 +197,7 @@ def test_what_cannot_be_a_prompt_is_refused(model):
 
 
 @pytest.mark.parametrize("token", [-1, 199])
-def test_stop_tokens_that_the_model_does_not_have_are_refused(model, token):
+def test_stop_token_outside_the_vocabulary_raises(model, token):
     """In a step they would end everybody's: an index beyond the logits."""
     engine = make_engine(model)
     with pytest.raises(RangeError, match=rf"stop_token_ids must be in \[0, 199\), got \(5, {token}\)"):
@@ -208,7 +208,7 @@ def test_stop_tokens_that_the_model_does_not_have_are_refused(model, token):
 # ---- logprobs --------------------------------------------------------------------------------------------------------
 
 
-def test_logprobs_are_those_of_transformers(checkpoint, model):
+def test_engine_logprobs_equal_transformers(checkpoint, model):
     oracle = checkpoint("llama")[1]
     given = prompts(9, 12, 30, 4)
     engine = make_engine(model, 40, 4, max_step_tokens=8)
@@ -227,7 +227,7 @@ def test_logprobs_are_those_of_transformers(checkpoint, model):
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
-def test_texts_are_whole_characters_and_together_the_decoded_tokens(model, byte_tokenizer):
+def test_output_texts_join_to_the_decoded_tokens(model, byte_tokenizer):
     @given(seed=st.integers(0, 10**6), stop=st.sampled_from([(), ("é",), ("\ufffd\ufffd",)]))
     @example(seed=43887, stop=("\ufffd\ufffd",))  # half a character at the end looked like the stop text
     @settings(max_examples=15, deadline=None)
@@ -247,7 +247,7 @@ def test_texts_are_whole_characters_and_together_the_decoded_tokens(model, byte_
 @needs_smollm2
 @given(st.text(min_size=1, max_size=30))
 @settings(max_examples=30, deadline=None)
-def test_any_text_token_by_token_is_the_whole_text_in_the_real_tokenizer(text):
+def test_token_stream_of_any_text_equals_decode(text):
     tokenizer = real_tokenizer()
     tokens = tokenizer.encode(text)
     stream = tokenizer.stream()
@@ -260,7 +260,7 @@ real_tokenizer = functools.cache(load_tokenizer)
 # ---- cancelling ------------------------------------------------------------------------------------------------------
 
 
-def test_abort_frees_blocks_at_once_and_says_nothing_more(model):
+def test_abort_frees_blocks_and_ends_output(model):
     engine = make_engine(model, 32, 4, prefix_caching=False)
     kept, gone = prompts(10, 14, 30)
     name, other = engine.add(kept, greedy(9)), engine.add(gone, sampled(9, n=3))
@@ -281,7 +281,7 @@ def test_abort_frees_blocks_at_once_and_says_nothing_more(model):
     assert engine.explain(other).state == "abort"
 
 
-def test_abort_before_the_first_step_and_while_siblings_wait(model):
+def test_abort_before_first_step_or_with_waiting_siblings(model):
     engine = make_engine(model)
     for steps in (0, 1):
         name = engine.add(prompts(11, 100)[0], sampled(4, n=3))  # 100 tokens: two steps of 64
@@ -314,7 +314,7 @@ class Faulty(Model):
 
 
 @pytest.mark.parametrize("at", range(5))
-def test_an_error_ends_the_steps_requests_and_no_others(model, at):
+def test_step_error_ends_only_its_requests(model, at):
     faulty = Faulty(model)
     engine = make_engine(faulty, 32, 4, max_step_tokens=24, max_rows=2)
     given = prompts(12, 30, 12, 20, 12, shared=[0, 0, 10, 10])
@@ -354,7 +354,7 @@ class GivesUp:
 
 
 @pytest.mark.parametrize(("num_tokens", "n"), [(0, 1), (0, 3), (3, 1), (3, 3)])
-def test_a_constraint_that_gives_up_ends_its_own_request_only(model, num_tokens, n):
+def test_failing_constraint_ends_only_its_request(model, num_tokens, n):
     engine = make_engine(model, 64, 4)
     mine, others = prompts(18, 9, 14)
     params = sampled(8, n=n, ignore_eos=False, constraint=lambda: GivesUp(num_tokens))
@@ -372,7 +372,7 @@ def test_a_constraint_that_gives_up_ends_its_own_request_only(model, num_tokens,
     assert finish(engine)[again].tokens == alone(model, mine, greedy(8)).tokens
 
 
-def test_an_interrupt_goes_on_its_way_and_the_engine_can_go_on(model):
+def test_interrupt_propagates_and_the_engine_continues(model):
     faulty = Faulty(model)
     engine = make_engine(faulty)
     (prompt,) = prompts(13, 10)
@@ -386,7 +386,7 @@ def test_an_interrupt_goes_on_its_way_and_the_engine_can_go_on(model):
     assert finish(engine)[again].tokens == alone(model, prompt, greedy(4)).tokens
 
 
-def test_controls_run_between_steps_and_may_use_the_engine(model):
+def test_control_runs_between_steps_with_the_engine(model):
     engine = make_engine(model)
     first, second = prompts(14, 10, 12)
     name = engine.add(first, greedy(5))
@@ -399,7 +399,7 @@ def test_controls_run_between_steps_and_may_use_the_engine(model):
     assert done == [True]
 
 
-def test_a_control_that_raises_is_told_and_costs_nobody_anything(model):
+def test_failing_control_raises_and_requests_continue(model):
     engine = make_engine(model)
     (prompt,) = prompts(15, 10)
     name = engine.add(prompt, greedy(5))
@@ -415,7 +415,7 @@ def test_a_control_that_raises_is_told_and_costs_nobody_anything(model):
 # ---- telling ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_explained_while_it_runs_and_for_a_while_after(model):
+def test_explain_covers_running_and_recent_requests(model):
     engine = make_engine(model, 12, 4)
     (prompt,) = prompts(16, 17)
     with pytest.raises(ArgumentError, match="request nobody is neither running"):
@@ -436,7 +436,7 @@ def test_a_request_is_explained_while_it_runs_and_for_a_while_after(model):
     json.dumps([engine.explain(name).miss for name in (cold, warm, other)])
 
 
-def test_closing_cancels_what_runs(model):
+def test_close_aborts_running_requests(model):
     engine = make_engine(model)
     name = engine.add(prompts(17, 10)[0], greedy(5))
     engine.step()

@@ -51,7 +51,7 @@ class Wild:
         return tuple(guess)
 
 
-def test_guesses_never_change_an_answer(model, draft):
+def test_drafts_never_change_an_answer(model, draft):
     proposers = {
         "ngram": lambda *_: NgramProposer(4, longest=3, shortest=1),
         "draft": lambda *_: DraftProposer(draft, 3),
@@ -97,7 +97,7 @@ def steps_alone(engine, prompt, params):
 
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
 @pytest.mark.parametrize("temperature", [0.0, 1e-4])
-def test_a_model_that_drafts_for_itself_is_always_right(model, block_tokens, temperature):
+def test_self_draft_is_always_accepted(model, block_tokens, temperature):
     """Also after a prefix hit and after part of a block was copied: the draft's KV came along."""
     engine = make_engine(model, 256 // block_tokens, block_tokens, proposer=DraftProposer(model, 4))
     params = SamplingParams(temperature=temperature, seed=1, ignore_eos=True, max_tokens=21)
@@ -115,7 +115,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(model, block_tokens, tem
     assert engine.explain("request-0").num_cached_tokens == 0
 
 
-def test_ngrams_find_what_was_said_before(model):
+def test_ngram_proposer_finds_repeated_text(model):
     (prompt,) = prompts(2, 12)
     tokens = alone(model, prompt, greedy(40)).tokens
     engine = make_engine(model, proposer=NgramProposer(4))
@@ -130,7 +130,7 @@ def test_ngrams_find_what_was_said_before(model):
 
 
 @pytest.mark.parametrize("length", [240, 252, 253, 254, 255])
-def test_guesses_stop_at_the_end_of_the_context(model, length):
+def test_drafts_stop_at_the_end_of_the_context(model, length):
     (prompt,) = prompts(3, length)
     engine = make_engine(model, 70, 4, max_step_tokens=256, proposer=DraftProposer(model, 4))
     answer = steps_alone(engine, prompt, greedy(100))
@@ -139,7 +139,7 @@ def test_guesses_stop_at_the_end_of_the_context(model, length):
 
 
 @pytest.mark.parametrize("num_blocks", [3, 4, 5])
-def test_guesses_need_no_room_that_the_answer_does_not_need(model, num_blocks):
+def test_drafts_need_no_more_blocks_than_the_answer(model, num_blocks):
     """The cache is full to its last slot, with and without a proposer."""
     (prompt,) = prompts(4, 6)
     plain = make_engine(model, num_blocks, 4)
@@ -161,7 +161,7 @@ class Failing(Model):
         raise RuntimeError("no guesses today")
 
 
-def test_a_proposer_that_fails_costs_guesses_only(model, draft):
+def test_failing_proposer_warns_and_answers_continue(model, draft):
     engine = make_engine(model, proposer=DraftProposer(Failing(draft), 2))
     (prompt,) = prompts(5, 9)
     with pytest.warns(RuntimeWarning, match="no guesses today"):
@@ -169,7 +169,7 @@ def test_a_proposer_that_fails_costs_guesses_only(model, draft):
     assert answer.tokens == alone(model, prompt, greedy(6)).tokens
 
 
-def test_a_draft_of_another_vocabulary_is_refused_and_a_shorter_context_counts(model):
+def test_draft_vocabulary_must_match_and_context_limits(model):
     other = Model(replace(model.config, vocab_size=100), model.weights)
     with pytest.raises(ArgumentError, match="100 tokens where the model has 199"):
         make_engine(model, proposer=DraftProposer(other))
@@ -183,7 +183,7 @@ def test_a_draft_of_another_vocabulary_is_refused_and_a_shorter_context_counts(m
         engine.add([5] * 64)
 
 
-def test_n_answers_with_guesses(model, draft):
+def test_n_answers_with_drafts_are_the_same(model, draft):
     (prompt,) = prompts(7, 21)
     params = SamplingParams(temperature=0.3, seed=3, n=3, max_tokens=10, ignore_eos=True)
     found = []
@@ -195,7 +195,7 @@ def test_n_answers_with_guesses(model, draft):
     assert found[0] == found[1] == found[2]
 
 
-def test_guesses_count_for_penalties_logprobs_and_least_tokens(model):
+def test_drafts_respect_penalties_logprobs_and_min_tokens(model):
     (prompt,) = prompts(8, 10)
     for params in (
         greedy(20, penalties=Penalties(frequency=1.5, presence=0.5, repetition=1.3)),
@@ -210,7 +210,7 @@ def test_guesses_count_for_penalties_logprobs_and_least_tokens(model):
         assert found.num_steps < wanted.num_steps
 
 
-def test_bad_proposers_are_refused(model):
+def test_invalid_proposer_raises(model):
     for wrong in ({"num_tokens": 0}, {"shortest": 0}, {"longest": 1}):
         with pytest.raises(RangeError):
             NgramProposer(**wrong)

@@ -59,7 +59,7 @@ def make(
     beside_compute=st.booleans(),
 )
 @settings(max_examples=6 * SOAK, deadline=None)
-def test_a_host_tier_never_changes_an_answer(model, random, num_blocks, host, beside_compute):
+def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, beside_compute):
     talks = conversations(random, 5)
     wanted = talk(make(model, 400, None, caching=False), talks)
     engine = make(model, num_blocks, host)
@@ -80,7 +80,7 @@ def listening(engine: Engine):
     return to_list
 
 
-def test_whoever_waits_for_the_device_hears_of_what_is_under_way_and_of_nothing_else(model):
+def test_poll_while_waiting_polls_until_copies_end(model):
     engine = make(model, 40, None)
     assert not engine.tiers.poll_while_waiting()  # there are no tiers below
     engine.close()
@@ -100,7 +100,7 @@ def test_whoever_waits_for_the_device_hears_of_what_is_under_way_and_of_nothing_
     engine.close()
 
 
-def test_nobody_listens_for_a_store_alone(model, tmp_path):
+def test_poll_while_waiting_ignores_store_transfers(model, tmp_path):
     engine = make(model, 40, HostConfig(40), disk=StoreConfig("disk"), stores={"disk": DiskStore(tmp_path, 1 << 20)})
     engine.add([1] * 21, greedy(1))
     while engine.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks < 5:
@@ -111,7 +111,7 @@ def test_nobody_listens_for_a_store_alone(model, tmp_path):
     engine.close()
 
 
-def test_what_no_step_needs_is_begun_while_it_is_computed(model):
+def test_saves_start_after_compute_and_loads_before(model):
     """A save waits for the compute to be given to the device; a load that the step starts with does not."""
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
@@ -139,7 +139,7 @@ def test_what_no_step_needs_is_begun_while_it_is_computed(model):
     engine.close()
 
 
-def test_saves_are_heard_of_while_a_step_is_computed_and_when_none_is(model):
+def test_saves_are_polled_after_compute_and_when_idle(model):
     """Where nothing is computed, as for a request that waits for a save to give room, they are heard of at once."""
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
@@ -171,7 +171,7 @@ def test_saves_are_heard_of_while_a_step_is_computed_and_when_none_is(model):
     engine.close()
 
 
-def test_a_step_that_fails_before_it_computes_leaves_no_plan_behind(model):
+def test_failed_step_submits_its_plan(model):
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
     engine.add([1] * 21, greedy(6))
@@ -210,7 +210,7 @@ def break_copies(engine: Engine, faults, share: float) -> None:
         lane._mover = sometimes
 
 
-def test_answers_stay_when_copies_fail(model):
+def test_answers_are_unchanged_by_failing_copies(model):
     import random
 
     talks = conversations(random.Random(1), 6)
@@ -223,7 +223,7 @@ def test_answers_stay_when_copies_fail(model):
     assert counts[Route.HOST_TO_DEVICE].num_failed > 0
 
 
-def test_host_hits_happen_and_are_counted(model):
+def test_host_hits_are_counted(model):
     engine = make(model, 16, HostConfig(200))
     prompts = [[i] * 21 for i in range(6)]
     for _ in range(2):
@@ -235,7 +235,7 @@ def test_host_hits_happen_and_are_counted(model):
     assert all(engine.explain(str(i)).num_cached_tokens >= 20 for i in range(6))
 
 
-def test_the_draft_models_blocks_travel_with_the_main_ones(model):
+def test_draft_blocks_are_moved_with_the_main_blocks(model):
     """The model drafts for itself: with its KV right, also after a load, every guess is kept."""
     import random
 
@@ -255,7 +255,7 @@ def test_the_draft_models_blocks_travel_with_the_main_ones(model):
     saving=st.builds(WritebackConfig, st.sampled_from(WritePolicy), low_share=st.sampled_from([0.3, 1.0])),
 )
 @settings(max_examples=6 * SOAK, deadline=None)
-def test_a_disk_never_changes_an_answer_nor_does_a_restart(
+def test_disk_and_restart_never_change_an_answer(
     model, random, num_blocks, num_host, wait, is_shared, saving, tmp_path_factory
 ):
     talks = conversations(random, 5)
@@ -271,7 +271,7 @@ def test_a_disk_never_changes_an_answer_nor_does_a_restart(
         engine.close()
 
 
-def test_disk_hits_happen_after_a_restart(model, tmp_path):
+def test_disk_hits_are_counted_after_a_restart(model, tmp_path):
     prompts = [[i] * 21 for i in range(6)]
     hits = []
     for _ in range(2):

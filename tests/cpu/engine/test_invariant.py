@@ -16,7 +16,7 @@ def prompts(random, *lengths):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_the_bits_do_not_depend_on_chunks_or_on_the_batch(checkpoint, kind):
+def test_invariant_logits_do_not_depend_on_chunks_or_batch(checkpoint, kind):
     model = load_model(checkpoint(kind)[0], ops=InvariantOps())
 
     @given(seed=st.integers(0, 10**6), block_tokens=st.sampled_from([1, 4, 16]), most=st.sampled_from([1, 3, 20, 80]))
@@ -33,7 +33,7 @@ def test_the_bits_do_not_depend_on_chunks_or_on_the_batch(checkpoint, kind):
     check()
 
 
-def test_it_computes_what_transformers_computes(checkpoint):
+def test_invariant_logits_equal_transformers(checkpoint):
     folder, oracle = checkpoint("llama")
     (prompt,) = prompts(np.random.default_rng(0), 100)
     found = Driver(load_model(folder, ops=InvariantOps()), 1, 128).step({0: prompt})[0]
@@ -42,13 +42,13 @@ def test_it_computes_what_transformers_computes(checkpoint):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_it_is_for_float32(checkpoint):
+def test_invariant_ops_require_float32(checkpoint):
     model = load_model(checkpoint("llama")[0], "f16", ops=InvariantOps())
     with pytest.raises(ArgumentError, match=r"need float32 on the CPU, got torch\.float16"):
         Driver(model, 1, 8).step({0: [1, 2]})
 
 
-def test_a_library_whose_rows_differ_by_place_is_refused():
+def test_invariant_ops_refuse_rows_that_differ_by_position():
     ops = InvariantOps()
     scale = torch.linspace(1, 2, 16)[:, None]
     with pytest.raises(UnavailableError, match="gives different bits in rows 0 and 1"):

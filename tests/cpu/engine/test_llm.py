@@ -35,7 +35,7 @@ def llm(tiny_model):
     made.close()
 
 
-def test_it_knows_the_capital_of_france_and_caches_the_prompt():
+def test_llm_answers_correctly_and_caches_the_prompt():
     with contextlib.closing(LLM(config=EngineConfig(16, CacheConfig(256)))) as llm:
         first, again = (llm.chat(QUESTION, SamplingParams(temperature=0.0, max_tokens=12)) for _ in range(2))
     assert first.text == again.text == "The capital of France is Paris."
@@ -44,7 +44,7 @@ def test_it_knows_the_capital_of_france_and_caches_the_prompt():
     assert again.num_cached_tokens >= 32
 
 
-def test_prompts_are_answered_in_order_with_their_own_parameters(llm):
+def test_llm_answers_prompts_in_order_with_own_params(llm):
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (3, 1, 2)]
     answers = llm.generate(["One", "Two", "Three"], params)
     assert [len(each[0].token_ids) for each in answers] == [3, 1, 2]
@@ -53,12 +53,12 @@ def test_prompts_are_answered_in_order_with_their_own_parameters(llm):
         llm.generate(["One", "Two"], params[:1])
 
 
-def test_one_prompt_may_be_a_text_or_tokens(llm):
+def test_llm_single_prompt_may_be_text_or_tokens(llm):
     tokens = llm.tokenizer.encode("Once upon")
     assert llm.generate("Once upon", GREEDY)[0][0].text == llm.generate(tokens, GREEDY)[0][0].text
 
 
-def test_a_prompt_of_anything_but_whole_numbers_is_refused(llm):
+def test_prompt_of_invalid_token_ids_raises(llm):
     for wrong in ([1.7, 2.0], [[1, 2], [3, 4]], [-1], [10**6]):
         with pytest.raises(ArgumentError, match=r"integers|token ids must be"):
             llm.engine.add(wrong, GREEDY)
@@ -138,14 +138,14 @@ def test_llm_closed_refuses_calls(tiny_model):
         made.generate([1], GREEDY)
 
 
-def test_progress_is_shown_when_asked_for(llm, capsys):
+def test_llm_progress_is_shown_on_request(llm, capsys):
     llm.generate(["One", "Two"], GREEDY, progress=True)
     assert "2/2 answers" in capsys.readouterr().err
     llm.generate(["One"], GREEDY, progress=False)
     assert capsys.readouterr().err == ""
 
 
-def test_there_is_no_such_model():
+def test_llm_with_unknown_model_raises():
     with pytest.raises(CheckpointError, match="downloads nothing"):
         LLM("no/such/model")
 
@@ -157,7 +157,7 @@ def runner(llm):
     made.close()
 
 
-def test_streams_on_other_threads(runner):
+def test_runner_streams_on_other_threads(runner):
     texts = ["Once upon a time", "The sky is"]
 
     def collect(text: str) -> str:
@@ -169,7 +169,7 @@ def test_streams_on_other_threads(runner):
     assert all(one_by_one)
 
 
-def test_leaving_a_stream_early_cancels_the_request(runner):
+def test_runner_stream_closed_early_aborts_the_request(runner):
     stream = runner.stream("Once upon a time", ENDLESS, request_id="left")
     next(stream)
     stream.close()
@@ -177,7 +177,7 @@ def test_leaving_a_stream_early_cancels_the_request(runner):
     assert runner.call(lambda engine: engine.manager.stats.num_allocations).result() == 0
 
 
-def test_a_stream_that_is_cancelled_before_it_begins_harms_nobody(runner):
+def test_runner_submit_cancelled_early_is_harmless(runner):
     """Its place in the engine's queue was found cancelled, and that ended the engine."""
     holding, may_go = threading.Event(), threading.Event()
 
@@ -195,7 +195,7 @@ def test_a_stream_that_is_cancelled_before_it_begins_harms_nobody(runner):
     assert list(runner.stream("Once", GREEDY))
 
 
-def test_errors_reach_the_caller_and_n_answers_all_come(runner):
+def test_runner_stream_raises_errors_and_yields_n_answers(runner):
     with pytest.raises(ArgumentError, match="empty"):
         next(runner.stream([], GREEDY))
     params = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=4)
@@ -203,7 +203,7 @@ def test_errors_reach_the_caller_and_n_answers_all_come(runner):
     assert {output.index for output in outputs if output.finish_reason is not None} == {0, 1, 2}
 
 
-def test_an_engine_that_breaks_down_tells_whoever_waits(runner):
+def test_runner_engine_failure_ends_streams_and_calls(runner):
     def broken() -> None:
         raise OSError("the power is off")
 
@@ -217,7 +217,7 @@ def test_an_engine_that_breaks_down_tells_whoever_waits(runner):
         runner.call(lambda engine: engine.has_work())
 
 
-def test_calls_that_wait_when_the_engine_breaks_down_or_is_closed_are_answered(llm):
+def test_runner_engine_failure_fails_waiting_calls(llm):
     told = []
     engine = Engine(llm.engine.model, llm.tokenizer, EngineConfig(16, CacheConfig(64)))
     runner = EngineRunner(engine, told.append)
@@ -239,7 +239,7 @@ def test_calls_that_wait_when_the_engine_breaks_down_or_is_closed_are_answered(l
     assert [type(error) for error in told] == [OSError]
 
 
-def test_closing_ends_open_streams(runner):
+def test_runner_close_ends_open_streams(runner):
     stream = runner.stream("Once", ENDLESS)
     next(stream)
     runner.close()
@@ -249,7 +249,7 @@ def test_closing_ends_open_streams(runner):
         runner.call(lambda engine: engine.has_work())
 
 
-def test_chat_and_generate_on_the_command_line(capsys, monkeypatch):
+def test_cli_chat_and_generate_print_answers(capsys, monkeypatch):
     lines = iter(["What is the capital of France?", "And of Italy?", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     assert main(["chat", "-v", "--max-tokens", "12"]) == 0
@@ -261,7 +261,7 @@ def test_chat_and_generate_on_the_command_line(capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("Once upon a time,")
 
 
-def test_what_goes_wrong_on_the_command_line_is_said(capsys):
+def test_cli_generate_reports_errors(capsys):
     assert main(["generate", "x", "--model", "nowhere"]) == 1
     assert "there is no model at nowhere" in capsys.readouterr().err
     assert main(["generate", "x", "--temperature", "-1"]) == 1

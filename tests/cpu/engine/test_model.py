@@ -26,7 +26,7 @@ def oracle_logits(model, prompt):
 
 @pytest.mark.parametrize("ops", [None, TorchOps()], ids=["fast", "plain"])
 @pytest.mark.parametrize("kind", ALL)
-def test_logits_at_every_position_equal_those_of_transformers(checkpoint, kind, ops):
+def test_model_logits_equal_transformers_at_every_position(checkpoint, kind, ops):
     folder, oracle = checkpoint(kind)
     model = load_model(folder, ops=ops)
     given = prompts(90, 1, 17, 33)
@@ -37,7 +37,7 @@ def test_logits_at_every_position_equal_those_of_transformers(checkpoint, kind, 
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_greedy_tokens_equal_those_of_transformers(checkpoint, kind):
+def test_model_greedy_tokens_equal_transformers(checkpoint, kind):
     folder, oracle = checkpoint(kind)
     given = prompts(5, 40, 12, 1, 64)
     found = greedy(Driver(load_model(folder), len(given), 96), given, 20)
@@ -48,7 +48,7 @@ def test_greedy_tokens_equal_those_of_transformers(checkpoint, kind):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_half_precision_stays_near_full(checkpoint, dtype):
+def test_model_in_half_precision_is_close_to_float32(checkpoint, dtype):
     folder, oracle = checkpoint("llama")
     (prompt,) = prompts(50)
     model = load_model(folder, dtype)
@@ -58,7 +58,7 @@ def test_half_precision_stays_near_full(checkpoint, dtype):
     assert (logits - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
-def test_the_hook_runs_before_each_layer_reads_the_cache(checkpoint):
+def test_before_layer_runs_before_the_cache_is_read(checkpoint):
     model = load_model(checkpoint("llama")[0])
     cache, seen = model.new_cache(4, 4), []
     batch = ForwardBatch.build([SequenceInput([5, 6], 0, [2])], 4, torch.device("cpu"))
@@ -75,7 +75,7 @@ def test_the_hook_runs_before_each_layer_reads_the_cache(checkpoint):
     assert not cache[[0, 1, 3]].any()
 
 
-def test_only_wanted_rows_come_back(checkpoint):
+def test_forward_returns_only_the_logit_rows(checkpoint):
     model = load_model(checkpoint("llama")[0])
     cache = model.new_cache(8, 4)
     (prompt,) = prompts(10)
@@ -89,7 +89,7 @@ def test_only_wanted_rows_come_back(checkpoint):
     assert model.forward(batch, cache).shape == (4, 64)
 
 
-def test_a_batch_is_laid_out_flat():
+def test_forward_batch_layout_is_flat():
     inputs = [SequenceInput([1, 2, 3], 2, [7, 4], 0), SequenceInput([9], 4, [1, 5, 0])]
     batch = ForwardBatch.build(inputs, 4, torch.device("cpu"))
     assert batch.input_ids.tolist() == [1, 2, 3, 9]
@@ -110,17 +110,17 @@ def test_a_batch_is_laid_out_flat():
         (SequenceInput([1], 0, [1], 2), RangeError, "logits of 2 of its 1"),
     ],
 )
-def test_a_sequence_that_does_not_fit_is_named(sequence, error, text):
+def test_forward_batch_invalid_sequence_is_named(sequence, error, text):
     with pytest.raises(error, match=text):
         ForwardBatch.build([sequence], 4, torch.device("cpu"))
 
 
-def test_a_forward_pass_needs_a_sequence():
+def test_forward_batch_without_sequences_raises():
     with pytest.raises(ArgumentError, match="at least one sequence"):
         ForwardBatch.build([], 4, torch.device("cpu"))
 
 
-def test_a_cache_of_another_model_and_too_many_positions_are_refused(checkpoint):
+def test_forward_wrong_cache_or_position_raises(checkpoint):
     model: Model = load_model(checkpoint("llama")[0])
     batch = ForwardBatch.build([SequenceInput([1], 0, [0])], 4, torch.device("cpu"))
     with pytest.raises(ArgumentError, match=r"\[blocks, 3, 2, block tokens, 2, 16\]"):

@@ -89,7 +89,7 @@ class AllReduce:
     ],
     ids=["llama", "bias", "qwen2", "qwen3"],
 )
-def test_the_shares_of_a_model_add_up_to_it(config, num_ranks):
+def test_split_weights_of_all_ranks_equal_the_model(config, num_ranks):
     model, all_reduce, blocks = model_of(config), AllReduce(num_ranks), 6
     sequences = [
         SequenceInput([3, 4, 5, 6, 7, 8, 9], 0, [0, 1], 1),
@@ -131,12 +131,12 @@ def test_the_shares_of_a_model_add_up_to_it(config, num_ranks):
         (replace(SHAPE, ffn_dim=46), 4, "46 feed-forward features"),
     ],
 )
-def test_what_cannot_be_shared_equally_is_refused_before_anything_starts(config, num_ranks, what):
+def test_split_config_that_does_not_divide_raises(config, num_ranks, what):
     with pytest.raises(ArgumentError, match=f"tensor_parallel={num_ranks}: the model's {what}"):
         split_config(config, num_ranks)
 
 
-def test_options_that_cannot_be_are_refused_before_anything_starts():
+def test_engine_invalid_parallel_options_start_no_process():
     with pytest.raises(ArgumentError, match="4 KV heads cannot be split into 3 equal shards"):
         Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(8), tensor_parallel=3))
     with pytest.raises(ArgumentError, match="4 ranks cannot divide 2 shards"):
@@ -173,7 +173,7 @@ class Scripted:
         return LayerWaits([], CPU)
 
 
-def test_a_load_that_failed_on_another_rank_counts_until_all_have_told():
+def test_load_failed_on_one_rank_has_not_arrived():
     namespace, controller = Namespace("model", block_tokens=BLOCK), Scripted()
     manager = CacheManager(namespace, CacheConfig(4, host=HostConfig(8), always_load=True), num_ranks=2)
     scheduler = Scheduler(manager, SchedulerConfig())
@@ -259,7 +259,7 @@ def wanted(asked) -> list[Answer]:
     return answers
 
 
-def test_two_ranks_answer_as_one_does_with_every_tier_whatever_an_operator_does(asked, wanted, tmp_path):
+def test_two_ranks_equal_one_through_tiers_and_controls(asked, wanted, tmp_path):
     engine = engine_of(2, tmp_path, draft=True)
     try:
         (child,) = children()
@@ -298,7 +298,7 @@ def test_two_ranks_answer_as_one_does_with_every_tier_whatever_an_operator_does(
     engine.close()  # twice is fine
 
 
-def test_what_one_rank_stored_two_and_four_read_and_back(asked, wanted, tmp_path):
+def test_stored_blocks_are_read_by_other_numbers_of_ranks(asked, wanted, tmp_path):
     num_cached = []
     for num_ranks in (1, 2, 4, 1):
         engine = engine_of(num_ranks, tmp_path, draft=num_ranks != 4)
@@ -319,7 +319,7 @@ def test_what_one_rank_stored_two_and_four_read_and_back(asked, wanted, tmp_path
     assert not children()
 
 
-def test_what_one_rank_cannot_read_is_a_miss_on_all(asked, wanted, tmp_path):
+def test_block_unreadable_on_one_rank_is_a_miss_on_all(asked, wanted, tmp_path):
     engine = engine_of(1, tmp_path, kv_shards=2)
     answers_of(engine, asked)
     engine.tiers.save_all()
@@ -340,7 +340,7 @@ def test_what_one_rank_cannot_read_is_a_miss_on_all(asked, wanted, tmp_path):
 # ---- ranks that are lost -------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_send_more_than_a_pipe_holds_both_ways_do_not_wait_for_each_other(tmp_path):
+def test_ranks_sending_more_than_a_pipe_holds_do_not_deadlock(tmp_path):
     """Plans with the keys of many blocks one way, what stores have of them the other: both ends sent, none read."""
     engine = engine_of(2, tmp_path)
     controller = engine.tiers._controller
@@ -361,7 +361,7 @@ def listeners() -> set[tuple[str, int]]:
     return {tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN}
 
 
-def test_rendezvous_listens_nowhere(tmp_path):
+def test_rendezvous_opens_no_port(tmp_path):
     before = listeners()
     first, second = (rendezvous(str(tmp_path / "store"), 2) for _ in range(2))
     assert listeners() == before
@@ -385,7 +385,7 @@ def test_ranks_listen_on_loopback_only_and_ignore_strangers(asked, wanted, tmp_p
     assert not list(tmp_path.glob("kvtier-ranks-*"))
 
 
-def test_a_rank_that_is_killed_is_an_error_at_once_and_for_good(asked):
+def test_killed_rank_raises_engine_error_permanently(asked):
     engine = engine_of(2)
     (child,) = children()
     for prompt in asked:
@@ -401,7 +401,7 @@ def test_a_rank_that_is_killed_is_an_error_at_once_and_for_good(asked):
     assert not children()
 
 
-def test_a_rank_that_hangs_is_an_error_within_the_limit(asked):
+def test_hung_rank_raises_within_the_timeout(asked):
     engine = engine_of(2, rank_timeout_seconds=3.0)
     (child,) = children()
     engine.add(asked[0], greedy(50))
@@ -413,7 +413,7 @@ def test_a_rank_that_hangs_is_an_error_within_the_limit(asked):
     assert not children()
 
 
-def test_a_failure_of_the_first_rank_in_a_step_is_the_end_of_all(asked, monkeypatch):
+def test_failure_of_rank_0_in_a_step_ends_all_ranks(asked, monkeypatch):
     engine = engine_of(2)
 
     def broken(*_):
@@ -427,7 +427,7 @@ def test_a_failure_of_the_first_rank_in_a_step_is_the_end_of_all(asked, monkeypa
     assert not children()
 
 
-def test_an_interrupt_in_a_step_stays_an_interrupt(asked, monkeypatch):
+def test_interrupt_in_a_step_raises_keyboard_interrupt(asked, monkeypatch):
     engine = engine_of(2)
 
     def interrupted(*_):
@@ -444,7 +444,7 @@ def test_an_interrupt_in_a_step_stays_an_interrupt(asked, monkeypatch):
     assert not children()
 
 
-def test_a_rank_that_cannot_start_says_why_and_leaves_nothing_behind(tmp_path):
+def test_rank_start_failure_has_the_reason_and_leaves_no_process(tmp_path):
     (tmp_path / "shard-3-of-4").write_text("not a folder")
     with pytest.raises(EngineError, match=r"rank 1 failed: .*shard-3-of-4"):
         engine_of(2, tmp_path)
@@ -455,7 +455,7 @@ def test_a_rank_that_cannot_start_says_why_and_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_engine_that_cannot_be_made_leaves_no_process_and_no_thread(num_ranks):
+def test_engine_init_failure_leaves_no_process_or_thread(num_ranks):
     threads, processes = {*threading.enumerate()}, {*psutil.Process().children()}
     cache = CacheConfig(16, policy="nope", host=HostConfig(16))
     with pytest.raises(ArgumentError, match="unknown eviction policy 'nope'"):

@@ -57,7 +57,7 @@ PARAMS = [
 
 @pytest.mark.parametrize("vocab", [50, 64], ids=["torch", "native"])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_draws_follow_the_distribution_made_by_hand(params, vocab):
+def test_sample_follows_the_reference_distribution(params, vocab):
     logits, count = rows(1, vocab=vocab)[0], 6000
     requests = [RequestSampler(SamplingParams(**{**as_dict(params), "seed": i})) for i in range(count)]
     tokens = [each.token_id for each in sample(logits.expand(count, -1).clone(), requests)]
@@ -74,7 +74,7 @@ def as_dict(params):
 
 
 @pytest.mark.parametrize("params", PARAMS[1:6], ids=str)
-def test_what_is_kept_is_what_transformers_keeps(params):
+def test_reference_filter_equals_transformers(params):
     from transformers import generation
 
     logits = rows(20, seed=3)
@@ -93,7 +93,7 @@ def test_what_is_kept_is_what_transformers_keeps(params):
         assert set(kept_by_hand(row, params)) == wanted
 
 
-def test_greedy_takes_the_likeliest():
+def test_greedy_sample_is_the_argmax():
     logits = rows(7)
     wanted = logits.argmax(-1).tolist()
     found = sample(logits, [RequestSampler(SamplingParams(temperature=0.0))] * 7)
@@ -101,7 +101,7 @@ def test_greedy_takes_the_likeliest():
     assert all(each.logprobs is None for each in found)
 
 
-def test_native_draws_are_those_of_torch():
+def test_native_sample_equals_torch():
     """A column that nobody can draw makes rows that native code does not take."""
     random = np.random.default_rng(5)
     for vocab in (16, 64, 1008, 4096):
@@ -127,7 +127,7 @@ def test_native_draws_are_those_of_torch():
 
 @given(seed=st.integers(0, 1000), mates=st.integers(0, 6), place=st.integers(0, 6))
 @settings(max_examples=30, deadline=None)
-def test_a_sample_does_not_depend_on_its_batch_mates(seed, mates, place):
+def test_sample_does_not_depend_on_the_batch(seed, mates, place):
     params = SamplingParams(temperature=0.8, top_k=30, top_p=0.95, seed=seed, logprobs=2)
     logits = rows(1, seed)
     alone = sample(logits.clone(), [RequestSampler(params, [1, 2])])[0]
@@ -140,7 +140,7 @@ def test_a_sample_does_not_depend_on_its_batch_mates(seed, mates, place):
     assert sample(mixed, requests)[place] == alone
 
 
-def test_the_same_seed_gives_the_same_tokens_and_samples_of_a_request_differ():
+def test_sample_depends_on_seed_and_index():
     params = SamplingParams(seed=7)
     logits = rows(1, scale=0.1).expand(20, -1)
 
@@ -152,7 +152,7 @@ def test_the_same_seed_gives_the_same_tokens_and_samples_of_a_request_differ():
     assert stream(0) != stream(1)
 
 
-def test_penalties_are_those_of_transformers_and_of_the_formula():
+def test_penalties_equal_transformers_and_the_formula():
     from transformers.generation import RepetitionPenaltyLogitsProcessor
 
     prompt, output = [3, 4, 4, 9], [7, 3, 7]
@@ -176,7 +176,7 @@ def test_penalties_are_those_of_transformers_and_of_the_formula():
     torch.testing.assert_close(found[0], logits[0] - change)
 
 
-def test_no_end_before_the_fewest_tokens():
+def test_min_tokens_forbids_the_end():
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,))
     request = RequestSampler(params, eos_token_ids=[2])
     for position in range(3):
@@ -193,7 +193,7 @@ def test_no_end_before_the_fewest_tokens():
     assert patient.is_end(5)
 
 
-def test_logprobs_are_the_models_own():
+def test_logprobs_are_those_of_the_raw_logits():
     logits = rows(2)
     wanted = logits.log_softmax(-1)
     params = SamplingParams(temperature=0.3, top_k=2, seed=1, logprobs=4, penalties=Penalties(2.0))
@@ -236,7 +236,7 @@ def test_logprobs_are_the_models_own():
     ],
     ids=str,
 )
-def test_parameters_out_of_range_are_refused(options):
+def test_sampling_params_out_of_range_raise(options):
     penalties = {key.removesuffix("_penalty"): value for key, value in options.items() if "penalty" in key}
     with pytest.raises(RangeError, match="must be"):
         SamplingParams(**(options if not penalties else {"penalties": Penalties(**penalties)}))
@@ -263,7 +263,7 @@ KINDS = [
 @pytest.mark.parametrize("vocab", [50, 64], ids=["torch", "native"])
 @pytest.mark.parametrize("spoil", NOT_FINITE.values(), ids=list(NOT_FINITE))
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_sample_row_not_finite_fails_alone(kind, spoil, vocab):
+def test_sample_non_finite_row_fails_alone(kind, spoil, vocab):
     for others in ([], [kind], [kind] * 3, KINDS):
         logits = rows(len(others) + 1, vocab=vocab)
         wanted = sample(logits[1:].clone(), [RequestSampler(each) for each in others]) if others else []
@@ -293,7 +293,7 @@ def test_penalties_at_their_bounds_stay_finite(repetition, scale, vocab):
     assert not request.error
 
 
-def test_penalties_keep_scores_that_are_not_finite():
+def test_penalties_keep_non_finite_scores():
     request = RequestSampler(SamplingParams(penalties=Penalties(2.0, 1.0, 1.0)), range(8))
     request.accept(0)
     logits = torch.tensor([-torch.inf, torch.inf, torch.nan, *[1.0] * 5])
@@ -303,7 +303,7 @@ def test_penalties_keep_scores_that_are_not_finite():
     assert logits[2].isnan()
 
 
-def test_unknown_options_and_senseless_ones_are_refused():
+def test_invalid_sampling_options_raise():
     with pytest.raises(ArgumentError, match="stop must be"):
         SamplingParams(stop=("",))
     with pytest.raises(ArgumentError, match="all be the same"):
@@ -317,7 +317,7 @@ def test_unknown_options_and_senseless_ones_are_refused():
     stops=st.lists(st.text("ab#\n", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(1, 5), min_size=1),
 )
-def test_a_stream_shows_what_the_whole_text_shows(text, stops, cuts):
+def test_stop_checker_stream_equals_the_whole_text(text, stops, cuts):
     checker, shown, at, is_stopped = StopChecker(stops), "", 0, False
     for cut in cuts * 40:
         released, is_stopped = checker.feed(text[at : at + cut])
@@ -334,7 +334,7 @@ def test_a_stream_shows_what_the_whole_text_shows(text, stops, cuts):
         assert not any(stop in shown for stop in stops)
 
 
-def test_what_cannot_become_a_stop_text_is_shown_at_once():
+def test_stop_checker_releases_text_that_cannot_match():
     checker = StopChecker(["User:"])
     assert checker.feed("Hello Us") == ("Hello ", False)
     assert checker.feed("a") == ("Usa", False)

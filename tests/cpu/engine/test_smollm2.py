@@ -57,7 +57,7 @@ def oracle():
     return peer.eval()
 
 
-def test_every_weight_is_the_one_of_the_file(model, oracle):
+def test_smollm2_weights_equal_the_file(model, oracle):
     state, weights = oracle.state_dict(), model.weights
     assert torch.equal(weights.embedding, state["model.embed_tokens.weight"])
     for index in (0, 17, 29):
@@ -67,7 +67,7 @@ def test_every_weight_is_the_one_of_the_file(model, oracle):
         assert torch.equal(layer.down.weight, state[f"{prefix}mlp.down_proj.weight"])
 
 
-def test_it_answers_as_transformers_does(model, oracle):
+def test_smollm2_greedy_tokens_equal_transformers(model, oracle):
     tokenizer = load_tokenizer()
     prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     found = greedy(Driver(model, len(prompts), 96, 16), prompts, 12)
@@ -78,7 +78,7 @@ def test_it_answers_as_transformers_does(model, oracle):
         assert tokens == wanted[0, len(prompt) :].tolist()
 
 
-def test_logits_are_those_of_transformers_at_every_position(model, oracle):
+def test_smollm2_logits_equal_transformers(model, oracle):
     prompt = load_tokenizer().encode("The quick brown fox jumps over the lazy dog. " * 4)
     with torch.inference_mode():
         wanted = oracle(torch.tensor([prompt])).logits[0]
@@ -89,7 +89,7 @@ def test_logits_are_those_of_transformers_at_every_position(model, oracle):
     torch.testing.assert_close(by_steps, wanted, rtol=1e-3, atol=2e-3)
 
 
-def test_batch_invariant_mode_gives_the_same_bits_alone_and_in_company(model):
+def test_smollm2_invariant_bits_do_not_depend_on_the_batch(model):
     exact = Model(model.config, model.weights, InvariantOps())
     first, second = list(range(100, 125)), list(range(300, 320))
     alone = Driver(exact, 1, 48, 16).step({0: first})[0]
@@ -98,7 +98,7 @@ def test_batch_invariant_mode_gives_the_same_bits_alone_and_in_company(model):
     assert torch.equal(torch.cat(parts), alone)
 
 
-def test_ten_requests_answer_the_same_from_every_tier(model, tmp_path):
+def test_smollm2_answers_are_the_same_from_every_tier(model, tmp_path):
     """Five conversations of two turns, computed the same way whatever shares the batch: not one token differs."""
     invariant = Model(model.config, model.weights, InvariantOps())
     tokenizer = load_tokenizer()

@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
     return path, oracle
 
 
-def test_the_gguf_tokenizer_is_the_one_of_transformers(smollm2):
+def test_gguf_tokenizer_equals_transformers(smollm2):
     ours, oracle = smollm2
     for text in TEXTS:
         assert ours.encode(text) == oracle(text).input_ids
@@ -74,7 +74,7 @@ def test_the_gguf_tokenizer_is_the_one_of_transformers(smollm2):
     assert ours.vocab_size == 49152
 
 
-def test_the_gguf_chat_template_is_rendered_as_transformers_does(smollm2):
+def test_gguf_chat_template_equals_transformers(smollm2):
     ours, oracle = smollm2
     messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
     for options in ({}, {"add_generation_prompt": False}):
@@ -86,7 +86,7 @@ def test_the_gguf_chat_template_is_rendered_as_transformers_does(smollm2):
 
 @given(text=TEXT)
 @settings(max_examples=150, deadline=None)
-def test_any_text_gives_the_tokens_of_transformers(smollm2, folder, text):
+def test_encode_of_any_text_equals_transformers(smollm2, folder, text):
     ours, oracle = smollm2
     assert ours.encode(text) == oracle(text).input_ids
     ours, oracle = load_tokenizer(folder[0]), folder[1]
@@ -96,7 +96,7 @@ def test_any_text_gives_the_tokens_of_transformers(smollm2, folder, text):
 
 @given(text=TEXT | st.text(max_size=20), data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_stream_gives_the_whole_text_in_whole_characters(folder, text, data):
+def test_token_stream_pieces_join_to_the_decoded_text(folder, text, data):
     tokenizer = load_tokenizer(folder[0])
     ids = tokenizer.encode(text)
     if data.draw(st.booleans()):  # cut characters apart, and join what never was one
@@ -108,7 +108,7 @@ def test_a_stream_gives_the_whole_text_in_whole_characters(folder, text, data):
         assert stream.finish() == ""
 
 
-def test_a_character_of_several_tokens_comes_out_once_it_is_whole(folder):
+def test_token_stream_holds_back_partial_characters(folder):
     tokenizer = load_tokenizer(folder[0])
     ids = tokenizer.encode("a\U0001f9ffb", add_special=False)
     stream = tokenizer.stream()
@@ -185,7 +185,7 @@ def test_token_stream_special_tokens_inside_a_character_are_skipped(bytes_tokeni
     assert [stream.add(token) for token in (0xE2, 256, 256, 0x82, 256, 0xAC)] == ["", "", "", "", "", "\u20ac"]
 
 
-def test_templates_of_a_folder_are_rendered_as_transformers_does(folder):
+def test_folder_chat_template_equals_transformers(folder):
     path, oracle = folder
     ours = load_tokenizer(path)
     messages = [{"role": "user", "content": "hé <b>"}, {"role": "bot", "content": "x"}] * 5
@@ -198,11 +198,11 @@ def test_templates_of_a_folder_are_rendered_as_transformers_does(folder):
     (path / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def test_templates_know_the_date():
+def test_chat_template_has_strftime_now():
     assert len(ChatTemplate("{{ strftime_now('%Y') }}", {}).render([])) == 4
 
 
-def test_templates_that_refuse_fail_or_reach_outside_are_errors(folder):
+def test_chat_template_that_fails_or_escapes_raises(folder):
     ours = load_tokenizer(folder[0])
     with pytest.raises(ArgumentError, match="refuses these messages: no clowns"):
         ours.chat_text([{"role": "clown", "content": ""}])
@@ -216,7 +216,7 @@ def test_templates_that_refuse_fail_or_reach_outside_are_errors(folder):
         ChatTemplate("{{ nothing.at.all }}", {}).render([])
 
 
-def test_a_folder_without_template_or_tokenizer(folder, tmp_path):
+def test_folder_without_template_or_tokenizer_raises(folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -246,7 +246,7 @@ def gguf_metadata(pre, **changes):
     }
 
 
-def test_pre_types_of_gguf_cut_digits_their_own_way():
+def test_gguf_pre_tokenizer_types_split_digits():
     def pieces(pre, text, **changes):
         tokenizer = _from_gguf(gguf_metadata(pre, **changes))
         return [tokenizer.decode([token], skip_special=False) for token in tokenizer.encode(text)]
@@ -260,6 +260,6 @@ def test_pre_types_of_gguf_cut_digits_their_own_way():
 
 
 @pytest.mark.parametrize("changes", [{"tokenizer.ggml.model": "llama"}, {"tokenizer.ggml.pre": "tekken"}], ids=str)
-def test_other_tokenizers_of_gguf_are_refused(changes):
+def test_gguf_unknown_tokenizer_type_raises(changes):
     with pytest.raises(CheckpointError, match=r"tokenizer of model .* use a folder with tokenizer\.json"):
         _from_gguf(gguf_metadata("smollm", **changes))

@@ -39,7 +39,7 @@ def carry_out(table, row=None, base=0):
 
 @given(data=st.data(), group=groups(), form=st.sampled_from(FORMS), direction=st.sampled_from(Direction))
 @settings(max_examples=60, deadline=None)
-def test_staged_and_direct_tables_move_the_bytes_of_numpy(data, group, form, direction):
+def test_staged_and_direct_tables_equal_numpy(data, group, form, direction):
     first = data.draw(st.integers(0, group.num_layers - 1))
     layers = range(first, data.draw(st.integers(first + 1, group.num_layers)))
     span = group.span(layers)
@@ -75,13 +75,13 @@ def test_staged_and_direct_tables_move_the_bytes_of_numpy(data, group, form, dir
 
 
 @given(st.integers(1, 1 << 20))
-def test_blocks_in_staging_are_aligned_and_close(span_bytes):
+def test_stage_stride_is_aligned_and_tight(span_bytes):
     assert _stage_stride(span_bytes) % _STAGE_ALIGNMENT == 0
     assert span_bytes <= _stage_stride(span_bytes) < span_bytes + _STAGE_ALIGNMENT
 
 
 @given(st.integers(1, 3000), st.integers(1, 1 << 21), st.integers(1, 40), st.booleans())
-def test_chunks_fill_the_ring_evenly_and_the_first_is_small(count, span_bytes, per_chunk, ramp):
+def test_staged_chunks_are_even_and_the_first_is_small(count, span_bytes, per_chunk, ramp):
     stride = _stage_stride(span_bytes)
     sizes = _staged_chunks(count, span_bytes, per_chunk * stride + stride - 1, ramp=ramp)
     assert sum(sizes) == count
@@ -97,7 +97,7 @@ def test_chunks_fill_the_ring_evenly_and_the_first_is_small(count, span_bytes, p
     assert not others or max(others) - min(others) <= 1
 
 
-def test_a_block_larger_than_a_chunk_is_refused():
+def test_staged_chunks_block_larger_than_chunk_raises():
     assert _staged_chunks(2, 512, 512, ramp=False) == [1, 1]
     with pytest.raises(ArgumentError, match="512 bytes does not fit a staging chunk of 511"):
         _staged_chunks(2, 512, 511, ramp=False)
@@ -124,7 +124,7 @@ def test_bulk_slices_hold_as_many_blocks_as_fit(count, sixths):
     assert (found.num_copies, found.num_inside) == (found.slices[0].tables[0].shape[1], 0)
 
 
-def test_host_memory_of_another_group_is_refused():
+def test_compile_with_host_memory_of_another_group_raises():
     cache, _ = filled_cache(SMALL, 4, "block-first", CPU, 1)
     host = ready_host(CacheGroup.mla("main", 2, 32, "f16", 4), 4, CPU)
     with pytest.raises(ArgumentError, match="not for blocks of cache group 'main'"):
@@ -146,7 +146,7 @@ def other_allocation(memory, start, stride, nbytes):
     return torch.from_numpy(np.lib.stride_tricks.as_strided(base[start:], (3, nbytes), (stride, 1)))
 
 
-def test_parts_are_joined_if_they_touch_in_one_memory():
+def test_device_cache_joins_touching_parts():
     memory = torch.zeros(256, dtype=torch.uint8)
     key = view_of(memory, 64, 24, 8)
     cases = {
@@ -165,7 +165,7 @@ def test_parts_are_joined_if_they_touch_in_one_memory():
         assert segments.stride.tolist() == [24, value.stride(0)][:expected]
 
 
-def test_parts_on_two_devices_are_refused():
+def test_device_cache_on_two_devices_raises():
     planes = [BlockView.of(torch.zeros(3, nbytes, dtype=torch.uint8)) for nbytes in (8, 16)]
     pinned = replace(planes[1], holding=MemoryRef(planes[1].pointer, 48, PINNED))
     DeviceCache(PAIR, [(0, 0, planes[0]), (0, 8, planes[1])])
@@ -173,7 +173,7 @@ def test_parts_on_two_devices_are_refused():
         DeviceCache(PAIR, [(0, 0, planes[0]), (0, 8, pinned)])
 
 
-def test_a_cache_may_touch_its_host_memory_but_not_overlap_it():
+def test_register_cache_overlapping_host_memory_raises():
     host = ready_host(PAIR, 4, CPU)
     begin, end = host.extent
 
@@ -194,7 +194,7 @@ def test_a_cache_may_touch_its_host_memory_but_not_overlap_it():
 # ---- planes ----
 
 
-def test_the_end_of_a_plane_is_behind_its_last_block():
+def test_block_view_end_is_after_the_last_block():
     tensor = torch.zeros(5, 4, 6, dtype=torch.int16)[:, :2]
     plane = BlockView.of(tensor)
     assert (plane.stride, plane.block_bytes, plane.num_blocks) == (48, 24, 5)
@@ -205,14 +205,14 @@ def test_the_end_of_a_plane_is_behind_its_last_block():
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 4), (2, 1, 5, 1)], ids=str)
-def test_dense_tensors_of_any_shape_are_planes(shape):
+def test_block_view_takes_dense_tensors_of_any_shape(shape):
     tensor = torch.zeros(shape, dtype=torch.float32)
     plane = BlockView.of(tensor)
     assert plane.block_bytes * shape[0] == tensor.nbytes
     assert plane.num_blocks == shape[0]
 
 
-def test_tensors_without_blocks_are_refused():
+def test_block_view_of_invalid_tensor_raises():
     for wrong in (torch.tensor(1), np.zeros(3)):
         with pytest.raises(ArgumentError, match="first dimension of a tensor"):
             BlockView.of(wrong)
@@ -228,7 +228,7 @@ def test_tensors_without_blocks_are_refused():
 
 
 @pytest.mark.parametrize(("nbytes", "block_bytes"), [(10, 4), (10, None), (10, 0)])
-def test_a_buffer_that_is_no_number_of_blocks_is_refused(nbytes, block_bytes):
+def test_block_view_of_buffer_not_divisible_raises(nbytes, block_bytes):
     with pytest.raises(ArgumentError, match="is not a number of blocks"):
         BlockView.of(Buffer(nbytes, "u8"), block_bytes)
     assert BlockView.of(Buffer(12, "u8"), 4).num_blocks == 3

@@ -27,7 +27,7 @@ def device(request):
     return request.param
 
 
-def test_all_slots_become_usable_and_keep_their_bytes(device):
+def test_host_memory_slots_keep_their_bytes(device):
     host = HostMemory(GROUP, 11, device, piece_bytes=3 * GROUP.slot_bytes)
     assert host.wait_ready(timeout=60) == host.num_ready == 11
     assert (host.growth, host.piece_slots) == (GrowthState.READY, 3)
@@ -39,7 +39,7 @@ def test_all_slots_become_usable_and_keep_their_bytes(device):
         assert cuda.placement_of(host.block(10).data()) == PINNED
 
 
-def test_slots_are_pages_one_behind_the_other():
+def test_host_memory_slots_are_contiguous_pages():
     host = HostMemory(GROUP, 4, background=False)
     starts = [host.block(slot).data() for slot in range(4)]
     assert starts[0] % 4096 == 0
@@ -65,7 +65,7 @@ def stuck(monkeypatch):
     return StuckMemory
 
 
-def test_it_can_be_used_while_it_grows(stuck):
+def test_host_memory_is_usable_while_it_grows(stuck):
     host = HostMemory(GROUP, 5, piece_bytes=2 * GROUP.slot_bytes)
     assert (host.num_ready, host.growth) == (0, GrowthState.GROWING)
     with pytest.raises(TransferTimeoutError, match="0 of 2"):
@@ -81,7 +81,7 @@ def test_it_can_be_used_while_it_grows(stuck):
     assert host.block(1).at(4799) == 9
 
 
-def test_it_keeps_what_it_has_when_the_system_gives_no_more(stuck):
+def test_host_memory_keeps_slots_when_growth_fails(stuck):
     host = HostMemory(GROUP, 4, piece_bytes=2 * GROUP.slot_bytes)
     stuck.gate.release()
     host.wait_ready(2, timeout=60)
@@ -94,7 +94,7 @@ def test_it_keeps_what_it_has_when_the_system_gives_no_more(stuck):
     host.block(1).fill(1)
 
 
-def test_freeing_while_it_grows_ends_the_growth(stuck):
+def test_host_memory_free_ends_growth(stuck):
     host = HostMemory(GROUP, 4, piece_bytes=GROUP.slot_bytes)
     stuck.reached.wait(60)
     host.free()
@@ -104,7 +104,7 @@ def test_freeing_while_it_grows_ends_the_growth(stuck):
         host.block_view()
 
 
-def test_dropping_it_while_it_grows_ends_the_growth(stuck):
+def test_host_memory_without_references_ends_growth(stuck):
     host = HostMemory(GROUP, 4, piece_bytes=GROUP.slot_bytes)
     seen = weakref.ref(host)
     stuck.reached.wait(60)
@@ -117,7 +117,7 @@ def test_dropping_it_while_it_grows_ends_the_growth(stuck):
     assert seen() is None
 
 
-def test_freed_memory_is_refused_and_a_block_held_by_someone_still_has_an_address(device):
+def test_host_memory_freed_raises_and_held_blocks_stay_valid(device):
     host = HostMemory(GROUP, 2, device)
     host.wait_ready(timeout=60)
     held = host.block(0)
@@ -131,7 +131,7 @@ def test_freed_memory_is_refused_and_a_block_held_by_someone_still_has_an_addres
     assert set(held.tolist()) == {3}  # who holds a block keeps the memory
 
 
-def test_nothing_of_it_is_left_when_the_last_user_is_gone():
+def test_host_memory_is_released_with_its_last_user():
     host = HostMemory(GROUP, 2, background=False)
     memory = weakref.ref(host._memory)
     held = host.block(1)
@@ -143,7 +143,7 @@ def test_nothing_of_it_is_left_when_the_last_user_is_gone():
     assert memory() is None
 
 
-def test_the_affinity_of_the_caller_is_left_alone(device):
+def test_host_memory_keeps_the_cpu_affinity_of_the_caller(device):
     before = os.sched_getaffinity(0)
     host = HostMemory(GROUP, 2, device, background=False)
     assert host.num_ready == 2
@@ -151,25 +151,25 @@ def test_the_affinity_of_the_caller_is_left_alone(device):
 
 
 @pytest.mark.parametrize("arguments", [{"num_slots": 0}, {"num_slots": 1, "piece_bytes": 0}])
-def test_no_slots_are_refused(arguments):
+def test_host_memory_without_slots_raises(arguments):
     with pytest.raises(ArgumentError, match="needs slots"):
         HostMemory(GROUP, **arguments)
 
 
-def test_a_plane_of_a_tensor_needs_layer_and_name():
+def test_host_memory_block_view_needs_layer_and_name():
     host = HostMemory(GROUP, 2, background=False)
     with pytest.raises(ArgumentError, match="both"):
         host.block_view(0)
 
 
-def test_the_smallest_memory_is_one_slot_in_one_piece():
+def test_host_memory_of_one_slot_has_one_piece():
     host = HostMemory(GROUP, 1, piece_bytes=1, background=False)
     assert (host.piece_slots, host.num_ready, host.growth) == (1, 1, GrowthState.READY)
     assert HostMemory(GROUP, 3, piece_bytes=1, background=False).piece_slots == 1
     assert HostMemory(GROUP, 3, piece_bytes=1 << 30, background=False).piece_slots == 3
 
 
-def test_slots_and_their_view_are_the_blocks_until_freed():
+def test_host_memory_slots_and_view_equal_the_blocks():
     host = HostMemory(GROUP, 3, background=False)
     for slot in range(3):
         host.block(slot).fill(slot + 1)
@@ -201,7 +201,7 @@ def watched(monkeypatch):
 
 
 @pytest.mark.parametrize("end", ["grown", "refused", "freed", "late"])
-def test_wait_ready_is_woken_by_every_end_of_growth(stuck, watched, end):
+def test_wait_ready_returns_at_every_end_of_growth(stuck, watched, end):
     host = HostMemory(GROUP, 4, piece_bytes=2 * GROUP.slot_bytes)
     stuck.refuses = end == "refused"
     waiters = [host._changed.start_waiter(lambda each=each: host.wait_ready(each, 1.0)) for each in (2, None)]
@@ -229,7 +229,7 @@ def test_wait_ready_is_woken_by_every_end_of_growth(stuck, watched, end):
     stuck.gate.release(9)
 
 
-def test_a_refusal_after_free_does_not_undo_it(stuck):
+def test_growth_failure_after_free_keeps_freed_state(stuck):
     host = HostMemory(GROUP, 4, piece_bytes=GROUP.slot_bytes)
     grower = next(each for each in threading.enumerate() if each.name == "kvtier-pin-main" and each.daemon)
     stuck.reached.wait(60)
@@ -240,7 +240,7 @@ def test_a_refusal_after_free_does_not_undo_it(stuck):
     assert (host.growth, host.trouble, host.num_ready) == (GrowthState.FREED, "", 0)
 
 
-def test_pieces_are_touched_one_after_another(monkeypatch):
+def test_host_memory_touches_pieces_in_order(monkeypatch):
     touched = []
     monkeypatch.setattr(MappedMemory, "touch", lambda _memory, offset, nbytes: touched.append((offset, nbytes)))
     host = HostMemory(GROUP, 5, piece_bytes=2 * GROUP.slot_bytes, background=False)
@@ -261,11 +261,11 @@ def test_pieces_are_touched_one_after_another(monkeypatch):
         ("", None),
     ],
 )
-def test_nvidia_smi_is_asked_first(told, node, tmp_path):
+def test_node_of_gpu_reads_nvidia_smi_first(told, node, tmp_path):
     assert host_pages.node_of_gpu("0000:1b:00.0", lambda _address: told, tmp_path)[0] == node
 
 
-def test_sysfs_is_asked_next_about_the_very_gpu(tmp_path):
+def test_node_of_gpu_falls_back_to_sysfs(tmp_path):
     for address, node in (("0000:1b:00.0", "0\n"), ("0000:9c:00.0", "1\n"), ("0000:ff:00.0", "-1\n")):
         (tmp_path / address).mkdir()
         (tmp_path / address / "numa_node").write_text(node)
@@ -274,7 +274,7 @@ def test_sysfs_is_asked_next_about_the_very_gpu(tmp_path):
     assert host_pages.node_of_gpu("0000:00:00.0", lambda _address: "", tmp_path)[0] is None
 
 
-def test_memory_is_bound_or_the_reason_is_told():
+def test_mapped_memory_bind_returns_the_reason_of_failure():
     memory = MappedMemory(1 << 20)
     assert memory.bind(0) is None or "refused" in memory.bind(0)
     assert "refused" in memory.bind(63)

@@ -60,7 +60,7 @@ def test_lane_runs_urgent_first_and_each_kind_in_order(asked, direction):
     assert {str(job) for job in mover.jobs} == {"cpu to cpu"}
 
 
-def test_bulk_fills_its_bound_and_never_exceeds_it():
+def test_bulk_in_flight_reaches_and_never_exceeds_its_bound():
     manager, mover, _ = stepped(max_in_flight_bytes=3 * SIZE)
     with manager:
         save = manager.save(range(9), range(9))
@@ -76,7 +76,7 @@ def test_bulk_fills_its_bound_and_never_exceeds_it():
 
 
 @pytest.mark.parametrize(("urgent", "count"), [(False, 2), (True, 5)])
-def test_a_transfer_that_fits_starts_without_a_thread(urgent, count):
+def test_transfer_within_bounds_starts_no_thread(urgent, count):
     before = lane_threads()
     manager, mover, _ = stepped(max_urgent_bytes=5 * SIZE)
     with manager:
@@ -95,7 +95,7 @@ def test_urgent_transfers_are_not_cut_into_slices():
         assert [each.nbytes for each in manager.compile("d2h", [1, 2], [3, 4]).slices] == [SIZE, SIZE]
 
 
-def test_a_save_without_an_event_comes_behind_the_current_stream():
+def test_save_without_event_follows_the_current_stream():
     manager, mover, views = stepped()
     mover.open()
     with manager, new_stream() as compute:
@@ -106,7 +106,7 @@ def test_a_save_without_an_event_comes_behind_the_current_stream():
         assert set(mover.host.block(2).tolist()) == {9}
 
 
-def test_an_idle_lane_takes_up_what_is_queued_later():
+def test_idle_lane_runs_transfers_queued_later():
     manager, mover, _ = stepped()
     mover.open()
     with manager:
@@ -119,7 +119,7 @@ def test_an_idle_lane_takes_up_what_is_queued_later():
 # ---- layers of a load in several slices ----
 
 
-def test_layers_of_a_bulk_load_are_done_with_their_last_slice():
+def test_bulk_load_layers_are_done_with_their_last_slice():
     manager, mover, _ = stepped(form="layer-first", min_layer_groups=2, group_piece_bytes=1 << 30)
     with manager:
         compiled = manager.compile("h2d", [0, 1, 2, 3, 4], [5, 6, 7, 8, 9], layer_wise=True)
@@ -137,7 +137,7 @@ def test_layers_of_a_bulk_load_are_done_with_their_last_slice():
         assert load.layers.arrival_ms(0) < load.layers.arrival_ms(3) <= 1e3 * report.seconds
 
 
-def test_a_report_waits_for_every_slice():
+def test_report_waits_for_every_slice():
     manager, mover, _ = stepped()
     with manager:
         save = manager.save([0, 1], [0, 1])
@@ -181,7 +181,7 @@ def test_close_cancels_the_queue_and_ends_every_thread():
     assert {each for each in threading.enumerate() if not each.name.startswith("Thread-")} <= before
 
 
-def test_the_end_of_a_with_block_and_of_the_last_reference_close():
+def test_manager_closes_on_exit_and_last_reference():
     managers = [stepped()[0] for _ in range(2)]
     caches = [manager._caches["main"][0] for manager in managers]
     with managers[0]:
@@ -192,7 +192,7 @@ def test_the_end_of_a_with_block_and_of_the_last_reference_close():
 
 
 @pytest.mark.parametrize("act", ["free", "release"])
-def test_memory_is_given_up_after_the_copies_that_use_it(act):
+def test_free_and_release_wait_for_copies_in_flight(act):
     manager, mover, views = stepped()
     order = []
     with manager:
@@ -230,7 +230,7 @@ def test_release_of_one_group_keeps_the_other():
             manager.save([0], [1], group="window")
 
 
-def test_a_slice_of_a_closed_stream_is_reported_as_failed():
+def test_save_on_a_closed_stream_is_reported_as_failed():
     manager, mover, _ = stepped()
     mover.open()
     before = host_bytes(mover.host)

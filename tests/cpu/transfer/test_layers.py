@@ -118,7 +118,7 @@ def test_wait_all_holds_a_stream_for_every_layer():
 @pytest.mark.parametrize("submitted", [False, True])
 @pytest.mark.parametrize("reached", [False, True])
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_layer_is_done_when_reached_without_an_error(submitted, reached, failed):
+def test_layer_is_done_when_reached_without_an_error(submitted, reached, failed):
     counter = LayerDoneCounter(GROUPS)
     with new_stream() as copies, held_back(copies):
         if submitted:
@@ -130,7 +130,7 @@ def test_a_layer_is_done_when_reached_without_an_error(submitted, reached, faile
         assert counter.num_done == (3 if done else 0)
 
 
-def test_layers_outside_of_the_transfer_are_refused():
+def test_wait_for_a_layer_outside_the_transfer_raises():
     counter = LayerDoneCounter(GROUPS)
     assert counter.groups == (range(1, 3), range(3, 6))
     for layer in (-1, 0, 6):

@@ -24,7 +24,7 @@ def in_numpy(function, *arguments):
 
 
 @given(ids_of_both, st.sampled_from(Direction))
-def test_moves_are_sorted_by_destination_or_refused(ids, direction):
+def test_sort_moves_sorts_by_destination_or_raises(ids, direction):
     most, pairs = ids
     device, host = [a for a, _ in pairs], [b for _, b in pairs]
     targets = host if direction is Direction.D2H else device
@@ -44,7 +44,7 @@ def test_moves_are_sorted_by_destination_or_refused(ids, direction):
         assert getattr(found, name).tolist() == getattr(twin, name).tolist()
 
 
-def test_moves_of_millions_of_blocks_are_sorted_digit_by_digit():
+def test_sort_moves_sorts_ids_beyond_32_bits():
     random = np.random.default_rng(0)
     most = 1 << 33
     host = random.choice(1 << 30, 3000, replace=False) * 8 + random.integers(0, 8, 3000)
@@ -64,7 +64,7 @@ def test_moves_of_millions_of_blocks_are_sorted_digit_by_digit():
         ([[0]], [[0]], ArgumentError, "list of whole numbers"),
     ],
 )
-def test_wrong_ids_are_told(device, host, error, match, direction):
+def test_sort_moves_invalid_ids_raise(device, host, error, match, direction):
     with pytest.raises(error, match=match):
         sort_moves(device, host, direction, 4, 9)
 
@@ -98,7 +98,7 @@ def test_check_moves_accepts_exactly_the_ids_in_range(device, host, num_device, 
             act(device, host, direction, num_device, num_host)
 
 
-def test_ids_of_other_types_and_views_are_taken():
+def test_sort_moves_takes_ids_of_any_integer_type():
     for ids in (range(3), np.array([0, 1, 2], np.int32), np.arange(6)[::-2] // 2, (0, 1, 2), np.arange(3)[::-1]):
         frozen = np.array(ids)
         frozen.flags.writeable = False
@@ -108,7 +108,7 @@ def test_ids_of_other_types_and_views_are_taken():
             assert found.sorted_device.tolist() == np.array(ids)[[1, 2, 0]].tolist()
 
 
-def test_who_changes_the_ids_later_changes_nothing():
+def test_sort_moves_copies_the_ids():
     ids = np.array([2, 0, 1])
     found = sort_moves(ids, ids, Direction.H2D, 3, 3)
     ids[:] = 7
@@ -123,9 +123,7 @@ def test_who_changes_the_ids_later_changes_nothing():
     st.integers(0, 1),
     st.sampled_from(Direction),
 )
-def test_copies_of_blocks_are_those_of_the_twin_and_move_the_same_bytes(
-    host, random, run, near_gap, far_gap, direction
-):
+def test_block_copies_equal_the_numpy_twin(host, random, run, near_gap, far_gap, direction):
     device = (
         sorted(random.sample(range(40), len(host))) if random.random() < 0.5 else random.sample(range(40), len(host))
     )
@@ -153,7 +151,7 @@ def test_copies_of_blocks_are_those_of_the_twin_and_move_the_same_bytes(
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize(("run", "sizes"), [(0, [10]), (1, [1] * 10), (4, [2, 4, 4]), (5, [3, 5, 2]), (20, [10])])
-def test_neighbours_are_one_copy_up_to_the_end_of_a_run(run, sizes, direction):
+def test_block_copies_join_neighbours_within_a_run(run, sizes, direction):
     ids = np.arange(10)
     for act in (block_copies, lambda *them: in_numpy(block_copies, *them)):
         table = act(ids, ids + 2, (1 << 20, 64), (1 << 30, 64), 64, run, direction)

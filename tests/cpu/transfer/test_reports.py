@@ -36,7 +36,7 @@ def in_flight(save, count):
 # ---- deadlines ----
 
 
-def test_a_queued_transfer_is_late_at_its_deadline(clock):
+def test_queued_transfer_is_late_at_its_deadline(clock):
     moving, mover, _ = stepped()
     with moving:
         ahead = moving.save(range(4), range(4))
@@ -51,7 +51,7 @@ def test_a_queued_transfer_is_late_at_its_deadline(clock):
         assert ahead.wait(60).status is TransferStatus.DONE
 
 
-def test_a_late_transfer_is_not_moved_by_the_lane():
+def test_late_transfer_is_skipped_by_the_lane():
     moving, mover, _ = stepped()
     with moving:
         ahead = moving.save(range(4), range(4))
@@ -64,7 +64,7 @@ def test_a_late_transfer_is_not_moved_by_the_lane():
         assert late.report.status is TransferStatus.LATE
 
 
-def test_wait_returns_when_the_deadline_of_the_transfer_passes():
+def test_wait_returns_when_the_transfer_deadline_passes():
     moving, mover, _ = stepped()
     with moving:
         in_flight(moving.save(range(4), range(4)), 2)
@@ -74,7 +74,7 @@ def test_wait_returns_when_the_deadline_of_the_transfer_passes():
         mover.open()
 
 
-def test_wait_raises_at_its_own_end_and_not_before(clock):
+def test_wait_raises_at_its_own_timeout_and_not_before(clock):
     moving, mover, _ = stepped()
     with moving:
         save = moving.save([0], [0])
@@ -89,7 +89,7 @@ def test_wait_raises_at_its_own_end_and_not_before(clock):
 
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("timeout", [None, 3600])
-def test_a_thread_that_waits_for_a_queued_transfer_is_woken(timeout):
+def test_waiter_of_a_queued_transfer_is_woken(timeout):
     moving, mover, _ = stepped()
     with moving:
         ahead = moving.save(range(3), range(3))
@@ -107,7 +107,7 @@ def test_a_thread_that_waits_for_a_queued_transfer_is_woken(timeout):
 # ---- what is reported ----
 
 
-def test_a_failure_counts_more_than_a_cancelled_rest():
+def test_failed_status_takes_precedence_over_cancelled():
     moving, mover, _ = stepped()
     with moving:
         save = moving.save(range(6), range(6))
@@ -124,7 +124,7 @@ def test_a_failure_counts_more_than_a_cancelled_rest():
     assert [type(each.error) for each in report.failures[1:]] == [CancelledTransferError] * 4
 
 
-def test_a_report_has_the_time_of_all_slices():
+def test_report_has_the_time_of_all_slices():
     times = []
 
     class TimedMover:
@@ -146,7 +146,7 @@ def test_a_report_has_the_time_of_all_slices():
         assert forced.why.startswith("kernel was forced, but there is no GPU")
 
 
-def test_a_strategy_of_the_config_is_used_unless_another_is_given():
+def test_strategy_argument_overrides_the_config():
     moving, _, _ = stepped(strategy="staged")
     with moving:
         assert moving.compile("d2h", [0], [0]).choice.why.startswith("staged was forced")

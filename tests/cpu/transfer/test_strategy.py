@@ -43,17 +43,17 @@ def cheapest(shape, table=TABLE):
 
 
 @pytest.mark.parametrize(("parts", "best"), [(32, "direct"), (32 * 64, "staged"), (32 * 512, "staged")])
-def test_large_parts_go_directly_and_small_ones_are_staged(parts, best):
+def test_large_parts_are_direct_and_small_parts_staged(parts, best):
     assert cheapest(TransferShape(GPU, PINNED, 64 * MIB, parts, 32)) == best
 
 
-def test_a_kernel_is_best_where_the_model_loses_nothing_to_it():
+def test_kernel_is_cheapest_without_slowdown_of_the_model():
     harmless = CostTable("a test", TABLE.costs, TABLE.links, {"cuda>pinned": {"driver": 0.0, "gather": 0.0}})
     shape = TransferShape(GPU, PINNED, 64 * 4096, 64, 64)
     assert cheapest(shape, harmless) == "kernel"
 
 
-def test_prices_are_times_and_what_is_lost():
+def test_prices_are_times_plus_losses():
     times, prices = _prices(TransferShape(GPU, PINNED, 50 * MIB, 50, 50), ALL, TABLE)
     assert prices["direct"] == times["direct"] == pytest.approx(10 + 50 * (1 + MIB / 50e3), rel=0.02)
     assert prices["kernel"] == pytest.approx(1.8 * times["kernel"])
@@ -82,7 +82,7 @@ def test_prices_of_each_strategy_follow_from_the_calibration():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of this machine can do more")
 @pytest.mark.parametrize("sides", [(GPU, PINNED), (PINNED, GPU)], ids=str)
-def test_without_a_driver_only_direct_is_left_and_says_why(sides):
+def test_choose_without_driver_is_direct_with_reasons(sides):
     choice = choose(TransferShape(*sides, MIB, 64, 1))
     assert (choice.strategy, choice.path) == ("direct", "loop")
     reasons = {each.partition(": ")[0]: each.partition(": ")[2] for each in choice.why.split("; ")}
@@ -95,7 +95,7 @@ def test_without_a_driver_only_direct_is_left_and_says_why(sides):
     assert choose(TransferShape(*sides, MIB, 64, 1), "direct").why == "forced"
 
 
-def test_a_choice_tells_its_reason_and_what_it_expects():
+def test_strategy_choice_has_reason_and_estimate():
     shape = TransferShape(GPU, PINNED, 64 * MIB, 2048, 32)
     choice = StrategyChoice("staged", "driver", "no kernel: a test; ", lambda: _prices(shape, ALL, TABLE))
     assert choice.expected_us == _prices(shape, ALL, TABLE)[0]["staged"]
@@ -104,7 +104,7 @@ def test_a_choice_tells_its_reason_and_what_it_expects():
 
 
 @pytest.mark.parametrize("forced", [None, "direct", "kernel", "staged"])
-def test_between_host_memories_there_is_one_way(forced):
+def test_choose_between_host_memories_is_direct(forced):
     choice = choose(TransferShape(CPU, CPU, MIB, 64, 1), forced)
     assert choice.strategy == "direct"
     assert choice.path in ("host", "loop")
@@ -112,12 +112,12 @@ def test_between_host_memories_there_is_one_way(forced):
     assert choice.why
 
 
-def test_a_bound_of_one_is_accepted():
+def test_transfer_config_bound_of_one_is_accepted():
     config = TransferConfig("staged", 1, 1, 1, chunk_bytes=1, num_chunks=1)
     assert (config.slice_bytes, config.num_chunks) == (1, 1)
 
 
-def test_an_unknown_strategy_or_an_empty_bound_is_refused():
+def test_transfer_config_invalid_value_raises():
     with pytest.raises(ValueError, match="direct, kernel, staged"):
         TransferConfig(strategy="teleport")
     with pytest.raises(ValueError, match="slice_bytes"):

@@ -41,7 +41,7 @@ def raw(tensor):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(7, 2, 16, 8), (7, 3, 5), (7, 1, 1, 3), (1, 4, 4)], ids=str)
-def test_a_round_trip_through_other_blocks_keeps_every_byte(device, shape, dtype):
+def test_swap_round_trip_keeps_every_byte(device, shape, dtype):
     cache, host = random_blocks(shape, dtype, device), random_blocks((9, *shape[1:]), dtype, CPU)
     before, random = raw(cache), np.random.default_rng(1)
     device_ids, host_ids = random.permutation(shape[0]), random.permutation(9)[: shape[0]]
@@ -54,7 +54,7 @@ def test_a_round_trip_through_other_blocks_keeps_every_byte(device, shape, dtype
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_ids_move_exactly_the_blocks_they_name(data):
+def test_swap_moves_exactly_the_given_blocks(data):
     num, size = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 99))
     way = data.draw(st.sampled_from(list(Direction)))
     cache = torch.randint(0, 256, (num, size), dtype=torch.uint8)
@@ -76,7 +76,7 @@ def test_any_ids_move_exactly_the_blocks_they_name(data):
     assert result.num_entries == (1 if count else 0)  # neighbours on both sides travel together, whatever their order
 
 
-def test_all_layers_travel_in_one_batch(device):
+def test_swap_all_layers_uses_one_batch(device):
     caches = [random_blocks((6, 2, 4), torch.float16, device) for _ in range(5)]
     hosts = [random_blocks((6, 2, 4), torch.float16, CPU) for _ in range(5)]
     wanted = [raw(each)[[4, 0]] for each in caches]
@@ -88,7 +88,7 @@ def test_all_layers_travel_in_one_batch(device):
 
 @given(group=groups())
 @settings(max_examples=30, deadline=None)
-def test_one_tensor_of_host_memory_is_a_plane_of_it(group):
+def test_swap_with_block_view_of_host_memory(group):
     host = ready_host(group, 5, CPU, piece_bytes=group.slot_bytes * 2)
     expected = host_bytes(host)
     layer, spec, span = list(group.tensors())[-1]
@@ -102,7 +102,7 @@ def test_one_tensor_of_host_memory_is_a_plane_of_it(group):
     assert np.array_equal(host_bytes(host), expected)
 
 
-def test_buffers_take_their_block_size_from_the_other_side():
+def test_swap_buffer_takes_block_size_of_the_other_side():
     host = Buffer(40, "u8")
     host.numpy()[:] = np.arange(40)
     cache = torch.zeros(4, 10, dtype=torch.uint8)
@@ -112,7 +112,7 @@ def test_buffers_take_their_block_size_from_the_other_side():
     assert host.tolist()[10:20] == list(range(30, 40))
 
 
-def test_on_a_stream_it_waits_its_turn_and_does_not_block():
+def test_swap_async_runs_in_stream_order_without_blocking():
     cache, host = torch.ones(2, 4, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8)
     with new_stream() as stream:
         with held_back(stream):
@@ -127,7 +127,7 @@ def test_on_a_stream_it_waits_its_turn_and_does_not_block():
         assert host[0].tolist() == [1] * 4
 
 
-def test_a_swap_waits_for_its_own_copies_on_the_stream():
+def test_swap_waits_for_its_copies_on_the_stream():
     cache, host = torch.ones(2, 4, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8)
     gate = threading.Event()
     with new_stream() as stream:
@@ -151,7 +151,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_with_the_numbers_and_nothing_moves(name):
+def test_swap_invalid_arguments_raise_and_move_nothing(name):
     arguments, kind, told = BAD[name]
     cache, host = torch.ones(4, 8, dtype=torch.uint8), torch.zeros(6, 8, dtype=torch.uint8)
     with pytest.raises(kind, match=told):
@@ -160,13 +160,13 @@ def test_bad_arguments_are_refused_with_the_numbers_and_nothing_moves(name):
     assert int(cache.sum()) == 32
 
 
-def test_a_source_may_be_read_twice():
+def test_swap_may_read_a_source_twice():
     cache, host = torch.tensor([[5], [6]], dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.uint8)
     swap_cache_per_layer(cache, host, [1, 1], [0, 2], "d2h")
     assert host.flatten().tolist() == [6, 0, 6]
 
 
-def test_blocks_of_other_sizes_or_scattered_blocks_are_refused():
+def test_swap_mismatched_or_scattered_blocks_raise():
     cache = torch.zeros(4, 8, dtype=torch.uint8)
     with pytest.raises(ArgumentError, match="8 and of 9"):
         swap_cache_per_layer(cache, torch.zeros(4, 9, dtype=torch.uint8), [0], [0], "d2h")
@@ -178,7 +178,7 @@ def test_blocks_of_other_sizes_or_scattered_blocks_are_refused():
         swap_cache_all_layers([cache], [cache, cache], [0], [0], "d2h")
 
 
-def test_host_memory_that_is_not_there_yet_is_out_of_range():
+def test_swap_host_slot_out_of_range_raises():
     from kvtier.layout import CacheGroup
 
     group = CacheGroup.mla("main", 1, 64, "u8", 64)

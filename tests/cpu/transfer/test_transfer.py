@@ -63,7 +63,7 @@ def managed(group, device, *, form="layer-first", num_blocks=12, num_slots=17, s
 
 @given(data=st.data(), group=groups(), form=st.sampled_from(FORMS), strategy=st.sampled_from(STRATEGIES))
 @settings(max_examples=120, deadline=None)
-def test_a_round_trip_to_other_blocks_is_exact_for_every_tensor(device, data, group, form, strategy):
+def test_transfer_round_trip_is_exact_for_every_tensor(device, data, group, form, strategy):
     config = TransferConfig(
         slice_bytes=data.draw(st.sampled_from([1, 3 * group.block_bytes, 1 << 30])),
         max_in_flight_bytes=data.draw(st.sampled_from([1, 1 << 30])),
@@ -90,7 +90,7 @@ def test_a_round_trip_to_other_blocks_is_exact_for_every_tensor(device, data, gr
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_some_layers_move_and_the_others_stay(device, form):
+def test_transfer_of_some_layers_keeps_the_others(device, form):
     manager, views, host = managed(SMALL, device, form=form)
     expected, span = host_bytes(host), SMALL.span(range(1, 3))
     part = slice(span.offset, span.offset + span.nbytes)
@@ -102,7 +102,7 @@ def test_some_layers_move_and_the_others_stay(device, form):
             manager.compile("d2h", [3], [7], layers=range(2, 5))
 
 
-def test_groups_have_caches_and_slots_of_their_own(device):
+def test_groups_have_separate_caches_and_slots(device):
     window = CacheGroup.mla("window", 2, 32, "f16", 4)
     manager = TransferManager(layout_of(SMALL, window), device)
     sides = {}
@@ -118,7 +118,7 @@ def test_groups_have_caches_and_slots_of_their_own(device):
             assert np.array_equal(host_bytes(host), expected)
 
 
-def test_a_compiled_transfer_can_run_again(device):
+def test_compiled_transfer_can_run_again(device):
     manager, views, host = managed(SMALL, device)
     with manager:
         compiled = manager.compile("d2h", [1, 2], [3, 4])
@@ -129,7 +129,7 @@ def test_a_compiled_transfer_can_run_again(device):
             assert set(host_bytes(host)[[3, 4]].flatten().tolist()) == {value}
 
 
-def test_neighbours_travel_together_but_not_across_registered_pieces(device):
+def test_neighbours_are_one_copy_within_a_registered_piece(device):
     group = CacheGroup.mla("main", 2, 128, "u8", 16)  # 4,096 bytes: slots without padding
     manager, _, _ = managed(group, device, form="block-first", num_blocks=17)
     with manager:
@@ -161,7 +161,7 @@ class FaultyMover:
 
 @pytest.mark.parametrize("share", [0.0, 0.2])
 @pytest.mark.parametrize("form", FORMS)
-def test_traffic_both_ways_from_many_threads(device, form, share):
+def test_concurrent_saves_and_loads_keep_every_byte(device, form, share):
     """Each thread owns blocks and slots, and sends known bytes back and forth; failures hit only what they report."""
     mover = FaultyMover(share)
     config = TransferConfig(slice_bytes=2 * SMALL.block_bytes, max_in_flight_bytes=4 * SMALL.block_bytes)
@@ -202,7 +202,7 @@ def test_traffic_both_ways_from_many_threads(device, form, share):
     manager.close()
 
 
-def test_a_failed_copy_is_told_for_its_blocks_and_no_others(device):
+def test_failed_copy_is_reported_only_for_its_blocks(device):
     mover = FaultyMover()
     config = TransferConfig(slice_bytes=2 * SMALL.block_bytes)
     manager, views, host = managed(SMALL, device, form="block-first", mover=mover, config=config)
@@ -223,7 +223,7 @@ def test_a_failed_copy_is_told_for_its_blocks_and_no_others(device):
         assert {each.id for each in manager.poll()} <= {broken.id, fine.id}
 
 
-def test_a_save_behind_failed_compute_fails_and_the_next_does_not():
+def test_save_after_failed_compute_fails_alone():
     manager, _, _ = managed(SMALL, CPU)
     with manager, new_stream() as compute:
         compute.enqueue(lambda: int("not a number"))
@@ -237,7 +237,7 @@ def test_a_save_behind_failed_compute_fails_and_the_next_does_not():
 # ---- order ----
 
 
-def test_a_save_waits_for_the_compute_that_writes_its_blocks():
+def test_save_waits_for_the_compute_event():
     manager, views, host = managed(SMALL, CPU)
     with manager, new_stream() as compute:
         with held_back(compute):
@@ -250,7 +250,7 @@ def test_a_save_waits_for_the_compute_that_writes_its_blocks():
         assert set(host.block(2).tolist()) == {9}
 
 
-def test_urgent_loads_overtake_bulk_in_flight_and_queued():
+def test_urgent_load_overtakes_bulk_transfers():
     gate = threading.Event()
 
     def mover(path, job, pieces):
@@ -268,7 +268,7 @@ def test_urgent_loads_overtake_bulk_in_flight_and_queued():
         assert bulk.wait(60).status is save.wait(60).status is TransferStatus.DONE
 
 
-def test_bulk_in_flight_is_bounded_and_urgent_beyond_its_bound_is_queued_first():
+def test_urgent_beyond_its_bound_is_queued_first():
     gate = threading.Event()
 
     def mover(path, job, pieces):
@@ -311,7 +311,7 @@ def submitted_slices(transfer, count):
         assert transfer._changed.wait_for(lambda: len(transfer._slices.ends) >= count, 60)
 
 
-def test_cancelling_stops_what_is_not_submitted_and_waits_for_the_rest():
+def test_cancel_stops_queued_slices_and_waits_for_the_rest():
     gate, manager, views, host = blocked_manager()
     before, source = host_bytes(host), device_bytes(SMALL, views)
     with manager:
@@ -330,7 +330,7 @@ def test_cancelling_stops_what_is_not_submitted_and_waits_for_the_rest():
         assert np.array_equal(host_bytes(host), before)
 
 
-def test_a_late_transfer_is_told_for_what_was_not_moved():
+def test_late_transfer_reports_the_blocks_not_moved():
     gate, manager, _, _ = blocked_manager()
     with manager:
         ahead = manager.save(range(4), range(4))
@@ -344,7 +344,7 @@ def test_a_late_transfer_is_told_for_what_was_not_moved():
         assert ahead.wait(60).status is TransferStatus.DONE
 
 
-def test_poll_tells_each_end_once(device):
+def test_poll_reports_each_transfer_once(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
         ids = {manager.save([k], [k]).id for k in range(5)}
@@ -354,7 +354,7 @@ def test_poll_tells_each_end_once(device):
         assert manager.num_live == 0
 
 
-def test_urgent_ones_can_be_polled_by_themselves(device):
+def test_poll_only_urgent_leaves_the_others(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
         save, load = manager.save([0, 1], [0, 1]), manager.load([2, 3], [2, 3])
@@ -364,7 +364,7 @@ def test_urgent_ones_can_be_polled_by_themselves(device):
         assert [report.id for report in manager.poll()] == [save.id]
 
 
-def test_who_waits_needs_not_poll(device):
+def test_waited_transfers_need_no_poll(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
         for _ in range(20):
@@ -372,7 +372,7 @@ def test_who_waits_needs_not_poll(device):
         assert manager.num_live <= 1
 
 
-def test_an_empty_transfer_is_done_and_its_layers_are_there(device):
+def test_empty_transfer_is_done_with_all_layers(device):
     manager, _, _ = managed(SMALL, device)
     with manager:
         load = manager.load([], [], layer_wise=True)
@@ -382,7 +382,7 @@ def test_an_empty_transfer_is_done_and_its_layers_are_there(device):
         assert load.wait(60).moved == ()
 
 
-def test_closing_cancels_the_queue_finishes_what_runs_and_refuses_the_rest():
+def test_close_cancels_the_queue_and_refuses_new_transfers():
     gate, manager, _, _ = blocked_manager()
     save = manager.save(range(8), range(8))
     submitted_slices(save, 2)
@@ -397,7 +397,7 @@ def test_closing_cancels_the_queue_finishes_what_runs_and_refuses_the_rest():
 # ---- caches come and go ----
 
 
-def test_a_released_cache_leaves_no_tensor_behind_and_the_host_keeps_its_blocks(device):
+def test_manager_release_drops_tensors_and_keeps_host_blocks(device):
     manager, views, host = managed(SMALL, device, form="layer-first")
     with manager:
         manager.save([0, 1], [3, 4]).wait(60)
@@ -419,7 +419,7 @@ def test_a_released_cache_leaves_no_tensor_behind_and_the_host_keeps_its_blocks(
         assert np.array_equal(host_bytes(host), kept)
 
 
-def test_registering_twice_or_what_does_not_fit_is_refused():
+def test_register_twice_or_mismatched_raises():
     manager, _, host = managed(SMALL, CPU)
     cache, _ = filled_cache(SMALL, 3, "layer-first", CPU, 0)
     other = CacheGroup.attention("main", 5, 2, 8, "bf16", 4)
@@ -433,7 +433,7 @@ def test_registering_twice_or_what_does_not_fit_is_refused():
             manager.compile("d2h", [0], [0], group="draft")
 
 
-def test_tensors_that_are_not_the_group_are_refused_with_the_numbers():
+def test_device_cache_of_mismatched_tensors_raises():
     key = torch.zeros(4, SMALL.layers[0].tensors[0].nbytes, dtype=torch.uint8)
     layers = [{"key": key, "value": key.clone()} for _ in range(4)]
     DeviceCache.layer_first(SMALL, layers)
@@ -449,7 +449,7 @@ def test_tensors_that_are_not_the_group_are_refused_with_the_numbers():
         DeviceCache.block_first(SMALL, key)
 
 
-def test_the_cache_of_our_engine_is_one_piece_per_block():
+def test_block_first_cache_is_one_piece_per_block():
     tensor = torch.zeros(5, 4, 2, 4, 2, 8, dtype=torch.bfloat16)
     cache = DeviceCache.block_first(SMALL, tensor)
     assert len(cache.part(range(4))) == 1
@@ -458,14 +458,14 @@ def test_the_cache_of_our_engine_is_one_piece_per_block():
     assert len(DeviceCache.layer_first(SMALL, views).part(range(4))) == 1  # touching parts are one
 
 
-def test_a_cache_in_its_own_host_memory_is_refused():
+def test_register_cache_in_host_memory_raises():
     host = HostMemory(SMALL, 8, background=False)
     whole = host._memory.tensor.view(8, SMALL.slot_bytes)[:, : SMALL.block_bytes]
     with TransferManager(layout_of(SMALL), CPU) as manager, pytest.raises(ArgumentError, match="share bytes"):
         manager.register(DeviceCache.block_first(SMALL, whole), host)
 
 
-def test_freeing_host_memory_waits_for_the_copies_that_use_it():
+def test_host_memory_free_waits_for_running_copies():
     gate, manager, _, host = blocked_manager()
     save = manager.save([1], [2], urgent=True)
     freed = threading.Thread(target=host.free)
@@ -479,7 +479,7 @@ def test_freeing_host_memory_waits_for_the_copies_that_use_it():
     manager.close()
 
 
-def test_what_is_queued_still_arrives_when_its_host_memory_is_freed():
+def test_queued_save_completes_after_host_memory_free():
     gate, manager, views, host = blocked_manager()
     slots = host.slots()
     expected = device_bytes(SMALL, views)[:8]
@@ -515,7 +515,7 @@ def test_layers_arrive_in_groups_and_in_order(device):
             load.layers.wait(4)
 
 
-def test_compute_on_a_stream_starts_with_its_layer():
+def test_stream_compute_starts_when_its_layer_arrives():
     gates = [threading.Event(), threading.Event()]
     calls = iter(range(9))
 
@@ -544,7 +544,7 @@ def test_compute_on_a_stream_starts_with_its_layer():
             assert np.array_equal(seen[layer], expected[span.offset : span.offset + span.nbytes])
 
 
-def test_a_layer_that_fails_is_told_to_who_waits_on_the_host():
+def test_failed_layer_raises_in_host_wait():
     mover = FaultyMover()
     config = TransferConfig(group_piece_bytes=1 << 30, min_layer_groups=2)
     manager, views, _ = managed(SMALL, CPU, mover=mover, config=config)
@@ -561,7 +561,7 @@ def test_a_layer_that_fails_is_told_to_who_waits_on_the_host():
         assert [each.device_id for each in report.failures] == [1]
 
 
-def test_cancelled_and_queued_loads_wake_those_who_wait_for_their_layers():
+def test_cancelled_load_wakes_layer_waiters():
     gate, manager, _, _ = blocked_manager()
     with manager:
         ahead = manager.load(range(4), range(4), urgent=False)
@@ -575,7 +575,7 @@ def test_cancelled_and_queued_loads_wake_those_who_wait_for_their_layers():
         gate.set()
 
 
-def test_there_is_one_layer_swap_timeout_and_it_is_a_timeout():
+def test_layer_swap_timeout_error_is_a_timeout_error():
     counter = LayerDoneCounter([range(2)])
     for kind in (LayerSwapTimeoutError, TransferTimeoutError, TimeoutError):
         with pytest.raises(kind):
@@ -585,7 +585,7 @@ def test_there_is_one_layer_swap_timeout_and_it_is_a_timeout():
 # ---- checksums ----
 
 
-def test_checksums_are_those_of_the_blocks(device):
+def test_block_checksums_equal_crc32(device):
     manager, views, host = managed(SMALL, device)
     with manager:
         manager.save([3, 1], [0, 9]).wait(60)
@@ -596,7 +596,7 @@ def test_checksums_are_those_of_the_blocks(device):
         assert block_checksums(host, [0, 9])[9] != expected[9]
 
 
-def test_checksums_without_a_compiler_are_the_same(monkeypatch):
+def test_block_checksums_without_compiler_are_the_same(monkeypatch):
     from kvtier.native_code import Native
 
     host = ready_host(SMALL, 4, CPU)
@@ -608,7 +608,7 @@ def test_checksums_without_a_compiler_are_the_same(monkeypatch):
 # ---- devices ----
 
 
-def test_the_current_device_of_the_caller_and_of_threads_is_left_alone(device):
+def test_transfer_keeps_the_current_device(device):
     manager, views, host = managed(SMALL, device, form="layer-first")
     before = torch.cuda.current_device() if device.is_device else None
     expected = host_bytes(host)
