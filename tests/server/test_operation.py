@@ -211,6 +211,42 @@ def test_exit_does_not_wait_for_a_hanging_thread(tiny_model, tmp_path):
         assert process.wait(60) == 0
 
 
+STOPPED = """
+import os, signal, sys
+from kvtier.server import serve as server
+from kvtier.server.config import EngineOptions, ServerConfig, Tenant
+from kvtier.server.engine_client import EngineClient
+
+def load_tokenizer(model):  # while the engine starts
+    os.kill(os.getpid(), signal.SIGTERM)
+    return tokenizer(model)
+
+async def call(self, name, /, **arguments):
+    if name == "set_quota":  # the engine is ready, and the server does not listen yet
+        os.kill(os.getpid(), signal.SIGTERM)
+    return await original(self, name, **arguments)
+
+tokenizer, original = server.load_tokenizer, EngineClient.call
+if sys.argv[2] == "starting":
+    server.load_tokenizer = load_tokenizer
+else:
+    EngineClient.call = call
+
+if __name__ == "__main__":
+    tenant = Tenant("alice", "key-of-alice", device_blocks=4)
+    config = ServerConfig(EngineOptions(sys.argv[1], threads=1), port=0, tenants=(tenant,))
+    sys.exit(server.serve(config, ready=lambda address: print("ready", flush=True)))
+"""
+
+
+@pytest.mark.parametrize("phase", ["starting", "started"])
+def test_sigterm_before_listening_exits_with_0(tiny_model, tmp_path, phase):
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    command = [sys.executable, str(tmp_path / "stopped.py"), str(tiny_model), phase]
+    result = subprocess.run(command, capture_output=True, timeout=30, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+
+
 # ---- too much ----
 
 

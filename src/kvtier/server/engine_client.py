@@ -117,7 +117,7 @@ class EngineClient:
         """Wait until the engine is ready. Raises StateError with the reason if it fails to start."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 20)
         self._reading = asyncio.create_task(self._read(reader))
-        return await asyncio.shield(self._started)
+        return await self._started
 
     @contextmanager
     def submit(self, submits: Sequence[Submit], mailbox: Mailbox, deadline: float) -> Iterator[None]:
@@ -198,7 +198,7 @@ class EngineClient:
                 call = self._calls.get(number)
                 if call is not None and not call.done():
                     call.set_exception(event.error) if event.error is not None else call.set_result(event.value)
-            case Started():
+            case Started() if not self._started.cancelled():
                 self._started.set_result(event)
             case EngineFailed():
                 self.why = event.why

@@ -43,6 +43,7 @@ def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: No
 
     Calls `ready` with the address once the server listens.
 
+    starting --SIGTERM, SIGINT--> exit
     starting -> listening --SIGTERM, SIGINT--> draining --all answered, or drain_seconds--> saving -> exit
                 listening, draining --the engine exited--> exit, code 1
                 any --second SIGTERM or SIGINT--> exit at once, code 128 + signal, nothing saved
@@ -93,17 +94,19 @@ def _exit_now(number: int, _: FrameType | None) -> NoReturn:
 
 
 async def _run(config: ServerConfig, listener: socket.socket, ready: Callable[[str], object]) -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    _handle_signals(task.cancel)  # also takes effect if the engine is ready by then: this task still runs
     engine = EngineClient(config.engine)
-    starting = asyncio.ensure_future(engine.start())
-    _handle_signals(starting.cancel)
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.engine.model)
         await asyncio.to_thread(getattr, tokenizer, "max_token_bytes")  # takes long the first time
-        started = await starting
+        started = await engine.start()
         await _set_quotas(engine, config.tenants)
-    except BaseException:
-        starting.cancel()
+    except BaseException as error:
         await engine.close(0.0)
+        if isinstance(error, asyncio.CancelledError):
+            return 0
         raise
     limits = config.limits
     admission = Admission(started, limits.waiting)
