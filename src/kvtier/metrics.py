@@ -21,9 +21,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from kvtier.errors import ArgumentError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -85,36 +82,6 @@ class Distribution:
     def count(self) -> int:
         return sum(self.counts)
 
-    @property
-    def mean(self) -> float:
-        """Exact mean of the values; NaN without values."""
-        return self.total / self.count if self.count else math.nan
-
-    def quantile(self, q: float) -> float:
-        """Estimate a quantile, exact to the width of its bucket; NaN without values.
-
-        Values are assumed to be spread evenly over their bucket, and the first bucket to start at zero. The result is
-        at most the last bound.
-        """
-        if not 0 <= q <= 1:
-            raise ArgumentError(f"q must be between 0 and 1, got {q}")
-        if not self.count:
-            return math.nan
-        rank, upto = q * self.count, list(accumulate(self.counts))
-        bucket = next(i for i, count in enumerate(upto) if count >= rank and self.counts[i])
-        if bucket == len(self.bounds):
-            return self.bounds[-1]
-        high = self.bounds[bucket]
-        low = self.bounds[bucket - 1] if bucket else min(0.0, high)
-        return low + (high - low) * (1 - (upto[bucket] - rank) / self.counts[bucket])
-
-    def since(self, earlier: Distribution) -> Distribution:
-        """Return the values added since an earlier state of the same histogram."""
-        counts = tuple(now - then for now, then in zip(self.counts, earlier.counts, strict=True))
-        if self.bounds != earlier.bounds or min(counts) < 0:
-            raise ArgumentError("`earlier` is not an earlier state of the same histogram")
-        return Distribution(self.bounds, counts, self.total - earlier.total)
-
 
 class Histogram:
     """Numbers of values in fixed buckets, and their sum."""
@@ -123,7 +90,6 @@ class Histogram:
         self._bounds = tuple(map(float, bounds))
         if not bounds or not all(low < high for low, high in pairwise((-math.inf, *self._bounds, math.inf))):
             raise ArgumentError(f"the bounds of a histogram must be finite and ascending, got {bounds}")
-        self._array = np.array(self._bounds)
         self._lock = threading.Lock()
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
@@ -134,16 +100,6 @@ class Histogram:
         with self._lock:
             self._counts[bisect_left(self._bounds, value)] += 1
             self._total += value
-
-    def observe_many(self, values: npt.ArrayLike) -> None:
-        """Add many values, for about the cost of one."""
-        array = np.asarray(values, np.float64).ravel()
-        if np.isnan(array).any():
-            raise ArgumentError(f"a histogram does not accept NaN, found among {array.size} values")
-        added = np.bincount(np.searchsorted(self._array, array), minlength=len(self._counts)).tolist()
-        with self._lock:
-            self._counts = [old + new for old, new in zip(self._counts, added, strict=True)]
-            self._total += float(array.sum())
 
     @property
     def value(self) -> Distribution:

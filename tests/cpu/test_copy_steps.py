@@ -294,7 +294,7 @@ def test_why_not_gives_reason_for_unusable_path():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA GPU")
 def test_gpu_copy_without_driver_is_planned_as_loop():
     plan = plan_copies(np.array([[4096], [8192], [16]]))
-    (step,) = plan_steps(plan, (((GPU, CPU),), None), None, "gather", None)
+    (step,) = plan_steps(plan, (((GPU, CPU),), None), None, "gather")
     assert step.path == "loop"
     assert step.reason.startswith("gather was forced, but ")
     assert "no gather: " in step.reason

@@ -33,10 +33,7 @@ def tables(draw):
 
 
 def fillers():
-    def compiled(table, capacity, block):
-        return native().code.fill_rows(table, capacity, block.ctypes.data)
-
-    return [fill_rows] if native().code is None else [fill_rows, compiled]
+    return [fill_rows] if native().code is None else [fill_rows, native().code.fill_rows]
 
 
 @given(table=tables())
@@ -72,12 +69,9 @@ def test_fill_rows_covers_64_gib_of_16_byte_blocks(fill):
 
 @given(table=tables())
 def test_fill_pieces_encodes_table(table):
-    def compiled(table, block):
-        return native().code.fill_pieces(table, block.ctypes.data)
-
-    for fill in [fill_pieces] if native().code is None else [fill_pieces, compiled]:
+    for fill in [fill_pieces] if native().code is None else [fill_pieces, native().code.fill_pieces]:
         block = np.zeros(2 + 6 * 50, np.uint32)
-        assert fill(table, block) == table[2].max()
+        assert fill(table, 50, block) == table[2].max()
         assert block[0] == table.shape[1]
         assert block[2 : 2 + 6 * table.shape[1]].view(np.int64).reshape(-1, 3).T.tolist() == table.tolist()
 

@@ -124,7 +124,7 @@ def test_native_copy_with_any_thread_count_matches_numpy(sizes, threads, seed):
         expected[dst : dst + nbytes] = source[src : src + nbytes]
 
     table = table_of(source, pieces, target)
-    used = code._copy(len(sizes), *(row.ctypes.data for row in table), sum(sizes), threads)
+    used = code._library.kvtier_copy_pieces(len(sizes), *(row.ctypes.data for row in table), sum(sizes), threads)
 
     np.testing.assert_array_equal(target, expected)
     assert used == min(threads, 64)
@@ -213,7 +213,7 @@ def test_native_fill_rows_matches_numpy(places, unit, sizes):
     table = np.ascontiguousarray(np.vstack([np.array(places, np.int64).T * unit, counts]))
     expected, block = (np.zeros(10 + 2 * capacity, np.uint32) for _ in range(2))
     size = fill_rows(table, capacity, expected)
-    assert compiled().fill_rows(table, capacity, block.ctypes.data) == size
+    assert compiled().fill_rows(table, capacity, block) == size
     if size:
         assert size == counts[0]
         np.testing.assert_array_equal(block, expected)

@@ -36,7 +36,9 @@ def test_render_text_format():
     hits.of("host", 'a "b"\\\n').add(3)
     hits.of("disk", "").add(0.5)
     registry.gauge("slots", "Slots in use.").of().set(-math.inf)
-    registry.histogram("load_seconds", "Loads.", ("tier",), (0.1, 1)).of("host").observe_many([0.1, 0.2, 7])
+    loads = registry.histogram("load_seconds", "Loads.", ("tier",), (0.1, 1)).of("host")
+    for seconds in (0.1, 0.2, 7):
+        loads.observe(seconds)
     registry.gauge("empty", "Nobody counted yet.", ("tier",))
     assert registry.render() == (
         "# HELP hits_total Tokens\\nfound \\\\ used.\n"
@@ -70,7 +72,9 @@ def test_rendered_values_are_parsed_by_prometheus_client(text, counts, level, ob
     for labels, count in counts.items():
         family.of(*labels).add(count)
     registry.gauge("kvtier_level", text).of().set(level)
-    registry.histogram("kvtier_took", text, bounds=(-2.5, 0, 1, 1e9)).of().observe_many(observed)
+    took = registry.histogram("kvtier_took", text, bounds=(-2.5, 0, 1, 1e9)).of()
+    for value in observed:
+        took.observe(value)
     found = samples(registry.render())
     for (one, two), count in counts.items():
         assert found["kvtier_things_total", frozenset({("one", one), ("two", two)})] == count
@@ -102,48 +106,6 @@ def test_values_equal_prometheus_client():
         return {(name, labels(pairs)): value for (name, pairs), value in samples(text).items() if "created" not in name}
 
     assert comparable(ours.render()) == pytest.approx(comparable(generate_latest(theirs).decode()))
-
-
-@given(st.lists(st.lists(values, max_size=20), max_size=5))
-def test_observe_many_equals_single_observes(batches):
-    once, many = Histogram((-1, 0, 0.5, 3e4)), Histogram((-1, 0, 0.5, 3e4))
-    for batch in batches:
-        many.observe_many(batch)
-        for value in batch:
-            once.observe(value)
-    assert many.value.counts == once.value.counts
-    assert many.value.total == pytest.approx(once.value.total, rel=1e-9, abs=1e-3)
-
-
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=50), st.floats(0, 1))
-def test_quantile_lies_in_bucket_of_true_quantile(observed, q):
-    bounds = (0.5, 1.0, 2.0, 4.0, 8.0)
-    histogram = Histogram(bounds)
-    histogram.observe_many(observed)
-    true = float(np.quantile(observed, q, method="inverted_cdf"))
-    high = next((bound for bound in bounds if true <= bound), math.inf)
-    low = max((bound for bound in bounds if bound < true), default=0.0)
-    assert min(low, 8.0) <= histogram.value.quantile(q) <= min(high, 8.0)
-
-
-def test_quantiles_of_uniform_values():
-    histogram = Histogram(np.arange(1, 101).tolist())
-    histogram.observe_many(np.linspace(0.005, 99.995, 10_000))
-    for q in (0.0, 0.01, 0.5, 0.99, 1.0):
-        assert histogram.value.quantile(q) == pytest.approx(100 * q, abs=0.011)
-    assert histogram.value.mean == pytest.approx(50)
-    assert math.isnan(Histogram((1,)).value.quantile(0.5))
-    assert math.isnan(Histogram((1,)).value.mean)
-
-
-def test_since_is_difference_of_two_readings():
-    histogram = Histogram((1, 2))
-    histogram.observe_many([0.5, 5])
-    earlier = histogram.value
-    histogram.observe_many([1.5, 1.5])
-    assert histogram.value.since(earlier) == Distribution((1.0, 2.0), (0, 2, 0), 3.0)
-    with pytest.raises(ArgumentError, match="earlier"):
-        earlier.since(histogram.value)
 
 
 def test_concurrent_counts_are_exact_and_untorn():
@@ -224,9 +186,6 @@ def test_invalid_metric_use_raises():
         with pytest.raises(ArgumentError, match="finite and ascending"):
             registry.histogram("b", "B.", bounds=bounds)
     histogram = Histogram(BYTES)
-    for observe in (histogram.observe, lambda value: histogram.observe_many([1, value])):
-        with pytest.raises(ArgumentError, match="NaN"):
-            observe(math.nan)
-    with pytest.raises(ArgumentError, match="between 0 and 1"):
-        histogram.value.quantile(99)
+    with pytest.raises(ArgumentError, match="NaN"):
+        histogram.observe(math.nan)
     assert histogram.value.count == 0

@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 
@@ -26,11 +25,9 @@ class Streams:
     def of(self, side: Side) -> Stream | None:
         return self._engine if side == "engine" else self._executor
 
-    @contextlib.contextmanager
-    def engine(self) -> Iterator[None]:
+    def engine(self) -> contextlib.AbstractContextManager[None]:
         """Inside the block, the engine's stream is the current one."""
-        with _current(self._engine):
-            yield
+        return _current(self._engine)
 
     @contextlib.contextmanager
     def executor(self, batch: BatchData) -> Iterator[None]:
@@ -94,22 +91,8 @@ def _current(stream: Stream | None) -> Iterator[None]:
 Work = Callable[[BatchData], None]
 
 
-class Executor(Protocol):
-    """Runs the device side of batches in the order they are submitted."""
-
-    def submit(self, batch: BatchData) -> None:
-        """Run the batch, now or later."""
-        ...
-
-    def collect(self) -> BatchData:
-        """Wait for the oldest batch that is not collected, and return it."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class ThreadExecutor:
-    """Runs batches on a thread: the host prepares the next batch while this one runs on the device."""
+    """Runs batches in order on a thread: the host prepares the next batch while this one runs on the device."""
 
     def __init__(self, work: Work) -> None:
         self._inbound: SimpleQueue[BatchData | None] = SimpleQueue()
@@ -121,6 +104,7 @@ class ThreadExecutor:
         self._inbound.put(batch)
 
     def collect(self) -> BatchData:
+        """Wait for the oldest batch that is not collected, and return it."""
         return self._outbound.get()
 
     def close(self) -> None:
@@ -149,3 +133,6 @@ class InlineExecutor:
 
     def close(self) -> None:
         pass
+
+
+Executor = ThreadExecutor | InlineExecutor

@@ -248,7 +248,9 @@ class Pipeline:
             else:
                 self._fetch_and_update(batch, rows)
         finally:
-            self._reset_rows()
+            if self._broken_at is not None and not self.num_in_flight:  # the rows on the device are unknown
+                self._take(RowOrder())
+                self._broken_at = None
         self._release()
         return True
 
@@ -369,12 +371,6 @@ class Pipeline:
         if failed_itself and error is not None:
             for ticket in rows:
                 ticket.fail(error)
-
-    def _reset_rows(self) -> None:
-        """After a failure on the device, once no batch is in flight: start without rows."""
-        if self._broken_at is not None and not self.num_in_flight:
-            self._take(RowOrder())
-            self._broken_at = None
 
     def _retire(self, ticket: Ticket) -> None:
         del self._running[ticket]

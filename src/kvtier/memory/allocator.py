@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.errors import ArgumentError, OutOfMemoryError, RangeError
+from kvtier.memory.host_pages import map_memory
 from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.region import MemoryRef
 
@@ -126,14 +125,7 @@ _PINNED_POOL_BYTES = 32 << 20
 def _allocate_host(nbytes: int) -> torch.Tensor:
     if nbytes < _HUGE_PAGE_BYTES:
         return torch.empty(nbytes, dtype=torch.uint8)
-    try:
-        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(str(error)) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapped, dtype=torch.uint8)
+    return torch.frombuffer(map_memory(nbytes), dtype=torch.uint8)
 
 
 def _free_host_bytes() -> int:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, overload
 
 import numpy as np
@@ -22,7 +21,6 @@ from kvtier.memory.context import choose_stream, launch
 from kvtier.memory.copy_paths import PATH_NAMES, Direction, PathName
 from kvtier.memory.copy_plan import ALONE, DST, I64, NBYTES, SRC, any_of
 from kvtier.memory.copy_steps import Chunk, CopyStep, plan_chunks, plan_steps, run_steps
-from kvtier.memory.costs import CostTable
 from kvtier.memory.placement import Placement
 from kvtier.memory.region import MemoryRef
 from kvtier.memory.stream import Stream
@@ -46,13 +44,9 @@ def copy(src: Buffer, n: int | Buffer, dst: Buffer | None = None, stream: Stream
             raise RangeError(
                 f"copy(src, dst) needs equal sizes, got {src.size} and {n.size}; copy(src, n, dst) copies a part"
             )
-        return _copy(src, src.size, n, stream)
-    if dst is None:
+        dst, n = n, src.size
+    elif dst is None:
         raise ArgumentError("copy(src, n, dst) needs a destination")
-    return _copy(src, n, dst, stream)
-
-
-def _copy(src: Buffer, n: int, dst: Buffer, stream: Stream | None) -> Buffer:
     check_copy(src, n, dst)
     if n == 0:
         return rest(dst, 0)
@@ -98,11 +92,7 @@ def clear(buffer: Buffer, stream: Stream | None = None) -> None:
 
 def empty_like(buffer: Buffer, dtype: AnyDType | None = None, placement: Placement | str | None = None) -> Buffer:
     """Return an uninitialised Buffer of the same size, optionally with another element type or placement."""
-    return Buffer(
-        buffer.size,
-        buffer.dtype if dtype is None else dtype,
-        buffer.placement if placement is None else placement,
-    )
+    return Buffer(buffer.size, dtype or buffer.dtype, placement or buffer.placement)
 
 
 def _copy_bytes(a: torch.Tensor, b: torch.Tensor, on_device: bool) -> None:
@@ -162,13 +152,12 @@ class BatchCopy:
     address. Not thread-safe.
     """
 
-    def __init__(self, *, path: PathName | None = None, costs: CostTable | None = None) -> None:
+    def __init__(self, *, path: PathName | None = None) -> None:
         if path is not None and path not in PATH_NAMES:
             raise ArgumentError(f"unknown copy path {path!r}; choose one of {', '.join(PATH_NAMES)}")
         self.result: CopyResult | None = None
         """Result of the last `run()`."""
         self._forced = path
-        self._costs = costs
         self._scope = ALONE
         self._clear()
 
@@ -316,11 +305,11 @@ class BatchCopy:
         plan, directions = plan_chunks(chunks)
         stream = choose_stream(None, *itertools.chain.from_iterable(directions[0]))
         if stream is None or not stream.placement.is_device:
-            steps = plan_steps(plan, directions, stream, self._forced, self._costs)
+            steps = plan_steps(plan, directions, stream, self._forced)
             run_steps(steps, stream, holdings)
         else:
             with cuda.current_context(stream.placement):
-                steps = plan_steps(plan, directions, stream, self._forced, self._costs)
+                steps = plan_steps(plan, directions, stream, self._forced)
                 run_steps(steps, stream, holdings)
         num_calls = sum([chunk.table.shape[1] for chunk in chunks])
         self.result = CopyResult(num_calls, plan.num_pieces, plan.nbytes, plan.num_waves, steps)
@@ -339,9 +328,7 @@ class BatchCopy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         if error is None:
             self.run()
         else:

@@ -13,12 +13,7 @@ import torch
 
 from kvtier import dtype as dt
 from kvtier.dtype import DType
-from kvtier.errors import (
-    ArgumentError,
-    DTypeError,
-    RangeError,
-    StateError,
-)
+from kvtier.errors import ArgumentError, DTypeError, RangeError, StateError
 from kvtier.memory import interop, torch_types
 from kvtier.memory.allocator import Allocator
 from kvtier.memory.context import allocate, choose_stream, launch
@@ -44,7 +39,7 @@ class Buffer:
     are the same elements of the same memory; contents are never compared.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_exported", "_offset_bytes", "_region", "_size", "placement")
+    __slots__ = ("__weakref__", "_exported", "_offset_bytes", "_region", "dtype", "placement", "size")
 
     def __init__(
         self,
@@ -71,8 +66,8 @@ class Buffer:
     def _set(self, region: Region | None, offset_bytes: int, size: int, dtype: DType, placement: Placement) -> None:
         self._region = region
         self._offset_bytes = offset_bytes
-        self._size = size
-        self._dtype = dtype
+        self.size = size
+        self.dtype = dtype
         self.placement = placement
         self._exported: MemoryRef | None = None
 
@@ -107,7 +102,7 @@ class Buffer:
         """
         if isinstance(source, Buffer):  # a separate Region: closing one does not close the other
             region = Region(source.holding, readonly=source.readonly)
-            return cls._make(region, source._offset_bytes, source._size, source._dtype, source.placement)
+            return cls._make(region, source._offset_bytes, source.size, source.dtype, source.placement)
         region, size, dtype = interop.adopt(source)
         return cls._make(region, 0, size, dtype, region.holding.placement)
 
@@ -129,22 +124,14 @@ class Buffer:
     # ---- properties ----
 
     @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def dtype(self) -> DType:
-        return self._dtype
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the elements, rounded up."""
-        return self._dtype.nbytes(self._size)
+        return self.dtype.nbytes(self.size)
 
     @property
     def base(self) -> int:
         """Offset of the first element from the start of the memory, in elements."""
-        return self._offset_bytes * 8 // self._dtype.bits
+        return self._offset_bytes * 8 // self.dtype.bits
 
     @property
     def readonly(self) -> bool:
@@ -159,7 +146,7 @@ class Buffer:
         return self._region is not None and self._region.is_open
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Buffer):
@@ -171,11 +158,11 @@ class Buffer:
 
     def _identity(self) -> tuple[object, ...]:
         address = self._region.pointer + self._offset_bytes if self._region else 0
-        return (address, self._size, self._dtype, self.placement)
+        return (address, self.size, self.dtype, self.placement)
 
     def __repr__(self) -> str:
         state = "empty" if self._region is None else "" if self else "closed"
-        return f"Buffer({self._size}, {self._dtype.name!r}, {str(self.placement)!r}{', ' + state if state else ''})"
+        return f"Buffer({self.size}, {self.dtype.name!r}, {str(self.placement)!r}{', ' + state if state else ''})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Buffer is not pickled: use kvtier.memory.save and load, which are versioned and checked")
@@ -196,9 +183,9 @@ class Buffer:
     def raw_data(self, offset: int = 0) -> int:
         """Return the address of element `offset` (0 to size; packed types only on a byte boundary)."""
         region = self._open()
-        if not 0 <= offset <= self._size:
-            raise RangeError(f"offset {offset} is outside 0..{self._size}")
-        return region.holding.pointer + self._offset_bytes + self._dtype.offset_bytes(offset)
+        if not 0 <= offset <= self.size:
+            raise RangeError(f"offset {offset} is outside 0..{self.size}")
+        return region.holding.pointer + self._offset_bytes + self.dtype.offset_bytes(offset)
 
     def data_or(self, default: int) -> int:
         """Return the address of the first element, or `default` if the Buffer is empty."""
@@ -209,15 +196,15 @@ class Buffer:
     def slice(self, base: int, size: int | None = None) -> Buffer:
         """Return elements `base` to `base + size` (to the end without `size`), sharing memory."""
         base = operator.index(base)
-        count = self._size - base if size is None else operator.index(size)
-        if base < 0 or count < 0 or base + count > self._size:
+        count = self.size - base if size is None else operator.index(size)
+        if base < 0 or count < 0 or base + count > self.size:
             part = f"{count} elements from {base}" if size is not None else f"all elements from {base}"
-            raise RangeError(f"cannot take {part} of a Buffer of {self._size}")
+            raise RangeError(f"cannot take {part} of a Buffer of {self.size}")
         if self._region is None:
             return self
         self._region.holding  # noqa: B018 - raises if closed
-        offset = self._offset_bytes + self._dtype.offset_bytes(base)
-        return Buffer._make(self._region, offset, count, self._dtype, self.placement)
+        offset = self._offset_bytes + self.dtype.offset_bytes(base)
+        return Buffer._make(self._region, offset, count, self.dtype, self.placement)
 
     def view(self, dtype: AnyDType) -> Buffer:
         """Return the same bytes as elements of another type. They must divide evenly and be aligned."""
@@ -225,12 +212,12 @@ class Buffer:
         if self._region is None:
             return Buffer(dtype=element, placement=self.placement)
         address = self.raw_data()
-        if memory_type(element) == self._dtype:
+        if memory_type(element) == self.dtype:
             return self
-        bits = self._size * self._dtype.bits
+        bits = self.size * self.dtype.bits
         if bits % max(8, element.bits):
             raise ArgumentError(
-                f"{self._size} elements of {self._dtype} ({bits} bits) are not a whole number of {element} "
+                f"{self.size} elements of {self.dtype} ({bits} bits) are not a whole number of {element} "
                 f"({element.bits} bits)"
             )
         if address % element.item_bytes:
@@ -243,14 +230,14 @@ class Buffer:
         """Return the same elements without keeping the memory alive. ClosedError if used after it is freed."""
         if self._region is None:
             return self
-        return Buffer._make(self._region.borrow(), self._offset_bytes, self._size, self._dtype, self.placement)
+        return Buffer._make(self._region.borrow(), self._offset_bytes, self.size, self.dtype, self.placement)
 
     def typed(self, dtype: AnyDType) -> Buffer:
         """Return this Buffer if its elements are of `dtype`, else raise DTypeError."""
         wanted = element_type(dtype)
-        if wanted != self._dtype:
+        if wanted != self.dtype:
             raise DTypeError(
-                f"this Buffer holds {self._dtype}, not {wanted}; view({wanted.name!r}) reads its bytes as {wanted}"
+                f"this Buffer holds {self.dtype}, not {wanted}; view({wanted.name!r}) reads its bytes as {wanted}"
             )
         return self
 
@@ -259,14 +246,14 @@ class Buffer:
     def at(self, index: int) -> Scalar:
         """Return element `index`, 0 to size - 1. On a GPU this waits for the current stream."""
         position = operator.index(index)
-        if not 0 <= position < self._size:
-            raise RangeError(f"index {position} is outside 0..{self._size - 1} of a Buffer of {self._size}")
-        value: Scalar = self._values(position - position % self._dtype.per_byte, position + 1)[-1]
+        if not 0 <= position < self.size:
+            raise RangeError(f"index {position} is outside 0..{self.size - 1} of a Buffer of {self.size}")
+        value: Scalar = self._values(position - position % self.dtype.per_byte, position + 1)[-1]
         return value
 
     def __getitem__(self, key: int | builtins.slice[Any, Any, Any]) -> Any:
         if isinstance(key, builtins.slice):
-            start, stop, step = key.indices(self._size)
+            start, stop, step = key.indices(self.size)
             if step != 1:
                 raise ArgumentError(f"a Buffer slice must have step 1, got {step}")
             return self.slice(start, max(0, stop - start))
@@ -274,45 +261,45 @@ class Buffer:
 
     def __setitem__(self, key: int, value: Scalar) -> None:
         index = self._position(key)
-        if not self._dtype.is_packed:
+        if not self.dtype.is_packed:
             return self.slice(index, 1).fill(value)
-        first = index - index % self._dtype.per_byte
-        shift = (index - first) * self._dtype.bits
-        code = torch_types.encode(self._dtype, value) << shift
-        self.slice(first, index - first + 1)._write_byte(0, code, ((1 << self._dtype.bits) - 1) << shift, None)
+        first = index - index % self.dtype.per_byte
+        shift = (index - first) * self.dtype.bits
+        code = torch_types.encode(self.dtype, value) << shift
+        self.slice(first, index - first + 1)._write_byte(0, code, ((1 << self.dtype.bits) - 1) << shift, None)
 
     def _position(self, key: int) -> int:
         index = operator.index(key)
-        if not -self._size <= index < self._size:
-            raise RangeError(f"index {index} is outside a Buffer of {self._size}")
-        return index + self._size if index < 0 else index
+        if not -self.size <= index < self.size:
+            raise RangeError(f"index {index} is outside a Buffer of {self.size}")
+        return index + self.size if index < 0 else index
 
     def __iter__(self) -> Iterator[Scalar]:
         return iter(self.tolist())
 
     def tolist(self) -> list[Scalar]:
         """Return all elements as Python numbers."""
-        return self._values(0, self._size)
+        return self._values(0, self.size)
 
     def fill(self, value: Scalar, stream: Stream | None = None) -> None:
         """Write `value` into every element, in the order of `stream` (or the current one)."""
         self._open()
         if not isinstance(value, numbers.Real | np.generic):
-            raise ArgumentError(f"a Buffer of {self._dtype} is filled with a number, got {type(value).__name__}")
-        if self._dtype.is_packed:
-            code = torch_types.repeat(self._dtype, torch_types.encode(self._dtype, float(value)))
-            return self._fill_packed(code, stream)
-        if self._dtype.numpy_name.startswith(("int", "uint")):
-            limits = np.iinfo(self._dtype.numpy)
-            value = torch_types.whole_number(self._dtype, value, int(limits.min), int(limits.max))
-        width = BITS[self._dtype.item_bytes]
-        encoded = torch.tensor([value], dtype=torch_dtype(self._dtype))
+            raise ArgumentError(f"a Buffer of {self.dtype} is filled with a number, got {type(value).__name__}")
+        if self.dtype.is_packed:
+            return self._fill_packed(torch_types.encode(self.dtype, float(value)), stream)
+        if self.dtype.numpy_name.startswith(("int", "uint")):
+            limits = np.iinfo(self.dtype.numpy)
+            value = torch_types.whole_number(self.dtype, value, int(limits.min), int(limits.max))
+        width = BITS[self.dtype.item_bytes]
+        encoded = torch.tensor([value], dtype=torch_dtype(self.dtype))
         bits, target = encoded.view(width).item(), self.bytes_tensor(write=True).view(width)
         self._launch(lambda: target.fill_(bits), stream)
 
-    def _fill_packed(self, byte: int, stream: Stream | None) -> None:
-        mask = torch_types.tail_mask(self._dtype, self._size)
-        whole = self._size // self._dtype.per_byte
+    def _fill_packed(self, code: int, stream: Stream | None) -> None:
+        byte = code * (0xFF // ((1 << self.dtype.bits) - 1))  # the same bits for every element
+        mask = torch_types.tail_mask(self.dtype, self.size)
+        whole = self.size // self.dtype.per_byte
         target = self.bytes_tensor(write=True)[:whole]
         self._launch(lambda: target.fill_(byte), stream)
         if mask != 0xFF:
@@ -336,12 +323,9 @@ class Buffer:
             stream.synchronize()
         part.holding.wait()
         host = part.bytes_tensor().cpu()
-        if self._dtype.is_packed:
-            return [
-                torch_types.decode(self._dtype, code)
-                for code in torch_types.unpack_codes(self._dtype, host.numpy(), part.size).tolist()
-            ]
-        return host.view(torch_dtype(self._dtype)).tolist()
+        if self.dtype.is_packed:
+            return torch_types.decode(self.dtype, torch_types.unpack_codes(self.dtype, host.numpy(), part.size))
+        return host.view(torch_dtype(self.dtype)).tolist()
 
     # ---- exports ----
 
@@ -354,19 +338,19 @@ class Buffer:
 
     def torch(self) -> torch.Tensor:
         """Return a torch tensor over this memory. Packed integers are their bytes, fp4 is torch's pairs."""
-        return self.bytes_tensor(write=True).view(torch_dtype(self._dtype))
+        return self.bytes_tensor(write=True).view(torch_dtype(self.dtype))
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return a numpy array over this host memory, read-only if the Buffer is. Packed types are their bytes."""
         array = self._host_bytes("numpy()")
-        return array if self._dtype.is_packed else array.view(self._dtype.numpy)
+        return array if self.dtype.is_packed else array.view(self.dtype.numpy)
 
     def unpack(self) -> np.ndarray[Any, Any]:
         """Return a copy of a packed host Buffer with one ml_dtypes element per byte."""
-        if not self._dtype.is_packed:
-            raise DTypeError(f"{self._dtype} is not packed; numpy() shows it without copying")
-        codes = torch_types.unpack_codes(self._dtype, self._host_bytes("unpack()"), self._size)
-        return codes.view(self._dtype.numpy)
+        if not self.dtype.is_packed:
+            raise DTypeError(f"{self.dtype} is not packed; numpy() shows it without copying")
+        codes = torch_types.unpack_codes(self.dtype, self._host_bytes("unpack()"), self.size)
+        return codes.view(self.dtype.numpy)
 
     def memoryview(self) -> builtins.memoryview:
         """Return the bytes of this host memory, read-only if the Buffer is."""
@@ -389,12 +373,12 @@ class Buffer:
     def _interface(self, *, on_device: bool) -> dict[str, Any]:
         if self.placement.is_device != on_device:
             raise AttributeError(f"{self.placement} memory is not supported by this array protocol")
-        if not self._dtype.is_packed and self._dtype.numpy.isbuiltin != 1:
-            raise AttributeError(f"the array protocols have no name for {self._dtype}; use numpy(), torch() or DLPack")
+        if not self.dtype.is_packed and self.dtype.numpy.isbuiltin != 1:
+            raise AttributeError(f"the array protocols have no name for {self.dtype}; use numpy(), torch() or DLPack")
         region = self._open()
         # the consumer keeps the Buffer alive, not the memory: so the Buffer must, even closed
         self._exported = region.holding
-        count, typestr = (self.nbytes, "|u1") if self._dtype.is_packed else (self._size, self._dtype.numpy.str)
+        count, typestr = (self.nbytes, "|u1") if self.dtype.is_packed else (self.size, self.dtype.numpy.str)
         return array_interface(self.raw_data(), count, typestr, readonly=region.readonly)
 
     def __dlpack__(
@@ -415,7 +399,7 @@ class Buffer:
 
     def _open(self) -> Region:
         if self._region is None:
-            raise StateError(f"this Buffer is empty (no memory, {self._dtype}); allocate one with Buffer(size, dtype)")
+            raise StateError(f"this Buffer is empty (no memory, {self.dtype}); allocate one with Buffer(size, dtype)")
         self._region.holding  # noqa: B018 - raises if closed
         return self._region
 

@@ -103,14 +103,14 @@ def _join(chunks: Sequence[Chunk]) -> tuple[I64, I64 | None, Directions]:
 
 
 def plan_steps(
-    plan: CopyPlan, directions: Directions, stream: Stream | None, forced: PathName | None, costs: CostTable | None
+    plan: CopyPlan, directions: Directions, stream: Stream | None, forced: PathName | None
 ) -> tuple[CopyStep, ...]:
     """Choose a path for the pieces of each wave and direction."""
     capturing = stream is not None and stream.placement.is_device and cuda.is_capturing(stream)
     jobs = [CopyContext(src, dst, stream, capturing) for src, dst in directions[0]]
     kinds, pieces = directions[1], Pieces(plan.table, plan)
     if kinds is None and plan.num_waves == 1 and not (plan.in_order or plan.overlapping):
-        return (_choose(jobs[0], pieces, forced, costs),)  # the usual case
+        return (_choose(jobs[0], pieces, forced),)  # the usual case
     if kinds is not None:
         kinds = kinds[plan.first_entries()]
     if plan.in_order:
@@ -119,7 +119,7 @@ def plan_steps(
     return tuple(
         step
         for kind, group in _groups(pieces, plan.wave_starts, kinds)
-        for step in _independent_steps(jobs[kind], group, plan.overlapping, forced, costs)
+        for step in _independent_steps(jobs[kind], group, plan.overlapping, forced)
     )
 
 
@@ -170,7 +170,7 @@ def _groups(pieces: Pieces, wave_starts: Sequence[int], kinds: I64 | None) -> It
 
 
 def _independent_steps(
-    job: CopyContext, pieces: Pieces, overlapping: bool, forced: PathName | None, costs: CostTable | None
+    job: CopyContext, pieces: Pieces, overlapping: bool, forced: PathName | None
 ) -> Iterator[CopyStep]:
     if overlapping:
         src, dst, nbytes = pieces.table
@@ -180,15 +180,16 @@ def _independent_steps(
             yield CopyStep(job, pieces.part(onto_itself), "loop", reason)
             pieces = pieces.part(~onto_itself)
     if len(pieces):
-        yield _choose(job, pieces, forced, costs)
+        yield _choose(job, pieces, forced)
 
 
 def _only_loop(why: str, forced: PathName | None) -> str:
     return why if forced in (None, "loop") else f"{forced} was forced, but {why}"
 
 
-def _choose(job: CopyContext, pieces: Pieces, forced: PathName | None, costs: CostTable | None) -> CopyStep:
-    if costs is None and forced is None and job.on_device:
+def _choose(job: CopyContext, pieces: Pieces, forced: PathName | None) -> CopyStep:
+    costs: CostTable | None = None
+    if forced is None and job.on_device:
         device = job.dst if job.dst.is_device else job.src
         costs = saved_costs(device) if job.capturing else cost_table(device)  # nothing can be measured in a capture
     return CopyStep(job, pieces, *_decide(job.src, job.dst, job.capturing, forced, costs, len(pieces), pieces.nbytes))

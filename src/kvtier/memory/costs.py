@@ -35,80 +35,49 @@ _PRODUCTS = 12
 _TIMED_PATHS: tuple[PathName, ...] = ("driver", "gather", "loop")
 
 
-def measure_links(device: Buffer, host: Buffer, stream: Stream) -> dict[str, float]:
+def _measure_links(device: Buffer, host: Buffer, stream: Stream) -> dict[str, float]:
     """Return the GB/s of one contiguous copy, by direction ("cuda>pinned")."""
-    limits = {}
+    links = {}
     for src, dst in ((device, host), (host, device)):
-        best = math.inf
-        for _ in range(_ROUNDS + 1):
-            stream.synchronize()
-            start = time.perf_counter()
-            _copy_all(src, dst, stream)
-            stream.synchronize()
-            best = min(best, time.perf_counter() - start)
-        limits[_key(src, dst)] = src.nbytes / best / 1e9
-    return limits
+        job = CopyContext(src.placement, dst.placement, stream)
+        links[cost_key(job)] = src.nbytes / _time_us("loop", job, _scattered(src, dst, src.nbytes, 1)) / 1e3
+    return links
 
 
-def measure_lost(
-    placement: Placement, device: Buffer, host: Buffer, limits: dict[str, float]
+def _measure_lost(
+    placement: Placement, device: Buffer, host: Buffer, links: Mapping[str, float]
 ) -> dict[str, dict[PathName, float]]:
     """Return the share of its time that a matrix product loses while each path copies, by direction."""
     compute, stream = Stream(placement), Stream(placement)
     with torch.cuda.stream(compute.native):
         a, b = (torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=placement.torch) for _ in range(2))
         out = torch.empty_like(a)
-    alone = min(_time_products(a, b, out, compute) for _ in range(_ROUNDS))
+
+    def seconds(*copies: tuple[PathName, CopyContext, Pieces]) -> float:
+        """Time some products while these copies run on the other stream."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for copy in copies:
+            run_path(*copy)
+        with torch.cuda.stream(compute.native):
+            begin.record()
+            for _ in range(_PRODUCTS):
+                torch.mm(a, b, out=out)
+            end.record()
+        end.synchronize()
+        stream.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    alone = min(seconds() for _ in range(_ROUNDS))
     lost: dict[str, dict[PathName, float]] = {}
     for src, dst in ((device, host), (host, device)):
         job = CopyContext(src.placement, dst.placement, stream)
         pieces = _scattered(src, dst, _PIECE_BYTES, src.nbytes // _PIECE_BYTES)
+        num_copies = int(2 * alone * links[cost_key(job)] * 1e9 / pieces.nbytes) + 1  # a copy is always in flight
         for path in _TIMED_PATHS:
-            if why_not(path, job) is not None:
-                continue
-            seconds = pieces.nbytes / limits[_key(src, dst)] / 1e9
-            copies = int(2 * alone / seconds) + 1  # so that a copy is always in flight
-
-            def start(
-                path: PathName = path, job: CopyContext = job, pieces: Pieces = pieces, copies: int = copies
-            ) -> None:
-                for _ in range(copies):
-                    run_path(path, job, pieces)
-
-            shared = min(_time_products(a, b, out, compute, start, stream) for _ in range(_ROUNDS))
-            lost.setdefault(_key(src, dst), {})[path] = max(0.0, 1 - alone / shared)
+            if why_not(path, job) is None:
+                shared = min(seconds(*[(path, job, pieces)] * num_copies) for _ in range(_ROUNDS))
+                lost.setdefault(cost_key(job), {})[path] = max(0.0, 1 - alone / shared)
     return lost
-
-
-def _time_products(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    compute: Stream,
-    start: Callable[[], None] | None = None,
-    copies: Stream | None = None,
-) -> float:
-    """Return the seconds of some products while the copies that `start` enqueues on another stream run."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if start is not None:
-        start()
-    with torch.cuda.stream(compute.native):
-        begin.record()
-        for _ in range(_PRODUCTS):
-            torch.mm(a, b, out=out)
-        end.record()
-    end.synchronize()
-    if copies is not None:
-        copies.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-def _copy_all(src: Buffer, dst: Buffer, stream: Stream) -> None:
-    if cuda.has_driver():
-        cuda.memcpy_async(dst.data(), src.data(), src.nbytes, stream)
-        return
-    with torch.cuda.stream(stream.native):
-        dst.bytes_tensor().copy_(src.bytes_tensor(), non_blocking=True)
 
 
 def _scattered(src: Buffer, dst: Buffer, size: int, count: int) -> Pieces:
@@ -119,11 +88,6 @@ def _scattered(src: Buffer, dst: Buffer, size: int, count: int) -> Pieces:
     table[DST] = dst.data() + random.permutation(slots)[:count] * size
     table[NBYTES] = size
     return Pieces(table)
-
-
-def _key(src: Buffer, dst: Buffer) -> str:
-    assert PINNED in (src.placement, dst.placement)
-    return f"{src.placement.kind}>{dst.placement.kind}"
 
 
 _FORMAT = 2
@@ -173,13 +137,7 @@ class CostTable:
         return estimates
 
     def to_json(self) -> str:
-        costs = {
-            name: {path: [asdict(row) for row in rows] for path, rows in paths.items()}
-            for name, paths in self.costs.items()
-        }
-        links = {"links": dict(self.links), "lost": {name: dict(paths) for name, paths in self.lost.items()}}
-        head = {"format": _FORMAT, "origin": self.origin, "seconds": self.seconds}
-        return json.dumps({**head, **links, "costs": costs}, indent=1)
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> CostTable:
@@ -230,7 +188,7 @@ def saved_costs(placement: Placement) -> CostTable | None:
         return None  # another version, damaged, or no cache directory: measuring again replaces it
 
 
-def calibrate(placement: Placement, progress: Callable[[str], None] | None = None) -> CostTable:
+def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: None) -> CostTable:
     """Measure every path of this GPU in every direction, and save the result in the cache directory.
 
     Otherwise the first copy does it; without a cache directory, the first copy of each process.
@@ -250,7 +208,7 @@ Costs = dict[str, dict[PathName, tuple[Cost, ...]]]
 
 
 def _measure_all(
-    placement: Placement, progress: Callable[[str], None] | None
+    placement: Placement, progress: Callable[[str], None]
 ) -> tuple[Costs, dict[str, float], dict[str, dict[PathName, float]]]:
     stream = Stream(placement)
     pools = {where: Buffer(_POOL_BYTES, "u8", where) for where in (placement, PINNED, CPU)}
@@ -259,25 +217,18 @@ def _measure_all(
         pool.fill(1, stream if pool.placement.is_device else None)  # present, so that page faults are not measured
     stream.synchronize()
     costs: Costs = {}
-    for src, dst in (
-        (placement, placement),
-        (placement, PINNED),
-        (PINNED, placement),
-        (placement, CPU),
-        (CPU, placement),
-    ):
+    over_link = ((placement, PINNED), (PINNED, placement), (placement, CPU), (CPU, placement))
+    for src, dst in ((placement, placement), *over_link):
         job = CopyContext(src, dst, stream)
         target = other if src == dst else pools[dst]
         for path in PATH_NAMES:
             if why_not(path, job) is None:
-                if progress is not None:
-                    progress(f"{cost_key(job)} {path}")
+                progress(f"{cost_key(job)} {path}")
                 rows = tuple(_measure(path, job, pools[src], target, size) for size in _SIZES)
                 costs.setdefault(cost_key(job), {})[path] = rows
-    if progress is not None:
-        progress("links, and what the model loses to copies")
-    links = measure_links(pools[placement], pools[PINNED], stream)
-    return costs, links, measure_lost(placement, pools[placement], pools[PINNED], links)
+    progress("links, and what the model loses to copies")
+    links = _measure_links(pools[placement], pools[PINNED], stream)
+    return costs, links, _measure_lost(placement, pools[placement], pools[PINNED], links)
 
 
 def _measure(path: PathName, job: CopyContext, src: Buffer, dst: Buffer, size: int) -> Cost:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ import torch
 from kvtier.errors import CopyError, UnavailableError
 from kvtier.memory.copy_plan import I64, NBYTES, any_of
 from kvtier.memory.cuda import current_context, driver, driver_version, launch_kernel, relaxed_capture, unwrap
-from kvtier.memory.native import address_of, native
+from kvtier.memory.native import U32, address_of, native
 from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
 
@@ -33,9 +32,6 @@ _PART_BYTES = 16 << 10
 # multiprocessors from the model (H200, 2026-11-15).
 _DEVICE_BLOCKS = 132 * 8
 _LINK_BLOCKS = 32
-
-
-Block = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +57,14 @@ class GatherKernels:
         most_blocks = blocks or (_LINK_BLOCKS if over_link else _DEVICE_BLOCKS)
         count = table.shape[1]
         compact = int(table[NBYTES, 0]) * count == nbytes  # else the sizes differ
-        start = 0
+        code, start = native().code, 0
+        fill_compact, fill_general = (code.fill_rows, code.fill_pieces) if code else (fill_rows, fill_pieces)
         while start < count:
             kernels = self.rows if compact else self.pieces
             kernel = kernels[0] if count - start <= kernels[0].capacity else kernels[-1]
             part = table[:, start : start + kernel.capacity]
             block = np.empty(kernel.parameter_bytes // 4, np.uint32)
-            widest = (_fill_rows if compact else _fill_pieces)(part, kernel.capacity, block)
+            widest = (fill_compact if compact else fill_general)(part, kernel.capacity, block)
             if not widest:  # different sizes, or too far apart: use the general form from here on
                 compact = False
                 continue
@@ -78,12 +75,7 @@ class GatherKernels:
             start += part.shape[1]
 
 
-def _fill_rows(table: I64, capacity: int, block: Block) -> int:
-    code = native().code
-    return fill_rows(table, capacity, block) if code is None else code.fill_rows(table, capacity, address_of(block))
-
-
-def fill_rows(table: I64, capacity: int, block: Block) -> int:
+def fill_rows(table: I64, capacity: int, block: U32) -> int:
     """Write pieces of one size as Rows<capacity>, except `parts`. Returns the size; 0 if they do not fit the form."""
     at, nbytes = table[:NBYTES], table[NBYTES]
     if any_of(nbytes != nbytes[0]):
@@ -102,12 +94,7 @@ def fill_rows(table: I64, capacity: int, block: Block) -> int:
     return int(nbytes[0])
 
 
-def _fill_pieces(table: I64, _capacity: int, block: Block) -> int:
-    code = native().code
-    return fill_pieces(table, block) if code is None else code.fill_pieces(table, address_of(block))
-
-
-def fill_pieces(table: I64, block: Block) -> int:
+def fill_pieces(table: I64, _capacity: int, block: U32) -> int:
     """Write any pieces as Pieces<capacity>, except `parts`. Returns the largest size."""
     count = table.shape[1]
     block[0] = count

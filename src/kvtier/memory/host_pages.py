@@ -55,21 +55,6 @@ def node_of_gpu(
     return (node, "sysfs") if node >= 0 else (None, f"{file} is {node}: this machine has one node")
 
 
-def bind(pointer: int, nbytes: int, node: int) -> str | None:
-    """Prefer this node for pages of [pointer, pointer + nbytes) that are not present. Returns why not, or None."""
-    number = _MBIND.get(platform.machine())
-    if number is None or not hasattr(os, "sched_getaffinity"):
-        return f"no memory binding known for {platform.system()} {platform.machine()}"
-    mask = (ctypes.c_ulong * (node // 64 + 1))()
-    mask[node // 64] = 1 << node % 64
-    libc = ctypes.CDLL(None, use_errno=True)
-    # the kernel uses one bit less than the given length
-    arguments = (pointer, nbytes, _MPOL_PREFERRED, ctypes.addressof(mask), 64 * len(mask) + 1, 0)
-    if libc.syscall(number, *(ctypes.c_ulong(each) for each in arguments)) != 0:
-        return f"the system refused to bind memory to node {node}: {os.strerror(ctypes.get_errno())}"
-    return None
-
-
 def _ask_nvidia_smi(address: str) -> str:
     command = ["nvidia-smi", "topo", "--get-numa-id-of-nearby-cpu", "--id", address]
     try:
@@ -83,17 +68,23 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU's context
 
 
+def map_memory(nbytes: int, *, huge_pages: bool = True) -> mmap.mmap:
+    """Map anonymous memory, in huge pages if available. Its pages become present when they are touched."""
+    try:
+        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OutOfMemoryError(f"could not map {nbytes:,} bytes of host memory: {error}") from error
+    if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
 class MappedMemory:
     """Anonymous memory that becomes usable piece by piece. Not thread-safe."""
 
     def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
-        try:
-            self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise OutOfMemoryError(f"could not map {nbytes:,} bytes of host memory: {error}") from error
-        if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = map_memory(nbytes, huge_pages=huge_pages)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         """All bytes; keeps the mapping alive."""
         self.nbytes = nbytes
@@ -104,8 +95,19 @@ class MappedMemory:
         return self.tensor.data_ptr()
 
     def bind(self, node: int) -> str | None:
-        """Prefer this NUMA node. Returns why not, or None."""
-        return bind(self.pointer, self.tensor.nbytes, node)
+        """Prefer this NUMA node for pages that are not present. Returns why not, or None."""
+        number = _MBIND.get(platform.machine())
+        if number is None or not hasattr(os, "sched_getaffinity"):
+            return f"no memory binding known for {platform.system()} {platform.machine()}"
+        mask = (ctypes.c_ulong * (node // 64 + 1))()
+        mask[node // 64] = 1 << node % 64
+        libc = ctypes.CDLL(None, use_errno=True)
+        # the kernel uses one bit less than the given length
+        mask_and_length = (ctypes.addressof(mask), 64 * len(mask) + 1)
+        arguments = (self.pointer, self.tensor.nbytes, _MPOL_PREFERRED, *mask_and_length, 0)
+        if libc.syscall(number, *(ctypes.c_ulong(each) for each in arguments)) != 0:
+            return f"the system refused to bind memory to node {node}: {os.strerror(ctypes.get_errno())}"
+        return None
 
     def touch(self, offset: int, nbytes: int) -> None:
         """Make these bytes present, in huge pages if available. Releases the GIL."""

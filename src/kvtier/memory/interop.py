@@ -22,7 +22,6 @@ from kvtier.memory.torch_types import from_torch
 
 _DLPACK_CUDA = 2  # kDLCUDA
 
-
 Adopted = tuple[Region, int, DType]
 """Foreign memory, its number of elements and their type."""
 
@@ -64,13 +63,14 @@ def hold_tensor(tensor: torch.Tensor, *, pooled: bool = True) -> MemoryRef:
         )
     if tensor.is_neg() or tensor.is_conj():
         raise ArgumentError("this tensor's memory differs from its values; pass tensor.resolve_neg().resolve_conj()")
-    if not (tensor.is_cuda or tensor.is_cpu):
+    return MemoryRef(tensor.data_ptr(), tensor.nbytes, placement_of(tensor), owner=tensor.detach(), pooled=pooled)
+
+
+def placement_of(tensor: torch.Tensor) -> Placement:
+    if tensor.is_cuda:
+        return gpu(tensor.device.index or 0)
+    if not tensor.is_cpu:
         raise ArgumentError(f"kvtier has no placement for torch device {tensor.device}")
-    where = gpu(tensor.device.index or 0) if tensor.is_cuda else _host_placement(tensor)
-    return MemoryRef(tensor.data_ptr(), tensor.nbytes, where, owner=tensor.detach(), pooled=pooled)
-
-
-def _host_placement(tensor: torch.Tensor) -> Placement:
     return PINNED if has_gpu() and tensor.numel() and tensor.is_pinned() else CPU
 
 
@@ -91,7 +91,7 @@ def _adopt_ndarray(array: np.ndarray[Any, Any]) -> Adopted:
         )
     holding = MemoryRef(array.ctypes.data, array.nbytes, CPU, owner=array)
     if has_gpu():  # numpy does not record if its memory is pinned
-        holding.placement = _host_placement(holding.tensor())
+        holding.placement = placement_of(holding.tensor())
     return Region(holding, readonly=not array.flags.writeable), array.size, dtype
 
 
@@ -117,14 +117,11 @@ def _adopt_cuda_array(source: Any) -> Adopted:
 
 def _adopt_dlpack(source: Any) -> Adopted:
     kind, index = source.__dlpack_device__()
-    if int(kind) != _DLPACK_CUDA:
-        return _adopt_capsule(source, None)
-    # the producer orders its work before the given stream (1 is the legacy default stream)
-    ours = current_stream(Placement("cuda", int(index)).require())
-    return _adopt_capsule(source, (ours.handle or 1) if ours is not None else 1)
-
-
-def _adopt_capsule(source: Any, stream: int | None) -> Adopted:
+    stream: int | None = None
+    if int(kind) == _DLPACK_CUDA:
+        # the producer orders its work before the given stream (1 is the legacy default stream)
+        ours = current_stream(Placement("cuda", int(index)).require())
+        stream = (ours.handle or 1) if ours is not None else 1
     try:
         capsule = source.__dlpack__(stream=stream, max_version=(1, 0))
     except TypeError:  # a producer older than version 1 has no max_version

@@ -20,35 +20,30 @@ _BYTES_PER_THREAD = 2 << 20
 # A few cores saturate a socket's memory; more only take them from the model.
 _MAX_THREADS = 8
 
+U32 = np.ndarray[Any, np.dtype[np.uint32]]
+
 
 class MemoryNative:
     """The compiled functions. All of them release the GIL."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
-        self._copy = library.kvtier_copy_pieces
-        self._copy.argtypes = [size, pointer, pointer, pointer, number, ctypes.c_int]
-        self._scan = library.kvtier_scan
-        self._scan.argtypes = [size, pointer, pointer, pointer, pointer, pointer, pointer]
-        self._scan.restype = None
-        self._row_copies = library.kvtier_row_copies
-        self._row_copies.argtypes = [size, pointer, number, number, number, number, number, pointer]
-        self._row_copies.restype = size
-        self._fill_rows = library.kvtier_fill_rows
-        self._fill_rows.argtypes = [size, pointer, pointer, pointer, size, pointer]
-        self._fill_rows.restype = number
-        self._fill_pieces = library.kvtier_fill_pieces
-        self._fill_pieces.argtypes = [size, pointer, pointer, pointer, pointer]
-        self._fill_pieces.restype = number
-        self._sort_moves = library.kvtier_sort_moves
-        self._sort_moves.argtypes = [size, pointer, pointer, number, number, ctypes.c_int, pointer]
-        self._block_copies = library.kvtier_block_copies
-        self._block_copies.argtypes = [size, pointer, pointer, *[number] * 6, ctypes.c_int, pointer]
-        self._block_copies.restype = size
-        self._crc32 = library.kvtier_crc32
-        self._crc32.argtypes = [size, pointer, pointer, pointer, ctypes.c_int]
-        self._crc32.restype = None
+        pointer, size, number, flag = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_int
+        table = (size, pointer, pointer, pointer)
+        signatures: dict[str, tuple[Any, ...]] = {  # result, then arguments
+            "copy_pieces": (flag, *table, number, flag),
+            "scan": (None, *table, pointer, pointer, pointer),
+            "row_copies": (size, size, pointer, *[number] * 5, pointer),
+            "fill_rows": (number, *table, size, pointer),
+            "fill_pieces": (number, *table, pointer),
+            "sort_moves": (flag, size, pointer, pointer, number, number, flag, pointer),
+            "block_copies": (size, size, pointer, pointer, *[number] * 6, flag, pointer),
+            "crc32": (None, *table, flag),
+        }
+        for name, (result, *arguments) in signatures.items():
+            function = getattr(library, f"kvtier_{name}")
+            function.restype, function.argtypes = result, arguments
+        self._library = library
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
     def copy(self, table: I64, total: int | None = None) -> int:
@@ -58,16 +53,15 @@ class MemoryNative:
         if total is None:
             total = int(np.add.reduce(table[2]))
         threads = max(1, min(self._num_threads, total // _BYTES_PER_THREAD))
-        src, dst, nbytes = row_addresses(table)
-        return int(self._copy(table.shape[1], src, dst, nbytes, total, threads))
+        return int(self._library.kvtier_copy_pieces(table.shape[1], *row_addresses(table), total, threads))
 
     def scan(self, table: I64, scopes: I64 | None = None) -> Scan:
         """copy_plan.scan in one pass."""
         n = table.shape[1]
         starts, result = np.empty(n, np.int64), (ctypes.c_int64 * 4)()
-        src, dst, nbytes = row_addresses(table)
         scope = None if scopes is None else scopes.ctypes.data
-        self._scan(n, src, dst, nbytes, scope, address_of(starts), ctypes.addressof(result))
+        outputs = address_of(starts), ctypes.addressof(result)
+        self._library.kvtier_scan(n, *row_addresses(table), scope, *outputs)
         disjoint, independent, total, num_pieces = result
         return Scan(bool(disjoint), bool(independent), total, None if num_pieces == n else starts[:num_pieces])
 
@@ -78,17 +72,17 @@ class MemoryNative:
             return np.empty((3, 0), np.int64)
         flat = np.empty(3 * n, np.int64)
         # tobytes: the address of a read-only array costs ten times as much as copying 256 numbers
-        count = self._row_copies(n, index.tobytes(), size0, old, new, out, row_bytes, address_of(flat))
+        count = self._library.kvtier_row_copies(n, index.tobytes(), size0, old, new, out, row_bytes, address_of(flat))
         return flat[: 3 * count].reshape(3, count)
 
-    def fill_rows(self, table: I64, capacity: int, block: int) -> int:
-        """gather.fill_rows into the memory at address `block`."""
-        src, dst, nbytes = row_addresses(table)
-        return int(self._fill_rows(table.shape[1], src, dst, nbytes, capacity, block))
+    def fill_rows(self, table: I64, capacity: int, block: U32) -> int:
+        """gather.fill_rows in one pass."""
+        rows = row_addresses(table)
+        return int(self._library.kvtier_fill_rows(table.shape[1], *rows, capacity, address_of(block)))
 
-    def fill_pieces(self, table: I64, block: int) -> int:
-        """gather.fill_pieces into the memory at address `block`."""
-        return int(self._fill_pieces(table.shape[1], *row_addresses(table), block))
+    def fill_pieces(self, table: I64, _capacity: int, block: U32) -> int:
+        """gather.fill_pieces in one pass."""
+        return int(self._library.kvtier_fill_pieces(table.shape[1], *row_addresses(table), address_of(block)))
 
     def sort_moves(
         self, device_ids: I64, host_ids: I64, num_device: int, num_host: int, *, to_host: bool
@@ -97,7 +91,7 @@ class MemoryNative:
         n = len(device_ids)
         flat = np.empty(4 * n, np.int64)
         ids = address_of(device_ids), address_of(host_ids)
-        good = self._sort_moves(n, *ids, num_device, num_host, to_host, address_of(flat))
+        good = self._library.kvtier_sort_moves(n, *ids, num_device, num_host, to_host, address_of(flat))
         return flat[: 3 * n].reshape(3, n) if good else None
 
     def block_copies(
@@ -115,15 +109,17 @@ class MemoryNative:
         n = len(device_ids)
         flat = np.empty(3 * n, np.int64)
         ids = address_of(device_ids), address_of(host_ids)
-        count = self._block_copies(n, *ids, *device, *host, nbytes, run_blocks, to_host, address_of(flat))
+        count = self._library.kvtier_block_copies(
+            n, *ids, *device, *host, nbytes, run_blocks, to_host, address_of(flat)
+        )
         return flat[: 3 * count].reshape(3, count)
 
-    def crc32(self, pointers: I64, nbytes: I64, threads: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    def crc32(self, pointers: I64, nbytes: I64, threads: int) -> U32:
         """zlib.crc32 of the bytes at each address, with at most `threads` threads."""
         sums = np.zeros(len(pointers), np.uint32)
         if len(sums):
             workers = max(1, min(self._num_threads, threads, len(sums)))
-            self._crc32(len(sums), pointers.ctypes.data, nbytes.ctypes.data, sums.ctypes.data, workers)
+            self._library.kvtier_crc32(len(sums), pointers.ctypes.data, nbytes.ctypes.data, sums.ctypes.data, workers)
         return sums
 
 
@@ -137,10 +133,10 @@ def row_addresses(table: I64) -> tuple[int, int, int]:
     between_rows, between_columns = table.strides
     if table.flags.c_contiguous:
         first = address_of(table)
-        return first, first + between_rows, first + 2 * between_rows
-    if between_columns != table.itemsize and table.shape[1] > 1:
+    elif between_columns == table.itemsize or table.shape[1] <= 1:
+        first = table.ctypes.data
+    else:
         raise ArgumentError(f"a table of copies must have contiguous rows, this one has strides {table.strides}")
-    first = table.ctypes.data
     return first, first + between_rows, first + 2 * between_rows
 
 

@@ -22,7 +22,7 @@ memory-mapped. CRC-32 is zlib's: 3.5 GB/s on one core (2026-11-15).
 from __future__ import annotations
 
 import math
-import mmap as mmap_module
+import mmap
 import os
 import struct
 import zlib
@@ -33,13 +33,7 @@ from typing import BinaryIO
 
 from kvtier import dtype as dt
 from kvtier.dtype import DType
-from kvtier.errors import (
-    ArgumentError,
-    DTypeError,
-    FormatError,
-    RangeError,
-    VersionError,
-)
+from kvtier.errors import ArgumentError, DTypeError, FormatError, RangeError, VersionError
 from kvtier.files import write_atomically
 from kvtier.memory.batch_copy import copy, empty_like
 from kvtier.memory.buffer import Buffer
@@ -77,19 +71,10 @@ class _Header:
         return self.dtype.nbytes(self.size)
 
     def pack(self) -> bytes:
-        fields = (
-            MAGIC,
-            VERSION,
-            len(self.shape),
-            0,
-            self.dtype.name.encode(),
-            self.size,
-            self.nbytes,
-            HEADER_BYTES,
-            self.payload_crc,
-        )
+        kind = (MAGIC, VERSION, len(self.shape), 0, self.dtype.name.encode())
+        payload = (self.size, self.nbytes, HEADER_BYTES, self.payload_crc)
         dims = (*self.shape, *[0] * (MAX_DIMS - len(self.shape)))
-        block = bytearray(_FIXED.pack(*fields, 0, *dims).ljust(HEADER_BYTES, b"\0"))
+        block = bytearray(_FIXED.pack(*kind, *payload, 0, *dims).ljust(HEADER_BYTES, b"\0"))
         struct.pack_into("<I", block, _HEADER_CRC_AT, zlib.crc32(block))
         return bytes(block)
 
@@ -163,17 +148,21 @@ def load(source: Readable, placement: Placement | str = CPU, *, map_file: bool =
     where = Placement.parse(placement).require()
     if map_file and not isinstance(source, str | os.PathLike):
         raise ArgumentError(f"map_file needs a path, got {type(source).__name__}")
+    if map_file and where != CPU:
+        raise ArgumentError(f"a mapped file is plain host memory, not {where}; load it without map_file")
     if isinstance(source, bytes | bytearray | memoryview):
         return _load_memory(memoryview(source).cast("B"), where, borrow=False)
-    if isinstance(source, str | os.PathLike):
-        with open(source, "rb") as file:
-            if map_file:
-                return _load_mapped(file, where)
-            loaded = _load_file(file, where, os.fstat(file.fileno()).st_size)
-            if file.read(1):
-                raise FormatError(f"{os.fspath(source)!r} continues after its record")
-            return loaded
-    return _load_file(source, where)
+    if not isinstance(source, str | os.PathLike):
+        return _load_file(source, where)
+    with open(source, "rb") as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        if map_file and file_bytes >= HEADER_BYTES:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return _load_memory(memoryview(mapped), where, borrow=True)
+        loaded = _load_file(file, where, file_bytes)
+        if file.read(1):
+            raise FormatError(f"{os.fspath(source)!r} continues after its record")
+        return loaded
 
 
 def _host_bytes(buffer: Buffer) -> memoryview:
@@ -199,7 +188,10 @@ def _write_all(file: BinaryIO, data: memoryview) -> None:
 
 
 def _load_file(file: BinaryIO, where: Placement, file_bytes: int | None = None) -> Loaded:
-    header = _Header.unpack(_read_up_to(file, HEADER_BYTES))
+    block = b""
+    while len(block) < HEADER_BYTES and (more := file.read(HEADER_BYTES - len(block))):  # a raw file may read a part
+        block += more
+    header = _Header.unpack(block)
     if file_bytes is not None and file_bytes < HEADER_BYTES + header.nbytes:  # checked before memory is allocated
         raise FormatError(
             f"the record has {header.nbytes} bytes after its header, the file {file_bytes - HEADER_BYTES}"
@@ -227,15 +219,6 @@ def _load_memory(memory: memoryview, where: Placement, *, borrow: bool) -> Loade
     return _finish(header, host, where)
 
 
-def _load_mapped(file: BinaryIO, where: Placement) -> Loaded:
-    if where != CPU:
-        raise ArgumentError(f"a mapped file is plain host memory, not {where}; load it without map_file")
-    if os.fstat(file.fileno()).st_size < HEADER_BYTES:
-        return _load_file(file, where)  # raises: too short to map
-    mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_READ)
-    return _load_memory(memoryview(mapped), where, borrow=True)
-
-
 def _finish(header: _Header, host: Buffer, where: Placement) -> Loaded:
     checksum = zlib.crc32(host.memoryview())
     if checksum != header.payload_crc:
@@ -247,10 +230,3 @@ def _finish(header: _Header, host: Buffer, where: Placement) -> Loaded:
     buffer = empty_like(host, placement=where)
     copy(host, buffer)
     return Loaded(buffer, header.shape)
-
-
-def _read_up_to(file: BinaryIO, count: int) -> bytes:
-    block = b""
-    while len(block) < count and (more := file.read(count - len(block))):
-        block += more
-    return block

@@ -46,18 +46,15 @@ class HostMark:
             raise StateError("a host stream cannot wait for itself: one of its tasks waits for a later one")
         self.reached.wait()
 
-    def synchronize(self) -> None:
-        """Wait for the position, and raise the error of the queue there."""
-        self.settle()
+    def synchronize(self, timeout: float | None = None) -> bool:
+        """Wait for the position, and raise the error of the queue there. False if not reached in `timeout` seconds."""
+        if timeout is None:
+            self.settle()
+        elif not self.reached.wait(timeout):
+            return False
         if self.error is not None:
             raise self.error.with_traceback(self.traceback)  # the original one: it does not grow with each waiter
-
-    def wait_for(self, timeout: float) -> bool:
-        """Wait like `synchronize`, at most `timeout` seconds; True if the position is reached."""
-        reached = self.reached.wait(timeout)
-        if reached:
-            self.synchronize()
-        return reached
+        return True
 
     def elapsed_time(self, end: HostMark) -> float:
         """Wait for both positions and return the milliseconds between them."""
@@ -274,7 +271,8 @@ class Event:
             self._native, self._on_device = native.record(), False
             return
         if not self._on_device:
-            self._native, self._on_device = _device_event(self._timing, self._blocking), True
+            self._native = torch.cuda.Event(enable_timing=self._timing, blocking=self._blocking)
+            self._on_device = True
         self._native.record(native)
 
     def wait(self, stream: Stream) -> None:
@@ -300,10 +298,7 @@ class Event:
         if self._native is None:
             return True
         if not self._on_device:
-            if timeout is not None:
-                return bool(self._native.wait_for(timeout))
-            self._native.synchronize()
-            return True
+            return bool(self._native.synchronize(timeout))
         if timeout is not None:
             return self._poll(timeout)  # CUDA has no wait with a timeout
         if not (self._blocking and self._poll(_POLL_SECONDS)):
@@ -342,7 +337,3 @@ class Event:
         self._native.synchronize()
         end._native.synchronize()
         return float(self._native.elapsed_time(end._native))
-
-
-def _device_event(timing: bool, blocking: bool) -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=timing, blocking=blocking)

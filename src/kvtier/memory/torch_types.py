@@ -40,14 +40,10 @@ def whole_number(dtype: DType, value: float, low: int, high: int) -> int:
     return int(value)
 
 
-def decode(dtype: DType, code: int) -> int | float:
-    """Return the value of one element of a packed type."""
-    return _FP4_VALUES[code] if dtype == dt.fp4 else code
-
-
-def repeat(dtype: DType, code: int) -> int:
-    """Return a byte in which every element has these bits."""
-    return sum(code << (dtype.bits * place) for place in range(dtype.per_byte))
+def decode(dtype: DType, codes: Bytes) -> list[Any]:
+    """Return the values of elements of a packed type from their bits."""
+    values: list[Any] = codes.tolist()
+    return [_FP4_VALUES[code] for code in values] if dtype == dt.fp4 else values
 
 
 def tail_mask(dtype: DType, size: int) -> int:

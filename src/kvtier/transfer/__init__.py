@@ -8,12 +8,7 @@ from kvtier.transfer.host_memory import GrowthState, HostMemory, block_checksums
 from kvtier.transfer.layers import LayerDoneCounter
 from kvtier.transfer.manager import TransferManager
 from kvtier.transfer.strategy import Strategy, TransferConfig
-from kvtier.transfer.swap import (
-    swap_cache_all_layers,
-    swap_cache_all_layers_async,
-    swap_cache_per_layer,
-    swap_cache_per_layer_async,
-)
+from kvtier.transfer.swap import swap_cache_all_layers, swap_cache_per_layer, swap_cache_per_layer_async
 
 __all__ = [
     "BlockFailure",
@@ -32,7 +27,6 @@ __all__ = [
     "TransferStatus",
     "block_checksums",
     "swap_cache_all_layers",
-    "swap_cache_all_layers_async",
     "swap_cache_per_layer",
     "swap_cache_per_layer_async",
 ]

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.memory import CPU, PINNED, Buffer, Placement
+from kvtier.memory import Buffer, Placement
 from kvtier.memory.copy_plan import I64
-from kvtier.memory.placement import gpu, has_gpu
+from kvtier.memory.interop import placement_of
 from kvtier.memory.region import MemoryRef
 
 Ids = Sequence[int] | I64
@@ -87,19 +87,11 @@ class BlockView:
         stride = tensor.stride(0) * item
         if tensor.shape[0] > 1 and stride < expected * item:
             raise ArgumentError(f"the blocks of this tensor overlap: {expected * item} bytes every {stride}")
-        holding = MemoryRef(tensor.data_ptr(), tensor.nbytes, _placement(tensor), owner=tensor.detach(), pooled=True)
+        holding = MemoryRef(tensor.data_ptr(), tensor.nbytes, placement_of(tensor), owner=tensor.detach(), pooled=True)
         return cls(tensor.data_ptr(), stride, expected * item, tensor.shape[0], holding)
 
     def addresses(self, ids: I64) -> I64:
         return self.pointer + ids * self.stride
-
-
-def _placement(tensor: torch.Tensor) -> Placement:
-    if tensor.is_cuda:
-        return gpu(tensor.device.index or 0)
-    if not tensor.is_cpu:
-        raise ArgumentError(f"kvtier has no placement for torch device {tensor.device}")
-    return PINNED if has_gpu() and tensor.numel() and tensor.is_pinned() else CPU
 
 
 def check_ids(name: str, ids: Any, num_blocks: int) -> I64:

@@ -19,7 +19,6 @@ import numpy as np
 
 from kvtier.errors import ArgumentError
 from kvtier.layout import CacheGroup
-from kvtier.memory import CostTable
 from kvtier.memory.copy_plan import DST, I64, NBYTES, SRC, scan
 from kvtier.memory.native import native
 from kvtier.transfer.block_view import Direction, Ids, check_moves
@@ -163,7 +162,6 @@ def compile_transfer(
     *,
     slice_bytes: int,
     strategy: Strategy | None = None,
-    costs: CostTable | None = None,
 ) -> CompiledTransfer:
     """Check the ids, choose a strategy, and split the transfer into slices."""
     group, num_slots = cache.group, host.num_ready
@@ -180,9 +178,7 @@ def compile_transfer(
         num_parts=sum([len(part) for part in parts]) * count,
         num_spans=len(layer_groups) * count,
     )
-    choice = (
-        choose(shape, strategy or config.strategy, costs) if count else StrategyChoice("direct", "loop", "no blocks")
-    )
+    choice = choose(shape, strategy or config.strategy) if count else StrategyChoice("direct", "loop", "no blocks")
     slices = []
     for index, part in enumerate(parts):
         num_bytes = part.span.nbytes

@@ -69,7 +69,9 @@ class DeviceCache:
                 f"a block of this tensor of shape {tuple(tensor.shape)} has {view.block_bytes} bytes, "
                 f"one of group {group.name!r} {group.block_bytes}"
             )
-        return cls(group, _layers_of(group, view))
+        spans = [group.span(range(layer, layer + 1)) for layer in range(group.num_layers)]
+        parts = [replace(view, pointer=view.pointer + span.offset, block_bytes=span.nbytes) for span in spans]
+        return cls(group, [(layer, spans[layer].offset, part) for layer, part in enumerate(parts)])
 
     @classmethod
     def layer_first(cls, group: CacheGroup, layers: Sequence[Mapping[str, torch.Tensor]]) -> DeviceCache:
@@ -116,15 +118,6 @@ class DeviceCache:
             views = [each for each in self._views if each[0] in layers]
             part = self._parts[layers] = LayerRange(self.group.span(layers), *_segments(views))
         return part
-
-
-def _layers_of(group: CacheGroup, view: BlockView) -> list[tuple[int, int, BlockView]]:
-    """Split whole blocks into the parts of each layer."""
-    spans = [group.span(range(layer, layer + 1)) for layer in range(group.num_layers)]
-    return [
-        (layer, span.offset, replace(view, pointer=view.pointer + span.offset, block_bytes=span.nbytes))
-        for layer, span in enumerate(spans)
-    ]
 
 
 def _segments(views: Sequence[tuple[int, int, BlockView]]) -> I64:

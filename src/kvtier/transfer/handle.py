@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from kvtier.errors import CancelledTransferError, TransferTimeoutError
@@ -20,7 +20,7 @@ from kvtier.memory.region import MemoryRef
 from kvtier.transfer.block_view import Direction
 from kvtier.transfer.compiled import CompiledTransfer
 from kvtier.transfer.layers import LayerDoneCounter
-from kvtier.transfer.strategy import Strategy, StrategyChoice
+from kvtier.transfer.strategy import StrategyChoice
 
 
 class TransferStatus(StrEnum):
@@ -62,6 +62,7 @@ class TransferReport:
     seconds: float
     """From the first copy to the end of the last, measured on the stream."""
     choice: StrategyChoice
+    """The strategy and the reason."""
 
     @property
     def moved(self) -> tuple[tuple[int, int], ...]:
@@ -69,26 +70,6 @@ class TransferReport:
         lost = {(failure.device_id, failure.host_id) for failure in self.failures}
         pairs = zip(self.device_ids.tolist(), self.host_ids.tolist(), strict=True)
         return tuple(pair for pair in pairs if pair not in lost)
-
-    @property
-    def strategy(self) -> Strategy:
-        return self.choice.strategy
-
-    @property
-    def why(self) -> str:
-        """The reason for the strategy. Computed on demand: it takes longer than the rest of a report."""
-        return self.choice.why
-
-
-@dataclass(slots=True)
-class _SliceProgress:
-    next: int = 0
-    """The next slice to claim."""
-    num_claimed: int = 0
-    """Slices claimed and not yet submitted."""
-    ends: list[Event] = field(default_factory=list)
-    errors: dict[int, BaseException] = field(default_factory=dict)
-    """Errors by slice."""
 
 
 class TransferHandle:
@@ -114,7 +95,10 @@ class TransferHandle:
         self._compiled: CompiledTransfer | None = compiled
         self._deadline = deadline
         self._keep = keep
-        self._slices = _SliceProgress()
+        self._next_slice = 0  # to be claimed
+        self._num_claimed = 0  # slices claimed and not yet submitted
+        self._ends: list[Event] = []
+        self._errors: dict[int, BaseException] = {}  # by slice
         self._status = TransferStatus.QUEUED
         self._report: TransferReport | None = None
         self.was_waited_for = False
@@ -163,10 +147,8 @@ class TransferHandle:
 
     def cancel(self) -> bool:
         """Drop the slices not yet submitted; submitted ones finish. False if there were none to drop."""
-        return self._drop_rest(
-            CancelledTransferError(f"transfer {self.id} was cancelled before this block was moved"),
-            TransferStatus.CANCELLED,
-        )
+        error = CancelledTransferError(f"transfer {self.id} was cancelled before this block was moved")
+        return self._drop_rest(error, TransferStatus.CANCELLED)
 
     # ---- called by the lane ----
 
@@ -181,16 +163,16 @@ class TransferHandle:
         """Bytes of the next slice to submit; None if none is left."""
         with self._changed:
             self._expire()
-            return None if self._is_claimed() else self.compiled.slices[self._slices.next].nbytes
+            return None if self._is_claimed() else self.compiled.slices[self._next_slice].nbytes
 
     def claim(self) -> int | None:
         """Return the next slice to submit, which `cancel` no longer stops; `submitted` must follow."""
         with self._changed:
             if self._is_claimed():
                 return None
-            self._slices.next += 1
-            self._slices.num_claimed += 1
-            return self._slices.next - 1
+            self._next_slice += 1
+            self._num_claimed += 1
+            return self._next_slice - 1
 
     def submitted(self, index: int, end: Event, error: BaseException | None = None) -> None:
         """Record that slice `index` was submitted and ends with `end`; with an error, only a part may be submitted."""
@@ -198,8 +180,8 @@ class TransferHandle:
             slices = self.compiled.slices
             if self._status is TransferStatus.QUEUED:
                 self._status = TransferStatus.RUNNING
-            self._slices.ends.append(end)
-            self._slices.num_claimed -= 1
+            self._ends.append(end)
+            self._num_claimed -= 1
             if error is not None:
                 self.failed(index, error)
             group = slices[index].layer_group
@@ -211,25 +193,25 @@ class TransferHandle:
         """Record that slice `index` did not arrive. May be called while it runs, before its event."""
         with self._changed:
             if self._compiled is not None:
-                self._slices.errors.setdefault(index, error)
+                self._errors.setdefault(index, error)
                 self.layers.failed(self.compiled.slices[index].layer_group, error)
 
     # ---- completion ----
 
     def _is_claimed(self) -> bool:
         """True if no slice is left to submit."""
-        return self._compiled is None or self._slices.next >= len(self._compiled.slices)
+        return self._compiled is None or self._next_slice >= len(self._compiled.slices)
 
     def _all_submitted(self) -> bool:
-        return self._is_claimed() and not self._slices.num_claimed
+        return self._is_claimed() and not self._num_claimed
 
     def _ends_reached(self) -> bool:
         try:
-            return all(event.query() for event in self._slices.ends)
+            return all(event.query() for event in self._ends)
         except Exception as error:  # the GPU is lost, and all copies in flight with it
             for index in range(len(self.compiled.slices)):
                 self.failed(index, error)
-            self._slices.ends = []
+            self._ends = []
             return True
 
     def _expire(self) -> None:
@@ -241,16 +223,16 @@ class TransferHandle:
         with self._changed:
             if self._is_claimed():
                 return False
-            for index in range(self._slices.next, len(self.compiled.slices)):
+            for index in range(self._next_slice, len(self.compiled.slices)):
                 self.failed(index, error)  # also wakes threads waiting for a submission
-            self._slices.next, self._status = len(self.compiled.slices), status
+            self._next_slice, self._status = len(self.compiled.slices), status
             return True
 
     def _wait_for_submission(self, step: int, seconds: float) -> Event | None:
         """Return the end of the `step`-th submitted slice; None on timeout, or if there will be none."""
         with self._changed:
-            if step < len(self._slices.ends):
-                return self._slices.ends[step]
+            if step < len(self._ends):
+                return self._ends[step]
             if not self._all_submitted():
                 until = seconds if self._deadline is None else min(seconds, self._deadline - time.monotonic())
                 self._changed.wait(None if until == float("inf") else max(0.0, until))
@@ -259,7 +241,7 @@ class TransferHandle:
     def _finish(self) -> None:
         compiled = self.compiled
         bad: dict[int, BaseException] = {}
-        for index, error in sorted(self._slices.errors.items()):
+        for index, error in sorted(self._errors.items()):
             for position in compiled.slices[index].blocks.tolist():
                 bad.setdefault(position, error)
         device_ids, host_ids, count = compiled.device_ids, compiled.host_ids, len(compiled.device_ids)
@@ -276,7 +258,7 @@ class TransferHandle:
             tuple(lost),
             compiled.nbytes // max(1, count) * (count - len(bad)),
             compiled.num_copies,
-            self.begin.elapsed(self._slices.ends[-1]) / 1e3 if self.begin is not None and self._slices.ends else 0.0,
+            self.begin.elapsed(self._ends[-1]) / 1e3 if self.begin is not None and self._ends else 0.0,
             compiled.choice,
         )
         self._compiled, self._keep, self.after = None, [], None

@@ -13,20 +13,12 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable
 from enum import Enum, auto
 
 import numpy as np
 import torch
 
-from kvtier.errors import (
-    ArgumentError,
-    ClosedError,
-    KvtierError,
-    OutOfMemoryError,
-    RangeError,
-    TransferTimeoutError,
-)
+from kvtier.errors import ArgumentError, ClosedError, KvtierError, OutOfMemoryError, RangeError, TransferTimeoutError
 from kvtier.layout import CacheGroup
 from kvtier.memory import CPU, PINNED, Buffer, Event, Placement, Stream, host_pages
 from kvtier.memory.host_pages import MappedMemory
@@ -75,33 +67,25 @@ class HostMemory:
         self.placement: Placement = PINNED if self.device.is_device else CPU
         self.trouble = ""
         """The reason why it stopped growing, or is not on the GPU's NUMA node; else empty."""
-        self._memory = MappedMemory(num_slots * self.slot_bytes, huge_pages=huge_pages)
-        self.pointer = self._memory.pointer
+        memory = self._memory = MappedMemory(num_slots * self.slot_bytes, huge_pages=huge_pages)
+        self.pointer = memory.pointer
         """The address of slot 0. A transfer keeps the memory alive from its submission to its report."""
-        self._holding: MemoryRef | None = self._hold()
+        # freed by its last user, which may be a copy in flight
+        self._holding: MemoryRef | None = MemoryRef(
+            memory.pointer, memory.nbytes, self.placement, memory.tensor, release=memory.free
+        )
         self._changed = threading.Condition()
-        self._growth = GrowthState.GROWING
-        self._num_ready = 0
+        self.growth = GrowthState.GROWING
+        self.num_ready = 0
+        """Number of usable slots: 0 to num_ready - 1."""
         if background:
-            grow = _weak_method(self)
-            threading.Thread(target=grow, name=f"kvtier-pin-{group.name}", daemon=True).start()
+            grow = threading.Thread(
+                target=_grow, args=(weakref.ref(self),), name=f"kvtier-pin-{group.name}", daemon=True
+            )
+            grow.start()
         else:
             while self._grow_piece():
                 pass
-
-    def _hold(self) -> MemoryRef:
-        memory = self._memory
-        # freed by its last user, which may be a copy in flight
-        return MemoryRef(memory.pointer, memory.nbytes, self.placement, memory.tensor, release=memory.free)
-
-    @property
-    def num_ready(self) -> int:
-        """Number of usable slots: 0 to num_ready - 1."""
-        return self._num_ready
-
-    @property
-    def growth(self) -> GrowthState:
-        return self._growth
 
     def wait_ready(self, num_slots: int | None = None, timeout: float | None = None) -> int:
         """Wait until `num_slots` slots are usable (None: until growth ends); return the number of usable slots.
@@ -111,47 +95,47 @@ class HostMemory:
         wanted = self.num_slots if num_slots is None else num_slots
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while self._num_ready < wanted and self._growth is GrowthState.GROWING:
+            while self.num_ready < wanted and self.growth is GrowthState.GROWING:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise TransferTimeoutError(
-                        f"{self._num_ready} of {wanted} host slots are ready after {timeout} seconds"
+                        f"{self.num_ready} of {wanted} host slots are ready after {timeout} seconds"
                     )
                 self._changed.wait(left)
-            if num_slots is not None and self._num_ready < num_slots:
+            if num_slots is not None and self.num_ready < num_slots:
                 raise OutOfMemoryError(
-                    f"only {self._num_ready} of {num_slots} host slots were allocated: {self.trouble}"
+                    f"only {self.num_ready} of {num_slots} host slots were allocated: {self.trouble}"
                 )
-            return self._num_ready
+            return self.num_ready
 
     # ---- the slots ----
 
     def block_view(self, layer: int | None = None, name: str | None = None) -> BlockView:
         """View the usable slots as whole blocks, or one tensor of one layer of them, for the swap operators."""
-        holding = self._open()
+        holding = self.keep()
         if (layer is None) != (name is None):
             raise ArgumentError("a view of one tensor needs both its layer and its name")
         span = self.group.span() if layer is None or name is None else self.group.tensor_span(layer, name)
         return BlockView(
-            holding.pointer + span.offset, self.slot_bytes, span.nbytes, self._num_ready, holding, self.piece_slots
+            holding.pointer + span.offset, self.slot_bytes, span.nbytes, self.num_ready, holding, self.piece_slots
         )
 
     def block(self, slot: int) -> Buffer:
-        holding = self._open()
-        if not 0 <= slot < self._num_ready:
-            raise RangeError(f"slot {slot} is outside 0..{self._num_ready - 1}, the ready ones of {self.num_slots}")
+        holding = self.keep()
+        if not 0 <= slot < self.num_ready:
+            raise RangeError(f"slot {slot} is outside 0..{self.num_ready - 1}, the ready ones of {self.num_slots}")
         pointer = holding.pointer + slot * self.slot_bytes
         return Buffer.from_pointer(pointer, self.group.block_bytes, "u8", self.placement, owner=holding)
 
     def slots(self) -> torch.Tensor:
         """Return the usable slots as bytes, [slot, byte]; the tensor must not outlive this memory."""
-        self._open()
-        return self._memory.tensor[: self._num_ready * self.slot_bytes].view(self._num_ready, self.slot_bytes)
+        self.keep()
+        return self._memory.tensor[: self.num_ready * self.slot_bytes].view(self.num_ready, self.slot_bytes)
 
     def view(self) -> memoryview:
         """Return the bytes of all slots, ready or not, for stores that register memory. `free` releases the pages even
         if the view still exists."""
-        self._open()
+        self.keep()
         return self._memory.tensor.numpy().data[: self._memory.nbytes]
 
     @property
@@ -164,20 +148,17 @@ class HostMemory:
         if self._holding is not None:
             self._holding.used_by(stream, event)
 
-    def keep(self) -> MemoryRef:
-        """Return the reference that keeps the memory alive. ClosedError once freed."""
-        return self._open()
-
     def free(self) -> None:
         """Release the memory after the copies in flight. Using it then is an error; freeing it again is not."""
         with self._changed:
             holding, self._holding = self._holding, None
-            self._growth, self._num_ready = GrowthState.FREED, 0
+            self.growth, self.num_ready = GrowthState.FREED, 0
             self._changed.notify_all()
         if holding is not None:
             holding.wait()
 
-    def _open(self) -> MemoryRef:
+    def keep(self) -> MemoryRef:
+        """Return the reference that keeps the memory alive. ClosedError once freed."""
         holding = self._holding
         if holding is None:
             raise ClosedError(f"the host memory of group {self.group.name!r} was freed")
@@ -188,25 +169,28 @@ class HostMemory:
     def _grow_piece(self) -> bool:
         """Make the next piece usable. False if there is none left, or the system is out of memory."""
         holding = self._holding  # kept alive while the piece is made
-        if holding is None or self._growth is not GrowthState.GROWING:
+        if holding is None or self.growth is not GrowthState.GROWING:
             return False
-        first = self._num_ready
+        first = self.num_ready
         count = min(self.piece_slots, self.num_slots - first)
         try:
             if first == 0:
                 self._bind()
             self._make_present(first * self.slot_bytes, count * self.slot_bytes)
         except (KvtierError, RuntimeError, MemoryError) as error:
-            self._end(GrowthState.STOPPED, str(error))
+            with self._changed:
+                if self.growth is GrowthState.GROWING:
+                    self.growth, self.trouble = GrowthState.STOPPED, str(error)
+                self._changed.notify_all()
             return False
         with self._changed:
-            if self._growth is not GrowthState.GROWING:
+            if self.growth is not GrowthState.GROWING:
                 return False
-            self._num_ready = first + count
-            if self._num_ready == self.num_slots:
-                self._growth = GrowthState.READY
+            self.num_ready = first + count
+            if self.num_ready == self.num_slots:
+                self.growth = GrowthState.READY
             self._changed.notify_all()
-        return self._growth is GrowthState.GROWING
+        return self.growth is GrowthState.GROWING
 
     def _bind(self) -> None:
         if self.device.is_device:
@@ -218,25 +202,11 @@ class HostMemory:
         if self.device.is_device:
             self._memory.pin(offset, nbytes, self.device)
 
-    def _end(self, growth: GrowthState, trouble: str) -> None:
-        with self._changed:
-            if self._growth is GrowthState.GROWING:
-                self._growth, self.trouble = growth, trouble
-            self._changed.notify_all()
 
-
-def _weak_method(memory: HostMemory) -> Callable[[], None]:
-    """Return a loop that grows the memory while it is referenced elsewhere."""
-    watched = weakref.ref(memory)
-
-    def grow() -> None:
-        while True:
-            alive = watched()
-            if alive is None or not alive._grow_piece():
-                return
-            del alive
-
-    return grow
+def _grow(watched: weakref.ref[HostMemory]) -> None:
+    """Grow the memory while it is referenced elsewhere."""
+    while (memory := watched()) is not None and memory._grow_piece():
+        del memory
 
 
 def block_checksums(host: HostMemory, slots: Ids, threads: int = 1) -> dict[int, int]:

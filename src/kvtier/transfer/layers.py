@@ -32,16 +32,12 @@ class LayerDoneCounter:
     """
 
     def __init__(self, layer_groups: Sequence[range], changed: threading.Condition | None = None) -> None:
-        self._groups = list(layer_groups)
-        self._starts = [group.start for group in self._groups]
-        self._events: list[Event | None] = [None] * len(self._groups)
-        self._errors: list[BaseException | None] = [None] * len(self._groups)
+        self.groups = tuple(layer_groups)
+        self._starts = [group.start for group in self.groups]
+        self._events: list[Event | None] = [None] * len(self.groups)
+        self._errors: list[BaseException | None] = [None] * len(self.groups)
         self._begin: Event | None = None
         self._changed = changed or threading.Condition()
-
-    @property
-    def groups(self) -> tuple[range, ...]:
-        return tuple(self._groups)
 
     def wait(self, layer: int, stream: Stream | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Make later work on `stream` wait until this layer has arrived; without `stream`, block the caller.
@@ -65,7 +61,7 @@ class LayerDoneCounter:
 
     def wait_all(self, stream: Stream | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         deadline = time.monotonic() + timeout
-        for group in self._groups:
+        for group in self.groups:
             self.wait(group.start, stream, max(0.0, deadline - time.monotonic()))
 
     def is_done(self, layer: int) -> bool:
@@ -76,7 +72,7 @@ class LayerDoneCounter:
 
     @property
     def num_done(self) -> int:
-        return sum(len(group) for group in self._groups if self.is_done(group.start))
+        return sum(len(group) for group in self.groups if self.is_done(group.start))
 
     def arrival_ms(self, layer: int) -> float:
         """Return the milliseconds from the first copy of the load to the arrival of this layer; waits for it."""
@@ -87,8 +83,8 @@ class LayerDoneCounter:
 
     def _group_of(self, layer: int) -> int:
         group = bisect.bisect_right(self._starts, layer) - 1
-        if group < 0 or layer not in self._groups[group]:
-            raise RangeError(f"layer {layer} is not one of the layers of this transfer: {self._groups}")
+        if group < 0 or layer not in self.groups[group]:
+            raise RangeError(f"layer {layer} is not one of the layers of this transfer: {self.groups}")
         return group
 
     def _submitted(self, group: int, layer: int, deadline: float, timeout: float) -> Event | None:

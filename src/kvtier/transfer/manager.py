@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from types import TracebackType
 from typing import Self
 
 from kvtier.errors import ArgumentError, ClosedError, StateError
 from kvtier.layout import KVLayout
-from kvtier.memory import CPU, CostTable, Event, Placement, current_stream
+from kvtier.memory import CPU, Event, Placement, current_stream
 from kvtier.memory.copy_paths import run_path
 from kvtier.transfer.block_view import Direction, Ids, as_direction
 from kvtier.transfer.compiled import CompiledTransfer, compile_transfer
@@ -44,14 +43,12 @@ class TransferManager:
         device: Placement | str = CPU,
         config: TransferConfig | None = None,
         *,
-        costs: CostTable | None = None,
         mover: Mover = run_path,
     ) -> None:
         """`mover` executes copies; tests pass one that fails."""
         self.layout = layout
         self.placement = Placement.parse(device).require()
         self.config = config or TransferConfig()
-        self._costs = costs
         self._caches: dict[str, tuple[DeviceCache, HostMemory]] = {}
         self._lanes = {way: Lane(way, self.placement, self.config, mover) for way in Direction}
         self._live: dict[int, TransferHandle] = {}
@@ -125,7 +122,6 @@ class TransferManager:
             config,
             slice_bytes=_UNSLICED if urgent else config.slice_bytes,
             strategy=strategy,
-            costs=self._costs,
         )
 
     def submit(
@@ -236,9 +232,7 @@ class TransferManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

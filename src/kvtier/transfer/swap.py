@@ -49,7 +49,7 @@ def swap_cache_per_layer_async(
     direction selects the side that is read. Without `stream` the current one is used; host memory without one is copied
     before this returns. Ids may be in any order; blocks adjacent on both sides are copied together.
     """
-    return swap_cache_all_layers_async([cache], [host], device_ids, host_ids, direction, stream=stream, path=path)
+    return swap_cache_all_layers([cache], [host], device_ids, host_ids, direction, stream=stream, path=path, wait=False)
 
 
 def swap_cache_all_layers(
@@ -61,27 +61,12 @@ def swap_cache_all_layers(
     *,
     stream: Stream | None = None,
     path: PathName | None = None,
+    wait: bool = True,
 ) -> CopyResult:
-    """Swap the same blocks of every layer and wait for the copies. Layer i is caches[i] and hosts[i]."""
-    result = swap_cache_all_layers_async(caches, hosts, device_ids, host_ids, direction, stream=stream, path=path)
-    placements = {step.job.src for step in result.steps} | {step.job.dst for step in result.steps}
-    used = choose_stream(stream, *placements)
-    if used is not None:
-        used.record().synchronize()  # not the stream: that would clear errors of other work on it
-    return result
+    """Swap the same blocks of every layer as one batch of copies, and `wait` for them.
 
-
-def swap_cache_all_layers_async(
-    caches: Sequence[Blocks],
-    hosts: Sequence[Blocks],
-    device_ids: Ids,
-    host_ids: Ids,
-    direction: Direction | str,
-    *,
-    stream: Stream | None = None,
-    path: PathName | None = None,
-) -> CopyResult:
-    """Swap the same blocks of every layer, in the order of `stream`; all layers are one batch of copies."""
+    Layer i is caches[i] and hosts[i].
+    """
     checked = as_direction(direction)
     if len(caches) != len(hosts):
         raise ArgumentError(f"caches and hosts must have the same length, got {len(caches)} and {len(hosts)}")
@@ -89,7 +74,12 @@ def swap_cache_all_layers_async(
     for cache, host in zip(caches, hosts, strict=True):
         _add(batch, cache, host, device_ids, host_ids, checked)
     with context(stream=stream):
-        return batch.run()
+        result = batch.run()
+    placements = {step.job.src for step in result.steps} | {step.job.dst for step in result.steps}
+    used = choose_stream(stream, *placements) if wait else None
+    if used is not None:
+        used.record().synchronize()  # not the stream: that would clear errors of other work on it
+    return result
 
 
 def _add(batch: BatchCopy, cache: Blocks, host: Blocks, device_ids: Ids, host_ids: Ids, direction: Direction) -> None:

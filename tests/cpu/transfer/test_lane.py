@@ -66,11 +66,11 @@ def test_bulk_in_flight_reaches_and_never_exceeds_its_bound():
         save = manager.save(range(9), range(9))
         for moved in range(7):
             with save._changed:
-                assert save._changed.wait_for(lambda moved=moved: len(save._slices.ends) >= moved + 3, 60)
-            assert len(save._slices.ends) == moved + 3
+                assert save._changed.wait_for(lambda moved=moved: len(save._ends) >= moved + 3, 60)
+            assert len(save._ends) == moved + 3
             assert manager.in_flight_bytes("d2h", urgent=False) == 3 * SIZE
             mover.permits.release()
-            save._slices.ends[moved].synchronize(60)
+            save._ends[moved].synchronize(60)
         mover.open()
         assert save.wait(60).moved == tuple((block, block) for block in range(9))
 
@@ -142,7 +142,7 @@ def test_report_waits_for_every_slice():
     with manager:
         save = manager.save([0, 1], [0, 1])
         mover.permits.release()
-        save._slices.ends[0].synchronize(60)
+        save._ends[0].synchronize(60)
         assert (save.report, save.status, manager.poll()) == (None, TransferStatus.RUNNING, [])
         with pytest.raises(TransferTimeoutError, match="still running"):
             save.wait(0.01)
@@ -165,7 +165,7 @@ def test_close_cancels_the_queue_and_ends_every_thread():
         load = manager.load(range(10, 16), range(10, 16), urgent=False)
         for transfer in (save, load):
             with transfer._changed:
-                assert transfer._changed.wait_for(lambda transfer=transfer: len(transfer._slices.ends) == 2, 60)
+                assert transfer._changed.wait_for(lambda transfer=transfer: len(transfer._ends) == 2, 60)
         assert all(each.daemon for each in lane_threads())
         compiled = manager.compile("d2h", [0], [0])
         closing = run_in_thread(manager.close)

@@ -30,7 +30,7 @@ def watched(monkeypatch):
 def in_flight(save, count):
     """Wait until so many slices of a queued transfer are in flight."""
     with save._changed:
-        assert save._changed.wait_for(lambda: len(save._slices.ends) >= count, 60)
+        assert save._changed.wait_for(lambda: len(save._ends) >= count, 60)
 
 
 # ---- deadlines ----
@@ -140,10 +140,10 @@ def test_report_has_the_time_of_all_slices():
         start = time.perf_counter()
         report = moving.save(range(9), range(9)).wait(60)
         assert times[-1] - times[0] <= report.seconds <= time.perf_counter() - start
-        assert (report.strategy, report.why) == ("direct", "the only way between host memories")
+        assert (report.choice.strategy, report.choice.why) == ("direct", "the only way between host memories")
         assert report.num_copies == 9
         forced = moving.save([0], [0], strategy="kernel").wait(60)
-        assert forced.why.startswith("kernel was forced, but there is no GPU")
+        assert forced.choice.why.startswith("kernel was forced, but there is no GPU")
 
 
 def test_strategy_argument_overrides_the_config():

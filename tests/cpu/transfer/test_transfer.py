@@ -308,7 +308,7 @@ def blocked_manager(**options):
 def submitted_slices(transfer, count):
     """Wait until so many slices of a queued transfer are in flight."""
     with transfer._changed:
-        assert transfer._changed.wait_for(lambda: len(transfer._slices.ends) >= count, 60)
+        assert transfer._changed.wait_for(lambda: len(transfer._ends) >= count, 60)
 
 
 def test_cancel_stops_queued_slices_and_waits_for_the_rest():
