@@ -7,7 +7,7 @@ import tokenizers
 
 from kvtier.engine import Tokenizer
 from kvtier.engine.params import FinishReason, Logprobs, Output
-from kvtier.server.responses import ChatFormat, CompletionFormat, usage_body
+from kvtier.server.responses import CompletionFormat, usage_body
 
 TEXT = "a€😀b"  # 1 + 3 + 4 + 1 bytes
 
@@ -39,7 +39,7 @@ def output(tokens, reason=None):
 
 
 def test_chat_logprobs_partial_characters_have_their_bytes(tokenizer):
-    form = ChatFormat("id", "m", 0, tokenizer, logprobs=True)
+    form = CompletionFormat("id", "m", 0, tokenizer, is_chat=True, logprobs=True)
     tokens = TEXT.encode()
     body = whole(form, tokens, [(0xE2, -1.0), (0x82, -2.0), (0x41, -3.0)])
     content = body["choices"][0]["logprobs"]["content"]
@@ -50,7 +50,7 @@ def test_chat_logprobs_partial_characters_have_their_bytes(tokenizer):
 
 
 def test_completion_top_logprobs_keep_every_token(tokenizer):
-    form = CompletionFormat("id", "m", 0, tokenizer, logprobs=True)
+    form = CompletionFormat("id", "m", 0, tokenizer, is_chat=False, logprobs=True)
     top = [(token, -float(token)) for token in (*range(0x80, 0x90), 257, 0x41)]
     (found,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
     assert len(found) == len(top)
@@ -59,7 +59,7 @@ def test_completion_top_logprobs_keep_every_token(tokenizer):
 
 
 def test_completion_top_logprobs_same_text_named_by_id(tokenizer):
-    form = CompletionFormat("id", "m", 0, tokenizer, logprobs=True)
+    form = CompletionFormat("id", "m", 0, tokenizer, is_chat=False, logprobs=True)
     top = [(0x41, -1.0), (0x41, -2.0)]
     (found,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
     assert found == {"A": -1.0, "token_id:65": -2.0}
@@ -68,21 +68,22 @@ def test_completion_top_logprobs_same_text_named_by_id(tokenizer):
 def test_completion_text_offset_counts_characters(tokenizer):
     tokens = [*TEXT.encode(), 256, 0x63]
     wanted = [0, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4]
-    body = whole(CompletionFormat("id", "m", 0, tokenizer, logprobs=True), tokens)
+    body = whole(CompletionFormat("id", "m", 0, tokenizer, is_chat=False, logprobs=True), tokens)
     assert body["choices"][0]["logprobs"]["text_offset"] == wanted
-    form, offsets = CompletionFormat("id", "m", 0, tokenizer, logprobs=True), []
+    form, offsets = CompletionFormat("id", "m", 0, tokenizer, is_chat=False, logprobs=True), []
     for begin in range(0, len(tokens), 2):
         event = form.piece(0, [output(tokens[begin : begin + 2])])
         offsets += json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"]
     assert offsets == wanted
 
 
-@pytest.mark.parametrize("make", [ChatFormat, CompletionFormat])
+@pytest.mark.parametrize("is_chat", [True, False])
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_response_in_pieces_equals_response_at_once(tokenizer, make, logprobs):
+def test_response_in_pieces_equals_response_at_once(tokenizer, is_chat, logprobs):
     tokens, top = list(TEXT.encode()), [(0x41, -1.0), (0xE2, -2.0)]
     at_once, in_pieces = (
-        whole(make("id", "m", 7, tokenizer, logprobs=logprobs), tokens, top, step) for step in (len(tokens), 1)
+        whole(CompletionFormat("id", "m", 7, tokenizer, is_chat=is_chat, logprobs=logprobs), tokens, top, step)
+        for step in (len(tokens), 1)
     )
     assert in_pieces == at_once
     (choice,) = at_once["choices"]
@@ -94,7 +95,7 @@ def test_response_in_pieces_equals_response_at_once(tokenizer, make, logprobs):
 
 
 def test_response_counts_the_bytes_it_keeps(tokenizer):
-    form = ChatFormat("id", "m", 0, tokenizer, logprobs=True)
+    form = CompletionFormat("id", "m", 0, tokenizer, is_chat=True, logprobs=True)
     kept = sum(form.add(0, [output([byte])]) for byte in TEXT.encode())
     assert 0 < kept <= len(form.whole(1, usage_body(0, 0, 0)))
 

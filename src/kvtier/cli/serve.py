@@ -11,40 +11,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from kvtier.cli.engine_options import add_engine_options, engine_options
-from kvtier.cli.parser import Commands, Parser, add_command, suggest
+from kvtier.cli.engine_options import add_engine_options, add_fields, engine_options, read_fields
+from kvtier.cli.parser import Commands, add_command, suggest
 from kvtier.errors import ArgumentError, UnavailableError
-from kvtier.server.config import Limits, ServerConfig, Tenant
+from kvtier.server.config import EngineOptions, Limits, ServerConfig, Tenant
 
 _NEEDED = ("fastapi", "uvicorn", "uvloop", "httptools", "pydantic")
 _KINDS = {"str": (str, "a string"), "int": (int, "an integer"), "bool": (bool, "true or false")}
 _LEVELS = ("debug", "info", "warning", "error")
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
-# Field of Limits: option, help. Defaults are those of Limits.
-_REQUEST_LIMITS = {
-    "waiting": ("--max-waiting", "answers that may wait for the engine; more get 429"),
-    "answers": ("--max-answers", "answers per request (n times prompts)"),
-    "body_bytes": ("--max-body-bytes", "size of a body; larger ones get 413"),
-    "body_seconds": ("--body-seconds", "time to receive a body"),
-    "request_seconds": ("--request-seconds", "time to complete a request"),
-    "drain_seconds": ("--drain-seconds", "time for requests to finish after SIGTERM"),
-    "prepare_seconds": ("--prepare-seconds", "time to tokenize a long prompt or to compile a schema"),
-    "prepare_processes": ("--prepare-processes", "worker processes that tokenize and compile"),
-    "buffered_bytes": ("--max-buffered-bytes", "size of all bodies that are being read or prepared"),
-    "response_bytes": ("--max-response-bytes", "size of a response that is not streamed"),
-    "engine_reply_seconds": ("--engine-reply-seconds", "time for the engine process to reply"),
-    "engine_step_seconds": ("--engine-step-seconds", "time for a step of the engine"),
-    "control_seconds": ("--control-seconds", "time for a call of the control API"),
-}
-_CONNECTION_LIMITS = {
-    "connections": ("--max-connections", "open connections; fewer if ulimit -n is low"),
-    "connections_per_address": ("--max-connections-per-address", "open connections from one address"),
-    "url_bytes": ("--max-url-bytes", "length of a URL; longer ones get 414"),
-    "header_bytes": ("--max-header-bytes", "size of all headers; larger ones get 431"),
-    "header_seconds": ("--header-seconds", "time to receive the headers of a request"),
-    "idle_seconds": ("--idle-seconds", "time between two requests of a connection"),
-    "send_seconds": ("--send-seconds", "time for which a client may not read"),
-}
 
 
 def add(commands: Commands) -> None:
@@ -56,26 +31,11 @@ def add(commands: Commands) -> None:
     kvtier serve --config kvtier.toml      (see docs/operating.md)
     """
     command = add_command(commands, "serve", text, examples, run)
-    option = command.add_argument_group("server").add_argument
-    option("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on; non-local ones need API keys")
-    option("--port", type=int, default=8000, help="port to listen on; 0: any free port")
-    option("--name", default="", help="name of the model in the API (default: name of the folder or file)")
-    option("--record", default="", metavar="FILE", help="record keys, lengths and times of requests for kvtier replay")
-    option("--log-level", default="info", choices=_LEVELS, help="level of the log on standard error")
+    add_fields(command, "server", ServerConfig)
+    command.add_argument("--log-level", default="info", choices=_LEVELS, help="level of the log on standard error")
     add_engine_options(command)
-    option = command.add_argument_group("batches").add_argument
-    option("--max-rows", type=int, default=64, metavar="N", help="requests per step")
-    option("--max-step-tokens", type=int, default=512, metavar="N", help="tokens per step; longer prompts are split")
-    _add_limits(command, "request limits", _REQUEST_LIMITS)
-    _add_limits(command, "connection limits", _CONNECTION_LIMITS)
-
-
-def _add_limits(command: Parser, title: str, table: Mapping[str, tuple[str, str]]) -> None:
-    group, defaults = command.add_argument_group(title), Limits()
-    for name, (flag, text) in table.items():
-        default = getattr(defaults, name)
-        unit = "BYTES" if name.endswith("_bytes") else "SECONDS" if name.endswith("_seconds") else "N"
-        group.add_argument(flag, type=type(default), default=default, metavar=unit, help=text)
+    add_fields(command, "engine", EngineOptions, "max_rows max_step_tokens record")
+    add_fields(command, "limits", Limits)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -96,10 +56,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> ServerConfig:
-    flags = {**_REQUEST_LIMITS, **_CONNECTION_LIMITS}
-    limits = {name: getattr(options, flag[2:].replace("-", "_")) for name, (flag, _) in flags.items()}
     tenants = _tenants(options.config_file.get("tenants", []), os.environ)
-    return ServerConfig(engine_options(options), Limits(**limits), options.host, options.port, options.name, tenants)
+    limits, server = Limits(**read_fields(options, Limits)), read_fields(options, ServerConfig)
+    return ServerConfig(engine_options(options), limits, tenants=tenants, **server)
 
 
 def _tenants(tables: Any, environ: Mapping[str, str]) -> tuple[Tenant, ...]:

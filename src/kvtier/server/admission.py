@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvtier.server.config import Tenant, tenant_name
@@ -21,12 +21,11 @@ class Admission:
     Tokens are counted when a request ends: a tenant may exceed its limit once and then waits until the debt is paid.
     """
 
-    def __init__(self, started: Started, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, started: Started, max_waiting: int) -> None:
         self._max_context = started.max_context
         self._block_tokens = started.block_tokens
         self._max_running = started.max_rows
         self._max_answers = started.max_rows + max_waiting
-        self._clock = clock
         self._mean_seconds = 1.0
         self._num_requests: Counter[str] = Counter()
         self._debts: dict[str, tuple[float, float]] = {}
@@ -43,45 +42,31 @@ class Admission:
     @contextmanager
     def admit(self, num_answers: int, tenant: Tenant | None) -> Iterator[None]:
         """Count answers while the block runs. Raises 429, or 503 if closed."""
-        self._check_open()
-        if self.num_answers + num_answers > self._max_answers:
-            waiting = self.num_answers - self._max_running
-            seconds = max(1, math.ceil(waiting / self._max_running * self._mean_seconds))
-            raise ApiError(
-                429,
-                f"{self.num_answers} answers are running or waiting and the request needs {num_answers} more; "
-                f"the limit is {self._max_answers}; retry in about {seconds} s",
-                code="overloaded",
-                retry_after=seconds,
-            )
-        began = self._clock()
-        with self._count_request(tenant):
+        began = time.monotonic()
+        with self.prepare(tenant):
+            if self.num_answers + num_answers > self._max_answers:
+                waiting = self.num_answers - self._max_running
+                seconds = max(1, math.ceil(waiting / self._max_running * self._mean_seconds))
+                raise ApiError(
+                    429,
+                    f"{self.num_answers} answers are running or waiting and the request needs {num_answers} more; "
+                    f"the limit is {self._max_answers}; retry in about {seconds} s",
+                    code="overloaded",
+                    retry_after=seconds,
+                )
             self.num_answers += num_answers
             try:
                 yield
             finally:
                 self.num_answers -= num_answers
-                self._mean_seconds = _DECAY * self._mean_seconds + (1 - _DECAY) * (self._clock() - began)
+                self._mean_seconds = _DECAY * self._mean_seconds + (1 - _DECAY) * (time.monotonic() - began)
 
     @contextmanager
     def prepare(self, tenant: Tenant | None) -> Iterator[None]:
         """Count a request against its tenant's limits while it is prepared. Raises 429, or 503 if closed."""
-        self._check_open()
-        with self._count_request(tenant):
-            yield
-
-    def spend(self, tenant: Tenant | None, num_tokens: int) -> None:
-        """Charge tokens to a tenant."""
-        if tenant is not None and tenant.tokens_per_minute:
-            self._debts[tenant.name] = (self._debt(tenant) + num_tokens, self._clock())
-
-    def _check_open(self) -> None:
         if self.closed:
             message = f"the server does not accept requests: {self.closed}"
             raise ApiError(503, message, code="not_ready", retry_after=5)
-
-    @contextmanager
-    def _count_request(self, tenant: Tenant | None) -> Iterator[None]:
         if tenant is not None:
             self._check_quota(tenant)
         name = tenant_name(tenant)
@@ -90,13 +75,16 @@ class Admission:
             yield
         finally:
             self._num_requests[name] -= 1
-            if not self._num_requests[name]:
-                del self._num_requests[name]
+
+    def spend(self, tenant: Tenant | None, num_tokens: int) -> None:
+        """Charge tokens to a tenant."""
+        if tenant is not None and tenant.tokens_per_minute:
+            self._debts[tenant.name] = (self._debt(tenant) + num_tokens, time.monotonic())
 
     def _debt(self, tenant: Tenant) -> float:
         """Return the tokens that were spent and not yet refilled by the passing of time."""
         debt, since = self._debts.get(tenant.name, (0.0, 0.0))
-        return max(0.0, debt - (self._clock() - since) * tenant.tokens_per_minute / 60)
+        return max(0.0, debt - (time.monotonic() - since) * tenant.tokens_per_minute / 60)
 
     def _check_quota(self, tenant: Tenant) -> None:
         if tenant.max_requests and self._num_requests[tenant.name] >= tenant.max_requests:

@@ -154,12 +154,12 @@ def _add_completions(app: FastAPI, completions: Completions, bodies: Bodies) -> 
     @app.post("/v1/chat/completions", responses=_STREAM, openapi_extra=takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Generate the next message of a conversation."""
-        return await completions.chat(await bodies.read(request, ChatRequest), request)
+        return await completions.answer(await bodies.read(request, ChatRequest), request)
 
     @app.post("/v1/completions", responses=_STREAM, openapi_extra=takes(CompletionRequest))
     async def text_completions(request: Request) -> Response:
         """Continue one or several texts."""
-        return await completions.completion(await bodies.read(request, CompletionRequest), request)
+        return await completions.answer(await bodies.read(request, CompletionRequest), request)
 
 
 def _add_tokenize(app: FastAPI, bodies: Bodies, max_context: int, admission: Admission) -> None:

@@ -65,8 +65,6 @@ class Bodies:
                 return prepared
         finally:
             self._num_bytes[name] -= _num_counted(data)
-            if not self._num_bytes[name]:
-                del self._num_bytes[name]
 
     async def _receive(self, request: Request, name: str, data: bytearray) -> None:
         limits = self._limits

@@ -26,11 +26,10 @@ from kvtier.server.middleware import EventStream, before_deadline, request_timeo
 from kvtier.server.prepare import Prepared
 from kvtier.server.protocol import ChatRequest, CompletionRequest
 from kvtier.server.request_log import RequestLog, RequestRecord
-from kvtier.server.responses import DONE, ChatFormat, CompletionFormat, event, usage_body
+from kvtier.server.responses import DONE, CompletionFormat, event, usage_body
 from kvtier.server.schema_cache import SchemaChecks
 
 _Prepared = Prepared[ChatRequest] | Prepared[CompletionRequest]
-_Format = ChatFormat | CompletionFormat
 _log = logging.getLogger("kvtier.server")
 _GRACE_SECONDS = 5.0  # beyond the time limit, for a client to read the rest of the response
 
@@ -41,7 +40,7 @@ class HttpJob:
 
     tenant: Tenant | None
     submits: tuple[Submit, ...]
-    format: _Format
+    format: CompletionFormat
     stream: bool
     include_usage: bool
     began: float
@@ -83,26 +82,14 @@ class Completions:
         self._admission = admission
         self._request_log = request_log
 
-    async def chat(self, prepared: Prepared[ChatRequest], request: Request) -> Response:
-        """Answer POST /v1/chat/completions. Raises ApiError for errors before the first token."""
-        body = prepared.body
-        if body.max_tokens is not None and body.max_completion_tokens is not None:
-            message = "max_tokens is the old name of max_completion_tokens: set only one of them"
-            raise ApiError(400, message, "max_tokens")
-        return await self._answer(prepared, request, ChatFormat)
-
-    async def completion(self, prepared: Prepared[CompletionRequest], request: Request) -> Response:
-        """Answer POST /v1/completions. Raises ApiError for errors before the first token."""
-        return await self._answer(prepared, request, CompletionFormat)
-
-    async def _answer(self, prepared: _Prepared, request: Request, kind: type[_Format]) -> Response:
-        """Run a request. Errors before the first token set the HTTP status, later ones become an event."""
+    async def answer(self, prepared: _Prepared, request: Request) -> Response:
+        """Run a request. Errors before the first token raise ApiError, later ones become an event."""
         tenant = request.state.tenant
         if prepared.schema is not None:
             with self._admission.prepare(tenant):
                 check = self._schemas.check(prepared.schema, tenant_name(tenant))
                 await before_deadline(request, self._limits, check)
-        job = self._job(prepared, request, kind)
+        job = self._job(prepared, request)
         pieces = self._events(job) if job.stream else self._whole(job)
         first = await unless_gone(request.receive, anext(pieces))
         headers = {"x-request-id": job.record.id}
@@ -112,15 +99,15 @@ class Completions:
         seconds = job.began + self._limits.request_seconds + _GRACE_SECONDS - time.monotonic()
         return EventStream(first, pieces, headers, seconds)
 
-    def _job(self, prepared: _Prepared, request: Request, kind: type[_Format]) -> HttpJob:
+    def _job(self, prepared: _Prepared, request: Request) -> HttpJob:
         tenant, body, prompts = request.state.tenant, prepared.body, prepared.prompts
-        room = self._max_new_tokens(prepared, tenant, kind.prompt_field)
+        room = self._max_new_tokens(prepared, tenant)
         try:
             params = body.sampling_params(max_tokens=body.token_limit[1] or room, logprobs=body.num_logprobs)
         except ArgumentError as error:  # a combination of fields is invalid
             name = "n" if "samples" in str(error) else "min_tokens" if "min_tokens" in str(error) else None
             raise ApiError(400, f"{name or 'sampling'}: {error}", name) from error
-        id = f"{kind.prefix}-{secrets.token_hex(12)}"
+        id = f"{body.id_prefix}-{secrets.token_hex(12)}"
         salt = salt_of(tenant, body.cache_salt)
         names = [id] if len(prompts) == 1 else [f"{id}-{number}" for number in range(len(prompts))]
         priority = body.priority or 0
@@ -130,15 +117,16 @@ class Completions:
             Submit(name, tuple(prompt), params, priority, salt, prepared.schema)
             for name, prompt in zip(names, prompts, strict=True)
         )
-        format = kind(id, self._model, int(time.time()), self._tokenizer, logprobs=params.logprobs is not None)
+        kind: dict[str, bool] = {"is_chat": isinstance(body, ChatRequest), "logprobs": params.logprobs is not None}
+        format = CompletionFormat(id, self._model, int(time.time()), self._tokenizer, **kind)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        record = RequestRecord(id, tenant_name(tenant), kind.endpoint)
+        record = RequestRecord(id, tenant_name(tenant), body.endpoint)
         return HttpJob(tenant, submits, format, bool(body.stream), include_usage, request.state.began, record)
 
-    def _max_new_tokens(self, prepared: _Prepared, tenant: Tenant | None, name: str) -> int:
+    def _max_new_tokens(self, prepared: _Prepared, tenant: Tenant | None) -> int:
         """Return the tokens left for an answer to the longest prompt. Raises 400 if they are too few."""
         most, longest = self._admission.max_tokens(tenant), max(len(prompt) for prompt in prepared.prompts)
-        room, code = most - longest, "context_length_exceeded"
+        room, code, name = most - longest, "context_length_exceeded", prepared.body.prompt_field
         if room < 1:  # the device tier was made smaller since the prompt was prepared
             message = f"{name} has {longest} tokens; the limit is {most}, including one token to generate"
             raise ApiError(400, message, name, code)
@@ -208,7 +196,7 @@ class Completions:
 
     def _count(self, job: HttpJob, outputs: Sequence[Output]) -> None:
         now, record = time.monotonic(), job.record
-        self._request_log.delivered(now - job.mailbox.sent)
+        self._request_log.delivery.observe(now - job.mailbox.sent)
         if record.ttft_seconds is None:
             record.ttft_seconds = now - job.began
         for output in outputs:

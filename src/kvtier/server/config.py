@@ -3,110 +3,97 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier.engine.packaged import DEFAULT_MODEL
 from kvtier.errors import ArgumentError, RangeError
 
 MAX_PRIORITY = 1000
 """Highest priority of a request; the lowest is its negative."""
+_WRITES = ("write_through", "write_through_selective", "write_back")
+
+
+def option(default: Any, help: str, dest: str = "", **arguments: Any) -> Any:
+    """Return a dataclass field that is also a command-line option: `dest`, or else the name of the field.
+
+    More arguments are those of argparse's `add_argument`.
+    """
+    return field(default=default, metadata={"help": help, "dest": dest, **arguments})
 
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
     """Sizes of the tiers, and how blocks move between them."""
 
-    block_tokens: int = 16
-    blocks: int = 1024
-    """Size of the device tier."""
-    host_blocks: int = 0
-    """Size of the host tier; 0 for none."""
-    disk: str = ""
-    """Folder of the disk tier; empty for none."""
-    disk_bytes: str = "8GiB"
-    """Size of all its files."""
-    shared: tuple[str, ...] = ()
-    """URLs of stores shared with other servers (redis://, s3://, mooncake://)."""
-    policy: str = "lru"
-    """Eviction policy of the memory tiers: lru, fifo, arc, s3fifo or cost."""
-    write: str = "write_through"
-    """When to copy blocks down: write_through, write_through_selective (on reuse) or write_back (on shortage)."""
-    wait_seconds: float = 5.0
-    """Longest wait of a request for blocks from stores."""
-    always_load: bool = False
-    """Load cached blocks even if computing them is expected to be faster."""
-    kv_shards: int = 0
-    """Objects per stored block, split by KV heads; 0: one per rank. Servers that share a store need the same value."""
+    block_tokens: int = option(16, "tokens per block")
+    blocks: int = option(1024, "blocks in device memory")
+    host_blocks: int = option(0, "blocks in host memory; 0: no host tier")
+    disk: str = option("", "folder of the disk tier; it survives restarts", metavar="FOLDER")
+    disk_bytes: str = option("8GiB", "size of the disk tier", metavar="SIZE")
+    shared: tuple[str, ...] = option((), "store shared with other servers; repeatable", metavar="URL")
+    kv_shards: int = option(0, "objects per stored block, by KV heads; 0: one per rank")
+    """Servers that share a store need the same value."""
+    policy: str = option("lru", "eviction policy of the memory tiers", choices=("lru", "fifo", "arc", "s3fifo", "cost"))
+    write: str = option("write_through", "when to copy blocks to the next tier", choices=_WRITES)
+    wait_seconds: float = option(5.0, "longest wait for blocks from stores")
+    always_load: bool = option(False, "load cached blocks even if computing them is faster")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Options of the engine process. Plain values: they are sent to another process."""
 
-    model: str = DEFAULT_MODEL
-    device: str = "cpu"
-    dtype: str = "f32"
+    model: str = option(DEFAULT_MODEL, "Hugging Face folder, .gguf file, or the packaged model smollm2")
+    device: str = option("cpu", "cpu, cuda or cuda:N")
+    dtype: str = option("f32", "f32, bf16 or f16")
     tiers: TierOptions = field(default_factory=TierOptions)
-    tensor_parallel: int = 1
-    """Ranks, one process each, that share the model's heads."""
-    invariant: bool = False
-    """Compute each token independently of its batch: answers are reproducible bit for bit, and slower (CPU)."""
-    max_rows: int = 64
-    max_step_tokens: int = 512
-    """Tokens per step: more make prefill faster and the gaps between tokens of other requests longer."""
-    draft_tokens: int = 0
-    threads: int = 0
-    """Threads of torch; 0: all cores but one, which is left to the front end."""
-    record: str = ""
-    """New file for the trace of `kvtier replay` (keys, lengths and times of requests); empty for none."""
+    tensor_parallel: int = option(1, "processes that share the model's heads", metavar="RANKS")
+    invariant: bool = option(False, "make answers independent of the other requests of a batch; slower")
+    max_rows: int = option(64, "requests per step")
+    max_step_tokens: int = option(512, "tokens per step; longer prompts are split")
+    """More make prefill faster and the gaps between tokens of other requests longer."""
+    draft_tokens: int = option(0, "tokens to draft per step by n-gram lookup; 0: off")
+    threads: int = option(0, "threads of torch; 0: automatic")
+    """Automatic: all cores but one, which is left to the front end."""
+    record: str = option("", "record keys, lengths and times of requests for kvtier replay", metavar="FILE")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds on what one client can cost the others."""
 
-    connections: int = 1024
-    """Open connections; fewer where RLIMIT_NOFILE is low."""
-    connections_per_address: int = 512
-    """Open connections from one IPv4 address or IPv6 /64; at most three quarters of `connections`."""
-    url_bytes: int = 8 << 10
-    header_bytes: int = 64 << 10
-    """Names and values of all headers of a request."""
+    waiting: int = option(256, "answers that may wait for the engine; more get 429", "max_waiting")
+    answers: int = option(16, "answers per request (n times prompts)", "max_answers")
+    body_bytes: int = option(4 << 20, "size of a body; larger ones get 413", "max_body_bytes")
+    body_seconds: float = option(30.0, "time to receive a body")
+    request_seconds: float = option(600.0, "time to complete a request")
+    drain_seconds: float = option(30.0, "time for requests to finish after SIGTERM")
+    prepare_seconds: float = option(5.0, "time to tokenize a long prompt or to compile a schema")
+    prepare_processes: int = option(2, "worker processes that tokenize and compile")
+    buffered_bytes: int = option(64 << 20, "size of all bodies that are being read or prepared", "max_buffered_bytes")
+    """A tenant may use half of it."""
+    response_bytes: int = option(64 << 20, "size of a response that is not streamed", "max_response_bytes")
+    """Only log-probabilities make one this large."""
+    engine_reply_seconds: float = option(5.0, "time for the engine process to reply")
+    """Its command thread computes nothing and replies in milliseconds; 5 s allow for a machine that swaps."""
+    engine_step_seconds: float = option(120.0, "time for a step of the engine")
+    """The longest step is a prefill of `max_step_tokens`: 512 tokens of an 8B model take about 80 s at 100 GFLOP/s,
+    which two CPU cores reach."""
+    control_seconds: float = option(120.0, "time for a call of the control API")
+    """Saving and clearing stores take the longest."""
+    connections: int = option(1024, "open connections; fewer if ulimit -n is low", "max_connections")
+    connections_per_address: int = option(512, "open connections from one address", "max_connections_per_address")
+    """An address is an IPv4 address or an IPv6 /64. At most three quarters of `connections`."""
+    url_bytes: int = option(8 << 10, "length of a URL; longer ones get 414", "max_url_bytes")
+    header_bytes: int = option(64 << 10, "size of all headers; larger ones get 431", "max_header_bytes")
     headers: int = 100
     """Number of headers of a request."""
-    header_seconds: float = 10.0
-    """Time from the first byte of a request to the end of its headers."""
-    idle_seconds: float = 15.0
-    """Time between requests of a connection. httpx and OpenAI's client drop idle connections after 5 s: they close
-    first, and never send a request into a connection that the server closes."""
-    send_seconds: float = 60.0
-    """Time for which a client may leave a full send buffer unread; nginx's send_timeout has the same default."""
-    body_bytes: int = 4 << 20
-    body_seconds: float = 30.0
-    """Time to receive a body."""
-    request_seconds: float = 600.0
-    """Time from the first byte of a request to the last byte of its response."""
-    waiting: int = 256
-    """Answers that wait for the engine; more get 429."""
-    answers: int = 16
-    """n times the number of prompts of one request."""
-    drain_seconds: float = 30.0
-    """Time for requests to finish after SIGTERM."""
-    prepare_seconds: float = 5.0
-    """Time to parse and tokenize one large body or to compile one JSON schema; 400 after that."""
-    prepare_processes: int = 2
-    """Worker processes, started on demand."""
-    buffered_bytes: int = 64 << 20
-    """Size of all request bodies in the front end's memory; more get 503. A tenant may use half of it."""
-    response_bytes: int = 64 << 20
-    """Size of a response that is not streamed. Only log-probabilities make one this large."""
-    engine_reply_seconds: float = 5.0
-    """Time in which the engine process acknowledges a message. Its command thread computes nothing and replies in
-    milliseconds; 5 s allow for a machine that swaps."""
-    engine_step_seconds: float = 120.0
-    """Time in which the engine's thread gets to its next command. The longest step is a prefill of `max_step_tokens`:
-    512 tokens of an 8B model take about 80 s at 100 GFLOP/s, which two CPU cores reach."""
-    control_seconds: float = 120.0
-    """Time for a control call; saving and clearing stores take the longest."""
+    header_seconds: float = option(10.0, "time to receive the headers of a request")
+    idle_seconds: float = option(15.0, "time between two requests of a connection")
+    """httpx and OpenAI's client drop idle connections after 5 s: they close first, and never send a request into a
+    connection that the server closes."""
+    send_seconds: float = option(60.0, "time for which a client may not read")
+    """nginx's send_timeout has the same default."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -157,10 +144,9 @@ class ServerConfig:
 
     engine: EngineOptions = field(default_factory=EngineOptions)
     limits: Limits = field(default_factory=Limits)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    name: str = ""
-    """Name of the model in the API; empty for the last part of its path."""
+    host: str = option("127.0.0.1", "address to listen on; non-local ones need API keys", metavar="ADDRESS")
+    port: int = option(8000, "port to listen on; 0: any free port", metavar="PORT")
+    name: str = option("", "name of the model in the API (default: name of the folder or file)")
     tenants: tuple[Tenant, ...] = ()
     """Without tenants there are no keys: only clients on this machine are accepted, and all of them are admins."""
 

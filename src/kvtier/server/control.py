@@ -21,6 +21,12 @@ from kvtier.server.protocol import NameBody, PinBody, PromptBody, ResetBody, Res
 from kvtier.server.request_log import RequestLog
 
 _ASLEEP = "it is asleep (POST /control/wake)"
+_ON_PROMPT = {
+    "pin": "Keep the cached blocks of a prompt until it is unpinned.",
+    "prefetch": "Fetch the blocks of a prompt from stores to host memory.",
+    "demote": "Evict the blocks of a prompt from the device and keep them in lower tiers.",
+    "drop": "Remove the blocks of a prompt from all tiers.",
+}
 
 
 def add_state(app: FastAPI, engine: Heartbeat, model: str, request_log: RequestLog, admission: Admission) -> None:
@@ -46,8 +52,10 @@ def add_state(app: FastAPI, engine: Heartbeat, model: str, request_log: RequestL
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return the metrics in Prometheus' text format."""
-        request_log.set_rows(await engine.call("snapshot"))
-        text = request_log.registry.render() + await engine.call("metrics")
+        snapshot = await engine.call("snapshot")
+        for state in ("running", "waiting"):
+            request_log.rows.of(state).set(snapshot[state])
+        text = request_log.registry.render() + (await engine.call("metrics"))["text"]
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
 
@@ -55,42 +63,42 @@ def add_control(
     app: FastAPI, engine: Heartbeat, admission: Admission, tenants: Mapping[str, Tenant], bodies: Bodies
 ) -> None:
     """Add the endpoints below /control. The engine process runs them (engine_controls)."""
-    _add_prompt_controls(app, engine, tenants, bodies)
+    for name, text in _ON_PROMPT.items():
+        _add_prompt_control(app, name, text, engine, tenants, bodies)
 
     @app.get("/control/explain/{request_id}")
     async def explain(request_id: str) -> dict[str, Any]:
         """Explain the result of a request, and which part of its prompt was cached."""
         try:
-            return await _call(engine, "explain", request_id=request_id)
+            return await engine.call("explain", request_id=request_id)
         except ArgumentError as error:
             raise ApiError(404, str(error), "request_id") from error
 
     @app.get("/control/tiers")
     async def tiers() -> dict[str, Any]:
         """Return the tiers and their contents."""
-        return {"tiers": (await _call(engine, "snapshot"))["tiers"]}
+        return {"tiers": (await engine.call("snapshot"))["tiers"]}
 
     @app.post("/control/unpin", openapi_extra=takes(NameBody))
     async def unpin(request: Request) -> dict[str, Any]:
         """Allow eviction of a pinned prompt."""
-        return await _call(engine, "unpin", name=(await bodies.read(request, NameBody)).body.name)
+        return await engine.call("unpin", name=(await bodies.read(request, NameBody)).body.name)
 
     @app.post("/control/reset", openapi_extra=takes(ResetBody))
     async def reset(request: Request) -> dict[str, Any]:
         """Clear the memory tiers, and the stores if `clear_stores` is true."""
-        return await _call(engine, "reset", clear_stores=(await bodies.read(request, ResetBody)).body.clear_stores)
+        return await engine.call("reset", clear_stores=(await bodies.read(request, ResetBody)).body.clear_stores)
 
     @app.post("/control/sleep")
     async def sleep() -> dict[str, Any]:
         """Free device memory. Requests get 503 until the server is woken."""
-        if not admission.closed:
-            admission.closed = _ASLEEP
-        return await _call(engine, "sleep")
+        admission.closed = admission.closed or _ASLEEP
+        return await engine.call("sleep")
 
     @app.post("/control/wake")
     async def wake() -> dict[str, Any]:
         """Allocate device memory and accept requests again."""
-        result = await _call(engine, "wake")
+        result = await engine.call("wake")
         if admission.closed == _ASLEEP:
             admission.closed = ""
         return result
@@ -99,14 +107,19 @@ def add_control(
     async def resize(request: Request) -> dict[str, Any]:
         """Change the number of blocks of a memory tier."""
         body = (await bodies.read(request, ResizeBody)).body
-        result = await _call(engine, "resize", tier=body.tier, num_blocks=body.num_blocks)
+        result = await engine.call("resize", tier=body.tier, num_blocks=body.num_blocks)
         if body.tier == "device":
             admission.num_device_blocks = body.num_blocks
         return result
 
 
-def _add_prompt_controls(app: FastAPI, engine: Heartbeat, tenants: Mapping[str, Tenant], bodies: Bodies) -> None:
-    async def call(name: str, request: Request, model: type[PromptBody]) -> dict[str, Any]:
+def _add_prompt_control(
+    app: FastAPI, name: str, text: str, engine: Heartbeat, tenants: Mapping[str, Tenant], bodies: Bodies
+) -> None:
+    model = PinBody if name == "pin" else PromptBody
+
+    @app.post(f"/control/{name}", name=name, description=text, openapi_extra=takes(model))
+    async def run(request: Request) -> dict[str, Any]:
         prepared = await bodies.read(request, model)
         body = prepared.body
         if body.tenant is not None and body.tenant not in tenants:
@@ -114,29 +127,4 @@ def _add_prompt_controls(app: FastAPI, engine: Heartbeat, tenants: Mapping[str, 
             raise ApiError(400, f"unknown tenant {body.tenant!r}; known: {known}", "tenant")
         salt = salt_of(tenants[body.tenant] if body.tenant is not None else None, body.cache_salt)
         more = {"name": body.name} if isinstance(body, PinBody) else {}
-        return await _call(engine, name, tokens=tuple(prepared.prompts[0]), salt=salt, **more)
-
-    @app.post("/control/pin", openapi_extra=takes(PinBody))
-    async def pin(request: Request) -> dict[str, Any]:
-        """Keep the cached blocks of a prompt until it is unpinned."""
-        return await call("pin", request, PinBody)
-
-    @app.post("/control/prefetch", openapi_extra=takes(PromptBody))
-    async def prefetch(request: Request) -> dict[str, Any]:
-        """Fetch the blocks of a prompt from stores to host memory."""
-        return await call("prefetch", request, PromptBody)
-
-    @app.post("/control/demote", openapi_extra=takes(PromptBody))
-    async def demote(request: Request) -> dict[str, Any]:
-        """Evict the blocks of a prompt from the device and keep them in lower tiers."""
-        return await call("demote", request, PromptBody)
-
-    @app.post("/control/drop", openapi_extra=takes(PromptBody))
-    async def drop(request: Request) -> dict[str, Any]:
-        """Remove the blocks of a prompt from all tiers."""
-        return await call("drop", request, PromptBody)
-
-
-async def _call(engine: Heartbeat, name: str, /, **arguments: Any) -> dict[str, Any]:
-    result: dict[str, Any] = await engine.call(name, **arguments)
-    return result
+        return await engine.call(name, tokens=tuple(prepared.prompts[0]), salt=salt, **more)

@@ -105,7 +105,7 @@ class EngineClient:
         self._process.start()
         theirs.close()
         self._boxes: dict[str, Mailbox] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
         self._started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
@@ -139,10 +139,10 @@ class EngineClient:
                 if mailbox.num_left and not self.ended.is_set():
                     self._send(Abort(submit.id))
 
-    async def call(self, name: str, /, **arguments: Any) -> Any:
+    async def call(self, name: str, /, **arguments: Any) -> dict[str, Any]:
         """Call a function of the engine process by name."""
         call = Call(next(self._numbers), name, arguments)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._send(call)
         self._calls[call.id] = future
         try:
@@ -242,7 +242,7 @@ class Heartbeat:
             self._failures["end"] = "the engine has ended"
             self._failed.set()
 
-    async def call(self, name: str, /, **arguments: Any) -> Any:
+    async def call(self, name: str, /, **arguments: Any) -> dict[str, Any]:
         """Run a control in the engine. Raises 503 while the engine does not reply, 504 after `control_seconds`."""
         work = asyncio.ensure_future(self._engine.call(name, **arguments))
         failed = asyncio.ensure_future(self._failed.wait())

@@ -88,28 +88,11 @@ def _ghost(engine: Engine) -> dict[str, Any] | None:
     return {"policy": curve[0].policy, "num_blocks": curve[0].capacity, "points": points}
 
 
-def metrics(engine: Engine) -> str:
-    return engine.tiers.metrics.render()
+def _on_prompt(method: Callable[..., int], result: str) -> Callable[..., dict[str, int]]:
+    def call(engine: Engine, tokens: Sequence[int], salt: bytes, **arguments: Any) -> dict[str, int]:
+        return {result: method(engine.tiers, chain=engine.chain(tokens, salt=salt), **arguments)}
 
-
-def explain(engine: Engine, request_id: str) -> dict[str, Any]:
-    return asdict(engine.explain(request_id))
-
-
-def pin(engine: Engine, name: str, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
-    return {"pinned_tokens": engine.tiers.pin(name, engine.chain(tokens, salt=salt))}
-
-
-def prefetch(engine: Engine, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
-    return {"blocks": engine.tiers.prefetch(engine.chain(tokens, salt=salt))}
-
-
-def demote(engine: Engine, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
-    return {"blocks": engine.tiers.demote(engine.chain(tokens, salt=salt))}
-
-
-def drop(engine: Engine, tokens: Sequence[int], salt: bytes) -> dict[str, int]:
-    return {"blocks": engine.tiers.drop(engine.chain(tokens, salt=salt))}
+    return call
 
 
 def _without_result(method: Callable[..., None]) -> Callable[..., dict[str, bool]]:
@@ -120,16 +103,16 @@ def _without_result(method: Callable[..., None]) -> Callable[..., dict[str, bool
     return call
 
 
-CONTROLS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+CONTROLS: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
     {
         "snapshot": snapshot,
-        "metrics": metrics,
-        "explain": explain,
-        "beat": lambda _: None,  # the reply shows that the engine's thread runs
-        "pin": pin,
-        "prefetch": prefetch,
-        "demote": demote,
-        "drop": drop,
+        "metrics": lambda engine: {"text": engine.tiers.metrics.render()},
+        "explain": lambda engine, request_id: asdict(engine.explain(request_id)),
+        "beat": lambda _: {},  # the reply shows that the engine's thread runs
+        "pin": _on_prompt(CacheRuntime.pin, "pinned_tokens"),
+        "prefetch": _on_prompt(CacheRuntime.prefetch, "blocks"),
+        "demote": _on_prompt(CacheRuntime.demote, "blocks"),
+        "drop": _on_prompt(CacheRuntime.drop, "blocks"),
         "unpin": _without_result(CacheRuntime.unpin),
         "reset": _without_result(CacheRuntime.reset),
         "sleep": _without_result(CacheRuntime.sleep),

@@ -147,7 +147,7 @@ class EngineServer:
                     case Call(name=name) if name == SHUTDOWN:
                         break
                     case Call(name=name) if name == PING:
-                        self._channel.send(Reply(command.id))
+                        self._channel.send(Reply(command.id, {}))
                     case Call():
                         future = self._runner.call(partial(CONTROLS[command.name], **command.arguments))
                         future.add_done_callback(partial(self._reply, command.id))

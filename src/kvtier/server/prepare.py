@@ -167,6 +167,9 @@ class Preparation:
         if num_answers > self._config.max_answers:
             most = self._config.max_answers
             raise ApiError(400, f"the request needs {num_answers} answers (n times prompts); the limit is {most}", "n")
+        if isinstance(body, ChatRequest) and None not in (body.max_tokens, body.max_completion_tokens):
+            message = "max_tokens is the old name of max_completion_tokens: set only one of them"
+            raise ApiError(400, message, "max_tokens")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
 

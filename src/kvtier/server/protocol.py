@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -272,6 +272,10 @@ class Sampling(Strict):
 
 
 class ChatRequest(Sampling):  # POST /v1/chat/completions
+    endpoint: ClassVar = "chat"
+    id_prefix: ClassVar = "chatcmpl"
+    prompt_field: ClassVar = "messages"
+
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
@@ -312,6 +316,10 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
 
 
 class CompletionRequest(Sampling):  # POST /v1/completions
+    endpoint: ClassVar = "completion"
+    id_prefix: ClassVar = "cmpl"
+    prompt_field: ClassVar = "prompt"
+
     prompt: Prompts
     parse_special: bool = True
     """True if text of special tokens in a prompt is parsed as those tokens."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,10 +45,10 @@ class RequestLog:
         self._tokens = new.counter("kvtier_tokens_total", "Tokens of finished requests.", ("kind",))
         self._ttft = new.histogram("kvtier_ttft_seconds", "Time from a request to its first token.").of()
         self._seconds = new.histogram("kvtier_request_seconds", "Time from a request to its end.").of()
-        self._delivery = new.histogram(
+        self.delivery = new.histogram(
             "kvtier_delivery_seconds", "Time from the engine's step to the event for a client, in the front end."
         ).of()
-        self._rows = new.gauge("kvtier_answers", "Answers in the engine, by state.", ("state",))
+        self.rows = new.gauge("kvtier_answers", "Answers in the engine, by state.", ("state",))
         self._closed = new.counter(
             "kvtier_connections_closed_total", "Connections closed by the server, by reason.", ("reason",)
         )
@@ -63,10 +62,6 @@ class RequestLog:
         """Count a connection that the server closed: evicted, no_place, slow_headers, idle or stalled."""
         self._closed.of(reason).add()
 
-    def delivered(self, seconds: float) -> None:
-        """Observe the time from a step to the event for a client."""
-        self._delivery.observe(seconds)
-
     def ended(self, record: RequestRecord) -> None:
         self._requests.of(record.endpoint, record.finish).add()
         self._tokens.of("prompt").add(record.prompt_tokens)
@@ -77,11 +72,6 @@ class RequestLog:
         if record.ttft_seconds is not None:
             self._ttft.observe(record.ttft_seconds)
             self._ttfts.append((time.monotonic(), record.ttft_seconds))
-
-    def set_rows(self, snapshot: Mapping[str, Any]) -> None:
-        """Set the gauges of running and waiting answers (engine_controls.snapshot)."""
-        for state in ("running", "waiting"):
-            self._rows.of(state).set(snapshot[state])
 
     @property
     def recent(self) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier.server.errors import ApiError
@@ -90,16 +90,6 @@ class _Process:
             self._socket.close()
 
 
-@dataclass(slots=True)
-class _Slot:
-    """A position in the pool, and the task that keeps a process in it."""
-
-    task: asyncio.Task[None] | None = None
-    process: _Process | None = None
-    is_free: bool = True  # while the process starts or waits for a call
-    dead: list[subprocess.Popen[bytes]] = field(default_factory=list)  # killed, and perhaps not exited yet
-
-
 class WorkerPool:
     """Up to `size` processes, started on demand.
 
@@ -112,15 +102,18 @@ class WorkerPool:
         self._size = size
         self._most_running = max(1, size - 1)
         self._has_tenants = has_tenants
-        self._waiting: OrderedDict[tuple[str, str], deque[_Task]] = OrderedDict()
+        self._waiting: list[_Task] = []
+        self._turns: Counter[tuple[str, str]] = Counter()  # number of the last turn of each tenant and name
         self._running: Counter[str] = Counter()
-        self._slots: list[_Slot] = []
+        self._serving: list[asyncio.Task[None]] = []  # each keeps one process alive
+        self._processes: list[_Process] = []
+        self._dead: list[subprocess.Popen[bytes]] = []  # killed, and perhaps not exited yet
         self._changed = asyncio.Event()
         self._closed = False
 
     @property
     def pids(self) -> list[int]:
-        return [slot.process.process.pid for slot in self._slots if slot.process is not None]
+        return [process.process.pid for process in self._processes]
 
     @property
     def num_running(self) -> int:
@@ -128,9 +121,8 @@ class WorkerPool:
         return self._running.total()
 
     def start(self) -> None:
-        """Start one process ahead of the first call."""
-        if not self._slots:
-            self._add_slot()
+        """Start one more process. The pool does so on demand; before the first call, this saves its time."""
+        self._serving.append(asyncio.create_task(self._serve()))
 
     async def run(self, name: str, tenant: str, /, **arguments: Any) -> Any:
         """Run a call. Raises ApiError: that of the call, 400 if it is late, 429 or 503 if it cannot run now.
@@ -139,13 +131,13 @@ class WorkerPool:
         """
         if self._closed:
             raise _shutting_down()
-        if sum(len(tasks) for (other, _), tasks in self._waiting.items() if other == tenant) >= _MAX_WAITING:
+        if sum(task.tenant == tenant for task in self._waiting) >= _MAX_WAITING:
             message = f"{_MAX_WAITING} large requests are already waiting to be prepared; retry later"
             raise ApiError(429, message, code="overloaded", retry_after=5)
         task = _Task(Call(0, name, arguments), tenant, asyncio.get_running_loop().create_future())
-        self._put(task)
-        if self._size > len(self._slots) and not any(slot.is_free for slot in self._slots) and self._may_run(task):
-            self._add_slot()
+        self._waiting.append(task)
+        if self._size > len(self._serving) == self.num_running and self._may_run(task):
+            self.start()
         self._changed.set()
         try:
             return await task.future
@@ -156,20 +148,14 @@ class WorkerPool:
         """Kill the processes and fail waiting calls with 503. Does not wait for any call."""
         self._closed = True
         self._fail_waiting(_shutting_down())
-        serving = [slot.task for slot in self._slots if slot.task is not None]
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
-        for process in [process for slot in self._slots for process in slot.dead]:
+        for serving in self._serving:
+            serving.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        for process in self._dead:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
-        self._slots.clear()
 
     # ---- queue ----
-
-    def _put(self, task: _Task, *, first: bool = False) -> None:
-        tasks = self._waiting.setdefault(task.key, deque())
-        tasks.appendleft(task) if first else tasks.append(task)
 
     def _group(self, task: _Task) -> str:
         return task.tenant if self._has_tenants else task.call.name
@@ -178,43 +164,39 @@ class WorkerPool:
         return self._running[self._group(task)] < self._most_running
 
     def _take(self) -> _Task | None:
-        for key, tasks in self._waiting.items():
-            if self._may_run(tasks[0]):
-                task = tasks.popleft()
-                self._waiting.move_to_end(key)
-                if not tasks:
-                    del self._waiting[key]
-                return task
-        return None
+        """Remove and return the next task: of those that may run, the one whose tenant and name waited longest."""
+        task = min(filter(self._may_run, self._waiting), key=lambda task: self._turns[task.key], default=None)
+        if task is not None:
+            self._waiting.remove(task)
+            self._turns[task.key] = max(self._turns.values(), default=0) + 1
+        return task
 
     def _leave(self, task: _Task) -> None:
         """Remove a task that has its result or was cancelled."""
-        tasks = self._waiting.get(task.key, deque())
-        if task in tasks:
-            tasks.remove(task)
-            if not tasks:
-                del self._waiting[task.key]
+        if task in self._waiting:
+            self._waiting.remove(task)
         elif task.clock is not None and not task.clock.expired():
             soon = asyncio.get_running_loop().time() + _ABANDONED_SECONDS
             task.clock.reschedule(min(soon, task.clock.when() or soon))
 
+    def _fail_waiting(self, error: ApiError) -> None:
+        for task in self._waiting:
+            task.fail(replace(error))  # each raises its own copy
+        self._waiting.clear()
+
     # ---- processes ----
 
-    def _add_slot(self) -> None:
-        slot = _Slot()
-        self._slots.append(slot)
-        slot.task = asyncio.create_task(self._serve(slot))
-
-    async def _serve(self, slot: _Slot) -> None:
-        """Keep a process in this slot and give it calls."""
+    async def _serve(self) -> None:
+        """Keep a process alive and give it calls."""
         while True:
-            slot.is_free = True
+            process = None
             try:
-                slot.process = _Process()
+                process = _Process()
+                self._processes.append(process)
                 async with asyncio.timeout(_START_SECONDS):
-                    await slot.process.call(self._config)
-                slot.dead = [process for process in slot.dead if process.poll() is None]
-                while await self._next(slot, slot.process):
+                    await process.call(self._config)
+                self._dead = [dead for dead in self._dead if dead.poll() is None]
+                while await self._next(process):
                     pass
             except (*_DIED, TimeoutError) as error:
                 _log.error("a worker process did not start: %s", type(error).__name__)
@@ -222,24 +204,16 @@ class WorkerPool:
                 self._fail_waiting(ApiError(503, message, code="worker", retry_after=5))
                 await asyncio.sleep(_RESTART_SECONDS)
             finally:
-                if slot.process is not None:
-                    slot.process.kill()
-                    slot.dead.append(slot.process.process)
-                    slot.process = None
+                if process is not None:
+                    process.kill()
+                    self._processes.remove(process)
+                    self._dead.append(process.process)
 
-    def _fail_waiting(self, error: ApiError) -> None:
-        for tasks in self._waiting.values():
-            for task in tasks:
-                task.fail(replace(error))  # each raises its own copy
-        self._waiting.clear()
-
-    async def _next(self, slot: _Slot, process: _Process) -> bool:
+    async def _next(self, process: _Process) -> bool:
         """Run the next task. Returns False if the process must be replaced."""
-        slot.is_free = True
         while (task := self._take()) is None:
             self._changed.clear()
             await self._changed.wait()
-        slot.is_free = False
         group = self._group(task)
         self._running[group] += 1
         try:
@@ -247,8 +221,6 @@ class WorkerPool:
         finally:
             task.clock = None
             self._running[group] -= 1
-            if not self._running[group]:
-                del self._running[group]
             self._changed.set()
 
     async def _do(self, task: _Task, process: _Process) -> bool:
@@ -273,7 +245,7 @@ class WorkerPool:
                 task.fail(ApiError(503, "two worker processes died of this request", code="worker", retry_after=5))
             else:
                 task.is_retry = True
-                self._put(task, first=True)
+                self._waiting.insert(0, task)
             return False
         except asyncio.CancelledError:
             task.fail(_shutting_down())
