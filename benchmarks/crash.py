@@ -23,7 +23,7 @@ from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_tabl
 from kvtier.storage import Sync
 from storage_crash import NUMBERS, Victim
 from storage_power import Call, PowerFailure
-from storage_support import put
+from storage_support import check_disk, put
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def kills(count: int, seed: int, parent: Path) -> tuple[Row, list[Bar]]:
             victim.close()
         store = victim.workload.open(victim.folder)
         refilled = sum(put(store, i, nbytes=700_000).ok for i in range(1000, 1070))  # 70 % of the space
-        store.check()
+        check_disk(store)
         store.close()
     row = {"crash": "kill -9", "times": count, "objects stored": victim.num_stored, "checked": checked, "found": found}
     row |= {"lost": lost, "corrupt": corrupt, "bytes leaked": leaked, "refilled": f"{refilled} of 70"}

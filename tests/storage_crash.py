@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.storage import DiskStore, ObjectStatus, Read, Sync
-from storage_support import LABEL, key_of, payload_of, write_of
+from storage_support import LABEL, check_disk, key_of, payload_of, write_of
 
 NUMBERS = 48
 
@@ -107,7 +107,7 @@ class Victim:
             corrupt += not ((outcome.ok and there) or outcome.status is ObjectStatus.MISSING)
             lost += not outcome.ok and None not in possible
             self.possible[number] = there if outcome.ok else {None}
-        store.check()  # every slot is an object's or free
+        check_disk(store)  # every slot is an object's or free
         damage = Damage(
             found, lost, corrupt + store.stats.num_quarantined, store.stats.num_evicted, self._leaked(store)
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import StoreError
 from kvtier.storage import DiskStore, Read, Sync
-from storage_support import LABEL, SimulatedDisk, get, key_of, payload_of, write_of
+from storage_support import LABEL, SimulatedDisk, check_disk, get, key_of, payload_of, write_of
 
 Call = tuple[str, list[int], int]
 """What is done, to which numbers, with how many bytes each."""
@@ -112,7 +112,7 @@ class PowerFailure:
             found += version is not None
             if number in self.durable:
                 lost += not same_bytes(self.versions, number, version, self.durable[number])
-        store.check()  # no space is lost
+        check_disk(store)  # no space is lost
         assert store.stats.used_bytes <= self.room
         leaked = sum(self.left.list(f"{self.folder}/quarantine").values())
         for number in range(12):

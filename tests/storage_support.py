@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.storage import (
+    DiskStore,
     Label,
     MemoryStore,
     ObjectResult,
@@ -24,6 +25,7 @@ from kvtier.storage import (
     StoreStats,
     Write,
 )
+from kvtier.storage.disk.catalog import SlotRef
 
 NAMESPACE = hashlib.sha256(b"a model").digest()
 OTHER_NAMESPACE = hashlib.sha256(b"another model").digest()
@@ -54,6 +56,29 @@ def get(store: Store, number: int, nbytes: int = 5000, label: Label = LABEL) -> 
     room = bytearray(b"\xee" * nbytes)
     results = store.read_into([Read(key_of(number), label, room)])
     return results[0], bytes(room)
+
+
+def check_disk(store: DiskStore) -> None:
+    """Raise AssertionError if metadata and files of an idle store are inconsistent."""
+    space, catalog = store._space, store._space._catalog
+    assert space._segments.keys() == catalog._segments.keys()
+    assert space.used_bytes <= space._max_bytes or not space._segments
+    places: dict[SlotRef, str] = {}
+    for size in catalog._sizes.values():
+        free = [*size.free, *size.quarantined]
+        assert len({*free}) == len(free), "a slot is free twice"
+        places.update(dict.fromkeys(free, "free"))
+        for key, entry in size.entries.items():
+            assert catalog._entries[key] is entry, "an entry is listed under another key"
+            assert not entry.is_gone, "an entry is listed and gone"
+            assert entry.place not in places, f"{entry.place} is {places.get(entry.place)} and used"
+            places[entry.place] = "used"
+    segments = catalog._segments.values()
+    num_slots = sum(segment.shape.num_slots for segment in segments)
+    assert len(catalog._entries) == sum(len(size.entries) for size in catalog._sizes.values())
+    assert not any(segment.num_holds for segment in segments), "a slot is still held"
+    assert len(places) == num_slots, f"{num_slots - len(places)} slots are lost"
+    assert catalog.file_bytes == sum(segment.shape.file_bytes for segment in segments)
 
 
 def has(store: Store, *numbers: int) -> list[bool]:

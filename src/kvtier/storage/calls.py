@@ -5,7 +5,6 @@ A failing store costs one deadline: Batch ends calls in time, Breaker refuses ne
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 import time
@@ -82,7 +81,6 @@ class Batch:
 
     @property
     def is_expired(self) -> bool:
-        """True if the call has returned."""
         with self._condition:
             return self._is_expired
 
@@ -127,34 +125,25 @@ class Breaker:
         self._reason = ""
         self.num_refused = 0
 
-    def opinion(self) -> str:
-        """Return the reason why a call would be refused now, or an empty string. For calls answered from memory."""
+    def refusal(self, *, is_try: bool = True) -> str:
+        """Return the reason why a call is refused, or an empty string; then `record` must follow.
+
+        A call that is answered from memory is not a try: it is not counted, and no `record` follows.
+        """
         with self._lock:
             self._overdue = [batch for batch in self._overdue if batch.is_running]
-            if not self._overdue and (self._open_until is None or self._open_until <= self._clock()):
+            left = self._open_until - self._clock() if self._open_until is not None else 0.0
+            if self._overdue:
+                reason = f"breaker open: {len(self._overdue)} earlier calls still hang ({self._reason})"
+            elif left > 0:
+                reason = f"breaker open for another {left:.3g} s ({self._reason})"
+            elif is_try and self._is_trying:
+                reason = f"breaker open, another call tries the store ({self._reason})"
+            else:
+                self._is_trying |= is_try and self._open_until is not None
                 return ""
-            return f"breaker open ({self._reason})"
-
-    def refusal(self) -> str:
-        """Return the reason why a call is refused, or an empty string; then `record` must follow."""
-        with self._lock:
-            self._overdue = [batch for batch in self._overdue if batch.is_running]
-            reason = self._refusal()
-            self.num_refused += bool(reason)
+            self.num_refused += is_try
             return reason
-
-    def _refusal(self) -> str:
-        if self._overdue:
-            return f"breaker open: {len(self._overdue)} earlier calls still hang ({self._reason})"
-        if self._open_until is None:
-            return ""
-        left = self._open_until - self._clock()
-        if left > 0:
-            return f"breaker open for another {left:.3g} s ({self._reason})"
-        if self._is_trying:
-            return f"breaker open, another call tries the store ({self._reason})"
-        self._is_trying = True
-        return ""
 
     def record(self, batch: Batch) -> None:
         """Record the result of an admitted call."""
@@ -180,7 +169,7 @@ class CallRunner:
 
     def __init__(self, num_threads: int, name: str, breaker: Breaker, timeout_s: float) -> None:
         self._breaker, self._timeout_s = breaker, timeout_s
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Batch, Job] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
         ]
@@ -196,7 +185,7 @@ class CallRunner:
         jobs = plan(batch)
         batch.add_jobs(len(jobs))
         for job in jobs:
-            self._jobs.put(functools.partial(_run_job, batch, job))
+            self._jobs.put((batch, job))
         outcomes = batch.wait(self._timeout_s if timeout_s is None else timeout_s)
         self._breaker.record(batch)
         return outcomes
@@ -212,16 +201,12 @@ class CallRunner:
 
     def _work(self) -> None:
         scratch = Scratch()
-        while (job := self._jobs.get()) is not None:
-            job(scratch)
-            del job  # keep nothing of a finished call alive until the next one
-
-
-def _run_job(batch: Batch, job: Job, scratch: Scratch) -> None:
-    """Run a job. An exception fails its call, not the thread."""
-    try:
-        job(scratch)
-    except Exception as error:  # any error must end the wait of the caller
-        batch.fail(f"{type(error).__name__}: {error}")
-    finally:
-        batch.add_jobs(-1)
+        while (task := self._jobs.get()) is not None:
+            batch, job = task
+            try:
+                job(scratch)
+            except Exception as error:  # fails its call, not the thread
+                batch.fail(f"{type(error).__name__}: {error}")
+            finally:
+                batch.add_jobs(-1)
+            del task, batch, job  # keep nothing of a finished call alive until the next one

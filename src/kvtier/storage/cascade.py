@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from kvtier.errors import ArgumentError, StoreError
+from kvtier.errors import ArgumentError
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
+    MISSING,
     Meter,
     ObjectResult,
     ObjectStatus,
@@ -105,16 +106,8 @@ class Cascade:
         for_each([store.unregister for store in self._stores if isinstance(store, UsesMemory)], memory)
 
     def close(self) -> None:
-        """Close all stores; then raise the first StoreError."""
         self._meter.is_closed = True
-        errors: list[StoreError] = []
-        for store in self._stores:
-            try:
-                store.close()
-            except StoreError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        for_each([store.close for store in self._stores])
 
     @property
     def stats(self) -> StoreStats:
@@ -127,7 +120,7 @@ class Cascade:
         self, count: int, call: Callable[[Store, Sequence[int], float], Results], timeout_s: float | None
     ) -> Sequence[ObjectResult]:
         give_up = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        outcomes = [ObjectResult(ObjectStatus.MISSING)] * count
+        outcomes = [MISSING] * count
         left: Sequence[int] = range(count)
         for number, store in enumerate(self._stores):
             if not left:
@@ -159,7 +152,7 @@ def _all_removed(outcomes: Sequence[ObjectResult]) -> ObjectResult:
     failed = [outcome for outcome in outcomes if outcome.status is ObjectStatus.FAILED]
     if failed:
         return failed[0]
-    return next((outcome for outcome in outcomes if outcome.ok), ObjectResult(ObjectStatus.MISSING))
+    return next((outcome for outcome in outcomes if outcome.ok), MISSING)
 
 
 def _in_parallel(calls: Sequence[Callable[[], Results]]) -> list[Results]:
@@ -170,8 +163,8 @@ def _in_parallel(calls: Sequence[Callable[[], Results]]) -> list[Results]:
         return [future.result() for future in [threads.submit(call) for call in calls]]
 
 
-def for_each(functions: Sequence[Callable[[memoryview], None]], memory: memoryview) -> None:
-    """Call all functions, even if one raises; then raise."""
+def for_each(functions: Sequence[Callable[..., None]], *args: memoryview) -> None:
+    """Call all functions from the last to the first, even if one raises; then raise."""
     with contextlib.ExitStack() as stack:
         for function in functions:
-            stack.callback(function, memory)
+            stack.callback(function, *args)

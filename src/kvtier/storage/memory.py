@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.errors import ArgumentError
-from kvtier.storage.checksum import checksum
-from kvtier.storage.codec import copy_bytes, encode, mismatch
+from kvtier.storage.codec import copy_bytes, decode, encode, mismatch
 from kvtier.storage.record import RECORD_BYTES, Record
 from kvtier.storage.store import (
+    MISSING,
     Meter,
     ObjectResult,
     ObjectStatus,
     Page,
     Read,
     Results,
-    StoredObject,
     StoreStats,
     Write,
     view_of,
@@ -28,11 +27,10 @@ from kvtier.storage.store import (
 
 @dataclass(slots=True, eq=False)
 class MemoryObject:
-    """A stored object; tests damage its payload."""
+    """A stored object; tests damage its payload, which includes the token ids."""
 
     record: Record
     payload: bytearray
-    token_ids: bytes
 
     @property
     def nbytes(self) -> int:
@@ -55,9 +53,7 @@ class MemoryStore:
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
         begin = self._meter.begin(keys)
         with self._lock:
-            outcomes = [
-                ObjectResult(ObjectStatus.FOUND if key in self.objects else ObjectStatus.MISSING) for key in keys
-            ]
+            outcomes = [ObjectResult(ObjectStatus.FOUND) if key in self.objects else MISSING for key in keys]
         return self._meter.end("lookups", outcomes, begin)
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
@@ -77,7 +73,7 @@ class MemoryStore:
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
         begin = self._meter.begin(keys)
         with self._lock:
-            outcomes = [ObjectResult(ObjectStatus.REMOVED if self._drop(key) else ObjectStatus.MISSING) for key in keys]
+            outcomes = [ObjectResult(ObjectStatus.REMOVED) if self._drop(key) else MISSING for key in keys]
         return self._meter.end("removals", outcomes, begin)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:  # noqa: ARG002
@@ -86,8 +82,7 @@ class MemoryStore:
         after = bytes.fromhex(cursor)
         with self._lock:
             keys = sorted(key for key in self.objects if key > after)[: limit + 1]
-            records = [self.objects[key].record for key in keys[:limit]]
-        objects = tuple(StoredObject(r.key, r.label, r.nbytes) for r in records)
+            objects = tuple(self.objects[key].record.stored_object for key in keys[:limit])
         return Page(objects, keys[limit - 1].hex() if len(keys) > limit else "", time.perf_counter() - begin)
 
     def close(self) -> None:
@@ -112,21 +107,22 @@ class MemoryStore:
     def _read(self, read: Read, into: memoryview) -> ObjectResult:
         held = self.objects.get(read.key)
         if held is None:
-            return ObjectResult(ObjectStatus.MISSING)
+            return MISSING
         missed = mismatch(held.record.label, held.record.nbytes, read, len(into))
         if missed:
             return missed
         self.objects.move_to_end(read.key)
-        if len(held.payload) != held.record.nbytes or checksum(held.payload, held.token_ids) != held.record.checksum:
+        payload, wrong = decode(held.record, memoryview(held.payload))
+        if wrong:
             self._drop(read.key)
             self._num_quarantined += 1
-            return ObjectResult(ObjectStatus.CORRUPT, reason="the checksum differs")
-        copy_bytes(into, memoryview(held.payload))
+            return ObjectResult(ObjectStatus.CORRUPT, reason=wrong)
+        copy_bytes(into, payload)
         return ObjectResult(ObjectStatus.FOUND, len(into))
 
     def _write(self, write: Write, payload: memoryview) -> ObjectResult:
         record, _ = encode(write.key, write.label, payload)
-        new = MemoryObject(record, bytearray(payload), write.label.token_ids)
+        new = MemoryObject(record, bytearray(payload) + write.label.token_ids)
         if new.nbytes > self._max_bytes:
             return ObjectResult(ObjectStatus.FAILED, reason=f"{new.nbytes} bytes in a store of {self._max_bytes}")
         self._drop(write.key)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvtier.errors import ArgumentError, StoreError, UnavailableError
@@ -29,6 +29,7 @@ from kvtier.storage.remote.store import RemoteStore, Retry
 from kvtier.storage.store import DEFAULT_TIMEOUT_S, CallStats, Store, StoreStats, UsesMemory
 
 Value = TypeVar("Value")
+Stats = TypeVar("Stats", StoreStats, CallStats)
 
 EXAMPLES = (
     "disk:/mnt/nvme/kv?bytes=200GiB, memory:?bytes=1GiB, redis://host:6379/0?ttl=7d, rediss://user:password@host, "
@@ -54,16 +55,21 @@ def open_store(
     urls = [where] if isinstance(where, str) else list(where)
     if not urls:
         raise ArgumentError(f"open_store needs at least one URL; examples: {EXAMPLES}")
+    options = [_UrlOptions.of(url, shard, num_shards) for url in urls]
+    writable = [each.flag("write", True) for each in options]
+    stores = _open_all([functools.partial(_open, each, secret) for each in options])
+    return stores[0] if len(stores) == 1 and all(writable) else Cascade(stores, writable)
+
+
+def _open_all(openers: Sequence[Callable[[], Store]]) -> list[Store]:
+    """Open stores; if one fails, close those before it."""
     stores: list[Store] = []
-    writable: list[bool] = []
-    with contextlib.ExitStack() as opened:  # if one fails, close those before it
-        for url in urls:
-            options = _UrlOptions.of(url, shard, num_shards)
-            writable.append(options.flag("write", True))
-            stores.append(_open(options, secret))
+    with contextlib.ExitStack() as opened:
+        for opener in openers:
+            stores.append(opener())
             opened.callback(stores[-1].close)
         opened.pop_all()
-    return stores[0] if len(stores) == 1 and all(writable) else Cascade(stores, writable)
+    return stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +185,8 @@ def _open_redis(options: _UrlOptions, secret: bytes | None) -> Store:
     database = url.path.strip("/")
     if not url.hostname or not (database or "0").isdecimal():
         raise ArgumentError(f"{options.shown}: needs a host and a database number: redis://host:6379/0")
-    try:
+    with _extra("redis", options):
         from kvtier.storage.remote.redis import RedisBucket
-    except ImportError as error:
-        raise _missing("redis", options, error) from error
     is_cluster, ca_file, cert_file = options.flag("cluster", False), options.text("ca"), options.text("cert")
     if is_cluster and int(database or 0):
         raise ArgumentError(f"{options.shown}: a cluster has only database 0")
@@ -210,10 +214,8 @@ def _open_redis(options: _UrlOptions, secret: bytes | None) -> Store:
 def _open_s3(options: _UrlOptions, secret: bytes | None) -> Store:
     if not options.url.hostname:
         raise ArgumentError(f"{options.shown}: needs a bucket: s3://bucket/prefix")
-    try:
+    with _extra("s3", options):
         from kvtier.storage.remote.s3 import S3Bucket
-    except ImportError as error:
-        raise _missing("s3", options, error) from error
     connect = functools.partial(
         S3Bucket,
         bucket=options.url.hostname,
@@ -229,10 +231,8 @@ def _open_s3(options: _UrlOptions, secret: bytes | None) -> Store:
 def _open_mooncake(options: _UrlOptions, secret: bytes | None) -> Store:
     if not options.url.hostname:
         raise ArgumentError(f"{options.shown}: needs the master: mooncake://host:50051")
-    try:
+    with _extra("mooncake", options):
         from kvtier.storage.remote.mooncake import MooncakeBucket
-    except ImportError as error:
-        raise _missing("mooncake", options, error) from error
     connect = functools.partial(
         MooncakeBucket,
         master=f"{options.url.hostname}:{options.url.port or 50051}",
@@ -279,11 +279,16 @@ def _compression(options: _UrlOptions) -> Compression:
     return options.parsed("compression", Compression.NONE, "none or zlib", Compression)
 
 
-def _missing(extra: str, options: _UrlOptions, error: ImportError) -> UnavailableError:
-    return UnavailableError(
-        f"{options.shown} needs the extra `{extra}`: pip install 'kvtier[{extra}]' ({error})"
-        + ("; its libraries: apt-get install libibverbs1 librdmacm1 libnuma1" if extra == "mooncake" else "")
-    )
+@contextlib.contextmanager
+def _extra(extra: str, options: _UrlOptions) -> Iterator[None]:
+    """Translate import errors."""
+    try:
+        yield
+    except ImportError as error:
+        libraries = "; its libraries: apt-get install libibverbs1 librdmacm1 libnuma1" if extra == "mooncake" else ""
+        raise UnavailableError(
+            f"{options.shown} needs the extra `{extra}`: pip install 'kvtier[{extra}]' ({error}){libraries}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,35 +315,23 @@ class ShardStores:
         for_each([store.unregister for store in self.stores if isinstance(store, UsesMemory)], memory)
 
     def close(self) -> None:
-        """Close all stores, even if one raises."""
-        with contextlib.ExitStack() as closing:
-            for store in self.stores:
-                closing.callback(store.close)
+        for_each([store.close for store in self.stores])
 
 
 def open_shards(urls: Sequence[str], shards: range, num_shards: int, *, secret: bytes | None = None) -> ShardStores:
     """Open URLs as `open_store` does, for some of a block's `num_shards` shards."""
     if num_shards == 1 or not any(urlsplit(url).scheme == "disk" for url in urls):
         return ShardStores((open_store(urls, secret=secret),), shards.start)
-    stores: list[Store] = []
-    with contextlib.ExitStack() as opened:  # if one fails, close those before it
-        for shard in shards:
-            stores.append(open_store(urls, secret=secret, shard=shard, num_shards=num_shards))
-            opened.callback(stores[-1].close)
-        opened.pop_all()
-    return ShardStores(tuple(stores), shards.start)
+    opener = functools.partial(open_store, urls, secret=secret, num_shards=num_shards)
+    return ShardStores(tuple(_open_all([functools.partial(opener, shard=shard) for shard in shards])), shards.start)
 
 
-def sum_stats(stats: Sequence[StoreStats]) -> StoreStats:
+def sum_stats(stats: Sequence[Stats]) -> Stats:
     """Sum the stats of stores that hold parts of the same blocks."""
-    if not stats:
-        raise ArgumentError("sum_stats needs at least one store")
-    totals: dict[str, Any] = {}
-    for each in fields(StoreStats):
-        values = [getattr(one, each.name) for one in stats]
-        totals[each.name] = _sum_traffic(values) if isinstance(values[0], CallStats) else sum(values)
-    return StoreStats(**totals)
-
-
-def _sum_traffic(parts: Sequence[CallStats]) -> CallStats:
-    return CallStats(**{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(CallStats)})
+    columns = {each.name: [getattr(one, each.name) for one in stats] for each in fields(stats[0])}
+    return type(stats[0])(
+        **{
+            name: sum_stats(column) if isinstance(column[0], CallStats) else sum(column)
+            for name, column in columns.items()
+        }
+    )

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from enum import IntFlag
 
 from kvtier.errors import FormatError, VersionError
-from kvtier.storage.store import Label
+from kvtier.storage.store import Label, StoredObject
 
 MAGIC = b"\x89KVOBJ\r\n"  # a non-text byte, and line ends that a text-mode transfer would change
 VERSION = 1
@@ -65,8 +65,12 @@ class Record:
 
     @property
     def label(self) -> Label:
-        """The label, without token ids."""
         return Label(self.namespace, self.token_digest)
+
+    @property
+    def stored_object(self) -> StoredObject:
+        """The entry of an inventory."""
+        return StoredObject(self.key, self.label, self.nbytes)
 
     @property
     def total_bytes(self) -> int:

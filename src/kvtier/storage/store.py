@@ -47,7 +47,7 @@ _OK = frozenset((ObjectStatus.FOUND, ObjectStatus.STORED, ObjectStatus.REMOVED))
 
 @dataclass(frozen=True, slots=True)
 class ObjectResult:
-    """Status of one object, bytes moved, and the reason if it is not as requested."""
+    """Status of one object, bytes moved, and the reason if it is not done as requested."""
 
     status: ObjectStatus
     nbytes: int = 0
@@ -58,6 +58,9 @@ class ObjectResult:
         return self.status in _OK
 
 
+MISSING = ObjectResult(ObjectStatus.MISSING)
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
     """Results of a batch in its order, and the seconds of the call."""
@@ -65,7 +68,7 @@ class Results:
     outcomes: tuple[ObjectResult, ...]
     seconds: float
     is_durable: bool = False
-    """True if the change survives a power failure, and not only the end of the process."""
+    """True if the change survives a power failure."""
 
     def __len__(self) -> int:
         return len(self.outcomes)
@@ -82,7 +85,6 @@ class Results:
 
     @property
     def ok(self) -> bool:
-        """True if all objects are done as requested."""
         return all(outcome.ok for outcome in self.outcomes)
 
 
@@ -254,14 +256,8 @@ class UsesMemory(Protocol):
         ...
 
     def unregister(self, memory: memoryview) -> None:
-        """Release memory that was registered. Unknown memory is ignored."""
+        """Release memory. Unknown memory is ignored."""
         ...
-
-
-def check_keys(keys: Sequence[bytes]) -> None:
-    for key in keys:
-        if len(key) != KEY_BYTES:
-            raise ArgumentError(f"a block key has {KEY_BYTES} bytes, got {len(key)}")
 
 
 def view_of(buffer: Buffer, *, writable: bool = False) -> memoryview:
@@ -289,14 +285,17 @@ class Meter:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._stats = StoreStats()
+        self.stats = StoreStats()
+        """The calls; the store adds its contents."""
         self.is_closed = False
 
     def begin(self, keys: Sequence[bytes] = ()) -> float:
         """Check a call; return its start time for `end`."""
         if self.is_closed:
             raise ClosedError(f"{self._name} is closed")
-        check_keys(keys)
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise ArgumentError(f"a block key has {KEY_BYTES} bytes, got {len(key)}")
         return time.perf_counter()
 
     def end(
@@ -304,10 +303,5 @@ class Meter:
     ) -> Results:
         results = Results(tuple(outcomes), time.perf_counter() - begin, is_durable)
         with self._lock:
-            self._stats = replace(self._stats, **{kind: getattr(self._stats, kind).plus(results)})
+            self.stats = replace(self.stats, **{kind: getattr(self.stats, kind).plus(results)})
         return results
-
-    @property
-    def stats(self) -> StoreStats:
-        """The calls; the store adds its contents."""
-        return self._stats

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from kvtier.storage import Compression, DiskStore, MemoryStore, ObjectStatus, Store, Sync, Write
-from storage_support import LABEL, FaultyStore, SimulatedDisk, get, has, key_of, put
+from storage_support import LABEL, FaultyStore, SimulatedDisk, check_disk, get, has, key_of, put
 
 pytest.register_assert_rewrite("store_contract")
 from store_contract import *  # noqa: E402, F403
@@ -31,7 +31,7 @@ def store(request, tmp_path):
     made: Store = STORES[request.param](tmp_path / "store")
     yield made
     if isinstance(made, DiskStore) and not made._meter.is_closed:
-        made.check()
+        check_disk(made)
     made.close()
 
 

@@ -7,7 +7,7 @@ import random
 
 from kvtier.storage import Sync
 from storage_crash import Victim
-from storage_support import put
+from storage_support import check_disk, put
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 ROUNDS = 20 if SOAK == 1 else 200
@@ -23,7 +23,7 @@ def test_killed_writer_keeps_all_reported_objects_soak(tmp_path):
         assert victim.num_stored > ROUNDS
         store = victim.workload.open(victim.folder)
         assert put(store, *range(1000, 1200)).ok, "the space is not there any more"
-        store.check()
+        check_disk(store)
         store.close()
     finally:
         victim.close()

@@ -98,9 +98,9 @@ def test_breaker_opens_after_consecutive_failures_and_closes():
         assert not breaker.refusal()
         breaker.record(failed_batch())
     assert "a bad disk" in breaker.refusal()
-    assert breaker.opinion()
+    assert breaker.refusal(is_try=False)
     clock.now = 1.0
-    assert not breaker.opinion()
+    assert not breaker.refusal(is_try=False)
     assert not breaker.refusal()
     assert "tries the store" in breaker.refusal(), "only one may try"
     breaker.record(good_batch())

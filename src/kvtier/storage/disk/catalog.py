@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvtier.storage.disk.segment import SegmentHeader
 from kvtier.storage.record import Flags, Record
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRef:
+class SlotRef(NamedTuple):
     segment: int
     slot: int
 
@@ -64,8 +64,6 @@ class _Size:
 
 
 class Catalog:
-    """The metadata of a DiskStore."""
-
     def __init__(self) -> None:
         self._entries: dict[bytes, Entry] = {}
         self._sizes: dict[int, _Size] = {}
@@ -199,25 +197,6 @@ class Catalog:
             for entry in entries[slot if number == segment else 0 :]:
                 if entry is not None and not entry.is_gone:
                     yield entry.record
-
-    def check(self, segments: Collection[int]) -> None:
-        """Raise AssertionError if the metadata is inconsistent, or of other segments. For tests, without holds."""
-        assert set(segments) == set(self._segments)
-        places: dict[SlotRef, str] = {}
-        for size in self._sizes.values():
-            free = [*size.free, *size.quarantined]
-            assert len({*free}) == len(free), "a slot is free twice"
-            places.update(dict.fromkeys(free, "free"))
-            for key, entry in size.entries.items():
-                assert self._entries[key] is entry, "an entry is listed under another key"
-                assert not entry.is_gone, "an entry is listed and gone"
-                assert entry.place not in places, f"{entry.place} is {places.get(entry.place)} and used"
-                places[entry.place] = "used"
-        num_slots = sum(segment.shape.num_slots for segment in self._segments.values())
-        assert len(self._entries) == sum(len(size.entries) for size in self._sizes.values())
-        assert not any(segment.num_holds for segment in self._segments.values()), "something is still held"
-        assert len(places) == num_slots, f"{num_slots - len(places)} slots are lost"
-        assert self.file_bytes == sum(segment.shape.file_bytes for segment in self._segments.values())
 
     def _use(self, entry: Entry) -> None:
         self._now += 1

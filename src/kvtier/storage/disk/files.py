@@ -18,10 +18,7 @@ class Files:
         """Open for reading and writing; `direct` bypasses the page cache or is an error."""
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_CREAT | os.O_EXCL if create else 0
-        if direct:
-            if not hasattr(os, "O_DIRECT"):
-                raise OSError(errno.EINVAL, "this system has no O_DIRECT")
-            flags |= os.O_DIRECT
+        flags |= os.O_DIRECT if direct else 0
         return os.open(path, flags, FILE_MODE)
 
     def close(self, descriptor: int) -> None:
@@ -38,7 +35,6 @@ class Files:
         return done
 
     def write(self, descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
-        """Write buffers one after another."""
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         while left:
             count = os.pwritev(descriptor, left, offset)
@@ -60,11 +56,9 @@ class Files:
             os.ftruncate(descriptor, nbytes)  # a full disk then shows when a slot is written
 
     def sync(self, descriptor: int) -> None:
-        """Flush the bytes of a file to the disk."""
         os.fdatasync(descriptor)
 
     def sync_folder(self, path: str) -> None:
-        """Flush the names in a folder to the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)

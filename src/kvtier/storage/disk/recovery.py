@@ -64,23 +64,23 @@ class FolderLock:
 
     def _lock_folder(self) -> None:
         descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._descriptors.append(descriptor)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise self._in_use() from error
+            self._lock(descriptor)
         except OSError as error:
             if error.errno not in _NO_FOLDER_LOCKS:
                 raise
 
-    def _lock_file(self) -> None:
-        path = os.path.join(self._folder, LOCK)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    def _lock(self, descriptor: int) -> None:
         self._descriptors.append(descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise self._in_use() from error
+
+    def _lock_file(self) -> None:
+        path = os.path.join(self._folder, LOCK)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        self._lock(descriptor)
         if not os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False)):
             raise StoreInUseError(f"{path!r} was replaced while it was being locked; open the store again")
         os.ftruncate(descriptor, 0)
@@ -99,7 +99,6 @@ class FolderLock:
         )
 
     def release(self) -> None:
-        """Unlock the folder. Idempotent."""
         while self._descriptors:
             descriptor = self._descriptors.pop()
             with contextlib.suppress(OSError):  # filesystems without folder locks

@@ -30,8 +30,9 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvtier.errors import FormatError, VersionError
 from kvtier.storage.codec import ALIGNMENT, round_up
@@ -45,6 +46,8 @@ MAX_SLOTS = 1 << 24
 """Per segment: 64 GiB of the smallest slots. Limits the memory that a damaged superblock can cost at opening."""
 _FIELDS = struct.Struct("<8sHHIQQ4060x")
 _CRC = struct.Struct("<I")
+_Memory = TypeVar("_Memory")
+_Result = TypeVar("_Result")
 _NAME = re.compile(r"segment-(\d{8})\.(?:kv|table)(?:\.new)?")
 
 
@@ -170,7 +173,6 @@ class Segment:
 
     @property
     def is_direct(self) -> bool:
-        """True if slots bypass the page cache."""
         return self._direct is not None
 
     def close(self) -> None:
@@ -178,7 +180,6 @@ class Segment:
             self._files.close(self._open.pop())
 
     def unlink(self) -> None:
-        """Close and delete the files."""
         self.close()
         for name in (table_name, slots_name):  # in this order: the next opening deletes slots without a table
             self._files.unlink(os.path.join(self._folder, name(self.shape.number)))
@@ -229,26 +230,19 @@ class Segment:
 
     def write_slot(self, slot: int, buffers: Sequence[memoryview]) -> None:
         """Write a slot. For direct I/O, addresses and lengths must be multiples of ALIGNMENT."""
-        offset = slot * self.shape.slot_bytes
-        if self._direct is not None:
-            try:
-                return self._files.write(self._direct, buffers, offset)
-            except OSError as error:
-                self._fall_back(error)
-        self._files.write(self._slots, buffers, offset)
+        self._transfer(self._files.write, slot, buffers)
 
     def read_slot(self, slot: int, buffer: memoryview) -> int:
         """Read the first bytes of a slot; fewer at the end of the file. Alignment as for `write_slot`."""
+        return self._transfer(self._files.read, slot, buffer)
+
+    def _transfer(self, operation: Callable[[int, _Memory, int], _Result], slot: int, memory: _Memory) -> _Result:
         offset = slot * self.shape.slot_bytes
         if self._direct is not None:
             try:
-                return self._files.read(self._direct, buffer, offset)
+                return operation(self._direct, memory, offset)
             except OSError as error:
-                self._fall_back(error)
-        return self._files.read(self._slots, buffer, offset)
-
-    def _fall_back(self, error: OSError) -> None:
-        """Use the page cache from now on: some filesystems accept O_DIRECT and refuse the I/O."""
-        if error.errno != errno.EINVAL:
-            raise error
-        self._direct = None
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = None  # some filesystems accept O_DIRECT and refuse the I/O: use the page cache
+        return operation(self._slots, memory, offset)

@@ -6,7 +6,7 @@ import errno
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from kvtier.errors import StoreError
 from kvtier.storage.codec import round_up
@@ -113,15 +113,12 @@ class SlotAllocator:
             self._catalog.release(entry)
 
     def list_after(self, segment: int, slot: int, limit: int) -> list[Record]:
-        """Return objects in the order of their slots."""
         with self._lock:
-            records = self._catalog.after(segment, slot)
-            return [record for _, record in zip(range(limit), records, strict=False)]
+            return list(islice(self._catalog.after(segment, slot), limit))
 
     # --- changing
 
     def next_sequences(self, count: int) -> range:
-        """Return sequence numbers for the objects of a write."""
         with self._lock:
             self._sequence += count
             return range(self._sequence - count + 1, self._sequence + 1)
@@ -223,11 +220,11 @@ class SlotAllocator:
 
         Adjacent slots share one write: at the end of a batch the disk has nothing else to do.
         """
-        places = sorted((place.segment, place.slot, place) for place in records)
-        starts = [i for i, (number, slot, _) in enumerate(places) if not i or places[i - 1][:2] != (number, slot - 1)]
+        places = sorted(records)
+        starts = [i for i, (number, slot) in enumerate(places) if not i or places[i - 1] != (number, slot - 1)]
         for first, last in pairwise((*starts, len(places))):
-            data = b"".join([records[place] for *_, place in places[first:last]])
-            self.segment(places[first][2]).write_records(places[first][1], data)
+            data = b"".join([records[place] for place in places[first:last]])
+            self.segment(places[first]).write_records(places[first].slot, data)
 
     def sync_slots(self, numbers: Iterable[int]) -> None:
         """Flush payloads of these segments. The caller holds slots of them."""
@@ -260,7 +257,6 @@ class SlotAllocator:
     # --- figures
 
     def fill_in(self, calls: StoreStats) -> StoreStats:
-        """Add the contents to the stats of the calls."""
         return replace(
             calls,
             num_objects=len(self._catalog),
@@ -277,15 +273,8 @@ class SlotAllocator:
 
     @property
     def is_direct(self) -> bool:
-        """True if all segments bypass the page cache."""
         with self._lock:
             return self._direct and all(segment.is_direct for segment in self._segments.values())
-
-    def check(self) -> None:
-        """Raise AssertionError if metadata and files are inconsistent. For tests, when idle."""
-        with self._lock:
-            self._catalog.check(self._segments)
-            assert self.used_bytes <= self._max_bytes or not self._segments
 
     # --- making room
 

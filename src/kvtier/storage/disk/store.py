@@ -19,21 +19,19 @@ from kvtier.storage.disk.space import FULL, SlotAllocator
 from kvtier.storage.record import Record
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
+    MISSING,
     Meter,
     ObjectResult,
     ObjectStatus,
     Page,
     Read,
     Results,
-    StoredObject,
     StoreStats,
     Write,
     last_writes,
     outcomes_of,
     view_of,
 )
-
-MISSING = ObjectResult(ObjectStatus.MISSING)
 
 
 class Sync(Enum):
@@ -103,7 +101,7 @@ class DiskStore:
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
         """Look up objects in memory."""
         begin = self._meter.begin(keys)
-        refusal = self._breaker.opinion()
+        refusal = self._breaker.refusal(is_try=False)
         if refusal:
             outcomes = [ObjectResult(ObjectStatus.FAILED, reason=refusal)] * len(keys)
         else:
@@ -164,13 +162,13 @@ class DiskStore:
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:  # noqa: ARG002
         """Return a page of the inventory from memory, in the order of slots."""
         begin = self._meter.begin()
-        refusal = self._breaker.opinion()
+        refusal = self._breaker.refusal(is_try=False)
         if refusal:
             return Page((), cursor, time.perf_counter() - begin, refusal)
         segment, _, slot = cursor.partition(":")
         records = self._space.list_after(int(segment or 0), int(slot or 0), limit + 1)
         last = f"{records[limit].segment}:{records[limit].slot}" if len(records) > limit else ""
-        objects = tuple(StoredObject(r.key, r.label, r.nbytes) for r in records[:limit])
+        objects = tuple(record.stored_object for record in records[:limit])
         return Page(objects, last, time.perf_counter() - begin)
 
     def close(self) -> None:
@@ -204,10 +202,6 @@ class DiskStore:
     def is_direct(self) -> bool:
         """True if I/O bypasses the page cache: requested, and supported by the filesystem."""
         return self._space.is_direct
-
-    def check(self) -> None:
-        """Raise AssertionError if the metadata is inconsistent. For tests, when idle."""
-        self._space.check()
 
     # --- jobs, on the threads
 
