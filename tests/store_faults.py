@@ -7,11 +7,11 @@ import uuid
 
 from kvtier.storage import Breaker
 from kvtier.storage.remote.envelope import Envelope
-from kvtier.storage.remote.store import RemoteStore, Retry
+from kvtier.storage.remote.store import RemoteStore
 from store_proxy import Proxy
 from store_servers import S3_KEY, S3_SECRET, raw_s3
 
-FAST = Retry(num_retries=1, first_wait_s=0.01)
+FAST = {"num_retries": 1, "first_wait_s": 0.01}
 
 
 class RawRedis:
@@ -75,7 +75,7 @@ class Setup:
 
             endpoint = f"http://127.0.0.1:{self.proxy.port}"
             bucket = S3Bucket("test", self.prefix, endpoint, "us-east-1", S3_KEY, S3_SECRET, timeout_s=timeout_s)
-        options = {"timeout_s": timeout_s, "retry": FAST, "breaker": breaker or Breaker(retry_s=0), "num_threads": 4}
+        options = {"timeout_s": timeout_s, **FAST, "breaker": breaker or Breaker(retry_s=0), "num_threads": 4}
         made = RemoteStore(bucket, self.kind, envelope=envelope, **options)
         self._stores.append(made)
         return made

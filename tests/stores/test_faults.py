@@ -415,7 +415,7 @@ def test_store_recovers_after_redis_restart(tmp_path):
         except NotInstalled as missing:
             pytest.skip(str(missing))
         store = RemoteStore(
-            RedisBucket(port=port, num_connections=4, timeout_s=5.0), "redis", breaker=Breaker(retry_s=0), retry=FAST
+            RedisBucket(port=port, num_connections=4, timeout_s=5.0), "redis", breaker=Breaker(retry_s=0), **FAST
         )
         put(store, *range(8), nbytes=200_000)
     outcome = check_read(store, 1, 200_000)

@@ -15,7 +15,7 @@ from kvtier.storage import Breaker, ObjectStatus, Read, UsesMemory, Write
 from kvtier.storage.checksum import address_of
 from kvtier.storage.codec import Scratch
 from kvtier.storage.open import open_store
-from kvtier.storage.remote.store import RemoteStore, Retry
+from kvtier.storage.remote.store import RemoteStore
 from storage_support import LABEL, Clock, get, has, key_of, payload_of, put
 from store_servers import NotInstalled, mooncake_master
 from support import stop_process
@@ -131,7 +131,7 @@ def test_mooncake_hanging_master_costs_one_deadline(tmp_path):
             pytest.skip(str(missing))
         bucket = MooncakeBucket(f"127.0.0.1:{place.port}", timeout_s=2)
         clock = Clock()
-        store = RemoteStore(bucket, "mooncake", timeout_s=2, retry=Retry(0), breaker=Breaker(clock=clock))
+        store = RemoteStore(bucket, "mooncake", timeout_s=2, num_retries=0, breaker=Breaker(clock=clock))
         stack.callback(store.close)
         assert put(
             store,

@@ -1,13 +1,13 @@
 """Stores: where blocks are kept outside memory, behind one small batched interface. Never imports torch."""
 
 from kvtier.storage.audit import Inventory, Verification, take_inventory, verify
-from kvtier.storage.calls import Batch, Breaker
+from kvtier.storage.calls import Breaker
 from kvtier.storage.cascade import Cascade
 from kvtier.storage.codec import Compression
 from kvtier.storage.disk.store import DiskStore, Sync
 from kvtier.storage.memory import MemoryStore
 from kvtier.storage.open import ShardStores, open_shards, open_store
-from kvtier.storage.remote.store import RemoteStore, Retry
+from kvtier.storage.remote.store import RemoteStore
 from kvtier.storage.store import (
     CallStats,
     Label,
@@ -25,7 +25,6 @@ from kvtier.storage.store import (
 )
 
 __all__ = [
-    "Batch",
     "Breaker",
     "CallStats",
     "Cascade",
@@ -40,7 +39,6 @@ __all__ = [
     "Read",
     "RemoteStore",
     "Results",
-    "Retry",
     "ShardStores",
     "Store",
     "StoreStats",

@@ -25,7 +25,7 @@ from kvtier.storage.disk.store import DiskStore, Sync
 from kvtier.storage.memory import MemoryStore
 from kvtier.storage.remote.bucket import Bucket, BucketError
 from kvtier.storage.remote.envelope import Cipher, Envelope
-from kvtier.storage.remote.store import RemoteStore, Retry
+from kvtier.storage.remote.store import DEFAULT_RETRIES, RemoteStore
 from kvtier.storage.store import DEFAULT_TIMEOUT_S, CallStats, Store, StoreStats, UsesMemory
 
 Value = TypeVar("Value")
@@ -260,7 +260,7 @@ def _open_remote(
             raise ArgumentError(f"{options.shown}: cannot read the secret: {error}") from error
     envelope = Envelope(None if secret is None else Cipher(secret), _compression(options), ttl_s)
     timeout_s = options.seconds("timeout", DEFAULT_TIMEOUT_S)
-    retry = Retry(options.number("retries", Retry().num_retries))
+    num_retries = options.number("retries", DEFAULT_RETRIES)
     num_threads = options.number("threads", num_threads)
     options.finish()
     try:
@@ -271,7 +271,7 @@ def _open_remote(
             f"correct, and that this machine can reach it"
         ) from error
     return RemoteStore(
-        bucket, options.shown, envelope=envelope, num_threads=num_threads, timeout_s=timeout_s, retry=retry
+        bucket, options.shown, envelope=envelope, num_threads=num_threads, timeout_s=timeout_s, num_retries=num_retries
     )
 
 

@@ -5,7 +5,8 @@ import threading
 import pytest
 
 from kvtier.errors import ArgumentError
-from kvtier.storage import Batch, Breaker, ObjectResult, ObjectStatus
+from kvtier.storage import Breaker, ObjectResult, ObjectStatus
+from kvtier.storage.calls import Batch
 from storage_support import Clock
 
 FOUND = ObjectResult(ObjectStatus.FOUND)

@@ -24,7 +24,7 @@ from kvtier.storage.checksum import checksums
 from kvtier.storage.codec import Compression, decode, encode, mismatch
 from kvtier.storage.record import RECORD_BYTES, Record
 from kvtier.storage.remote.bucket import Parts
-from kvtier.storage.store import Label, ObjectResult, ObjectStatus, Read, Write
+from kvtier.storage.store import MISSING, Label, ObjectResult, ObjectStatus, Read, Write
 
 SECRET_BYTES = 32
 NONCE_BYTES, TAG_BYTES = 12, 16
@@ -141,14 +141,12 @@ class Envelope:
     def open(self, read: Read, wanted: int, value: memoryview | None) -> tuple[ObjectResult, memoryview | None]:
         """Verify a value. Return its result, and the payload if it is the expected object."""
         if value is None:
-            return ObjectResult(ObjectStatus.MISSING), None
+            return MISSING, None
         name = self.name(read.key)
         try:
             record = self.read_head(name, value)
-            missed = mismatch(record.label, record.nbytes, read, wanted)
-            if missed is None and self.is_expired(record):
-                return EXPIRED, None
-            if missed is not None:
+            missed = mismatch(record.label, record.nbytes, read, wanted) or (self.is_expired(record) and EXPIRED)
+            if missed:
                 return missed, None
             body = value[self.head_bytes :]
             if self._cipher:

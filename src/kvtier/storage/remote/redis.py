@@ -7,44 +7,31 @@ Every request is one pipeline of GETRANGE, SET, EXISTS or UNLINK; on a cluster o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import redis
+from redis import exceptions
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
-from redis.exceptions import (
-    AskError,
-    AuthenticationError,
-    AuthorizationError,
-    ClusterDownError,
-    ConnectionError,
-    MovedError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisClusterException,
-    RedisError,
-    ResponseError,
-    TimeoutError,
-    TryAgainError,
-)
 from redis.retry import Retry
 
 from kvtier.storage.codec import Scratch
 from kvtier.storage.remote.bucket import BucketError, Parts, Put, RequestSize, join
 
-_MOVED = (MovedError, AskError, TryAgainError)
+_MOVED = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
 _TRANSIENT = (
-    ConnectionError,
-    TimeoutError,
-    ClusterDownError,
-    TryAgainError,
-    ReadOnlyError,
-    RedisClusterException,
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    exceptions.ReadOnlyError,
+    exceptions.RedisClusterException,
     OSError,
 )
-_REFUSED = (AuthenticationError, AuthorizationError)  # subclasses of ConnectionError
-_ERRORS = (RedisError, RedisClusterException, OSError, ValueError, TypeError, IndexError)
+_REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError)  # subclasses of ConnectionError
+_ERRORS = (exceptions.RedisError, exceptions.RedisClusterException, OSError, ValueError, TypeError, IndexError)
 """Errors of the client; the last three for replies that violate the protocol."""
 _SMALL_BYTES = 1 << 14  # pieces up to this are joined, larger ones sent in place
 _READ_BYTES = 1 << 18  # per recv: 576 MiB/s for values of 1 MiB instead of 493 with 64 KiB (2026-11-15, loopback)
@@ -133,9 +120,7 @@ class RedisBucket:
         moved = [index for index, reply in replies.items() if isinstance(reply, (*_MOVED, BucketError))]
         if moved and self._is_cluster:  # the client follows moved slots, but needs values in one piece
             replies |= self._send_joined(moved, names, values, scratch)
-        wrong = next((reply for reply in replies.values() if _is_error(reply, _is_out_of_memory)), None)
-        if wrong is not None:
-            raise _explain(wrong) from wrong
+        _raise_errors(replies.values(), _is_out_of_memory)
         return [Put.STORED if not isinstance(replies[i], Exception) else Put.FULL for i in range(len(names))]
 
     def delete(self, names: Sequence[str]) -> list[bool]:
@@ -147,7 +132,7 @@ class RedisBucket:
         nodes = self._nodes()
         if not node.isdecimal() or not at.isdecimal() or int(node) >= len(nodes):
             raise BucketError(f"{cursor!r} is not a cursor of this store", is_transient=False)
-        pattern = _escaped(self._prefix) + "?" * 64
+        pattern = re.sub(r"([*?\[\]\\^-])", r"\\\1", self._prefix) + "?" * 64
         try:
             following, keys = nodes[int(node)].scan(int(at), match=pattern, count=limit)
         except _ERRORS as error:
@@ -185,9 +170,7 @@ class RedisBucket:
         except _ERRORS as error:
             self.reset()
             raise _explain(error) from error
-        wrong = next((reply for reply in replies if _is_error(reply, is_expected)), None)
-        if wrong is not None:
-            raise _explain(wrong) from wrong
+        _raise_errors(replies, is_expected)
         return replies
 
     def _send(self, names: Sequence[str], values: Sequence[Parts]) -> dict[int, Any]:
@@ -207,7 +190,10 @@ class RedisBucket:
                 used[-1][1].send_packed_command(self._packed(names, values, chosen), check_health=False)
             for (_, connection), chosen in zip(used, nodes.values(), strict=True):
                 for index in chosen:
-                    replies[index] = _read_reply(connection)
+                    try:
+                        replies[index] = connection.read_response()
+                    except exceptions.ResponseError as error:
+                        replies[index] = error
         except (*_ERRORS, BucketError) as error:
             for _, connection in used:
                 connection.disconnect()  # its pending replies must not reach another request
@@ -253,38 +239,30 @@ class RedisBucket:
         return self._client.get_redis_connection(self._client.get_node_from_key(name)).connection_pool  # type: ignore[no-untyped-call]
 
 
-def _read_reply(connection: Any) -> Any:
-    try:
-        return connection.read_response()
-    except ResponseError as error:
-        return error
-
-
-def _is_error(reply: object, is_expected: Callable[[Exception], bool]) -> bool:
-    return isinstance(reply, Exception) and not is_expected(reply)
+def _raise_errors(replies: Iterable[Any], is_expected: Callable[[Exception], bool]) -> None:
+    """Raise the first error that is not expected."""
+    for reply in replies:
+        if isinstance(reply, Exception) and not is_expected(reply):
+            raise _explain(reply) from reply
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, OutOfMemoryError)
+    return isinstance(error, exceptions.OutOfMemoryError)
 
 
 def _is_wrong_type(error: Exception) -> bool:
     """True if the key holds a list, a set or another type that has no bytes of its own."""
-    return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
+    return isinstance(error, exceptions.ResponseError) and str(error).startswith("WRONGTYPE")
 
 
 def _explain(error: Exception) -> BucketError:
     """Translate an error of the client."""
     if isinstance(error, _REFUSED):
         return BucketError(f"access denied: {error}", is_transient=False)
-    if isinstance(error, MovedError):  # a cluster client follows them
+    if isinstance(error, exceptions.MovedError):  # a cluster client follows them
         return BucketError("the server is a node of a cluster; add cluster=yes", is_transient=False)
     if isinstance(error, _TRANSIENT):
         return BucketError(f"{type(error).__name__}: {error}")
-    if isinstance(error, ResponseError):
+    if isinstance(error, exceptions.ResponseError):
         return BucketError(str(error), is_transient=False)
     return BucketError(f"invalid reply: {type(error).__name__}: {error}")
-
-
-def _escaped(prefix: str) -> str:
-    return "".join(f"\\{letter}" if letter in "*?[]\\^-" else letter for letter in prefix)

@@ -13,14 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    NotFoundError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
+from obstore import exceptions
 from obstore.store import S3Store
 
 from kvtier.storage.codec import Scratch
@@ -28,7 +21,7 @@ from kvtier.storage.remote.bucket import BucketError, Parts, Put, RequestSize, j
 
 Response = TypeVar("Response")
 
-_REFUSED = (PermissionDeniedError, UnauthenticatedError)
+_REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 
 
 class S3Bucket:
@@ -130,17 +123,17 @@ class S3Bucket:
         try:
             _translate(
                 lambda: obstore.put(self._store, path, value, mode=mode, use_multipart=False),  # type: ignore[arg-type]
-                (AlreadyExistsError, PreconditionError),
+                (exceptions.AlreadyExistsError, exceptions.PreconditionError),
             )
-        except (AlreadyExistsError, PreconditionError):
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
             return Put.EXISTS
         return Put.STORED
 
     def _find(self, call: Callable[[], Response]) -> Response | None:
         """Return the response, or None if the object is missing."""
         try:
-            return _translate(call, (FileNotFoundError, NotFoundError))
-        except (FileNotFoundError, NotFoundError):
+            return _translate(call, (FileNotFoundError, exceptions.NotFoundError))
+        except (FileNotFoundError, exceptions.NotFoundError):
             return None
 
 
@@ -150,7 +143,7 @@ def _translate(call: Callable[[], Response], expected: tuple[type[Exception], ..
         return call()
     except expected:
         raise
-    except (BaseError, OSError, ValueError) as error:
+    except (exceptions.BaseError, OSError, ValueError) as error:
         message = str(error).partition("\n")[0][:300]  # the rest is internal to the client
         if isinstance(error, _REFUSED):
             raise BucketError(f"access denied: {message}", is_transient=False) from error

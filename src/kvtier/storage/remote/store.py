@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from kvtier.errors import ArgumentError, FormatError, StoreError
@@ -18,13 +19,13 @@ from kvtier.storage.remote.bucket import Bucket, BucketError, Parts, Put
 from kvtier.storage.remote.envelope import EXPIRED, Envelope, Packed
 from kvtier.storage.store import (
     DEFAULT_TIMEOUT_S,
+    MISSING,
     Meter,
     ObjectResult,
     ObjectStatus,
     Page,
     Read,
     Results,
-    StoredObject,
     StoreStats,
     UsesMemory,
     Write,
@@ -37,31 +38,14 @@ Arguments = ParamSpec("Arguments")
 Response = TypeVar("Response")
 Work = Callable[[Sequence[int], Batch, Scratch], None]
 """Handles the objects of one request, by their numbers."""
-_MISSING = ObjectResult(ObjectStatus.MISSING)
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """Number of retries and the wait before each: random, up to twice the previous maximum, so that clients that failed
-    together do not retry together."""
-
-    num_retries: int = 2
-    first_wait_s: float = 0.05
-
-    def __post_init__(self) -> None:
-        if self.num_retries < 0 or self.first_wait_s < 0:
-            raise ArgumentError(f"retries must be 0 or more, got {self}")
-
-    def wait_s(self, attempt: int) -> float:
-        """Return the wait before a retry; the first attempt is 0."""
-        return random.uniform(0, self.first_wait_s * 2**attempt)
+DEFAULT_RETRIES = 2
 
 
 class RemoteStore:
     """A store on a server, shared by any number of processes.
 
-    At most `num_threads` requests run in parallel. `where` names the server in messages. `stats` has no contents, only
-    calls.
+    At most `num_threads` requests run in parallel. `where` names the server in messages. Transient errors are retried
+    `num_retries` times, the first time after up to `first_wait_s`. `stats` has no contents, only calls.
     """
 
     def __init__(
@@ -72,14 +56,15 @@ class RemoteStore:
         envelope: Envelope | None = None,
         num_threads: int = 4,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        retry: Retry | None = None,
+        num_retries: int = DEFAULT_RETRIES,
+        first_wait_s: float = 0.05,
         breaker: Breaker | None = None,
     ) -> None:
-        if num_threads < 1 or timeout_s <= 0:
-            raise ArgumentError(f"a RemoteStore needs positive {num_threads=} and {timeout_s=}")
+        if num_threads < 1 or timeout_s <= 0 or num_retries < 0:
+            raise ArgumentError(f"a RemoteStore needs positive {num_threads=} and {timeout_s=}, {num_retries=} >= 0")
         self._bucket, self._where, self._timeout_s = bucket, where, timeout_s
         self._envelope = envelope or Envelope()
-        self._retry = retry or Retry()
+        self._num_retries, self._first_wait_s = num_retries, first_wait_s
         self._breaker = breaker or Breaker()
         self._num_threads = num_threads
         self._calls = CallRunner(num_threads, "kvtier-remote", self._breaker, timeout_s)
@@ -161,7 +146,7 @@ class RemoteStore:
 
         def work(chunk: Sequence[int], batch: Batch, _: Scratch) -> None:
             existed = self._request(batch, request, [names[index] for index in chunk])
-            batch.settle({index: done if exists else _MISSING for index, exists in zip(chunk, existed, strict=True)})
+            batch.settle({index: done if exists else MISSING for index, exists in zip(chunk, existed, strict=True)})
 
         return self._run([0] * len(keys), work, timeout_s)
 
@@ -191,7 +176,7 @@ class RemoteStore:
             return Page((), cursor, time.perf_counter() - begin, failed)
         records = [self._record(names[index], heads[index]) for index in sorted(heads) if heads[index] is not None]
         valid = [record for record in records if record is not None and not self._envelope.is_expired(record)]
-        objects = tuple(StoredObject(record.key, record.label, record.nbytes) for record in valid)
+        objects = tuple(record.stored_object for record in valid)
         return Page(objects, following, time.perf_counter() - begin, num_unreadable=records.count(None))
 
     def register(self, memory: memoryview) -> None:
@@ -275,41 +260,36 @@ class RemoteStore:
             try:
                 return request(*args, **options)
             except BucketError as error:
-                if not error.is_transient or attempt == self._retry.num_retries:
+                if not error.is_transient or attempt == self._num_retries:
                     raise
-            time.sleep(self._retry.wait_s(attempt))
+            time.sleep(random.uniform(0, self._first_wait_s * 2**attempt))  # so that clients do not retry together
             attempt += 1
         raise BucketError("the deadline has passed")
 
     def _save(self, batch: Batch, parcels: _Parcels, scratch: Scratch) -> None:
         """Send objects; existing ones only if they differ."""
-        exist = self._put(batch, parcels, parcels.indices, scratch, replace=False)
-        if exist:
-            names = [parcels.name(index) for index in exist]
-            heads = self._request(batch, self._bucket.fetch_heads, names, self._envelope.head_bytes, scratch)
+        exist = self._put(batch, parcels, scratch, replace=False)
+        if exist.indices:
+            heads = self._request(batch, self._bucket.fetch_heads, exist.names, self._envelope.head_bytes, scratch)
             same = {
                 index
-                for index, name, head in zip(exist, names, heads, strict=True)
-                if self._is_current(self._record(name, head), parcels[index][0])
+                for index, name, head in zip(exist.indices, exist.names, heads, strict=True)
+                if self._is_current(self._record(name, head), exist.record(index))
             }
             batch.settle(dict.fromkeys(same, ObjectResult(ObjectStatus.STORED, reason="was there already")))
-            others = [index for index in exist if index not in same]
-            if others:
-                self._put(batch, parcels, others, scratch, replace=True)
+            others = exist.only([index for index in exist.indices if index not in same])
+            if others.indices:
+                self._put(batch, others, scratch, replace=True)
 
-    def _put(
-        self, batch: Batch, parcels: _Parcels, chosen: Sequence[int], scratch: Scratch, *, replace: bool
-    ) -> list[int]:
+    def _put(self, batch: Batch, parcels: _Parcels, scratch: Scratch, *, replace: bool) -> _Parcels:
         """Send objects; return those that were skipped because their name exists."""
-        names = [parcels.name(index) for index in chosen]
-        values = _Values(parcels, chosen)
-        puts = self._request(batch, self._bucket.put, names, values, scratch, replace=replace)
-        done = dict(zip(chosen, puts, strict=True))
+        puts = self._request(batch, self._bucket.put, parcels.names, parcels, scratch, replace=replace)
+        done = dict(zip(parcels.indices, puts, strict=True))
         full = ObjectResult(ObjectStatus.FAILED, reason=f"{self._where} is full")
         batch.settle({index: full for index, put in done.items() if put is Put.FULL})
         stored = [index for index, put in done.items() if put is Put.STORED]
-        batch.settle({index: ObjectResult(ObjectStatus.STORED, parcels[index][0].nbytes) for index in stored})
-        return [index for index, put in done.items() if put is Put.EXISTS]
+        batch.settle({index: ObjectResult(ObjectStatus.STORED, parcels.record(index).nbytes) for index in stored})
+        return parcels.only([index for index, put in done.items() if put is Put.EXISTS])
 
     def _record(self, name: str, head: bytes | None) -> Record | None:
         """Return the record of a value; None if it is missing or invalid."""
@@ -338,9 +318,9 @@ class RemoteStore:
         batch.settle({i: replace(outcome, reason=outcome.reason + failure) for i, (_, outcome) in useless.items()})
 
 
-class _Parcels:
-    """The objects of one request by number, packed on access: checksums are computed while earlier objects are sent,
-    and the bytes to send are in the CPU cache.
+class _Parcels(Sequence[Parts]):
+    """The values of one request, packed on access: checksums are computed while earlier objects are sent, and the bytes
+    to send are in the CPU cache. `indices` are the numbers of the objects in the batch.
 
     Memory that the caller may have changed must not get a valid checksum:
 
@@ -353,14 +333,28 @@ class _Parcels:
         self._packed: dict[int, Packed] = {}
         self.indices = list(writes)
 
-    def name(self, index: int) -> str:
-        return self._envelope.name(self._writes[index][0].key)
+    def only(self, indices: list[int]) -> _Parcels:
+        """Return some of the objects; what is packed is shared."""
+        part = copy.copy(self)
+        part.indices = indices
+        return part
 
-    def __getitem__(self, index: int) -> Packed:
-        return self.together([index])[0]
+    @property
+    def names(self) -> list[str]:
+        return [self._envelope.name(self._writes[index][0].key) for index in self.indices]
 
-    def together(self, indices: Sequence[int]) -> list[Packed]:
-        """Pack several objects at once."""
+    def record(self, index: int) -> Record:
+        return self._pack([index])[0][0]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [parts for _, parts in self._pack(self.indices[number])]
+        return self._pack([self.indices[number]])[0][1]
+
+    def _pack(self, indices: Sequence[int]) -> list[Packed]:
         left = [index for index in indices if index not in self._packed]
         if left:
             packed = self._envelope.pack_all([self._writes[index] for index in left])
@@ -368,18 +362,3 @@ class _Parcels:
                 raise BucketError("the deadline has passed")
             self._packed.update(zip(left, packed, strict=True))
         return [self._packed[index] for index in indices]
-
-
-class _Values(Sequence[Parts]):
-    """The values of some parcels, as an argument of `Bucket.put`."""
-
-    def __init__(self, parcels: _Parcels, chosen: Sequence[int]) -> None:
-        self._parcels, self._chosen = parcels, chosen
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return [parts for _, parts in self._parcels.together(self._chosen[number])]
-        return self._parcels[self._chosen[number]][1]
