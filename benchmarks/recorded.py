@@ -6,6 +6,7 @@ depends little on them. A request's arrival time is when it is due, not when the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -112,7 +113,7 @@ def record(model: Model, folder: Path, load: Load, cache: CacheConfig = CACHE) -
     clock = Clock()
     engine = Engine(model, config=EngineConfig(BLOCK, cache, LIMITS), stores={"disk": store}, clock=clock)
     talks = _Talks(load, model.config.vocab_size)
-    with Recorder(folder / "log.jsonl", steps=True) as recorder:
+    with contextlib.closing(Recorder(folder / "log.jsonl", steps=True)) as recorder:
         begin, others = clock(), _others_seconds()
         recorder.attach(engine.scheduler, now=begin)
         while talks.due or engine.has_work():

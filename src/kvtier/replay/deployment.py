@@ -121,21 +121,17 @@ class Deployment:
     @property
     def kv_bytes(self) -> int:
         """Device memory for KV."""
-        left = round(0.9 * self.gpu.memory_bytes - self.model.params * self.model.weight_bytes)
-        return self.device_bytes or left
-
-    def num_blocks(self, size: int, block_tokens: int) -> int:
-        return int(size // (self.model.token_bytes * block_tokens))
+        return self.device_bytes or round(0.9 * self.gpu.memory_bytes - self.model.params * self.model.weight_bytes)
 
     def simulator(self, block_tokens: int) -> Simulator:
-        """Return the simulator of one replica."""
+        block_bytes = self.model.token_bytes * block_tokens
         sizes = {"device": self.kv_bytes, "host": self.host_bytes, "disk": self.disk_bytes}
-        device, host, disk = (self.num_blocks(size, block_tokens) for size in sizes.values())
+        device, host, disk = (int(size // block_bytes) for size in sizes.values())
         for (tier, size), count in zip(sizes.items(), (device, host, disk), strict=True):
             if size and not count:
                 raise RangeError(
-                    f"{size} bytes of {tier} hold no block of {block_tokens} tokens, which takes "
-                    f"{self.model.token_bytes * block_tokens}; use a larger size, or 0"
+                    f"{size} bytes of {tier} hold no block of {block_tokens} tokens, which takes {block_bytes}; use a "
+                    f"larger size, or 0"
                 )
         stores = (StoreConfig(STORE),) if disk and host else ()
         cache = CacheConfig(
@@ -145,7 +141,7 @@ class Deployment:
             stores=stores,
         )
         worker = SimulatedWorker(
-            self.model.token_bytes * block_tokens,
+            block_bytes,
             self.gpu.link_bandwidth,
             disk=self.disk,
             stores={STORE: SimulatedStore(disk)} if stores else {},
@@ -279,6 +275,4 @@ def summarise(runs: Sequence[Simulation]) -> Summary:
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {f"p{share}": 0.0 for share in PERCENTILES}
-    return {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
+    return {f"p{share}": float(np.percentile(values, share)) if values else 0.0 for share in PERCENTILES}

@@ -63,7 +63,6 @@ class GpuSpec:
     name: str = ""
     source: str = ""
     assumed: tuple[str, ...] = ()
-    """Fields without a source."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "flops", "memory_bytes", "memory_bandwidth", "link_bandwidth")
@@ -74,13 +73,8 @@ class GpuSpec:
         """Return `count` GPUs as one, each with its own link. Communication between them is not modelled."""
         if count < 1:
             raise RangeError(f"need at least one GPU, got {count}")
-        return replace(
-            self,
-            flops=self.flops * count,
-            memory_bytes=self.memory_bytes * count,
-            memory_bandwidth=self.memory_bandwidth * count,
-            link_bandwidth=self.link_bandwidth * count,
-        )
+        names = ("flops", "memory_bytes", "memory_bandwidth", "link_bandwidth")
+        return replace(self, **{name: getattr(self, name) * count for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +87,6 @@ class DiskSpec:
     name: str = ""
     source: str = ""
     assumed: tuple[str, ...] = ()
-    """Fields without a source."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "read_bandwidth", "write_bandwidth")
@@ -108,7 +101,6 @@ class PriceSpec:
     disk_gib: float
     source: str = ""
     assumed: tuple[str, ...] = ()
-    """Fields without a source."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "host_gib", "disk_gib", allow_zero=True)

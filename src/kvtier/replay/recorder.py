@@ -23,7 +23,6 @@ import stat
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from kvtier.cache.in_flight import PendingTransfer
@@ -73,14 +72,6 @@ class Recorder:
     def close(self) -> None:
         """Detach from the scheduler and close the file. Idempotent."""
         self._stop()
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ---- wrapped methods -------------------------------------------------------------------------------------------
 

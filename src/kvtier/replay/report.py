@@ -72,25 +72,15 @@ def describe_setup(setup: Deployment, names: Mapping[str, str]) -> Json:
 
 def replay_result(trace: Json, setup: Json, curve: Sequence[HitPoint], runs: Mapping[str, Summary]) -> Json:
     """Return the result of `kvtier replay`: one run per policy."""
-    return {
-        "command": "replay",
-        "kvtier": kvtier.__version__,
-        "trace": trace,
-        "setup": setup,
-        "curve": [_hit_point(point, trace, setup) for point in curve],
-        "results": [{"policy": policy, **asdict(summary)} for policy, summary in runs.items()],
-    }
+    results = [{"policy": policy, **asdict(summary)} for policy, summary in runs.items()]
+    return _result("replay", trace, setup, curve, results)
 
 
 def plan_result(trace: Json, setup: Json, found: PlanResult) -> Json:
     """Return the result of `kvtier plan`."""
+    setup = {**setup, "footprint_bytes": found.footprint_bytes}
     return {
-        "command": "plan",
-        "kvtier": kvtier.__version__,
-        "trace": trace,
-        "setup": {**setup, "footprint_bytes": found.footprint_bytes},
-        "curve": [_hit_point(point, trace, setup) for point in found.curve],
-        "results": [_plan_point(point) for point in found.points],
+        **_result("plan", trace, setup, found.curve, [_plan_point(point) for point in found.points]),
         "prices": {**asdict(found.prices), "assumed": list(found.prices.assumed)},
         "advice": {
             "target_ttft_p99": found.target_ttft_p99,
@@ -103,26 +93,28 @@ def plan_result(trace: Json, setup: Json, found: PlanResult) -> Json:
     }
 
 
-def _hit_point(point: HitPoint, trace: Json, setup: Json) -> Json:
-    return {
-        "policy": point.policy,
-        "capacity_blocks": point.capacity,
-        "capacity_bytes": point.capacity * trace["block_tokens"] * setup["token_bytes"],
-        "hit_rate": point.hit_rate,
-    }
+def _result(command: str, trace: Json, setup: Json, curve: Sequence[HitPoint], results: list[Json]) -> Json:
+    block_bytes = trace["block_tokens"] * setup["token_bytes"]
+    points = [
+        {
+            "policy": point.policy,
+            "capacity_blocks": point.capacity,
+            "capacity_bytes": point.capacity * block_bytes,
+            "hit_rate": point.hit_rate,
+        }
+        for point in curve
+    ]
+    header = {"command": command, "kvtier": kvtier.__version__, "trace": trace, "setup": setup}
+    return {**header, "curve": points, "results": results}
 
 
 def _plan_point(point: PlanPoint) -> Json:
-    return {
-        "host_bytes": point.host_bytes,
-        "disk_bytes": point.disk_bytes,
-        "price": point.price,
-        **asdict(point.summary),
-    }
+    fields = asdict(point)
+    summary = fields.pop("summary")
+    return {**fields, **summary}
 
 
 def advice_text(found: PlanResult) -> list[str]:
-    """Return the advice in sentences."""
     base = found.chosen or found.nearest
     p99, rate = base.summary.ttft["p99"], base.summary.hit_rate
     if found.chosen is not None:
@@ -176,7 +168,6 @@ def write_report(result: Json, path: str | Path) -> None:
 
 
 def page(result: Json) -> str:
-    """Return the HTML page."""
     template = (resources.files("kvtier.replay") / "report.html").read_text(encoding="utf-8")
     drawn = {"intro": intro(result), "charts": charts(result), "tables": tables(result)}
     title = html.escape(

@@ -160,7 +160,7 @@ class Simulator:
         """`num_layers` is for steps that start before their loads end; `quantum` as in StepCoalescer."""
         self.manager = CacheManager(Namespace("replay", block_tokens=block_tokens), cache)
         self.scheduler = Scheduler(self.manager, scheduler)
-        self._worker, self._num_layers = worker, num_layers
+        self._worker, self._block_tokens, self._num_layers = worker, block_tokens, num_layers
         self._steps = StepCoalescer(self.scheduler, cost, quantum)
         self._next_arrival = math.inf
         self._has_reports = False
@@ -247,14 +247,13 @@ class Simulator:
         return end
 
     def _take_reports(self) -> bool:
-        """Apply reports to the manager; return True if there were any."""
+        """Return True if there were reports."""
         reports = self._worker.poll(self._now)
         for report in reports:
             self.manager.apply(report)
         return bool(reports)
 
     def _result_of(self, row: Row) -> RowResult:
-        """Return the next tokens of the answer."""
         live, request = self._live[row.request.id], row.request
         if not live.is_counted:
             live.is_counted = True
@@ -299,10 +298,6 @@ class Simulator:
             request.num_preempted,
             is_refused,
         )
-
-    @property
-    def _block_tokens(self) -> int:
-        return self.manager.namespace.block_tokens
 
     def _result(self, num_requests: int) -> Simulation:
         evictions = {tier.name: tier.num_evicted for tier in self.manager.tree.tiers}

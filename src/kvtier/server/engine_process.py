@@ -70,7 +70,7 @@ def _record(engine: Engine, path: str) -> contextlib.AbstractContextManager[obje
         raise ArgumentError(f"--record {path}: the file exists and is not overwritten; choose another name")
     recorder = Recorder(path)
     recorder.attach(engine.scheduler, now=time.monotonic())
-    return recorder
+    return contextlib.closing(recorder)
 
 
 def make_llm(options: EngineOptions) -> LLM:

@@ -19,15 +19,7 @@ from kvtier.errors import ArgumentError, KvtierError, TransferTimeoutError
 from kvtier.layout import CacheGroup, KVLayout
 from kvtier.memory import Event, Placement
 from kvtier.memory.copy_paths import run_path
-from kvtier.messages import (
-    I32,
-    Plan,
-    Report,
-    Route,
-    TransferRequest,
-    TransferResult,
-    slot_bytes,
-)
+from kvtier.messages import I32, Plan, Report, Route, TransferRequest, TransferResult, slot_bytes
 from kvtier.storage import ShardStores, Store
 from kvtier.transfer import DeviceCache, HostMemory, TransferConfig, TransferManager, TransferReport
 from kvtier.transfer import TransferHandle as Copy

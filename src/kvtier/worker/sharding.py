@@ -9,7 +9,7 @@ which rank 0 writes and all ranks read.
     object of shard 2 of 4                            h2 h2 ..         the same bytes for both
 
 An object is the shard's part of each tensor in the order of the block. If a rank has one shard, the object is its
-whole block, and nodata is gathered.
+whole block, and nothing is gathered.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -31,7 +32,7 @@ def test_replay_of_recorded_run_has_the_same_hits_by_tier(tmp_path, always_load)
         model, config=EngineConfig(4, cache, SchedulerConfig(max_rows=4, max_step_tokens=16)), stores={"disk": store}
     )
     chosen = random.Random(1)
-    with Recorder(tmp_path / "log.jsonl", steps=True) as recorder:
+    with contextlib.closing(Recorder(tmp_path / "log.jsonl", steps=True)) as recorder:
         recorder.attach(engine.scheduler, now=engine._clock())
         said: list[list[int]] = [[chosen.randrange(61) for _ in range(9)] for _ in range(8)]
         for _ in range(4):

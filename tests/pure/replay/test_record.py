@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -116,7 +117,7 @@ def test_followed_log_has_same_hits_per_tier(config, seed, num_ranks, failures, 
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
     chosen = random.Random(seed)
     server = Server(CONFIGS[config], chosen, num_ranks, failures)
-    with Recorder(path, steps=True) as recorder:
+    with contextlib.closing(Recorder(path, steps=True)) as recorder:
         recorder.attach(server.scheduler, now=server.now)
         server.serve(prompts(chosen, 25))
     log = read_log(path)
@@ -132,7 +133,7 @@ def recorded(tmp_path, config: str = "host", **options) -> tuple[Server, Path]:
     server = Server(CONFIGS[config], random.Random(5))
     path = tmp_path / "log.jsonl"
     path.unlink(missing_ok=True)  # a log is never overwritten
-    with Recorder(path, **options) as recorder:
+    with contextlib.closing(Recorder(path, **options)) as recorder:
         recorder.attach(server.scheduler, now=server.now)
         server.serve(prompts(random.Random(5), 20))
     return server, path
@@ -194,7 +195,7 @@ def test_close_detaches_recorder_from_scheduler(tmp_path):
 def test_requests_of_failed_step_are_logged_and_released(tmp_path):
     server = Server(CONFIGS["host"], random.Random(5), failures=0.2)
     path = tmp_path / "log.jsonl"
-    with Recorder(path) as recorder:
+    with contextlib.closing(Recorder(path)) as recorder:
         recorder.attach(server.scheduler, now=server.now)
         server.serve(prompts(random.Random(5), 20))
         assert recorder._first_tokens == {}
@@ -211,7 +212,7 @@ def test_full_disk_ends_log_with_warning_and_serving_continues(count, ends_early
     recorder = Recorder("/dev/full", steps=True)
 
     def serve() -> None:
-        with recorder:
+        with contextlib.closing(recorder):
             recorder.attach(server.scheduler, now=server.now)
             server.serve(prompts(random.Random(5), count))
             assert ("update" not in vars(server.scheduler)) is ends_early
@@ -228,7 +229,7 @@ def test_full_disk_ends_log_with_warning_and_serving_continues(count, ends_early
 
 def test_recorder_attaches_once(tmp_path):
     server = Server(CONFIGS["device"], random.Random(1))
-    with Recorder(tmp_path / "log.jsonl") as recorder:
+    with contextlib.closing(Recorder(tmp_path / "log.jsonl")) as recorder:
         recorder.attach(server.scheduler, now=0.0)
         with pytest.raises(StateError, match="attached or closed"):
             recorder.attach(server.scheduler, now=0.0)
