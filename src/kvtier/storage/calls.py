@@ -91,7 +91,6 @@ class Batch:
             return self._num_jobs > 0
 
     def add_jobs(self, count: int) -> None:
-        """Add jobs, or subtract ended ones."""
         with self._condition:
             self._num_jobs += count
 
@@ -146,7 +145,6 @@ class Breaker:
             return reason
 
     def record(self, batch: Batch) -> None:
-        """Record the result of an admitted call."""
         with self._lock:
             was_trying, self._is_trying = self._is_trying, False
             if not batch.trouble:

@@ -22,7 +22,6 @@ from kvtier.storage.store import (
     StoreStats,
     UsesMemory,
     Write,
-    view_of,
 )
 
 _WORSE = (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
@@ -55,10 +54,7 @@ class Cascade:
         return self._meter.end("lookups", self._in_turn(len(keys), call, timeout_s), begin)
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
-        """Fill the given memory from the first store that has the object."""
         begin = self._meter.begin([read.key for read in reads])
-        for read in reads:
-            view_of(read.into, writable=True)
 
         def call(store: Store, left: Sequence[int], wait_s: float) -> Results:
             return store.read_into([reads[index] for index in left], timeout_s=wait_s)
@@ -68,8 +64,6 @@ class Cascade:
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
         """Write to all writable stores. STORED: at least one has the object; the reason has the errors of others."""
         begin = self._meter.begin([write.key for write in writes])
-        for write in writes:
-            view_of(write.payload)
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         results = _in_parallel([lambda s=store: s.write(writes, timeout_s=wait_s) for store in self._writable])  # type: ignore[misc]
         outcomes = [_any_stored([one[index] for one in results]) for index in range(len(writes))]
@@ -77,7 +71,6 @@ class Cascade:
         return self._meter.end("writes", outcomes, begin, is_durable=is_durable)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
-        """Delete objects from all writable stores."""
         begin = self._meter.begin(keys)
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         results = _in_parallel([lambda s=store: s.remove(keys, timeout_s=wait_s) for store in self._writable])  # type: ignore[misc]
@@ -111,7 +104,6 @@ class Cascade:
 
     @property
     def stats(self) -> StoreStats:
-        """Calls of the cascade, and the sum of the contents of its stores."""
         parts = [store.stats for store in self._stores]
         names = ("num_objects", "used_bytes", "max_bytes", "num_evicted", "num_quarantined", "num_refused")
         return replace(self._meter.stats, **{name: sum(getattr(part, name) for part in parts) for name in names})

@@ -77,7 +77,6 @@ class MemoryStore:
         return self._meter.end("removals", outcomes, begin)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:  # noqa: ARG002
-        """Return a page of the inventory, sorted by key."""
         begin = self._meter.begin()
         after = bytes.fromhex(cursor)
         with self._lock:
@@ -86,7 +85,6 @@ class MemoryStore:
         return Page(objects, keys[limit - 1].hex() if len(keys) > limit else "", time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Delete all objects."""
         with self._lock:
             self._meter.is_closed = True
             self.objects.clear()

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvtier.errors import ArgumentError, StoreError, UnavailableError
@@ -29,7 +29,6 @@ from kvtier.storage.remote.store import DEFAULT_RETRIES, RemoteStore
 from kvtier.storage.store import DEFAULT_TIMEOUT_S, CallStats, Store, StoreStats, UsesMemory
 
 Value = TypeVar("Value")
-Stats = TypeVar("Stats", StoreStats, CallStats)
 
 EXAMPLES = (
     "disk:/mnt/nvme/kv?bytes=200GiB, memory:?bytes=1GiB, redis://host:6379/0?ttl=7d, rediss://user:password@host, "
@@ -114,7 +113,6 @@ class _UrlOptions:
         return self.parsed(name, default, "yes or no", lambda text: {"yes": True, "no": False}[text])
 
     def finish(self) -> None:
-        """Raise ArgumentError if there are unknown options."""
         if self.left:
             known = ", ".join(sorted(self.known))
             raise ArgumentError(f"{self.shown}: unknown option {', '.join(sorted(self.left))}; known are {known}")
@@ -281,7 +279,6 @@ def _compression(options: _UrlOptions) -> Compression:
 
 @contextlib.contextmanager
 def _extra(extra: str, options: _UrlOptions) -> Iterator[None]:
-    """Translate import errors."""
     try:
         yield
     except ImportError as error:
@@ -326,12 +323,11 @@ def open_shards(urls: Sequence[str], shards: range, num_shards: int, *, secret: 
     return ShardStores(tuple(_open_all([functools.partial(opener, shard=shard) for shard in shards])), shards.start)
 
 
-def sum_stats(stats: Sequence[Stats]) -> Stats:
+def sum_stats(stats: Sequence[StoreStats]) -> StoreStats:
     """Sum the stats of stores that hold parts of the same blocks."""
-    columns = {each.name: [getattr(one, each.name) for one in stats] for each in fields(stats[0])}
-    return type(stats[0])(
-        **{
-            name: sum_stats(column) if isinstance(column[0], CallStats) else sum(column)
-            for name, column in columns.items()
-        }
-    )
+    totals: dict[str, Any] = {}
+    for field in fields(StoreStats):
+        values = [getattr(one, field.name) for one in stats]
+        is_calls = isinstance(values[0], CallStats)
+        totals[field.name] = CallStats(*map(sum, zip(*values, strict=True))) if is_calls else sum(values)
+    return StoreStats(**totals)

@@ -69,12 +69,10 @@ class Record:
 
     @property
     def stored_object(self) -> StoredObject:
-        """The entry of an inventory."""
         return StoredObject(self.key, self.label, self.nbytes)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes in a slot."""
         return self.stored_bytes + self.token_bytes
 
     def at(self, segment: int, slot: int, sequence: int) -> Record:

@@ -8,12 +8,13 @@ not done by then are failed, and memory passed to `read_into` is not written aft
 from __future__ import annotations
 
 import hashlib
+import operator
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from kvtier.errors import ArgumentError, ClosedError
 
@@ -164,8 +165,7 @@ class Page:
     """Objects of this page that are omitted because their records are invalid."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallStats:
+class CallStats(NamedTuple):
     """Totals of one kind of call."""
 
     num_done: int = 0
@@ -178,18 +178,9 @@ class CallStats:
 
     def plus(self, results: Results) -> CallStats:
         statuses = [outcome.status for outcome in results]
-        missing, corrupt, failed = (
-            statuses.count(s) for s in (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
-        )
-        return CallStats(
-            self.num_done + len(statuses) - missing - corrupt - failed,
-            self.num_missing + missing,
-            self.num_corrupt + corrupt,
-            self.num_failed + failed,
-            self.nbytes + results.nbytes,
-            self.seconds + results.seconds,
-            self.num_calls + 1,
-        )
+        errors = [statuses.count(s) for s in (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)]
+        new = (len(statuses) - sum(errors), *errors, results.nbytes, results.seconds, 1)
+        return CallStats(*map(operator.add, self, new))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,6 @@ class SlotRef(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An object and its holds."""
-
     record: Record
     slot_bytes: int
     used_at: int = 0
@@ -76,7 +74,6 @@ class Catalog:
         return len(self._entries)
 
     def is_held(self, number: int) -> bool:
-        """True if a slot of the segment is held."""
         return self._segments[number].num_holds > 0
 
     def add_segment(
@@ -91,7 +88,6 @@ class Catalog:
         size.quarantined.extend(SlotRef(shape.number, slot) for slot in quarantined)
 
     def remove_segment(self, number: int) -> None:
-        """Remove a segment without holds and all its objects."""
         segment = self._segments.pop(number)
         self.file_bytes -= segment.shape.file_bytes
         size = self._sizes[segment.shape.slot_bytes]

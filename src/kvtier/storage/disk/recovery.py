@@ -119,8 +119,6 @@ def _forget(reference: weakref.ref[FolderLock]) -> None:
 
 @dataclass(slots=True)
 class Recovered:
-    """The contents of a folder."""
-
     segments: dict[int, Segment] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     """Objects, in the order in which they were stored."""

@@ -99,7 +99,6 @@ class DiskStore:
         self._close_lock = threading.Lock()
 
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:  # noqa: ARG002
-        """Look up objects in memory."""
         begin = self._meter.begin(keys)
         refusal = self._breaker.refusal(is_try=False)
         if refusal:
@@ -298,7 +297,6 @@ class _Staged:
         self._lock = threading.Lock()
 
     def count_down(self) -> bool:
-        """True for the last object."""
         with self._lock:
             self._num_left -= 1
             return not self._num_left

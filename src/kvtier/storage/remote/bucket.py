@@ -95,7 +95,6 @@ class Bucket(Protocol):
 
 
 def join(parts: Parts, room: memoryview) -> memoryview:
-    """Copy the parts one after another into `room`."""
     at = 0
     for part in parts:
         room[at : at + len(part)] = part

@@ -74,7 +74,6 @@ class MooncakeBucket:
             raise BucketError(f"the setup of the client failed with code {code}", is_transient=False)
 
     def register(self, memory: memoryview) -> None:
-        """Let the network device access this memory."""
         # Over TCP there is no such device: blocks are sent from any memory. And unlike over RDMA, the client would let
         # any peer read and write registered memory.
         if not self._is_tcp:

@@ -143,7 +143,6 @@ class RedisBucket:
         return names, f"{int(node) + 1}:0" if int(node) + 1 < len(nodes) else ""
 
     def reset(self) -> None:
-        """Drop idle connections."""
         for node in self._nodes():
             node.connection_pool.disconnect(inuse_connections=False)
 
@@ -240,7 +239,6 @@ class RedisBucket:
 
 
 def _raise_errors(replies: Iterable[Any], is_expected: Callable[[Exception], bool]) -> None:
-    """Raise the first error that is not expected."""
     for reply in replies:
         if isinstance(reply, Exception) and not is_expected(reply):
             raise _explain(reply) from reply
@@ -256,7 +254,6 @@ def _is_wrong_type(error: Exception) -> bool:
 
 
 def _explain(error: Exception) -> BucketError:
-    """Translate an error of the client."""
     if isinstance(error, _REFUSED):
         return BucketError(f"access denied: {error}", is_transient=False)
     if isinstance(error, exceptions.MovedError):  # a cluster client follows them

@@ -130,7 +130,6 @@ class S3Bucket:
         return Put.STORED
 
     def _find(self, call: Callable[[], Response]) -> Response | None:
-        """Return the response, or None if the object is missing."""
         try:
             return _translate(call, (FileNotFoundError, exceptions.NotFoundError))
         except (FileNotFoundError, exceptions.NotFoundError):

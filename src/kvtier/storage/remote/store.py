@@ -151,7 +151,6 @@ class RemoteStore:
         return self._run([0] * len(keys), work, timeout_s)
 
     def scan(self, cursor: str = "", limit: int = 1000, *, timeout_s: float | None = None) -> Page:
-        """Return a page of the inventory, in the server's order."""
         begin = self._meter.begin()
         done = ObjectResult(ObjectStatus.FOUND)
         listing: list[tuple[list[str], str]] = []
@@ -267,7 +266,6 @@ class RemoteStore:
         raise BucketError("the deadline has passed")
 
     def _save(self, batch: Batch, parcels: _Parcels, scratch: Scratch) -> None:
-        """Send objects; existing ones only if they differ."""
         exist = self._put(batch, parcels, scratch, replace=False)
         if exist.indices:
             heads = self._request(batch, self._bucket.fetch_heads, exist.names, self._envelope.head_bytes, scratch)
