@@ -18,7 +18,7 @@ def sampled(text: str) -> dict[tuple[str, ...], float]:
 
 def test_metrics_count_every_transfer():
     machine = TiersMachine()
-    machine.begin(12, 40, WritebackConfig(), WaitPolicy.WAIT, False, False, 0.0, 1 << 20, 1, 0.0)
+    machine.begin(12, 40, WritebackConfig(), WaitPolicy.WAIT, False, True, 0.0, 1 << 20, 1, 0.0)
     prompt = [1] * 33
     for turn in range(3):
         machine.add(prompt, 1, b"")
