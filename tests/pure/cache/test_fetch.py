@@ -254,7 +254,7 @@ def test_prefetch_does_not_wait_for_hole_held_by_pin():
         (WaitPolicy.WAIT, [False] * 3),
     ],
 )
-def test_prefetch_patience_sets_wait_time(wait, ready_at):
+def test_prefetch_wait_policy_sets_wait_time(wait, ready_at):
     lab = lab_with(prompt(1, 4), config=disk(wait=wait, wait_seconds=2.0))
     lab.now = 10.0
     fetch = lab.manager.prefetch(prompt(1, 4), now=lab.now)
@@ -264,7 +264,7 @@ def test_prefetch_patience_sets_wait_time(wait, ready_at):
     assert lab.manager.is_prefetched(fetch, now=lab.now)
 
 
-def test_prefetch_uses_most_patient_store():
+def test_prefetch_uses_longest_wait_of_its_stores():
     lab = Lab(20, stores=[disk("a", wait=WaitPolicy.BEST_EFFORT), disk("b", wait=WaitPolicy.WAIT)])
     fetch = lab.manager.prefetch(prompt(1, 4))
     assert not lab.manager.is_prefetched(fetch, now=1e9)

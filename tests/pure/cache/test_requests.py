@@ -236,7 +236,7 @@ def run(scheduler: Scheduler, lab: Lab, steps: int = 200) -> None:
 
 
 @pytest.mark.parametrize("wait", WaitPolicy)
-def test_requests_finish_under_any_patience(wait):
+def test_requests_finish_under_any_wait_policy(wait):
     lab = Lab(20, stores=[disk(wait=wait, wait_seconds=0.3)])
     scheduler = Scheduler(lab.manager, SchedulerConfig(max_rows=4, max_step_tokens=64))
     for again in range(3):
