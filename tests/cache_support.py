@@ -1,7 +1,7 @@
-"""The tiers as dictionaries: a worker that answers a manager's plans, and checks every block that is handed out.
+"""Tiers as dictionaries: workers that carry out the plans of a manager and check the content of every block.
 
-What a block should hold is a value of its own: everything that decides its KV. A slot holds what was computed or copied
-into it, and rubbish from the plan of a copy to its end.
+The content of a block is a tuple of everything that determines its KV. A slot holds the content that was computed or
+copied into it last. Between the plan of a copy and its end the target slot holds RUBBISH.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 4
 NAMESPACE = Namespace("model", block_tokens=BLOCK)
 RUBBISH = "rubbish"
 Lose = Callable[[TransferRequest, int], Sequence[bool]]
-"""Of a transfer and a rank: for each block whether it is lost on the way."""
+"""Function of a transfer and a rank that returns, for each block, True if the block is lost."""
 
 
 def chain_of(
@@ -35,19 +35,19 @@ def chain_of(
 
 
 def prompt(number: int, num_blocks: int, tail: int = 1, **more) -> Chain:
-    """A prompt of its own: so many full blocks, and a tail that must be computed in any case."""
+    """Return a prompt of `num_blocks` full blocks of the token `number`, and a tail that is never cached."""
     return chain_of(*([number] * (num_blocks * BLOCK)), *([99] * tail), **more)
 
 
 def content(chain: Chain, block: int):
-    """All that decides the KV of a block."""
+    """Return everything that determines the KV of a block."""
     stop = (block + 1) * BLOCK
     media = tuple((item.start, item.digest) for item in chain.media if item.start < stop)
     return chain.namespace.fingerprint, chain.salt, chain.adapter, media, tuple(chain.tokens[:stop].tolist())
 
 
 class Worker:
-    """One rank's memory, and its stores. A transfer takes effect when `work` is told to: until then, rubbish."""
+    """Memory and stores of one rank. A submitted transfer takes effect when `work` carries it out."""
 
     def __init__(self, rank: int, stores: Sequence[str]) -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ class Worker:
                 memory.update(dict.fromkeys(transfer.targets.tolist(), RUBBISH))
 
     def work(self, lose: Lose | None = None, at: int = 0) -> Report:
-        """Carry out one task, the oldest unless told otherwise."""
+        """Carry out the task at position `at` of the queue and return its report."""
         epoch, task = self.todo[at]
         del self.todo[at]
         if isinstance(task, Drop):
@@ -82,9 +82,9 @@ class Worker:
         store = self.stores[probe.store]
         if probe.keys:
             keys = split_keys(probe.keys)
-            here = b"".join(key for key in keys if key in store)
-            gone = b"".join(key for key in keys if key not in store)
-            return (StoreLookup(probe.store, here, gone, probe.id),)
+            present = b"".join(key for key in keys if key in store)
+            absent = b"".join(key for key in keys if key not in store)
+            return (StoreLookup(probe.store, present, absent, probe.id),)
         keys = sorted(store)
         pages = [StoreLookup(probe.store, b"".join(keys[at : at + 2])) for at in range(0, len(keys), 2)]
         return (*pages, StoreLookup(probe.store, probe_id=probe.id))
@@ -92,20 +92,20 @@ class Worker:
     def _move(self, epoch: int, transfer: TransferRequest, lose: Lose | None) -> Report:
         lost = np.array(lose(transfer, self.rank) if lose else [False] * transfer.num_blocks, np.bool_)
         sources, targets = self._ends(transfer)
-        gone = []
+        absent = []
         for i, (source, target) in enumerate(zip(*self._places(transfer), strict=True)):
             if transfer.route is Route.STORE_TO_HOST and source not in sources:
                 lost[i] = True
-                gone.append(source)
+                absent.append(source)
             elif not lost[i]:
                 assert sources[source] != RUBBISH, f"{transfer.route} read {source} before it was written"
                 targets[target] = sources[source]
         self.done.append(transfer)
         arrived = (~lost).astype(np.uint8).tobytes() if lost.any() else b""
         moved = int((~lost).sum())
-        outcome = TransferResult(transfer.id, not lost.any(), 100 * moved, 0.001 * transfer.num_blocks, "", arrived)
-        presences = (StoreLookup(transfer.source, absent=b"".join(gone)),) if gone else ()
-        return Report(epoch, self.rank, (outcome,), presences)
+        result = TransferResult(transfer.id, not lost.any(), 100 * moved, 0.001 * transfer.num_blocks, "", arrived)
+        lookups = (StoreLookup(transfer.source, absent=b"".join(absent)),) if absent else ()
+        return Report(epoch, self.rank, (result,), lookups)
 
     def _ends(self, transfer: TransferRequest):
         places = {"device": self.device, "host": self.host, **self.stores}
@@ -119,7 +119,7 @@ class Worker:
 
 
 class Lab:
-    """A manager and its workers."""
+    """A manager, its workers and a clock."""
 
     def __init__(
         self,
@@ -147,95 +147,95 @@ class Lab:
     # ---- plans and reports -----------------------------------------------------------------------------------------
 
     def plan(self, seconds: float = 0.0) -> Plan:
-        """Let time pass, hand a plan to all workers."""
+        """Advance the clock and submit a plan to all workers."""
         self.now += seconds
         plan = self.manager.plan(now=self.now)
         for worker in self.workers:
             worker.submit(plan)
         return plan
 
-    def hear(self, count: int = 1 << 30, lose: Lose | None = None) -> None:
-        """The workers' oldest tasks are done, and reported."""
+    def run_workers(self, count: int = 1 << 30, lose: Lose | None = None) -> None:
+        """Carry out the `count` oldest tasks of each worker and apply the reports."""
         for worker in self.workers:
             for _ in range(min(count, len(worker.todo))):
                 self.manager.apply(worker.work(lose))
         self.manager.check()
 
     def settle(self, lose: Lose | None = None) -> None:
-        """Until nothing is left to do."""
+        """Plan and run the workers until there are no tasks left."""
         for _ in range(1000):
             if not self.plan() and not any(worker.todo for worker in self.workers):
                 return
-            self.hear(lose=lose)
-        raise AssertionError("no end")
+            self.run_workers(lose=lose)
+        raise AssertionError("the manager still plans work after 1000 plans")
 
     # ---- a request -------------------------------------------------------------------------------------------------
 
     def fetched(self, chain: Chain, lose: Lose | None = None) -> Prefetch:
-        """A fetch that is over."""
+        """Start a prefetch and return it when it has ended."""
         fetch = self.manager.prefetch(chain, now=self.now)
         assert fetch is not None
         for _ in range(100):
             if fetch.is_over:
                 return fetch
             self.plan()
-            self.hear(lose=lose)
-        raise AssertionError("the fetch has no end")
+            self.run_workers(lose=lose)
+        raise AssertionError("the prefetch did not end")
 
     def start(self, chain: Chain, fetch: Prefetch | None = None, lose: Lose | None = None) -> Allocation:
-        """A request that holds KV, ready to compute; what it was given is checked. None fits: an error."""
+        """Allocate the blocks of a request, load and verify its cached blocks. Fail on a shortage."""
         may_load = True
         while True:
-            hold = self.manager.match(chain, now=self.now, may_load=may_load, prefetch=fetch)
-            shortage = self.manager.allocate(hold, chain.num_tokens)
+            allocation = self.manager.match(chain, now=self.now, may_load=may_load, prefetch=fetch)
+            shortage = self.manager.allocate(allocation, chain.num_tokens)
             assert shortage is None, shortage
             try:
-                while not self.manager.is_ready(hold):
+                while not self.manager.is_ready(allocation):
                     self.plan()
-                    self.hear(lose=lose)
+                    self.run_workers(lose=lose)
                 break
             except LoadError:
-                self.manager.abort(hold)
+                self.manager.abort(allocation)
                 may_load = False
-        self.verify(hold)
-        return hold
+        self.verify(allocation)
+        return allocation
 
-    def verify(self, hold: Allocation) -> None:
-        """Every cached block is what it should be, on every rank."""
+    def verify(self, allocation: Allocation) -> None:
+        """Check the content of every cached block on every rank."""
         for worker in self.workers:
-            for block in range(hold.lease.num_matched):
-                assert worker.device[int(hold.table[block])] == content(hold.chain, block), block
+            for block in range(allocation.lease.num_matched):
+                assert worker.device[int(allocation.table[block])] == content(allocation.chain, block), block
 
-    def compute(self, hold: Allocation) -> None:
-        """All tokens of a request, as one step."""
-        self.manager.on_scheduled(hold, now=self.now)
+    def compute(self, allocation: Allocation) -> None:
+        """Compute all tokens of a request in one step."""
+        self.manager.on_scheduled(allocation, now=self.now)
         for worker in self.workers:
-            for block in range(hold.lease.num_matched, len(hold.table)):
-                worker.device[int(hold.table[block])] = content(hold.chain, block)
-        self.manager.publish(hold, hold.chain.num_tokens, now=self.now)
+            for block in range(allocation.lease.num_matched, len(allocation.table)):
+                worker.device[int(allocation.table[block])] = content(allocation.chain, block)
+        self.manager.publish(allocation, allocation.chain.num_tokens, now=self.now)
 
     def serve(self, chain: Chain, lose: Lose | None = None) -> Allocation:
-        """One request from beginning to end, and all that follows from it; returns its hold, which is over."""
+        """Run a request to its end and settle. Return its finished allocation."""
         fetch = self.fetched(chain, lose) if self.manager.stores else None
-        hold = self.start(chain, fetch, lose)
+        allocation = self.start(chain, fetch, lose)
         if fetch is not None:
             self.manager.end_prefetch(fetch)
-        self.compute(hold)
-        self.manager.finish(hold, now=self.now)
+        self.compute(allocation)
+        self.manager.finish(allocation, now=self.now)
         self.settle(lose)
         self.manager.check()
-        return hold
+        return allocation
 
-    # ---- what is where ---------------------------------------------------------------------------------------------
+    # ---- contents of the tiers -------------------------------------------------------------------------------------
 
     def evict(self, tier: str = "device") -> None:
-        """All that nobody holds leaves a tier."""
+        """Evict all evictable blocks of a tier."""
         tree = self.manager.tree
         found = self.control.tier(tier)
         assert not isinstance(tree.evict(found, found.num_evictable), Shortage)
 
     def num_in(self, tier: str, chain: Chain) -> int:
-        """Blocks of a prompt that can be read from a tier, in the tree; of a store, what the first rank's has."""
+        """Count the blocks of a prompt that are readable in a tier, or in the store of the first rank."""
         if tier in self.worker.stores:
             return sum(key in self.worker.stores[tier] for key in split_keys(chain.keys()))
         lease = self.manager.tree.match(chain)

@@ -1,4 +1,4 @@
-"""What the tests of kvtier.index build: trees, requests, whole lives of requests."""
+"""Builders for the tests of kvtier.index: trees, chains, leases and whole requests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NAMESPACE = Namespace("model", block_tokens=BLOCK)
 
 
 def tree_of(*sizes: int, policy: str = "lru", **options) -> RadixTree:
-    """Tiers of that many slots: device, host, disk."""
+    """Return a tree whose tiers device, host and disk have `sizes` slots."""
     names = ("device", "host", "disk")
     tiers = [Tier(n, BlockPool(names[n], size), lambda: make_policy(policy)) for n, size in enumerate(sizes)]
     return RadixTree(NAMESPACE, tiers, **options)
 
 
 def tokens_of(blocks: Sequence[int]) -> list[int]:
-    """One block of equal ids for each number."""
+    """Return the tokens of one block of equal ids per number."""
     return [block for block in blocks for _ in range(BLOCK)]
 
 
@@ -31,7 +31,7 @@ def chain_of(*blocks: int, **options) -> Chain:
 
 
 def begin(tree: RadixTree, *blocks: int, now: float = 0.0, retention: Retention | None = None, **options) -> Lease:
-    """Match and allocate what is missing; nothing is computed yet."""
+    """Match a chain and allocate its missing blocks without publishing them."""
     chain = chain_of(*blocks, **options)
     lease = tree.match(chain, now=now, retention=retention or Retention())
     slots = tree.allocate(lease, lease.num_missing(chain.num_tokens))
@@ -40,7 +40,7 @@ def begin(tree: RadixTree, *blocks: int, now: float = 0.0, retention: Retention 
 
 
 def run(tree: RadixTree, *blocks: int, now: float = 0.0, retention: Retention | None = None, **options) -> list[int]:
-    """A request from match to release; returns its table."""
+    """Run a request from match to release. Return its table."""
     lease = begin(tree, *blocks, now=now, retention=retention, **options)
     tree.publish(lease, lease.chain.num_tokens, now=now)
     tree.release(lease, now=now)
@@ -48,14 +48,14 @@ def run(tree: RadixTree, *blocks: int, now: float = 0.0, retention: Retention | 
 
 
 def matched(tree: RadixTree, *blocks: int, now: float = 0.0, **options) -> int:
-    """How many blocks a request would find; leaves no trace in the order of use."""
+    """Return the number of matched blocks without counting as a use."""
     lease = tree.match(chain_of(*blocks, **options), now=now)
     tree.release(lease, used=False)
     return lease.num_matched
 
 
 def copy_down(tree: RadixTree, lease: Lease, number: int, first: int = 0, count: int | None = None) -> list[int]:
-    """Copy blocks of a lease's path from the device to a slower tier, all the way."""
+    """Copy blocks of a lease from the device to a slower tier and complete the copy."""
     count = lease.num_blocks - first if count is None else count
     tier = tree.tiers[number]
     slots = tree.reserve(tier, count, lease.chain.salt)
@@ -67,14 +67,14 @@ def copy_down(tree: RadixTree, lease: Lease, number: int, first: int = 0, count:
 
 @dataclass(frozen=True)
 class Path:
-    """The blocks of a lease in order: for each the number of the fastest tier that can be read, and the slot."""
+    """Number of the fastest readable tier and the slot, for each block of a lease in order."""
 
     tiers: np.ndarray
     slots: np.ndarray
 
 
 def path_of(lease: Lease) -> Path:
-    """Return where each block of a lease can be read fastest."""
+    """Return the fastest readable copy of each block of a lease."""
     tiers, slots = [np.empty(0, np.int8)], [np.empty(0, np.int32)]
     for node in reversed(list(upwards(lease.node))):
         numbers = np.full(node.num_blocks, -1, np.int8)
@@ -90,7 +90,7 @@ def path_of(lease: Lease) -> Path:
 
 
 def remove(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int) -> None:
-    """Remove blocks of a lease's path from a tier."""
+    """Remove blocks of a lease from a tier."""
     for node, low, high, _ in transitions.path_parts(lease, first, count):
         tree.remove(tier, node, low, high)
 

@@ -1,4 +1,4 @@
-"""The block index as one object per block, every question answered by a walk: what tests compare kvtier.index with."""
+"""Reference model of the block index: one object per block, every query a walk over all blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Domain = tuple[bytes, bytes]
 
 
 def tenant(salt: bytes) -> bytes:
-    """Whom a salt's blocks count for: the part before a NUL."""
+    """Return the tenant of a salt: the part before a NUL."""
     return salt.split(b"\0")[0]
 
 
@@ -33,7 +33,7 @@ def root_key(namespace: bytes, salt: bytes, adapter: bytes) -> bytes:
 def block_contents(
     tokens: Sequence[int], media: Iterable[tuple[int, int, bytes]] = (), block_tokens: int = BLOCK_TOKENS
 ) -> list[Content]:
-    """The full blocks: their tokens and, relative to the block, every item that shares a token with it."""
+    """Return tokens and overlapping media items of each full block. Item positions are relative to the block."""
     contents = []
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
         span = set(range(start, start + block_tokens))
@@ -51,7 +51,7 @@ def key_of(above: bytes, content: Content) -> bytes:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a request asks for."""
+    """The prompt of a request."""
 
     tokens: tuple[int, ...]
     media: tuple[tuple[int, int, bytes], ...] = ()
@@ -81,7 +81,7 @@ class Block:
     content: Content | None
     domain: Domain
     low: int = 0
-    """Last used between these two logical times: they differ for blocks that were published and never used."""
+    """Bounds of the logical time of the last use. They differ for blocks that were published and never used."""
     high: int = 0
     priority: int = 0
     expires: float = math.inf
@@ -91,7 +91,7 @@ class Block:
 
     @property
     def name(self) -> tuple[Domain, tuple[Content, ...]]:
-        """Salt, adapter and the contents of all blocks from the first to this one."""
+        """Return salt, adapter and the contents of all blocks from the first to this one."""
         contents: list[Content] = []
         at = self
         while at.parent is not None:
@@ -101,7 +101,7 @@ class Block:
         return self.domain, tuple(reversed(contents))
 
     def below(self) -> Iterator[Block]:
-        """This block and all under it."""
+        """Yield this block and all its descendants."""
         yield self
         for child in self.children.values():
             yield from child.below()
@@ -126,7 +126,7 @@ class Holder:
     stopped: str | None = None
     num_matched: int = 0
     unused_blocks: bool = False
-    """It published blocks and did not use its path since."""
+    """True if it published blocks and has not used its path since."""
 
     @property
     def end(self) -> Block:
@@ -138,7 +138,7 @@ class Holder:
 
 
 class Model:
-    """The cache."""
+    """All blocks, leases and quotas."""
 
     def __init__(self, sizes: Sequence[int], *, exact_lru: bool) -> None:
         self.sizes = list(sizes)
@@ -146,11 +146,11 @@ class Model:
         self.roots: dict[Domain, Block] = {}
         self.holders: list[Holder] = []
         self.reserved: list[dict[int, Domain]] = [{} for _ in sizes]
-        """Slots handed out by `reserve` that are in no block yet."""
+        """Slots from `reserve` that do not belong to a block yet."""
         self.quotas: list[dict[bytes, int]] = [{} for _ in sizes]
         self.clock = 0
 
-    # ---- looking ----
+    # ---- queries ----
 
     def blocks(self) -> Iterator[Block]:
         for root in self.roots.values():
@@ -169,7 +169,7 @@ class Model:
         ]
 
     def owners(self, tier: int) -> list[tuple[int, Domain]]:
-        """Every slot of a tier that is not free, with whom it counts for; a slot that comes twice has two owners."""
+        """Return every used slot of a tier with its domain; a slot with two owners occurs twice."""
         found = [
             (copy.slot, block.domain)
             for block in {*self.blocks(), *self.held()}
@@ -192,7 +192,7 @@ class Model:
             for block in self.blocks()
         }
 
-    # ---- a request ----
+    # ---- requests ----
 
     def match(self, spec: Spec, now: float, limit: int, priority: int, ttl: float) -> Holder:
         root = self.roots.setdefault(spec.domain, Block(None, None, spec.domain))
@@ -253,76 +253,78 @@ class Model:
             if block.attached and block not in held and not block.copies:
                 self.forget(block)
 
-    # ---- room ----
+    # ---- eviction ----
 
     def victims_needed(self, tier: int, n: int, salt: bytes) -> list[bytes | None] | None:
-        """Of whom the blocks must be that go for n slots, in order; None if it cannot be done."""
+        """Return the tenant of each eviction that n slots need (None: any tenant), or None for a shortage."""
         salt = tenant(salt)
-        quota, over = self.quotas[tier].get(salt), 0
+        quota, excess = self.quotas[tier].get(salt), 0
         if quota is not None and n:
-            over = max(0, self.used_by(tier, salt) + n - quota)
-            if over > len(self.evictable(tier, salt)):
+            excess = max(0, self.used_by(tier, salt) + n - quota)
+            if excess > len(self.evictable(tier, salt)):
                 return None
         short = n - self.num_free(tier)
         if short > len(self.evictable(tier)):
             return None
-        return [salt] * over + [None] * (short - over)
+        return [salt] * excess + [None] * (short - excess)
 
-    def evict(self, tier: int, whose: list[bytes | None], left: Iterable[tuple[Domain, tuple[Content, ...]]]) -> None:
-        """Blocks left the tier, those named in `left` stayed: some order must explain it, leaves and oldest first."""
+    def evict(self, tier: int, tenants: list[bytes | None], left: Iterable[tuple[Domain, tuple[Content, ...]]]) -> None:
+        """Evict all blocks but `left`, and check that an order with leaves and oldest first leads to them."""
         stayed = set(left)
-        gone = frozenset(block for block in self.blocks() if tier in block.copies and block.name not in stayed)
-        assert len(gone) == len(whose), f"{len(gone)} blocks left tier {tier}, {len(whose)} should have"
+        evicted = frozenset(block for block in self.blocks() if tier in block.copies and block.name not in stayed)
+        assert len(evicted) == len(tenants), (
+            f"{len(evicted)} blocks were evicted from tier {tier}, expected {len(tenants)}"
+        )
         candidates = frozenset(self.evictable(tier))
-        assert gone <= candidates, "a leased block was evicted"
-        assert self._explained(tier, whose, gone, candidates, set()), (
-            f"tier {tier}: no order of eviction explains that these left: "
-            f"{[(block.name, block.low, block.high, block.priority) for block in gone]}, of "
+        assert evicted <= candidates, "a leased block was evicted"
+        assert self._explained(tier, tenants, evicted, candidates, set()), (
+            f"tier {tier}: no order of eviction removes exactly "
+            f"{[(block.name, block.low, block.high, block.priority) for block in evicted]}, of "
             f"{[(block.name, block.low, block.high, block.priority) for block in candidates]}"
         )
-        for block in gone:
+        for block in evicted:
             del block.copies[tier]
-        for block in gone:
+        for block in evicted:
             if not block.copies and block.attached:
                 self.forget(block)
 
-    def _explained(self, tier, whose, gone, candidates, seen) -> bool:
-        if not whose:
-            return not gone
-        if gone in seen:
+    def _explained(self, tier, tenants, evicted, candidates, seen) -> bool:
+        if not tenants:
+            return not evicted
+        if evicted in seen:
             return False
-        seen.add(gone)
+        seen.add(evicted)
         leaves = [
             block
             for block in candidates
-            if whose[0] in (None, tenant(block.domain[0]))
+            if tenants[0] in (None, tenant(block.domain[0]))
             and not any(b in candidates for b in block.below() if b is not block)
         ]
         lowest = min((block.priority for block in leaves), default=0)
         leaves = [block for block in leaves if block.priority == lowest]
         oldest = min((block.high for block in leaves), default=0)
         return any(
-            self._explained(tier, whose[1:], gone - {block}, candidates - {block}, seen)
+            self._explained(tier, tenants[1:], evicted - {block}, candidates - {block}, seen)
             for block in leaves
-            if block in gone and (block.low <= oldest or not self.exact_lru)
+            if block in evicted and (block.low <= oldest or not self.exact_lru)
         )
 
     def forget(self, block: Block) -> int:
-        """A block and all below it leave the tree; what is leased keeps its slots until it is released."""
+        """Remove a block and its descendants from the tree; leased blocks keep their slots until release."""
         held = self.held()
         assert block.parent is not None
         del block.parent.children[block.content]
-        gone = list(block.below())
-        for each in gone:
-            each.attached = False
-            if each not in held:
-                each.copies.clear()
-        return len(gone)
+        removed = list(block.below())
+        for descendant in removed:
+            descendant.attached = False
+            if descendant not in held:
+                descendant.copies.clear()
+        return len(removed)
 
     def expire(self, now: float) -> int:
         held = self.held()
-        over = [block for block in self.blocks() if block.expires <= now and block not in held]
-        return sum(self.forget(block) for block in over if block.attached)
+        expired = [block for block in self.blocks() if block.expires <= now and block not in held]
+        return sum(self.forget(block) for block in expired if block.attached)
 
     def drop(self, spec: Spec, first: int) -> int:
         at = self.roots.get(spec.domain)

@@ -19,10 +19,10 @@ class ReferenceTrace:
     num_blocks: int
     capacities: tuple[int, ...]
     hit_rates: dict[str, list[float]]
-    """By policy, one for each capacity."""
+    """Policy -> hit rate at each capacity."""
     tolerance: float
     ghost_error: float
-    """The error that the ghost states is below this; its sample of a short trace is small."""
+    """Upper bound of the error that the ghost states; a short trace gives a small sample."""
 
     @property
     def requests(self) -> tuple[TraceRequest, ...]:
@@ -40,14 +40,17 @@ def _requests(path: Path) -> tuple[TraceRequest, ...]:
 
 
 def _committed() -> ReferenceTrace:
-    """tests/data/make_trace.py made it."""
+    """Return the trace that tests/data/make_trace.py generates."""
     known = json.loads((DATA / "hits.json").read_text())
     rates = {policy: [hits / known["num_blocks"] for hits in row] for policy, row in known["hits"].items()}
     return ReferenceTrace(DATA / "trace.jsonl", known["num_blocks"], tuple(known["capacities"]), rates, 1e-9, 0.1)
 
 
 def _conversation(path: str) -> ReferenceTrace:
-    """LRU, FIFO with leaves first and Belady with bypass, of an independent simulator, to four digits."""
+    """Return the conversation trace; its rates are from an independent simulator, to four digits.
+
+    The policies are LRU, FIFO with leaves first, and Belady with bypass.
+    """
     rates = {
         "lru": [0.0470, 0.1237, 0.2243, 0.3448, 0.3715, 0.3795],
         "fifo": [0.0470, 0.1209, 0.2189, 0.3426, 0.3704, 0.3794],

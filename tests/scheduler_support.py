@@ -1,4 +1,4 @@
-"""A model of the device for tests of the scheduler: every step must find in its slots exactly its own prefix."""
+"""A simulated device for tests of the scheduler. It checks that the slots of a row hold exactly its prefix."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvtier.scheduler import Request, RequestState, Row, RowResult, Scheduler, S
 
 BLOCK = 4
 WORTHLESS = RowResult((77,), finished=True)
-"""The result of a row whose loads failed. No model says 77."""
+"""Result of a row whose loads failed. The simulated model never samples 77."""
 
 
 class Device:
-    """The tiers as dictionaries: (slot, offset) -> the prefix whose KV was computed there.
+    """Tiers as dictionaries: (slot, offset) -> the prefix whose KV was computed there.
 
-    Transfers take effect, or fail, when `move` is told to: until then their target holds rubbish.
+    Transfers take effect, or fail, in `move`. Until then their targets hold rubbish.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Device:
         self.planned: list[tuple[int, TransferRequest]] = []
 
     def move(self, scheduler: Scheduler, count: int = 1000, *, ok: bool = True) -> None:
-        """Carry out the oldest transfers, and report them."""
+        """Carry out the `count` oldest transfers and report them."""
         for epoch, transfer in self.planned[:count]:
             if ok:
                 source, target = (self.host, self.kv) if transfer.source == "host" else (self.kv, self.host)
@@ -42,7 +42,7 @@ class Device:
     def run(
         self, step: Step, finish: set[str] = frozenset(), *, scheduler: Scheduler | None = None, ok: bool = True
     ) -> list[RowResult]:
-        """Compute a step. Loads it waits for layer by layer are carried out, or fail, and are reported first."""
+        """Compute a step. Its loads are carried out, or fail, and are reported before it."""
         for transfer in step.plan.transfers:
             self.planned.append((step.plan.epoch, transfer))
             for slot in transfer.targets.tolist():
@@ -57,14 +57,14 @@ class Device:
 
     def _load(self, scheduler: Scheduler, ids: Sequence[int], *, ok: bool) -> None:
         chosen = [each for each in self.planned if each[1].id in ids]
-        assert len(chosen) == len(ids), "a step waits for loads that are in no plan, or over"
+        assert len(chosen) == len(ids), "a step waits for loads that are not planned or have ended"
         self.planned = [*chosen, *(each for each in self.planned if each[1].id not in ids)]
         self.move(scheduler, len(chosen), ok=ok)
 
     def _compute(self, row: Row, finish: set[str]) -> RowResult:
         request, table = row.request, row.request.allocation.table.tolist()
         tokens = (*request.chain.tokens.tolist(), *request.draft)
-        for position in range(row.first):  # everything before must be there, computed from this very prefix
+        for position in range(row.first):  # all earlier KV must be of this prefix
             assert self.kv[table[position // BLOCK], position % BLOCK] == tokens[: position + 1]
         for position in range(row.first, row.stop):
             self.kv[table[position // BLOCK], position % BLOCK] = tokens[: position + 1]
@@ -83,11 +83,12 @@ class Device:
 
 
 def next_token(prefix: tuple[int, ...]) -> int:
-    """What the model says after a prefix."""
+    """Return the token that the simulated model generates after a prefix."""
     return zlib.crc32(repr(prefix).encode()) % 3
 
 
 def alone(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return the tokens that a request generates without other requests."""
     tokens = prompt
     for _ in range(count):
         tokens += (next_token(tokens),)
@@ -111,7 +112,7 @@ def request(
 
 
 def run(scheduler: Scheduler, device: Device, steps: int = 1000, *, check: bool = True) -> int:
-    """Until there is nothing to do; returns the steps taken."""
+    """Run steps until there is no work. Return the number of steps."""
     for taken in range(steps):
         had_work = scheduler.has_work()
         step = scheduler.schedule(float(taken))
@@ -121,14 +122,14 @@ def run(scheduler: Scheduler, device: Device, steps: int = 1000, *, check: bool 
             scheduler.check()
         if not had_work and not step.plan:
             return taken
-    raise AssertionError("no end")
+    raise AssertionError(f"the scheduler still has work after {steps} steps")
 
 
 def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> None:
-    """Check what holds for every step; `ran` are the requests that ran before it was chosen."""
+    """Check the invariants of a step. `ran` are the requests that were running before it."""
     limits, rows = scheduler.config, step.rows
     if step.controls:
-        assert not rows, "a control may change what was chosen"
+        assert not rows, "a step with controls has no rows: a control may change the choice"
         return
     assert step.num_tokens == sum(row.num_tokens for row in rows) <= limits.max_step_tokens
     assert len({row.request.id for row in rows}) == len(rows)
@@ -145,13 +146,13 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
     assert all(request.state is RequestState.REFUSED and request.reason for request in step.refused)
     assert all(request.prefetch is None for request in step.refused)
     places = [(row.request not in ran, row.request in ran and not row.request.is_generating) for row in rows]
-    assert places == sorted(places), "generating first, then prompts that were begun, then new ones"
+    assert places == sorted(places), "order: generating requests, started prompts, new prompts"
     if step.preempted:
-        assert all(row.request in ran for row in rows), "a request was admitted beside one that was preempted"
+        assert all(row.request in ran for row in rows), "a step with a preemption admitted a request"
     elif step.num_tokens < limits.max_step_tokens:
-        assert all(row.wants_token for row in rows), "a prompt was cut though there was room in the step"
-        idle = [each for each in ran if each in scheduler.running and each not in [row.request for row in rows]]
-        assert all(each.allocation.is_loading for each in idle) or scheduler.manager.transfers.in_flight
+        assert all(row.wants_token for row in rows), "a prompt was cut although the step had room"
+        idle = [other for other in ran if other in scheduler.running and other not in [row.request for row in rows]]
+        assert all(other.allocation.is_loading for other in idle) or scheduler.manager.transfers.in_flight
 
 
 def _verify_row(row: Row) -> None:

@@ -1,10 +1,10 @@
-"""A writer of a DiskStore that is killed with -9, and what may be there afterwards.
+"""A process that writes to a DiskStore until it is killed with SIGKILL, and a check of the store afterwards.
 
-python storage_crash.py FOLDER WORKLOAD            the process that is killed; started by Victim, below
+python storage_crash.py FOLDER WORKLOAD            the writing process; started by Victim, below
 
-It reads "go SEED SYNC" lines. For each it forks a writer, so that a round costs no start of Python, and says "pid N"
-and, when that writer is dead, "dead". The writer says "trying NUMBER VERSION .." before and "stored NUMBER VERSION .."
-after each call that reported all of it stored.
+It reads lines "go SEED SYNC". For each it forks a writer, which saves the start of Python, prints "pid N" and, when the
+writer is dead, "dead". The writer prints "trying NUMBER VERSION .." before each write and "stored NUMBER VERSION .."
+after each write that reported all objects stored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUMBERS = 48
 
 @dataclass(frozen=True)
 class Workload:
-    """What is written, and the store it is written to: with room for all of it, so that nothing is evicted."""
+    """Object sizes and limits of a store that has room for all objects, so that nothing is evicted."""
 
     sizes: tuple[int, ...]
     max_bytes: int
@@ -46,28 +46,28 @@ WORKLOADS = {
 }
 
 
-def say(*words: object) -> None:
+def write_line(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-def write_for_ever(folder: str, workload: Workload, seed: int, sync: Sync) -> None:
+def write_until_killed(folder: str, workload: Workload, seed: int, sync: Sync) -> None:
     rng, version = random.Random(seed), seed * 1_000_000
     store = workload.open(folder, sync)
     while True:
         numbers = rng.sample(range(NUMBERS), rng.randint(1, 6))
         version += 1
-        told = [word for number in numbers for word in (number, version)]
+        words = [word for number in numbers for word in (number, version)]
         if rng.random() < 0.1:
-            say("dropping", *told)
+            write_line("dropping", *words)
             store.remove([key_of(number) for number in numbers])
             continue
-        say("trying", *told)
+        write_line("trying", *words)
         if store.write([write_of(number, workload.size_of(number), version) for number in numbers]).ok:
-            say("stored", *told)
+            write_line("stored", *words)
 
 
 class Victim:
-    """The process, and what it has said: number -> the versions that may be there after its death."""
+    """The writing process. `possible` maps each number to the versions that may be stored after a kill."""
 
     def __init__(self, folder: Path, workload: str = "small") -> None:
         self.folder, self.workload = folder, WORKLOADS[workload]
@@ -80,10 +80,10 @@ class Victim:
         self.num_stored = 0
 
     def kill_after(self, num_lines: int, spin_ns: int, seed: int, sync: Sync) -> None:
-        """Let it write, kill it a moment after it has said so many lines, take in what it said."""
+        """Start a writer, kill it `spin_ns` after it has printed `num_lines` lines, and read the rest of its output."""
         print("go", seed, sync.value, file=self._process.stdin, flush=True)
         word, pid = self._process.stdout.readline().split()
-        while word != "pid":  # the child may speak before its parent
+        while word != "pid":  # the child may print before its parent
             self._take(word, pid)
             word, pid = self._process.stdout.readline().split()
         for _ in range(num_lines):
@@ -96,18 +96,18 @@ class Victim:
             self._take(*line)
 
     def inspect(self) -> Damage:
-        """Open what it left, read everything, take what is there for what must be there from now on."""
+        """Open the store, read all objects, and expect the versions that were read from now on."""
         store = self.workload.open(self.folder)
         lost = corrupt = found = 0
         for number, possible in self.possible.items():
             room = bytearray(self.workload.size_of(number))
             outcome = store.read_into([Read(key_of(number), LABEL, room)])[0]
-            there = {v for v in possible if v is not None and payload_of(number, len(room), v) == room}
+            matching = {v for v in possible if v is not None and payload_of(number, len(room), v) == room}
             found += outcome.ok
-            corrupt += not ((outcome.ok and there) or outcome.status is ObjectStatus.MISSING)
+            corrupt += not ((outcome.ok and matching) or outcome.status is ObjectStatus.MISSING)
             lost += not outcome.ok and None not in possible
-            self.possible[number] = there if outcome.ok else {None}
-        check_disk(store)  # every slot is an object's or free
+            self.possible[number] = matching if outcome.ok else {None}
+        check_disk(store)  # every slot is free or has an object
         damage = Damage(
             found, lost, corrupt + store.stats.num_quarantined, store.stats.num_evicted, self._leaked(store)
         )
@@ -115,7 +115,7 @@ class Victim:
         return damage
 
     def _leaked(self, store: DiskStore) -> int:
-        """Bytes in the folder that are none of the store's."""
+        """Return the bytes in the folder that the store does not count."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and path.name != "LOCK"]
         return sum(path.stat().st_size for path in files) - store.stats.used_bytes
 
@@ -135,13 +135,13 @@ class Victim:
 
 @dataclass(frozen=True)
 class Damage:
-    """What a killed writer left behind: all but the first must be 0."""
+    """Result of an inspection: all but `found` must be 0."""
 
     found: int
     lost: int
-    """Reported stored, and not there."""
+    """Objects that were reported stored and are missing."""
     corrupt: int
-    """Bytes that nobody wrote, or objects that are visible and damaged."""
+    """Objects with bytes that were never written, and damaged objects."""
     evicted: int
     leaked_bytes: int
 
@@ -155,10 +155,10 @@ def main() -> None:
         _, seed, sync = line.split()
         pid = os.fork()
         if not pid:
-            write_for_ever(sys.argv[1], WORKLOADS[sys.argv[2]], int(seed), Sync(sync))
-        say("pid", pid)
+            write_until_killed(sys.argv[1], WORKLOADS[sys.argv[2]], int(seed), Sync(sync))
+        write_line("pid", pid)
         os.waitpid(pid, 0)
-        say("dead")
+        write_line("dead")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A DiskStore on a disk that loses, when the power fails, any part of what was not synced."""
+"""A DiskStore on a simulated disk that loses random unsynced data in a power failure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvtier.storage import DiskStore, Read, Sync
 from storage_support import LABEL, SimulatedDisk, check_disk, get, key_of, payload_of, write_of
 
 Call = tuple[str, list[int], int]
-"""What is done, to which numbers, with how many bytes each."""
+"""Name of the call, numbers of the objects, bytes per object."""
 
 
 class Versions:
-    """What was ever written under each number, and the last of it."""
+    """Sizes of all versions that were written, by number."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, list[int]] = {number: [] for number in range(12)}
@@ -27,7 +27,7 @@ class Versions:
         return write_of(number, nbytes, len(self.sizes[number]) - 1)
 
     def check_read(self, store: DiskStore, number: int) -> int | None:
-        """The version that is there, after checking that every byte is that version's; None if it is not there."""
+        """Read an object, check its bytes and return its version, or None if it is missing."""
         for version, nbytes in reversed([*enumerate(self.sizes[number])]):
             outcome, room = get(store, number, nbytes)
             if not outcome.ok:
@@ -37,14 +37,17 @@ class Versions:
                 continue
             matching = [v for v, n in enumerate(self.sizes[number]) if n == nbytes]
             found = [v for v in matching if payload_of(number, nbytes, v) == room]
-            assert found, f"bytes that nobody wrote under {number}, version at most {version}"
+            assert found, f"object {number} has bytes that were never written, last version {version}"
             return found[-1]
         return None
 
 
 class PowerFailure:
-    """Runs calls on a simulated disk until, before its n-th operation, the power fails: `left` is what the next process
-    finds. `durable` is what had been reported durable then: number -> version, None for what was reported removed."""
+    """Runs calls on a simulated disk until the power fails before its operation `at`.
+
+    `left` is the disk after the failure. `durable` maps the numbers whose state was reported durable before it to their
+    version, None for removed objects.
+    """
 
     def __init__(self, folder: str, room: int, sync: Sync, at: int, seed: int) -> None:
         self.disk, self.versions, self.left = SimulatedDisk(), Versions(), None
@@ -60,15 +63,15 @@ class PowerFailure:
             self.fail()
 
     def restart(self, sync: Sync) -> None:
-        """Open the store on the disk as it is; it is closed or killed before."""
+        """Open the store on the current disk. The previous store is closed or killed."""
         self.store = DiskStore(self.folder, self.room, files=self.disk, sync=sync, **self._settings)
 
     def fail(self, keep: float = 0.5) -> None:
-        """Each unsynced part is kept with this probability."""
+        """Fail the power. Each unsynced part is kept with probability `keep`."""
         self.left = self.disk.after_crash(lambda: self._random.random() < keep)
 
     def kill(self) -> None:
-        """End the store without a sync, as kill -9 does: what it wrote is with the operating system."""
+        """End the store without a sync, like SIGKILL: its writes remain in the page cache."""
         self.disk.before = _refuse_sync
         with contextlib.suppress(StoreError):
             self.store.close()
@@ -80,16 +83,16 @@ class PowerFailure:
             return
         if call == "write":
             results = self.store.write([self.versions.next_write(n, nbytes) for n in numbers])
-            told = {n: len(self.versions.sizes[n]) - 1 for n, o in zip(numbers, results, strict=True) if o.ok}
+            reported = {n: len(self.versions.sizes[n]) - 1 for n, o in zip(numbers, results, strict=True) if o.ok}
         else:
             results = self.store.remove([key_of(n) for n in numbers])
-            told = dict.fromkeys(numbers)
-        for number in numbers:  # in doubt while the call ran, and after it unless it says better
+            reported = dict.fromkeys(numbers)
+        for number in numbers:  # unknown during the call, and after it unless it is durable
             self.durable.pop(number, None)
         if self.left is None and results.is_durable:
-            self.durable |= told
+            self.durable |= reported
         kept = {n: v for n, v in self.durable.items() if v is None or self.store.contains([key_of(n)])[0].ok}
-        self.durable = kept  # evicted: neither here nor there
+        self.durable = kept  # evicted objects do not count
 
     def reopen(self) -> DiskStore:
         return DiskStore(self.folder, self.room, files=self.left, **self._settings)
@@ -104,11 +107,11 @@ class PowerFailure:
         self.store.close()
 
     def inspect(self) -> Checked:
-        """Open what is left, read everything, then see that there is room for everything again."""
+        """Open the store after the failure, read all objects, then check that all can be written again."""
         store = self.reopen()
         found = lost = refilled = 0
         for number in range(12):
-            version = self.versions.check_read(store, number)  # raises at a wrong byte
+            version = self.versions.check_read(store, number)  # fails on a wrong byte
             found += version is not None
             if number in self.durable:
                 lost += not same_bytes(self.versions, number, version, self.durable[number])
@@ -130,17 +133,17 @@ def _refuse_sync(operation: str, _: int) -> None:
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found after the power failed."""
+    """Result of an inspection after a power failure."""
 
     found: int
     durable: int
-    """Objects that were reported stored or removed for good."""
+    """Objects that were reported durably stored or removed."""
     lost: int
-    """Of those, the ones that are not so."""
+    """Durable objects in another state than reported."""
     refilled: int
-    """Of 12 objects that were written anew, the ones that are there."""
+    """Objects found after 12 were written again."""
     leaked_bytes: int
-    """Set aside for good, though nothing was damaged."""
+    """Quarantined bytes, although nothing was damaged."""
 
 
 def same_bytes(versions: Versions, number: int, found: int | None, expected: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""What tests of stores need: objects, a store that fails on demand, and a disk that loses what was not synced."""
+"""Support for tests of stores: objects, a store with injected faults, and a simulated disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def key_of(number: int) -> bytes:
 
 
 def payload_of(number: int, nbytes: int = 5000, version: int = 0) -> bytes:
-    """Bytes that tell which object they belong to, wherever one looks."""
+    """Return a payload that repeats a digest of its object, so that every part identifies the object."""
     unit = hashlib.sha256(b"payload %d %d" % (number, version)).digest()
     return (unit * (nbytes // len(unit) + 1))[:nbytes]
 
@@ -52,7 +52,7 @@ def put(store: Store, *numbers: int, nbytes: int = 5000, version: int = 0) -> Re
 
 
 def get(store: Store, number: int, nbytes: int = 5000, label: Label = LABEL) -> tuple[ObjectResult, bytes]:
-    """The outcome, and what is in memory then; it was all 0xEE before."""
+    """Read an object into memory filled with 0xEE. Return the result and the memory."""
     room = bytearray(b"\xee" * nbytes)
     results = store.read_into([Read(key_of(number), label, room)])
     return results[0], bytes(room)
@@ -101,7 +101,7 @@ def all_keys(store: Store, limit: int = 3) -> list[bytes]:
 
 
 def resealed(data: bytes, at: int, value: bytes) -> bytes:
-    """A record or superblock with other bytes in it and the CRC that belongs to them."""
+    """Return a record or superblock with changed bytes and a matching CRC."""
     changed = bytearray(data)
     changed[at : at + len(value)] = value
     changed[-4:] = struct.pack("<I", zlib.crc32(changed[:-4]))
@@ -109,7 +109,7 @@ def resealed(data: bytes, at: int, value: bytes) -> bytes:
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that tests set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -120,19 +120,18 @@ class Clock:
 
 @dataclass
 class Fault:
-    """What goes wrong with one call: an error, the whole deadline gone, or stored objects damaged before it."""
+    """Fault of one call: an error, a hang until the deadline, or damage of stored objects before the call."""
 
     error: str = ""
     hangs: bool = False
     flip_bit: int | None = None
     cut_to: int | None = None
     only: Callable[[bytes], bool] = lambda _: True
-    """The keys it happens to."""
+    """True for the keys that are affected."""
 
 
 class FaultyStore:
-    """A MemoryStore with a fault for each call, until there are no more. A hang costs its deadline on the clock, which
-    nobody sits out."""
+    """A MemoryStore that applies the next fault to each call. A hang advances the clock by its deadline."""
 
     def __init__(
         self, inner: MemoryStore, faults: Iterable[Fault] = (), clock: Clock | None = None, timeout_s: float = 10.0
@@ -190,7 +189,7 @@ class FaultyStore:
 
 @dataclass
 class Node:
-    """A file: what is on the disk for sure, and what was written since and may be there or not."""
+    """A file: its durable content, its current content, and the writes since the last sync."""
 
     durable: bytearray = field(default_factory=bytearray)
     current: bytearray = field(default_factory=bytearray)
@@ -207,9 +206,9 @@ def apply(data: bytearray, offset: int, written: bytes | None) -> None:
 
 
 class SimulatedDisk:
-    """Files in memory that forget, in a crash, any part of what was not synced: the file operations of a DiskStore.
+    """File operations of a DiskStore on files in memory, which lose random unsynced data in a crash.
 
-    Names are changed by (operation, name, node or other name); they, too, are lost unless the folder is synced.
+    `pending_names` lists the unsynced changes of the folder as (operation, name, node or new name).
     """
 
     def __init__(self, names: dict[str, Node] | None = None, capacity: int = 1 << 30) -> None:
@@ -219,7 +218,7 @@ class SimulatedDisk:
         self.capacity = capacity
         self.num_operations = 0
         self.before: Callable[[str, int], object] = lambda *_: None
-        """Called with each operation and its number; it may raise, or wait."""
+        """Called before each operation with its name and number; it may raise or wait."""
         self._open: dict[int, Node] = {}
         self._direct: set[int] = set()
         self._next = 1000
@@ -312,7 +311,7 @@ class SimulatedDisk:
         return self.capacity - sum(len(node.current) for node in self.names.values())
 
     def after_crash(self, keep: Callable[[], bool]) -> SimulatedDisk:
-        """The disk as the next process may find it: of what was not synced, `keep` decides each name and sector."""
+        """Return the disk after a crash. `keep` decides for each unsynced name and sector."""
         with self._lock:
             names = dict(self.durable_names)
             for operation, name, what in self.pending_names:
@@ -328,7 +327,7 @@ class SimulatedDisk:
 
 
 def _name(path: str) -> str:
-    """A file of the store's folder, or of the quarantine in it."""
+    """Return the name of a file in the folder of the store or in its quarantine."""
     place = Path(path)
     return f"quarantine/{place.name}" if place.parent.name == "quarantine" else place.name
 

@@ -1,4 +1,4 @@
-"""Writes traces in Mooncake's format."""
+"""Writer of traces in Mooncake's format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.replay import TRACE_BLOCK_TOKENS, TraceRequest
 
 
 def write_trace(requests: Iterable[TraceRequest], path: str | Path) -> int:
-    """Write requests in Mooncake's format; returns how many. Compressed if the name says so."""
+    """Write requests in Mooncake's format, compressed according to the suffix. Return their number."""
     lines = []
     for request in requests:
         if request.block_tokens != TRACE_BLOCK_TOKENS:

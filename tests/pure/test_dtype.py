@@ -75,7 +75,7 @@ def test_unpacked_dtype_item_bytes(name):
 
 @pytest.mark.parametrize(
     ("name", "count", "nbytes"),
-    # the first three are those that truncating sizes would allocate a byte short
+    # sizes rounded down would be one byte short for the first three
     [("u4", 3, 2), ("u2", 5, 2), ("fp4", 1, 1), ("u2", 4, 1), ("u4", 0, 0), ("bf16", 3, 6), ("u64", 2, 16)],
 )
 def test_byte_sizes_round_up(name, count, nbytes):

@@ -16,8 +16,8 @@ def run_python(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def tree_in_the_docstring() -> dict[str, set[str]]:
-    """Class name -> names of its bases, as errors.py draws them."""
+def docstring_tree() -> dict[str, set[str]]:
+    """Return class name -> names of its bases, from the tree in the docstring of errors.py."""
     tree: dict[str, set[str]] = {}
     open_branches: list[tuple[int, str]] = []
     for line in errors.__doc__.splitlines():
@@ -33,7 +33,7 @@ def tree_in_the_docstring() -> dict[str, set[str]]:
     return tree
 
 
-TREE = tree_in_the_docstring()
+TREE = docstring_tree()
 
 
 def test_decision_packages_import_without_torch():

@@ -1,4 +1,4 @@
-"""Layouts: every offset and size, against sums done the long way."""
+"""Offsets and sizes of layouts against plain sums."""
 
 import json
 
@@ -76,10 +76,10 @@ def test_layer_groups_cover_layers_in_order(sizes, piece, least):
     runs = group.layer_groups(None, piece, least)
     assert [layer for run in runs for layer in run] == list(range(len(sizes)))
     assert all(runs)
-    wanted = min(len(sizes), max(least, group.block_bytes // piece))
-    assert len(runs) <= wanted
+    num_groups = min(len(sizes), max(least, group.block_bytes // piece))
+    assert len(runs) <= num_groups
     first = group.span(runs[0]).nbytes
-    assert first * wanted <= group.block_bytes or len(runs[0]) == 1 or len(runs) == 1
+    assert first * num_groups <= group.block_bytes or len(runs[0]) == 1 or len(runs) == 1
 
 
 def test_equal_layers_form_equal_groups():

@@ -1,4 +1,4 @@
-"""Metrics: what is rendered is read back by prometheus_client's own parser; counts and quantiles against numpy."""
+"""Metrics against the parser and the counters of prometheus_client; quantiles against numpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ values = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Every sample of an exposition, as prometheus_client reads it."""
+    """Return every sample of an exposition as parsed by prometheus_client."""
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -39,7 +39,7 @@ def test_render_text_format():
     loads = registry.histogram("load_seconds", "Loads.", ("tier",), (0.1, 1)).of("host")
     for seconds in (0.1, 0.2, 7):
         loads.observe(seconds)
-    registry.gauge("empty", "Nobody counted yet.", ("tier",))
+    registry.gauge("empty", "No value yet.", ("tier",))
     assert registry.render() == (
         "# HELP hits_total Tokens\\nfound \\\\ used.\n"
         "# TYPE hits_total counter\n"
@@ -55,7 +55,7 @@ def test_render_text_format():
         'load_seconds_bucket{tier="host",le="+Inf"} 3\n'
         'load_seconds_sum{tier="host"} 7.3\n'
         'load_seconds_count{tier="host"} 3\n'
-        "# HELP empty Nobody counted yet.\n"
+        "# HELP empty No value yet.\n"
         "# TYPE empty gauge\n"
     )
 
@@ -88,12 +88,12 @@ def test_rendered_values_are_parsed_by_prometheus_client(text, counts, level, ob
 
 def test_values_equal_prometheus_client():
     theirs, ours = CollectorRegistry(), Registry()
-    told = np.random.default_rng(0).lognormal(-4, 3, 500)
+    observed = np.random.default_rng(0).lognormal(-4, 3, 500)
     their_counter = TheirCounter("a_total", "A.", ["x"], registry=theirs)
     our_counter = ours.counter("a_total", "A.", ["x"])
     their_histogram = TheirHistogram("b", "B.", buckets=SECONDS, registry=theirs)
     our_histogram = ours.histogram("b", "B.").of()
-    for i, value in enumerate(told):
+    for i, value in enumerate(observed):
         their_counter.labels(str(i % 3)).inc(value)
         our_counter.of(str(i % 3)).add(value)
         their_histogram.observe(value)
@@ -147,7 +147,7 @@ def test_before_render_updates_external_counter():
     assert samples(registry.render())["e_total", frozenset()] == 3
     elsewhere["total"] = 7
     registry.render()
-    elsewhere["total"] = 0  # a store that was opened again counts from zero
+    elsewhere["total"] = 0  # a reopened store counts from zero
     assert samples(registry.render())["e_total", frozenset()] == 7
 
 

@@ -1,4 +1,4 @@
-"""docs/security.md names tests that exist, and limits with the defaults that the server and its command have."""
+"""docs/security.md names existing tests, and its limits equal the defaults of the server and its command."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ LIMITS = {limit.name: limit.default for limit in fields(Limits)}
 
 
 def written(name, value):
-    """A default as the pages write it."""
+    """Format a default as in the pages."""
     if name.endswith("_seconds"):
         return f"{value:g} s"
     for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -29,7 +29,7 @@ def written(name, value):
 
 @pytest.fixture(scope="module")
 def options():
-    """The options of `kvtier serve`, with their defaults."""
+    """Options of `kvtier serve` with their defaults."""
     commands = Parser().add_subparsers(parser_class=Parser)
     add_commands(commands)
     return {flag: action.default for action in commands.choices["serve"]._actions for flag in action.option_strings}
@@ -64,6 +64,6 @@ def test_operating_guide_has_the_same_defaults(options):
     limits = re.findall(r"^\| `\w+` \| ([^|]+?) \| `(--[a-z-]+)` *\|", SECURITY, re.MULTILINE)
     defaults = {flag: default for default, flag in limits}
     rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]+?) \|", OPERATING.partition("## Limits")[2], re.MULTILINE)
-    there = {flag: default for flag, default in rows if flag in options}
-    assert there
-    assert there == {flag: defaults[flag].removesuffix(" s") for flag in there}
+    documented = {flag: default for flag, default in rows if flag in options}
+    assert documented
+    assert documented == {flag: defaults[flag].removesuffix(" s") for flag in documented}

@@ -1,4 +1,4 @@
-"""What operators do to prompts and tiers, on the deciding side: exactly that, and nothing to anybody else."""
+"""CacheAdmin: drop, demote, save, pin, quotas and resizing, and that other prompts are not affected."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvtier.messages import Route
 SYSTEM = [7] * 8  # two blocks
 
 
-def asked(number: int, num_blocks: int = 3) -> Chain:
-    """A prompt with the system's blocks before its own."""
+def with_system(number: int, num_blocks: int = 3) -> Chain:
+    """Return a prompt that begins with the blocks of SYSTEM."""
     return chain_of(*SYSTEM, *([number] * (num_blocks * BLOCK)), 1)
 
 
 def shared() -> Lab:
-    """Two prompts of five blocks, two of them shared, in all three tiers."""
+    """Return a lab with two prompts of five blocks in all three tiers; two of the blocks are shared."""
     lab = Lab(40, host=HostConfig(40), stores=[disk()])
-    lab.serve(asked(1))
-    lab.serve(asked(2))
+    lab.serve(with_system(1))
+    lab.serve(with_system(2))
     assert len(lab.worker.stores["disk"]) == 8
     return lab
 
@@ -31,7 +31,7 @@ def in_tiers(lab: Lab, chain: Chain) -> list[int]:
     return [lab.num_in(tier, chain) for tier in ("device", "host", "disk")]
 
 
-def carry_out(lab: Lab) -> None:
+def settle(lab: Lab) -> None:
     lab.settle()
     lab.manager.check()
 
@@ -41,49 +41,50 @@ def carry_out(lab: Lab) -> None:
 
 def test_drop_removes_prompt_and_keeps_shared_blocks():
     lab = shared()
-    assert lab.control.drop(asked(1)) == 3
-    carry_out(lab)
-    assert in_tiers(lab, asked(1)) == [2, 2, 2]
-    assert in_tiers(lab, asked(2)) == [5, 5, 5]
+    assert lab.control.drop(with_system(1)) == 3
+    settle(lab)
+    assert in_tiers(lab, with_system(1)) == [2, 2, 2]
+    assert in_tiers(lab, with_system(2)) == [5, 5, 5]
 
 
 def test_drop_removes_continuations():
     lab = shared()
-    longer = Chain(lab.manager.namespace, [*asked(1).tokens[:-1].tolist(), *[5] * 9])
+    longer = Chain(lab.manager.namespace, [*with_system(1).tokens[:-1].tolist(), *[5] * 9])
     lab.serve(longer)
     assert in_tiers(lab, longer) == [7, 7, 7]
-    assert lab.control.drop(asked(1)) == 5
-    carry_out(lab)
+    assert lab.control.drop(with_system(1)) == 5
+    settle(lab)
     assert in_tiers(lab, longer) == [2, 2, 2]
 
 
 def test_drop_of_shared_prefix_removes_all():
     lab = shared()
     assert lab.control.drop(chain_of(*SYSTEM)) == 8
-    carry_out(lab)
+    settle(lab)
     assert lab.worker.stores["disk"] == {}
 
 
 @pytest.mark.parametrize(
-    "chain", [chain_of(1, 2), chain_of(*[8] * 20), asked(3), chain_of(*SYSTEM, 9, 9, 9, 9, 9), prompt(1, 2, salt=b"x")]
+    "chain",
+    [chain_of(1, 2), chain_of(*[8] * 20), with_system(3), chain_of(*SYSTEM, 9, 9, 9, 9, 9), prompt(1, 2, salt=b"x")],
 )
 def test_drop_of_absent_prompt_keeps_other_prompts(chain):
     lab = shared()
     assert lab.control.drop(chain) == 0
-    carry_out(lab)
-    assert in_tiers(lab, asked(1)) == [5, 5, 5]
-    assert in_tiers(lab, asked(2)) == [5, 5, 5]
+    settle(lab)
+    assert in_tiers(lab, with_system(1)) == [5, 5, 5]
+    assert in_tiers(lab, with_system(2)) == [5, 5, 5]
 
 
 def test_drop_of_stored_prompt_keeps_shared_blocks():
     lab = shared()
     lab.evict("device")
     lab.evict("host")
-    lab.serve(asked(2))
-    lab.control.drop(asked(1))
-    carry_out(lab)
-    assert in_tiers(lab, asked(1)) == [2, 2, 2]
-    assert in_tiers(lab, asked(2)) == [5, 5, 5]
+    lab.serve(with_system(2))
+    lab.control.drop(with_system(1))
+    settle(lab)
+    assert in_tiers(lab, with_system(1)) == [2, 2, 2]
+    assert in_tiers(lab, with_system(2)) == [5, 5, 5]
 
 
 def test_drop_after_reset_removes_only_that_prompt():
@@ -92,7 +93,7 @@ def test_drop_after_reset_removes_only_that_prompt():
     lab.manager.reset()
     lab.control.drop(prompt(5, 3))
     lab.control.drop(chain_of(1, 2, 3))  # no full block
-    carry_out(lab)
+    settle(lab)
     assert lab.num_in("disk", prompt(5, 3)) == 0
     assert len(lab.worker.stores["disk"]) == 8
 
@@ -104,29 +105,29 @@ def test_drop_of_partly_evicted_prompt_removes_the_rest():
     for tier in tree.tiers:
         tree.evict(tier, 2)
     assert lab.control.drop(prompt(1, 6)) == 4
-    carry_out(lab)
+    settle(lab)
     assert in_tiers(lab, prompt(1, 6)) == [0, 0, 0]
 
 
 def test_drop_of_prompt_in_use_keeps_its_blocks():
     lab = shared()
-    hold = lab.start(asked(1))
-    lab.control.drop(asked(1))
-    lab.verify(hold)
-    lab.compute(hold)
-    lab.manager.finish(hold)
-    carry_out(lab)
-    assert in_tiers(lab, asked(1)) == [2, 2, 2]
+    allocation = lab.start(with_system(1))
+    lab.control.drop(with_system(1))
+    lab.verify(allocation)
+    lab.compute(allocation)
+    lab.manager.finish(allocation)
+    settle(lab)
+    assert in_tiers(lab, with_system(1)) == [2, 2, 2]
     assert lab.control.tier("device").pool.num_used == 5
 
 
 def test_clear_stores_keeps_memory():
     lab = shared()
     lab.control.clear_stores()
-    carry_out(lab)
+    settle(lab)
     assert lab.worker.stores["disk"] == {}
     assert lab.manager.stores["disk"].num_known == 0
-    assert in_tiers(lab, asked(1)) == [5, 5, 0]
+    assert in_tiers(lab, with_system(1)) == [5, 5, 0]
 
 
 # ---- demote, save, pin ---------------------------------------------------------------------------------------------
@@ -134,18 +135,18 @@ def test_clear_stores_keeps_memory():
 
 def test_demote_frees_device_and_keeps_shared_blocks():
     lab = shared()
-    assert lab.control.demote(asked(1)) == 3
-    assert in_tiers(lab, asked(1)) == [2, 5, 5]
-    assert in_tiers(lab, asked(2)) == [5, 5, 5]
-    assert lab.start(asked(1)).tokens_from == {"host": 3 * BLOCK, "device": 2 * BLOCK}
+    assert lab.control.demote(with_system(1)) == 3
+    assert in_tiers(lab, with_system(1)) == [2, 5, 5]
+    assert in_tiers(lab, with_system(2)) == [5, 5, 5]
+    assert lab.start(with_system(1)).tokens_from == {"host": 3 * BLOCK, "device": 2 * BLOCK}
 
 
-@pytest.mark.parametrize("chain", [chain_of(*[8] * 20), asked(3), chain_of(1, 2)])
+@pytest.mark.parametrize("chain", [chain_of(*[8] * 20), with_system(3), chain_of(1, 2)])
 def test_demote_of_absent_prompt_keeps_other_prompts(chain):
     lab = shared()
     lab.control.demote(chain)
-    assert in_tiers(lab, asked(1)) == [5, 5, 5]
-    assert in_tiers(lab, asked(2)) == [5, 5, 5]
+    assert in_tiers(lab, with_system(1)) == [5, 5, 5]
+    assert in_tiers(lab, with_system(2)) == [5, 5, 5]
 
 
 def test_demote_without_host_copy_frees_nothing():
@@ -160,13 +161,13 @@ def test_save_ignores_write_policy(policy):
     never = WritebackConfig(policy, min_uses=9, low_share=0.0)
     lab = Lab(20, host=HostConfig(20, saving=never), stores=[disk(saving=never)])
     lab.serve(prompt(1, 4))
-    hold = lab.start(prompt(2, 4))
-    lab.compute(hold)
+    allocation = lab.start(prompt(2, 4))
+    lab.compute(allocation)
     for _ in range(2):
         lab.control.save(prompt(1, 4))
         while lab.control.plan_saves(0.0) or lab.manager.transfers.in_flight:
             lab.plan()
-            lab.hear()
+            lab.run_workers()
     assert in_tiers(lab, prompt(1, 4)) == [4, 4, 4]
     assert in_tiers(lab, prompt(2, 4)) == [4, 0, 0]
 
@@ -175,8 +176,8 @@ def test_save_all_stores_blocks_under_their_keys():
     never = WritebackConfig(WritePolicy.BACK, low_share=0.0)
     lab = Lab(40, host=HostConfig(40, saving=never), stores=[disk(saving=never)])
     chains = [
-        asked(1),
-        asked(2),
+        with_system(1),
+        with_system(2),
         prompt(1, 3, salt=b"tenant"),
         prompt(1, 3, adapter=b"lora"),
         prompt(1, 3, media=[MediaItem(5, 2, b"a cat")]),
@@ -188,14 +189,14 @@ def test_save_all_stores_blocks_under_their_keys():
         lab.control.save_all()
         while lab.control.plan_saves(0.0) or lab.manager.transfers.in_flight:
             lab.plan()
-            lab.hear()
+            lab.run_workers()
     for chain in chains:
         assert lab.num_in("disk", chain) == chain.num_blocks
-    again = Lab(40, stores=[disk()], workers=lab.workers)
-    again.settle()
-    for chain in chains:  # and a new process finds each, right
-        hold = again.start(chain, again.fetched(chain))
-        assert hold.num_cached_tokens == chain.num_blocks * BLOCK
+    reopened = Lab(40, stores=[disk()], workers=lab.workers)
+    reopened.settle()
+    for chain in chains:
+        allocation = reopened.start(chain, reopened.fetched(chain))
+        assert allocation.num_cached_tokens == chain.num_blocks * BLOCK
 
 
 def test_pin_keeps_prompt_in_memory():
@@ -213,7 +214,7 @@ def test_pin_keeps_prompt_in_memory():
 
 def test_pin_outlives_reset_and_frees_slots_at_unpin():
     lab = shared()
-    pin = lab.manager.pin(asked(1))
+    pin = lab.manager.pin(with_system(1))
     lab.manager.reset()
     lab.manager.check()
     assert lab.control.tier("device").pool.num_used == 5
@@ -233,9 +234,9 @@ def test_quota_limits_each_tier_of_its_tenant():
     for number in range(4):
         lab.serve(prompt(number, 4, salt=b"small"))
         lab.serve(prompt(number, 2, salt=b"other"))
-    for name, most in (("device", 5), ("host", 4)):
+    for name, quota in (("device", 5), ("host", 4)):
         used = lab.control.tier(name).used_by
-        assert used[b"small"] <= most
+        assert used[b"small"] <= quota
         assert used[b"other"] == 8
     lab.control.set_quota("host", b"small", None)
     lab.serve(prompt(8, 4, salt=b"small"))
@@ -247,7 +248,7 @@ def test_vacate_empties_device_and_keeps_host_blocks():
     lab.control.vacate("device")
     lab.manager.check()
     assert lab.control.tier("device").pool.num_used == 0
-    assert lab.start(asked(1)).tokens_from == {"host": 5 * BLOCK, "device": 0}
+    assert lab.start(with_system(1)).tokens_from == {"host": 5 * BLOCK, "device": 0}
 
 
 @pytest.mark.parametrize(("tier", "size"), [("device", 6), ("device", 60), ("host", 3), ("host", 50)])
@@ -258,21 +259,21 @@ def test_resize_keeps_blocks_that_fit(tier, size):
     pool = lab.control.tier(tier).pool
     assert pool.num_slots == size
     assert pool.num_used == min(8, size)
-    lab.serve(asked(1))
+    lab.serve(with_system(1))
     assert (pool.free_slots() < size).all()
 
 
 def test_resize_while_in_use_raises():
     lab = Lab(20)
-    hold = lab.start(prompt(1, 4))
+    allocation = lab.start(prompt(1, 4))
     with pytest.raises(StateError, match="1 requests hold"):
         lab.control.resize("device", 30)
-    lab.compute(hold)
-    lab.manager.finish(hold)
+    lab.compute(allocation)
+    lab.manager.finish(allocation)
     assert lab.plan().transfers[0].route is Route.DEVICE_TO_HOST
     with pytest.raises(StateError, match="in flight"):
         lab.control.vacate("host")
-    lab.hear()
+    lab.run_workers()
     lab.control.vacate("host")
     with pytest.raises(RangeError, match="got 0"):
         lab.control.resize("device", 0)
@@ -284,24 +285,24 @@ def test_reset_keeps_stores():
     lab = shared()
     lab.manager.reset()
     assert lab.manager.stats.tiers[0].num_used == 0
-    assert lab.serve(asked(1)).tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}
+    assert lab.serve(with_system(1)).tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}
 
 
 @pytest.mark.parametrize("how", ["drop", "reset"])
 @pytest.mark.parametrize("tier", ["device", "host"])
-@pytest.mark.parametrize("who", ["pin", "fetch"])
-def test_resize_vacates_leases_outside_the_tree(how, tier, who):
+@pytest.mark.parametrize("holder", ["pin", "prefetch"])
+def test_resize_vacates_leases_outside_the_tree(how, tier, holder):
     lab = shared()
-    lease = lab.manager.pin(asked(2)) if who == "pin" else lab.fetched(asked(2))
+    lease = lab.manager.pin(with_system(2)) if holder == "pin" else lab.fetched(with_system(2))
     if how == "drop":
-        lab.control.drop(asked(2))
+        lab.control.drop(with_system(2))
     else:
         lab.manager.reset()
     lab.settle()
     lab.control.resize(tier, 2)
     lab.manager.check()
     assert lab.control.tier(tier).pool.num_slots == 2
-    end = lab.manager.unpin if who == "pin" else lab.manager.end_prefetch
+    end = lab.manager.unpin if holder == "pin" else lab.manager.end_prefetch
     end(lease)
     lab.manager.check()
     lab.evict("device")

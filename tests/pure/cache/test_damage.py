@@ -1,4 +1,4 @@
-"""Host blocks that changed by themselves: no copies any more, and nothing else is lost."""
+"""Reports of damaged host slots: the damaged blocks are removed, all others stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def slots_of(lab: Lab, chain, first: int, stop: int) -> np.ndarray:
     return slots
 
 
-def tell(lab: Lab, slots: np.ndarray, rank: int = 0) -> None:
+def report_damage(lab: Lab, slots: np.ndarray, rank: int = 0) -> None:
     lab.manager.apply(Report(lab.manager.transfers.epoch, rank, damaged=slot_bytes(slots)))
     lab.manager.check()
 
@@ -26,10 +26,10 @@ def test_damaged_host_block_is_miss_and_prefix_still_hits():
     chain = prompt(1, 5)
     lab.serve(chain)
     lab.evict()
-    tell(lab, slots_of(lab, chain, 2, 3))
+    report_damage(lab, slots_of(lab, chain, 2, 3))
     assert lab.num_in("host", chain) == 2
     assert lab.manager.num_damaged == 1
-    assert lab.serve(chain).lease.num_matched == 2  # and serve checks what it is given
+    assert lab.serve(chain).lease.num_matched == 2  # serve checks the contents
     assert lab.num_in("host", chain) == 5
 
 
@@ -37,7 +37,7 @@ def test_damaged_host_block_is_saved_again_from_device():
     lab = Lab(12)
     chain = prompt(1, 5)
     lab.serve(chain)
-    tell(lab, slots_of(lab, chain, 0, 5))
+    report_damage(lab, slots_of(lab, chain, 0, 5))
     assert (lab.num_in("host", chain), lab.num_in("device", chain)) == (0, 5)
     lab.control.save(chain)
     lab.settle()
@@ -49,7 +49,7 @@ def test_damaged_host_block_is_fetched_again_from_store():
     chain = prompt(1, 5)
     lab.serve(chain)
     lab.evict()
-    tell(lab, slots_of(lab, chain, 1, 4))
+    report_damage(lab, slots_of(lab, chain, 1, 4))
     assert lab.num_in("host", chain) == 1
     assert lab.serve(chain).lease.num_matched == 5
     assert lab.num_in("host", chain) == 5
@@ -61,31 +61,31 @@ def test_damaged_block_is_kept_while_it_is_read():
     lab.serve(chain)
     lab.evict()
     slots = slots_of(lab, chain, 0, 2)
-    hold = lab.manager.match(chain)
-    assert lab.manager.allocate(hold, chain.num_tokens) is None
-    tell(lab, slots)
+    allocation = lab.manager.match(chain)
+    assert lab.manager.allocate(allocation, chain.num_tokens) is None
+    report_damage(lab, slots)
     assert lab.manager.num_damaged == 0
     lab.plan()
-    lab.hear()
-    tell(lab, slots)
+    lab.run_workers()
+    report_damage(lab, slots)
     assert lab.manager.num_damaged == 2
-    assert lab.manager.is_ready(hold)
-    lab.manager.abort(hold)
+    assert lab.manager.is_ready(allocation)
+    lab.manager.abort(allocation)
     assert lab.num_in("device", chain) == 5
 
 
 def test_damage_in_written_or_free_slots_is_ignored():
     lab = Lab(12)
     chain = prompt(1, 5)
-    hold = lab.start(chain)
-    lab.compute(hold)
-    lab.plan()  # the saves are on their way
-    tell(lab, np.arange(20, dtype=np.int32))
-    lab.hear()
+    allocation = lab.start(chain)
+    lab.compute(allocation)
+    lab.plan()  # the saves are in flight
+    report_damage(lab, np.arange(20, dtype=np.int32))
+    lab.run_workers()
     assert lab.num_in("host", chain) == 5
-    lab.manager.finish(hold)
+    lab.manager.finish(allocation)
     lab.evict("host")
-    tell(lab, np.arange(20, dtype=np.int32))
+    report_damage(lab, np.arange(20, dtype=np.int32))
     assert lab.manager.num_damaged == 0
 
 
@@ -93,5 +93,5 @@ def test_damage_on_one_rank_removes_block():
     lab = Lab(12, num_ranks=2)
     chain = prompt(1, 5)
     lab.serve(chain)
-    tell(lab, slots_of(lab, chain, 4, 5), rank=1)
+    report_damage(lab, slots_of(lab, chain, 4, 5), rank=1)
     assert lab.num_in("host", chain) == 4

@@ -1,7 +1,6 @@
 """Defects of FastDeploy's Cache Manager V1 that need all tiers; tests/ancestors.toml lists every defect.
 
-fix_N is fix N of its commit message, C N a defect that was left; both lists are in our notes. The index' part is in
-tests/pure/index/test_fastdeploy_defects.py.
+The defects of the index are in tests/pure/index/test_fastdeploy_defects.py.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ def scheduler_of(lab: Lab, **limits) -> Scheduler:
 
 
 def run(lab: Lab, scheduler: Scheduler, steps: int = 100) -> list:
-    """Steps until nobody waits or runs; returns them."""
-    taken = []
+    """Run steps until the scheduler has no work. Return the steps."""
+    done = []
     for _ in range(steps):
         lab.now += 0.1
         step = scheduler.schedule(lab.now)
-        taken.append(step)
+        done.append(step)
         for worker in lab.workers:
             worker.submit(step.plan)
             for row in step.rows:
                 for block in range(row.first // BLOCK, -(-row.stop // BLOCK)):
                     worker.device[int(row.request.allocation.table[block])] = content(row.request.chain, block)
         scheduler.update(step, [RowResult((5,) if row.wants_token else ()) for row in step.rows], lab.now)
-        lab.hear()
+        lab.run_workers()
         scheduler.check()
         if not scheduler.has_work():
-            return taken
-    raise AssertionError("no end")
+            return done
+    raise AssertionError(f"the scheduler still has work after {steps} steps")
 
 
 def test_loaded_blocks_are_evictable_again():
@@ -60,7 +59,7 @@ def test_loaded_blocks_are_evictable_again():
         for number in (1, 2):
             lab.serve(prompt(number, 3))
             device = lab.control.tier("device")
-            assert device.num_evictable == device.pool.num_used  # nobody runs: all of it can go
+            assert device.num_evictable == device.pool.num_used  # no request runs
     assert lab.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks >= 9
 
 
@@ -72,8 +71,8 @@ def test_manager_has_every_method_its_callers_use():
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == name
         }
         assert called
-        made = CacheManager(Lab().manager.namespace, CacheConfig(4))
-        assert [each for each in sorted(called) if not hasattr(made, each)] == []
+        manager = CacheManager(Lab().manager.namespace, CacheConfig(4))
+        assert [method for method in sorted(called) if not hasattr(manager, method)] == []
 
 
 def test_other_image_is_other_block_in_all_tiers():
@@ -81,17 +80,17 @@ def test_other_image_is_other_block_in_all_tiers():
     cat, dog = (prompt(1, 4, media=[MediaItem(5, 2, name)]) for name in (b"cat", b"dog"))
     lab.serve(cat)
     lab.manager.reset()
-    assert lab.serve(dog).num_cached_tokens == BLOCK  # what stands before the image
+    assert lab.serve(dog).num_cached_tokens == BLOCK  # the block before the image
     assert lab.serve(cat).num_cached_tokens == 4 * BLOCK
 
 
 def test_config_fields_are_defined_once():
-    """But for what each tier has of its own: its size, policy, saving and watermark."""
+    """Only the size, policy, saving and watermark exist once per tier."""
     own = {"num_blocks", "policy", "saving", "free_share"}
     places: dict[str, list[str]] = {}
     for config in (CacheConfig, HostConfig, StoreConfig, WritebackConfig, SchedulerConfig):
-        for each in dataclasses.fields(config):
-            places.setdefault(each.name, []).append(config.__name__)
+        for field in dataclasses.fields(config):
+            places.setdefault(field.name, []).append(config.__name__)
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in own} == {}
 
 
@@ -111,8 +110,8 @@ def test_preemption_and_its_save_are_in_the_same_step():
     lab = Lab(6, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=1.0)))
     scheduler = scheduler_of(lab, max_rows=2, max_step_tokens=16)
     requests = [Request("first", prompt(1, 2), 12), Request("second", prompt(2, 2), 12)]
-    for each in requests:
-        scheduler.add(each, lab.now)
+    for request in requests:
+        scheduler.add(request, lab.now)
     steps = run(lab, scheduler)
     preempted = [step for step in steps if step.preempted]
     assert [step.preempted for step in preempted] != []
@@ -122,34 +121,39 @@ def test_preemption_and_its_save_are_in_the_same_step():
 
 
 def test_request_pickles_without_the_tree():
-    """With a hold on ten thousand blocks, among many others; what it holds stays behind."""
+    """The request holds ten thousand blocks; its allocation and prefetch are not pickled."""
     lab = Lab(11_000)
     chain = chain_of(*(number % 50_000 for number in range(10_000 * BLOCK)), 1)
-    hold = lab.manager.match(chain)
-    lab.manager.allocate(hold, chain.num_tokens)
-    lab.manager.on_scheduled(hold)
-    lab.manager.publish(hold, chain.num_tokens)
+    allocation = lab.manager.match(chain)
+    lab.manager.allocate(allocation, chain.num_tokens)
+    lab.manager.on_scheduled(allocation)
+    lab.manager.publish(allocation, chain.num_tokens)
     request = Request("r", chain_of(*chain.tokens.tolist()), 5, priority=3)
-    request.allocation, request.state = hold, RequestState.RUNNING
+    request.allocation, request.state = allocation, RequestState.RUNNING
     limit = sys.getrecursionlimit()
     data = pickle.dumps(request)
     assert sys.getrecursionlimit() == limit
     assert len(data) < 4 * chain.num_tokens + 1000
-    again = pickle.loads(data)
-    assert (again.allocation, again.prefetch) == (None, None)
-    assert (again.id, again.priority, again.max_new_tokens, again.num_prompt_tokens) == ("r", 3, 5, chain.num_tokens)
-    assert np.array_equal(again.chain.tokens, chain.tokens)
-    assert request.allocation is hold
-    lab.manager.finish(hold)
+    copied = pickle.loads(data)
+    assert (copied.allocation, copied.prefetch) == (None, None)
+    assert (copied.id, copied.priority, copied.max_new_tokens, copied.num_prompt_tokens) == (
+        "r",
+        3,
+        5,
+        chain.num_tokens,
+    )
+    assert np.array_equal(copied.chain.tokens, chain.tokens)
+    assert request.allocation is allocation
+    lab.manager.finish(allocation)
 
 
 def test_reset_leaves_no_old_slot_in_any_queue():
-    """Saves that were queued, planned and under way: none names a slot after the reset, none frees another's."""
+    """Saves that were queued, planned or in flight before the reset neither write nor free a slot after it."""
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(max_blocks=2)), stores=[disk()])
-    hold = lab.start(prompt(1, 8))
-    lab.compute(hold)
+    allocation = lab.start(prompt(1, 8))
+    lab.compute(allocation)
     lab.plan()
-    lab.manager.finish(hold)
+    lab.manager.finish(allocation)
     lab.manager.reset()
     other = lab.start(prompt(2, 8))
     lab.compute(other)
@@ -164,9 +168,9 @@ def test_reset_leaves_no_old_slot_in_any_queue():
 def test_num_leases_does_not_depend_on_stores(stores):
     lab = Lab(20, stores=[disk(f"store{i}") for i in range(stores)])
     lab.serve(prompt(1, 4))
-    hold = lab.start(prompt(1, 4))
-    assert lab.manager.tree.num_leases == 1 + (hold.source is not None)
-    lab.manager.abort(hold)
+    allocation = lab.start(prompt(1, 4))
+    assert lab.manager.tree.num_leases == 1 + (allocation.source is not None)
+    lab.manager.abort(allocation)
     assert lab.manager.tree.num_leases == 0
 
 
@@ -179,23 +183,23 @@ def test_serving_logs_nothing_per_block(caplog):
 
 
 def test_table_of_blocks_from_three_tiers_is_in_order():
-    """Host before device before host before store: Lab checks each block by its position."""
+    """Blocks alternate between host and device and end in the store. Lab checks each block by its position."""
     lab = Lab(40, host=HostConfig(40, saving=WritebackConfig(WritePolicy.BACK, low_share=0.0)), stores=[disk()])
     chain = prompt(1, 8)
     for key, block in zip(range(0, 8 * 32, 32), range(8), strict=True):
         lab.worker.stores["disk"][chain.keys()[key : key + 32]] = content(chain, block)
     lab.settle()
-    hold = lab.start(prompt(1, 6), lab.fetched(prompt(1, 6)))
-    lab.compute(hold)
-    lab.manager.finish(hold)
+    allocation = lab.start(prompt(1, 6), lab.fetched(prompt(1, 6)))
+    lab.compute(allocation)
+    lab.manager.finish(allocation)
     tree, device = lab.manager.tree, lab.control.tier("device")
-    for first in (0, 4):  # holes on the device, where the host has the blocks
+    for first in (0, 4):  # blocks that only the host has
         lease = tree.match(chain, max_blocks=first + 1)
         tree.release(lease, used=False)
         tree.remove(device, lease.node, lease.node.num_blocks - 1, lease.node.num_blocks)
     fetch = lab.fetched(chain)
-    hold = lab.start(chain, fetch)
-    assert hold.tokens_from == {"disk": 2 * BLOCK, "host": 2 * BLOCK, "device": 4 * BLOCK}
+    allocation = lab.start(chain, fetch)
+    assert allocation.tokens_from == {"disk": 2 * BLOCK, "host": 2 * BLOCK, "device": 4 * BLOCK}
 
 
 def test_unscheduled_request_leaves_no_lease_in_any_tier():
@@ -205,9 +209,9 @@ def test_unscheduled_request_leaves_no_lease_in_any_tier():
     running = lab.start(prompt(2, 3))
     for _ in range(5):
         fetch = lab.fetched(prompt(1, 4))
-        hold = lab.manager.match(prompt(1, 4), prefetch=fetch)
-        assert isinstance(lab.manager.allocate(hold, 17), Shortage)
-        lab.manager.abort(hold)
+        allocation = lab.manager.match(prompt(1, 4), prefetch=fetch)
+        assert isinstance(lab.manager.allocate(allocation, 17), Shortage)
+        lab.manager.abort(allocation)
         lab.manager.end_prefetch(fetch)
     assert lab.manager.tree.num_leases == 1
     lab.manager.abort(running)
@@ -226,7 +230,7 @@ def test_aborted_requests_do_not_count_as_uses():
 
 
 def test_save_and_load_through_same_host_slots():
-    """A full host and a full device: what comes up and what goes down want the same slots at the same time."""
+    """Host and device are full, so that loads and saves of one step need the same slots."""
     lab = Lab(8, host=HostConfig(4))
     for turn in range(12):
         lab.serve(prompt(turn % 3, 4))
@@ -248,10 +252,10 @@ def test_recomputed_block_is_not_saved_again():
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
-    hold = lab.manager.match(prompt(1, 4), may_load=False)
-    lab.manager.allocate(hold, 17)
-    lab.compute(hold)
-    lab.manager.finish(hold)
+    allocation = lab.manager.match(prompt(1, 4), may_load=False)
+    lab.manager.allocate(allocation, 17)
+    lab.compute(allocation)
+    lab.manager.finish(allocation)
     lab.settle()
     assert lab.num_in("device", prompt(1, 4)) == 4
     assert [move.route for move in lab.worker.done] == [Route.DEVICE_TO_HOST]
@@ -259,12 +263,12 @@ def test_recomputed_block_is_not_saved_again():
 
 def test_allocation_ends_once():
     lab = Lab(20)
-    hold = lab.start(prompt(1, 2))
-    lab.manager.finish(hold)
-    for again in (lab.manager.finish, lab.manager.abort, lab.manager.preempt, lab.manager.is_ready):
+    allocation = lab.start(prompt(1, 2))
+    lab.manager.finish(allocation)
+    for end in (lab.manager.finish, lab.manager.abort, lab.manager.preempt, lab.manager.is_ready):
         with pytest.raises(StateError, match="ended"):
-            again(hold)
-    assert isinstance(hold, Allocation)
+            end(allocation)
+    assert isinstance(allocation, Allocation)
     lab.manager.check()
 
 
@@ -274,10 +278,10 @@ def test_match_stops_before_block_being_fetched():
     lab.manager.reset()
     fetch = lab.manager.prefetch(prompt(1, 4))
     lab.plan()
-    hold = lab.manager.match(prompt(1, 4))
-    assert hold.num_cached_tokens == 0
-    lab.manager.abort(hold)
-    lab.hear()
+    allocation = lab.manager.match(prompt(1, 4))
+    assert allocation.num_cached_tokens == 0
+    lab.manager.abort(allocation)
+    lab.run_workers()
     lab.manager.end_prefetch(fetch)
     assert lab.manager.tree.num_leases == 0
     assert lab.control.tier("host").num_evictable == 4

@@ -1,4 +1,4 @@
-"""Fetches: from asking to over, whoever else wants the same, whatever fails, is dropped or reset meanwhile."""
+"""Prefetches from stores: phases, concurrent requests, failures, drops, resets and ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvtier.messages import Probe, Report, Route, StoreLookup, TransferResult, s
 
 
 def stored(chain: Chain, num_blocks: int | None = None) -> dict[bytes, object]:
-    """A store's content that has the beginning of a prompt."""
+    """Return the content of a store that has the first blocks of a prompt."""
     return {key: content(chain, block) for block, key in enumerate(split_keys(chain.keys(num_blocks)))}
 
 
-def lab_with(*chains: Chain, config=None, **options) -> Lab:
-    """A cache that was started on a store with these prompts in it, whose inventory is known."""
+def lab_with_stored(*chains: Chain, config=None, **options) -> Lab:
+    """Return a lab whose store has these prompts and whose manager has read the inventory."""
     lab = Lab(**{"num_blocks": 20, "stores": [config or disk()], **options})
     for chain in chains:
         lab.worker.stores["disk"].update(stored(chain))
@@ -29,7 +29,7 @@ def fetches(lab: Lab) -> list[int]:
     return [transfer.num_blocks for transfer in lab.worker.done if transfer.route is Route.STORE_TO_HOST]
 
 
-# ---- its life ------------------------------------------------------------------------------------------------------
+# ---- phases --------------------------------------------------------------------------------------------------------
 
 
 def test_prefetch_waits_for_all_inventory_pages():
@@ -44,7 +44,7 @@ def test_prefetch_waits_for_all_inventory_pages():
     assert [len(page.present) // 32 for page in pages] == [2, 2, 1, 0]
     for page in pages[:-1]:
         lab.manager.apply(Report(0, 0, lookups=(page,)))
-        assert not lab.plan().transfers  # more may come
+        assert not lab.plan().transfers  # more pages may follow
     assert lab.manager.stores["disk"].num_known == 5
     lab.manager.apply(Report(0, 0, lookups=pages[-1:]))
     assert [transfer.num_blocks for transfer in lab.plan().transfers] == [5]
@@ -58,42 +58,42 @@ def test_prefetch_probes_then_transfers_then_is_over():
     (probe,) = lab.plan().probes
     assert probe.keys == chain.keys(5)
     assert not lab.manager.is_prefetched(fetch)
-    lab.hear()
+    lab.run_workers()
     assert not lab.manager.is_prefetched(fetch)
     (move,) = lab.plan().transfers
     assert (move.route, move.source, move.target, move.keys) == (Route.STORE_TO_HOST, "disk", "host", probe.keys)
-    lab.hear()
+    lab.run_workers()
     assert lab.manager.is_prefetched(fetch)
     assert fetch.num_fetched == {"disk": 5}
-    hold = lab.start(chain, fetch)
-    assert hold.tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}
+    allocation = lab.start(chain, fetch)
+    assert allocation.tokens_from == {"disk": 5 * BLOCK, "host": 0, "device": 0}
     lab.manager.end_prefetch(fetch)
     with pytest.raises(StateError, match="ended already"):
         lab.manager.end_prefetch(fetch)
 
 
 def test_prefetch_of_unknown_blocks_is_over_immediately():
-    lab = lab_with(prompt(1, 4))
+    lab = lab_with_stored(prompt(1, 4))
     assert lab.manager.prefetch(prompt(2, 4)).is_over
     assert lab.manager.prefetch(chain_of(1, 1)).is_over  # no full block
     assert Lab(20).manager.prefetch(prompt(2, 4)) is None
 
 
 def test_prefetch_leaves_last_token_to_compute():
-    """Four full blocks, the last token of which must be computed."""
-    lab = lab_with(chain_of(*[1] * 16))
+    """The prompt ends with a full block, whose last token must be computed."""
+    lab = lab_with_stored(chain_of(*[1] * 16))
     assert lab.fetched(chain_of(*[1] * 16)).num_fetched == {"disk": 3}
 
 
 def test_prefetch_skips_blocks_in_memory():
-    lab = lab_with(prompt(1, 8))
+    lab = lab_with_stored(prompt(1, 8))
     lab.serve(prompt(1, 3))
     assert fetches(lab) == [3]
     lab.evict("device")
     fetch = lab.fetched(prompt(1, 8))
     assert fetches(lab) == [3, 5]
-    hold = lab.start(prompt(1, 8), fetch)
-    assert hold.tokens_from == {"disk": 5 * BLOCK, "host": 3 * BLOCK, "device": 0}
+    allocation = lab.start(prompt(1, 8), fetch)
+    assert allocation.tokens_from == {"disk": 5 * BLOCK, "host": 3 * BLOCK, "device": 0}
 
 
 def test_tokens_from_names_each_tier():
@@ -101,12 +101,12 @@ def test_tokens_from_names_each_tier():
     lab.worker.stores["near"].update(stored(prompt(1, 10), 6))
     lab.worker.stores["far"].update(stored(prompt(1, 10)))
     lab.settle()
-    lab.manager.abort(lab.start(prompt(1, 2), lab.fetched(prompt(1, 2))))  # two are on the device now
+    lab.manager.abort(lab.start(prompt(1, 2), lab.fetched(prompt(1, 2))))  # now two blocks are on the device
     fetch = lab.fetched(prompt(1, 5))
     assert fetch.num_fetched == {"near": 3}
-    hold = lab.start(prompt(1, 5), fetch)
-    assert hold.tokens_from == {"near": 3 * BLOCK, "host": 0, "device": 2 * BLOCK}
-    lab.compute(hold)
+    allocation = lab.start(prompt(1, 5), fetch)
+    assert allocation.tokens_from == {"near": 3 * BLOCK, "host": 0, "device": 2 * BLOCK}
+    lab.compute(allocation)
     assert {tier.name: tier.hit_tokens for tier in lab.manager.stats.tiers} == {
         "device": 2 * BLOCK,
         "host": 0,
@@ -124,78 +124,78 @@ def test_prefetch_takes_missing_blocks_from_next_store():
     lab.settle()
     fetch = lab.fetched(prompt(1, 9))
     parts = [(move.source, move.num_blocks) for move in lab.worker.done]
-    assert parts == [("near", 2), ("far", 6)]  # far goes on as far as it can; the ninth is nowhere
+    assert parts == [("near", 2), ("far", 6)]  # no store has the ninth block
     assert fetch.num_fetched == {"near": 2, "far": 6}
     lab.start(prompt(1, 9), fetch)
 
 
 def test_empty_prefetch_holds_nothing_and_is_retried():
-    """Those that wait must not keep memory from those that run; what they lose by it comes back from the store."""
+    """A waiting request must not hold memory that running ones need; evicted blocks are fetched again."""
     lab = Lab(20, stores=[disk()])
     lab.serve(prompt(1, 6))
     waiting = lab.fetched(prompt(1, 6))
-    assert waiting.num_blocks == 0  # all of it is in memory
+    assert waiting.num_blocks == 0  # all blocks are in memory
     lab.evict("device")
     lab.evict("host")
     assert lab.num_in("device", prompt(1, 6)) == lab.num_in("host", prompt(1, 6)) == 0
-    hold = lab.manager.match(prompt(1, 6), prefetch=waiting)
-    assert hold.num_cached_tokens == 0
-    assert lab.manager.retry_prefetch(waiting, hold)
-    lab.manager.abort(hold)
+    allocation = lab.manager.match(prompt(1, 6), prefetch=waiting)
+    assert allocation.num_cached_tokens == 0
+    assert lab.manager.retry_prefetch(waiting, allocation)
+    lab.manager.abort(allocation)
     while not lab.manager.is_prefetched(waiting):
         lab.plan()
-        lab.hear()
-    hold = lab.start(prompt(1, 6), waiting)
-    assert hold.tokens_from == {"disk": 6 * BLOCK, "host": 0, "device": 0}
-    assert not lab.manager.retry_prefetch(waiting, hold)
+        lab.run_workers()
+    allocation = lab.start(prompt(1, 6), waiting)
+    assert allocation.tokens_from == {"disk": 6 * BLOCK, "host": 0, "device": 0}
+    assert not lab.manager.retry_prefetch(waiting, allocation)
     lab.manager.end_prefetch(waiting)
-    lab.manager.abort(hold)
+    lab.manager.abort(allocation)
     lab.manager.check()
 
 
 def test_prefetch_is_not_retried_if_no_store_has_the_blocks():
-    lab = lab_with(prompt(1, 3))
+    lab = lab_with_stored(prompt(1, 3))
     waiting = lab.fetched(prompt(2, 3))
-    hold = lab.manager.match(prompt(2, 3), prefetch=waiting)
-    assert not lab.manager.retry_prefetch(waiting, hold)
-    lab.manager.abort(hold)
+    allocation = lab.manager.match(prompt(2, 3), prefetch=waiting)
+    assert not lab.manager.retry_prefetch(waiting, allocation)
+    lab.manager.abort(allocation)
     lab.manager.end_prefetch(waiting)
 
 
 def test_retried_prefetch_waits_for_host_room():
-    lab = lab_with(prompt(1, 4), prompt(2, 4), host=HostConfig(4))
+    lab = lab_with_stored(prompt(1, 4), prompt(2, 4), host=HostConfig(4))
     first = lab.fetched(prompt(1, 4))
     assert first.num_fetched == {"disk": 4}
     second = lab.fetched(prompt(2, 4))
     assert second.num_blocks == 0  # no room
-    hold = lab.manager.match(prompt(2, 4), prefetch=second)
-    assert lab.manager.retry_prefetch(second, hold)
-    lab.manager.abort(hold)
+    allocation = lab.manager.match(prompt(2, 4), prefetch=second)
+    assert lab.manager.retry_prefetch(second, allocation)
+    lab.manager.abort(allocation)
     lab.plan()
     assert not lab.manager.is_prefetched(second)
     lab.manager.end_prefetch(first)
     while not lab.manager.is_prefetched(second):
         lab.plan()
-        lab.hear()
+        lab.run_workers()
     assert second.num_fetched == {"disk": 4}
     lab.manager.end_prefetch(second)
     lab.manager.check()
 
 
-# ---- others --------------------------------------------------------------------------------------------------------
+# ---- concurrent prefetches -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("longer", [0, 3])
 def test_concurrent_prefetches_of_same_blocks_share_transfer(longer):
-    lab = lab_with(prompt(1, 4 + longer))
+    lab = lab_with_stored(prompt(1, 4 + longer))
     first, second = prompt(1, 4), prompt(1, 4 + longer)
     one, two = lab.manager.prefetch(first), lab.manager.prefetch(second)
     lab.plan()
     assert not two.is_over
-    lab.hear()
+    lab.run_workers()
     lab.plan()
     assert one.is_over
-    lab.hear()
+    lab.run_workers()
     lab.plan()
     assert two.is_over
     assert fetches(lab) == [4] + [longer] * bool(longer)
@@ -204,26 +204,26 @@ def test_concurrent_prefetches_of_same_blocks_share_transfer(longer):
 
 
 def test_waiting_for_another_prefetch_evicts_nothing():
-    lab = lab_with(prompt(1, 5), prompt(2, 5), num_blocks=20, host=HostConfig(10))
+    lab = lab_with_stored(prompt(1, 5), prompt(2, 5), num_blocks=20, host=HostConfig(10))
     lab.serve(prompt(2, 5))
     lab.evict("device")
     one, two = lab.manager.prefetch(prompt(1, 5)), lab.manager.prefetch(prompt(1, 5))
     for _ in range(3):
         lab.plan()
     assert lab.num_in("host", prompt(2, 5)) == 5
-    lab.hear()
+    lab.run_workers()
     lab.plan()
     assert one.is_over
     assert two.is_over
 
 
 def test_prefetch_ends_when_awaited_prefetch_fails():
-    """The first found nothing and waits for its turn with its lease on the hole: nobody waits for that."""
-    lab = lab_with(prompt(1, 4))
+    """The first prefetch found no block and still leases the gap; the second must not wait for it."""
+    lab = lab_with_stored(prompt(1, 4))
     one, two = lab.manager.prefetch(prompt(1, 4)), lab.manager.prefetch(prompt(1, 4))
     lab.worker.stores["disk"].clear()
     lab.plan()
-    lab.hear()
+    lab.run_workers()
     lab.plan()
     assert one.is_over
     assert two.is_over
@@ -231,19 +231,19 @@ def test_prefetch_ends_when_awaited_prefetch_fails():
 
 
 def test_prefetch_does_not_wait_for_hole_held_by_pin():
-    lab = lab_with(prompt(2, 1), host=HostConfig(2))
+    lab = lab_with_stored(prompt(2, 1), host=HostConfig(2))
     lab.serve(prompt(1, 4))
     pin = lab.manager.pin(prompt(1, 4))
-    lab.control.vacate("device")  # two of the four blocks were nowhere else
+    lab.control.vacate("device")  # two of the four blocks were on the device only
     fetch = lab.fetched(prompt(1, 4))
-    hold = lab.start(prompt(1, 4), fetch)
-    assert hold.num_cached_tokens == 2 * BLOCK
-    lab.compute(hold)
+    allocation = lab.start(prompt(1, 4), fetch)
+    assert allocation.num_cached_tokens == 2 * BLOCK
+    lab.compute(allocation)
     assert lab.start(prompt(1, 4)).num_cached_tokens == 4 * BLOCK
     lab.manager.unpin(pin)
 
 
-# ---- wait ------------------------------------------------------------------------------------------------------
+# ---- wait ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -255,12 +255,12 @@ def test_prefetch_does_not_wait_for_hole_held_by_pin():
     ],
 )
 def test_prefetch_wait_policy_sets_wait_time(wait, ready_at):
-    lab = lab_with(prompt(1, 4), config=disk(wait=wait, wait_seconds=2.0))
+    lab = lab_with_stored(prompt(1, 4), config=disk(wait=wait, wait_seconds=2.0))
     lab.now = 10.0
     fetch = lab.manager.prefetch(prompt(1, 4), now=lab.now)
     lab.plan()
     assert [lab.manager.is_prefetched(fetch, now=lab.now + seconds) for seconds in (0.0, 1.9, 2.0)] == ready_at
-    lab.hear()
+    lab.run_workers()
     assert lab.manager.is_prefetched(fetch, now=lab.now)
 
 
@@ -271,14 +271,14 @@ def test_prefetch_uses_longest_wait_of_its_stores():
 
 
 def test_late_prefetch_serves_next_request():
-    lab = lab_with(prompt(1, 4), config=disk(wait=WaitPolicy.BEST_EFFORT))
+    lab = lab_with_stored(prompt(1, 4), config=disk(wait=WaitPolicy.BEST_EFFORT))
     fetch = lab.manager.prefetch(prompt(1, 4))
     lab.plan()
-    hold = lab.start(prompt(1, 4), fetch)
+    allocation = lab.start(prompt(1, 4), fetch)
     lab.manager.end_prefetch(fetch)
-    assert hold.num_cached_tokens == 0
-    lab.compute(hold)
-    lab.manager.finish(hold)
+    assert allocation.num_cached_tokens == 0
+    lab.compute(allocation)
+    lab.manager.finish(allocation)
     lab.settle()
     lab.evict("device")
     assert lab.start(prompt(1, 4)).tokens_from == {"host": 4 * BLOCK, "device": 0}
@@ -288,19 +288,19 @@ def test_late_prefetch_serves_next_request():
 
 
 def test_partial_prefetch_uses_blocks_before_first_gap():
-    lab = lab_with(prompt(1, 5))
+    lab = lab_with_stored(prompt(1, 5))
     fetch = lab.fetched(prompt(1, 5), lose=lambda _move, _: [False, False, True, False, False])
     assert fetch.num_fetched == {"disk": 4}
-    hold = lab.start(prompt(1, 5), fetch)
+    allocation = lab.start(prompt(1, 5), fetch)
     lab.manager.end_prefetch(fetch)
-    assert hold.num_cached_tokens == 2 * BLOCK
-    assert hold.tokens_from == {"disk": 2 * BLOCK, "host": 0, "device": 0}
-    lab.manager.abort(hold)
-    assert lab.control.tier("host").pool.num_used == 2  # what is behind the gap was given back
+    assert allocation.num_cached_tokens == 2 * BLOCK
+    assert allocation.tokens_from == {"disk": 2 * BLOCK, "host": 0, "device": 0}
+    lab.manager.abort(allocation)
+    assert lab.control.tier("host").pool.num_used == 2  # the blocks behind the gap were freed
 
 
 def test_missing_blocks_are_forgotten_and_failed_ones_kept():
-    lab = lab_with(prompt(1, 4))
+    lab = lab_with_stored(prompt(1, 4))
     known = lab.manager.stores["disk"]
     lab.manager.end_prefetch(lab.fetched(prompt(1, 4), lose=lambda _move, _: [True] * 4))
     assert known.num_known == 4
@@ -314,8 +314,8 @@ def test_missing_blocks_are_forgotten_and_failed_ones_kept():
 
 
 def test_load_refused_twice_counts_once_per_request():
-    """It is asked again when its turn comes; 32 requests, not 16, until one is loaded to see how long that takes."""
-    lab = lab_with(prompt(1, 4), always_load=False)
+    """A retried prefetch decides twice, yet a trial load happens after 31 refused requests and not after 15."""
+    lab = lab_with_stored(prompt(1, 4), always_load=False)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
     lab.manager.cost_model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 100.0)
     lab.manager.cost_model.observe_compute(100, 0.0, 1.0)
@@ -323,11 +323,11 @@ def test_load_refused_twice_counts_once_per_request():
     while True:
         fetch = lab.manager.prefetch(prompt(1, 4))
         lab.settle()
-        hold = lab.manager.match(prompt(1, 4), prefetch=fetch)
-        lab.manager.retry_prefetch(fetch, hold)
+        allocation = lab.manager.match(prompt(1, 4), prefetch=fetch)
+        lab.manager.retry_prefetch(fetch, allocation)
         is_loaded = fetch.decision is not None and fetch.decision.load
         lab.settle()
-        lab.manager.abort(hold)
+        lab.manager.abort(allocation)
         lab.manager.end_prefetch(fetch)
         if is_loaded:
             break
@@ -337,12 +337,12 @@ def test_load_refused_twice_counts_once_per_request():
 
 @pytest.mark.parametrize("num_host", [1, 3])
 def test_prefetch_into_small_host_takes_leading_blocks(num_host):
-    lab = lab_with(prompt(1, 6), host=HostConfig(num_host))
+    lab = lab_with_stored(prompt(1, 6), host=HostConfig(num_host))
     assert lab.fetched(prompt(1, 6)).num_fetched == {"disk": num_host}
 
 
 def test_prefetch_into_full_host_is_over_without_blocks():
-    lab = lab_with(prompt(1, 4), prompt(2, 4), host=HostConfig(4))
+    lab = lab_with_stored(prompt(1, 4), prompt(2, 4), host=HostConfig(4))
     lab.fetched(prompt(1, 4))
     second = lab.manager.prefetch(prompt(2, 4))
     assert second.is_over
@@ -351,24 +351,24 @@ def test_prefetch_into_full_host_is_over_without_blocks():
 
 def test_prefetch_is_limited_by_host_quota():
     chain = prompt(1, 6, salt=b"tenant")
-    lab = lab_with(chain)
+    lab = lab_with_stored(chain)
     lab.control.set_quota("host", b"tenant", 4)
     assert lab.fetched(chain).num_fetched == {"disk": 4}
 
 
 def test_prefetch_above_in_flight_limit_runs_alone():
-    lab = lab_with(prompt(1, 6), prompt(2, 2), config=disk(max_fetching_blocks=3))
+    lab = lab_with_stored(prompt(1, 6), prompt(2, 2), config=disk(max_fetching_blocks=3))
     small, large = lab.manager.prefetch(prompt(2, 2)), lab.manager.prefetch(prompt(1, 6))
     assert [move.num_blocks for move in lab.plan().transfers] == [2]
-    lab.hear()
+    lab.run_workers()
     assert small.is_over
     assert [move.num_blocks for move in lab.plan().transfers] == [6]
-    lab.hear()
+    lab.run_workers()
     assert large.is_over
 
 
 def test_in_flight_limit_is_per_store():
-    """Two hundred blocks on their way from one store do not keep another's waiting."""
+    """A store at its limit does not delay transfers of another store."""
     near, far = disk("near", max_fetching_blocks=4), disk("far", max_fetching_blocks=4)
     lab = Lab(20, stores=[near, far])
     lab.worker.stores["near"].update(stored(prompt(1, 4)))
@@ -377,43 +377,43 @@ def test_in_flight_limit_is_per_store():
     for number in (1, 2, 3):
         lab.manager.prefetch(prompt(number, 4))
     assert [move.source for move in lab.plan().transfers] == ["near", "far"]
-    lab.hear(count=1)
+    lab.run_workers(count=1)
     assert [move.source for move in lab.plan().transfers] == []
-    lab.hear()
+    lab.run_workers()
     assert [move.source for move in lab.plan().transfers] == ["far"]
 
 
 def test_prefetch_without_recompute_ignores_cost():
-    lab = lab_with(prompt(1, 4), always_load=True)
+    lab = lab_with_stored(prompt(1, 4), always_load=True)
     lab.manager.on_computed(1000, 1000.0, 1e-9)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
     lab.manager.cost_model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 100.0)
     assert lab.fetched(prompt(1, 4)).num_fetched == {"disk": 4}
 
 
-# ---- cancel, drop, reset, in every phase ----------------------------------------------------------------------------
+# ---- cancel, drop and reset in every phase -------------------------------------------------------------------------
 
 
-def phases(lab: Lab, chain: Chain, phase: str):
-    """A fetch in a phase."""
+def prefetch_in_phase(lab: Lab, chain: Chain, phase: str):
+    """Return a prefetch that has reached `phase`."""
     fetch = lab.manager.prefetch(chain)
-    if phase == "asking":
+    if phase == "created":
         return fetch
     lab.plan()  # the probe
-    if phase == "asked":
+    if phase == "probing":
         return fetch
-    lab.hear()
+    lab.run_workers()
     if phase == "answered":
         return fetch
     lab.plan()
     if phase == "moving":
         return fetch
-    lab.hear()
+    lab.run_workers()
     assert fetch.is_over
     return fetch
 
 
-PHASES = ["asking", "asked", "answered", "moving", "over"]
+PHASES = ["created", "probing", "answered", "moving", "over"]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -422,7 +422,7 @@ def test_prefetch_interrupted_in_any_phase_leaves_nothing(phase, what):
     lab = Lab(20, stores=[disk(is_shared=True)])
     chain = prompt(1, 5)
     lab.worker.stores["disk"].update(stored(chain))
-    fetch = phases(lab, chain, phase)
+    fetch = prefetch_in_phase(lab, chain, phase)
     if "cancel" in what:
         lab.manager.end_prefetch(fetch)
     if "reset" in what:
@@ -436,10 +436,10 @@ def test_prefetch_interrupted_in_any_phase_leaves_nothing(phase, what):
     if "cancel" not in what:
         for _ in range(5):
             lab.plan()
-            lab.hear()
+            lab.run_workers()
         assert lab.manager.is_prefetched(fetch)
-        hold = lab.start(chain, fetch)
-        lab.manager.abort(hold)
+        allocation = lab.start(chain, fetch)
+        lab.manager.abort(allocation)
         lab.manager.end_prefetch(fetch)
     lab.manager.check()
     assert lab.manager.tree.num_leases == 0
@@ -457,55 +457,55 @@ def test_prefetch_stays_over_after_reset():
     lab.plan()
     lab.manager.reset()
     assert lab.manager.is_prefetched(fetch)
-    lab.hear(count=1)
+    lab.run_workers(count=1)
     assert lab.manager.is_prefetched(fetch)
-    lab.hear()
+    lab.run_workers()
     assert lab.manager.is_prefetched(fetch)
     assert fetch.num_fetched in ({}, {"near": 0, "far": 0})
 
 
 def test_old_epoch_report_frees_only_its_own_slots():
-    lab = lab_with(prompt(1, 5))
+    lab = lab_with_stored(prompt(1, 5))
     old = lab.manager.prefetch(prompt(1, 5))
     assert lab.plan().epoch == 0
     lab.manager.reset()
     lab.manager.end_prefetch(old)
-    assert lab.control.tier("host").pool.num_used == 5  # still written to
+    assert lab.control.tier("host").pool.num_used == 5  # the old transfer still writes to them
     new = lab.manager.prefetch(prompt(1, 5))
     assert lab.plan().epoch == 1
     assert lab.control.tier("host").pool.num_used == 10
-    lab.hear(count=1)
+    lab.run_workers(count=1)
     assert lab.control.tier("host").pool.num_used == 5
     assert not new.is_over
-    lab.hear()
+    lab.run_workers()
     assert new.num_fetched == {"disk": 5}
     lab.start(prompt(1, 5), new)
 
 
 def test_block_dropped_while_being_stored_is_not_known():
-    lab = lab_with()
-    lab.compute(hold := lab.start(prompt(1, 4)))
-    lab.manager.finish(hold)
+    lab = lab_with_stored()
+    lab.compute(allocation := lab.start(prompt(1, 4)))
+    lab.manager.finish(allocation)
     lab.plan()
-    lab.hear()
+    lab.run_workers()
     assert [move.route for move in lab.plan().transfers] == [Route.HOST_TO_STORE]
     lab.control.drop(prompt(1, 4))
     lab.plan()
-    lab.hear()
+    lab.run_workers()
     assert lab.worker.stores["disk"] == {}
     assert lab.manager.stores["disk"].num_known == 0
 
 
 @pytest.mark.parametrize("num_lost", [0, 1, 4])
 def test_block_being_stored_is_known_only_after_arrival(num_lost):
-    lab = lab_with()
-    lab.compute(hold := lab.start(prompt(1, 4)))
-    lab.manager.finish(hold)
+    lab = lab_with_stored()
+    lab.compute(allocation := lab.start(prompt(1, 4)))
+    lab.manager.finish(allocation)
     lab.plan()
-    lab.hear()
+    lab.run_workers()
     (move,) = lab.plan().transfers
     keys, store = split_keys(move.keys), lab.manager.stores["disk"]
-    lab.manager.apply(Report(0, 0, lookups=(StoreLookup("disk", keys[0], keys[1]),)))  # asked before it was written
+    lab.manager.apply(Report(0, 0, lookups=(StoreLookup("disk", keys[0], keys[1]),)))  # looked up before the write
     assert move.route is Route.HOST_TO_STORE
     assert (store.num_known, store.num_leading(keys)) == (0, 0)
     arrived = bytes([1] * (4 - num_lost) + [0] * num_lost)
@@ -517,8 +517,8 @@ def test_block_being_stored_is_known_only_after_arrival(num_lost):
 
 
 def test_known_keys_of_store_are_bounded():
-    """A store evicts by itself and tells nobody: what was stored longest ago is forgotten here, too."""
-    lab = lab_with(config=disk(max_known=10), num_blocks=40, host=HostConfig(40))
+    """A store evicts without a report, so the manager forgets the keys that were stored first."""
+    lab = lab_with_stored(config=disk(max_known=10), num_blocks=40, host=HostConfig(40))
     for number in range(5):
         lab.serve(prompt(number, 4))
     assert lab.manager.stores["disk"].num_known == 10
@@ -535,7 +535,7 @@ def test_store_block_is_present_only_if_all_ranks_have_it():
         worker.stores["disk"].update({k: v for k, v in stored(prompt(1, 5)).items() if k != keys[4 - rank]})
     lab.settle()
     fetch = lab.fetched(prompt(1, 5))
-    assert fetch.num_fetched == {"disk": 2}  # blocks 2, 3 and 4 are each missing from one
+    assert fetch.num_fetched == {"disk": 2}  # blocks 2, 3 and 4 are each missing on one rank
     assert lab.start(prompt(1, 5), fetch).num_cached_tokens == 2 * BLOCK
 
 
@@ -573,7 +573,7 @@ def test_host_pool_grows_to_smallest_rank():
 
 
 def test_report_of_unknown_rank_changes_nothing():
-    lab = lab_with(prompt(1, 4))
+    lab = lab_with_stored(prompt(1, 4))
     keys = b"".join(stored(prompt(2, 4)))
     with pytest.raises(ArgumentError, match="rank 7"):
         lab.manager.apply(Report(0, 7, lookups=(StoreLookup("disk", keys),)))

@@ -1,7 +1,7 @@
-"""The deciding side with stores under random events: no wrong block, no lost slot, everything comes to an end.
+"""A manager with stores under random events: no wrong block, no lost slot, and every request and prefetch ends.
 
-The tiers are dictionaries (cache_support.Worker): a slot holds what was written there last, and rubbish from the plan
-of a copy to its end, so a block that is reused while it is read, or read before it is written, shows as wrong content.
+The tiers are dictionaries (cache_support.Worker). The target of a copy holds RUBBISH until the copy ends, so that a
+block that is reused while it is read, or read before it is written, has the wrong content.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PROMPTS = st.sampled_from(
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Requests, operators, failures and stores that forget, over a manager and one or two ranks."""
+    """Requests, operators, failures and stores that lose objects, with a manager and one or two ranks."""
 
     steps: ClassVar[Counter[str]] = Counter()
 
@@ -88,15 +88,15 @@ class ManagerMachine(RuleBasedStateMachine):
         self.contents: dict[bytes, object] = {}
 
     def chain(self, which) -> Chain:
-        """Prompts that share beginnings, of tenants, with adapters and images."""
+        """Return a prompt; prompts share prefixes and differ by tenant, adapter and image."""
         system, tail, length, kind = which
         tokens = [*([1] * (8 * system)), *([2 + tail] * (5 * length)), 7]
         media = [MediaItem(min(3, len(tokens) - 1), 2, b"%d" % tail)] if kind == "m" and len(tokens) > 5 else []
         chain = chain_of(*tokens, salt=b"t" * (kind == "t"), adapter=b"a" * (kind == "a"), media=media)
-        self.know(chain)
+        self.remember(chain)
         return chain
 
-    def know(self, chain: Chain) -> None:
+    def remember(self, chain: Chain) -> None:
         for block, key in enumerate(split_keys(chain.keys())):
             self.contents[key] = content(chain, block)
 
@@ -104,16 +104,16 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(which=PROMPTS)
     @precondition(lambda self: len(self.waiting) < 5)
-    def ask(self, which):
+    def add(self, which):
         chain = self.chain(which)
         self.waiting.append((chain, self.lab.manager.prefetch(chain, now=self.lab.now)))
 
     @rule(first=PROMPTS, second=PROMPTS, count=st.integers(3, 8), until=st.sampled_from(["computed", "over"]))
     @precondition(lambda self: len(self.waiting) < 4)
-    def ask_and_live(self, first, second, count, until):
-        self.ask(first)
-        self.ask(second)
-        self.live(count, until)
+    def add_and_serve(self, first, second, count, until):
+        self.add(first)
+        self.add(second)
+        self.serve(count, until)
 
     @rule(may_load=st.sampled_from([True, True, False]))
     @precondition(lambda self: self.waiting)
@@ -122,67 +122,67 @@ class ManagerMachine(RuleBasedStateMachine):
         manager = self.lab.manager
         if not manager.is_prefetched(fetch, now=self.lab.now):
             return
-        hold = manager.match(chain, now=self.lab.now, may_load=may_load, prefetch=fetch)
-        for tier, count in hold.tokens_from.items():
+        allocation = manager.match(chain, now=self.lab.now, may_load=may_load, prefetch=fetch)
+        for tier, count in allocation.tokens_from.items():
             self.steps[tier] += count
-        if manager.allocate(hold, chain.num_tokens) is not None:
-            manager.abort(hold)
+        if manager.allocate(allocation, chain.num_tokens) is not None:
+            manager.abort(allocation)
             return
         self.waiting.remove((chain, fetch))
         manager.end_prefetch(fetch)
-        self.running.append((hold, False))
+        self.running.append((allocation, False))
 
     @rule(more=st.integers(0, 5))
     @precondition(lambda self: self.running)
     def compute(self, more):
-        """All its tokens the first time, some more that were generated after that."""
+        """Compute the prompt of a request, or `more` generated tokens if the prompt is computed."""
         lab, place = self.lab, self.random.randrange(len(self.running))
-        hold, is_computed = self.running[place]
+        allocation, is_computed = self.running[place]
         try:
-            if not lab.manager.is_ready(hold):
+            if not lab.manager.is_ready(allocation):
                 return
         except LoadError:
             self.running.pop(place)
-            lab.manager.abort(hold)
+            lab.manager.abort(allocation)
             return
         if is_computed:
-            lab.manager.extend(hold, [self.random.randrange(8, 10) for _ in range(more)])
-            self.know(hold.chain)
-            if lab.manager.allocate(hold, hold.chain.num_tokens) is not None:
+            lab.manager.extend(allocation, [self.random.randrange(8, 10) for _ in range(more)])
+            self.remember(allocation.chain)
+            if lab.manager.allocate(allocation, allocation.chain.num_tokens) is not None:
                 self.running.pop(place)
-                lab.manager.preempt(hold)
+                lab.manager.preempt(allocation)
                 return
         else:
-            self.verify(hold)
-        self.write(hold)
-        self.running[place] = (hold, True)
+            self.verify(allocation)
+        self.write(allocation)
+        self.running[place] = (allocation, True)
 
-    def verify(self, hold: Allocation) -> None:
-        self.lab.verify(hold)
-        if hold.copy is not None:
-            tokens = hold.chain.tokens[: hold.num_cached_tokens].tolist()
+    def verify(self, allocation: Allocation) -> None:
+        self.lab.verify(allocation)
+        if allocation.copy is not None:
+            tokens = allocation.chain.tokens[: allocation.num_cached_tokens].tolist()
             for worker in self.lab.workers:
-                found = worker.device[hold.copy.source]
-                assert list(found[-1][: len(tokens)]) == tokens, "the block to copy from begins otherwise"
+                found = worker.device[allocation.copy.source]
+                assert list(found[-1][: len(tokens)]) == tokens, "the source of the copy has other tokens"
 
-    def write(self, hold: Allocation) -> None:
+    def write(self, allocation: Allocation) -> None:
         lab = self.lab
-        lab.manager.on_scheduled(hold, now=lab.now)
+        lab.manager.on_scheduled(allocation, now=lab.now)
         for worker in lab.workers:
-            for block in range(hold.lease.num_matched, len(hold.table)):
-                if block >= hold.lease.num_blocks:  # its own
-                    worker.device[int(hold.table[block])] = content(hold.chain, block)
-        lab.manager.publish(hold, hold.chain.num_tokens, now=lab.now)
+            for block in range(allocation.lease.num_matched, len(allocation.table)):
+                if block >= allocation.lease.num_blocks:  # not shared
+                    worker.device[int(allocation.table[block])] = content(allocation.chain, block)
+        lab.manager.publish(allocation, allocation.chain.num_tokens, now=lab.now)
 
     @rule(how=st.sampled_from(["finish", "finish", "abort", "preempt"]))
     @precondition(lambda self: self.running)
     def end(self, how):
-        hold, _ = self.running.pop(self.random.randrange(len(self.running)))
-        getattr(self.lab.manager, how)(hold)
+        allocation, _ = self.running.pop(self.random.randrange(len(self.running)))
+        getattr(self.lab.manager, how)(allocation)
 
     @rule()
     @precondition(lambda self: self.waiting)
-    def give_up(self):
+    def cancel(self):
         _, fetch = self.waiting.pop(self.random.randrange(len(self.waiting)))
         self.lab.manager.end_prefetch(fetch)
 
@@ -193,8 +193,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.lab.plan(seconds)
 
     @rule(count=st.integers(1, 8))
-    def hear(self, count):
-        """Some tasks are done, in any order but that of one store's writes and drops."""
+    def run_workers(self, count):
+        """Carry out some tasks in random order, but the writes and drops of a store in order."""
         for _ in range(count):
             worker = self.random.choice(self.lab.workers)
             if worker.todo:
@@ -216,11 +216,11 @@ class ManagerMachine(RuleBasedStateMachine):
         return [self.random.random() < 0.5 for _ in range(transfer.num_blocks)]
 
     @rule(count=st.integers(1, 6), until=st.sampled_from(["computed", "over"]))
-    def live(self, count, until):
-        """What an engine does all the time."""
+    def serve(self, count, until):
+        """Run `count` rounds of an engine: plan, work, admit, compute, finish."""
         for _ in range(count):
             self.lab.plan(0.1)
-            self.hear(20)
+            self.run_workers(20)
             if self.waiting:
                 self.admit(True)
             if self.running:
@@ -229,14 +229,13 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.end("finish")
 
     @rule()
-    def forget(self):
-        """Memory is needed for something else."""
+    def evict(self):
         self.lab.evict("device")
         if self.random.random() < 0.5:
             self.lab.evict("host")
 
     @rule()
-    def a_store_forgets(self):
+    def lose_half_of_a_store(self):
         store = self.random.choice(list(self.random.choice(self.lab.workers).stores.values()))
         for key in self.random.sample(sorted(store), len(store) // 2):
             del store[key]
@@ -267,26 +266,26 @@ class ManagerMachine(RuleBasedStateMachine):
     def change(self, what, tier, size):
         while self.lab.manager.transfers.in_flight:
             self.lab.plan()
-            self.hear(20)
+            self.run_workers(20)
         if what == "vacate":
             self.lab.control.vacate(tier)
         else:
             self.lab.control.resize(tier, max(size, 7) if tier == "device" else size)
 
-    # ---- what holds ------------------------------------------------------------------------------------------------
+    # ---- invariants ------------------------------------------------------------------------------------------------
 
     @invariant()
-    def everything_agrees(self):
+    def check_manager_and_stores(self):
         self.steps["steps"] += 1
         if hasattr(self, "lab"):
             self.lab.manager.check()
             for worker in self.lab.workers:
                 for store in worker.stores.values():
                     for key, found in store.items():
-                        assert found == self.contents[key], "another block under this key"
+                        assert found == self.contents[key], "the store has another block under this key"
 
     def teardown(self):
-        """All come to an end, and then nothing is held and every slot can be had."""
+        """End everything, then check that there are no leases and that every slot is free."""
         if not hasattr(self, "lab"):
             return
         lab = self.lab
@@ -296,8 +295,8 @@ class ManagerMachine(RuleBasedStateMachine):
             if all(lab.manager.is_prefetched(fetch, now=lab.now) for _, fetch in self.waiting):
                 break
             lab.plan(0.5)
-            self.hear(20)
-        assert all(lab.manager.is_prefetched(fetch, now=lab.now) for _, fetch in self.waiting), "a fetch has no end"
+            self.run_workers(20)
+        assert all(lab.manager.is_prefetched(fetch, now=lab.now) for _, fetch in self.waiting), "a prefetch did not end"
         for pin in self.pins:
             lab.manager.unpin(pin)
         for _, fetch in self.waiting:
@@ -312,7 +311,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 def fields(config: StoreConfig):
-    """All but its name, in order."""
+    """Return all fields but the name, in order."""
     return (
         config.saving,
         config.wait,
@@ -324,7 +323,7 @@ def fields(config: StoreConfig):
 
 
 def test_manager_machine_serves_no_wrong_block():
-    """At least 5,000 steps; KVTIER_SOAK multiplies them."""
+    """Run at least 5,000 steps; KVTIER_SOAK multiplies them."""
     before = ManagerMachine.steps["steps"]
     run_state_machine_as_test(
         ManagerMachine,

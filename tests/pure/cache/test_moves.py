@@ -1,4 +1,4 @@
-"""Moves: what is planned, under way and over, over several ranks; masks against a simple reference."""
+"""Transfers in flight over several ranks, and block masks against a reference."""
 
 from __future__ import annotations
 
@@ -35,41 +35,45 @@ def test_mask_and_matches_reference(pairs):
 
 
 def two_ranks() -> tuple[CacheManager, TransferRequest]:
-    """A manager of two ranks, and the save of three blocks that it has planned."""
+    """Return a manager of two ranks and the save of three blocks that it has planned."""
     config = CacheConfig(8, host=HostConfig(8), stores=(StoreConfig("disk"),), always_load=True)
     manager = CacheManager(NAMESPACE, config, num_ranks=2)
-    hold = manager.match(prompt(1, 3))
-    assert manager.allocate(hold, 3 * BLOCK) is None
-    manager.publish(hold, 3 * BLOCK)
-    manager.finish(hold)
-    transfers = [each for each in manager.plan().transfers if each.route is Route.DEVICE_TO_HOST]
-    assert [each.num_blocks for each in transfers] == [3]
-    return manager, transfers[0]
+    allocation = manager.match(prompt(1, 3))
+    assert manager.allocate(allocation, 3 * BLOCK) is None
+    manager.publish(allocation, 3 * BLOCK)
+    manager.finish(allocation)
+    saves = [each for each in manager.plan().transfers if each.route is Route.DEVICE_TO_HOST]
+    assert [save.num_blocks for save in saves] == [3]
+    return manager, saves[0]
 
 
 def test_plan_is_due_for_transfers_probes_and_drops():
     manager, _ = two_ranks()
-    moves = manager.transfers
-    assert not moves.has_plan
-    moves.probe("disk", bytes(32))
-    assert moves.has_plan
-    assert len(moves.plan().probes) == 1
-    assert not moves.has_plan
-    moves.drop(Drop("disk"))
-    assert moves.has_plan
-    assert moves.plan().drops == (Drop("disk"),)
-    assert not moves.has_plan
+    transfers = manager.transfers
+    assert not transfers.has_plan
+    transfers.probe("disk", bytes(32))
+    assert transfers.has_plan
+    assert len(transfers.plan().probes) == 1
+    assert not transfers.has_plan
+    transfers.drop(Drop("disk"))
+    assert transfers.has_plan
+    assert transfers.plan().drops == (Drop("disk"),)
+    assert not transfers.has_plan
 
 
 def test_transfer_completes_when_all_ranks_reported():
     manager, save = two_ranks()
-    moves = manager.transfers
-    assert (moves.num_blocks(Route.DEVICE_TO_HOST), moves.num_blocks(Route.STORE_TO_HOST, "disk")) == (3, 0)
+    transfers = manager.transfers
+    assert (transfers.num_blocks(Route.DEVICE_TO_HOST), transfers.num_blocks(Route.STORE_TO_HOST, "disk")) == (3, 0)
     manager.apply(Report(0, 0, (TransferResult(save.id, True, 300, 0.25),)))
-    assert (moves.is_in_flight(save.id), moves.in_flight, moves.num_blocks(Route.DEVICE_TO_HOST)) == (True, True, 3)
+    assert (transfers.is_in_flight(save.id), transfers.in_flight, transfers.num_blocks(Route.DEVICE_TO_HOST)) == (
+        True,
+        True,
+        3,
+    )
     manager.apply(Report(0, 1, (TransferResult(save.id, False, 100, 0.125, "lost", b"\1\0\1"),)))
-    assert (moves.is_in_flight(save.id), moves.num_blocks(Route.DEVICE_TO_HOST)) == (False, 0)
-    counts = moves.counts
+    assert (transfers.is_in_flight(save.id), transfers.num_blocks(Route.DEVICE_TO_HOST)) == (False, 0)
+    counts = transfers.counts
     assert counts[Route.DEVICE_TO_HOST].num_blocks == 2
     assert counts[Route.DEVICE_TO_HOST].num_failed == 1
     assert counts[Route.DEVICE_TO_HOST].num_bytes == 400
@@ -108,16 +112,16 @@ def test_report_of_wrong_size_or_rank_raises():
 
 
 def test_probe_is_answered_when_all_ranks_answered():
-    moves = two_ranks()[0].transfers
-    first, second = moves.probe("disk", bytes(32)), moves.probe("disk", bytes(32))
+    transfers = two_ranks()[0].transfers
+    first, second = transfers.probe("disk", bytes(32)), transfers.probe("disk", bytes(32))
     assert first != second
-    assert not moves.on_probe_result(0, first)
-    assert not moves.on_probe_result(0, first)
-    assert not moves.on_probe_result(1, second)
-    assert moves.on_probe_result(1, first)
-    assert not moves.on_probe_result(1, first)  # once
-    assert not moves.on_probe_result(0, 12345)
-    assert moves.on_probe_result(0, second)
+    assert not transfers.on_probe_result(0, first)
+    assert not transfers.on_probe_result(0, first)
+    assert not transfers.on_probe_result(1, second)
+    assert transfers.on_probe_result(1, first)
+    assert not transfers.on_probe_result(1, first)  # answered already
+    assert not transfers.on_probe_result(0, 12345)
+    assert transfers.on_probe_result(0, second)
 
 
 def test_save_reported_after_reset_leaves_nothing():

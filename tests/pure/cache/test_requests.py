@@ -1,4 +1,4 @@
-"""A request's way through the tiers on the deciding side: loads, failures, ranks, identities, sizes of messages."""
+"""Requests in CacheManager: loads, failures, ranks, prompt identities, and the sizes of messages."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ IDENTITIES = {
 
 
 def test_prompts_of_different_identity_share_no_block():
-    """Save, evict, store, fetch, load: the same tokens for nine identities."""
+    """Serve the same tokens under nine identities and evict between them, so that every tier is used."""
     lab = Lab(12, host=HostConfig(12), stores=[disk()])
     chains = {name: prompt(1, 4, **identity) for name, identity in IDENTITIES.items()}
     first = {name: lab.serve(chain).num_cached_tokens for name, chain in chains.items()}
-    # what stands before the image is the same for all of one tenant
+    # prompts of one tenant share the block before the image
     shared = {"a cat": BLOCK, "a dog": BLOCK, "a cat later": BLOCK, "a tenant's cat": BLOCK}
     assert first == {name: shared.get(name, 0) for name in IDENTITIES}
     assert len(lab.worker.stores["disk"]) == 4 * 9 - 4
@@ -41,11 +41,11 @@ def test_prompts_of_different_identity_share_no_block():
         for chain in chains.values():
             lab.evict("device")
             lab.evict("host")
-            hold = lab.serve(chain)
-            assert hold.tokens_from == {"disk": 4 * BLOCK, "host": 0, "device": 0}
+            allocation = lab.serve(chain)
+            assert allocation.tokens_from == {"disk": 4 * BLOCK, "host": 0, "device": 0}
     for chain in chains.values():
         lab.evict("device")
-        lab.serve(chain)  # whatever mixture of host and store: Lab checks every block
+        lab.serve(chain)  # from host and store; Lab checks every block
 
 
 def test_load_is_ready_for_all_after_its_report():
@@ -60,7 +60,7 @@ def test_load_is_ready_for_all_after_its_report():
     assert (load.route, load.num_blocks) == (Route.HOST_TO_DEVICE, 4)
     assert not lab.manager.is_ready(one)
     assert not lab.manager.is_ready(two)
-    lab.hear()
+    lab.run_workers()
     assert lab.manager.is_ready(one)
     assert lab.manager.is_ready(two)
     lab.verify(one)
@@ -74,10 +74,10 @@ def test_allocation_of_cached_prompt_waits_for_load():
     one = lab.manager.match(prompt(1, 4))
     lab.manager.allocate(one, 17)
     two = lab.manager.match(prompt(1, 4))
-    assert lab.manager.allocate(two, 4 * BLOCK) is None  # the slots of what was found, and no more
+    assert lab.manager.allocate(two, 4 * BLOCK) is None  # only the slots of the matched blocks
     assert not lab.manager.is_ready(two)
     lab.plan()
-    lab.hear()
+    lab.run_workers()
     assert lab.manager.is_ready(two)
     lab.verify(two)
 
@@ -87,13 +87,13 @@ def test_lost_block_of_load_is_recomputed(mask):
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
-    hold = lab.manager.match(prompt(1, 4))
-    lab.manager.allocate(hold, 17)
+    allocation = lab.manager.match(prompt(1, 4))
+    lab.manager.allocate(allocation, 17)
     lab.plan()
-    lab.hear(lose=lambda *_: [bit == "0" for bit in mask])
+    lab.run_workers(lose=lambda *_: [bit == "0" for bit in mask])
     with pytest.raises(LoadError):
-        lab.manager.is_ready(hold)
-    lab.manager.abort(hold)
+        lab.manager.is_ready(allocation)
+    lab.manager.abort(allocation)
     without = lab.manager.match(prompt(1, 4), may_load=False)
     assert without.num_cached_tokens == mask.index("0") * BLOCK
     assert lab.manager.allocate(without, 17) is None
@@ -101,7 +101,7 @@ def test_lost_block_of_load_is_recomputed(mask):
     lab.verify(without)
     lab.compute(without)
     assert lab.num_in("device", prompt(1, 4)) == 4
-    assert lab.num_in("host", prompt(1, 4)) == 4  # which was right all the time
+    assert lab.num_in("host", prompt(1, 4)) == 4  # the host copy was never wrong
 
 
 @pytest.mark.parametrize("how", ["abort", "finish", "preempt", "reset"])
@@ -110,17 +110,17 @@ def test_request_ended_while_loading_leaves_nothing(how, when):
     lab = Lab(20)
     lab.serve(prompt(1, 4))
     lab.evict("device")
-    hold = lab.manager.match(prompt(1, 4))
-    lab.manager.allocate(hold, 17)
+    allocation = lab.manager.match(prompt(1, 4))
+    lab.manager.allocate(allocation, 17)
     if when != "planned":
         lab.plan()
     if when == "arrived":
-        lab.hear()
+        lab.run_workers()
     if how == "reset":
         lab.manager.reset()
-        lab.manager.abort(hold)
+        lab.manager.abort(allocation)
     else:
-        getattr(lab.manager, how)(hold)
+        getattr(lab.manager, how)(allocation)
     lab.manager.check()
     lab.settle()
     assert lab.manager.tree.num_leases == 0
@@ -130,33 +130,33 @@ def test_request_ended_while_loading_leaves_nothing(how, when):
 
 
 def test_load_source_is_not_reused_before_report():
-    """A full host: the load's source would be the next to be overwritten."""
+    """The host is full, so that the source of the load is the next victim."""
     lab = Lab(20, host=HostConfig(4))
     lab.serve(prompt(1, 4))
     lab.evict("device")
-    hold = lab.manager.match(prompt(1, 4))
-    lab.manager.allocate(hold, 17)
+    allocation = lab.manager.match(prompt(1, 4))
+    lab.manager.allocate(allocation, 17)
     other = lab.start(prompt(2, 4))
     lab.compute(other)
-    assert [move.route for move in lab.plan().transfers] == [Route.HOST_TO_DEVICE]  # and no room to save the other
+    assert [move.route for move in lab.plan().transfers] == [Route.HOST_TO_DEVICE]  # no room to save the other request
     lab.settle()
-    assert lab.manager.is_ready(hold)
-    lab.verify(hold)
+    assert lab.manager.is_ready(allocation)
+    lab.verify(allocation)
 
 
 def test_load_needs_reports_of_all_ranks():
     lab = Lab(20, num_ranks=3)
     lab.serve(prompt(1, 4))
     lab.evict("device")
-    hold = lab.manager.match(prompt(1, 4))
-    lab.manager.allocate(hold, 17)
+    allocation = lab.manager.match(prompt(1, 4))
+    lab.manager.allocate(allocation, 17)
     lab.plan()
     for worker in lab.workers[:2]:
         lab.manager.apply(worker.work())
-        assert not lab.manager.is_ready(hold)
+        assert not lab.manager.is_ready(allocation)
     lab.manager.apply(lab.workers[2].work(lambda *_: [False, False, False, True]))
     with pytest.raises(LoadError):
-        lab.manager.is_ready(hold)
+        lab.manager.is_ready(allocation)
 
 
 def test_invalid_report_raises():
@@ -170,7 +170,7 @@ def test_invalid_report_raises():
     ):
         with pytest.raises(error, match=r"\d"):
             lab.manager.apply(report)
-    lab.hear()
+    lab.run_workers()
     with pytest.raises(StateError, match="had none to report"):
         lab.manager.apply(Report(0, 0, (TransferResult(save.id, True, 0, 0.0),)))
 
@@ -190,11 +190,11 @@ def test_manager_without_caching_has_nothing_to_plan():
     config = CacheConfig(8, prefix_caching=False, host=HostConfig(8), stores=(disk(),))
     manager = CacheManager(Namespace("model", block_tokens=BLOCK), config)
     assert manager.prefetch(prompt(1, 2)) is None
-    hold = manager.match(prompt(1, 2))
-    assert manager.allocate(hold, 9) is None
-    assert manager.is_ready(hold)
-    manager.publish(hold, 9)
-    manager.finish(hold)
+    allocation = manager.match(prompt(1, 2))
+    assert manager.allocate(allocation, 9) is None
+    assert manager.is_ready(allocation)
+    manager.publish(allocation, 9)
+    manager.finish(allocation)
     assert not manager.plan()
     assert not manager.has_plans
 
@@ -214,37 +214,37 @@ def test_invalid_cache_config_raises():
 
 
 def run(scheduler: Scheduler, lab: Lab, steps: int = 200) -> None:
-    """Until nobody waits or runs. What rows look back on is checked."""
+    """Run steps until the scheduler has no work, and verify the cached blocks of every row."""
     for _ in range(steps):
         lab.now += 0.1
         step = scheduler.schedule(lab.now)
         for worker in lab.workers:
             worker.submit(step.plan)
         for row in step.rows:
-            hold = row.request.allocation
-            lab.verify(hold)
+            allocation = row.request.allocation
+            lab.verify(allocation)
             for worker in lab.workers:
                 for block in range(row.first // BLOCK, -(-row.stop // BLOCK)):
-                    worker.device[int(hold.table[block])] = content(row.request.chain, block)
+                    worker.device[int(allocation.table[block])] = content(row.request.chain, block)
         results = [RowResult((5,) if row.wants_token else (), False) for row in step.rows]
         scheduler.update(step, results, lab.now)
-        lab.hear()
+        lab.run_workers()
         scheduler.check()
         if not scheduler.has_work() and not any(worker.todo for worker in lab.workers):
             return
-    raise AssertionError("no end")
+    raise AssertionError(f"the scheduler still has work after {steps} steps")
 
 
 @pytest.mark.parametrize("wait", WaitPolicy)
 def test_requests_finish_under_any_wait_policy(wait):
     lab = Lab(20, stores=[disk(wait=wait, wait_seconds=0.3)])
     scheduler = Scheduler(lab.manager, SchedulerConfig(max_rows=4, max_step_tokens=64))
-    for again in range(3):
-        requests = [Request(f"{again}-{number}", prompt(number % 3, 5), 3) for number in range(6)]
-        for each in requests:
-            scheduler.add(each, lab.now)
+    for turn in range(3):
+        requests = [Request(f"{turn}-{number}", prompt(number % 3, 5), 3) for number in range(6)]
+        for request in requests:
+            scheduler.add(request, lab.now)
         run(scheduler, lab)
-        assert all(each.state is RequestState.FINISHED for each in requests)
+        assert all(request.state is RequestState.FINISHED for request in requests)
         lab.evict("device")
         lab.evict("host")
     assert lab.manager.tree.num_leases == 0
@@ -263,11 +263,11 @@ def test_request_reports_token_sources_and_decision():
     assert request.why_loaded == "load 20 tokens: nothing measured yet"
 
 
-# ---- what travels --------------------------------------------------------------------------------------------------
+# ---- sizes of messages ---------------------------------------------------------------------------------------------
 
 
-def travelled(num_blocks: int) -> dict[str, int]:
-    """Pickled bytes of all that is said about one prompt of so many blocks, in every tier."""
+def message_sizes(num_blocks: int) -> dict[str, int]:
+    """Return the largest pickled plan, report and chain of a prompt of `num_blocks` blocks in all tiers."""
     lab = Lab(
         2 * num_blocks + 2, host=HostConfig(2 * num_blocks), stores=[disk(is_shared=True, max_fetching_blocks=1 << 20)]
     )
@@ -282,21 +282,21 @@ def travelled(num_blocks: int) -> dict[str, int]:
     for _ in range(2):
         chain = chain_of(*tokens, 1)
         fetch = lab.manager.prefetch(chain)
-        hear_and_measure(lab, sizes)
-        hold = lab.manager.match(chain, prefetch=fetch)
-        assert lab.manager.allocate(hold, chain.num_tokens) is None
-        hear_and_measure(lab, sizes)
-        assert lab.manager.is_ready(hold)
-        lab.compute(hold)
-        lab.manager.finish(hold)
+        run_and_measure(lab, sizes)
+        allocation = lab.manager.match(chain, prefetch=fetch)
+        assert lab.manager.allocate(allocation, chain.num_tokens) is None
+        run_and_measure(lab, sizes)
+        assert lab.manager.is_ready(allocation)
+        lab.compute(allocation)
+        lab.manager.finish(allocation)
         lab.manager.end_prefetch(fetch)
-        hear_and_measure(lab, sizes)
+        run_and_measure(lab, sizes)
         lab.manager.reset()
     sizes["chain"] = len(pickle.dumps(chain_of(*tokens, 1)))
     return sizes
 
 
-def hear_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
+def run_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
     while (plan := lab.plan()) or lab.worker.todo:
         sizes["plan"] = max(sizes["plan"], len(pickle.dumps(plan)))
         assert pickle.loads(pickle.dumps(plan)) == plan
@@ -307,12 +307,12 @@ def hear_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
 
 
 def test_message_sizes_grow_linearly_with_blocks():
-    """At most 60 bytes a block for a plan (key 32, digest 16, slots 4 or 8), 34 for a report, and 4 a token."""
-    sizes = {n: travelled(n) for n in (10, 100, 1000, 2000)}
+    """Per block at most 60 bytes of a plan (key 32, digest 16, slots 4 or 8), 34 of a report, and 4 per token."""
+    sizes = {n: message_sizes(n) for n in (10, 100, 1000, 2000)}
     for few, many in ((10, 100), (100, 1000), (1000, 2000)):
-        for what, most in (("plan", 60), ("report", 34), ("chain", 4 * BLOCK)):
-            grown = sizes[many][what] - sizes[few][what]
-            assert grown <= most * (many - few) + 100, (what, few, many, grown / (many - few))
+        for name, max_bytes in (("plan", 60), ("report", 34), ("chain", 4 * BLOCK)):
+            grown = sizes[many][name] - sizes[few][name]
+            assert grown <= max_bytes * (many - few) + 100, (name, few, many, grown / (many - few))
     assert sizes[10]["plan"] < 1500
 
 

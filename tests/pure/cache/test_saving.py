@@ -1,4 +1,4 @@
-"""How blocks come to lower tiers: policies, budgets, room, and what is not forgotten on the way."""
+"""Saving of blocks to lower tiers: policies, budgets, limited room and resets."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_save_into_small_host_keeps_leading_blocks():
     lab.serve(long)
     assert lab.num_in("host", long) == 4
     lab.evict("device")
-    hold = lab.start(long)
-    assert hold.tokens_from == {"host": 4 * BLOCK, "device": 0}
+    allocation = lab.start(long)
+    assert allocation.tokens_from == {"host": 4 * BLOCK, "device": 0}
 
 
 def test_save_under_host_quota_keeps_leading_blocks():
@@ -49,7 +49,7 @@ def test_save_under_host_quota_keeps_leading_blocks():
 @pytest.mark.parametrize("above", WritePolicy)
 @pytest.mark.parametrize("below", WritePolicy)
 def test_reused_blocks_reach_store_under_any_policies(above, below):
-    """low_share=1: the tier above is always low, so that write_back writes as soon as a request is over."""
+    """With low_share=1 the tier above is always low, so that write-back saves when a request finishes."""
     host = HostConfig(20, saving=WritebackConfig(above, low_share=1.0))
     lab = Lab(20, host=host, stores=[disk(saving=WritebackConfig(below, low_share=1.0))])
     lab.serve(prompt(2, 1))
@@ -66,7 +66,7 @@ def test_selective_policy_saves_after_min_uses():
     for _ in range(4):
         lab.serve(prompt(1, 4))
         saved.append(lab.num_in("host", prompt(1, 4)))
-    assert saved == [0, 0, 4, 4]  # it was used again in the second and the third
+    assert saved == [0, 0, 4, 4]  # reused in the second and third request
     assert sum(transfer.num_blocks for transfer in lab.worker.done) == 4
 
 
@@ -89,12 +89,12 @@ def test_write_through_saves_once():
 
 def test_saving_budget_limits_blocks_per_second():
     lab = Lab(40, host=HostConfig(40, saving=WritebackConfig(blocks_per_second=4.0)))
-    hold = lab.start(prompt(1, 20))
-    lab.compute(hold)
+    allocation = lab.start(prompt(1, 20))
+    lab.compute(allocation)
     started = []
     for seconds in (0.0, 0.5, 0.5, 1.0, 3.0, 0.0):
         started.append(sum(transfer.num_blocks for transfer in lab.plan(seconds).transfers))
-    assert started == [4, 2, 2, 4, 4, 0]  # never more than a second's worth at once
+    assert started == [4, 2, 2, 4, 4, 0]  # at most the budget of one second at once
 
 
 def test_saving_budget_below_one_block_per_second_saves():
@@ -117,13 +117,13 @@ def test_free_share_keeps_part_of_each_tier_free(share):
 
 
 def test_save_all_saves_thousands_of_prompts():
-    """Thousands of prompts, most of them on the host already: none of those on the device is forgotten."""
+    """Most of the prompts are on the host already; those that are only on the device are saved too."""
     never = WritebackConfig(WritePolicy.BACK, low_share=0.0)
     lab = Lab(600, host=HostConfig(2000, saving=never), stores=[disk(saving=never)])
     for number in range(2000):
-        hold = lab.start(chain_of(number, number, number, number, 1))
-        lab.compute(hold)
-        lab.manager.finish(hold)
+        allocation = lab.start(chain_of(number, number, number, number, 1))
+        lab.compute(allocation)
+        lab.manager.finish(allocation)
         if number % 500 == 499 and number < 1500:
             save_all(lab)
     assert not lab.manager.plan(now=0.0).transfers
@@ -137,15 +137,15 @@ def save_all(lab: Lab) -> None:
     lab.control.save_all()
     while lab.control.plan_saves(0.0) or lab.manager.transfers.in_flight:
         lab.plan()
-        lab.hear()
+        lab.run_workers()
 
 
 def test_finish_after_namespace_change_saves_nothing():
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.BACK, low_share=1.0)))
-    hold, other = lab.start(prompt(1, 4)), lab.start(prompt(2, 4))
-    lab.compute(hold)
+    allocation, other = lab.start(prompt(1, 4)), lab.start(prompt(2, 4))
+    lab.compute(allocation)
     lab.manager.reset(Namespace("other weights", block_tokens=BLOCK))
-    lab.manager.finish(hold)
+    lab.manager.finish(allocation)
     assert not lab.plan()
     lab.manager.abort(other)
     assert lab.control.tier("device").pool.num_used == 0
@@ -154,11 +154,11 @@ def test_finish_after_namespace_change_saves_nothing():
 def test_schedule_after_namespace_change_saves_nothing():
     lab = Lab(20, host=HostConfig(20, saving=WritebackConfig(WritePolicy.SELECTIVE)))
     lab.serve(prompt(1, 4))
-    hold = lab.start(prompt(1, 4))
+    allocation = lab.start(prompt(1, 4))
     lab.manager.reset(Namespace("other weights", block_tokens=BLOCK))
-    lab.compute(hold)
+    lab.compute(allocation)
     assert not lab.plan()
-    lab.manager.finish(hold)
+    lab.manager.finish(allocation)
 
 
 def test_writeback_config_out_of_range_raises():

@@ -1,4 +1,4 @@
-"""Load or recompute: the fit against an oracle, what it forgets, and the decision with its numbers."""
+"""Cost model: the fit against an oracle, changes of speed, and the decision to load or to recompute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOAD, FETCH = (Route.HOST_TO_DEVICE, ""), (Route.STORE_TO_HOST, "disk")
 
 
 def nonnegative_least_squares(samples: list[tuple[list[float], float]]) -> tuple[np.ndarray, float]:
-    """Costs of 1 and the amounts, none negative, with the least sum of squares, by trying every set of costs."""
+    """Return the non-negative costs with the least sum of squares, and that sum, by trying every subset of costs."""
     weights = np.sqrt(DECAY ** np.arange(len(samples))[::-1])
     x = np.array([[1.0, *amounts] for amounts, _ in samples]) * weights[:, None]
     y = np.array([seconds for _, seconds in samples]) * weights
@@ -43,23 +43,25 @@ def loss(costs: np.ndarray, samples) -> float:
 
 
 @st.composite
-def seen(draw):
+def timed_samples(draw):
     num_amounts = draw(st.integers(1, 2))
     true = [draw(st.floats(0.0, 10.0)) for _ in range(num_amounts + 1)]
-    noise, alike = draw(st.floats(0.0, 5.0)), draw(st.floats(0.0, 0.9))
+    noise, correlation = draw(st.floats(0.0, 5.0)), draw(st.floats(0.0, 0.9))
     source = random.Random(draw(st.integers(0, 1 << 30)))
     samples = []
     for _ in range(draw(st.integers(num_amounts + 2, 40))):
         amounts = [source.uniform(0.1, 10.0) for _ in range(num_amounts)]
-        if num_amounts == 2:  # as with tokens and what they look back on
-            amounts[1] = amounts[1] * (1 - alike) + amounts[0] * alike
+        if num_amounts == 2:  # correlated, as tokens and attended tokens are
+            amounts[1] = amounts[1] * (1 - correlation) + amounts[0] * correlation
         seconds = true[0] + sum(cost * amount for cost, amount in zip(true[1:], amounts, strict=True))
         samples.append((amounts, max(0.0, seconds + source.gauss(0, noise))))
     return samples
 
 
-@given(seen())
-@example([([9.3, 5.7], 6.7), ([3.4, 2.5], 0.3), ([2.9, 2.3], 0.9), ([8.0, 5.3], 7.3)])  # two come out negative
+@given(timed_samples())
+@example(
+    [([9.3, 5.7], 6.7), ([3.4, 2.5], 0.3), ([2.9, 2.3], 0.9), ([8.0, 5.3], 7.3)]
+)  # the plain fit has two negative costs
 def test_fit_equals_nonnegative_least_squares(samples):
     fit = OnlineLeastSquares(len(samples[0][0]), min)
     for amounts, seconds in samples:
@@ -88,7 +90,7 @@ def test_fit_without_samples_predicts_none():
 
 @pytest.mark.parametrize("count", [1, 50])
 def test_fit_of_equal_samples_gives_bounds(count):
-    """2 s for 10 and 50: 2 s whatever it is, 0.2 s for each of the first, or 0.04 s for each of the second."""
+    """2 s for (10, 50) may be a constant 2 s, 0.2 s per unit of the first or 0.04 s per unit of the second amount."""
     least, most = OnlineLeastSquares(2, min), OnlineLeastSquares(2, max)
     for fit in (least, most):
         for _ in range(count):
@@ -115,13 +117,13 @@ def test_fit_does_not_depend_on_units(scale):
 
 
 def test_cost_model_follows_change_of_link_speed():
-    """A link that slows down to a tenth: half way after some 28 moves, within 5 % after 200."""
+    """A link slows down to a tenth: the estimate is half way after about 28 transfers, within 5 % after 200."""
     speeds, amounts = CostModel(), itertools.cycle((4, 16, 64))
     for _, count in zip(range(300), amounts, strict=False):
         speeds.observe_transfer(LOAD, count, 0.001 + 0.0001 * count)
-    for told, count in zip(range(200), amounts, strict=False):
+    for number, count in zip(range(200), amounts, strict=False):
         speeds.observe_transfer(LOAD, count, 0.01 + 0.001 * count)
-        if told == 40:
+        if number == 40:
             assert speeds.transfer_seconds(LOAD, 32) > 0.5 * 0.042
     assert speeds.transfer_seconds(LOAD, 32) == pytest.approx(0.042, rel=0.05)
 
@@ -145,14 +147,14 @@ def test_decision_text_has_the_numbers():
     decision = speeds.decide({LOAD: 4}, 0, 16)
     assert decision.load
     assert str(decision) == "load 16 tokens: loading takes 8.00 ms, under the 16.00 ms of computing"
-    decision = speeds.decide({LOAD: 4 + 40}, 0, 16)  # forty are queued before them
+    decision = speeds.decide({LOAD: 4 + 40}, 0, 16)  # 40 blocks are queued before them
     assert not decision.load
     assert str(decision) == "recompute 16 tokens: loading takes 88.00 ms, over the 16.00 ms of computing"
-    assert speeds.decide({LOAD: 4, FETCH: 4}, 0, 16).load_seconds is None  # of fetching nothing is known
+    assert speeds.decide({LOAD: 4, FETCH: 4}, 0, 16).load_seconds is None  # no fetch was measured
 
 
 def test_deep_prefix_is_loaded_and_shallow_one_computed():
-    """Computing a token costs by what it looks back on, loading it does not."""
+    """The cost to compute a token grows with its position; the cost to load it does not."""
     speeds = CostModel()
     for first in (0, 1000, 10000, 30000):
         for count in (16, 64):
@@ -166,26 +168,26 @@ def test_deep_prefix_is_loaded_and_shallow_one_computed():
 
 
 class Machine:
-    """What loading and computing take, exactly; and a request's time by either."""
+    """A machine with exact costs of loading and computing, and a cost model that observes them."""
 
     def __init__(self, latency: float) -> None:
         self.latency, self.speeds = latency, CostModel()
 
     def steps(self, first: int, stop: int):
-        """(tokens, what they look back on, seconds) of each step of at most 512 tokens."""
+        """Yield (tokens, attended tokens, seconds) of each step of at most 512 tokens."""
         for begin in range(first, stop, 512):
             count = min(512, stop - begin)
             attended = count * (begin + count / 2)
             yield count, attended, 0.003 + 6e-5 * count + 2e-8 * attended
 
     def seconds(self, num_tokens: int, *, load: bool) -> float:
-        """Of a request whose full blocks of 16 are all in the store."""
+        """Return the time of a request whose full blocks of 16 tokens are all in the store."""
         blocks = (num_tokens - 1) // 16 if load else 0
         loading = self.latency + 0.0036 + 0.00023 * blocks if load else 0.0
         return loading + sum(seconds for _, _, seconds in self.steps(blocks * 16, num_tokens))
 
     def serve(self, num_tokens: int, *, is_new: bool) -> bool:
-        """Decide, and learn what it took; whether it was loaded."""
+        """Decide, observe the costs, and return True if the blocks were loaded."""
         blocks = (num_tokens - 1) // 16
         load = not is_new and self.speeds.decide({LOAD: blocks, FETCH: blocks}, 0, blocks * 16).load
         if load:
@@ -198,18 +200,18 @@ class Machine:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_cost_model_learns_faster_choice_in_few_requests(seed):
-    """At 95 % of latencies and lengths; a tenth more than the other way is as good."""
+    """The choice is right for 95 % of latencies and lengths; up to 10 % slower counts as right."""
     lengths = (48, 96, 192, 384, 768, 1536)
     right = []
     for latency in (0.0, 0.005, 0.02, 0.05, 0.1, 0.25):
         machine = Machine(latency)
-        seen = [(length, is_new) for length in lengths for is_new in (False, True)]
-        random.Random(seed).shuffle(seen)
-        for length, is_new in seen:
+        requests = [(length, is_new) for length in lengths for is_new in (False, True)]
+        random.Random(seed).shuffle(requests)
+        for length, is_new in requests:
             machine.serve(length, is_new=is_new)
         for length in lengths:
             load = machine.serve(length, is_new=False)
-            chosen, other = (machine.seconds(length, load=way) for way in (load, not load))
+            chosen, other = (machine.seconds(length, load=choice) for choice in (load, not load))
             right.append(chosen <= 1.1 * other)
     assert sum(right) >= 0.95 * len(right)
 
@@ -217,7 +219,7 @@ def test_cost_model_learns_faster_choice_in_few_requests(seed):
 # ---- in the manager ------------------------------------------------------------------------------------------------
 
 
-def taught(lab: Lab, load: float, compute: float) -> Lab:
+def with_measured_costs(lab: Lab, load: float, compute: float) -> Lab:
     for count in (1, 10, 100):
         lab.manager.cost_model.observe_transfer(LOAD, count, load * count)
         lab.manager.cost_model.observe_transfer(FETCH, count, load * count)
@@ -230,13 +232,13 @@ def test_host_blocks_are_loaded_only_if_faster(is_faster):
     lab = Lab(20, always_load=False)
     lab.serve(prompt(1, 6))
     lab.evict("device")
-    taught(lab, load=0.001 if is_faster else 10.0, compute=0.01)
-    hold = lab.start(prompt(1, 6))
-    assert hold.decision.load == is_faster
-    assert hold.decision.num_tokens == 6 * BLOCK
-    assert hold.num_cached_tokens == (6 * BLOCK if is_faster else 0)
-    assert hold.tokens_from == ({"host": 6 * BLOCK, "device": 0} if is_faster else {"device": 0})
-    lab.compute(hold)
+    with_measured_costs(lab, load=0.001 if is_faster else 10.0, compute=0.01)
+    allocation = lab.start(prompt(1, 6))
+    assert allocation.decision.load == is_faster
+    assert allocation.decision.num_tokens == 6 * BLOCK
+    assert allocation.num_cached_tokens == (6 * BLOCK if is_faster else 0)
+    assert allocation.tokens_from == ({"host": 6 * BLOCK, "device": 0} if is_faster else {"device": 0})
+    lab.compute(allocation)
     assert lab.num_in("device", prompt(1, 6)) == 6
 
 
@@ -244,10 +246,10 @@ def test_decision_counts_only_blocks_not_on_device():
     lab = Lab(20, always_load=False)
     lab.serve(prompt(1, 6))
     lab.manager.tree.evict(lab.control.tier("device"), 2)
-    taught(lab, load=10.0, compute=0.01)
-    hold = lab.start(prompt(1, 6))
-    assert hold.decision.num_tokens == 2 * BLOCK
-    assert hold.tokens_from == {"device": 4 * BLOCK}
+    with_measured_costs(lab, load=10.0, compute=0.01)
+    allocation = lab.start(prompt(1, 6))
+    assert allocation.decision.num_tokens == 2 * BLOCK
+    assert allocation.tokens_from == {"device": 4 * BLOCK}
 
 
 @pytest.mark.parametrize("is_faster", [False, True])
@@ -255,7 +257,7 @@ def test_store_blocks_are_fetched_only_if_faster(is_faster):
     lab = Lab(20, stores=[disk()], always_load=False)
     lab.serve(prompt(1, 6))
     lab.manager.reset()
-    taught(lab, load=0.001 if is_faster else 10.0, compute=0.01)
+    with_measured_costs(lab, load=0.001 if is_faster else 10.0, compute=0.01)
     fetch = lab.fetched(prompt(1, 6))
     assert fetch.decision.load == is_faster
     assert fetch.num_fetched == ({"disk": 6} if is_faster else {})
@@ -272,7 +274,7 @@ def test_failed_transfer_is_not_observed():
 
 
 def test_slow_link_is_tried_again():
-    """One bad sample kept everything from being loaded for good: without loads there were no better samples."""
+    """Without trials, one slow sample would prevent all loads and so all better samples."""
     speeds = CostModel()
     way = (Route.HOST_TO_DEVICE, "")
     speeds.observe_transfer(way, 1, 10.0)
@@ -290,7 +292,7 @@ def test_slow_link_is_tried_again():
 
 
 def test_still_slow_link_costs_one_trial():
-    """A trial forgot what a block and what a call takes; one sample tells neither, so others were loaded, too."""
+    """A trial must not reset the fit: after a single sample the model would load other sizes too."""
     speeds, way = CostModel(), (Route.STORE_TO_HOST, "disk")
     for count in (1, 4, 16, 64):
         speeds.observe_transfer(way, count, 1.0 + 0.01 * count)
@@ -317,7 +319,7 @@ def speeds_trial():
 
 @pytest.mark.parametrize("exponent", range(1, 14))
 def test_fit_of_nearly_collinear_amounts_is_finite(exponent):
-    """On both sides of where they cannot be told apart; with noise that makes some costs come out negative."""
+    """Amounts above and below the limit at which they count as collinear; noise makes some costs negative."""
     random = np.random.default_rng(exponent)
     for in_doubt in (min, max):
         fit = OnlineLeastSquares(2, in_doubt)

@@ -1,4 +1,4 @@
-"""ARC: by the book where nodes are single blocks, and what it is for: a scan does not flush what is used again."""
+"""ARC against the published algorithm, and its resistance to scans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.index.policies import ARC
 
 
 class Blocks:
-    """A cache of single blocks under a policy, as the tree would drive it: a use withdraws and offers again."""
+    """A cache of single blocks under a policy. Like the tree, a use withdraws and offers a node again."""
 
     def __init__(self, policy: ARC, capacity: int) -> None:
         self.policy, self.capacity, self.time = policy, capacity, 0
@@ -39,7 +39,7 @@ class Blocks:
 
 
 class PlainARC:
-    """Megiddo and Modha's algorithm over names, with a whole list for each of its four."""
+    """The algorithm of Megiddo and Modha over names, with four full lists."""
 
     def __init__(self, capacity: int) -> None:
         self.c, self.p = capacity, 0.0
@@ -85,7 +85,7 @@ def workload(kind: str, count: int) -> list[int]:
     match kind:
         case "popular":
             return popular
-        case "scans":  # every third use is of something new that never comes again
+        case "scans":  # every third access is to a new name
             return [10_000 + i if i % 3 == 0 else name for i, name in enumerate(popular)]
         case _:  # a working set that changes
             return [chosen.randrange(250) + i // 5000 * 180 for i in range(count)]
@@ -94,7 +94,7 @@ def workload(kind: str, count: int) -> list[int]:
 @pytest.mark.parametrize("kind", ["popular", "scans", "drift"])
 @pytest.mark.parametrize("capacity", [50, 200])
 def test_arc_hit_rate_matches_reference(kind, capacity):
-    """Not hit for hit: the lists of ghosts are bounded one by one here, and the capacity is not told but learnt."""
+    """Hits differ slightly: our ghost lists are bounded one by one, and the capacity is learnt from evictions."""
     ours, plain = Blocks(ARC(), capacity), PlainARC(capacity)
     uses = workload(kind, 20_000)
     hits = sum(ours.access(x) for x in uses)

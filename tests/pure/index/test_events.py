@@ -1,4 +1,4 @@
-"""What a router hears is what the index holds."""
+"""Events of the index, and a router that rebuilds the content of the index from them."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ def token_bytes(*blocks: int) -> bytes:
 
 
 class Router:
-    """Knows the index from its events alone."""
+    """Rebuilds the content of the index from its events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.there: dict[str, dict[bytes, tuple[bytes, bytes]]] = {}
-        """Tier -> key -> the key above and the tokens."""
+        self.present: dict[str, dict[bytes, tuple[bytes, bytes]]] = {}
+        """Tier -> key -> parent key and tokens."""
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, IndexCleared):
-            self.there.clear()
+            self.present.clear()
         elif isinstance(event, BlocksStored):
             above, keys = event.parent, split(event.keys)
             width = len(event.token_bytes) // len(keys)
             for number, key in enumerate(keys):
-                assert key not in self.there.setdefault(event.tier, {})
-                self.there[event.tier][key] = (above, event.token_bytes[number * width : (number + 1) * width])
+                assert key not in self.present.setdefault(event.tier, {})
+                self.present[event.tier][key] = (above, event.token_bytes[number * width : (number + 1) * width])
                 above = key
         else:
             for key in split(event.keys):
-                del self.there[event.tier][key]
+                del self.present[event.tier][key]
 
     def take(self) -> list[Event]:
         events, self.events = self.events, []
         return events
 
     def matched(self, chain: Chain, tier: str) -> int:
-        """How many blocks of a chain it would say are there, going from key to key by tokens."""
+        """Return the number of leading blocks of a chain in a tier, following parent keys and tokens."""
         above, found = chain.namespace.root_key(chain.salt, chain.adapter), 0
-        below = {content: key for key, content in self.there.get(tier, {}).items()}
+        below = {content: key for key, content in self.present.get(tier, {}).items()}
         while found < chain.num_blocks and (above, chain.label(found)) in below:
             above = below[above, chain.label(found)]
             found += 1
         return found
 
 
-def heard() -> tuple[RadixTree, Router]:
+def tree_and_router() -> tuple[RadixTree, Router]:
     router = Router()
     return tree_of(16, 16, listener=router), router
 
@@ -68,7 +68,7 @@ ROOT = NAMESPACE.root_key()
 
 
 def test_stored_event_has_parent_keys_and_tokens():
-    tree, router = heard()
+    tree, router = tree_and_router()
     run(tree, 1, 2)
     one, two = keys_of(1, 2)
     assert router.take() == [BlocksStored("device", ROOT, one + two, token_bytes(1, 2), is_first=True)]
@@ -79,7 +79,7 @@ def test_stored_event_has_parent_keys_and_tokens():
 
 
 def test_extended_request_publishes_only_new_blocks():
-    tree, router = heard()
+    tree, router = tree_and_router()
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)
     router.take()
@@ -91,7 +91,7 @@ def test_extended_request_publishes_only_new_blocks():
 
 
 def test_lookups_splits_and_duplicates_publish_no_event():
-    tree, router = heard()
+    tree, router = tree_and_router()
     first, second = begin(tree, 1, 2, 3), begin(tree, 1, 2, 3)
     tree.publish(first, 3 * BLOCK)
     assert len(router.take()) == 1
@@ -104,14 +104,14 @@ def test_lookups_splits_and_duplicates_publish_no_event():
 
 
 def test_events_of_salts_and_adapters_have_own_keys():
-    tree, router = heard()
+    tree, router = tree_and_router()
     run(tree, 1, salt=b"a")
     run(tree, 1, adapter=b"a")
     assert [event.keys for event in router.take()] == [keys_of(1, salt=b"a")[0], keys_of(1, adapter=b"a")[0]]
 
 
 def test_eviction_publishes_removed_event():
-    tree, router = heard()
+    tree, router = tree_and_router()
     run(tree, 1, 2, 3)
     router.take()
     tree.evict(tree.tiers[0], 2)
@@ -119,7 +119,7 @@ def test_eviction_publishes_removed_event():
 
 
 def test_drop_publishes_at_once_despite_lease():
-    tree, router = heard()
+    tree, router = tree_and_router()
     run(tree, 1, 2, 3)
     lease = tree.match(chain_of(1, 2, 3))
     router.take()
@@ -130,7 +130,7 @@ def test_drop_publishes_at_once_despite_lease():
 
 
 def test_each_tier_publishes_own_events():
-    tree, router = heard()
+    tree, router = tree_and_router()
     lease = begin(tree, 1, 2)
     tree.publish(lease, 2 * BLOCK)
     one, two = keys_of(1, 2)
@@ -145,7 +145,7 @@ def test_each_tier_publishes_own_events():
 
 
 def test_failed_or_dropped_copy_is_never_published():
-    tree, router = heard()
+    tree, router = tree_and_router()
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)
     router.take()
@@ -161,7 +161,7 @@ def test_failed_or_dropped_copy_is_never_published():
 
 
 def test_recomputed_host_block_publishes_device_event():
-    tree, router = heard()
+    tree, router = tree_and_router()
     lease = begin(tree, 1)
     tree.publish(lease, BLOCK)
     copy_down(tree, lease, 1)
@@ -178,11 +178,11 @@ def test_recomputed_host_block_publishes_device_event():
 
 
 def test_reset_ends_with_cleared_event():
-    tree, router = heard()
+    tree, router = tree_and_router()
     run(tree, 1)
     tree.reset()
     assert router.take()[-1] == IndexCleared()
-    assert router.there == {}
+    assert router.present == {}
 
 
 @given(
@@ -193,7 +193,7 @@ def test_reset_ends_with_cleared_event():
 )
 @settings(max_examples=80, deadline=None)
 def test_router_replaying_events_matches_tree(actions):
-    tree, router = heard()
+    tree, router = tree_and_router()
     seen = []
     for action, blocks in actions:
         seen.append(blocks)
@@ -220,19 +220,19 @@ def test_router_replaying_events_matches_tree(actions):
             name: sum(n.held[t] is not None and n.held[t].num_held for n in tree.nodes())
             for t, name in enumerate(["device", "host"])
         }
-        assert {name: len(router.there.get(name, {})) for name in held} == held
+        assert {name: len(router.present.get(name, {})) for name in held} == held
     for each in seen:
         chain = chain_of(*each)
         lease = tree.match(chain)
         tiers = path_of(lease).tiers.tolist()
         assert all(
-            key in router.there[("device", "host")[t]] for key, t in zip(split(chain.keys()), tiers, strict=False)
+            key in router.present[("device", "host")[t]] for key, t in zip(split(chain.keys()), tiers, strict=False)
         )
         tree.release(lease)
 
 
 def holds(lease, number: int, block: int) -> bool:
-    """Whether a tier holds a block of a lease's path."""
+    """Return True if a tier holds a block of a lease."""
     node = lease.node
     while node.start > block:
         node = node.parent

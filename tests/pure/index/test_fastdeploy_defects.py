@@ -1,7 +1,4 @@
-"""Defects of FastDeploy's Cache Manager V1 in the index; tests/ancestors.toml lists every defect.
-
-fix_N is fix N of its commit message, C N a defect that was left; both lists are in our notes.
-"""
+"""Defects of FastDeploy's Cache Manager V1 in the index; tests/ancestors.toml lists every defect."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from kvtier.index.check import check_tree
 
 
 def store(tree, *blocks):
-    """Compute a request and keep a copy of all of it on the host."""
+    """Run a request and copy all its blocks to the host."""
     run(tree, *blocks)
     lease = tree.match(chain_of(*blocks))
     copy_down(tree, lease, 1)
@@ -46,7 +43,7 @@ def candidates(tree, number: int) -> int:
     return sum(node in tier.candidates() for node in tree.nodes())
 
 
-# ---- fixes that must stay ----
+# ---- defects that FastDeploy fixed ----
 
 
 def test_block_copied_back_to_device_is_evictable():
@@ -96,7 +93,7 @@ def test_match_changes_no_argument():
 
 
 def test_index_values_pickle_without_the_tree():
-    """Keys, slots, shortages and misses do; a lease stays where it is."""
+    """Keys, slots, shortages and misses are sent to other processes; a lease is not."""
     tree = tree_of(2000)
     run(tree, *range(1000))
     lease = tree.match(chain_of(*range(1000)))
@@ -207,7 +204,7 @@ def test_allocate_leaves_the_other_slots_free(n):
         assert pool.free_slots().tolist() == list(range(8))
 
 
-# ---- defects that were left ----
+# ---- defects that FastDeploy still has ----
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "s3fifo", "cost"])
@@ -219,11 +216,11 @@ def test_path_is_evicted_from_its_end(policy):
         tree.evict(tree.tiers[0], 1)
         check_tree(tree, [])
         found = matched(tree, 1, 2, 3, 4) + max(0, matched(tree, 1, 2, 8, 9) - 2)
-        assert found == num_left == tree.tiers[0].pool.num_used, "every block that is held can be matched"
+        assert found == num_left == tree.tiers[0].pool.num_used, "a held block cannot be matched"
 
 
 def test_path_over_tiers_is_in_order():
-    """HOST, DEVICE, HOST, both: the table and the path have one place for each block."""
+    """The blocks are on host, device, host, and both: table and path have one entry per block."""
     tree = tree_of(8, 8)
     lease = begin(tree, 1, 2, 3, 4)
     tree.publish(lease, 4 * BLOCK)
@@ -292,7 +289,7 @@ def test_slot_being_read_is_not_reused():
 
 
 def test_block_is_matched_when_all_tokens_are_computed():
-    """The chunk ends inside block 1: another request of the same step finds block 0."""
+    """The chunk ends inside block 1, so that another request of the same step matches block 0 only."""
     tree = tree_of(8)
     lease = begin(tree, 1, 2)
     assert matched(tree, 1, 2) == 0
@@ -345,7 +342,7 @@ def test_copy_is_readable_only_after_success():
 
 
 def test_equal_slot_numbers_of_tiers_do_not_collide():
-    """A host copy has slot 0; a request computes the block anew into device slot 0: nothing leaks."""
+    """The host copy is in slot 0 and the block is recomputed into device slot 0: no slot leaks."""
     tree = tree_of(1, 1)
     store(tree, 1)
     tree.evict(tree.tiers[0], 1)
@@ -418,7 +415,7 @@ def test_lease_ends_once():
     with pytest.raises(StateError, match="released already"):
         tree.release(first)
     check_tree(tree, [second])
-    assert isinstance(tree.evict(tree.tiers[0], 1), Shortage), "the other lease still holds it"
+    assert isinstance(tree.evict(tree.tiers[0], 1), Shortage), "the second lease holds the block"
     tree.release(second)
 
 
@@ -435,7 +432,7 @@ def test_block_being_loaded_is_read_from_host():
     lease = tree.match(chain_of(1, 2))
     transitions.begin_write(lease, tree.tiers[0], 1, tree.reserve(tree.tiers[0], 1))
     other = tree.match(chain_of(1, 2))
-    assert path_of(other).tiers.tolist() == [0, 1], "not yet from the device"
+    assert path_of(other).tiers.tolist() == [0, 1], "the device copy is readable before the write ended"
     transitions.end_write(tree, lease, tree.tiers[0], 1, 1, ok=True)
     assert path_of(other).tiers.tolist() == [0, 0]
     tree.release(lease)
@@ -443,11 +440,11 @@ def test_block_being_loaded_is_read_from_host():
     assert tree.tiers[0].num_evictable == tree.tiers[1].num_evictable == 2
 
 
-# ---- its hashing, its costs ----
+# ---- hashing and costs ----
 
 
 def test_equal_content_of_other_objects_has_equal_keys():
-    """Pickle gave other digests for one string object twice and for numpy integers."""
+    """A digest of pickled objects would depend on shared objects and on numpy integers."""
     digest = bytes(bytearray(b"picture"))
     twice = [MediaItem(0, 1, digest), MediaItem(2, 1, digest)]
     apart = [MediaItem(0, 1, bytes(bytearray(b"picture"))), MediaItem(2, 1, bytes(bytearray(b"picture")))]
@@ -457,7 +454,7 @@ def test_equal_content_of_other_objects_has_equal_keys():
 
 
 def test_index_does_not_read_a_clock():
-    """Nothing in the index knows the time of day; the caller tells it."""
+    """Callers pass the time as `now`."""
     for name, module in vars(kvtier.index).items():
         if inspect.ismodule(module) and module.__name__.startswith("kvtier.index"):
             assert "import time" not in inspect.getsource(module), name

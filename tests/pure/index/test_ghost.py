@@ -1,4 +1,4 @@
-"""GhostCache and its shadows: against naive caches, against exact replays, and what it must not mix up or pile up."""
+"""GhostCache and its shadows against naive caches and exact replays; separation of prompts; memory use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = (1, 2, 3, 5, 8, 13)
 
 
 def paths() -> st.SearchStrategy[list[list[int]]]:
-    """Requests as walks from the root of a small tree: the mark of a place says all that lies above it."""
+    """Return requests as walks from the root of a small tree. The mark of a node encodes its path."""
     walk = st.lists(st.integers(0, 2), min_size=1, max_size=5)
     return st.lists(
         walk.map(lambda turns: [int("1" + "".join(map(str, turns[: i + 1]))) for i in range(len(turns))]), max_size=60
@@ -75,15 +75,15 @@ def test_s3fifo_marks_are_bounded_and_hit_when_roomy(requests):
     first = [room.use(marks) for marks in requests]
     known: set[int] = set()
     for marks, found in zip(requests, first, strict=True):
-        assert found == [mark in known for mark in marks], "with room for all, only what is new is missed"
+        assert found == [mark in known for mark in marks], "a cache with room for all marks misses only new ones"
         known.update(marks)
 
 
-# ---- the curve against the truth ----
+# ---- estimates against exact replays ----
 
 
 def misjudged(ghost: GhostCache, requests, policies, truths: dict) -> list[str]:
-    """Estimates whose truth, by an exact replay, is not within the error stated."""
+    """Return the estimates whose exact hit rate is outside the stated error."""
     wrong = []
     for policy in policies:
         for found in ghost.curve(policy):
@@ -91,7 +91,7 @@ def misjudged(ghost: GhostCache, requests, policies, truths: dict) -> list[str]:
             if key not in truths:
                 truths[key] = replay_hits(requests, block_tokens=512, num_slots=found.capacity, policy=policy).hit_rate
             if abs(found.hit_rate - truths[key]) > found.error + 1e-9:
-                wrong.append(f"{found}: in truth {truths[key]:.4f}")
+                wrong.append(f"{found}: exact {truths[key]:.4f}")
     return wrong
 
 
@@ -134,11 +134,11 @@ def test_full_sampling_leaves_small_error(block_tokens):
         assert found.error < 0.04
 
 
-# ---- what it is fed ----
+# ---- recorded prompts ----
 
 
 def fed(chains: list[Chain], capacity: int = 4) -> float:
-    """What a cache with room for everything would have hit, where the real one hit nothing."""
+    """Return the estimated hit rate of a very large cache when the real one had no hits."""
     ghost = GhostCache(512, capacity, capacities=[100_000], rate=1.0)
     for chain in chains:
         ghost.record(chain, 0)
@@ -152,7 +152,7 @@ def test_ghost_separates_tenants_adapters_and_media():
     def chain(**others: object) -> Chain:
         return Chain(namespace, tokens, **others)
 
-    # between the two, another prompt drives the first out of the real cache's shadow
+    # the other prompt evicts the first one from the shadow of the real cache
     other = Chain(namespace, tokens[::-1])
     assert fed([chain(), other, chain()]) == pytest.approx(1 / 3, abs=0.03)
     assert fed([chain(salt=b"a"), other, chain(salt=b"a")]) == pytest.approx(1 / 3, abs=0.03)
@@ -160,7 +160,9 @@ def test_ghost_separates_tenants_adapters_and_media():
     assert fed([chain(salt=b"a"), other, chain(adapter=b"a")]) == 0
     images = [[MediaItem(10_000, 500, bytes([i]) * 32)] for i in range(2)]
     assert fed([chain(media=images[0]), other, chain(media=images[0])]) == pytest.approx(1 / 3, abs=0.03)
-    assert fed([chain(media=images[0]), other, chain(media=images[1])]) == pytest.approx(1 / 6, abs=0.04), "up to it"
+    assert fed([chain(media=images[0]), other, chain(media=images[1])]) == pytest.approx(1 / 6, abs=0.04), (
+        "blocks before the image hit"
+    )
 
 
 def test_ghost_ignores_prompts_below_sample_length():
@@ -178,11 +180,9 @@ def test_ghost_memory_is_bounded():
         for number in range(first, first + 4 * 1024):
             ghost.record(Chain(namespace, np.arange(3_000, dtype=np.int32) * 7 + number), 0)
         ghost.curve()
-        ours = tracemalloc.Filter(
-            True, str(Path(kvtier.index.__file__).parent / "*")
-        )  # threads of others allocate, too
-        taken = tracemalloc.take_snapshot().filter_traces([ours])
-        return sum(each.size for each in taken.statistics("filename"))
+        ours = tracemalloc.Filter(True, str(Path(kvtier.index.__file__).parent / "*"))  # other threads allocate too
+        snapshot = tracemalloc.take_snapshot().filter_traces([ours])
+        return sum(entry.size for entry in snapshot.statistics("filename"))
 
     tracemalloc.start()
     try:
@@ -202,7 +202,7 @@ def test_ghost_with_invalid_arguments_raises():
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_ignoring_repeats_does_not_change_curve(requests):
-    """Prompts with a common beginning, and some with another: the fast way beside the one that plays every request."""
+    """Compare the fast path with one that plays every request, for prompts that share prefixes."""
     namespace = Namespace("model", block_tokens=512)
     fast, slow = (GhostCache(512, 8, capacities=(1, 2, 4, 16), rate=1.0) for _ in range(2))
     for shadow in slow._shadows.values():

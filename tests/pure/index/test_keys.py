@@ -25,7 +25,7 @@ ITEMS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20), st.binary(min
 
 
 def plain_keys(namespace: Namespace, tokens, salt=b"", adapter=b"", media=()) -> bytes:
-    """The definition, a block at a time."""
+    """Compute the keys block by block from their definition."""
     above = root_key(namespace_bytes(*(getattr(namespace, name) for name in FIELDS)), salt, adapter)
     keys = []
     for content in block_contents(tokens, media, namespace.block_tokens):
@@ -69,7 +69,7 @@ def test_keys_beyond_full_blocks_raise():
         Chain(Namespace("m", block_tokens=2), [1, 2, 3, 4, 5]).keys(3)
 
 
-# ---- what tokens may come in ----
+# ---- token containers ----
 
 CONTAINERS = {
     "list": list,
@@ -152,7 +152,7 @@ def test_failed_append_changes_nothing():
     assert chain.tokens.tolist() == [1, 2, 3]
 
 
-# ---- what keeps keys apart ----
+# ---- inputs of a key ----
 
 
 def test_every_namespace_field_changes_keys():
@@ -164,7 +164,7 @@ def test_every_namespace_field_changes_keys():
 
 
 def test_namespace_fields_are_framed():
-    """The same letters, cut elsewhere."""
+    """The same characters split differently between fields give different keys."""
     namespaces = [
         Namespace("ab", "c"),
         Namespace("a", "bc"),
@@ -208,8 +208,8 @@ PLAIN = chain_keys([7] * 4 * B)
 @pytest.mark.parametrize(
     ("start", "num_tokens", "changed"),
     [
-        (0, B, {0}),  # ends where block 1 begins
-        (B, B, {1}),  # begins where block 0 ends
+        (0, B, {0}),  # ends at the start of block 1
+        (B, B, {1}),  # begins at the end of block 0
         (B - 1, 1, {0}),  # the last token of block 0
         (B - 1, 2, {0, 1}),  # one token of each
         (B, 1, {1}),
@@ -222,7 +222,7 @@ PLAIN = chain_keys([7] * 4 * B)
     ],
 )
 def test_media_item_is_in_blocks_it_overlaps(start, num_tokens, changed):
-    """Half-open on both sides. By the chain all blocks after the first changed one have other keys as well."""
+    """Item ranges are half-open. The chain changes the keys of all later blocks too."""
     chain = Chain(Namespace("m", block_tokens=B), [7] * 4 * B, media=[MediaItem(start, num_tokens, b"picture")])
     assert set(chain.extras) & set(range(4)) == changed
     keys = chain_keys([7] * 4 * B, [(start, num_tokens, b"picture")])
@@ -260,7 +260,7 @@ def test_invalid_media_item_raises(start, num_tokens, digest):
         MediaItem(start, num_tokens, digest)
 
 
-# ---- the same everywhere ----
+# ---- reproducibility ----
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4711"])
@@ -275,8 +275,8 @@ def test_keys_are_equal_in_other_processes(seed):
         [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
     )
     namespace = Namespace("m", "r", block_tokens=4)
-    wanted = plain_keys(namespace, list(range(40)), b"s", b"a", [(3, 4, b"x"), (9, 1, b"z")])
-    assert done.stdout.strip() == wanted.hex()
+    expected = plain_keys(namespace, list(range(40)), b"s", b"a", [(3, 4, b"x"), (9, 1, b"z")])
+    assert done.stdout.strip() == expected.hex()
 
 
 VECTORS = json.loads(re.search(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL)[1])
@@ -296,7 +296,7 @@ def test_keys_match_documented_vectors(vector):
 
 
 def test_documented_example_matches_hashlib():
-    """Byte for byte as docs/keys.md writes it, with nothing but hashlib."""
+    """Hash the bytes that docs/keys.md spells out."""
     by_hand = re.findall(r"(?:^    [0-9a-f ]+\n)+", DOCS.read_text(), re.MULTILINE)
     hashed = [hashlib.sha256(bytes.fromhex(lines)).hexdigest() for lines in by_hand]
     vector = next(vector for vector in VECTORS if vector["name"] == "one block")

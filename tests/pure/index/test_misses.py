@@ -1,4 +1,4 @@
-"""Every reason a match can stop for, and that the list of what went is bounded."""
+"""Reasons for which a match stops, and the bounds of the miss list."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_miss_list_forgets_unused_heads():
 
 
 def test_explain_refers_to_time_of_match():
-    """What is evicted after a match is not why that match stopped."""
+    """An eviction after the match is not the reason of the miss."""
     tree = tree_of(8)
     lease = tree.match(chain_of(1))
     run(tree, 1)

@@ -1,4 +1,4 @@
-"""Each policy by itself against a naive one, then through the tree."""
+"""Each policy against a naive implementation, then in the tree."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def node(
 @settings(max_examples=150, deadline=None)
 def test_victim_has_lowest_rank_then_first_offered(name, rank, actions):
     policy, nodes, time = make_policy(name), [node(i, created=i // 2) for i in range(12)], 0
-    there: dict[Node, int] = {}
+    offered: dict[Node, int] = {}
     for which, action in actions:
         each, time = nodes[which], time + 1
         if action < 2:
-            if each not in there:
+            if each not in offered:
                 each.usage.used = time // 3
             policy.offer(each)
-            there.setdefault(each, time)
+            offered.setdefault(each, time)
         elif action == 2:
             policy.withdraw(each)
-            there.pop(each, None)
+            offered.pop(each, None)
         else:
-            wanted = min(there, key=lambda node: (rank(node), there[node]), default=None)
-            assert policy.victim() is wanted
-            assert policy.victim() is wanted, "asking changes nothing"
-            if action == 4 and wanted is not None:
-                policy.withdraw(wanted)
-                del there[wanted]
-        assert [each in policy for each in nodes] == [each in there for each in nodes]
+            expected = min(offered, key=lambda node: (rank(node), offered[node]), default=None)
+            assert policy.victim() is expected
+            assert policy.victim() is expected, "victim() changed the order"
+            if action == 4 and expected is not None:
+                policy.withdraw(expected)
+                del offered[expected]
+        assert [each in policy for each in nodes] == [each in offered for each in nodes]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -69,29 +69,29 @@ def test_victim_has_lowest_rank_then_first_offered(name, rank, actions):
 @settings(max_examples=100, deadline=None)
 def test_offered_nodes_are_evicted_exactly_once(name, actions):
     policy, nodes = make_policy(name), [node(i, num_blocks=1 + i % 3, created=i) for i in range(12)]
-    there: set[Node] = set()
+    offered: set[Node] = set()
     for which, action, uses in actions:
         each = nodes[which]
         if action < 2:
-            if each not in there:
+            if each not in offered:
                 each.usage.uses += uses
             policy.offer(each)
-            there.add(each)
+            offered.add(each)
         elif action == 2:
             policy.withdraw(each)
-            there.discard(each)
+            offered.discard(each)
         else:
             victim = policy.victim()
-            assert (victim in there) if there else (victim is None)
+            assert (victim in offered) if offered else (victim is None)
             if victim is not None:
                 policy.withdraw(victim)
-                there.remove(victim)
-        assert [each in policy for each in nodes] == [each in there for each in nodes]
-    for _ in range(len(there)):
+                offered.remove(victim)
+        assert [each in policy for each in nodes] == [each in offered for each in nodes]
+    for _ in range(len(offered)):
         victim = policy.victim()
-        there.remove(victim)
+        offered.remove(victim)
         policy.withdraw(victim)
-    assert not there
+    assert not offered
     assert policy.victim() is None
 
 
@@ -133,7 +133,7 @@ def test_heap_discards_and_updates_ranks():
 
 
 class PlainS3FIFO:
-    """By the book, for nodes of one block: two queues, counters to 3, a ghost queue."""
+    """The published algorithm for nodes of one block: two queues, counters up to 3, a ghost queue."""
 
     def __init__(self) -> None:
         self.small: deque[int] = deque()
@@ -172,36 +172,36 @@ class PlainS3FIFO:
             return name
 
 
-@example(  # what was evicted from main and comes again is new
+@example(  # a node evicted from main counts as new
     accesses=[(2, 1), (1, 1), (1, 1), (2, 1), (0, 1), (2, 1), (2, 1), (0, 1)], capacity=2
 )
 @given(st.lists(st.tuples(st.integers(0, 29), st.integers(1, 6)), max_size=200), st.integers(1, 16))
 @settings(max_examples=150, deadline=None)
 def test_s3fifo_evicts_like_reference(accesses, capacity):
     policy, plain, time = S3FIFO(), PlainS3FIFO(), 0
-    there: dict[int, Node] = {}
+    offered: dict[int, Node] = {}
     for name, uses in accesses:
         time += 1
-        if name in there:
-            each = there[name]
+        if name in offered:
+            each = offered[name]
             policy.withdraw(each)  # leased, used, released
             for _ in range(uses):
                 plain.use(name)
             each.usage.uses += uses
             policy.offer(each)
             continue
-        if len(there) == capacity:
+        if len(offered) == capacity:
             victim = policy.victim()
-            gone = next(name for name, each in there.items() if each is victim)
-            assert gone == plain.evict()
-            policy.withdraw(there.pop(gone))
-        there[name] = node(name, created=time)
-        policy.offer(there[name])
+            evicted = next(name for name, each in offered.items() if each is victim)
+            assert evicted == plain.evict()
+            policy.withdraw(offered.pop(evicted))
+        offered[name] = node(name, created=time)
+        policy.offer(offered[name])
         plain.add(name)
 
 
 def test_s3fifo_keeps_used_nodes_through_scan():
-    """What was used stays while many that are used once go by."""
+    """Reused nodes stay while many nodes are used once."""
     policy = S3FIFO()
     hot = [node(i, created=i, uses=1) for i in range(8)]
     for each in hot:
@@ -222,7 +222,7 @@ def test_s3fifo_use_count_is_capped_at_three():
     while once_hot in policy:
         victim = policy.victim()
         policy.withdraw(victim)
-        if victim is not once_hot:  # it comes back, used again
+        if victim is not once_hot:  # used again
             victim.usage.uses += 1
             policy.offer(victim)
         rounds += 1
@@ -245,7 +245,7 @@ def test_cost_policy_evicts_cheapest_and_least_used():
 
 
 def test_cost_policy_ages_out_unused_nodes():
-    """Everything else gains by the rank of each victim, so a thing of worth that is not used goes in the end."""
+    """Each eviction raises the rank of newer nodes, so that an unused valuable node is evicted eventually."""
     policy = CostAware()
     once_hot = node(0, uses=9)
     policy.offer(once_hot)
@@ -259,31 +259,31 @@ def test_cost_policy_ages_out_unused_nodes():
     assert name < 20
 
 
-# ---- through the tree ----
+# ---- in the tree ----
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3)), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_fifo_evicts_leaves_by_creation_time(requests):
-    """Requests [a], [a, b], [a, b, c] publish at once, so every block has the time of its first request."""
-    tree, came = tree_of(8, policy="fifo"), {}
+    """Requests publish all blocks at once, so that a block has the creation time of its first request."""
+    tree, created = tree_of(8, policy="fifo"), {}
     for time, request in enumerate(requests):
         blocks = [request[0], *([request[1]] if request[2] else []), *([request[2]] if request[2] > 1 else [])]
         prefixes = [tuple(blocks[:stop]) for stop in range(1, len(blocks) + 1)]
-        new = [prefix for prefix in prefixes if prefix not in came]
-        while len(came) + len(new) > 8:
+        new = [prefix for prefix in prefixes if prefix not in created]
+        while len(created) + len(new) > 8:
             leaves = [
                 each
-                for each in came
-                if each not in prefixes and not any(other[: len(each)] == each for other in came if other != each)
+                for each in created
+                if each not in prefixes and not any(other[: len(each)] == each for other in created if other != each)
             ]
             assert leaves
-            del came[min(leaves, key=came.__getitem__)]
+            del created[min(leaves, key=created.__getitem__)]
         run(tree, *blocks)
-        came.update(dict.fromkeys(new, time))
-        lengths = {prefix: matched(tree, *prefix) for prefix in came}
-        assert lengths == {prefix: len(prefix) for prefix in came}
-        assert tree.tiers[0].pool.num_used == len(came)
+        created.update(dict.fromkeys(new, time))
+        lengths = {prefix: matched(tree, *prefix) for prefix in created}
+        assert lengths == {prefix: len(prefix) for prefix in created}
+        assert tree.tiers[0].pool.num_used == len(created)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

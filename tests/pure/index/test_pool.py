@@ -12,7 +12,7 @@ from kvtier.index import BlockPool, Shortage
 
 
 def runs(free: set[int]) -> list[int]:
-    """How long the runs of neighbours are."""
+    """Return the lengths of the runs of consecutive slots."""
     lengths = []
     for slot in sorted(free):
         if slot - 1 in free:
@@ -63,7 +63,7 @@ def test_allocate_negative_count_raises():
 @pytest.mark.parametrize("ids", [[-1], [-2], [-7], [3, -2], [-3, 3], [8], [3, 8], [100]])
 @pytest.mark.parametrize("others", [0, 70])
 def test_release_of_slots_outside_pool_raises(ids, others):
-    """Outside, negative; alone or behind many good ones: there are two ways to find runs."""
+    """Invalid slots alone or behind many valid ones: the pool finds runs in two ways."""
     pool = BlockPool("device", 8 + others)
     pool.allocate(8 + others)
     before = state(pool)
@@ -99,7 +99,7 @@ def test_release_of_other_tier_slots_raises():
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200), st.data())
 def test_allocate_is_contiguous_if_long_run_is_free(is_used, data):
-    """Also where one just fits, most times: of the runs of up to twice n the pool looks at one only."""
+    """A run shorter than 2 n may be missed, since the pool looks at only one of those."""
     pool = BlockPool("device", len(is_used))
     pool.allocate(len(is_used))
     pool.release(slots("device", *[slot for slot, used in enumerate(is_used) if not used]))
@@ -191,7 +191,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.num_slots = num_slots
 
     @invariant()
-    def it_agrees(self):
+    def check_against_model(self):
         if hasattr(self, "pool"):
             self.pool.check()
             assert self.pool.free_slots().tolist() == sorted(self.free)

@@ -1,4 +1,4 @@
-"""Single situations of the tree that the state machines reach seldom or not at all."""
+"""Situations that the state machine of the tree reaches rarely or never."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.index.check import check_tree
 
 
 def test_release_after_drop_keeps_parent_in_tree():
-    """Its node has left the tree, the node above it has not: they were one, and must not become one again."""
+    """The node of the lease has left the tree and its parent has not: they must not be merged again."""
     tree = tree_of(16)
     run(tree, 1, 2)
     lease = tree.match(chain_of(1, 2))
@@ -56,7 +56,7 @@ def test_refused_begin_write_changes_no_block():
 
 
 def test_extended_request_keeps_own_priority_and_ttl():
-    """Another, which keeps things for ever, used the blocks meanwhile: no wish about what comes after them."""
+    """A request without a TTL used the blocks in between; its retention must not apply to later blocks."""
     tree = tree_of(16)
     lease = begin(tree, 1, now=0, retention=Retention(ttl=10))
     tree.publish(lease, BLOCK, now=0)
@@ -67,7 +67,7 @@ def test_extended_request_keeps_own_priority_and_ttl():
     tree.release(lease, now=3)
     assert matched(tree, 1, 2, now=12.9) == 2
     assert matched(tree, 1, 2, now=13) == 1
-    assert tree.expire(math.inf) == 2  # for ever, and inf is when that is over
+    assert tree.expire(math.inf) == 2  # an infinite TTL expires at infinity
 
 
 def test_long_request_does_not_expire_while_extended():
@@ -119,7 +119,7 @@ def test_drop_from_any_depth(first):
 
 
 def test_use_merges_only_nodes_of_equal_retention():
-    """Two edges of one age, the lower published to stay for ever by a request that was then given up."""
+    """Two nodes of equal age, the lower one with an infinite TTL from a request that was aborted."""
     tree = tree_of(16)
     first = begin(tree, 1, retention=Retention(ttl=10))
     tree.publish(first, BLOCK)
@@ -136,7 +136,7 @@ def test_shared_lease_holds_tree_slots_not_duplicates():
     tree = tree_of(16)
     first, second = begin(tree, 1, 2), begin(tree, 1, 2)
     tree.publish(first, 2 * BLOCK)
-    tree.publish(second, 2 * BLOCK)  # keeps its own copies
+    tree.publish(second, 2 * BLOCK)  # duplicates
     shared = tree.share(second)
     tree.release(second)
     check_tree(tree, [first, shared])

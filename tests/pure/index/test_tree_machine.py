@@ -1,4 +1,4 @@
-"""Pool, tree, leases and transfers against index_model.Model: any order of calls, compared after each."""
+"""State machine of pool, tree, leases and transfers, compared with index_model.Model after every call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MEDIA = [()] * 4 + [((2, 2, b"x"),), ((1, 4, b"x"),), ((2, 2, b"y"),), ((4, 1, b
 
 
 def spec_of(number: int) -> Spec:
-    """Zeros with perhaps a one among them: most pairs share a prefix, and part at every place there is."""
+    """Return a prompt of zeros with at most one 1: most pairs share a prefix and diverge at any position."""
     number, length = divmod(number, MOST_TOKENS + 1)
     number, flip = divmod(number, MOST_TOKENS + 1)
     number, domain = divmod(number, len(DOMAINS))
@@ -69,7 +69,7 @@ RETENTIONS = st.sampled_from([(0, math.inf)] * 4 + [(1, math.inf), (2, 3.0), (0,
 
 @dataclass(eq=False)
 class Both:
-    """A lease, and what the model has for it."""
+    """A lease and its counterpart in the model."""
 
     lease: Lease
     holder: Holder
@@ -78,7 +78,7 @@ class Both:
 
 @dataclass(eq=False)
 class Move:
-    """A copy under way; it holds its lease."""
+    """A copy in flight; it holds its lease."""
 
     owner: Both
     source: int
@@ -101,13 +101,13 @@ class Machine(RuleBasedStateMachine):
             Tier(number, BlockPool(name, size), lambda: make_policy(policy))
             for number, (name, size) in enumerate(zip(self.NAMES, self.sizes, strict=True))
         ]
-        self.heard: dict[str, set[bytes]] = {name: set() for name in self.NAMES}
+        self.published: dict[str, set[bytes]] = {name: set() for name in self.NAMES}
         self.revision = REVISIONS[0]
-        self.tree = RadixTree(self.namespace, self.tiers, listener=self.hear)
+        self.tree = RadixTree(self.namespace, self.tiers, listener=self.on_event)
         self.model = Model(self.sizes, exact_lru=policy == "lru")
         self.open: list[Both] = []
         self.closed: list[Lease] = []
-        self.under_way: list[Move] = []
+        self.in_flight: list[Move] = []
         self.memory: list[dict[int, object]] = [{} for _ in self.NAMES]
         self.now = 0.0
 
@@ -115,23 +115,23 @@ class Machine(RuleBasedStateMachine):
     def namespace(self) -> Namespace:
         return Namespace("m", self.revision, block_tokens=BLOCK_TOKENS)
 
-    def hear(self, event):
+    def on_event(self, event):
         if isinstance(event, IndexCleared):
-            for keys in self.heard.values():
+            for keys in self.published.values():
                 keys.clear()
             return
         keys = {event.keys[at : at + 32] for at in range(0, len(event.keys), 32)}
         assert keys
         assert len(keys) * 32 == len(event.keys)
         if isinstance(event, BlocksStored):
-            assert not keys & self.heard[event.tier], "stored twice"
+            assert not keys & self.published[event.tier], "stored twice"
             assert len(event.token_bytes) == len(keys) * BLOCK_TOKENS * 4
-            self.heard[event.tier] |= keys
+            self.published[event.tier] |= keys
         elif isinstance(event, BlocksRemoved):
-            assert keys <= self.heard[event.tier], "removed what was not there"
-            self.heard[event.tier] -= keys
+            assert keys <= self.published[event.tier], "removed a block that was not stored"
+            self.published[event.tier] -= keys
 
-    # ---- what requests do ----
+    # ---- requests ----
 
     def chain(self, spec: Spec) -> Chain:
         media = [MediaItem(*item) for item in spec.media]
@@ -150,19 +150,19 @@ class Machine(RuleBasedStateMachine):
         path = path_of(lease)
         for block, tier, slot in zip(holder.path, path.tiers.tolist(), path.slots.tolist(), strict=True):
             assert (tier, slot) == (block.best, block.copies[tier].slot)
-            assert self.memory[tier][slot] == block.name, "a match leads to a slot that holds something else"
+            assert self.memory[tier][slot] == block.name, "a matched slot holds another block"
         return both
 
-    def do_room(self, tier: int, whose: list[bytes | None]) -> None:
+    def do_evict(self, tier: int, tenants: list[bytes | None]) -> None:
         content = observed(self.tree)
-        self.model.evict(tier, whose, [name for name, copies in content.items() if tier in copies])
+        self.model.evict(tier, tenants, [name for name, copies in content.items() if tier in copies])
 
     def do_reserve(self, tier: int, n: int, spec: Spec, call) -> list[int] | None:
-        """`call` takes n slots; whether it can, and what must go for it, the model says."""
-        whose = self.model.victims_needed(tier, n, spec.domain[0])
+        """Run `call`, which takes n slots, and compare its result and its evictions with the model."""
+        tenants = self.model.victims_needed(tier, n, spec.domain[0])
         before = observed(self.tree)
         slots = call()
-        if whose is None:
+        if tenants is None:
             assert isinstance(slots, Shortage)
             assert slots.wanted == n
             assert str(slots)
@@ -171,7 +171,7 @@ class Machine(RuleBasedStateMachine):
         assert isinstance(slots, Slots)
         assert slots.tier == self.NAMES[tier]
         assert len(slots) == len(set(slots.ids.tolist())) == n
-        self.do_room(tier, whose)
+        self.do_evict(tier, tenants)
         for slot in slots.ids.tolist():
             self.memory[tier][slot] = None
         return slots.ids.tolist()
@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(spec=SPECS, retention=RETENTIONS, used=st.booleans())
     def whole_request(self, spec, retention, used):
-        """The usual life: match, allocate, compute, publish, release; or give up where there is no room."""
+        """Match, allocate, publish and release a request; release it at once on a shortage."""
         both = self.do_match(spec, 99, retention)
         missing = both.lease.num_missing(len(spec.tokens))
         assert missing == -(-len(spec.tokens) // BLOCK_TOKENS) - len(both.holder.path)
@@ -225,7 +225,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(spec=SPECS, first=ANY, second=ANY)
     def twins(self, spec, first, second):
-        """Two requests compute the same, each on its own slots, and publish turn about."""
+        """Two requests compute the same blocks on their own slots and publish alternately."""
         leases = [self.do_match(spec, 99, (0, math.inf)) for _ in range(2)]
         if all(self.do_allocate(both, len(spec.contents) - len(both.holder.path)) for both in leases):
             for both, part in zip([leases[0], leases[1], leases[0], leases[1]], [first, second, 99, 99], strict=True):
@@ -254,7 +254,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY)
     def generate(self, which):
-        """One more block: two tokens, a slot, computed, published."""
+        """Append two tokens, allocate a slot and publish the block."""
         self.extend(which, [1, 0])
         both = self.open[which % len(self.open)]
         missing = both.lease.num_missing(len(both.holder.spec.tokens))
@@ -281,14 +281,14 @@ class Machine(RuleBasedStateMachine):
         self.do_match(both.holder.spec, 99, retention)
 
     @precondition(lambda self: self.open)
-    @rule(which=ANY, most=st.integers(1, 2))
-    def match_within(self, which, most):
-        """A block that shares the next token or tokens, to copy from: the best there is on the device."""
+    @rule(which=ANY, max_tokens=st.integers(1, 2))
+    def match_within(self, which, max_tokens):
+        """Match a device block that shares the next tokens; the longest match must be found."""
         both = self.open[which % len(self.open)]
         spec, end = both.holder.spec, both.holder.end
-        tokens, held = spec.tokens[len(both.holder.path) * BLOCK_TOKENS :][:most], self.model.held()
-        hit = self.tree.match_within(both.lease, most, max_children=99, now=self.now)
-        wanted = {
+        tokens, held = spec.tokens[len(both.holder.path) * BLOCK_TOKENS :][:max_tokens], self.model.held()
+        hit = self.tree.match_within(both.lease, max_tokens, max_children=99, now=self.now)
+        expected = {
             child: num_common(tokens, child.content[0])
             for child in end.children.values()
             if 0 in child.copies
@@ -300,16 +300,16 @@ class Machine(RuleBasedStateMachine):
         if hit is not None:
             lease, num_tokens = hit
             check_tree(self.tree, [*(each.lease for each in self.open), lease])
-            names = {child.copies[0].slot: child for child in wanted}
-            assert num_tokens == wanted[names[int(lease.table[-1])]] > 0
+            names = {child.copies[0].slot: child for child in expected}
+            assert num_tokens == expected[names[int(lease.table[-1])]] > 0
             assert len(lease.table) == len(both.holder.path) + 1
             self.tree.release(lease, used=False)
-        if not spec.media and not any(block.content[1] for child in wanted for block in child.below()):
-            assert num_tokens == max(wanted.values(), default=0)
+        if not spec.media and not any(block.content[1] for child in expected for block in child.below()):
+            assert num_tokens == max(expected.values(), default=0)
 
     @precondition(lambda self: self.closed)
     @rule(which=ANY)
-    def a_lease_ends_once(self, which):
+    def use_released_lease(self, which):
         lease = self.closed[-1 - which % len(self.closed)]
         for call in (
             lambda: self.tree.release(lease),
@@ -326,7 +326,7 @@ class Machine(RuleBasedStateMachine):
     def free_leases(self) -> list[Both]:
         return [both for both in self.open if not both.num_moves]
 
-    # ---- what the operator does ----
+    # ---- operations ----
 
     @rule(spec=SPECS, first=st.integers(0, 5))
     def drop(self, spec, first):
@@ -335,7 +335,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, cut=st.integers(1, 2))
     def drop_under_a_lease(self, which, cut):
-        """The end of a path that is leased is forgotten, and another request goes on from what is left."""
+        """Drop the end of a leased path and run another request that continues the rest."""
         holder = self.open[which % len(self.open)].holder
         left = len(holder.path) - cut
         if left > 0:
@@ -349,12 +349,12 @@ class Machine(RuleBasedStateMachine):
         assert self.tree.expire(self.now) == self.model.expire(self.now)
 
     @rule(seconds=st.sampled_from([1.0, 2.5]))
-    def time_goes_by(self, seconds):
+    def advance_clock(self, seconds):
         self.now += seconds
 
     @rule(other=st.booleans(), really=st.integers(0, 3))
     def reset(self, other, really):
-        if really:  # or nothing would live long
+        if really:  # reset rarely, or blocks would never get old
             return
         if other:
             old = self.chain(Spec((0, 0)))
@@ -380,7 +380,7 @@ class Machine(RuleBasedStateMachine):
         enough = n <= len(self.model.evictable(tier))
         shortage = self.tree.evict(self.tiers[tier], n)
         assert (shortage is None) == enough
-        self.do_room(tier, [None] * n if enough else [])
+        self.do_evict(tier, [None] * n if enough else [])
 
     @rule(tier=ANY, n=st.integers(1, 5))
     def evict_of_a_tenant(self, tier, n):
@@ -388,7 +388,7 @@ class Machine(RuleBasedStateMachine):
         for salt in self.model.quotas[tier]:
             enough = n <= len(self.model.evictable(tier, salt))
             assert (self.tree.evict(self.tiers[tier], n, salt=salt) is None) == enough
-            self.do_room(tier, [salt] * n if enough else [])
+            self.do_evict(tier, [salt] * n if enough else [])
 
     @rule(tier=ANY, n=st.integers(0, 5), salt=st.sampled_from([b"", b"s", b"s\0x"]))
     def reserve_and_give_back(self, tier, n, salt):
@@ -414,10 +414,10 @@ class Machine(RuleBasedStateMachine):
             self.tiers[tier].pool.resize(size)
             self.model.sizes[tier] = size
 
-    # ---- after each ----
+    # ---- invariants ----
 
     @invariant()
-    def everything_agrees(self):
+    def check_against_model(self):
         self.steps[type(self).__name__] += 1
         if not hasattr(self, "tree"):
             return
@@ -435,13 +435,13 @@ class Machine(RuleBasedStateMachine):
             assert both.lease.num_blocks == len(both.holder.path)
             for number, slot in enumerate(both.holder.table[: len(both.holder.path)]):
                 if slot >= 0:
-                    assert self.memory[0][slot] == both.holder.path[number].name, "a leased slot was written by another"
+                    assert self.memory[0][slot] == both.holder.path[number].name, "a leased slot was overwritten"
 
     @invariant()
-    def listeners_know_what_is_there(self):
+    def check_published_keys(self):
         if not hasattr(self, "tree"):
             return
-        there: dict[str, set[bytes]] = {name: set() for name in self.NAMES}
+        readable: dict[str, set[bytes]] = {name: set() for name in self.NAMES}
         namespace = namespace_bytes("m", self.revision, "", "", BLOCK_TOKENS)
         waiting = [
             (child, root_key(namespace, *domain))
@@ -453,23 +453,23 @@ class Machine(RuleBasedStateMachine):
             key = key_of(above, block.content)
             for tier, copy in block.copies.items():
                 if copy.state != "writing":
-                    there[self.NAMES[tier]].add(key)
+                    readable[self.NAMES[tier]].add(key)
             waiting += [(child, key) for child in block.children.values()]
-        assert self.heard == there
+        assert self.published == readable
 
 
 class TieredMachine(Machine):
-    """The same with three tiers and blocks that move between them."""
+    """The same with three tiers and copies between them."""
 
     NAMES = ("device", "host", "disk")
 
     @precondition(lambda self: self.open)
     @rule(which=ANY, to=ANY, first=ANY, count=st.integers(1, 7))
     def begin_copy(self, which, to, first, count):
-        """Blocks that can be read somewhere start on their way to a tier that has none of them."""
+        """Start a copy of readable blocks to a tier that does not have them."""
         both = self.open[which % len(self.open)]
         path = both.holder.path
-        if not path or len(self.under_way) > 4:
+        if not path or len(self.in_flight) > 4:
             return
         target = to % len(self.tiers)
         first %= len(path)
@@ -496,25 +496,25 @@ class TieredMachine(Machine):
             block.copies[source].readers += 1
             block.copies[target] = Copy(slot, "writing")
         both.num_moves += 1
-        self.under_way.append(Move(both, source, target, first, slots))
+        self.in_flight.append(Move(both, source, target, first, slots))
 
     @rule(spec=SPECS, to=st.integers(1, 2), ok=st.integers(0, 4))
     def store(self, spec, to, ok):
-        """A whole request that is kept in a slower tier too."""
-        if len(self.under_way) > 4:
+        """Run a request and copy it to a slower tier."""
+        if len(self.in_flight) > 4:
             return
         self.whole_request(spec, (0, math.inf), True)
         self.do_match(spec, 99, (0, math.inf))
-        before = len(self.under_way)
+        before = len(self.in_flight)
         self.begin_copy(len(self.open) - 1, to, 0, 99)
-        if len(self.under_way) > before:
+        if len(self.in_flight) > before:
             self.end(before, ok > 0)
         self.do_release(self.open[-1], True)
 
     @precondition(lambda self: self.open)
     @rule(which=ANY, tier=ANY, first=ANY, count=st.integers(1, 4))
     def remove(self, which, tier, first, count):
-        """Blocks nobody reads leave a tier. From the device only what no lease has in its table."""
+        """Remove blocks without readers from a tier; from the device only blocks in no table."""
         both = self.open[which % len(self.open)]
         path = both.holder.path
         if not path:
@@ -532,17 +532,17 @@ class TieredMachine(Machine):
             for block in path[first : first + run]:
                 del block.copies[tier]
 
-    @precondition(lambda self: self.under_way)
+    @precondition(lambda self: self.in_flight)
     @rule(which=ANY, ok=st.booleans())
     def end(self, which, ok):
-        move = self.under_way.pop(which % len(self.under_way))
+        move = self.in_flight.pop(which % len(self.in_flight))
         both = move.owner
         both.num_moves -= 1
         path = both.holder.path
         count = len(move.slots)
         for block, slot in zip(path[move.first : move.first + count], move.slots, strict=True):
             source = block.copies[move.source]
-            assert self.memory[move.source][source.slot] == block.name, "a source was overwritten while it was read"
+            assert self.memory[move.source][source.slot] == block.name, "the source of a copy was overwritten"
             source.readers -= 1
             if ok:
                 self.memory[move.target][slot] = block.name
@@ -554,8 +554,8 @@ class TieredMachine(Machine):
 
     @precondition(lambda self: self.open)
     @rule(which=ANY, tier=ANY, first=ANY)
-    def what_cannot_be_is_refused(self, which, tier, first):
-        """Each call on a block in the wrong state raises; the comparison that follows shows that nothing changed."""
+    def check_invalid_transitions_raise(self, which, tier, first):
+        """Call transitions on blocks in the wrong state. The invariants check that nothing changed."""
         both = self.open[which % len(self.open)]
         path = both.holder.path
         if not path:
@@ -581,7 +581,7 @@ class TieredMachine(Machine):
 
 
 def observed(tree: RadixTree) -> dict:
-    """What the tree holds, block by block: salt, adapter and prefix -> tier -> slot, state and readers."""
+    """Return the blocks of the tree: salt, adapter and prefix -> tier -> slot, state and readers."""
     content = {}
     prefixes: dict[object, tuple] = dict.fromkeys(tree.roots.values(), ())
     for node in tree.nodes():
@@ -599,12 +599,12 @@ def observed(tree: RadixTree) -> dict:
 
 
 def num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many leading tokens are equal."""
+    """Return the number of equal leading tokens."""
     return next((n for n in range(min(len(one), len(other)), 0, -1) if one[:n] == other[:n]), 0)
 
 
 def parsed(extras: bytes) -> tuple:
-    """Extras back to items: place and digest, each behind its length."""
+    """Parse extras into items; position and digest are each preceded by their length."""
     parts = []
     while extras:
         size = int.from_bytes(extras[:8], "little")
@@ -615,7 +615,7 @@ def parsed(extras: bytes) -> tuple:
 
 @pytest.mark.parametrize(("machine", "examples"), [(Machine, 245), (TieredMachine, 245)])
 def test_tree_equals_model_after_every_step(machine, examples):
-    """Together more than 20,000 steps; KVTIER_SOAK=100 makes a hundred times as many."""
+    """Run at least 20,000 steps in total; KVTIER_SOAK multiplies them."""
     before = machine.steps[machine.__name__]
     run_state_machine_as_test(
         machine,
@@ -630,6 +630,6 @@ def test_tree_equals_model_after_every_step(machine, examples):
 
 
 def test_model_assigns_media_to_overlapping_blocks():
-    """Of the model itself, for a start: an item is in the blocks whose tokens it shares, and nowhere else."""
+    """Check the model itself: an item belongs to the blocks that it overlaps."""
     contents = block_contents((1, 2, 3, 4, 5, 6, 7), [(2, 2, b"x"), (5, 1, b"y")])
     assert contents == [((1, 2), ()), ((3, 4), ((0, 2, b"x"),)), ((5, 6), ((1, 1, b"y"),))]

@@ -1,4 +1,4 @@
-"""Hit rates of many capacities and policies in one run: against plain caches, and the figures of the reference."""
+"""Sweeps over capacities and policies against plain caches, exhaustive search and reference rates."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_count_above_matches_reference(values, queries):
     assert found.tolist() == [sum(value > limit for value in values[:count]) for count, limit in queries]
 
 
-def best_of_all(requests: list[tuple[int, ...]], capacity: int) -> int:
-    """Hits of the best there is, by trying everything: after each request, which blocks stay."""
+def exhaustive_optimum(requests: list[tuple[int, ...]], capacity: int) -> int:
+    """Return the most hits over all choices of the blocks that stay after each request."""
     states = {frozenset(): 0}
     for ids in requests:
         own = [ids[: i + 1] for i in range(len(ids))]
@@ -57,7 +57,7 @@ def best_of_all(requests: list[tuple[int, ...]], capacity: int) -> int:
             if len(own) > capacity:
                 left = [held]
             else:
-                # while it runs, its blocks are there and of the others as many as there is room for
+                # while a request runs, its blocks are held and others fill the remaining capacity
                 others = sorted(held - set(own))
                 room = capacity - len(own)
                 left = [frozenset(some) | set(own) for some in subsets(others, room)]
@@ -68,10 +68,10 @@ def best_of_all(requests: list[tuple[int, ...]], capacity: int) -> int:
     return max(states.values())
 
 
-def subsets(items: list, most: int):
+def subsets(items: list, max_items: int):
     for bits in range(1 << len(items)):
         chosen = [item for i, item in enumerate(items) if bits >> i & 1]
-        if len(chosen) <= most:
+        if len(chosen) <= max_items:
             yield chosen
 
 
@@ -82,7 +82,7 @@ def subsets(items: list, most: int):
 @settings(deadline=None, max_examples=60)
 def test_optimum_equals_exhaustive_search(ids, capacity):
     requests = [TraceRequest(0, 512 * len(each), 1, each) for each in ids]
-    assert optimum_hits(Accesses(requests), capacity) == best_of_all(ids, capacity)
+    assert optimum_hits(Accesses(requests), capacity) == exhaustive_optimum(ids, capacity)
 
 
 @given(requests=REQUESTS, capacity=st.integers(1, 30))
@@ -93,12 +93,12 @@ def test_no_policy_beats_optimum(requests, capacity):
 
 
 def test_sweep_in_processes_equals_single_process():
-    requests, told = list(generate(SyntheticTrace(sessions=150))), []
+    requests, progress = list(generate(SyntheticTrace(sessions=150))), []
     capacities, policies = [100, 300, 900], ["lru", "fifo", "arc", OPTIMUM]
     alone = sweep(requests, capacities, policies)
-    assert sweep(requests, capacities, policies, jobs=3, progress=told.append) == alone
-    assert told == sorted(told)
-    assert told[-1] == 1.0
+    assert sweep(requests, capacities, policies, jobs=3, progress=progress.append) == alone
+    assert progress == sorted(progress)
+    assert progress[-1] == 1.0
     rates = [point.hit_rate for point in alone if point.policy == "lru"]
     assert rates == sorted(rates)
 

@@ -1,4 +1,4 @@
-"""Presets are data with sources; files and what the doctor found can replace them; what is wrong in them is named."""
+"""Hardware presets, files in place of presets, results of kvtier doctor, and errors in either."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier.errors import ArgumentError, RangeError
 from kvtier.replay.cost import Roofline, Work
 from kvtier.replay.hardware import DiskSpec, GpuSpec, ModelSpec, PriceSpec, from_doctor, preset, presets
 
-# bytes of KV a token and parameters, as the model cards give them
+# KV bytes per token and number of parameters from the model cards
 KNOWN = {
     "llama-3-8b": (131_072, 8.03e9),
     "llama-3-70b": (327_680, 70.6e9),
@@ -36,7 +36,7 @@ def test_presets_load_and_name_their_source(kind, count):
 def test_model_presets_match_model_cards(name):
     model = preset(ModelSpec, name)
     assert (model.token_bytes, model.params) == KNOWN[name]
-    if not model.kv_elements:  # the products of attention alone are a part of the parameters
+    if not model.kv_elements:  # the attention projections are a part of the parameters
         assert model.layers * model.head_dim * (model.heads + model.kv_heads) < model.params
 
 
@@ -53,7 +53,7 @@ def prefill(first: int, count: int) -> Work:
     ],
 )
 def test_h200_preset_reproduces_measured_times(works, milliseconds):
-    """Rows of benchmarks/results/engine_gpu.jsonl and tiers_gpu.jsonl: what the shares of the preset were fitted to."""
+    """The preset was fitted to rows of benchmarks/results/engine_gpu.jsonl and tiers_gpu.jsonl."""
     cost = Roofline(preset(ModelSpec, "llama-3-8b"), preset(GpuSpec, "h200"))
     assert sum(cost.seconds(work) for work in works) * 1e3 == pytest.approx(milliseconds, rel=0.03)
     assert not preset(GpuSpec, "h200").assumed
@@ -108,15 +108,15 @@ def test_from_doctor_replaces_memory_and_link(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("told", "what"),
+    ("document", "what"),
     [
         ({"kvtier": "0"}, "has no GPU"),
         ({"measured": {"cuda:0": {"name": "X"}}}, "lacks a field of kvtier doctor --json for cuda:0: KeyError"),
         ({"measured": {"cuda:0": {"name": "X", "memory_bytes": 1, "link_gbs": {}}}}, "the link was not measured"),
     ],
 )
-def test_from_doctor_without_measurement_raises(tmp_path, told, what):
-    (tmp_path / "doctor.json").write_text(json.dumps(told))
+def test_from_doctor_without_measurement_raises(tmp_path, document, what):
+    (tmp_path / "doctor.json").write_text(json.dumps(document))
     with pytest.raises(ArgumentError, match=what):
         from_doctor(tmp_path / "doctor.json", preset(GpuSpec, "h100"))
 

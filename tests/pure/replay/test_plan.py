@@ -1,4 +1,4 @@
-"""The planner's advice, and what is told of it."""
+"""The planner and its reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.replay.report import advice_text, plan_result, size_text
 
 TRACE = tuple(generate(SyntheticTrace(sessions=25, session_rate=0.5)))
 SETUP = Deployment(
-    ModelSpec(4, 8, 2, 64, 1e9, kv_bytes=64.0),  # large KV, so that sizes in GiB matter for a small trace
+    ModelSpec(4, 8, 2, 64, 1e9, kv_bytes=64.0),  # large KV, so that a small trace needs GiB
     preset(GpuSpec, "h100"),
     device_bytes=4 * GIB,
     disk=preset(DiskSpec, "nvme-gen4"),
@@ -47,8 +47,8 @@ def test_capacities_rise_to_all_blocks(num_blocks):
 
 def test_plan_points_equal_simulation(found):
     point = next(point for point in found.points if point.host_bytes and not point.disk_bytes)
-    (again,) = simulate(TRACE, [replace(SETUP, host_bytes=point.host_bytes)])
-    assert point.summary == again
+    (simulated,) = simulate(TRACE, [replace(SETUP, host_bytes=point.host_bytes)])
+    assert point.summary == simulated
     assert point.price == pytest.approx(point.host_bytes / GIB * 6)
     sizes = [each.capacity for each in found.curve if each.policy == "lru"]
     assert list(found.curve) == sweep(TRACE, sizes, ("lru", OPTIMUM))
@@ -73,7 +73,7 @@ def test_unreachable_target_reports_nearest_setup(found):
 
 
 def test_setup_that_refuses_requests_is_not_chosen():
-    """What is refused has no time to first token: without the longest prompts times are good."""
+    """A refused request has no TTFT, so that the percentiles look good without the longest prompts."""
     longest = max(request.input_tokens for request in TRACE) // 512
     small = replace(SETUP, device_bytes=longest * 512 * SETUP.model.token_bytes)
     advice = plan(TRACE, small, 1e9, PRICES, jobs=2)
@@ -95,10 +95,10 @@ def test_plan_result_is_json(found):
     import json
 
     trace = {"block_tokens": 512}
-    told = plan_result(trace, {"token_bytes": SETUP.model.token_bytes}, found)
-    assert json.loads(json.dumps(told)) == told
-    assert len(told["results"]) == len(found.points)
-    assert told["prices"] == {"host_gib": 6.0, "disk_gib": 0.12, "source": "", "assumed": []}
+    result = plan_result(trace, {"token_bytes": SETUP.model.token_bytes}, found)
+    assert json.loads(json.dumps(result)) == result
+    assert len(result["results"]) == len(found.points)
+    assert result["prices"] == {"host_gib": 6.0, "disk_gib": 0.12, "source": "", "assumed": []}
 
 
 def test_size_text_uses_short_units():

@@ -1,4 +1,4 @@
-"""A recorded run is a trace; followed step by step it comes to the same hits; it tells nothing of the text."""
+"""Recorded runs: they are traces, replay to the same hits, and contain no text."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ LIMITS = SchedulerConfig(max_rows=4, max_step_tokens=24, starts_early=True)
 
 @dataclass
 class Server:
-    """An engine without a model: answers are random, transfers take random times, reports come when they come."""
+    """An engine without a model: random answers, random transfer times, random order of reports."""
 
     cache: CacheConfig
     chosen: random.Random
     num_ranks: int = 1
     failures: float = 0.0
-    """Share of the steps that cannot be run."""
+    """Share of the steps that fail."""
 
     def __post_init__(self) -> None:
         namespace = Namespace("served", block_tokens=BLOCK)
@@ -61,7 +61,7 @@ class Server:
             if not waiting and not self.scheduler.has_work():
                 return
             self.step()
-        raise AssertionError("it does not end")
+        raise AssertionError("the server still has work after 10,000 steps")
 
     def step(self) -> None:
         self.apply()
@@ -92,7 +92,7 @@ class Server:
 
 
 def prompts(chosen: random.Random, count: int) -> list[list[int]]:
-    """Turns of conversations over few beginnings, so that much is shared."""
+    """Return turns of conversations that share a few first messages."""
     begins = [[chosen.randrange(1000) for _ in range(13)] for _ in range(3)]
     grown = [list(chosen.choice(begins)) for _ in range(5)]
     made = []
@@ -132,7 +132,7 @@ def test_followed_log_has_same_hits_per_tier(config, seed, num_ranks, failures, 
 def recorded(tmp_path, config: str = "host", **options) -> tuple[Server, Path]:
     server = Server(CONFIGS[config], random.Random(5))
     path = tmp_path / "log.jsonl"
-    path.unlink(missing_ok=True)  # a log is never overwritten
+    path.unlink(missing_ok=True)  # the recorder refuses to overwrite a log
     with contextlib.closing(Recorder(path, **options)) as recorder:
         recorder.attach(server.scheduler, now=server.now)
         server.serve(prompts(random.Random(5), 20))
@@ -159,7 +159,7 @@ def test_log_reads_as_trace_of_served_requests(tmp_path):
         for block in range(request.chain.num_blocks):
             shared.setdefault(request.chain.labels[: (block + 1) * BLOCK * 4], 0)
     names = {name for line in lines(path) for name in json.loads(line).get("keys", ())}
-    assert len(names) == len(shared), "as many names as there are different beginnings"
+    assert len(names) == len(shared), "one name per distinct prefix"
 
 
 def test_log_contains_no_tokens_and_no_keys(tmp_path):
@@ -199,11 +199,11 @@ def test_requests_of_failed_step_are_logged_and_released(tmp_path):
         recorder.attach(server.scheduler, now=server.now)
         server.serve(prompts(random.Random(5), 20))
         assert recorder._first_tokens == {}
-    told = [each for each in map(json.loads, lines(path)) if each["event"] == "request"]
-    assert sorted((each["id"], each["state"], each["answer_tokens"]) for each in told) == sorted(
+    logged = [event for event in map(json.loads, lines(path)) if event["event"] == "request"]
+    assert sorted((event["id"], event["state"], event["answer_tokens"]) for event in logged) == sorted(
         (request.id, request.state.value, request.num_new_tokens) for request in server.requests
     )
-    assert any(each["state"] == "cancelled" and each["answer_tokens"] and each["ttft"] for each in told)
+    assert any(event["state"] == "cancelled" and event["answer_tokens"] and event["ttft"] for event in logged)
 
 
 @pytest.mark.parametrize(("count", "ends_early"), [(20, True), (1, False)])
@@ -217,9 +217,9 @@ def test_full_disk_ends_log_with_warning_and_serving_continues(count, ends_early
             server.serve(prompts(random.Random(5), count))
             assert ("update" not in vars(server.scheduler)) is ends_early
 
-    with pytest.warns(RuntimeWarning, match=r"the log /dev/full ends here: .*No space left") as told:
+    with pytest.warns(RuntimeWarning, match=r"the log /dev/full ends here: .*No space left") as warned:
         serve()
-    assert len(told) == 1
+    assert len(warned) == 1
     assert len(server.requests) == count
     assert all(request.state.is_over for request in server.requests)
     assert not {"add", "schedule", "update", "fail", "cancel"} & set(vars(server.scheduler))

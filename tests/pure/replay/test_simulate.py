@@ -1,4 +1,4 @@
-"""The simulation: times by hand, hits against a plain LRU, and that everything adds up."""
+"""The simulator: times against hand calculation, hits against a plain LRU, consistency of the totals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DISK = DiskSpec(100.0, 100.0, 0.0)
 
 
 def per_token(work: Work) -> float:
-    """A second a token, nothing else."""
+    """Return one second per token."""
     return work.num_tokens
 
 
@@ -66,58 +66,59 @@ def test_prompts_are_chunked_and_next_request_queues():
 
 
 def test_immediate_reports_are_applied_at_once():
-    """The first step asks the disk what it has; a request must not wait for the next arrival to hear the answer."""
+    """The first step requests the inventory of the disk; the report must not wait for the next arrival."""
     first, _ = simulator(100, 100, 100).run([request(0, 1, 2), request(10_000, 3)]).requests
     assert first.ttft == 1124
 
 
 def test_blocks_are_found_in_the_tier_that_holds_them():
-    far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(4)]
-    again = replace(far[0], timestamp_ms=50_000_000, hash_ids=(0, 1, 2, 3, 999))
+    spread_out = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(4)]
+    again = replace(spread_out[0], timestamp_ms=50_000_000, hash_ids=(0, 1, 2, 3, 999))
     for sizes, tier in (((100,), "device"), ((6, 100), "host"), ((6, 5, 100), "disk")):
-        run = simulator(*sizes).run([*far, again])
+        run = simulator(*sizes).run([*spread_out, again])
         assert run.requests[-1].tokens_from.get(tier) == 4 * 512, tier
         assert run.requests[-1].ttft < 612
         assert run.num_computed_blocks == 16
         assert run.num_reused_blocks == 4
-    assert simulator(6).run([*far, again]).requests[-1].tokens_from == {"device": 0}
+    assert simulator(6).run([*spread_out, again]).requests[-1].tokens_from == {"device": 0}
 
 
 def test_load_takes_link_time():
-    far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
-    again = replace(far[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
-    run = simulator(6, 100, link=0.5).run([*far, again])
+    spread_out = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
+    again = replace(spread_out[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
+    run = simulator(6, 100, link=0.5).run([*spread_out, again])
     assert run.requests[-1].ttft == pytest.approx(4 / 0.5 + 100)
     to_device = next(use for use in run.links if use.name == "to device")
     assert (to_device.num_bytes, to_device.busy_seconds) == (4, 8.0)
 
 
 def test_layer_waits_only_for_its_part_of_load():
-    """A load of 8 s beside 100 s of compute costs nothing; one of 200 s leaves the last of 10 layers to do."""
-    far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
-    again = replace(far[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
+    """A load of 8 s is hidden by 100 s of compute; after one of 200 s the last of 10 layers remains."""
+    spread_out = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(3)]
+    again = replace(spread_out[0], timestamp_ms=40_000_000, hash_ids=(0, 1, 2, 3, 999))
     for link, ttft in ((0.5, 100), (0.02, 200 + 10)):
-        run = simulator(6, 100, link=link, early=True, num_layers=10).run([*far, again])
+        run = simulator(6, 100, link=link, early=True, num_layers=10).run([*spread_out, again])
         assert run.requests[-1].ttft == pytest.approx(ttft)
 
 
 def test_slow_link_makes_recompute_cheaper():
-    far = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(8)]
+    spread_out = [request(10_000 * i, *range(10 * i, 10 * i + 4)) for i in range(8)]
     again = [
-        replace(far[i], timestamp_ms=(100 + 10 * i) * 1e6, hash_ids=(*far[i].hash_ids[:4], 999 + i)) for i in (0, 1)
+        replace(spread_out[i], timestamp_ms=(100 + 10 * i) * 1e6, hash_ids=(*spread_out[i].hash_ids[:4], 999 + i))
+        for i in (0, 1)
     ]
-    slow = simulator(6, 100, link=0.0001, always_load=False).run([*far, *again])
-    fast = simulator(6, 100, link=1.0, always_load=False).run([*far, *again])
+    slow = simulator(6, 100, link=0.0001, always_load=False).run([*spread_out, *again])
+    fast = simulator(6, 100, link=1.0, always_load=False).run([*spread_out, *again])
     assert slow.requests[-1].tokens_from.get("host", 0) == 0
     assert fast.requests[-1].tokens_from["host"] == 4 * 512
 
 
 def test_cost_model_excludes_queueing_for_the_link():
-    """Four that come at once queue for the disk; what is decided by counts blocks under way by itself."""
-    far = [request(10_000 * i, *range(10 * i, 10 * i + 2 + i)) for i in range(8)]
-    again = [replace(each, timestamp_ms=9e8, hash_ids=(*each.hash_ids[:-1], 999)) for each in far[:4]]
+    """Four concurrent requests queue for the disk. A decision adds the blocks in flight itself."""
+    spread_out = [request(10_000 * i, *range(10 * i, 10 * i + 2 + i)) for i in range(8)]
+    again = [replace(each, timestamp_ms=9e8, hash_ids=(*each.hash_ids[:-1], 999)) for each in spread_out[:4]]
     ours = simulator(20, 21, 100, link=0.5, always_load=False)
-    ours.run([*far, *again])
+    ours.run([*spread_out, *again])
     speeds = ours.manager.cost_model
     for count in (1, 5, 20):
         assert speeds.transfer_seconds((Route.HOST_TO_DEVICE, ""), count) == pytest.approx(count / 0.5)
@@ -135,7 +136,7 @@ def test_oversized_request_is_refused_and_counted():
 
 
 def test_hit_rate_excludes_refused_requests():
-    """The second finds its beginning, and is refused when its answer has filled the memory."""
+    """The second request hits its prefix and is refused when its answer has filled the memory."""
     run = simulator(4).run([request(0, 1, 2), request(10_000, 1, 2, answer=2000), request(20_000, 1, 2)])
     assert [each.is_refused for each in run.requests] == [False, True, False]
     assert [each.tokens_from["device"] for each in run.requests] == [0, 1024, 1024]
@@ -162,7 +163,7 @@ def test_empty_trace_ends_at_once():
 
 
 def lru_tokens(requests: list[TraceRequest], num_slots: int) -> list[int]:
-    """What a plain LRU finds, a request at a time: the last token is computed in any case."""
+    """Return the tokens each request hits in a plain LRU; the last token of a prompt is always computed."""
     held: OrderedDict[tuple[int, ...], None] = OrderedDict()
     found = []
     for each in requests:
@@ -173,7 +174,7 @@ def lru_tokens(requests: list[TraceRequest], num_slots: int) -> list[int]:
         for path in reversed(paths):
             held.pop(path, None)
             held[path] = None
-        while len(held) > num_slots - 1:  # the block that is not full has a slot while it runs
+        while len(held) > num_slots - 1:  # the partial block uses a slot while the request runs
             held.popitem(last=False)
     return found
 
@@ -212,7 +213,7 @@ def test_simulation_totals_are_consistent(sizes):
     assert not run.scheduler.has_work()
     assert run.manager.stats.num_allocations == 0
     total = sum(sum(each.tokens_from.values()) for each in found.requests)
-    preempted = sum(each.num_preempted for each in found.requests)  # what they find when they resume is no hit of ours
+    preempted = sum(each.num_preempted for each in found.requests)  # hits at resume are not in tokens_from
     assert total <= run.manager.stats.hit_tokens if preempted else total == run.manager.stats.hit_tokens
     assert found.compute_seconds <= found.seconds * (1 + 1e-9)
     assert found.seconds == max(each.finished_at for each in found.requests)
@@ -221,11 +222,11 @@ def test_simulation_totals_are_consistent(sizes):
 
 def test_simulation_is_deterministic_in_any_number_of_jobs():
     setups = [setup(host_bytes=GIB, replicas=2, policy=policy) for policy in ("lru", "arc")]
-    told: list[float] = []
-    alone = simulate(TRACE, setups, progress=told.append)
+    progress: list[float] = []
+    alone = simulate(TRACE, setups, progress=progress.append)
     assert simulate(TRACE, setups, jobs=3) == alone
-    assert told == sorted(told)
-    assert told[-1] == 1.0
+    assert progress == sorted(progress)
+    assert progress[-1] == 1.0
 
 
 def test_more_memory_and_disk_raise_hit_rate():
@@ -239,7 +240,7 @@ def test_merged_steps_match_single_steps():
     exact, coarse = simulate(TRACE, [setup(host_bytes=GIB, quantum=q) for q in (0.0, 0.02)])
     assert coarse.hit_rate == pytest.approx(exact.hit_rate, abs=0.01)
     assert coarse.seconds == pytest.approx(exact.seconds, rel=0.02)
-    for share in ("p50", "p90"):  # p99 of so few requests is a single one
+    for share in ("p50", "p90"):  # p99 would be a single request
         assert coarse.ttft[share] == pytest.approx(exact.ttft[share], abs=0.02, rel=0.1)
 
 
@@ -333,7 +334,7 @@ def test_kv_bytes_are_memory_minus_weights():
 
 
 def test_queued_requests_hit_disk_after_memory_eviction():
-    """Six conversations, memory for three: each is read again, when all come at once and go one after the other."""
+    """Six conversations and memory for three: when all return at once, the queued ones are read from disk."""
     paths = [tuple(range(10 * user, 10 * user + 8)) for user in range(6)]
     first = [request(20_000 * user, *path) for user, path in enumerate(paths)]
     again = [request(200_000 + user, *path) for user, path in enumerate(paths)]

@@ -1,4 +1,4 @@
-"""Traces, logs, the generator, routing, and hit rates through the index against a straightforward LRU."""
+"""Traces, logs, the generator, routing, and hit rates of the index against a plain LRU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LINE = {"timestamp": 5, "input_length": 1000, "output_length": 7, "hash_ids": [3
 
 
 def lru_hits(requests, num_slots: int) -> tuple[int, int]:
-    """Full blocks hit in an unbroken leading run; a request's last block is touched first."""
+    """Return the hits of a plain LRU and the number of full blocks. A request touches its last block first."""
     held: OrderedDict[tuple[int, ...], None] = OrderedDict()
     hits = total = 0
     for request in requests:
@@ -127,7 +127,7 @@ def test_log_is_read_as_trace_with_answers():
 
 
 def test_block_filled_by_answer_is_shared_with_next_turn():
-    """It is full with the answer's last token: both requests have the same 16 tokens there."""
+    """The last token of the answer fills the block, so that both requests have the same 16 tokens in it."""
     first = {**LOGGED, "prompt_tokens": 29, "answer_tokens": 3, "keys": ["aa", "bb"]}
     then = {**LOGGED, "prompt_tokens": 40, "answer_tokens": 10}
     one, two = read_lines(json.dumps(first), json.dumps(then)).requests
@@ -167,7 +167,7 @@ def test_truncated_compressed_file_is_reported_with_line(tmp_path, suffix):
     assert len(trace.requests) < len(requests)
     assert "the compressed file is damaged from here on" in trace.problems[-1]
     assert int(trace.problems[-1].split(":")[1]) > len(trace.requests)
-    whole.write_bytes(b"no such thing")
+    whole.write_bytes(b"not compressed")
     assert [problem.split(":")[1] for problem in read_trace(whole).problems] == ["1"]
 
 
@@ -182,7 +182,7 @@ def test_mixed_block_sizes_raise():
 
 
 def test_large_hash_ids_are_renumbered():
-    far = 1 << 22  # times 512 it is as many as there are token ids
+    far = 1 << 22  # 512 times this exceeds the token ids
     lines = [{**LINE, "hash_ids": ids} for ids in ([0, far], [far, 0], [far + 1, 0])]
     requests = read_lines(*map(json.dumps, lines)).requests
     assert [request.hash_ids for request in requests] == [(0, 1), (1, 0), (2, 0)]
@@ -257,7 +257,7 @@ def test_synthetic_trace_out_of_range_raises():
         max_size=30,
     ),
 )
-@example(  # one that is too large is refused, and what it found no newer than before
+@example(  # a request larger than the cache does not refresh its hits
     num_slots=3,
     requests=[TraceRequest(0, 512 * len(ids), 1, ids) for ids in [(0,), (1, 0), (0, 0, 0, 0), (2,), (0,)]],
 )

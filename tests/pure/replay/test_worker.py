@@ -1,4 +1,4 @@
-"""Links and stores of the simulation, against a simulation tick by tick and a plain LRU."""
+"""Simulated links and stores against a simulation in ticks and a plain LRU."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def worker(num_blocks: int = 1000, **options) -> SimulatedWorker:
 
 
 def by_ticks(jobs: list[tuple[int, Route, int]]) -> dict[int, tuple[int, int]]:
-    """When each of (time, purpose, seconds) on one link is first carried and ends, second by second: the urgent first,
-    then by order."""
+    """Return start and end of each job (time, route, seconds) on one link, simulated second by second.
+
+    Urgent jobs go first, then the earlier ones.
+    """
     left = {i: seconds for i, (_, _, seconds) in enumerate(jobs)}
     begins: dict[int, int] = {}
     ends: dict[int, tuple[int, int]] = {}
@@ -68,24 +70,24 @@ def by_ticks(jobs: list[tuple[int, Route, int]]) -> dict[int, tuple[int, int]]:
         st.tuples(st.integers(0, 40), st.sampled_from([Route.STORE_TO_HOST, Route.HOST_TO_STORE]), st.integers(1, 6)),
         max_size=12,
     ),
-    looks=st.lists(st.floats(0, 200), max_size=8),
+    polls=st.lists(st.floats(0, 200), max_size=8),
 )
 @settings(deadline=None)
-def test_disk_serves_urgent_transfers_first(jobs, looks):
+def test_disk_serves_urgent_transfers_first(jobs, polls):
     jobs = sorted(jobs, key=lambda job: job[0])
     ours = worker()
     ours.stores["disk"].write([key(i) for i in range(6)])
     found: dict[int, float] = {}
     seconds = [(time, purpose, count * (1 if purpose is Route.STORE_TO_HOST else 2)) for time, purpose, count in jobs]
-    wanted = by_ticks(seconds)
-    events = [(time, 0, i) for i, (time, _, _) in enumerate(jobs)] + [(time, 1, 0) for time in looks] + [(900, 1, 0)]
-    for now, is_look, i in sorted(events):
+    expected = by_ticks(seconds)
+    events = [(time, 0, i) for i, (time, _, _) in enumerate(jobs)] + [(time, 1, 0) for time in polls] + [(900, 1, 0)]
+    for now, is_poll, i in sorted(events):
         for report in ours.poll(now):
             found.update((outcome.transfer_id, outcome.seconds) for outcome in report.results)
-        assert {*found} == {i for i, (_, end) in wanted.items() if end <= now}
-        if not is_look:
+        assert {*found} == {i for i, (_, end) in expected.items() if end <= now}
+        if not is_poll:
             ours.submit(Plan(i, 0, (transfer(i, jobs[i][1], jobs[i][2]),)), now)
-    assert found == pytest.approx({i: end - begin for i, (begin, end) in wanted.items()})
+    assert found == pytest.approx({i: end - begin for i, (begin, end) in expected.items()})
     busy = sum(second for _, _, second in seconds)
     assert ours.links["disk"].busy_seconds == pytest.approx(busy)
     assert ours.links["disk"].num_bytes == sum(count for _, _, count in jobs)

@@ -1,4 +1,4 @@
-"""Scheduler and CacheManager against a model of the device: every step finds in its slots exactly its own prefix."""
+"""Scheduler and CacheManager with a simulated device that checks the KV of every row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SALTS = st.sampled_from([b"", b"", b"a", b"a\0x"])
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, cancellations, priorities, drafts, resets, pins, quotas and tiny pools.
 
-    What is generated is never wrong, and every request ends, though pins stay to the end.
+    Generated tokens are never wrong, and every request ends although pins remain.
     """
 
     @initialize(
@@ -118,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.control(lambda: (self.controls.append(name), self.scheduler.manager.reset()))
 
     @invariant()
-    def right(self):
+    def check_generated_tokens(self):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
@@ -220,9 +220,9 @@ def test_latest_request_is_preempted_when_blocks_run_out():
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_prompt_without_room_to_finish_is_not_started(caching):
-    """Its first half was computed, and preempted for want of room for the second: over and over, where nothing is kept.
+    """Otherwise its first half is computed, preempted without room for the second half, and computed again.
 
-    room     |a a a|b b b b b b b|..|        8 blocks a step; 16 in all: c, of 10, waits until b has gone
+    pool     |a a a|b b b b b b b|..|        16 blocks, 8 per step: c needs 10 and waits until b has finished
     """
     scheduler, device = make(16, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     prompts = {"a": [1] * 11, "b": [2] * 28, "c": [3] * 40}
@@ -235,12 +235,12 @@ def test_prompt_without_room_to_finish_is_not_started(caching):
         scheduler.check()
     assert [each.state for each in made] == [RequestState.FINISHED] * 3
     assert [each.num_preempted for each in made] == [0, 0, 0]
-    assert num_computed == sum(map(len, prompts.values())) + 3 * 3, "every token once"
+    assert num_computed == sum(map(len, prompts.values())) + 3 * 3, "a token was computed twice"
 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_prompt_above_tenant_quota_is_not_started(caching):
-    """The same where there is room enough, but not for this tenant: its second prompt waits, and another's does not."""
+    """The pool has room but the tenant has not: its prompt c waits, and d of another tenant runs."""
     scheduler, device = make(100, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     scheduler.manager.tree.tiers[0].set_quota(b"t", 16, scheduler.manager.tree.nodes())
     prompts = {"a": (b"t", [1] * 11), "b": (b"t\0x", [2] * 28), "c": (b"t", [3] * 40), "d": (b"", [4] * 40)}
@@ -253,7 +253,7 @@ def test_prompt_above_tenant_quota_is_not_started(caching):
         scheduler.check()
         order += [each.id for each in made if each.state is RequestState.FINISHED and each.id not in order]
     assert [each.num_preempted for each in made] == [0, 0, 0, 0]
-    assert num_computed == sum(len(prompt) for _, prompt in prompts.values()) + 4 * 3, "every token once"
+    assert num_computed == sum(len(prompt) for _, prompt in prompts.values()) + 4 * 3, "a token was computed twice"
     assert order[-1] == "c"
 
 
@@ -266,7 +266,7 @@ def test_prompt_with_host_blocks_waits_for_room_to_load():
     first = request(scheduler, "c", [3] * 9, 8)
     for now in range(3):
         scheduler.update(step := scheduler.schedule(now), device.run(step), now)
-    # 6 blocks from the host and one to begin with have room beside c, but not the two that come after
+    # with c running there is room for the 6 host blocks and the first new block, but not for the last two
     again = request(scheduler, "a again", [1] * 24 + [4] * 12, 1, now=3.0)
     run(scheduler, device)
     assert (first.num_preempted, again.num_preempted) == (0, 0)
@@ -274,7 +274,7 @@ def test_prompt_with_host_blocks_waits_for_room_to_load():
 
 
 def test_requests_too_large_beside_pin_are_refused():
-    """Each got as far as there was room, went back to wait, and by then the other had driven its blocks out."""
+    """They must not take turns: each would run until the pool is full, be preempted and lose its blocks."""
     scheduler, device = make(3, max_rows=2, max_step_tokens=4), Device()
     request(scheduler, "pinned", [1] * 4, 1)
     run(scheduler, device)
@@ -283,7 +283,7 @@ def test_requests_too_large_beside_pin_are_refused():
     run(scheduler, device)
     for each in made:
         assert each.state is RequestState.REFUSED
-        assert each.chain.num_tokens == 2 * BLOCK + 1, "it has what there was room for"
+        assert each.chain.num_tokens == 2 * BLOCK + 1, "the tokens that fit are generated"
         assert "pinned" in each.reason
 
 
@@ -339,7 +339,7 @@ def test_request_too_large_beside_pins_is_refused():
     assert "pinned" in large.reason
     growing = request(scheduler, "growing", [4] * 3, 9)
     run(scheduler, device)
-    assert (growing.state, growing.num_new_tokens) == (RequestState.REFUSED, 2)  # what there was room for
+    assert (growing.state, growing.num_new_tokens) == (RequestState.REFUSED, 2)  # the tokens that fit
     scheduler.manager.unpin(pin)
     again = request(scheduler, "again", [2] * 7)
     run(scheduler, device)
@@ -377,7 +377,7 @@ def test_tenant_without_room_beside_pins_is_refused():
     late = request(scheduler, "a1", [3] * 7, 1, salt=b"a")
     step = scheduler.schedule(1.0)
     assert other.state is RequestState.RUNNING
-    assert manager.transfers.in_flight  # b's blocks go to the host
+    assert manager.transfers.in_flight  # saves of b
     assert step.refused == (late,)
     assert "within the quota" in late.reason
     scheduler.update(step, device.run(step), 1.0)
@@ -468,11 +468,11 @@ def test_invalid_config_and_requests_raise():
 
 def test_allocation_ends_once():
     manager = make().manager
-    hold = manager.match(Chain(manager.namespace, [1, 2, 3]))
-    manager.abort(hold)
+    allocation = manager.match(Chain(manager.namespace, [1, 2, 3]))
+    manager.abort(allocation)
     for call in (manager.finish, manager.abort, manager.preempt):
         with pytest.raises(StateError, match="has ended"):
-            call(hold)
+            call(allocation)
     with pytest.raises(ArgumentError, match="at least one token"):
         manager.match(Chain(manager.namespace, []))
 
@@ -485,7 +485,7 @@ def test_manager_keeps_its_config():
 
 
 def evicted_to_host(write: WritePolicy = WritePolicy.THROUGH, **more) -> tuple[Scheduler, Device]:
-    """A scheduler whose host holds [1] * 8, which the device has evicted for [0] * 12."""
+    """Return a scheduler whose host holds the blocks of [1] * 8, evicted from the device by [0] * 12."""
     scheduler, device = make(4, host=HostConfig(20, saving=WritebackConfig(write, low_share=1.0, **more))), Device()
     request(scheduler, "a", [1] * 9, 1)
     run(scheduler, device)
@@ -533,7 +533,7 @@ def test_host_copy_remains_after_load():
     run(scheduler, device)
     request(scheduler, "c", [2] * 13, 1)
     run(scheduler, device)
-    request(scheduler, "once more", [1] * 9, 1)
+    request(scheduler, "third", [1] * 9, 1)
     run(scheduler, device)
     assert scheduler.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks == 4
     assert scheduler.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks == 2 + 3 + 3
@@ -546,7 +546,7 @@ def test_save_queue_is_bounded():
     )
     for i in range(1100):
         request(scheduler, str(i), [i] * 5, 1)
-        run(scheduler, device, check=i % 50 == 0)  # it looks at all that ever was
+        run(scheduler, device, check=i % 50 == 0)  # check visits all blocks
     scheduler.check()
     assert len(scheduler.manager.queues[0]._jobs) == 1024
 
@@ -603,9 +603,9 @@ def test_request_cancelled_while_loading_leaves_no_lease():
 def test_transfer_is_reported_once_per_rank():
     namespace = Namespace("model", block_tokens=BLOCK)
     manager = CacheManager(namespace, CacheConfig(4, host=HostConfig(4)), num_ranks=2)
-    hold = manager.match(Chain(namespace, [1] * 9))
-    manager.allocate(hold, 9)
-    manager.publish(hold, 8)
+    allocation = manager.match(Chain(namespace, [1] * 9))
+    manager.allocate(allocation, 9)
+    manager.publish(allocation, 8)
     (transfer,) = manager.plan().transfers
     done = (TransferResult(transfer.id, True, 10, 0.1),)
     manager.apply(Report(0, 0, done))
@@ -616,7 +616,7 @@ def test_transfer_is_reported_once_per_rank():
         manager.apply(Report(0, 2, done))
     manager.apply(Report(0, 1, done))
     assert not manager.transfers.leases
-    manager.finish(hold)
+    manager.finish(allocation)
     manager.check()
 
 

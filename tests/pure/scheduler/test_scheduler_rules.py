@@ -1,4 +1,4 @@
-"""The scheduler's rules one by one: limits at their borders, order, victims, refusals, lookahead, early starts."""
+"""Rules of the scheduler: limits, order, victims, refusals, lookahead, early starts, prefetches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from scheduler_support import BLOCK, Device, alone, make, request, run, verify_s
 
 
 def advance(scheduler: Scheduler, device: Device, now: float = 0.0) -> Step:
-    """One step, whose transfers stay under way."""
-    ran = scheduler.running
+    """Run one step and leave its transfers in flight."""
+    was_running = scheduler.running
     step = scheduler.schedule(now)
-    verify_step(scheduler, step, ran)
+    verify_step(scheduler, step, was_running)
     scheduler.update(step, device.run(step, scheduler=scheduler), now)
     scheduler.check()
     return step
@@ -43,7 +43,7 @@ def answer(made: Request) -> tuple[int, ...]:
 
 @dataclass
 class Expected:
-    """A request in the reference: how far it is."""
+    """Progress of a request in the reference."""
 
     id: str
     known: int
@@ -54,7 +54,7 @@ class Expected:
 
 
 def expected_rows(waiting: list[Expected], running: list[Expected], limits: SchedulerConfig, now: float) -> list[tuple]:
-    """The step where memory is ample: (id, first, tokens). Moves requests from `waiting` to `running`."""
+    """Return (id, first, tokens) of each row with ample memory. Moves requests from `waiting` to `running`."""
     rows, budget = [], limits.max_step_tokens
 
     def take(each: Expected) -> None:
@@ -93,12 +93,12 @@ def test_steps_with_ample_memory_follow_the_reference(arrivals, rows, more):
             name = f"{now}.{number}"
             request(scheduler, name, [1] * length, new, now=float(now), priority=priority)
             waiting.append(Expected(name, length, new, priority, float(now)))
-        wanted = expected_rows(waiting, running, scheduler.config, float(now))
+        rows_expected = expected_rows(waiting, running, scheduler.config, float(now))
         step = scheduler.schedule(float(now))
-        assert [(row.request.id, row.first, row.num_tokens) for row in step.rows] == wanted
+        assert [(row.request.id, row.first, row.num_tokens) for row in step.rows] == rows_expected
         scheduler.update(step, [RowResult((1,) if row.wants_token else ()) for row in step.rows], float(now))
         by_id = {each.id: each for each in running}
-        for name, first, count in wanted:
+        for name, first, count in rows_expected:
             each = by_id[name]
             each.computed = first + count
             if each.computed == each.known:
@@ -107,7 +107,7 @@ def test_steps_with_ample_memory_follow_the_reference(arrivals, rows, more):
         assert [each.id for each in scheduler.running] == [each.id for each in running]
         if now >= len(arrivals) and not scheduler.has_work():
             return
-    raise AssertionError("no end")
+    raise AssertionError("the scheduler still has work after 400 steps")
 
 
 def test_equal_rank_goes_to_earlier_arrival():
@@ -126,7 +126,7 @@ def test_draft_is_cut_to_budget_of_generating_request():
     advance(scheduler, device)
     first.draft = alone(tuple(first.chain.tokens.tolist()), 5)
     second = request(scheduler, "second", [0, 1, 1], 1)
-    second.draft = (1, 1)  # of a prompt that is not computed: it must not be fed
+    second.draft = (1, 1)  # the prompt is not computed yet, so that the draft is ignored
     step = advance(scheduler, device)
     assert [(row.request.id, row.num_tokens, row.num_draft) for row in step.rows] == [("first", 4, 3)]
     assert answer(first) == alone((1, 1), 1 + 4)
@@ -135,7 +135,7 @@ def test_draft_is_cut_to_budget_of_generating_request():
     assert answer(second) == alone((0, 1, 1), 1)
 
 
-# ---- limits of the configuration, values ---------------------------------------------------------------------------
+# ---- configuration and value types ---------------------------------------------------------------------------------
 
 
 def test_config_accepts_limits_and_rejects_beyond():
@@ -165,9 +165,9 @@ def test_step_is_true_if_it_has_work():
     assert Step((), (), (), (), (made,), plan)
     some = Lab(8, stores=[disk()])
     some.manager.prefetch(stored_prompt(1, 2))
-    asked = some.manager.plan()
-    assert isinstance(asked, Plan)
-    assert bool(Step((), (), (), (), (), asked)) is bool(asked.probes) is True
+    probing = some.manager.plan()
+    assert isinstance(probing, Plan)
+    assert bool(Step((), (), (), (), (), probing)) is bool(probing.probes) is True
     made.num_computed = 8
     both = Step((), (row, Row.of(made, 6, (3,))), (), (), (), plan)
     assert (both.num_tokens, both.loads) == (10, (7, 9, 3))
@@ -270,7 +270,7 @@ def test_pause_ends_prefetches_of_waiting_requests():
     assert made.prefetch is None
     for worker in lab.workers:
         worker.submit(step.plan)
-    lab.hear()
+    lab.run_workers()
     assert lab.manager.tree.num_leases == 0
 
 
@@ -314,7 +314,7 @@ def test_step_time_is_measured_from_schedule_to_update():
         step = scheduler.schedule(10.0 * number)
         scheduler.update(step, [RowResult((1,))], 10.0 * number + 0.5 + 0.25 * length)
         assert made.state is RequestState.FINISHED
-        scheduler.update(scheduler.schedule(10.0 * number), [], 10.0 * number + 9.0)  # nothing was computed
+        scheduler.update(scheduler.schedule(10.0 * number), [], 10.0 * number + 9.0)  # an empty step
     found = scheduler.manager.cost_model.compute_seconds(0, 10)
     assert found == pytest.approx(0.5 + 0.25 * 10, rel=0.05)
 
@@ -353,14 +353,14 @@ def test_queried_and_hit_tokens_are_counted_once():
 
 
 def test_prompt_that_leaves_room_for_one_token_runs():
-    for limits, most in (({}, 2 * BLOCK), ({"max_context": 6}, 6)):
+    for limits, max_tokens in (({}, 2 * BLOCK), ({"max_context": 6}, 6)):
         scheduler, device = make(2, **limits), Device()
-        fits, too_long = (request(scheduler, str(length), [1] * length, 9) for length in (most - 1, most))
+        fits, too_long = (request(scheduler, str(length), [1] * length, 9) for length in (max_tokens - 1, max_tokens))
         run(scheduler, device)
         assert too_long.state is RequestState.REFUSED
-        assert str(min(most, limits.get("max_context", most))) in too_long.reason
+        assert str(min(max_tokens, limits.get("max_context", max_tokens))) in too_long.reason
         assert fits.num_new_tokens >= 1
-        assert fits.chain.num_tokens <= most + (not limits)
+        assert fits.chain.num_tokens <= max_tokens + (not limits)
 
 
 def test_answer_ends_at_max_context():
@@ -379,7 +379,7 @@ def test_quota_above_pool_is_limited_by_pool():
 
 
 @pytest.mark.parametrize(
-    ("who", "priorities", "arrivals", "victim"),
+    ("needs_block", "priorities", "arrivals", "victim"),
     [
         (0, (0, 0, 0), (0.0, 1.0, 2.0), "c"),
         (0, (1, 0, 1), (0.0, 0.0, 5.0), "b"),
@@ -390,11 +390,11 @@ def test_quota_above_pool_is_limited_by_pool():
         (1, (2, 1, 0), (0.0, 0.0, 0.0), "c"),
     ],
 )
-def test_victim_has_lowest_priority_then_latest_arrival(who, priorities, arrivals, victim):
-    """Three requests fill the pool; the one that needs a block first takes it from the victim."""
+def test_victim_has_lowest_priority_then_latest_arrival(needs_block, priorities, arrivals, victim):
+    """Three requests fill the pool. Request number `needs_block` needs a block first and preempts the victim."""
     scheduler, device = make(6, max_rows=3, max_step_tokens=64, prefix_caching=False), Device()
     for number, name in enumerate("abc"):
-        tokens = [number] * (2 * BLOCK if number == who else 2 * BLOCK - 3)
+        tokens = [number] * (2 * BLOCK if number == needs_block else 2 * BLOCK - 3)
         made = Request(name, Chain(scheduler.manager.namespace, tokens), 9, priority=priorities[number])
         scheduler.add(made, arrivals[number])
     assert len(advance(scheduler, device, 9.0).rows) == 3
@@ -412,13 +412,16 @@ def test_resumed_request_keeps_first_schedule_figures():
     assert second.num_preempted > 0
     assert second.scheduled_at is not None
     assert second.scheduled_at < 3.0
-    assert (second.num_cached_tokens, second.tokens_from["device"]) == (0, 0)  # when resumed, it found its own blocks
+    assert (second.num_cached_tokens, second.tokens_from["device"]) == (
+        0,
+        0,
+    )  # the hits on its own blocks at resume do not count
     assert second.stuck_at == 0
     assert answer(second) == alone((0,) * 7, 8)
 
 
 def test_tokens_of_preempted_row_go_to_next_row():
-    """b has its row when g needs a block and takes b's three: the token of b's row is p's, and two of the blocks."""
+    """b has a row when g needs a block and preempts it: p gets the token of that row and two of its blocks."""
     scheduler, device = make(40, max_rows=4, max_step_tokens=8, prefix_caching=False), Device()
     b = request(scheduler, "b", [2] * 9, 9)
     advance(scheduler, device)
@@ -481,7 +484,7 @@ def test_lookahead_and_drafts_preempt_no_request():
 
 
 def on_the_host(**limits) -> tuple[Scheduler, Device]:
-    """A scheduler whose host holds [1] * 8, and whose device nothing of it."""
+    """Return a scheduler whose host holds the blocks of [1] * 8, which are not on the device."""
     scheduler, device = make(6, host=HostConfig(20), **limits), Device()
     request(scheduler, "before", [1] * 9, 1)
     run(scheduler, device)
@@ -520,7 +523,7 @@ def test_early_start_waits_while_other_request_has_work():
 
 
 def test_early_start_has_slots_for_all_tokens():
-    """It was admitted with what another prompt left of the step; alone, it computes more."""
+    """It was admitted with the rest of a step; when it runs alone, it computes more tokens."""
     scheduler, device = on_the_host(starts_early=True)
     other = request(scheduler, "other", [2] * 7, 9)
     made = request(scheduler, "again", [1] * 8 + [3] * 5, 2)
@@ -551,25 +554,28 @@ def test_update_before_load_reports_raises():
         scheduler.update(step, [RowResult((1,))], 9.0)
 
 
-# ---- the scheduler's own check -------------------------------------------------------------------------------------
+# ---- Scheduler.check -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["waits", "waits with KV", "runs", "runs without KV", "twice", "a hold of no request"])
+@pytest.mark.parametrize(
+    "what",
+    ["waiting state", "waiting with KV", "running state", "running without KV", "waiting twice", "leaked allocation"],
+)
 def test_check_detects_misplaced_requests(what):
     scheduler, device = make(max_rows=1), Device()
     running, waiting = (request(scheduler, name, [1, 1], 9) for name in "ab")
     advance(scheduler, device)
     scheduler.check()
     manager: CacheManager = scheduler.manager
-    if what == "waits":
+    if what == "waiting state":
         waiting.state = RequestState.FINISHED
-    elif what == "waits with KV":
+    elif what == "waiting with KV":
         waiting.allocation = running.allocation
-    elif what == "runs":
+    elif what == "running state":
         running.state = RequestState.WAITING
-    elif what == "runs without KV":
+    elif what == "running without KV":
         running.allocation = None
-    elif what == "twice":
+    elif what == "waiting twice":
         scheduler._waiting.append(waiting)
     else:
         manager.match(Chain(manager.namespace, [1]))
@@ -608,7 +614,7 @@ def test_step_with_preemption_admits_no_request():
 
 
 def test_prefetch_is_released_for_own_tenant_quota_only():
-    """Both tenants wait for blocks of a store and hold two on the device; then one of them needs its quota."""
+    """Both tenants wait for store blocks and lease two device blocks; then one of them needs its quota."""
     lab = Lab(20, stores=[disk()])
     for salt in (b"a", b"b"):
         lab.serve(stored_prompt(1, 4, salt=salt))
@@ -627,7 +633,7 @@ def test_prefetch_is_released_for_own_tenant_quota_only():
     needs = Request("needs", stored_prompt(2, 3, salt=b"a"), 1)
     scheduler.add(needs, 1.0)
     ends = waiting[0].prefetch
-    assert scheduler.schedule(1.0).rows == ()  # the moves that were begun still hold the blocks
+    assert scheduler.schedule(1.0).rows == ()  # transfers in flight still hold the blocks
     assert waiting[0].prefetch is None
     assert waiting[1].prefetch is not None
     with pytest.raises(StateError, match="ended already"):
@@ -639,7 +645,7 @@ def test_prefetch_is_released_for_own_tenant_quota_only():
 
 
 def submit(lab: Lab, step: Step) -> None:
-    """Hand a step's plan to the workers, and write what the rows compute."""
+    """Submit the plan of a step to the workers and write the KV of its rows."""
     for worker in lab.workers:
         worker.submit(step.plan)
         for row in step.rows:
@@ -648,17 +654,17 @@ def submit(lab: Lab, step: Step) -> None:
 
 
 def step_of(scheduler: Scheduler, lab: Lab, now: float) -> Step:
-    """One step whose transfers are carried out."""
+    """Run one step and carry out its transfers."""
     step = scheduler.schedule(now)
     submit(lab, step)
     scheduler.update(step, [RowResult((7,) if row.wants_token else ()) for row in step.rows], now)
-    lab.hear()
+    lab.run_workers()
     scheduler.check()
     return step
 
 
 def stored(num_device: int, **limits) -> tuple[Lab, Scheduler]:
-    """A scheduler whose store has three blocks of prompt 1, two of which are in memory too."""
+    """Return a scheduler whose store has three blocks of prompt 1; two of them are in memory too."""
     lab = Lab(num_device, stores=[disk()])
     lab.serve(stored_prompt(1, 3))
     lab.evict("device")
@@ -674,7 +680,7 @@ def test_running_request_takes_room_of_waiting_prefetch():
     assert sizes(step_of(scheduler, lab, 0.0)) == {"runs": 5}
     waits = Request("waits", stored_prompt(1, 3), 1)
     scheduler.add(waits, 0.0)
-    for now in range(1, 4):  # its blocks 5 to 7 have room
+    for now in range(1, 4):  # tokens 5 to 7 fit into its blocks
         assert sizes(step_of(scheduler, lab, float(now))) == {"runs": 1}
     assert waits.prefetch is not None
     assert waits.prefetch.is_over
@@ -696,13 +702,13 @@ def test_waiting_request_is_prefetched_once():
     again = scheduler.schedule(1.0)
     assert waits.prefetch is fetch
     assert sizes(again) == {"other": 1}
-    assert lab.manager.tree.num_leases <= leases + 1  # a save of the other's block
+    assert lab.manager.tree.num_leases <= leases + 1  # the save of a block of `other`
     scheduler.update(again, [RowResult((7,))], 1.0)
     for each in (step, again):
         for worker in lab.workers:
             worker.submit(each.plan)
             worker.device.update({slot: "other" for slot in range(20) if slot not in worker.device})
-    lab.hear()
+    lab.run_workers()
     now = 2.0
     while not waits.state.is_over:
         step_of(scheduler, lab, now)
@@ -713,7 +719,7 @@ def test_waiting_request_is_prefetched_once():
 
 
 def test_request_that_prefetches_again_lets_others_pass():
-    """Its blocks were in memory when it came and are gone when its turn comes: they are fetched after all."""
+    """Its blocks were in memory at arrival and are evicted before admission, so that they are fetched then."""
     lab, scheduler = stored(20, max_rows=2)
     waits, other = Request("waits", stored_prompt(1, 2), 1), Request("other", stored_prompt(2, 1), 1)
     running = [Request(f"runs {number}", stored_prompt(3 + number, 1), 2) for number in range(2)]
@@ -744,7 +750,7 @@ def test_ended_request_ends_its_prefetch(how):
         assert made.prefetch is not None
         assert scheduler.cancel(made, 0.0) is True
     submit(lab, step)
-    lab.hear()
+    lab.run_workers()
     if how == "refuse":
         step_of(scheduler, lab, 1.0)
         assert made.state is RequestState.REFUSED

@@ -1,4 +1,4 @@
-"""Stores of one process keep the contract of all stores, and their bounds."""
+"""The store contract for memory and disk stores, and their size limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOM = 1 << 20
 SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 3}
 STORES = {
     "memory": lambda _: MemoryStore(ROOM),
-    "memory behind no faults": lambda _: FaultyStore(MemoryStore(ROOM)),
+    "memory, no faults": lambda _: FaultyStore(MemoryStore(ROOM)),
     "disk, direct": lambda folder: DiskStore(folder, ROOM, direct=True, **SMALL),
     "disk, page cache": lambda folder: DiskStore(folder, ROOM, direct=False, **SMALL),
     "disk, synced": lambda folder: DiskStore(folder, ROOM, sync=Sync.WRITE, **SMALL),
@@ -46,12 +46,12 @@ def test_store_is_bounded_and_evicts_lru(store):
     count = ROOM // 8192
     for number in range(2 * count):
         assert put(store, number, nbytes=8192).ok
-        assert get(store, 0, 8192)[0].ok, "the most recently used object went"
+        assert get(store, 0, 8192)[0].ok, "the most recently used object was evicted"
     stats = store.stats
     assert stats.used_bytes <= ROOM == stats.max_bytes
     assert stats.num_evicted == 2 * count - stats.num_objects > 0
     kept = has(store, *range(1, 2 * count))
-    assert kept == sorted(kept), "an older object outlived a younger one"
+    assert kept == sorted(kept), "a newer object was evicted before an older one"
 
 
 def test_object_larger_than_store_fails_and_evicts_nothing(store):

@@ -1,4 +1,4 @@
-"""DiskStore: restarts, limits, damage, deadlines, and who may use a folder."""
+"""DiskStore: restarts, limits, damage, deadlines, and folder locks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 2}
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens stores in one folder, and closes what is left open."""
+    """Function that opens a store in one folder and closes the previous one."""
     stores = []
 
     def open_store(max_bytes: int = ROOM, **settings) -> DiskStore:
@@ -90,7 +90,7 @@ def test_stale_record_after_crash_is_not_served(opened, tmp_path):
     opened().close()
     data = bytearray(table.read_bytes())
     assert data[4096 : 4096 + 256] == bytes(256)
-    data[4096 : 4096 + 256] = record  # as if it had never been blanked
+    data[4096 : 4096 + 256] = record  # undo the blanking
     table.write_bytes(data)
     store = opened()
     assert get(store, 1)[1] == payload_of(1, version=1)
@@ -124,10 +124,10 @@ def test_restart_reads_no_payload(opened):
 
 
 def test_records_of_batch_are_written_together(opened):
-    """And those it replaces are blanked together: what a batch does after its last payload does not grow with it."""
+    """Replaced records are blanked together too: the writes after the last payload do not grow with the batch."""
     disk = SimulatedDisk()
     store = opened(files=disk)
-    put(store, 100, nbytes=4096)  # makes the segment
+    put(store, 100, nbytes=4096)  # creates the segment
     writes = []
     disk.before = lambda operation, _: writes.append(operation) if operation == "write" else None
     assert put(store, *range(12), nbytes=4096).ok
@@ -248,7 +248,7 @@ def test_flipped_bit_in_slot_is_quarantined_miss(opened, tmp_path):
         assert get(store, 1)[0].status is ObjectStatus.MISSING
         assert get(store, 2)[0].ok
         assert store.stats.num_quarantined == 1
-        store = opened()  # and it does not come back
+        store = opened()  # it stays removed
         assert has(store, 1, 2) == [False, True]
         assert put(store, 1).ok
         assert get(store, 1)[1] == payload_of(1)
@@ -338,7 +338,7 @@ def test_unfinished_segment_is_deleted(opened, tmp_path):
 
 
 def test_partly_deleted_segment_is_deleted(opened, tmp_path):
-    """Its table and its slots go together; a disk may have forgotten either first when the power failed."""
+    """After a power failure either the table or the slots may be left."""
     store = opened()
     put(store, *range(40))
     store.close()
@@ -365,10 +365,10 @@ def test_newer_format_is_refused_without_changes(opened, tmp_path):
         opened()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {**before}
     table.write_bytes(data)
-    assert opened().stats.num_objects > 0  # and the folder is not left locked
+    assert opened().stats.num_objects > 0  # the folder is unlocked
 
 
-# --- who may use a folder
+# --- folder permissions and locks
 
 
 def test_store_files_have_owner_only_modes(opened, tmp_path):
@@ -415,11 +415,11 @@ import os, sys, warnings
 from kvtier.storage import DiskStore
 warnings.simplefilter("ignore")
 store = DiskStore(sys.argv[1], 1 << 20, min_free_bytes=0)
-ready, told = os.pipe()
+ready, signal = os.pipe()
 if not os.fork():
     if sys.argv[2] == "child-closes":
         store.close()
-    os.write(told, b"1")
+    os.write(signal, b"1")
     sys.stdin.read()
     os._exit(0)
 os.read(ready, 1)
@@ -436,7 +436,7 @@ else:
 
 
 def forked(folder, how: str) -> subprocess.Popen[str]:
-    """A process that has a store open, and a child of it that is still there."""
+    """Start a process that opens a store and forks a child, which stays alive."""
     command = [sys.executable, "-c", _FORK, str(folder), how]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
@@ -487,7 +487,7 @@ def test_folder_lock_held_by_earlier_version_is_refused(opened, tmp_path):
 
 
 def test_folder_lock_without_folder_locks_uses_file(tmp_path, monkeypatch):
-    """As on NFS, which refuses to lock a descriptor that cannot be written."""
+    """NFS cannot lock a read-only descriptor."""
     flock = fcntl.flock
 
     def refuse_folders(descriptor, operation):
@@ -637,7 +637,7 @@ def test_write_error_fails_that_write_and_frees_its_space(opened, operation):
     assert has(store, 1, 2) == [True, False]
     assert put(store, 2, nbytes=20_000).ok
     assert (get(store, 1)[1], get(store, 2, 20_000)[1]) == (payload_of(1), payload_of(2, 20_000))
-    if operation != "write":  # where the record could not be blanked, either, its slot stays unused until a restart
+    if operation != "write":  # an unblanked record keeps its slot unused until a restart
         check_disk(store)
     store = opened(files=disk)
     check_disk(store)
@@ -686,7 +686,7 @@ def test_hanging_disk_costs_one_deadline_and_recovers(opened):
     gate.set()
     while store._breaker._overdue and store._breaker._overdue[0].is_running:
         pass
-    assert room == b"\xee" * 5000, "a late read touched the caller's memory"
+    assert room == b"\xee" * 5000, "a late read changed the memory of the caller"
     clock.now = 1.0
     assert get(store, 1)[1] == payload_of(1)
     assert put(store, 3).ok
@@ -695,14 +695,16 @@ def test_hanging_disk_costs_one_deadline_and_recovers(opened):
 
 
 def test_late_write_is_not_published(opened):
-    """The caller may have changed its memory while the disk was still reading it."""
+    """The caller may change its memory after the deadline, while the disk still reads it."""
     disk, gate, clock = SimulatedDisk(), threading.Event(), Clock()
     store = opened(files=disk, breaker=Breaker(retry_s=1, clock=clock))
     put(store, 1)
     disk.before = lambda name, _: gate.wait() if name == "write" else None
     memory = [bytearray(payload_of(2)), bytearray(payload_of(1, version=1))]
     writes = [Write(key_of(n), LABEL, each) for n, each in zip((2, 1), memory, strict=True)]
-    assert not any(outcome.ok for outcome in store.write(writes, timeout_s=0.1))  # time for the workers to get there
+    assert not any(
+        outcome.ok for outcome in store.write(writes, timeout_s=0.1)
+    )  # the workers have reached the gate by then
     for each in memory:
         each[:] = b"\xdd" * len(each)
     batch = store._breaker._overdue[0]
@@ -750,15 +752,15 @@ def test_consecutive_errors_open_breaker(opened):
 
 
 def test_slot_being_read_is_not_overwritten(opened):
-    """Its slot is not reused before the reader has gone, though it is removed, replaced and evicted meanwhile."""
-    disk, reading, go_on = SimulatedDisk(), threading.Event(), threading.Event()
+    """The slot is not reused before the read ends, although the object is replaced, removed and evicted."""
+    disk, reading, resume = SimulatedDisk(), threading.Event(), threading.Event()
     store = opened(200 << 10, files=disk, num_threads=4)
     put(store, 1)
 
     def hold(name, _):
         if name == "read" and not reading.is_set():
             reading.set()
-            go_on.wait()
+            resume.wait()
 
     disk.before = hold
     found = []
@@ -769,7 +771,7 @@ def test_slot_being_read_is_not_overwritten(opened):
     store.remove([key_of(1)])
     for number in range(2, 60):
         put(store, number)
-    go_on.set()
+    resume.set()
     reader.join()
     outcome, room = found[0]
     assert outcome.ok
@@ -778,45 +780,45 @@ def test_slot_being_read_is_not_overwritten(opened):
 
 
 def test_concurrent_removals_are_each_synced_when_reported(opened):
-    """One blanks its record after the other has synced their table: it must sync it again."""
-    disk, blanking, go_on = SimulatedDisk(), threading.Event(), threading.Event()
+    """The first removal blanks its record after the second has synced the table, and must sync it again."""
+    disk, blanking, resume = SimulatedDisk(), threading.Event(), threading.Event()
     store = opened(files=disk, sync=Sync.WRITE)
     put(store, 1, 2)
 
     def hold(name, _):
         if name == "write" and not blanking.is_set():
             blanking.set()
-            go_on.wait()
+            resume.wait()
 
     disk.before = hold
     first = threading.Thread(target=store.remove, args=([key_of(1)],))
     first.start()
     blanking.wait()
     assert store.remove([key_of(2)])[0].status is ObjectStatus.REMOVED
-    go_on.set()
+    resume.set()
     first.join()
-    left = disk.after_crash(lambda: False)  # nothing that was not synced
+    left = disk.after_crash(lambda: False)  # only synced data
     assert has(opened(files=left), 1, 2) == [False, False]
 
 
 @pytest.mark.parametrize("how", ["replaced", "evicted"])
 def test_removal_waits_for_blanking_of_older_record(opened, how):
-    """Else the power fails, and what was reported gone is there again."""
-    disk, blanking, go_on = SimulatedDisk(), threading.Event(), threading.Event()
+    """Otherwise the object could reappear after a power failure."""
+    disk, blanking, resume = SimulatedDisk(), threading.Event(), threading.Event()
     store = opened(128 << 10, files=disk, sync=Sync.WRITE, num_threads=4)
     put(store, 1)
     if how == "evicted":
-        put(store, *range(2, 15))  # it is full
+        put(store, *range(2, 15))  # fill the store
     assert has(store, 1) == [True]
     num_writes = 0
 
     def hold(name, _):
         nonlocal num_writes
         num_writes += name == "write"
-        # a new version: its payload, its record, then the blank; one that evicts: the blank comes first
+        # replacing writes payload, record, blank; evicting writes the blank first
         if name == "write" and num_writes == (3 if how == "replaced" else 1):
             blanking.set()
-            go_on.wait()
+            resume.wait()
 
     disk.before = hold
     change = (lambda: put(store, 1, version=1)) if how == "replaced" else (lambda: put(store, 100, 101, 102))
@@ -831,8 +833,8 @@ def test_removal_waits_for_blanking_of_older_record(opened, how):
 
     remover = threading.Thread(target=remove)
     remover.start()
-    left = disk.after_crash(lambda: False) if reported.wait(0.5) else None  # with nothing that was not synced
-    go_on.set()
+    left = disk.after_crash(lambda: False) if reported.wait(0.5) else None  # only synced data
+    resume.set()
     writer.join()
     remover.join()
     if left is None:

@@ -1,4 +1,4 @@
-"""kill -9: a writer dies at any moment; the next process finds what was reported stored, and no wrong byte."""
+"""A writer is killed at random moments; the next process finds all reported objects and no wrong bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_killed_writer_keeps_all_reported_objects_soak(tmp_path):
             assert damage.is_none, damage
         assert victim.num_stored > ROUNDS
         store = victim.workload.open(victim.folder)
-        assert put(store, *range(1000, 1200)).ok, "the space is not there any more"
+        assert put(store, *range(1000, 1200)).ok, "space was lost"
         check_disk(store)
         store.close()
     finally:

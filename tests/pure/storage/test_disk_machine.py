@@ -1,4 +1,4 @@
-"""DiskStore against a dictionary: any order of calls, restarts, damage and crashes."""
+"""State machine of DiskStore against a dictionary, with restarts, damage and power failures."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ COMMON = {"segment_bytes": 48 << 10, "min_free_bytes": 0, "num_threads": 2}
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """A store with room for some of the objects: what is found is always the last written, and what was evicted is
-    only ever missing."""
+    """A store with room for some of the objects. A read returns the last version, or a miss after an eviction."""
 
     @initialize(
         direct=st.booleans(),
@@ -38,7 +37,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.max_bytes = slots * 8192
         self.versions = Versions()
         self.last: dict[int, int | None] = {}
-        """Number -> its last version, None once it was removed. What is evicted may be missing."""
+        """Number -> its last version, None if removed. Evicted objects may be missing."""
         self.open()
 
     def open(self):
@@ -53,7 +52,7 @@ class DiskMachine(RuleBasedStateMachine):
             if outcome.ok:
                 self.last[number] = len(self.versions.sizes[number]) - 1
         if results.ok:
-            assert self.store.contains([key_of(number) for number in numbers]).ok, "evicted by its own batch"
+            assert self.store.contains([key_of(number) for number in numbers]).ok, "a batch evicted its own objects"
 
     @rule(numbers=NUMBERS)
     def remove(self, numbers):
@@ -66,9 +65,7 @@ class DiskMachine(RuleBasedStateMachine):
             version = self.versions.check_read(self.store, number)
             last = self.last.get(number)
             if version is not None:
-                assert same_bytes(self.versions, number, version, last), (
-                    f"an older version of {number}, or a removed one"
-                )
+                assert same_bytes(self.versions, number, version, last), f"read an older or removed version of {number}"
 
     @rule()
     def restart(self):
@@ -80,7 +77,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(where=st.integers(0, 10**9), bit=st.integers(0, 7))
     def damage(self, where, bit):
-        """A bit flips somewhere while the store is closed."""
+        """Flip a bit of a file while the store is closed."""
         self.store.close()
         files = sorted(path for path in (self.folder / "store").glob("segment*"))
         if files:
@@ -91,7 +88,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.open()
 
     @invariant()
-    def books_agree(self):
+    def check_store_and_files(self):
         if hasattr(self, "store"):
             check_disk(self.store)
             aside = self.folder / "store" / "quarantine"
@@ -121,26 +118,26 @@ CALLS = st.lists(
 @given(calls=CALLS, sync=st.sampled_from(Sync), at=st.integers(1, 150), seed=st.integers(0, 2**32))
 @settings(max_examples=300 * SOAK, deadline=None)
 def test_power_failure_never_leads_to_wrong_bytes_soak(room, calls, sync, at, seed):
-    """What was not synced is there, or not, or in part, sector by sector, file by file, name by name."""
+    """Unsynced sectors, files and names survive at random."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, room, sync, at, seed)
         run.run_until_it_fails(calls)
         checked = run.inspect()
-        assert checked.lost == 0, "what was reported durable is not"
-        assert (checked.refilled, checked.leaked_bytes) == (12, 0), "the space is not there any more"
+        assert checked.lost == 0, "a durable object was lost"
+        assert (checked.refilled, checked.leaked_bytes) == (12, 0), "space was lost"
 
 
-@pytest.mark.parametrize("gone_by", ["replacement", "eviction", "whole segments"])
+@pytest.mark.parametrize("removed_by", ["replacement", "eviction", "whole segments"])
 @pytest.mark.parametrize("seed", range(20))
-def test_removed_object_stays_removed_after_power_failure(gone_by, seed):
-    """Its older record, in a table of its own, is blank on disk, too."""
+def test_removed_object_stays_removed_after_power_failure(removed_by, seed):
+    """The older record in another table must be blank on disk too."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 100 << 10, Sync.WRITE, at=0, seed=seed)
         run.run("write", [0], 100)
-        if gone_by == "replacement":
+        if removed_by == "replacement":
             run.run("write", [0], 5000)
         else:
-            size = 100 if gone_by == "eviction" else 5000
+            size = 100 if removed_by == "eviction" else 5000
             for number in range(1, 12):
                 run.run("write", [number], size)
             for _ in range(20):
@@ -166,7 +163,7 @@ def test_closed_store_survives_power_failure():
 
 
 def test_reopening_with_sync_makes_old_objects_durable():
-    """A killed process left its objects to the page cache. Under Sync.WRITE they are reported as stored for good."""
+    """A killed process left its objects in the page cache. A store with Sync.WRITE reports them as durable."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, 1 << 20, Sync.CLOSE, at=0, seed=1)
         run.run("write", [*range(12)], 5000)

@@ -1,4 +1,4 @@
-"""The store that fails on demand fails as told, and never serves a wrong byte."""
+"""FaultyStore fails as configured and never serves wrong bytes."""
 
 from __future__ import annotations
 

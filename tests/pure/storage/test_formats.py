@@ -1,4 +1,4 @@
-"""Checksum, record and superblock: the bytes the documents promise, and what any other bytes are."""
+"""Bytes of checksum, record and superblock as documented, and errors for all other bytes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_copy_bytes_of_other_length_raises(nbytes):
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
 def test_object_with_inconsistent_lengths_is_corrupt(nbytes):
-    """Its checksums are right: whoever may write to a shared server can make one."""
+    """The checksums are valid: any client of a shared server can write such an object."""
     record, payload = encode(key_of(1), LABEL, memoryview(payload_of(1, nbytes)))
     value = replace(record, nbytes=5000).pack() + payload
     outcome, payload = Envelope().open(Read(key_of(1), LABEL, bytearray(5000)), 5000, memoryview(value))

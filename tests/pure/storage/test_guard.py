@@ -60,12 +60,12 @@ def test_settle_after_deadline_touches_no_memory():
 
 def test_wait_returns_after_running_copy():
     batch = Batch(2)
-    copying, go_on, returned = threading.Event(), threading.Event(), threading.Event()
+    copying, resume, returned = threading.Event(), threading.Event(), threading.Event()
     outcomes = []
 
     def copy():
         copying.set()
-        go_on.wait()
+        resume.wait()
         assert not returned.is_set()
 
     worker = threading.Thread(target=lambda: batch.settle({0: FOUND}, copy))
@@ -75,7 +75,7 @@ def test_wait_returns_after_running_copy():
     caller.start()
     while not batch.is_expired:
         pass
-    go_on.set()
+    resume.set()
     worker.join()
     caller.join()
     assert [outcome.status for outcome in outcomes] == [ObjectStatus.FOUND, ObjectStatus.FAILED]
@@ -94,7 +94,7 @@ def test_breaker_opens_after_consecutive_failures_and_closes():
     for _ in range(2):
         assert not breaker.refusal()
         breaker.record(failed_batch())
-    breaker.record(good_batch())  # not in a row
+    breaker.record(good_batch())  # resets the count
     for _ in range(3):
         assert not breaker.refusal()
         breaker.record(failed_batch())
@@ -103,7 +103,7 @@ def test_breaker_opens_after_consecutive_failures_and_closes():
     clock.now = 1.0
     assert not breaker.refusal(is_try=False)
     assert not breaker.refusal()
-    assert "tries the store" in breaker.refusal(), "only one may try"
+    assert "tries the store" in breaker.refusal(), "only one call may try the store"
     breaker.record(good_batch())
     assert not breaker.refusal()
     assert breaker.num_refused == 2
@@ -128,7 +128,7 @@ def test_missed_deadline_keeps_breaker_open_while_call_hangs():
     breaker.record(hanging)
     clock.now = 1e6
     assert "still hang" in breaker.refusal()
-    breaker.record(good_batch())  # one that was under way says nothing about the one that hangs
+    breaker.record(good_batch())  # the success of another call does not end the hang
     assert "still hang" in breaker.refusal()
     hanging.add_jobs(-1)
     assert not breaker.refusal()
