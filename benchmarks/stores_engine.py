@@ -33,7 +33,7 @@ from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage.open import open_store
-from store_proxy import Mood, proxy_process
+from store_proxy import Faults, proxy_process
 
 BLOCK_TOKENS = 16
 NOISE = 0.1
@@ -151,7 +151,7 @@ def decision(folder: Path, rounds: int) -> tuple[list[Row], list[Bar]]:
             for prompt in prompts.values():
                 bench.store(prompt)
             for latency_s in LATENCIES_S:
-                change(Mood(latency_s=latency_s))
+                change(Faults(latency_s=latency_s))
                 rows += _decided(bench, prompts, latency_s, rounds)
     except store_servers.NotInstalled as missing:
         print(f"skipped: {missing}")

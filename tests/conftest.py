@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-# Several test processes share the cores. Torch's threads spin while they wait for one another: a batch of tiny matrices
-# that takes 8 s of CPU time on one thread took 88 s on two beside another process (2 cores, 2026-11-16).
+# Several test processes share the cores, and the threads of torch spin while they wait for each other: a batch of tiny
+# matrices took 8 s of CPU time with one thread and 88 s with two and a second process (2 cores, 2026-11-16).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a Llama of 2 layers with a tokenizer of bytes."""
+    """Folder of a Llama with 2 layers and a byte tokenizer."""
     from tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")

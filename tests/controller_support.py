@@ -32,7 +32,7 @@ def caches_of(num_blocks: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 class Rig:
-    """A controller, its device tensors, and the reports it gave."""
+    """A controller, its device tensors, and its reports."""
 
     def __init__(self, num_device: int = 8, num_host: int = 8, stores=None, **options) -> None:
         self.caches = caches_of(num_device)
@@ -44,7 +44,7 @@ class Rig:
         self.sizes: list[int] = []
 
     def run(self, *tasks: TransferRequest | Probe | Drop, epoch: int = 0) -> list[TransferResult]:
-        """Carry out tasks, all in one plan."""
+        """Submit tasks in one plan and wait for their results."""
         kinds = [tuple(task for task in tasks if isinstance(task, kind)) for kind in (TransferRequest, Probe, Drop)]
         self.controller.submit(Plan(1, epoch, *kinds))
         return self.drain(epoch)
@@ -104,7 +104,7 @@ def draft_of(key: bytes) -> bytes:
 
 
 class Hangs(MemoryStore):
-    """A store whose calls wait until they may go on."""
+    """A store whose calls block until `may_go` is set."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -123,7 +123,7 @@ class Hangs(MemoryStore):
 
 
 class Gate:
-    """Carries out copies; a closed gate holds the first copy that comes, and only that one, until it opens."""
+    """Carries out copies. A closed gate blocks the first copy, and only that one, until it opens."""
 
     def __init__(self, *, is_open: bool = True) -> None:
         self.may_go = threading.Event()
@@ -149,17 +149,17 @@ class Gate:
 
 
 class Call:
-    """A call on a thread of its own, to see whether it waits."""
+    """A call in another thread, to check whether it blocks."""
 
     def __init__(self, call) -> None:
         self._thread = threading.Thread(target=call, daemon=True)
         self._thread.start()
 
     def must_wait(self) -> None:
-        """It has not returned: of a call that waits, this is never wrong, however slow the machine."""
+        """Check that the call blocks. A call that blocks passes on a machine of any speed."""
         self._thread.join(0.1)
-        assert self._thread.is_alive(), "it did not wait"
+        assert self._thread.is_alive(), "the call returned"
 
     def must_end(self) -> None:
         self._thread.join(30)
-        assert not self._thread.is_alive(), "it still waits"
+        assert not self._thread.is_alive(), "the call still blocks"

@@ -1,4 +1,4 @@
-"""Pictures of the dashboard for the documentation: a server under some traffic, in Chromium.
+"""Take pictures of the dashboard for the documentation: a server under load in Chromium.
 
 python tests/dashboard_pictures.py docs/images [--model smollm2 --chars 5000] [--seconds 100]
 """
@@ -17,9 +17,9 @@ from tiny_model import make_tiny_model
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", help="the tiny one of the tests unless told")
-    parser.add_argument("--seconds", type=float, default=100, help="of traffic before the pictures")
-    parser.add_argument("--chars", type=int, default=1300, help="of each text that is asked about")
+    parser.add_argument("--model", help="default: the tiny model of the tests")
+    parser.add_argument("--seconds", type=float, default=100, help="duration of the load before the pictures")
+    parser.add_argument("--chars", type=int, default=1300, help="length of each text in the prompts")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:

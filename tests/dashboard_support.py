@@ -1,6 +1,6 @@
-"""For tests of the dashboard: Chromium, traffic worth looking at, and pictures.
+"""Support for tests of the dashboard: Chromium, traffic and pictures.
 
-`python tests/dashboard_pictures.py docs/images` makes the pictures of the documentation with the same parts.
+`python tests/dashboard_pictures.py docs/images` takes the pictures of the documentation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LOOKS = {
     for place, (width, height) in {"desktop": DESKTOP, "phone": PHONE}.items()
     for scheme in ("light", "dark")
 }
-"""Name of a picture -> options of a browser context."""
+"""Picture name -> options of a browser context."""
 
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """The browser of this machine."""
+    """Run the installed Chromium."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as running:
@@ -37,14 +37,14 @@ def chromium() -> Iterator[Any]:
 
 
 def conversations(num: int, num_chars: int, seed: int = 3) -> list[str]:
-    """Texts with nothing in common, of about this length."""
+    """Return different texts of about `num_chars` characters."""
     words = ["river", "stone", "lamp", "paper", "winter", "harbour", "silver", "garden", "window", "letter"]
     dice = random.Random(seed)
     return [f"Text {i}: " + " ".join(dice.choices(words, k=num_chars // 6)) for i in range(num)]
 
 
 class Traffic:
-    """Clients that ask about a few texts, some far more often than others, until the block is left."""
+    """Clients that send prompts about a few texts, with a skewed distribution, until the block ends."""
 
     def __init__(self, server: ServerProcess, texts: Sequence[str], *, clients: int = 3, max_tokens: int = 12) -> None:
         self._server = server
@@ -76,7 +76,7 @@ class Traffic:
 
 
 def hide(page: Any, is_hidden: bool) -> None:
-    """Have the page believe that its tab went to the back, or came to the front."""
+    """Simulate that the tab moves to the background or to the foreground."""
     page.evaluate(
         """(is) => {
             Object.defineProperty(document, "hidden", { value: is, configurable: true });
@@ -86,12 +86,12 @@ def hide(page: Any, is_hidden: bool) -> None:
     )
 
 
-def take_picture(page: Any, path: Path, most: int = 1300) -> None:
-    """The top of the page, down to the third of the recent requests, but no higher than `most`."""
-    hide(page, True)  # so that nothing moves
+def take_picture(page: Any, path: Path, max_height: int = 1300) -> None:
+    """Save the top of the page down to the third recent request, at most `max_height` pixels."""
+    hide(page, True)  # stops the updates
     row = page.locator("#recent tbody tr").nth(2).bounding_box()
     assert row is not None, "there is no third request"
-    height = min(most, row["y"] + row["height"] + page.evaluate("scrollY"))
+    height = min(max_height, row["y"] + row["height"] + page.evaluate("scrollY"))
     clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": height}
     page.screenshot(path=path, full_page=True, clip=clip)
     hide(page, False)

@@ -1,4 +1,4 @@
-"""A loop around Model for the tests: sequences with their own blocks, in chunks and batches the test chooses."""
+"""Drives Model in tests: sequences with their own blocks, in chunks and batches that the test chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.engine.model import Model
 
 
 class Driver:
-    """Runs chunks of sequences; each sequence owns scattered blocks of one cache."""
+    """Runs chunks of sequences. Each sequence owns scattered blocks of one cache."""
 
     def __init__(self, model: Model, num_sequences: int, tokens: int, block_tokens: int = 4, seed: int = 0) -> None:
         per_sequence = -(-tokens // block_tokens)
@@ -25,7 +25,7 @@ class Driver:
         self.computed = [0] * num_sequences
 
     def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Run these new tokens of these sequences as one batch: logits of every new token by sequence."""
+        """Run new tokens of some sequences as one batch. Return the logits of every new token by sequence."""
         inputs = [SequenceInput(ids, self.computed[i], self.tables[i], len(ids)) for i, ids in chunks.items()]
         batch = ForwardBatch.build(inputs, self.block_tokens, self.model.weights.device)
         logits = self.model.logits(self.model.forward(batch, self.cache))
@@ -35,16 +35,16 @@ class Driver:
 
 
 def random_schedule(
-    random: np.random.Generator, prompts: Sequence[Sequence[int]], most: int
+    random: np.random.Generator, prompts: Sequence[Sequence[int]], max_chunk: int
 ) -> list[dict[int, list[int]]]:
-    """Cut the prompts into random chunks, and mix them into random batches, in order of each prompt."""
+    """Split the prompts into random chunks and combine the chunks into random batches."""
     left = {i: list(prompt) for i, prompt in enumerate(prompts)}
     steps = []
     while left:
         chosen = random.permutation(list(left))[: random.integers(1, len(left) + 1)].tolist()
         step = {}
         for i in chosen:
-            count = int(random.integers(1, most + 1))
+            count = int(random.integers(1, max_chunk + 1))
             step[i], left[i] = left[i][:count], left[i][count:]
         left = {i: rest for i, rest in left.items() if rest}
         steps.append(step)
@@ -52,7 +52,7 @@ def random_schedule(
 
 
 def run_schedule(driver: Driver, steps: list[dict[int, list[int]]]) -> dict[int, torch.Tensor]:
-    """Logits of every token of every sequence."""
+    """Return the logits of every token of every sequence."""
     found: dict[int, list[torch.Tensor]] = {}
     for i, logits in itertools.chain.from_iterable(driver.step(step).items() for step in steps):
         found.setdefault(i, []).append(logits)
@@ -60,7 +60,7 @@ def run_schedule(driver: Driver, steps: list[dict[int, list[int]]]) -> dict[int,
 
 
 def greedy(driver: Driver, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Prefill one by one while the earlier ones decode already, then decode together."""
+    """Prefill the prompts one per step while earlier ones decode. Return the greedy tokens."""
     found: list[list[int]] = [[] for _ in prompts]
     for step in range(len(prompts) + count):
         running = {i: [found[i][-1]] for i in range(min(step, len(prompts))) if len(found[i]) < count}

@@ -1,4 +1,4 @@
-"""For tests of the engine: run it with random arrivals, collect answers, record logits, ask the oracle."""
+"""Support for tests of the engine: random arrivals, collected answers, recorded logits, the oracle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_engine(
     prefix_caching: bool = True,
     **options: Any,
 ) -> Engine:
-    """An engine whose clock counts calls."""
+    """Return an engine whose clock counts its calls."""
     config = EngineConfig(
         block_tokens,
         CacheConfig(num_blocks, prefix_caching=prefix_caching),
@@ -51,7 +51,7 @@ def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:
 
 @dataclass
 class Answer:
-    """What came out for one answer of one request, all steps together."""
+    """One answer of a request, accumulated over all steps."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -62,7 +62,7 @@ class Answer:
     num_steps: int = 0
 
     def take(self, output: Output) -> None:
-        assert self.reason is None, "an answer goes on after its end"
+        assert self.reason is None, "output after the end of an answer"
         self.tokens += output.token_ids
         self.text += output.text
         self.logprobs += output.logprobs
@@ -71,7 +71,7 @@ class Answer:
 
 
 class Answers(dict[tuple[str, int], Answer]):
-    """By request and index."""
+    """Answers by request id and index."""
 
     def take(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
@@ -83,19 +83,19 @@ class Answers(dict[tuple[str, int], Answer]):
         raise KeyError(key)
 
 
-def finish(engine: Engine, answers: Answers | None = None, most: int = 3000) -> Answers:
-    """Step until there is nothing to do; the books are checked after every step."""
+def finish(engine: Engine, answers: Answers | None = None, max_steps: int = 3000) -> Answers:
+    """Run steps until the engine has no work, and check the scheduler after each."""
     answers = Answers() if answers is None else answers
-    for _ in range(most):
+    for _ in range(max_steps):
         if not engine.has_work():
             return answers
         answers.take(engine.step())
         engine.scheduler.check()
-    raise AssertionError(f"no end in {most} steps")
+    raise AssertionError(f"the engine still has work after {max_steps} steps")
 
 
 def serve(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]], seed: int = 0) -> list[Answer]:
-    """All requests, arriving at random between steps; their first answers in order."""
+    """Add requests at random between steps. Return their first answers in order."""
     random, answers, names = np.random.default_rng(seed), Answers(), []
     for prompt, params in requests:
         while random.random() < 0.5:
@@ -109,14 +109,14 @@ def serve(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams
 
 
 def alone(model: Model, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Answer:
-    """The answer of an engine that has never seen anything else, and keeps nothing."""
+    """Return the answer of a new engine without prefix caching."""
     engine = make_engine(model, 256 // 4, 4, max_step_tokens=256, prefix_caching=False, **options)
     name = engine.add(prompt, params)
     return finish(engine)[name]
 
 
 def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[int]]:
-    """Random prompts; each begins as the one `shared` tokens tell: with as many of the same tokens."""
+    """Return random prompts of these lengths. Prompt i begins with `shared[i]` common tokens."""
     random = np.random.default_rng(seed)
     common = random.integers(3, VOCAB, max(shared, default=0)).tolist()
     common_of = [*shared, *[0] * (len(lengths) - len(shared))]
@@ -127,14 +127,14 @@ def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[i
 
 
 def is_greedy(oracle: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether transformers' model, given the prompt, says these tokens: each is its best after all before."""
+    """Return True if these tokens are the greedy continuation of the prompt by transformers' model."""
     with torch.inference_mode():
         logits = oracle(torch.tensor([[*prompt, *tokens]])).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist() == list(tokens)
 
 
 class Recorder(Model):
-    """Keeps the logits after every prefix it is asked about, and notes where the same prefix gave other bits."""
+    """Records the logits of every prefix, and the prefixes whose logits differ between two runs."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model.config, model.weights, model.ops)
@@ -160,7 +160,7 @@ class Recorder(Model):
         return found
 
     def _prefixes(self) -> list[tuple[int, ...]]:
-        """Of each row of logits: the block a token is written to belongs to one request alone."""
+        """Return the prefix of each row of logits, found by the block that the row writes to."""
         assert self.engine is not None
         assert self._batch is not None
         block_tokens, running = self.engine.config.block_tokens, self.engine.scheduler.running
@@ -176,14 +176,14 @@ class Recorder(Model):
 
 
 def recorded(model: Model, *args: Any, recorder: Recorder | None = None, **options: Any) -> tuple[Engine, Recorder]:
-    """An engine whose logits are kept; with those of another engine if its recorder is given."""
+    """Return an engine with a recorder of logits, which may be shared with another engine."""
     recorder = recorder or Recorder(model)
     recorder.engine = make_engine(recorder, *args, **options)
     return recorder.engine, recorder
 
 
 def conversations(random: Any, count: int, vocab: int = 61) -> list[list[list[int]]]:
-    """Turns of conversations over two system prompts; a turn is the prompt without the answers so far."""
+    """Return the user turns of conversations that share two system prompts."""
     systems = [[random.randrange(vocab) for _ in range(9)] for _ in range(2)]
     return [[systems[i % 2] + [random.randrange(vocab) for _ in range(3)] for _ in range(3)] for i in range(count)]
 
@@ -191,14 +191,14 @@ def conversations(random: Any, count: int, vocab: int = 61) -> list[list[list[in
 def talk(
     engine: Engine, talks: list[list[list[int]]], before_step: Callable[[], object] = lambda: None
 ) -> list[list[tuple[int, ...]]]:
-    """Play all conversations at once, turn by turn; each turn begins with what was said before."""
-    said = [[] for _ in talks]
+    """Run all conversations concurrently, turn by turn. Each prompt begins with the history."""
+    history = [[] for _ in talks]
     answers: list[list[tuple[int, ...]]] = [[] for _ in talks]
     for turn in range(len(talks[0])):
         found: dict[str, list[int]] = {}
         for i, messages in enumerate(talks):
-            said[i] = said[i] + messages[turn]
-            engine.add(said[i], greedy(5), request_id=str(i))
+            history[i] = history[i] + messages[turn]
+            engine.add(history[i], greedy(5), request_id=str(i))
         while engine.has_work():
             before_step()
             for output in engine.step():
@@ -207,13 +207,13 @@ def talk(
             engine.scheduler.check()
         for i in range(len(talks)):
             answers[i].append(tuple(found[str(i)]))
-            said[i] = said[i] + found[str(i)]
+            history[i] = history[i] + found[str(i)]
     return answers
 
 
 @functools.cache
 def transformers_twin(path: Path) -> Any:
-    """transformers' Llama with the tensors of a GGUF file under their own names, none of them fused."""
+    """Return transformers' Llama with the unfused tensors of a GGUF file."""
     import transformers
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -230,7 +230,7 @@ def transformers_twin(path: Path) -> Any:
         rms_norm_eps=file.config.norm_eps,
         tie_word_embeddings=file.config.tied_embeddings,
     )
-    with torch.device("meta"):  # no time for random weights
+    with torch.device("meta"):  # skip the random initialisation
         twin = transformers.LlamaForCausalLM(config)
     twin = twin.to_empty(device="cpu").eval()
     twin.model.rotary_emb = LlamaRotaryEmbedding(config)

@@ -1,4 +1,4 @@
-"""Fault injection per row: requests that fail at one stage of a step, beside others that must not be affected."""
+"""Fault injection per row: requests that fail at one stage of a step, and others that must not be affected."""
 
 import itertools
 import os
@@ -15,10 +15,10 @@ from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.sequence import FinishReason
 from kvtier.scheduler import SchedulerConfig
 
-# Steps with a failing row for each stage; KVTIER_SOAK=20, the default of `make soak`, or more: 2,000.
+# Steps with a failing row per stage: 12, or 2,000 if KVTIER_SOAK is at least 20, the default of `make soak`.
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 NUM_FAULTS = 12 if SOAK < 2 else min(2000, 100 * SOAK)
-POISON = 197  # the only token the broken tokenizer cannot decode; no row samples it unless it is forced to
+POISON = 197  # the only token that the broken tokenizer cannot decode; a row samples it only if forced
 NUM_LIVE, NUM_VICTIMS = 4, 2
 
 
@@ -27,7 +27,7 @@ class Break(Exception):
 
 
 class FaultyModel(Model):
-    """Replaces the logits of victims by `value` (None: never) once they have as many tokens as `ages` says."""
+    """Replaces the logits of victims by `value` once they have `ages` tokens; None disables it."""
 
     def __init__(self, model, value=None):
         super().__init__(model.config, model.weights, model.ops)
@@ -56,7 +56,7 @@ class FaultyModel(Model):
 
 
 class BrokenConstraint:
-    """Allows every token; raises in one method after some tokens, or then allows the poison only."""
+    """Allows every token. After `age` tokens it raises in the method of its stage, or allows only POISON."""
 
     def __init__(self, stage, age):
         self.stage, self.num_left = stage, age
@@ -76,7 +76,7 @@ class BrokenConstraint:
 
 
 class BrokenPenalties:
-    """Raises when the sampler has read it some times."""
+    """Raises after the sampler has read it `age` times."""
 
     presence = frequency = 0.0
 
@@ -116,7 +116,7 @@ class BrokenBackend:
 
 
 class BrokenProposer(NgramProposer):
-    """Raises, or drafts what no model has, every few calls."""
+    """Raises or returns invalid drafts in some calls."""
 
     def __init__(self):
         super().__init__(2, shortest=1)
@@ -162,7 +162,7 @@ VALUES = {
 
 
 def other(number):
-    """Request `number` that must not be harmed: greedy or sampled, with everything a request may ask for."""
+    """Return prompt and random parameters of unaffected request `number`."""
     random = np.random.default_rng([1, number])
     (prompt,) = prompts(number % 7, int(random.integers(1, 25)), shared=[int(random.integers(0, 9))])
     options = {"max_tokens": int(random.integers(1, 12)), "seed": number, "ignore_eos": bool(random.integers(2))}
@@ -178,7 +178,7 @@ def other(number):
 
 
 def victim(stage, number):
-    """Request `number` that fails at a stage, and the number of tokens it has by then."""
+    """Return prompt and parameters of a request that fails at a stage, and its number of tokens then."""
     random = np.random.default_rng([2, number])
     age = int(random.integers(0, 4))
     (prompt,) = prompts(number % 5, int(random.integers(1, 25)), shared=[int(random.integers(0, 9))])
@@ -196,7 +196,7 @@ def victim(stage, number):
 
 
 def make_tokenizer():
-    """Every byte is a token; one of them cannot be decoded."""
+    """Return a byte tokenizer that cannot decode one token."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = list(bytes_to_unicode().values())
@@ -207,7 +207,7 @@ def make_tokenizer():
 
 
 class Run:
-    """An engine under a random load: others all the time, and victims of one stage until enough have failed."""
+    """An engine under random load: unaffected requests, and victims of one stage until enough have failed."""
 
     def __init__(self, model, tokenizer, stage=None):
         self.stage = stage
@@ -256,7 +256,7 @@ class Run:
         assert self.engine.manager.num_available == 48
 
     def of_others(self, exact):
-        """All that a client sees; the number of steps and cache hits depends on the load."""
+        """Return the answers of unaffected requests without steps and cache hits, which depend on the load."""
         return {
             key: (each.tokens, each.text, each.logprobs if exact else len(each.logprobs), each.reason, each.error)
             for key, each in self.answers.items()
@@ -265,14 +265,14 @@ class Run:
 
 
 def inject(run, monkeypatch):
-    """Faults that have no seam for callers: raise in our own code, for victims only."""
+    """Patch our code to raise for victims, at stages that callers cannot reach."""
     if run.stage == "explain":
         explain = run.engine.manager.explain
 
-        def broken_explain(hold):
-            if any(r.allocation is hold and r.id.startswith("victim") for r in run.engine.scheduler.running):
+        def broken_explain(allocation):
+            if any(r.allocation is allocation and r.id.startswith("victim") for r in run.engine.scheduler.running):
                 raise Break("explain")
-            return explain(hold)
+            return explain(allocation)
 
         monkeypatch.setattr(run.engine.manager, "explain", broken_explain)
     if run.stage == "inputs":
@@ -287,9 +287,9 @@ def inject(run, monkeypatch):
 
 
 def check_row_faults(model, stage, monkeypatch, *, exact=True):
-    """Run others beside victims that fail at a stage, then the others alone, and compare what the others got.
+    """Run unaffected requests with victims that fail at a stage, then without them, and compare the answers.
 
-    `exact`: the model is batch-invariant, so that log-probabilities are equal to the last bit.
+    `exact` compares log-probabilities bit by bit; the model must be batch-invariant.
     """
     tokenizer = make_tokenizer()
     run = Run(model, tokenizer, stage)

@@ -1,4 +1,4 @@
-"""For tests of the server: real server processes."""
+"""Support for tests of the server: real server processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 
 
 class ServerProcess:
-    """`kvtier serve` in a process of its own, on a free port. Its log is kept in a file."""
+    """A process of `kvtier serve` on a free port. Its log is written to a file."""
 
     def __init__(self, log: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
         self._log = log
@@ -33,8 +33,8 @@ class ServerProcess:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the server did not start:\n{self.log}"
-        told = json.loads(line)
-        self.url, self.model = told["address"], told["model"]
+        started = json.loads(line)
+        self.url, self.model = started["address"], started["model"]
 
     @property
     def log(self) -> str:
@@ -42,14 +42,14 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """Of the engine process: the child that is not multiprocessing's own helper."""
+        """Process id of the engine, the child that is not a helper of multiprocessing."""
         for child in psutil.Process(self.process.pid).children():
             if "spawn_main" in " ".join(child.cmdline()):
                 return child.pid
         raise AssertionError("there is no engine process")
 
     def client(self, key: str = "no key") -> openai.OpenAI:
-        """OpenAI's own, one for each key; closed with the server."""
+        """Return the OpenAI client of a key. It is closed with the server."""
         if key not in self._clients:
             self._clients[key] = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
         return self._clients[key]
@@ -75,15 +75,15 @@ class ServerProcess:
     def wait_for(
         self, condition: Callable[[dict[str, Any]], bool], seconds: float = 30, key: str = ""
     ) -> dict[str, Any]:
-        """Look at the state until it is as it should be."""
+        """Poll the state until it meets the condition, and return it."""
         deadline = time.monotonic() + seconds
         while not condition(state := self.state(key)):
-            assert time.monotonic() < deadline, f"not in {seconds} s: {state}"
+            assert time.monotonic() < deadline, f"condition not met within {seconds} s: {state}"
             time.sleep(0.02)
         return state
 
     def stop(self, seconds: float = 60) -> int:
-        """SIGTERM; returns the exit code."""
+        """Send SIGTERM and return the exit code."""
         for client in self._clients.values():
             client.close()
         if self.process.poll() is None:

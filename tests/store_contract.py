@@ -1,4 +1,4 @@
-"""What every store does, whatever is behind it. Test modules with a `store` fixture import all of it."""
+"""The contract of all stores. Test modules define a `store` fixture and import all tests."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_invalid_arguments_raise(store):
         store.write([Write(key_of(1), LABEL, memoryview(bytes(10))[::2])])
     with pytest.raises(ArgumentError, match="namespace of 32 bytes"):
         Label(b"short")
-    assert put(store, 1).ok  # and none of it did harm
+    assert put(store, 1).ok  # the store still works
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_scan_lists_every_object_once(store, limit):
     label = Label.of(NAMESPACE, b"tokens")
     store.write([write_of(n, 100 + n, label=label) for n in range(7)])
     assert sorted(all_keys(store, limit)) == sorted(key_of(n) for n in range(7))
-    told = {each.key: each for each in all_objects(store, limit)}
-    assert (told[key_of(3)].nbytes, told[key_of(3)].label) == (103, label)
+    listed = {stored.key: stored for stored in all_objects(store, limit)}
+    assert (listed[key_of(3)].nbytes, listed[key_of(3)].label) == (103, label)
 
 
 def test_stats_count_calls_and_bytes(store):
@@ -186,7 +186,7 @@ def test_calls_after_close_raise_and_close_is_idempotent(store):
 
 
 def test_concurrent_threads_never_read_wrong_bytes(store):
-    """Readers, writers and removers over a store that is too small for all of it."""
+    """Read, write and remove concurrently in a store that is too small for all objects."""
     problems = []
 
     def work(seed):

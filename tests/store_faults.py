@@ -1,4 +1,4 @@
-"""A store that reaches its real server through a proxy, for tests of what networks and sick servers do."""
+"""Stores that reach a real server through a proxy, for tests of network and server faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAST = {"num_retries": 1, "first_wait_s": 0.01}
 
 
 class RawRedis:
-    """The server's objects by their names, without us."""
+    """Direct access to the objects of a Redis server."""
 
     def __init__(self, port: int, prefix: str) -> None:
         import redis
@@ -34,6 +34,8 @@ class RawRedis:
 
 
 class RawS3:
+    """Direct access to the objects of an S3 server."""
+
     def __init__(self, port: int, prefix: str) -> None:
         self._store, self._prefix = raw_s3(port), prefix
 
@@ -53,11 +55,11 @@ class RawS3:
         import obstore
 
         for page in obstore.list(self._store, self._prefix):
-            obstore.delete(self._store, [each["path"] for each in page])
+            obstore.delete(self._store, [entry["path"] for entry in page])
 
 
 class Setup:
-    """A store that reaches its server through a proxy, and the server's objects."""
+    """A server, a proxy in front of it, and the stores that connect to the proxy."""
 
     def __init__(self, kind: str, port: int) -> None:
         self.kind, self.port, self.prefix = kind, port, uuid.uuid4().hex

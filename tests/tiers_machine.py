@@ -1,7 +1,7 @@
-"""Manager and controller, real copies, real stores that fail: whatever happens, no wrong byte is handed out.
+"""State machine of manager and controller with real copies and faulty stores: no request reads wrong KV.
 
-The KV of a token is a pure function of the tokens up to it, the layer and the place, so every block that a request is
-given can be checked against what it should hold.
+The KV of a token is a pure function of the tokens up to it, the layer and the position, so that every block of a
+request can be checked.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LAYERS, DIM = TINY.num_layers, TINY.head_dim
 
 
 def kv_of(tokens: np.ndarray, salt: bytes) -> torch.Tensor:
-    """The KV that a model would compute for the last of these tokens: [layer, K/V, head, dim], exact in float32."""
+    """Return the KV of the last of these tokens: [layer, K/V, head, dim], exact in float32."""
     return _kv_of(salt + tokens.astype("<i4").tobytes())
 
 
@@ -58,7 +58,7 @@ def _kv_of(data: bytes) -> torch.Tensor:
 
 
 class Faults:
-    """Which store calls and copies fail: decided by a seed, so that a failing example fails again."""
+    """Random faults of store calls from a seed, so that a failing example can be repeated."""
 
     def __init__(self, seed: int, share: float) -> None:
         self._random, self._share = random.Random(seed), share
@@ -70,8 +70,8 @@ class Faults:
         if self._random.random() >= self._share:
             return Fault()
         bit = self._random.randrange(1 << 12)
-        lucky = bytes(self._random.sample(range(256), 128))
-        some = lambda key: key[0] in lucky  # noqa: E731
+        chosen = bytes(self._random.sample(range(256), 128))
+        some = lambda key: key[0] in chosen  # noqa: E731
         kinds = [Fault("an error"), Fault("an error", only=some), Fault(hangs=True, only=some)]
         kinds += [Fault(flip_bit=bit, only=some), Fault(cut_to=bit % 100, only=some)]
         return self._random.choice(kinds)
@@ -134,18 +134,18 @@ class TiersMachine(RuleBasedStateMachine):
 
             lane._mover = sometimes
 
-    # ---- what happens ----------------------------------------------------------------------------------------------
+    # ---- requests and steps ----------------------------------------------------------------------------------------
 
     @rule(system=st.sampled_from(SYSTEMS), tail=st.lists(st.integers(4, 5), max_size=14), new=st.integers(1, 6))
-    def ask(self, system, tail, new):
+    def add_prompt(self, system, tail, new):
         self.add([*system, *tail], new, b"")
 
     @rule(new=st.integers(1, 4), salt=st.sampled_from([b"", b"other"]), which=st.integers(0, 10))
-    def ask_again(self, new, salt, which):
+    def add_known_prompt(self, new, salt, which):
         self.add([*SYSTEMS[which % 3], *([which] * which)], new, salt)
 
     def add(self, tokens, new, salt):
-        if len(self.requests) >= 6:  # not a precondition: which rules there are must not depend on threads
+        if len(self.requests) >= 6:  # not a precondition: the available rules must not depend on threads
             return
         self.num_requests += 1
         chain = Chain(self.manager.namespace, tokens, salt=salt)
@@ -154,20 +154,20 @@ class TiersMachine(RuleBasedStateMachine):
         self.scheduler.add(request, self.now)
 
     @rule(count=st.integers(1, 12))
-    def run_and_hear(self, count):
-        """Steps, each of which hears what was moved before it."""
+    def run_with_reports(self, count):
+        """Run steps and apply the reports of all transfers before each."""
         for _ in range(count):
-            self.hear()
+            self.apply_reports()
             self.step()
 
     @rule(count=st.integers(1, 4))
     def run(self, count):
-        """Steps; what was moved is heard of later."""
+        """Run steps without waiting for transfers."""
         for _ in range(count):
             self.step()
 
-    def hear(self) -> None:
-        """Wait for all transfers, so that what the manager hears does not depend on time."""
+    def apply_reports(self) -> None:
+        """Wait for all transfers and apply their reports, independent of timing."""
         while self.controller._under or self.controller._stores._num_open:
             self.controller.wait(0.01)
             for report in self.controller._transfers.poll():
@@ -182,7 +182,7 @@ class TiersMachine(RuleBasedStateMachine):
         arrived = transfers.arrived()
         results = [self.compute(row) if arrived else RowResult() for row in self.prepared(step)]
         if step.loads:
-            self.hear()
+            self.apply_reports()
         self.scheduler.update(step, results, self.now)
         self.requests = [request for request in self.requests if not request.state.is_over]
 
@@ -193,15 +193,15 @@ class TiersMachine(RuleBasedStateMachine):
         return step.rows
 
     def compute(self, row) -> RowResult:
-        """Check every token the row looks back on, then write its own."""
+        """Check the KV of every earlier token, then write the KV of the row."""
         request, cache = row.request, self.groups[0].cache
         table, tokens, salt = request.allocation.table, request.chain.tokens, request.chain.salt
         for position in range(row.stop):
             block = cache[int(table[position // BLOCK])]
-            wanted = kv_of(tokens[: position + 1], salt).to(cache.device)
+            expected = kv_of(tokens[: position + 1], salt).to(cache.device)
             if position >= row.first:
-                block[:, :, position % BLOCK] = wanted
-            elif not torch.equal(block[:, :, position % BLOCK], wanted):
+                block[:, :, position % BLOCK] = expected
+            elif not torch.equal(block[:, :, position % BLOCK], expected):
                 raise AssertionError(f"{request!r}: token {position} of {row.first} has wrong KV")
         for tier, count in request.tokens_from.items():
             self.hits[tier] += count
@@ -212,7 +212,7 @@ class TiersMachine(RuleBasedStateMachine):
         if self.requests:
             self.scheduler.cancel(self.requests.pop(which % len(self.requests)), self.now)
 
-    # ---- what operators do -----------------------------------------------------------------------------------------
+    # ---- operations ------------------------------------------------------------------------------------------------
 
     @rule(
         what=st.sampled_from(
@@ -252,16 +252,16 @@ class TiersMachine(RuleBasedStateMachine):
     def manager_chain(self, tokens: list[int]) -> Chain:
         return Chain(self.manager.namespace, tokens)
 
-    # ---- what holds ------------------------------------------------------------------------------------------------
+    # ---- invariants ------------------------------------------------------------------------------------------------
 
     @invariant()
-    def everything_agrees(self):
+    def check_scheduler(self):
         self.steps["steps"] += 1
         if hasattr(self, "scheduler"):
             self.scheduler.check()
 
     def teardown(self):
-        """Every request comes to an end, and then nothing is held."""
+        """Run all requests to their end, then check that there are no leases."""
         if not hasattr(self, "scheduler"):
             return
         for pin in self.pins:
@@ -269,11 +269,11 @@ class TiersMachine(RuleBasedStateMachine):
         for _ in range(400):
             if not (self.scheduler.has_work() or self.manager.has_plans):
                 break
-            self.hear()
+            self.apply_reports()
             self.step()
         assert not self.scheduler.has_work()
         assert not self.manager.has_plans
-        self.hear()
+        self.apply_reports()
         self.scheduler.check()
         assert not self.manager.transfers.in_flight
         assert self.manager.tree.num_leases == 0
@@ -281,7 +281,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 def run(machine: type[TiersMachine], examples: int, tiers: tuple[str, ...] = ("device", "host", "disk")) -> None:
-    """So many examples of a machine, and what must have happened in them."""
+    """Run `examples` examples of a machine, and check that they had enough steps and hits in every tier."""
     before = machine.steps["steps"]
     run_state_machine_as_test(
         machine,

@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer of bytes, as a Hugging Face folder."""
+"""A tiny model with a byte tokenizer as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTEXT = 2048
 
 
 def make_tiny_model(folder: Path) -> Path:
-    """A Llama of 2 layers with random weights, whose 259 tokens are the bytes and three special ones."""
+    """Write a Llama of 2 layers with random weights. Its 259 tokens are the bytes and three special tokens."""
     import tokenizers
     import torch
     import transformers

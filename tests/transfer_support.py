@@ -1,4 +1,4 @@
-"""Layouts, caches with known bytes, the numpy oracle of a transfer, and threads that wait at a known place."""
+"""Support for tests of transfers: layouts, caches with known bytes, a numpy oracle, and waiting threads."""
 
 import threading
 from concurrent.futures import Future
@@ -19,7 +19,7 @@ FORMS = ["block-first", "layer-first", "pairs", "interleaved"]
 
 @st.composite
 def groups(draw, name="main"):
-    """Random groups: attention or MLA, scales, indexers, draft layers of another shape, any element type."""
+    """Draw a group: attention or MLA, scales, indexers, draft layers of another shape, any element type."""
     tokens = draw(st.sampled_from([1, 4, 16]))
     element = draw(st.sampled_from([dt.u8, dt.f16, dt.bf16, dt.f32, dt.fp8_e4m3, dt.u4]))
     extra = [
@@ -42,7 +42,7 @@ def layout_of(*each):
 
 
 def filled_cache(group, num_blocks, form, placement, seed):
-    """A registered cache of random bytes. Returns it and its tensors: {(layer, role): [block, bytes] view}."""
+    """Return a cache of random bytes and its tensors: {(layer, role): [block, bytes] view}."""
     random = torch.Generator().manual_seed(seed)
     device = Placement.parse(placement).torch
 
@@ -70,21 +70,21 @@ def filled_cache(group, num_blocks, form, placement, seed):
 
 
 def device_bytes(group, views):
-    """[block, block bytes] as a block lies on the host: the oracle's picture of the device."""
+    """Return the device blocks in the layout of the host: [block, block bytes]."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return np.concatenate([views[layer, spec.name].cpu().numpy() for layer, spec, _ in group.tensors()], axis=1)
 
 
 def host_bytes(host):
-    """[slot, block bytes]."""
+    """Return the host blocks: [slot, block bytes]."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return np.stack([host.block(slot).numpy().copy() for slot in range(host.num_ready)])
 
 
 def ready_host(group, num_slots, placement, seed=0, **options):
-    """Host memory of random bytes, all of it usable."""
+    """Return host memory filled with random bytes."""
     host = HostMemory(group, num_slots, placement, **options)
     host.wait_ready(timeout=60)
     random = np.random.default_rng(seed)
@@ -94,7 +94,7 @@ def ready_host(group, num_slots, placement, seed=0, **options):
 
 
 class WatchedCondition(threading.Condition):
-    """A condition that says when a thread has begun to wait: a notify after that reaches it."""
+    """A condition that reports when a thread has begun to wait, so that a later notify reaches it."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class WatchedCondition(threading.Condition):
         return super().wait(timeout)
 
     def start_waiter(self, function):
-        """Run a function in a thread, and return its future when the thread waits here, or has ended."""
+        """Run a function in a thread. Return its future once the thread waits here or has ended."""
         future = run_in_thread(function)
         future.add_done_callback(lambda _: self._begun.release())
         self._begun.acquire()
@@ -113,7 +113,7 @@ class WatchedCondition(threading.Condition):
 
 
 def run_in_thread(function):
-    """Run a function in a thread of its own; the future has its result."""
+    """Run a function in a new thread and return the future of its result."""
     future = Future()
 
     def work():
@@ -127,7 +127,7 @@ def run_in_thread(function):
 
 
 class SteppedMover:
-    """Copies once it has a permit for each call. Lists the host slots of each call."""
+    """Carries out one copy per permit and records the host slots of each."""
 
     def __init__(self):
         self.permits, self.host, self.slots, self.jobs = threading.Semaphore(0), None, [], []
@@ -146,7 +146,7 @@ class SteppedMover:
 
 
 def stepped(num_blocks=24, form="block-first", around=None, **config):
-    """A manager on the CPU with one slice per block, its mover (or one `around` it), and the tensors of its cache."""
+    """Return a manager on the CPU with one slice per block, its mover and the tensors of its cache."""
     mover = SteppedMover()
     options = TransferConfig(
         **{"slice_bytes": SMALL.block_bytes, "max_in_flight_bytes": 2 * SMALL.block_bytes, **config}

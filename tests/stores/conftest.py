@@ -1,4 +1,4 @@
-"""Servers for the tests of this folder, started once, on free ports; tests of one that is not installed are skipped."""
+"""Servers on free ports, started once per session. Tests of a server that is not installed are skipped."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def mooncake(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def mooncake_client(mooncake):
-    """One client for all tests, since closing one takes a second: prefix -> store."""
+    """Function prefix -> store. All tests share a client, since closing one takes a second."""
     from kvtier.storage.remote.mooncake import MooncakeBucket
 
-    class Lent(MooncakeBucket):
+    class SharedClientBucket(MooncakeBucket):
         def __init__(self, prefix):
             self.__dict__.update(client.__dict__, _prefix=prefix)
 
@@ -59,5 +59,5 @@ def mooncake_client(mooncake):
             pass
 
     client = MooncakeBucket(f"127.0.0.1:{mooncake.port}", admin_port=mooncake.admin_port, timeout_s=10)
-    yield lambda prefix: RemoteStore(Lent(prefix), "mooncake")
+    yield lambda prefix: RemoteStore(SharedClientBucket(prefix), "mooncake")
     client.close()

@@ -1,4 +1,4 @@
-"""Inventories and verification, over any store."""
+"""Inventory and verification of stores."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_unreadable_objects_are_counted(redis_port):
 
 @pytest.mark.parametrize("claimed", [1 << 40, (1 << 63) - 1])
 def test_verify_reports_record_with_oversized_length(redis_port, claimed):
-    """Anybody who shares the server can write such a record; its CRC is right."""
+    """Any client of the server can write such a record; its CRC is valid."""
     import redis
 
     prefix = uuid.uuid4().hex
@@ -104,8 +104,8 @@ def test_inspect_and_verify_commands_accept_store_url(redis_port, capsys):
         with contextlib.closing(open_store(url)) as store:
             put(store, *range(30), nbytes=2000)
         assert main(["inspect", url, "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert (told["objects"], told["bytes"], told["unreadable"]) == (30, 60_000, 0)
+        inventory = json.loads(capsys.readouterr().out)
+        assert (inventory["objects"], inventory["bytes"], inventory["unreadable"]) == (30, 60_000, 0)
         assert main(["inspect", url, "--objects"]) == 0
         shown = capsys.readouterr().out
         assert shown.count("2,000 bytes") == 30

@@ -1,4 +1,4 @@
-"""Several stores as one."""
+"""Cascade: several stores as one."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def test_cascade_is_durable_if_one_store_is(tmp_path):
     disk = DiskStore(tmp_path, ROOM, sync=Sync.WRITE, segment_bytes=128 << 10, min_free_bytes=0)
     store = Cascade([MemoryStore(ROOM), disk])
     assert put(store, 1).is_durable
-    assert not store.remove([key_of(1)]).is_durable, "memory does not promise that"
+    assert not store.remove([key_of(1)]).is_durable, "MemoryStore is not durable"
     store.close()
     assert not put(Cascade([MemoryStore(ROOM)]), 1).is_durable
 
 
-class Prepares(MemoryStore):
-    """A store that knows which memory it was told of, or one that refuses."""
+class RegisteringStore(MemoryStore):
+    """A store that records registered memory, or raises StoreError with the text `refuses`."""
 
     def __init__(self, refuses: str = "") -> None:
         super().__init__(ROOM)
@@ -112,13 +112,13 @@ class Prepares(MemoryStore):
 
 @pytest.mark.parametrize("together", [Cascade, lambda stores: ShardStores(tuple(stores))])
 def test_register_reaches_all_stores_despite_errors(together):
-    first, last, memory = Prepares(), Prepares(), memoryview(bytearray(16))
+    first, last, memory = RegisteringStore(), RegisteringStore(), memoryview(bytearray(16))
     store = together([first, MemoryStore(ROOM), last])
     store.register(memory)
     assert first.memory == last.memory == [memory]
     store.unregister(memory)
     assert first.memory == last.memory == []
-    store = together([first, Prepares("no memory to lock"), last])
+    store = together([first, RegisteringStore("no memory to lock"), last])
     with pytest.raises(StoreError, match="no memory to lock"):
         store.register(memory)
     assert first.memory == last.memory == [memory]

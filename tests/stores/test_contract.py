@@ -1,4 +1,4 @@
-"""Stores on real servers keep the contract of all stores."""
+"""The store contract for stores on real servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a shared store, an engine's answers are, token by token, those it gives without one."""
+"""Faults of a shared store never change the answers of an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import Breaker, Label, ObjectStatus, Store, Write
 from kvtier.storage.record import RECORD_BYTES
 from storage_support import OTHER_NAMESPACE, Clock, all_objects
-from store_proxy import Mood
+from store_proxy import Faults
 
 TINY = ModelConfig("llama", 2, 32, 48, 2, 1, 16, 61, 256, norm_eps=1e-5, rope=RopeConfig(10000.0))
 DEADLINE_S = 1.0
@@ -35,29 +35,29 @@ def model() -> Model:
 
 
 @pytest.fixture(scope="module")
-def talks():
+def chats():
     return conversations(random.Random(1), 5)
 
 
 @pytest.fixture(scope="module")
-def wanted(model, talks):
-    return talk(make_engine(model), talks)
+def expected(model, chats):
+    return talk(make_engine(model), chats)
 
 
 def make_engine(model: Model, store: Store | None = None, *, num_blocks: int = 400, num_host: int = 400) -> Engine:
-    """With a shared store below; without one, an engine that keeps nothing."""
+    """Return an engine with a shared store, or one without caching if `store` is None."""
     scheduler = SchedulerConfig(max_rows=4, max_step_tokens=16)
     if store is None:
         return Engine(model, config=EngineConfig(4, CacheConfig(num_blocks, prefix_caching=False), scheduler))
-    shared = StoreConfig("shared", is_shared=True, wait_seconds=60)  # the store's own deadline comes first
+    shared = StoreConfig("shared", is_shared=True, wait_seconds=60)  # longer than the deadline of the store
     cache = CacheConfig(num_blocks, host=HostConfig(num_host), stores=(shared,), always_load=True)
     return Engine(model, config=EngineConfig(4, cache, scheduler), stores={"shared": store})
 
 
-def filled(model: Model, setup, talks, **options) -> None:
-    """Some engine has stored these conversations."""
+def filled(model: Model, setup, chats, **options) -> None:
+    """Store the blocks of these conversations with another engine."""
     engine = make_engine(model, setup.store(**options))
-    talk(engine, talks)
+    talk(engine, chats)
     engine.tiers.save_all()
     engine.close()
 
@@ -70,16 +70,16 @@ def num_failed(engine: Engine) -> int:
     return engine.manager.transfers.counts[Route.STORE_TO_HOST].num_failed
 
 
-def test_engine_fetches_blocks_of_other_engine(model, setup, talks, wanted):
-    filled(model, setup, talks)
+def test_engine_fetches_blocks_of_other_engine(model, setup, chats, expected):
+    filled(model, setup, chats)
     engine = make_engine(model, setup.store())
-    assert talk(engine, talks) == wanted
+    assert talk(engine, chats) == expected
     assert num_fetched(engine) > 20
     engine.close()
 
 
-class Weather:
-    """Between steps the network, the server and what it holds change at random."""
+class RandomFaults:
+    """Injects a random fault of the network, the server or its objects before some steps."""
 
     def __init__(self, setup, seed: int) -> None:
         self._setup, self._rng, self._num_hangs = setup, random.Random(seed), 0
@@ -87,8 +87,8 @@ class Weather:
     def __call__(self) -> None:
         if self._rng.random() < 0.7:
             return
-        rough = ["refuse", "drop", "flip", "head", "cut", "slow", "hang", "wipe"]
-        kind = self._rng.choice(rough + ["fair"] * len(rough))
+        kinds = ["refuse", "drop", "flip", "head", "cut", "slow", "hang", "wipe"]
+        kind = self._rng.choice(kinds + ["none"] * len(kinds))
         at = self._rng.randrange
         if kind == "hang":
             self._num_hangs += 1
@@ -96,25 +96,25 @@ class Weather:
             self._setup.raw.wipe()
         if kind == "drop":
             self._setup.proxy.drop()
-        moods = {
-            "refuse": Mood(refuses=at(1, 5)),
-            "flip": Mood(flips=tuple(at(20_000 * 8) for _ in range(20))),
-            "head": Mood(flips=tuple(at(400 * 8) for _ in range(3))),
-            "cut": Mood(cut_at=at(5000)),
-            "slow": Mood(delay_s=0.01),
-            "hang": Mood(hangs_at=at(5000)) if self._num_hangs <= 2 else Mood(),  # each costs its second
+        faults = {
+            "refuse": Faults(refuses=at(1, 5)),
+            "flip": Faults(flips=tuple(at(20_000 * 8) for _ in range(20))),
+            "head": Faults(flips=tuple(at(400 * 8) for _ in range(3))),
+            "cut": Faults(cut_at=at(5000)),
+            "slow": Faults(delay_s=0.01),
+            "hang": Faults(hangs_at=at(5000)) if self._num_hangs <= 2 else Faults(),  # each hang takes a second
         }
-        self._setup.proxy.set(moods.get(kind, Mood()))
+        self._setup.proxy.set(faults.get(kind, Faults()))
 
 
-def test_answers_do_not_change_under_store_faults(model, setup, talks, wanted):
+def test_answers_do_not_change_under_store_faults(model, setup, chats, expected):
     fetched = failed = 0
     for seed in range(3):
-        filled(model, setup, talks)
+        filled(model, setup, chats)
         store = setup.store(breaker=Breaker(retry_s=0), timeout_s=DEADLINE_S)
         engine = make_engine(model, store, num_blocks=20, num_host=16)
-        assert talk(engine, talks, Weather(setup, seed)) == wanted
-        setup.proxy.set(Mood())
+        assert talk(engine, chats, RandomFaults(setup, seed)) == expected
+        setup.proxy.set(Faults())
         fetched, failed = fetched + num_fetched(engine), failed + num_failed(engine)
         engine.close()
     assert fetched > 0
@@ -122,55 +122,55 @@ def test_answers_do_not_change_under_store_faults(model, setup, talks, wanted):
 
 
 @pytest.mark.parametrize("hangs_at", [0, 5000])  # at the first answer, and in the middle of the seven blocks
-def test_hanging_store_costs_engine_one_deadline(model, setup, talks, wanted, hangs_at):
-    filled(model, setup, talks)
+def test_hanging_store_costs_engine_one_deadline(model, setup, chats, expected, hangs_at):
+    filled(model, setup, chats)
     clock = Clock()
     store = setup.store(breaker=Breaker(clock=clock), timeout_s=DEADLINE_S)
     engine = make_engine(model, store)
-    setup.proxy.set(Mood(hangs_at=hangs_at))
-    prompt = [*talks[0][0], *wanted[0][0], *talks[0][1]]
+    setup.proxy.set(Faults(hangs_at=hangs_at))
+    prompt = [*chats[0][0], *expected[0][0], *chats[0][1]]
     engine.add(prompt, greedy(2), request_id="first")
-    while engine.has_work():  # its blocks do not come: it waits until the deadline, and is computed
+    while engine.has_work():  # it waits for its blocks until the deadline and is then computed
         engine.step()
     assert engine.explain("first").num_cached_tokens < 7 * 4
     assert (num_failed(engine) > 0) == (hangs_at > 0)
-    asked, refused = (setup.proxy.num_asked, setup.proxy.num_connections), store.stats.num_refused
-    assert talk(engine, talks) == wanted
-    assert (setup.proxy.num_asked, setup.proxy.num_connections) == asked, "a call reached the store"
+    traffic, refused = (setup.proxy.num_asked, setup.proxy.num_connections), store.stats.num_refused
+    assert talk(engine, chats) == expected
+    assert (setup.proxy.num_asked, setup.proxy.num_connections) == traffic, "a call reached the store"
     assert store.stats.num_refused > refused
-    setup.proxy.set(Mood())
+    setup.proxy.set(Faults())
     clock.now = 1000.0
-    again = make_engine(model, store)  # the same store, which may be asked again
-    assert talk(again, talks) == wanted
-    assert num_fetched(again) > 0
-    again.close()
+    reconnected = make_engine(model, store)  # the breaker of the store is closed again
+    assert talk(reconnected, chats) == expected
+    assert num_fetched(reconnected) > 0
+    reconnected.close()
     engine.close()
 
 
-def test_engine_never_uses_objects_of_other_model(model, setup, talks, wanted):
+def test_engine_never_uses_objects_of_other_model(model, setup, chats, expected):
     other = make_model(4)
     store = setup.store()
-    filled(model, setup, talks)
+    filled(model, setup, chats)
     ours = {each.key: each.label for each in all_objects(store)}
-    filled(other, setup, talks)
+    filled(other, setup, chats)
     theirs = [each.key for each in all_objects(store) if each.key not in ours]
     assert len(ours) > 20
-    assert len(theirs) > 20, "another model's blocks have keys of their own"
+    assert len(theirs) > 20, "both models use the same keys"
     for number, (mine, label) in enumerate(ours.items()):
         value = setup.raw.get(theirs[number % len(theirs)].hex())
         if number % 2:  # their object under our name
             setup.raw.set(mine.hex(), value)
-        else:  # their block, with a record as ours but for the model
+        else:  # their block with our record except for the namespace
             wrong = Label(OTHER_NAMESPACE, label.token_digest)
             assert store.write([Write(mine, wrong, value[RECORD_BYTES:])])[0].status is ObjectStatus.STORED
     engine = make_engine(model, setup.store())
-    assert talk(engine, talks) == wanted
+    assert talk(engine, chats) == expected
     assert num_failed(engine) > 0
     engine.close()
 
 
-def test_store_wiped_before_fetch_is_a_miss(model, setup, talks, wanted):
-    filled(model, setup, talks)
+def test_store_wiped_before_fetch_is_a_miss(model, setup, chats, expected):
+    filled(model, setup, chats)
     store = setup.store()
     engine = make_engine(model, store)
     read_into = store.read_into
@@ -180,7 +180,7 @@ def test_store_wiped_before_fetch_is_a_miss(model, setup, talks, wanted):
         return read_into(reads, **options)
 
     store.read_into = wiped
-    assert talk(engine, talks) == wanted
+    assert talk(engine, chats) == expected
     assert num_failed(engine) > 0
     assert store.stats.reads.num_done == 0
     engine.close()

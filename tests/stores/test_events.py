@@ -1,4 +1,4 @@
-"""A real subscriber hears what the index holds, in vLLM's words."""
+"""Events received by a real subscriber, in the format of vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = [bytes([n]) * KEY_BYTES for n in range(8)]
 
 
 class Stored(msgspec.Struct, tag="BlockStored"):
-    """The fields vLLM's subscribers decode; those without a default must be in the message."""
+    """The fields that subscribers of vLLM decode; those without a default are required."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -50,7 +50,7 @@ class Message(msgspec.Struct, array_like=True):
 
 
 class Subscriber:
-    """Follows a publisher and asks for what it missed."""
+    """Receives the events of a publisher and requests missed ones."""
 
     def __init__(self, publisher, topic: bytes = b"") -> None:
         self.context = zmq.Context()
@@ -62,7 +62,7 @@ class Subscriber:
         self._join()
 
     def _join(self) -> None:
-        """Until the first message comes: those before the subscription are not sent to us."""
+        """Publish until the first message arrives; messages before the subscription are lost."""
         while not self.socket.poll(20):
             self.publisher(IndexCleared())
         while self.socket.poll(100):
@@ -101,7 +101,7 @@ class Subscriber:
 
 
 @contextlib.contextmanager
-def heard(topic: str = "", **options):
+def subscribed(topic: str = "", **options):
     with (
         contextlib.closing(publish_events(EventConfig(**LOCAL, topic=topic, **options))) as publisher,
         contextlib.closing(Subscriber(publisher, topic.encode())) as subscriber,
@@ -114,7 +114,7 @@ def tokens(*numbers: int) -> bytes:
 
 
 def test_events_arrive_in_order_in_vllm_format():
-    with heard() as (publisher, subscriber):
+    with subscribed() as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[1] + KEYS[2], tokens(5, 6, 7, 8), is_first=True))
         publisher(BlocksStored("host", KEYS[2], KEYS[3], tokens(9, 10)))
         publisher(BlocksRemoved("disk", KEYS[1] + KEYS[2]))
@@ -128,13 +128,13 @@ def test_events_arrive_in_order_in_vllm_format():
 
 
 def test_events_with_full_keys_and_no_tokens():
-    with heard(int_hashes=False, token_ids=False) as (publisher, subscriber):
+    with subscribed(int_hashes=False, token_ids=False) as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[1], tokens(5, 6, 7)))
         assert subscriber.take(1) == [Stored([KEYS[1]], KEYS[0], [], 3, None, "GPU", None)]
 
 
 def test_sequence_numbers_are_consecutive_per_topic():
-    with heard("kv-events") as (publisher, subscriber):
+    with subscribed("kv-events") as (publisher, subscriber):
         for _ in range(50):
             publisher(IndexCleared())
         subscriber.take(50)
@@ -142,22 +142,22 @@ def test_sequence_numbers_are_consecutive_per_topic():
 
 
 def test_missed_events_are_replayed():
-    with heard() as (publisher, subscriber):
+    with subscribed() as (publisher, subscriber):
         subscriber.socket.unsubscribe(b"")
         for number in range(1, 7):
             publisher(BlocksRemoved("device", KEYS[number]))
-        wanted = [Removed([int.from_bytes(KEYS[n][-8:], "big")], "GPU") for n in range(1, 7)]
+        expected = [Removed([int.from_bytes(KEYS[n][-8:], "big")], "GPU") for n in range(1, 7)]
         known = subscriber.numbers[-1] + 1
         replayed: list[tuple[int, list[object]]] = []
-        while sum(len(events) for _, events in replayed) < 6:  # the thread may still be at it
+        while sum(len(events) for _, events in replayed) < 6:  # the publisher thread may still be sending
             replayed = subscriber.replay(known)
-        assert [event for _, events in replayed for event in events] == wanted
+        assert [event for _, events in replayed for event in events] == expected
         assert [number for number, _ in replayed] == list(range(known, known + len(replayed)))
         assert subscriber.replay(known + 1000) == []
 
 
 def test_replay_is_limited_to_kept_events():
-    with heard(num_kept=2) as (publisher, subscriber):
+    with subscribed(num_kept=2) as (publisher, subscriber):
         for number in range(1, 6):
             publisher(BlocksRemoved("device", KEYS[number]))
             subscriber.take(1)
@@ -165,7 +165,7 @@ def test_replay_is_limited_to_kept_events():
 
 
 def test_dropped_events_leave_gap_in_sequence():
-    with heard(max_queued=1) as (publisher, subscriber):
+    with subscribed(max_queued=1) as (publisher, subscriber):
         before = subscriber.numbers[-1]
         while not publisher.num_dropped:
             publisher(IndexCleared())
@@ -175,11 +175,11 @@ def test_dropped_events_leave_gap_in_sequence():
         publisher(IndexCleared())
         subscriber.take(1)
         numbers = [number for number in subscriber.numbers if number > before]
-        assert len(numbers) < numbers[-1] - before, "nobody could know"
+        assert len(numbers) < numbers[-1] - before, "the sequence has no gap"
 
 
 def test_malformed_replay_request_is_ignored():
-    with heard() as (publisher, subscriber):
+    with subscribed() as (publisher, subscriber):
         socket = subscriber.context.socket(zmq.DEALER)
         socket.connect(publisher.replay_endpoint)
         for frames in ([b"x"], [b"", b"short"], [b"", b"12345678", b"more"]):
@@ -200,11 +200,11 @@ def test_close_sends_queued_events():
 
 
 def test_subscriber_of_events_matches_tree():
-    """The whole way: a tree under pressure, a subscriber that follows, and they agree block by block."""
+    """Run a tree that evicts, rebuild its blocks from the received events, and compare."""
     from index_cases import chain_of, matched, run, tree_of
     from kvtier.index.chain import KEY_BYTES as WIDTH
 
-    with heard(int_hashes=False) as (publisher, subscriber):
+    with subscribed(int_hashes=False) as (publisher, subscriber):
         tree = tree_of(8, listener=publisher)
         known: dict[bytes, bytes | None] = {}
         rng = np.random.default_rng(0)
@@ -218,7 +218,7 @@ def test_subscriber_of_events_matches_tree():
             if isinstance(event, Stored):
                 above = event.parent_block_hash
                 for key in event.block_hashes:
-                    assert above is None or above in known, "a block below one that is not there"
+                    assert above is None or above in known, "the parent of a block is unknown"
                     known[key], above = above, key
             else:
                 for key in event.block_hashes:
@@ -226,8 +226,10 @@ def test_subscriber_of_events_matches_tree():
         for first in range(1, 4):
             for second in range(1, 4):
                 keys = chain_of(first, second).keys()
-                told = [keys[at : at + WIDTH] in known for at in range(0, len(keys), WIDTH)]
-                assert (told.index(False) if False in told else len(told)) == matched(tree, first, second)
+                known_blocks = [keys[at : at + WIDTH] in known for at in range(0, len(keys), WIDTH)]
+                assert (known_blocks.index(False) if False in known_blocks else len(known_blocks)) == matched(
+                    tree, first, second
+                )
 
 
 def test_publish_events_failure_raises(monkeypatch):

@@ -1,4 +1,4 @@
-"""Whatever a server or the network does: no wrong byte, no call longer than its deadline, and none while it is sick."""
+"""Faults of servers and networks: no wrong bytes, no call past its deadline, none while the breaker is open."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from storage_support import (
     write_of,
 )
 from store_faults import FAST, Setup
-from store_proxy import Mood
+from store_proxy import Faults
 from store_servers import NotInstalled, redis_server, wait_for
 
-SHORT_S = 1.0  # where something hangs; elsewhere nobody waits for the deadline
+SHORT_S = 1.0  # deadline of the tests in which a server hangs
 
 
 def check_read(store, number, nbytes=5000) -> ObjectResult:
-    """An outcome; and the bytes are the object's, or nobody touched them."""
+    """Read an object and check that a failed read leaves the memory unchanged. Return the result."""
     outcome, room = get(store, number, nbytes)
     assert room == (payload_of(number, nbytes) if outcome.ok else b"\xee" * nbytes)
     return outcome
 
 
-def healthy(store) -> None:
-    """Until it answers again: what hung must come back first."""
-    wait_for(lambda: store.contains([key_of(0)])[0].status is not ObjectStatus.FAILED, "the store to be well", 20)
+def wait_until_healthy(store) -> None:
+    """Wait until the store answers; calls that hang must return first."""
+    wait_for(lambda: store.contains([key_of(0)])[0].status is not ObjectStatus.FAILED, "the store to answer", 20)
 
 
-def random_mood(rng: random.Random) -> Mood:
+def random_faults(rng: random.Random) -> Faults:
     answer_bytes = 6 * 30_000
     return rng.choice(
         [
-            Mood(),
-            Mood(refuses=rng.randrange(1, 5)),
-            Mood(flips=tuple(rng.randrange(answer_bytes * 8) for _ in range(rng.choice((1, 1, 3, 200))))),
-            Mood(flips=tuple(rng.randrange(300 * 8) for _ in range(3))),  # where the protocol's words are
-            Mood(cut_at=rng.randrange(answer_bytes)),
-            Mood(cut_at=rng.randrange(400)),
-            Mood(delay_s=0.01),
+            Faults(),
+            Faults(refuses=rng.randrange(1, 5)),
+            Faults(flips=tuple(rng.randrange(answer_bytes * 8) for _ in range(rng.choice((1, 1, 3, 200))))),
+            Faults(flips=tuple(rng.randrange(300 * 8) for _ in range(3))),  # in the protocol headers
+            Faults(cut_at=rng.randrange(answer_bytes)),
+            Faults(cut_at=rng.randrange(400)),
+            Faults(delay_s=0.01),
         ]
     )
 
@@ -67,9 +67,9 @@ def test_remote_store_never_serves_wrong_bytes(setup, is_sealed, seed):
     store = setup.store(envelope=Envelope(Cipher(bytes(32)) if is_sealed else None), timeout_s=SHORT_S)
     seen = set()
     for _ in range(60):
-        setup.proxy.set(Mood())
+        setup.proxy.set(Faults())
         put(store, *range(6), nbytes=30_000)
-        setup.proxy.set(random_mood(rng))
+        setup.proxy.set(random_faults(rng))
         rooms = [bytearray(b"\xee" * 30_000) for _ in range(6)]
         for number, room, outcome in zip(
             range(6), rooms, store.read_into([Read(key_of(n), LABEL, r) for n, r in enumerate(rooms)]), strict=True
@@ -77,8 +77,8 @@ def test_remote_store_never_serves_wrong_bytes(setup, is_sealed, seed):
             assert room == (payload_of(number, 30_000) if outcome.ok else b"\xee" * 30_000), outcome
             seen.add(outcome.status)
     assert {ObjectStatus.FOUND, ObjectStatus.FAILED} <= seen
-    setup.proxy.set(Mood())
-    healthy(store)
+    setup.proxy.set(Faults())
+    wait_until_healthy(store)
     assert put(store, *range(6), nbytes=30_000).ok
     assert [check_read(store, number, 30_000).ok for number in range(6)] == [True] * 6
 
@@ -87,11 +87,11 @@ def test_faulty_network_never_corrupts_writes(setup):
     rng = random.Random(7)
     writer, reader = setup.store(timeout_s=SHORT_S), setup.store()
     for version in range(25):
-        setup.proxy.set(random_mood(rng))
+        setup.proxy.set(random_faults(rng))
         put(writer, 1, version=version)
         writer.remove([key_of(2)])
-        setup.proxy.set(Mood())
-        healthy(reader)
+        setup.proxy.set(Faults())
+        wait_until_healthy(reader)
         outcome, room = get(reader, 1)
         assert room in {payload_of(1, version=v) for v in range(version + 1)} if outcome.ok else room == b"\xee" * 5000
 
@@ -100,11 +100,11 @@ def test_hang_costs_one_deadline_then_breaker_is_open(setup):
     clock = Clock()
     store = setup.store(breaker=Breaker(clock=clock), timeout_s=SHORT_S)
     put(store, 1)
-    setup.proxy.set(Mood(hangs=True))
-    outcome = check_read(store, 1)  # returns, though the server never answers
+    setup.proxy.set(Faults(hangs=True))
+    outcome = check_read(store, 1)  # returns although the server never answers
     assert outcome.status is ObjectStatus.FAILED
     assert "not done within 1 s" in outcome.reason
-    asked = setup.proxy.num_asked, setup.proxy.num_connections
+    traffic = setup.proxy.num_asked, setup.proxy.num_connections
     for _ in range(20):
         assert "breaker open" in check_read(store, 1).reason
         assert "breaker open" in store.contains([key_of(1)])[0].reason
@@ -113,11 +113,11 @@ def test_hang_costs_one_deadline_then_breaker_is_open(setup):
         page = store.scan()
         assert isinstance(page, Page)
         assert "breaker open" in page.reason
-    assert (setup.proxy.num_asked, setup.proxy.num_connections) == asked
+    assert (setup.proxy.num_asked, setup.proxy.num_connections) == traffic
     assert store.stats.num_refused == 100
-    setup.proxy.set(Mood())
+    setup.proxy.set(Faults())
     clock.now = 1000.0
-    healthy(store)
+    wait_until_healthy(store)
     assert check_read(store, 1).ok
 
 
@@ -125,16 +125,16 @@ def test_errors_are_retried_and_three_failed_calls_open_breaker(setup):
     clock = Clock()
     store = setup.store(breaker=Breaker(clock=clock))
     put(store, 1)
-    setup.proxy.set(Mood(refuses=1000))
+    setup.proxy.set(Faults(refuses=1000))
     setup.proxy.drop()
     for _ in range(3):
         before = setup.proxy.num_connections
         assert check_read(store, 1).status is ObjectStatus.FAILED
-        assert setup.proxy.num_connections - before >= 2, "not tried again"
+        assert setup.proxy.num_connections - before >= 2, "the call was not retried"
     before = setup.proxy.num_connections
     assert "breaker open" in check_read(store, 1).reason
     assert setup.proxy.num_connections == before
-    setup.proxy.set(Mood())
+    setup.proxy.set(Faults())
     clock.now = 1000.0
     assert check_read(store, 1).ok
 
@@ -142,7 +142,7 @@ def test_errors_are_retried_and_three_failed_calls_open_breaker(setup):
 def test_broken_connection_is_retried(setup):
     store = setup.store()
     put(store, 1)
-    setup.proxy.set(Mood(refuses=1))
+    setup.proxy.set(Faults(refuses=1))
     setup.proxy.drop()
     assert check_read(store, 1).ok
 
@@ -161,7 +161,7 @@ def test_batch_round_trips_scale_with_threads_not_keys(redis_port):
         for name, call in calls.items():
             setup.proxy.num_turns = 0
             assert call().ok
-            assert 1 <= setup.proxy.num_turns <= 8, f"{name}: one for each thread, or two if it is sent in pieces"
+            assert 1 <= setup.proxy.num_turns <= 8, f"{name}: one round trip per thread, two if the request is split"
 
 
 @pytest.mark.parametrize("num_objects", [1, 9, 10, 11, 23, 32, 41, 47])
@@ -171,18 +171,18 @@ def test_each_thread_makes_one_round_trip_per_batch(redis_port, num_objects):
         put(store, *range(num_objects), nbytes=100_000)
         reads = [Read(key_of(n), LABEL, bytearray(100_000)) for n in range(num_objects)]
         num_connections = -1
-        while setup.proxy.num_connections != num_connections:  # a connection opens with round trips of its own
+        while setup.proxy.num_connections != num_connections:  # opening a connection takes round trips too
             num_connections = setup.proxy.num_connections
             setup.proxy.num_turns = 0
             assert store.read_into(reads).ok
-            assert setup.proxy.num_connections < 16, "connections are kept"
+            assert setup.proxy.num_connections < 16, "connections are not reused"
         assert 1 <= setup.proxy.num_turns <= 4
 
 
 def test_slow_answers_are_awaited(setup):
     store = setup.store()
     put(store, 1)
-    setup.proxy.set(Mood(delay_s=0.02))
+    setup.proxy.set(Faults(delay_s=0.02))
     assert check_read(store, 1).ok
 
 
@@ -212,7 +212,7 @@ def test_damaged_object_is_detected_and_deleted(setup, is_sealed):
     changes = [flip(good, rng.randrange(RECORD_BYTES * 8)) for _ in range(8)]
     changes += [flip(good, rng.randrange(RECORD_BYTES * 8, len(good) * 8)) for _ in range(8)]
     changes += [good[:n] for n in (1, 100, 255, 256, 284, 3000, len(good) - 1)]
-    changes += [os.urandom(len(good)), b"something of somebody else"]
+    changes += [os.urandom(len(good)), b"an object of another program"]
     for changed in changes:
         setup.raw.set(name, changed)
         outcome = check_read(store, 1)
@@ -227,7 +227,7 @@ def test_damaged_object_is_detected_and_deleted(setup, is_sealed):
 
 @pytest.mark.parametrize("nbytes", [4000, 6000])
 def test_object_with_inconsistent_lengths_is_not_served(setup, nbytes):
-    """It would be copied past the end of the caller's memory, or leave the end as it was."""
+    """It would be copied past the end of the memory of the caller, or leave the end unwritten."""
     store, name = setup.store(), key_of(1).hex()
     put(store, 1, nbytes=nbytes)
     value = setup.raw.get(name)
@@ -248,10 +248,10 @@ def test_object_under_other_key_is_not_served(setup, is_sealed):
     assert check_read(store, 2).ok
 
 
-class Overtaken:
-    """A server's bucket whose reads of some names are overtaken so many times: they bring another's value.
+class OvertakenBucket:
+    """A bucket whose first `times` reads of some names return the value of another name.
 
-    So does Mooncake when an object is removed while it is read, and its memory is given to the next.
+    Mooncake does this when an object is removed during a read and its memory is reused.
     """
 
     def __init__(self, bucket, wrong: dict[str, str], times: int, event: Callable[[str], object]) -> None:
@@ -260,8 +260,8 @@ class Overtaken:
 
     def fetch(self, names, rooms, scratch):
         overtaken = [name for name in names if self._left.get(name, 0) > 0]
-        told = [self._wrong[name] if name in overtaken else name for name in names]
-        values = self._bucket.fetch(told, rooms, scratch)
+        names_to_read = [self._wrong[name] if name in overtaken else name for name in names]
+        values = self._bucket.fetch(names_to_read, rooms, scratch)
         for name in overtaken:
             self._left[name] -= 1
             self._event(name)
@@ -274,7 +274,7 @@ class Overtaken:
 def overtaken(setup, wrong: dict[int, int], times: int = 1, event: Callable[[str], object] = lambda _: None):
     store = setup.store()
     names = {key_of(number).hex(): key_of(other).hex() for number, other in wrong.items()}
-    store._bucket = Overtaken(store._bucket, names, times, event)
+    store._bucket = OvertakenBucket(store._bucket, names, times, event)
     return store
 
 
@@ -289,8 +289,8 @@ def read_many(store, *numbers) -> list[ObjectResult]:
 def test_read_overtaken_by_removal_is_repeated(setup):
     other = setup.store()
     put(other, 1, 2, 3)
-    gone = key_of(2)
-    store = overtaken(setup, {1: 3, 2: 3, 3: 1}, event=lambda name: name == gone.hex() and other.remove([gone]))
+    removed = key_of(2)
+    store = overtaken(setup, {1: 3, 2: 3, 3: 1}, event=lambda name: name == removed.hex() and other.remove([removed]))
     assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [
         ObjectStatus.FOUND,
         ObjectStatus.MISSING,
@@ -300,14 +300,14 @@ def test_read_overtaken_by_removal_is_repeated(setup):
 
 
 def test_object_damaged_in_both_reads_is_deleted(setup):
-    store = overtaken(setup, {1: 4, 2: 4, 3: 4}, times=2)  # 4 stays: what is damaged is deleted beside other reads
+    store = overtaken(setup, {1: 4, 2: 4, 3: 4}, times=2)  # damaged objects are deleted during other reads; 4 is not
     put(store, 1, 2, 3, 4)
     assert [outcome.status for outcome in read_many(store, 1, 2, 3)] == [ObjectStatus.CORRUPT] * 3
     assert (has(store, 1, 2, 3), store.stats.num_quarantined) == ([False] * 3, 3)
 
 
 def test_server_failure_at_second_read_fails_doubtful_only(redis_port):
-    with contextlib.closing(Setup("redis", redis_port)) as setup:  # where one request brings all three
+    with contextlib.closing(Setup("redis", redis_port)) as setup:  # one request reads all three
         store = overtaken(setup, {})
         put(store, 1, 2, 3)
         name = Envelope().name(key_of(2))
@@ -315,7 +315,7 @@ def test_server_failure_at_second_read_fails_doubtful_only(redis_port):
         reset = store._bucket.reset
 
         def die() -> None:
-            setup.proxy.set(Mood(refuses=1000))
+            setup.proxy.set(Faults(refuses=1000))
             setup.proxy.drop()
             reset()
 
@@ -365,7 +365,7 @@ def test_other_secret_finds_no_objects(setup):
     put(ours, 1)
     assert check_read(theirs, 1).status is ObjectStatus.MISSING
     pages = [theirs.scan()]
-    while pages[-1].cursor:  # a page may be empty, and not the last
+    while pages[-1].cursor:  # a page before the last may be empty
         pages.append(theirs.scan(pages[-1].cursor))
     assert not any(page.objects for page in pages)
     assert sum(page.num_unreadable for page in pages) == 1
@@ -402,7 +402,7 @@ def test_expired_objects_are_not_served_and_deleted(setup):
     assert check_read(store, 1).reason == "expired"
     assert setup.raw.get(key_of(1).hex()) is None
     assert all_keys(store) == []
-    assert put(store, 2).ok  # the same again: its life begins anew
+    assert put(store, 2).ok  # a rewrite renews the TTL
     assert check_read(store, 2).ok
 
 
@@ -421,7 +421,7 @@ def test_store_recovers_after_redis_restart(tmp_path):
     outcome = check_read(store, 1, 200_000)
     assert (outcome.status, "redis" in outcome.reason) == (ObjectStatus.FAILED, True)
     with redis_server(tmp_path, port=port):
-        healthy(store)
+        wait_until_healthy(store)
         assert check_read(store, 1, 200_000).status is ObjectStatus.MISSING
         assert put(store, 1).ok
         assert check_read(store, 1).ok

@@ -1,4 +1,4 @@
-"""What only Mooncake has: memory of others, which goes with them; a master, without which there is nothing."""
+"""Mooncake only: registered memory, memory of other processes, and the master."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def bucket(mooncake):
     return MooncakeBucket(f"127.0.0.1:{mooncake.port}", prefix=uuid.uuid4().hex, timeout_s=20)
 
 
-def as_if_over_rdma(bucket):
-    """What is registered and copied as for a network device; the client, which knows nothing of it, sends over TCP."""
+def pretend_rdma(bucket):
+    """Make the bucket register and copy as for RDMA; the client still sends over TCP."""
     bucket._is_tcp = False
 
 
-@pytest.mark.parametrize("is_rdma", [False, True], ids=["tcp", "as over rdma"])
+@pytest.mark.parametrize("is_rdma", [False, True], ids=["tcp", "pretended rdma"])
 def test_mooncake_batch_with_registered_memory(bucket, is_rdma):
     if is_rdma:
-        as_if_over_rdma(bucket)
+        pretend_rdma(bucket)
     host = memoryview(mmap.mmap(-1, 16 << 20))
     with contextlib.closing(RemoteStore(bucket, "mooncake", timeout_s=20)) as store:
         assert isinstance(store, UsesMemory)
@@ -72,17 +72,17 @@ def test_mooncake_rdma_copies_only_unregistered_memory(bucket):
         pieces = bucket._pieces(values, scratch)
         assert [b"".join(each) for each in pieces] == [b"".join(parts) for parts in values]
         room = address_of(scratch.take(1))
-        told = {room: "in scratch memory", address_of(other): "where it was"}
+        names = {room: "in scratch memory", address_of(other): "where it was"}
         where = [[address_of(part) for part in parts] for parts in pieces]
         return [
-            ["host" if 0 <= at - address_of(host) < len(host) else told.get(at, "behind") for at in each]
+            ["host" if 0 <= at - address_of(host) < len(host) else names.get(at, "behind") for at in each]
             for each in where
         ]
 
     with contextlib.closing(bucket):
         bucket.register(host)
         assert places() == [["where it was", "host"], ["host", "host"]], "over TCP"
-        as_if_over_rdma(bucket)
+        pretend_rdma(bucket)
         assert places() == [["in scratch memory", "behind"], ["behind", "behind"]]
         bucket.register(host)
         assert places() == [["in scratch memory", "host"], ["host", "host"]]
@@ -91,7 +91,7 @@ def test_mooncake_rdma_copies_only_unregistered_memory(bucket):
 
 
 def test_mooncake_refused_registration_raises_and_copies(bucket):
-    as_if_over_rdma(bucket)
+    pretend_rdma(bucket)
     host = memoryview(mmap.mmap(-1, 4 << 20))
     with contextlib.closing(RemoteStore(bucket, "mooncake", timeout_s=20)) as store:
         store.register(host[1 << 20 : 2 << 20])

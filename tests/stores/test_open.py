@@ -1,4 +1,4 @@
-"""URLs: what they open, and what is said of those that open nothing."""
+"""Store URLs: the stores that they open, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvtier.storage import DiskStore, MemoryStore, ObjectStatus
 from kvtier.storage.cascade import Cascade
 from kvtier.storage.open import open_store
 from storage_support import get, payload_of, put
-from store_proxy import Mood, Proxy
+from store_proxy import Faults, Proxy
 from store_servers import free_ports
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("", "is not a store"),
         ("/mnt/kv", "must be one of disk, memory, redis, rediss, s3, mooncake"),
@@ -47,10 +47,10 @@ from store_servers import free_ports
         ("memory:?bytes", "invalid store URL"),
     ],
 )
-def test_invalid_store_url_raises_with_the_problem(url, said):
+def test_invalid_store_url_raises_with_the_problem(url, message):
     with pytest.raises(ArgumentError) as refused:
         open_store(url)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "hunter2" not in str(refused.value)
 
 
@@ -115,7 +115,7 @@ def test_unreachable_server_raises_with_advice(scheme):
 @pytest.mark.parametrize("scheme", ["redis", "s3"])
 def test_hanging_server_raises_after_deadline(scheme, request):
     upstream = Proxy(request.getfixturevalue(f"{scheme}_port"))
-    upstream.set(Mood(hangs=True))
+    upstream.set(Faults(hangs=True))
     place = f"redis://127.0.0.1:{upstream.port}?"
     if scheme == "s3":
         place = f"s3://key:secret@bucket?endpoint=http://127.0.0.1:{upstream.port}&region=r&"

@@ -1,4 +1,4 @@
-"""Engines of one and of two ranks that share a server: each finds what the other left."""
+"""Engines of one and of two ranks that share blocks on a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only Redis has: users, TLS, expiry, a memory limit, clusters."""
+"""Redis only: users, TLS, expiry, memory limits and clusters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_redis_users_and_passwords(tmp_path):
 
 
 def make_certificates(folder):
-    """A CA and a certificate of 127.0.0.1."""
+    """Write a CA and a certificate for 127.0.0.1."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -90,11 +90,11 @@ def test_redis_tls_with_client_certificates(tmp_path):
             open_store(f"rediss://127.0.0.1:{port}?ca={ca}&cert={cert}&cert_key={key}&timeout=20s")
         ) as store:
             assert works(store)
-        with pytest.raises(StoreError, match="cannot open"):  # it does not know our CA
+        with pytest.raises(StoreError, match="cannot open"):  # unknown CA
             open_store(f"rediss://127.0.0.1:{port}?cert={cert}&cert_key={key}")
-        with pytest.raises(StoreError, match="cannot open"):  # it wants to know us
+        with pytest.raises(StoreError, match="cannot open"):  # no client certificate
             open_store(f"rediss://127.0.0.1:{port}?ca={ca}")
-        with pytest.raises(StoreError, match="cannot open"):  # no TLS there
+        with pytest.raises(StoreError, match="cannot open"):  # a port without TLS
             open_store(f"rediss://127.0.0.1:{plain_port}?ca={ca}&timeout=2s")
 
 
@@ -183,7 +183,7 @@ def test_redis_evicting_server_loses_only_objects(tmp_path):
 
 
 def test_redis_write_past_deadline_stores_no_changed_memory(tmp_path):
-    """A sleeping server takes what the sockets hold; the rest of the request is sent when it wakes."""
+    """A sleeping server accepts one socket buffer; the rest of the request is sent when it wakes."""
     import redis
 
     from kvtier.storage.remote.bucket import RequestSize
@@ -202,7 +202,7 @@ def test_redis_write_past_deadline_stores_no_changed_memory(tmp_path):
             each[:] = b"\xaa" * len(each)
         assert not results.ok
         sleep.join()
-        wait_for(lambda: store.contains([key_of(0)])[0].status is not ObjectStatus.FAILED, "the store to be well")
+        wait_for(lambda: store.contains([key_of(0)])[0].status is not ObjectStatus.FAILED, "the store to answer")
         for number in range(40):
             outcome, room = get(store, number, 1 << 20)
             assert room == (payload_of(number, 1 << 20) if outcome.ok else b"\xee" * (1 << 20)), outcome
@@ -237,7 +237,7 @@ def test_redis_moved_slots_are_found(cluster_ports):
     ids = {port: node.cluster("MYID").decode() for port, node in nodes.items()}
     before = redis.RedisCluster(host="127.0.0.1", port=cluster_ports[0])
     with contextlib.closing(open_store(f"redis://127.0.0.1:{cluster_ports[0]}?cluster=yes&prefix={prefix}")) as store:
-        assert put(store, *range(20)).ok  # the client has seen who has what
+        assert put(store, *range(20)).ok  # the client caches the slot map
         store.remove([key_of(n) for n in range(20)])
         for number in range(20):
             name = prefix + key_of(number).hex()

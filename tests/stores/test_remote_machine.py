@@ -1,4 +1,4 @@
-"""A store on a server, other clients of it, damage, time and a dictionary: they agree after every step."""
+"""State machine of a store on a server with two clients, damage and expiry, against a dictionary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def machine(port: int) -> type[RuleBasedStateMachine]:
     raw = redis.Redis(port=port)
 
     class Machine(RuleBasedStateMachine):
-        """`there` is what must be found: number -> (version, when its time is over, whether it is damaged)."""
+        """`stored` maps a number to (version, expiry time, True if damaged)."""
 
         @initialize(is_sealed=st.booleans(), ttl_s=st.sampled_from([None, TTL_S]))
         def open(self, is_sealed, ttl_s):
@@ -36,36 +36,36 @@ def machine(port: int) -> type[RuleBasedStateMachine]:
             self.stores = [
                 RemoteStore(RedisBucket(**bucket), "redis", envelope=self.envelope, timeout_s=20.0) for _ in range(2)
             ]
-            self.there: dict[int, tuple[int, float, bool]] = {}
+            self.stored: dict[int, tuple[int, float, bool]] = {}
 
         def sound(self) -> dict[int, int]:
             now = self.clock.now
-            return {n: version for n, (version, over, bad) in self.there.items() if over > now and not bad}
+            return {n: version for n, (version, expires, bad) in self.stored.items() if expires > now and not bad}
 
-        @rule(who=st.integers(0, 1), numbers=st.lists(NUMBERS, min_size=1, max_size=4), version=st.integers(0, 3))
-        def write(self, who, numbers, version):
-            assert put(self.stores[who], *numbers, nbytes=3000, version=version).ok
-            over = int(self.clock.now + self.ttl_s) if self.ttl_s else float("inf")
-            self.there |= dict.fromkeys(numbers, (version, over, False))
+        @rule(client=st.integers(0, 1), numbers=st.lists(NUMBERS, min_size=1, max_size=4), version=st.integers(0, 3))
+        def write(self, client, numbers, version):
+            assert put(self.stores[client], *numbers, nbytes=3000, version=version).ok
+            expires = int(self.clock.now + self.ttl_s) if self.ttl_s else float("inf")
+            self.stored |= dict.fromkeys(numbers, (version, expires, False))
 
-        @rule(who=st.integers(0, 1), number=NUMBERS)
-        def read(self, who, number):
-            outcome, room = get(self.stores[who], number, 3000)
+        @rule(client=st.integers(0, 1), number=NUMBERS)
+        def read(self, client, number):
+            outcome, room = get(self.stores[client], number, 3000)
             if number in self.sound():
-                assert (outcome.status, room) == (ObjectStatus.FOUND, payload_of(number, 3000, self.there[number][0]))
+                assert (outcome.status, room) == (ObjectStatus.FOUND, payload_of(number, 3000, self.stored[number][0]))
                 return
             assert room == b"\xee" * 3000
-            is_damaged = number in self.there and self.there[number][2]
+            is_damaged = number in self.stored and self.stored[number][2]
             assert outcome.status is (ObjectStatus.CORRUPT if is_damaged else ObjectStatus.MISSING)
-            self.there.pop(number, None)  # what is damaged or over is gone once somebody has read it
+            self.stored.pop(number, None)  # a read deletes a damaged or expired object
 
-        @rule(who=st.integers(0, 1), numbers=st.sets(NUMBERS, min_size=1))
-        def remove(self, who, numbers):
-            results = self.stores[who].remove([key_of(n) for n in numbers])
-            told = [outcome.status is ObjectStatus.REMOVED for outcome in results]
-            assert told == [number in self.there for number in numbers]
+        @rule(client=st.integers(0, 1), numbers=st.sets(NUMBERS, min_size=1))
+        def remove(self, client, numbers):
+            results = self.stores[client].remove([key_of(n) for n in numbers])
+            removed = [outcome.status is ObjectStatus.REMOVED for outcome in results]
+            assert removed == [number in self.stored for number in numbers]
             for number in numbers:
-                self.there.pop(number, None)
+                self.stored.pop(number, None)
 
         @rule(number=NUMBERS, data=st.data())
         def damage(self, number, data):
@@ -76,34 +76,34 @@ def machine(port: int) -> type[RuleBasedStateMachine]:
             bit = data.draw(st.integers(self.envelope.head_bytes * 8, len(value) * 8 - 1))
             value[bit // 8] ^= 1 << bit % 8
             raw.set(name, bytes(value))
-            self.there[number] = (*self.there[number][:2], True)
+            self.stored[number] = (*self.stored[number][:2], True)
 
         @rule(seconds=st.sampled_from([1, TTL_S // 2, TTL_S]))
         def wait(self, seconds):
-            if not any(bad for _, _, bad in self.there.values()):  # which of the two comes first is not the question
+            if not any(bad for _, _, bad in self.stored.values()):  # a damaged object must not expire too
                 self.clock.now += seconds
 
         @rule()
         def wipe(self):
             for name in raw.scan_iter(self.prefix + "*"):
                 raw.delete(name)
-            self.there.clear()
+            self.stored.clear()
 
         @invariant()
-        def all_see_the_same(self):
+        def check_all_clients(self):
             if not hasattr(self, "there"):
                 return
             for store in self.stores:
-                assert has(store, *range(6)) == [number in self.there for number in range(6)]
+                assert has(store, *range(6)) == [number in self.stored for number in range(6)]
             now = self.clock.now
-            listed = sorted(key_of(number) for number, (_, over, _) in self.there.items() if over > now)
+            listed = sorted(key_of(number) for number, (_, expires, _) in self.stored.items() if expires > now)
             assert sorted(all_keys(self.stores[0], 100)) == listed
 
         def teardown(self):
             for store in getattr(self, "stores", ()):
                 store.close()
             if hasattr(self, "there"):
-                self.wipe()  # a scan looks at what earlier examples have left, too
+                self.wipe()  # a scan visits the objects of earlier examples too
 
     return Machine
 

@@ -1,4 +1,4 @@
-"""What only S3 has: conditional puts, signatures."""
+"""S3 only: conditional puts and signatures."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_metrics_count_every_transfer():
     for turn in range(3):
         machine.add(prompt, 1, b"")
         for _ in range(6):
-            machine.hear()
+            machine.apply_reports()
             machine.step()
         if turn == 0:
             machine.tiers.demote(machine.manager_chain(prompt))
