@@ -103,9 +103,9 @@ class _Follower:
         self._keys = self._keys_of_names(namespace)
         self._step: Step | None = None
         self._began = 0.0
-        self._purposes: dict[int, str] = {}
+        self._routes: dict[int, str] = {}
         self._steps: list[tuple[Work, float]] = []
-        self._outcomes: list[tuple[str, int, float]] = []
+        self._transfers: list[tuple[str, int, float]] = []
         self._num_steps = 0
 
     def run(self) -> ReplayDiff:
@@ -120,7 +120,7 @@ class _Follower:
         for event in self._log.events:
             do[event["event"]](event)
         result = {name: dict(request.tokens_from) for name, request in self._requests.items()}
-        return ReplayDiff(result, self._num_steps, tuple(self._steps), tuple(self._outcomes))
+        return ReplayDiff(result, self._num_steps, tuple(self._steps), tuple(self._transfers))
 
     def _keys_of_names(self, namespace: Namespace) -> dict[int, bytes]:
         """Return the key of every block of the requests, by its number in the log."""
@@ -153,22 +153,22 @@ class _Follower:
                     f"step {self._num_steps} had {what} {event[what]} in the run and has {decisions[what]} now: "
                     f"another configuration, or one with partial_scan"
                 )
-        self._purposes.update((number, purpose) for number, purpose, _ in decisions["transfers"])
+        self._routes.update((number, purpose) for number, purpose, _ in decisions["transfers"])
 
     def _report(self, event: dict[str, Any]) -> None:
-        outcomes = []
+        results = []
         for number, ok, num_bytes, seconds, arrived in event["outcomes"]:
-            outcomes.append(TransferResult(number, ok, num_bytes, seconds, "", bytes.fromhex(arrived)))
+            results.append(TransferResult(number, ok, num_bytes, seconds, "", bytes.fromhex(arrived)))
             if ok:
-                self._outcomes.append((self._purposes[number], num_bytes, seconds))
-        presences = [
+                self._transfers.append((self._routes[number], num_bytes, seconds))
+        lookups = [
             StoreLookup(store, self._known(present), self._known(absent), probe)
             for store, present, absent, probe in event["presences"]
         ]
         num_host_slots = max((count for _, count in event["sizes"]), default=0)
         damaged = bytes.fromhex(event.get("damaged", ""))
         rank = event.get("rank", 0)
-        self._manager.apply(Report(event["epoch"], rank, tuple(outcomes), tuple(presences), num_host_slots, damaged))
+        self._manager.apply(Report(event["epoch"], rank, tuple(results), tuple(lookups), num_host_slots, damaged))
 
     def _known(self, names: list[str]) -> bytes:
         """Return the keys of blocks that requests of the log have."""

@@ -77,7 +77,7 @@ def compare(trace: Sequence[TraceRequest], block_tokens: int, rounds: int) -> tu
         "over index with keys": ratio,
         "over index": us["manager"] / us["index"],
         "hit tokens": " ".join(f"{tier.name} {tier.hit_tokens}" for tier in manager.stats.tiers),
-        "blocks moved": " ".join(f"{purpose.value} {count.num_blocks}" for purpose, count in counts.items()),
+        "blocks moved": " ".join(f"{route.value} {count.num_blocks}" for route, count in counts.items()),
     }
     return row, at_most(f"manager over the bare index with keys, {block_tokens} tokens a block", ratio, 3.0)
 
@@ -118,7 +118,7 @@ def decide(manager: CacheManager, prompt: Any, now: float) -> float:
     assert manager.is_ready(hold)
     manager.on_scheduled(hold, now=now)
     num_computed = chain.num_tokens - hold.num_cached_tokens
-    manager.on_computed(num_computed, num_computed * chain.num_tokens / 2, num_computed * TOKEN_SECONDS)
+    manager.cost_model.observe_compute(num_computed, num_computed * chain.num_tokens / 2, num_computed * TOKEN_SECONDS)
     manager.publish(hold, chain.num_tokens, now=now)
     manager.finish(hold, now=now)
     return taken + clock() - start
@@ -128,12 +128,12 @@ def answer(manager: CacheManager, plan: Plan) -> float:
     """Report every transfer as done; return the CPU seconds of the manager for the reports."""
     if not plan:
         return 0.0
-    outcomes = tuple(
+    results = tuple(
         TransferResult(each.id, True, each.num_blocks * BLOCK_BYTES, TOKEN_SECONDS) for each in plan.transfers
     )
-    presences = tuple(StoreLookup(probe.store, probe_id=probe.id) for probe in plan.probes)
+    lookups = tuple(StoreLookup(probe.store, probe_id=probe.id) for probe in plan.probes)
     start = time.process_time()
-    manager.apply(Report(plan.epoch, 0, outcomes, presences))
+    manager.apply(Report(plan.epoch, 0, results, lookups))
     return time.process_time() - start
 
 

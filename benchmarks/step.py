@@ -92,7 +92,7 @@ def measure(name: str, num_steps: int) -> Row:
         wall.append(whole.wall - forward.wall - wall_before)
         cpu.append(whole.cpu - forward.cpu - cpu_before)
     after = engine.manager.transfers.counts
-    moved = {purpose.value: after[purpose].num_blocks - before[purpose].num_blocks for purpose in Route}
+    moved = {route.value: after[route].num_blocks - before[route].num_blocks for route in Route}
     engine.close()
     return {
         "case": name,

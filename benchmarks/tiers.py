@@ -34,8 +34,7 @@ from benchmarks.report import Bar, Row, arguments, at_least, at_most, print_tabl
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.index import Chain, Namespace
-from kvtier.messages import Report, StoreLookup
-from kvtier.messages import TransferResult as TransferOutcome
+from kvtier.messages import Report, StoreLookup, TransferResult
 from kvtier.replay import SyntheticTrace, TraceRequest, generate, read_trace
 from kvtier.storage import DiskStore, Label, Read, Sync, Write
 from kvtier.storage.checksum import checksum, checksum_in_python, native
@@ -294,9 +293,9 @@ def obey(manager: CacheManager) -> None:
     """Report every planned transfer as done. The disk is empty at first."""
     plan = manager.plan()
     if plan:
-        outcomes = tuple(TransferOutcome(each.id, True, each.num_blocks << 20, 1e-3) for each in plan.transfers)
-        presences = tuple(StoreLookup(probe.store, probe_id=probe.id) for probe in plan.probes)
-        manager.apply(Report(plan.epoch, 0, outcomes, presences))
+        results = tuple(TransferResult(each.id, True, each.num_blocks << 20, 1e-3) for each in plan.transfers)
+        lookups = tuple(StoreLookup(probe.store, probe_id=probe.id) for probe in plan.probes)
+        manager.apply(Report(plan.epoch, 0, results, lookups))
 
 
 def timed(task: Callable[[], object]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 
-from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
+from kvtier.cache import CacheConfig, HostConfig, StoreConfig
 from kvtier.engine import LLM, EngineConfig, SamplingParams
 
 TEXT = "The shop opens at nine. It sells bread, milk and lamps. The owner is called Ada. On Sundays it is closed."

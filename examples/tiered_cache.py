@@ -11,12 +11,11 @@ import time
 
 import torch
 
-from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
-from kvtier.cache.manager import CacheManager
+from kvtier.cache import CacheConfig, CacheManager, HostConfig, StoreConfig
 from kvtier.index import Chain, Namespace
 from kvtier.layout import CacheGroup, KVLayout
 from kvtier.storage import Store, open_store
-from kvtier.worker.controller import CacheController
+from kvtier.worker import CacheController
 
 BLOCK_TOKENS, LAYERS, HEADS, HEAD_DIM = 16, 2, 2, 8
 DEVICE_BLOCKS, HOST_BLOCKS = 8, 12

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtier.cache.config import CacheConfig
-from kvtier.cache.manager import CacheManager
+from kvtier.cache import CacheConfig, CacheManager
 from kvtier.index import Chain, Namespace
 from kvtier.scheduler import Request, Row, RowResult, Scheduler, SchedulerConfig, Step
 

@@ -40,7 +40,7 @@ class Rig:
             LAYOUT, self.caches, num_host, stores=stores or {}, namespace=NAMESPACE, secret=SECRET, **options
         )
         self.ids = iter(range(1, 1000))
-        self.presences: list[StoreLookup] = []
+        self.lookups: list[StoreLookup] = []
         self.sizes: list[int] = []
 
     def run(self, *tasks: TransferRequest | Probe | Drop, epoch: int = 0) -> list[TransferResult]:
@@ -50,26 +50,26 @@ class Rig:
         return self.drain(epoch)
 
     def drain(self, epoch: int = 0) -> list[TransferResult]:
-        outcomes = []
+        results = []
         while self.controller.is_busy:
             self.controller.wait(1.0)
             for report in self.controller.poll():
                 assert (report.epoch, report.rank) == (epoch, 0)
-                outcomes += report.results
-                self.presences += report.lookups
+                results += report.results
+                self.lookups += report.lookups
                 self.sizes += [report.num_host_slots] if report.num_host_slots else []
-        assert len({outcome.transfer_id for outcome in outcomes}) == len(outcomes), "a transfer was reported twice"
-        return outcomes
+        assert len({result.transfer_id for result in results}) == len(results), "a transfer was reported twice"
+        return results
 
-    def transfer(self, purpose: Route, sources, targets, keys=(), store="disk") -> TransferRequest:
+    def transfer(self, route: Route, sources, targets, keys=(), store="disk") -> TransferRequest:
         ends = {
             Route.DEVICE_TO_HOST: ("device", "host"),
             Route.HOST_TO_DEVICE: ("host", "device"),
             Route.HOST_TO_STORE: ("host", store),
             Route.STORE_TO_HOST: (store, "host"),
-        }[purpose]
+        }[route]
         slots = [slot_bytes(np.array(each, np.int32)) if len(each) else b"" for each in (sources, targets)]
-        return TransferRequest(next(self.ids), purpose, *ends, *slots, b"".join(KEYS[i] for i in keys))
+        return TransferRequest(next(self.ids), route, *ends, *slots, b"".join(KEYS[i] for i in keys))
 
     def save(self, device, host) -> TransferRequest:
         return self.transfer(Route.DEVICE_TO_HOST, device, host)

@@ -35,8 +35,8 @@ class Device:
                 for one, other in zip(transfer.sources.tolist(), transfer.targets.tolist(), strict=True):
                     for offset in range(BLOCK):
                         target[other, offset] = source[one, offset]
-            outcome = TransferResult(transfer.id, ok, 100 * transfer.num_blocks * ok, 0.1)
-            scheduler.manager.apply(Report(epoch, 0, (outcome,)))
+            result = TransferResult(transfer.id, ok, 100 * transfer.num_blocks * ok, 0.1)
+            scheduler.manager.apply(Report(epoch, 0, (result,)))
         del self.planned[:count]
 
     def run(

@@ -101,12 +101,12 @@ class Victim:
         lost = corrupt = found = 0
         for number, possible in self.possible.items():
             room = bytearray(self.workload.size_of(number))
-            outcome = store.read_into([Read(key_of(number), LABEL, room)])[0]
+            result = store.read_into([Read(key_of(number), LABEL, room)])[0]
             matching = {v for v in possible if v is not None and payload_of(number, len(room), v) == room}
-            found += outcome.ok
-            corrupt += not ((outcome.ok and matching) or outcome.status is ObjectStatus.MISSING)
-            lost += not outcome.ok and None not in possible
-            self.possible[number] = matching if outcome.ok else {None}
+            found += result.ok
+            corrupt += not ((result.ok and matching) or result.status is ObjectStatus.MISSING)
+            lost += not result.ok and None not in possible
+            self.possible[number] = matching if result.ok else {None}
         check_disk(store)  # every slot is free or has an object
         damage = Damage(
             found, lost, corrupt + store.stats.num_quarantined, store.stats.num_evicted, self._leaked(store)

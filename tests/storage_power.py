@@ -29,10 +29,10 @@ class Versions:
     def check_read(self, store: DiskStore, number: int) -> int | None:
         """Read an object, check its bytes and return its version, or None if it is missing."""
         for version, nbytes in reversed([*enumerate(self.sizes[number])]):
-            outcome, room = get(store, number, nbytes)
-            if not outcome.ok:
+            result, room = get(store, number, nbytes)
+            if not result.ok:
                 assert room == b"\xee" * nbytes, "a miss changed the caller's memory"
-                if "expected" not in outcome.reason:
+                if "expected" not in result.reason:
                     return None
                 continue
             matching = [v for v, n in enumerate(self.sizes[number]) if n == nbytes]

@@ -82,7 +82,7 @@ def check_disk(store: DiskStore) -> None:
 
 
 def has(store: Store, *numbers: int) -> list[bool]:
-    return [outcome.ok for outcome in store.contains([key_of(number) for number in numbers])]
+    return [result.ok for result in store.contains([key_of(number) for number in numbers])]
 
 
 def all_objects(store: Store, limit: int = 3) -> list[StoredObject]:

@@ -28,12 +28,12 @@ from storage_support import (
 
 def test_written_objects_are_read_back(store):
     written = put(store, 1, 2, 3)
-    assert [outcome.status for outcome in written] == [ObjectStatus.STORED] * 3
+    assert [result.status for result in written] == [ObjectStatus.STORED] * 3
     assert written.nbytes == 15000
     assert written.seconds > 0
     for number in (3, 1, 2):
-        outcome, room = get(store, number)
-        assert (outcome.status, outcome.nbytes, outcome.reason) == (ObjectStatus.FOUND, 5000, "")
+        result, room = get(store, number)
+        assert (result.status, result.nbytes, result.reason) == (ObjectStatus.FOUND, 5000, "")
         assert room == payload_of(number)
 
 
@@ -41,14 +41,14 @@ def test_batch_results_are_in_order(store):
     put(store, 1, 3)
     rooms = [bytearray(5000) for _ in range(4)]
     results = store.read_into([Read(key_of(n), LABEL, rooms[n]) for n in range(4)])
-    assert [outcome.status.value for outcome in results] == ["missing", "found", "missing", "found"]
+    assert [result.status.value for result in results] == ["missing", "found", "missing", "found"]
     assert (len(results), results.ok, results.nbytes) == (4, False, 10000)
     assert [bytes(room) for room in rooms] == [bytes(5000), payload_of(1), bytes(5000), payload_of(3)]
 
 
 def test_miss_leaves_memory_unchanged(store):
-    outcome, room = get(store, 1)
-    assert outcome.status is ObjectStatus.MISSING
+    result, room = get(store, 1)
+    assert result.status is ObjectStatus.MISSING
     assert room == b"\xee" * 5000
 
 
@@ -64,8 +64,8 @@ def test_empty_batch_returns_no_results(store):
 def test_objects_of_any_length_with_and_without_token_ids(store, nbytes, ids):
     label = Label.of(NAMESPACE, ids, keep_ids=True)
     assert store.write([write_of(7, nbytes, label=label)]).ok
-    outcome, room = get(store, 7, nbytes, label)
-    assert outcome.ok
+    result, room = get(store, 7, nbytes, label)
+    assert result.ok
     assert room == payload_of(7, nbytes)
 
 
@@ -111,9 +111,9 @@ def test_invalid_arguments_raise(store):
 )
 def test_object_of_other_model_tokens_or_length_is_miss(store, label, nbytes, reason):
     put(store, 1)
-    outcome, room = get(store, 1, nbytes, label)
-    assert outcome.status is ObjectStatus.MISSING
-    assert reason in outcome.reason
+    result, room = get(store, 1, nbytes, label)
+    assert result.status is ObjectStatus.MISSING
+    assert reason in result.reason
     assert room == b"\xee" * nbytes
     assert get(store, 1)[0].ok
 
@@ -141,7 +141,7 @@ def test_last_write_of_key_in_batch_wins(store):
 def test_removed_object_is_missing(store):
     put(store, 1, 2)
     results = store.remove([key_of(1), key_of(3)])
-    assert [outcome.status for outcome in results] == [ObjectStatus.REMOVED, ObjectStatus.MISSING]
+    assert [result.status for result in results] == [ObjectStatus.REMOVED, ObjectStatus.MISSING]
     assert has(store, 1, 2, 3) == [False, True, False]
     assert not get(store, 1)[0].ok
     assert get(store, 2)[0].ok
@@ -200,11 +200,11 @@ def test_concurrent_threads_never_read_wrong_bytes(store):
             else:
                 rooms = [bytearray(30_000) for _ in numbers]
                 results = store.read_into([Read(key_of(n), LABEL, r) for n, r in zip(numbers, rooms, strict=True)])
-                for number, room, outcome in zip(numbers, rooms, results, strict=True):
-                    if outcome.status not in (ObjectStatus.FOUND, ObjectStatus.MISSING) or (
-                        outcome.ok and bytes(room) != payload_of(number, 30_000)
+                for number, room, result in zip(numbers, rooms, results, strict=True):
+                    if result.status not in (ObjectStatus.FOUND, ObjectStatus.MISSING) or (
+                        result.ok and bytes(room) != payload_of(number, 30_000)
                     ):
-                        problems.append((number, outcome))
+                        problems.append((number, result))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:

@@ -10,7 +10,8 @@ import pytest
 
 from kvtier.errors import ArgumentError, ClosedError, StateError, UnavailableError
 from kvtier.events import EventConfig, publish_events
-from kvtier.index import KEY_BYTES, BlocksRemoved, BlocksStored, IndexCleared
+from kvtier.index import BlocksRemoved, BlocksStored, IndexCleared
+from kvtier.messages import KEY_BYTES
 
 zmq = pytest.importorskip("zmq", reason="pip install 'kvtier[events]'")
 msgspec = pytest.importorskip("msgspec", reason="pip install 'kvtier[events]'")
@@ -202,7 +203,7 @@ def test_close_sends_queued_events():
 def test_subscriber_of_events_matches_tree():
     """Run a tree that evicts, rebuild its blocks from the received events, and compare."""
     from index_cases import chain_of, matched, run, tree_of
-    from kvtier.index.chain import KEY_BYTES as WIDTH
+    from kvtier.messages import KEY_BYTES as WIDTH
 
     with subscribed(int_hashes=False) as (publisher, subscriber):
         tree = tree_of(8, listener=publisher)

@@ -1,1 +1,6 @@
-"""The cache: the manager decides, the controller moves."""
+"""The deciding side of the cache: what to match, evict, save, fetch and load. No torch."""
+
+from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
+from kvtier.cache.manager import CacheManager
+
+__all__ = ["CacheConfig", "CacheManager", "HostConfig", "StoreConfig", "WaitPolicy", "WritePolicy", "WritebackConfig"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -38,37 +38,33 @@ class TierStats:
 class CacheStats:
     """Numbers of the manager since its start."""
 
-    num_blocks: int
-    num_free: int
-    num_evictable: int
     num_allocations: int
     queried_tokens: int
     hit_tokens: int
     tiers: tuple[TierStats, ...]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Allocation:
-    """A request's cached KV: a lease on the matched blocks, and slots of its own. Only the manager changes it.
+    """A request's cached KV: a lease on the matched blocks, and slots of its own. Only the manager changes it."""
 
-    `num_cached_tokens` tokens need not be computed after `copy`, if there is one.
-    """
+    lease: Lease
+    is_loading: bool = field(init=False, default=False)
+    """True while blocks are in flight to the device; see CacheManager.is_ready."""
+    loads: tuple[int, ...] = field(init=False, default=())
+    """Their transfers, if all were started for this allocation."""
+    tokens_from: dict[str, int] = field(init=False, default_factory=dict)
+    """Cached tokens by tier."""
+    num_cached_tokens: int = field(init=False)
+    """Tokens that need not be computed, after `copy` if there is one."""
+    source: Lease | None = field(init=False, default=None)
+    """Lease on the block whose beginning is copied to the next block, until that is computed."""
+    copy: BlockCopy | None = field(init=False, default=None)
+    decision: LoadDecision | None = field(init=False, default=None)
+    """Decision to load or to compute the blocks below the device, if there were any."""
 
-    __slots__ = ("copy", "decision", "is_loading", "lease", "loads", "num_cached_tokens", "source", "tokens_from")
-
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
-        self.is_loading = False
-        """True while blocks are in flight to the device; see CacheManager.is_ready."""
-        self.loads: tuple[int, ...] = ()
-        """Their transfers, if all were started for this allocation."""
-        self.tokens_from: dict[str, int] = {}
-        """Cached tokens by tier."""
-        self.num_cached_tokens = lease.num_matched_tokens
-        self.source: Lease | None = None
-        """Lease on the block whose beginning is copied to the next block, until that is computed."""
-        self.copy: BlockCopy | None = None
-        self.decision: LoadDecision | None = None
-        """Decision to load or to compute the blocks below the device, if there were any."""
+    def __post_init__(self) -> None:
+        self.num_cached_tokens = self.lease.num_matched_tokens
 
     @property
     def chain(self) -> Chain:

@@ -3,7 +3,7 @@
 No torch, no I/O, no threads, no clock: the caller passes `now`. Life of a request:
 
     prefetch -> Prefetch ─┐
-                  match -> Allocation --allocate, is_ready, publish, extend ..--> finish | abort | preempt
+                  match -> Allocation --allocate, is_ready, publish, extend ..--> finish | abort
 
 With lower tiers, `plan` returns the transfers to make and `apply` takes their results: no block is readable before its
 copy is reported, no slot is reused before its readers are done, and a failed copy is a miss.
@@ -75,6 +75,7 @@ class CacheManager:
         )
         self.transfers = TransferTracker(self.tree, num_ranks)
         self.cost_model = CostModel()
+        """For the decision to load or to recompute; the scheduler records the time of its steps in it."""
         self.decisions = {"load": 0, "recompute": 0}
         """How often blocks below the device were loaded, and how often they were computed instead."""
         self.num_damaged = 0
@@ -231,15 +232,11 @@ class CacheManager:
         allocation.chain.append(tokens)
 
     def finish(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """End a request; its published blocks stay."""
-        self._end(allocation, used=True, now=now)
-
-    def preempt(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """Take a request's slots away. Its published blocks stay until evicted; it resumes with another match."""
+        """End a request; its published blocks stay until evicted."""
         self._end(allocation, used=True, now=now)
 
     def abort(self, allocation: Allocation, *, now: float = 0.0) -> None:
-        """End a request that was cancelled or not scheduled. It counts as a use only if a step ran."""
+        """End a request that was cancelled, preempted or not scheduled. It counts as a use only if a step ran."""
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def explain(self, allocation: Allocation) -> Miss:
@@ -306,10 +303,6 @@ class CacheManager:
                 host.pool.resize(min(self._host_slots))
         return completed
 
-    def on_computed(self, num_tokens: int, attended_tokens: float, seconds: float) -> None:
-        """Record the time of a step, for the decision to load or to recompute."""
-        self.cost_model.observe_compute(num_tokens, attended_tokens, seconds)
-
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     @property
@@ -339,32 +332,20 @@ class CacheManager:
 
     @property
     def stats(self) -> CacheStats:
-        pool, hits = self._device.pool, self._hit_tokens
+        hits = self._hit_tokens
         tiers = [
             TierStats(tier.name, tier.pool.num_slots, tier.pool.num_used, tier.num_evictable, hits[tier.name])
             for tier in self.tree.tiers
         ]
         tiers += [TierStats(name, 0, store.num_known, 0, hits[name]) for name, store in self.stores.items()]
-        return CacheStats(
-            pool.num_slots,
-            pool.num_free,
-            self._device.num_evictable,
-            len(self._allocations),
-            self._queried_tokens,
-            sum(hits.values()),
-            tuple(tiers),
-        )
+        return CacheStats(len(self._allocations), self._queried_tokens, sum(hits.values()), tuple(tiers))
 
     @property
     def leases(self) -> list[Lease]:
         """All open leases."""
-        own = [each for allocation in self._allocations for each in (allocation.lease, allocation.source)]
-        return [
-            *(lease for lease in own if lease is not None),
-            *self._pins,
-            *self.transfers.leases,
-            *self._prefetcher.leases,
-        ]
+        own = [allocation.lease for allocation in self._allocations]
+        sources = [allocation.source for allocation in self._allocations if allocation.source is not None]
+        return [*own, *sources, *self._pins, *self.transfers.leases, *self._prefetcher.leases]
 
     def check(self) -> None:
         """Raise StateError unless every invariant of the index holds and `leases` are all open leases."""
@@ -482,4 +463,4 @@ class CacheManager:
 
     def _must_be_open(self, allocation: Allocation) -> None:
         if allocation not in self._allocations:
-            raise StateError("this allocation has ended: a request finishes, aborts or is preempted once per match")
+            raise StateError("this allocation has ended: a request finishes or aborts once per match")

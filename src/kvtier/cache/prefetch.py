@@ -170,8 +170,7 @@ class Prefetcher:
         wanted = sum(count for _, count in parts) if prefetch.decision is None or prefetch.decision.load else 0
         slots = self._reserve(prefetch, wanted) if wanted else None
         if slots is not None and len(slots):
-            grafted = self._tree.graft(lease, self._host, slots, now=now)
-            assert grafted, "the tree had no next block"
+            self._tree.graft(lease, self._host, slots, now=now)
             prefetch.num_blocks = len(slots)
             self._start(prefetch, lease, slots, keys, parts)
         else:

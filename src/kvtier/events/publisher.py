@@ -21,7 +21,8 @@ import zmq
 
 from kvtier.errors import ClosedError, StateError
 from kvtier.events import EventConfig
-from kvtier.index import KEY_BYTES, BlocksRemoved, BlocksStored, Event, IndexCleared
+from kvtier.index import BlocksRemoved, BlocksStored, Event, IndexCleared
+from kvtier.messages import KEY_BYTES
 
 _TOKEN_BYTES = 4
 _MEDIA = {"device": "GPU", "host": "CPU"}  # every other tier is a store

@@ -3,7 +3,7 @@
 Not thread-safe; `now` is the caller's clock.
 """
 
-from kvtier.index.chain import KEY_BYTES, Chain, MediaItem, Namespace
+from kvtier.index.chain import Chain, MediaItem, Namespace
 from kvtier.index.events import BlocksRemoved, BlocksStored, Event, IndexCleared, Listener
 from kvtier.index.ghost import Estimate, GhostCache
 from kvtier.index.lease import Lease, Retention
@@ -16,7 +16,6 @@ from kvtier.index.tree import RadixTree
 
 __all__ = [
     "FIFO",
-    "KEY_BYTES",
     "LRU",
     "S3FIFO",
     "BlockPool",

@@ -24,6 +24,7 @@ import numpy as np
 
 from kvtier.errors import ArgumentError, DTypeError, RangeError
 from kvtier.index.node import Node, upwards
+from kvtier.messages import KEY_BYTES, split_keys
 
 # A list of ints, an array.array, a numpy array or anything numpy takes without copying (a torch tensor on the CPU).
 TokenIds: TypeAlias = "Sequence[int] | array[int] | np.ndarray[Any, Any]"
@@ -80,7 +81,6 @@ def as_ids(labels: bytes | bytearray | memoryview) -> np.ndarray[Any, np.dtype[n
     return ids if sys.byteorder == "little" else ids.astype(np.int32)
 
 
-KEY_BYTES = 32
 _DOMAIN = b"kvtier block key 1\0"
 
 
@@ -300,4 +300,4 @@ class Chain:
         stop = min(node.stop, self.num_blocks)
         if len(self._keys) < stop and node.keys:
             keys = b"".join([part.keys for part in upwards(node)][::-1])
-            self._keys += [keys[at : at + KEY_BYTES] for at in range(len(self._keys) * KEY_BYTES, stop * KEY_BYTES, 32)]
+            self._keys += split_keys(keys[len(self._keys) * KEY_BYTES : stop * KEY_BYTES])

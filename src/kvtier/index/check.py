@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NoReturn
 
 import numpy as np
 
 from kvtier.errors import StateError
 from kvtier.index.lease import Lease
-from kvtier.index.node import NO_SLOT, BlockState, Node, upwards
+from kvtier.index.node import IS_HELD, NO_SLOT, BlockState, Node, upwards
 from kvtier.index.tier import Tier, tenant_of
 from kvtier.index.tree import RadixTree
 
@@ -21,8 +22,9 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None = None) -> None:
         _check_shape(node, tree.namespace.block_tokens * 4, tree.with_keys)
         for tier in tree.tiers:
             _check_held(node, tier)
-        if not node.leases and node.num_kept() < node.num_blocks:
-            _fail(node, f"{node.num_kept()} of {node.num_blocks} blocks are in some tier, but it has no lease")
+        num_held = node.num_leading(IS_HELD)
+        if not node.leases and num_held < node.num_blocks:
+            _fail(node, f"{num_held} of {node.num_blocks} blocks are in some tier, but it has no lease")
     for domain, root in tree.roots.items():
         if not root.children and not root.leases:
             raise StateError(f"the root of {domain} has neither children nor leases")
@@ -39,7 +41,6 @@ def _check_shape(node: Node, label_bytes: int, with_keys: bool) -> None:
     above = node.parent
     if above is None or above.children.get(node.key) is not node or not node.attached:
         _fail(node, "it is not a child of its parent")
-        return
     if node.start != above.stop or node.num_blocks < 1:
         _fail(node, f"it starts at {node.start}, its parent ends at {above.stop}")
     if len(node.labels) != node.num_blocks * label_bytes or node.key != node.key_at(0):
@@ -59,10 +60,8 @@ def _check_held(node: Node, tier: Tier) -> None:
     if node.below[number] != _below(node, tier):
         _fail(node, f"{node.below[number]} children counted with blocks in {tier.name}, {_below(node, tier)} have some")
     is_candidate = not node.leases and held is not None and not node.below[number]
-    lanes = [tier.candidates()] + (
-        [tier.candidates(node.domain[0])] if tenant_of(node.domain[0]) in tier.tenants else []
-    )
-    if any((node in lane) != is_candidate for lane in lanes):
+    tenant = tier.tenants.get(tenant_of(node.domain[0]), tier.everyone)
+    if any((node in candidates) != is_candidate for candidates in (tier.everyone, tenant)):
         _fail(node, f"candidate in {tier.name}: {not is_candidate}, by the rule: {is_candidate}")
     if held is None:
         return
@@ -91,11 +90,9 @@ def _check_tier(tier: Tier, nodes: list[Node]) -> None:
             evictable[tenant_of(node.domain[0])] += part.num_held
     if tier.num_evictable != evictable.total():
         raise StateError(f"{tier.name}: {tier.num_evictable} blocks counted evictable, {evictable.total()} are")
-    for salt in tier.tenants:
-        if tier.evictable_by(salt) != evictable[salt]:
-            raise StateError(
-                f"{tier.name}: {tier.evictable_by(salt)} of {salt!r} counted, {evictable[salt]} are evictable"
-            )
+    for salt, tenant in tier.tenants.items():
+        if tenant.num_blocks != evictable[salt]:
+            raise StateError(f"{tier.name}: {tenant.num_blocks} of {salt!r} counted, {evictable[salt]} are evictable")
     if sum(tier.used_by.values()) != tier.pool.num_used or min(tier.used_by.values(), default=0) < 0:
         raise StateError(f"{tier.name}: tenants use {tier.used_by}, the pool says {tier.pool.num_used}")
 
@@ -127,5 +124,5 @@ def _below(node: Node, tier: Tier) -> int:
     return sum(child.held[tier.number] is not None or child.below[tier.number] > 0 for child in node.children.values())
 
 
-def _fail(node: Node, what: str) -> None:
+def _fail(node: Node, what: str) -> NoReturn:
     raise StateError(f"node of blocks [{node.start}, {node.stop}): {what}")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.index.chain import KEY_BYTES, Namespace
+from kvtier.index.chain import Namespace
 from kvtier.index.node import WRITING, Node, Residency
+from kvtier.messages import KEY_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,8 +58,8 @@ class MissList:
 
     def add(self, node: Node, block: int, reason: MissReason, time: int, policy: str = "") -> None:
         """Record that block number `block` of a node, and all blocks after it, left the tree."""
-        number, removed = node.start + block, self._removed
-        mark = (number, _mark(node.label(block), node.extras.get(number) if node.extras else None), node.domain)
+        removed = self._removed
+        mark = (node.start + block, _mark_of(node, block), node.domain)
         removed[mark] = (reason, time, policy)
         removed.move_to_end(mark)
         if len(removed) > self.capacity:
@@ -77,11 +77,10 @@ class MissList:
 
     def add_head(self, node: Node) -> None:
         """Record that the tree has a first block for the node's salt and adapter."""
-        mark = _mark(node.label(0), node.extras.get(0) if node.extras else None)
-        self._heads.setdefault(mark, set()).add(node.domain)
+        self._heads.setdefault(_mark_of(node, 0), set()).add(node.domain)
 
     def remove_head(self, node: Node) -> None:
-        mark = _mark(node.label(0), node.extras.get(0) if node.extras else None)
+        mark = _mark_of(node, 0)
         domains = self._heads.get(mark, set())
         domains.discard(node.domain)
         if not domains:
@@ -93,6 +92,10 @@ class MissList:
             (mark, (MissReason.OTHER_LAYOUT, time, "")) for mark, (_, time, _) in self._removed.items()
         )
         self._heads.clear()
+
+
+def _mark_of(node: Node, block: int) -> int:
+    return _mark(node.label(block), node.extras.get(node.start + block) if node.extras else None)
 
 
 def _mark(label: memoryview, extra: bytes | None) -> int:

@@ -36,7 +36,7 @@ READ_MORE = bytes(min(value + 1, MAX_STATE) if value >= READY else value for val
 READ_FEWER = bytes(value - 1 if value > READY else value for value in range(256))
 READABLE = bytes(int(value >= READY) for value in range(256))
 IS_ABSENT = bytes(int(value == ABSENT) for value in range(256))
-_IS_HELD = bytes(int(value != ABSENT) for value in range(256))
+IS_HELD = bytes(int(value != ABSENT) for value in range(256))
 NO_SLOT = -1
 
 
@@ -117,7 +117,6 @@ class Node:
 
     @property
     def label_bytes(self) -> int:
-        """Bytes of one block's label."""
         return len(self.labels) // self.num_blocks
 
     def label(self, block: int) -> memoryview:
@@ -130,38 +129,16 @@ class Node:
         label = bytes(self.label(block))
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
-    def num_readable(self) -> int:
-        """Count the leading blocks that can be read from some tier."""
-        readable = None
-        for held in self.held:
-            if held is None:
-                continue
-            if held.states.count(READY) == self.num_blocks:
-                return self.num_blocks
-            here = int.from_bytes(held.states.translate(READABLE), "little")
-            readable = here if readable is None else readable | here
-        if readable is None:
-            return 0
-        first = readable.to_bytes(self.num_blocks, "little").find(0)
-        return self.num_blocks if first < 0 else first
-
-    def num_kept(self) -> int:
-        """Count the leading blocks that some tier holds, in any state."""
-        holding = []
+    def num_leading(self, table: bytes) -> int:
+        """Count the leading blocks for which some tier has a state with a 1 in the table: READABLE or IS_HELD."""
+        union = 0
         for held in self.held:
             if held is not None:
-                if held.num_held == self.num_blocks:
+                here = held.states.translate(table)
+                if 0 not in here:
                     return self.num_blocks
-                holding.append(held)
-        if not holding:
-            return 0
-        kept = holding[0].states
-        if len(holding) > 1:
-            union = 0
-            for held in holding:
-                union |= int.from_bytes(held.states.translate(_IS_HELD), "little")
-            kept = bytearray(union.to_bytes(self.num_blocks, "little"))
-        first = kept.find(0)
+                union |= int.from_bytes(here, "little")
+        first = union.to_bytes(self.num_blocks, "little").find(0)
         return self.num_blocks if first < 0 else first
 
 

@@ -91,16 +91,15 @@ class ARC:
         if node in self:
             return
         mark = fingerprint(node)
-        if mark in self._recent.ghosts:
-            ratio = self._frequent.num_ghosts / max(1, self._recent.num_ghosts)
-            self._target = min(float(self._most), self._target + max(1.0, ratio) * node.num_blocks)
-            self._recent.forget(mark)
-            self._return(node, mark)
-        elif mark in self._frequent.ghosts:
-            ratio = self._recent.num_ghosts / max(1, self._frequent.num_ghosts)
-            self._target = max(0.0, self._target - max(1.0, ratio) * node.num_blocks)
-            self._frequent.forget(mark)
-            self._return(node, mark)
+        for side, other, sign in ((self._recent, self._frequent, 1), (self._frequent, self._recent, -1)):
+            if mark in side.ghosts:
+                step = max(1.0, other.num_ghosts / max(1, side.num_ghosts)) * node.num_blocks
+                self._target = min(max(0.0, self._target + sign * step), float(self._most))
+                side.forget(mark)
+                self._returned[mark, node.usage.created] = None
+                while len(self._returned) > 1024 + 4 * (len(self._recent.heap) + len(self._frequent.heap)):
+                    self._returned.popitem(last=False)
+                break
         is_frequent = node.usage.uses > 0 or (mark, node.usage.created) in self._returned
         (self._frequent if is_frequent else self._recent).add(node)
         self._most = max(self._most, self._recent.num_blocks + self._frequent.num_blocks)
@@ -114,20 +113,13 @@ class ARC:
 
     def victim(self) -> Node | None:
         """Return the least recently used node of recent if it exceeds its target, else of frequent."""
-        recent = self._recent.heap.first()
-        side = self._recent
-        if recent is None or (self._recent.num_blocks <= self._target and len(self._frequent.heap)):
-            side = self._frequent
+        is_within = self._recent.num_blocks <= self._target and len(self._frequent.heap) > 0
+        side = self._frequent if is_within or not len(self._recent.heap) else self._recent
         first = side.heap.first()
         if first is None:
             return None
         side.remember(first[1], self._most)
         return first[1]
-
-    def _return(self, node: Node, mark: int) -> None:
-        self._returned[mark, node.usage.created] = None
-        while len(self._returned) > 1024 + 4 * (len(self._recent.heap) + len(self._frequent.heap)):
-            self._returned.popitem(last=False)
 
 
 class _Side:

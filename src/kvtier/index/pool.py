@@ -60,29 +60,22 @@ class BlockPool:
     """
 
     def __init__(self, tier: str, num_slots: int) -> None:
-        if num_slots < 0:
-            raise RangeError(f"{tier}: a pool cannot have {num_slots} slots")
         self.tier = tier
-        self._used = bytearray(num_slots)
+        self.num_free = 0
+        self._used = bytearray()
         self._stop_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         self._bins: list[dict[int, None]] = [{} for _ in range(33)]
         self._filled = 0  # bit b: _bins[b] is not empty
-        self._num_free = 0
-        if num_slots:
-            self._free_run(0, num_slots)
+        self.resize(num_slots)
 
     @property
     def num_slots(self) -> int:
         return len(self._used)
 
     @property
-    def num_free(self) -> int:
-        return self._num_free
-
-    @property
     def num_used(self) -> int:
-        return len(self._used) - self._num_free
+        return len(self._used) - self.num_free
 
     def free_slots(self) -> I32:
         """Return every free slot, ascending."""
@@ -93,13 +86,13 @@ class BlockPool:
         """Allocate n slots: all or none. Contiguous if a run is twice as long, mostly also if one just fits."""
         if n < 0:
             raise RangeError(f"{self.tier}: cannot allocate {n} slots")
-        if n > self._num_free:
-            return Shortage(self.tier, n, self._num_free)
+        if n > self.num_free:
+            return Shortage(self.tier, n, self.num_free)
         runs = []
-        for start, stop in self._take_all() if n == self._num_free else self._take_runs(n):
+        for start, stop in self._take_all() if n == self.num_free else self._take_runs(n):
             self._used[start:stop] = b"\1" * (stop - start)
             runs.append(np.arange(start, stop, dtype=np.int32))
-        self._num_free -= n
+        self.num_free -= n
         return Slots(self.tier, runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else np.empty(0, np.int32))
 
     def release(self, slots: Slots) -> None:
@@ -133,7 +126,7 @@ class BlockPool:
             )
         start = self._start_of[old]
         self._drop_run(start)
-        self._num_free -= old - start
+        self.num_free -= old - start
         if start < num_slots:
             self._free_run(start, num_slots)
         del self._used[num_slots:]
@@ -151,10 +144,10 @@ class BlockPool:
             free[start:stop] = True
         wanted = np.frombuffer(bytes(self._used), np.uint8) == 0
         num_binned = sum(map(len, self._bins))
-        if (free != wanted).any() or int(free.sum()) != self._num_free or num_binned != len(self._stop_of):
+        if (free != wanted).any() or int(free.sum()) != self.num_free or num_binned != len(self._stop_of):
             raise StateError(
                 f"{self.tier}: {int(free.sum())} slots in free runs, {int(wanted.sum())} unmarked, "
-                f"{self._num_free} counted, {num_binned} runs in bins of {len(self._stop_of)}"
+                f"{self.num_free} counted, {num_binned} runs in bins of {len(self._stop_of)}"
             )
 
     def _refuse(self, ids: I32) -> None:
@@ -180,32 +173,23 @@ class BlockPool:
         return runs
 
     def _take_runs(self, n: int) -> Iterator[tuple[int, int]]:
+        """Take n slots, from a run that is long enough, otherwise from the longest of the shorter runs first."""
         while n:
-            start, stop = self._take_run(n)
+            fits = n.bit_length()
+            start = next(iter(self._bins[fits]), None)
+            if start is None or self._stop_of[start] - start < n:  # try one run: any run in the bins above fits
+                longer = self._filled >> (fits + 1)
+                size = fits + (longer & -longer).bit_length() if longer else self._filled.bit_length() - 1
+                start = next(iter(self._bins[size]))
+            stop = self._drop_run(start)
+            if start + n < stop:
+                self._keep_run(start + n, stop)
+                stop = start + n
             yield start, stop
             n -= stop - start
 
-    def _take_run(self, n: int) -> tuple[int, int]:
-        """Take n slots from a longer run, otherwise the longest of the shorter runs."""
-        fits = n.bit_length()
-        start = next(iter(self._bins[fits]), None)
-        if start is not None and self._stop_of[start] - start >= n:  # try one run: any run in the bins above fits
-            return self._cut(start, n)
-        longer = self._filled >> (fits + 1)
-        if longer:
-            return self._cut(next(iter(self._bins[fits + (longer & -longer).bit_length()])), n)
-        start = next(iter(self._bins[self._filled.bit_length() - 1]))
-        return self._cut(start, min(n, self._stop_of[start] - start))
-
-    def _cut(self, start: int, n: int) -> tuple[int, int]:
-        """Take the first n slots of the free run that begins at `start`."""
-        stop = self._drop_run(start)
-        if start + n < stop:
-            self._keep_run(start + n, stop)
-        return start, start + n
-
     def _free_run(self, start: int, stop: int) -> None:
-        self._num_free += stop - start
+        self.num_free += stop - start
         if start in self._start_of:
             start = self._start_of[start]
             self._drop_run(start)

@@ -75,47 +75,31 @@ class Tier:
         self.used_by: dict[bytes, int] = {}
         """Used slots by tenant."""
         self._new_policy = new_policy
-        self._all = Candidates(new_policy)
-        self._tenants: dict[bytes, Candidates] = {}
+        self.everyone = Candidates(new_policy)
+        self.tenants: dict[bytes, Candidates] = {}
+        """Candidates of the tenants with a quota."""
 
     @property
     def num_evictable(self) -> int:
-        return self._all.num_blocks
+        return self.everyone.num_blocks
 
     def quota(self, salt: bytes) -> int | None:
         """Return the limit on a tenant's slots, None if it has none."""
-        tenant = self._tenants.get(tenant_of(salt))
+        tenant = self.tenants.get(tenant_of(salt))
         return tenant.quota if tenant is not None else None
-
-    def num_used_by(self, salt: bytes) -> int:
-        return self.used_by.get(tenant_of(salt), 0)
-
-    def evictable_by(self, salt: bytes) -> int:
-        """Count the evictable blocks of a tenant with a quota."""
-        return self._tenants[tenant_of(salt)].num_blocks
 
     def quota_shortage(self, salt: bytes, n: int) -> Shortage | None:
         """Return the shortage if n more slots exceed a tenant's quota even after evicting its own blocks."""
-        quota = self.quota(salt)
-        if quota is None:
+        tenant = self.tenants.get(tenant_of(salt))
+        used = self.used_by.get(tenant_of(salt), 0)
+        if tenant is None or used + n <= tenant.quota + tenant.num_blocks:
             return None
-        used, evictable = self.num_used_by(salt), self.evictable_by(salt)
-        if used + n <= quota + evictable:
-            return None
-        return Shortage(self.name, n, max(0, quota - used), evictable, quota=tenant_of(salt).hex() or "no salt")
-
-    def candidates(self, salt: bytes | None = None) -> Candidates:
-        """Return the candidates of all tenants, or of one with a quota. Read-only."""
-        return self._all if salt is None else self._tenants[tenant_of(salt)]
-
-    @property
-    def tenants(self) -> tuple[bytes, ...]:
-        """Tenants with a quota."""
-        return tuple(self._tenants)
+        name = tenant_of(salt).hex() or "no salt"
+        return Shortage(self.name, n, max(0, tenant.quota - used), tenant.num_blocks, quota=name)
 
     def victim(self, salt: bytes | None = None) -> Node:
         """Return the next node to evict from, of one tenant with a quota or of all. There must be one."""
-        node = self.candidates(salt).victim()
+        node = (self.everyone if salt is None else self.tenants[tenant_of(salt)]).victim()
         if node is None:
             raise StateError(f"{self.name}: {self.num_evictable} blocks counted evictable, no candidate left")
         return node
@@ -212,8 +196,8 @@ class Tier:
             self._offer(node)
 
     def withdraw(self, node: Node) -> None:
-        self._all.withdraw(node)
-        if self._tenants and (tenant := self._limited(node)) is not None:
+        self.everyone.withdraw(node)
+        if self.tenants and (tenant := self._limited(node)) is not None:
             tenant.withdraw(node)
 
     def unlinked(self, node: Node) -> None:
@@ -230,10 +214,10 @@ class Tier:
 
     def set_quota(self, salt: bytes, quota: int | None, nodes: Iterable[Node]) -> None:
         """Limit the slots of a salt's tenant; None lifts the limit. `nodes` are all nodes of the tree."""
-        self._tenants.pop(tenant_of(salt), None)
+        self.tenants.pop(tenant_of(salt), None)
         if quota is None:
             return
-        tenant = self._tenants[tenant_of(salt)] = Candidates(self._new_policy, quota)
+        tenant = self.tenants[tenant_of(salt)] = Candidates(self._new_policy, quota)
         for node in nodes:
             held = node.held[self.number]
             if held is not None and not node.leases and self._limited(node) is tenant:
@@ -242,18 +226,18 @@ class Tier:
                     tenant.offer(node)
 
     def _offer(self, node: Node) -> None:
-        self._all.offer(node)
-        if self._tenants and (tenant := self._limited(node)) is not None:
+        self.everyone.offer(node)
+        if self.tenants and (tenant := self._limited(node)) is not None:
             tenant.offer(node)
 
     def _count(self, node: Node, count: int) -> None:
-        self._all.num_blocks += count
-        if self._tenants and (tenant := self._limited(node)) is not None:
+        self.everyone.num_blocks += count
+        if self.tenants and (tenant := self._limited(node)) is not None:
             tenant.num_blocks += count
 
     def _limited(self, node: Node) -> Candidates | None:
         """Return the candidates of the node's tenant if it has a quota."""
-        return self._tenants.get(tenant_of(node.domain[0]))
+        return self.tenants.get(tenant_of(node.domain[0]))
 
     def _gained(self, node: Node) -> None:
         """Handle the first block of a node in this tier: its parent stops being a leaf here."""

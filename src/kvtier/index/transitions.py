@@ -48,7 +48,11 @@ def end_write(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int,
     """Mark blocks as READY; if the copy failed, remove them."""
     parts = path_parts(lease, first, count)
     for node, low, high, _ in parts:
-        _must_be(node, tier, low, high, WRITING)
+        states = _held(node, tier).states[low:high]
+        if states.count(WRITING) != high - low:
+            raise StateError(
+                f"blocks [{node.start + low}, {node.start + high}) of {tier.name} are not WRITING: {states.hex(' ')}"
+            )
     for node, low, high, _ in parts:
         if ok:
             _held(node, tier).states[low:high] = _ONE_READY * (high - low)
@@ -108,15 +112,6 @@ def _held(node: Node, tier: Tier) -> Residency:
     if held is None:
         raise StateError(f"{tier.name} holds nothing of blocks [{node.start}, {node.stop})")
     return held
-
-
-def _must_be(node: Node, tier: Tier, low: int, high: int, state: int) -> None:
-    states = _held(node, tier).states
-    if states.count(state, low, high) != high - low:
-        raise StateError(
-            f"blocks [{node.start + low}, {node.start + high}) of {tier.name} are not {BlockState(state).name}: "
-            f"{states[low:high].hex(' ')}"
-        )
 
 
 def block_states(lease: Lease, tier: Tier, first: int, stop: int) -> bytes:

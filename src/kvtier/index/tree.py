@@ -14,7 +14,9 @@ from kvtier.index.ghost import GhostCache
 from kvtier.index.lease import Lease, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
 from kvtier.index.node import (
+    IS_HELD,
     NO_SLOT,
+    READABLE,
     READY,
     AccessStats,
     BlockState,
@@ -25,7 +27,7 @@ from kvtier.index.node import (
     upwards,
 )
 from kvtier.index.pool import I32, Shortage, Slots
-from kvtier.index.tier import Tier
+from kvtier.index.tier import Tier, tenant_of
 from kvtier.index.tree_edit import (
     absorb_parent,
     add_lease,
@@ -86,15 +88,11 @@ class RadixTree:
             raise ArgumentError(f"the chain is of {chain.namespace}, the tree of {self.namespace}")
         root = self._root(chain)
         want = chain.num_blocks if max_blocks is None else min(chain.num_blocks, max_blocks)
-        if self.enabled:
-            node, block, parts, stopped = self._descend(root, chain, want, now)
-            table = _NO_SLOTS if not parts else parts[0] if len(parts) == 1 else np.concatenate(parts)
-            lease = Lease(chain, node, block, table, retention, stopped, self.clock)
-        else:
-            lease = Lease(chain, root, 0, _NO_SLOTS, retention, MissReason.DISABLED, self.clock)
-        self.num_leases += 1
-        add_lease(lease.node, None, self.tiers)
-        return lease
+        if not self.enabled:
+            return self._lease_of(chain, root, retention, _NO_SLOTS, MissReason.DISABLED)
+        node, parts, stopped = self._descend(root, chain, want, now)
+        table = _NO_SLOTS if not parts else parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self._lease_of(chain, node, retention, table, stopped)
 
     def share(self, lease: Lease) -> Lease:
         """Return another lease on the same path, without a table: a transfer of its blocks holds one."""
@@ -104,10 +102,7 @@ class RadixTree:
     def match_within(
         self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0
     ) -> tuple[Lease, int] | None:
-        """Lease the block below a lease that shares the most of its next `max_tokens` tokens; returns their number.
-
-        The child that begins with exactly the next block is tried first, then up to `max_children`, newest first.
-        """
+        """Lease the block below a lease that shares the most of its next `max_tokens` tokens; returns their number."""
         lease.must_be_open()
         best, num_tokens = closest_child(lease.node, lease.chain, max_tokens, max_children, now)
         if best is None:
@@ -151,26 +146,24 @@ class RadixTree:
         lease.node, lease.num_blocks = node, stop
         return num_new
 
-    def graft(self, lease: Lease, tier: Tier, slots: Slots, *, now: float = 0.0) -> bool:
+    def graft(self, lease: Lease, tier: Tier, slots: Slots, *, now: float = 0.0) -> None:
         """Add the blocks after a lease's path as WRITING, into slots reserved in a tier: a store will fill them.
 
-        The lease then ends with them; `end_write` follows. Returns False, without a change, if the first of them is
-        in the tree already. For a lease without slots of its own.
+        The lease then ends with them; `end_write` follows. The tree must not have the first of them, and the lease no
+        slots of its own.
         """
         lease.must_be_open()
         first, stop = lease.num_blocks, lease.num_blocks + len(slots)
-        if len(lease.table) != first or stop > lease.chain.num_blocks:
+        can_follow = lease.node.attached and lease.chain.key_at(first) not in lease.node.children
+        if len(lease.table) != first or stop > lease.chain.num_blocks or not can_follow:
             raise StateError(
-                f"cannot graft blocks [{first}, {stop}): the chain has {lease.chain.num_blocks} full blocks, "
-                f"the lease {len(lease.table) - first} slots of its own"
+                f"cannot graft blocks [{first}, {stop}): the chain has {lease.chain.num_blocks} full blocks, the lease "
+                f"{len(lease.table) - first} slots of its own, or the tree has the first block or not those above"
             )
-        if not self.enabled or not lease.node.attached or lease.chain.key_at(first) in lease.node.children:
-            return False
         lease.node = self._add(lease.chain, lease.node, first, stop, self._new_usage(lease, now))
         tier.put(lease.node, 0, slots, BlockState.WRITING)
         lease.num_blocks = stop
         lease.table = np.concatenate((lease.table, np.full(len(slots), NO_SLOT, np.int32)))
-        return True
 
     def commit(self, lease: Lease, *, now: float = 0.0) -> None:
         """Count the lease's path as used. Repeated calls count as one use."""
@@ -197,7 +190,7 @@ class RadixTree:
         """Free n slots of a tier, leaves first, of one tenant with a quota or of all: all or none."""
         if salt is not None and tier.quota(salt) is None:
             raise ArgumentError(f"{tier.name}: {salt.hex() or 'no salt'} has no quota, so its blocks are not listed")
-        available = tier.num_evictable if salt is None else tier.evictable_by(salt)
+        available = tier.num_evictable if salt is None else tier.tenants[tenant_of(salt)].num_blocks
         if n > available:
             return Shortage(tier.name, n, tier.pool.num_free, available)
         self._free(tier, self._evict(tier, n, salt))
@@ -324,10 +317,12 @@ class RadixTree:
 
     # ---- match and use ---------------------------------------------------------------------------------------------
 
-    def _lease_of(self, chain: Chain, node: Node, retention: Retention, table: I32) -> Lease:
+    def _lease_of(
+        self, chain: Chain, node: Node, retention: Retention, table: I32, stopped: MissReason | None = None
+    ) -> Lease:
         self.num_leases += 1
         add_lease(node, None, self.tiers)
-        return Lease(chain, node, node.stop, table, retention, None, self.clock)
+        return Lease(chain, node, node.stop, table, retention, stopped, self.clock)
 
     def _root(self, chain: Chain) -> Node:
         domain = (chain.salt, chain.adapter)
@@ -337,9 +332,7 @@ class RadixTree:
             root = self.roots[domain] = Node(None, domain, b"", 0, 0, memoryview(b""), usage, len(self.tiers))
         return root
 
-    def _descend(
-        self, node: Node, chain: Chain, want: int, now: float
-    ) -> tuple[Node, int, list[I32], MissReason | None]:
+    def _descend(self, node: Node, chain: Chain, want: int, now: float) -> tuple[Node, list[I32], MissReason | None]:
         """Follow the chain down as far as it is readable, splitting an edge if that ends inside it.
 
         The reason is None if the tree has no more of the chain: `explain` looks it up on demand.
@@ -349,20 +342,20 @@ class RadixTree:
         while block < want:
             child = node.children.get(chain.key_at(block))
             if child is None:
-                return node, block, parts, None
+                return node, parts, None
             if child.usage.expires <= now and not child.leases:
-                return node, block, parts, MissReason.EXPIRED
+                return node, parts, MissReason.EXPIRED
             common = common_blocks(child, chain, block, want)
             held = child.held[0]
             is_ready = held is not None and held.states.count(READY) == child.num_blocks
-            take = common if is_ready else min(common, child.num_readable())
+            take = common if is_ready else min(common, child.num_leading(READABLE))
             if take:
                 node = child if take == child.num_blocks else split(child, take, self.tiers)
                 block += take
                 parts.append(device_slots(node))
             if take < common:
-                return node, block, parts, MissReason.NOT_READY
-        return node, block, parts, MissReason.NONE
+                return node, parts, MissReason.NOT_READY
+        return node, parts, MissReason.NONE
 
     def _remove_lease(self, node: Node | None) -> None:
         """Count one lease less on every node from here up to the root."""
@@ -468,7 +461,7 @@ class RadixTree:
             shortage = tier.quota_shortage(salt, n)
             if shortage is not None:
                 return shortage
-            over = max(0, tier.num_used_by(salt) + n - quota)
+            over = max(0, tier.used_by.get(tenant_of(salt), 0) + n - quota)
         if short > tier.num_evictable:
             return Shortage(tier.name, n, tier.pool.num_free, tier.num_evictable)
         if over > n:  # the quota was lowered: evict the excess first
@@ -512,9 +505,7 @@ class RadixTree:
             self._notify_removed(tier, node, first)
         taken = tier.take(node, first).ids
         tier.use(node.domain[0], -count)
-        kept = node.num_kept()
-        if kept < node.num_blocks:
-            self._cut(node, kept, tier)
+        self._cut_absent(node, tier)
         return taken
 
     def _remove_where(self, tier: Tier, node: Node, wanted: Mask) -> None:
@@ -524,11 +515,11 @@ class RadixTree:
         if edges and not node.leases and node.attached:
             self._cut_absent(node)
 
-    def _cut_absent(self, node: Node) -> None:
+    def _cut_absent(self, node: Node, evicting: Tier | None = None) -> None:
         """Cut a node without a lease at its first block that is in no tier."""
-        kept = node.num_kept()
+        kept = node.num_leading(IS_HELD)
         if kept < node.num_blocks:
-            self._cut(node, kept, None)
+            self._cut(node, kept, evicting)
 
     def _cut(self, node: Node, kept: int, evicting: Tier | None) -> I32:
         """Remove blocks [kept, ..) of a node and all nodes below it; returns the slots of the evicting tier.

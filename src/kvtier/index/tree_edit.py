@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from kvtier.index.chain import KEY_BYTES, TOKEN_BYTES, Chain, as_ids, chain_keys
+from kvtier.index.chain import TOKEN_BYTES, Chain, as_ids, chain_keys
 from kvtier.index.events import last_key
 from kvtier.index.node import NO_SLOT, READY, AccessStats, Node, Residency
 from kvtier.index.pool import I32, Slots
 from kvtier.index.tier import Tier
+from kvtier.messages import KEY_BYTES
 
 # A leaf that its own request keeps extending is copied at each block up to this size; then a new node begins.
 GROW_BYTES = 64 * 1024
@@ -34,13 +35,6 @@ def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
     return common
 
 
-def common_tokens(label: memoryview, tokens: bytes) -> int:
-    """Count the leading tokens of a block's label that equal `tokens`."""
-    count = min(len(label), len(tokens))
-    same = as_ids(label[:count]) == as_ids(tokens[:count])
-    return len(same) if same.all() else int(same.argmin())
-
-
 def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, now: float) -> tuple[Node | None, int]:
     """Return the child whose first block shares the most of the chain's tokens after a node, and their number.
 
@@ -55,7 +49,8 @@ def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, 
             continue
         held = child.held[0]
         if held is not None and held.states[0] >= READY and (child.usage.expires > now or child.leases):
-            common = common_tokens(child.label(0), tail)
+            same = as_ids(child.label(0)[: len(tail)]) == as_ids(tail)
+            common = len(same) if same.all() else int(same.argmin())
             if common > longest:
                 closest, longest = child, common
     return closest, longest

@@ -27,8 +27,7 @@ from typing import Any, TextIO
 
 from kvtier.cache.in_flight import PendingTransfer
 from kvtier.errors import ArgumentError, StateError
-from kvtier.index.chain import KEY_BYTES
-from kvtier.messages import Report, split_keys
+from kvtier.messages import KEY_BYTES, Report, split_keys
 from kvtier.scheduler import Request, RowResult, Scheduler, Step
 
 LOG_VERSION = 1

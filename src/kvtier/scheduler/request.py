@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -12,6 +12,8 @@ from kvtier.cache.prefetch import Prefetch
 from kvtier.errors import ArgumentError, RangeError
 from kvtier.index import Chain, Retention
 from kvtier.messages import Plan
+
+_NOT_GIVEN = Retention()
 
 
 class RequestState(Enum):
@@ -34,6 +36,7 @@ class RequestState(Enum):
         return self not in (RequestState.WAITING, RequestState.RUNNING)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence. Its chain grows with the output. Only the scheduler changes it.
 
@@ -41,70 +44,45 @@ class Request:
     the last one is the next token.
     """
 
-    __slots__ = (
-        "allocation",
-        "arrival",
-        "chain",
-        "draft",
-        "id",
-        "max_new_tokens",
-        "may_load",
-        "num_cached_tokens",
-        "num_computed",
-        "num_preempted",
-        "num_prompt_tokens",
-        "prefetch",
-        "priority",
-        "reason",
-        "retention",
-        "scheduled_at",
-        "state",
-        "stuck_at",
-        "tokens_from",
-        "why_loaded",
-    )
+    id: str
+    chain: Chain
+    max_new_tokens: int
+    _: KW_ONLY
+    priority: int = 0
+    retention: Retention = _NOT_GIVEN
+    """By default that of `priority`, without a time limit."""
+    num_prompt_tokens: int = field(init=False)
+    state: RequestState = field(init=False, default=RequestState.WAITING)
+    reason: str = field(init=False, default="")
+    arrival: float = field(init=False, default=0.0)
+    scheduled_at: float | None = field(init=False, default=None)
+    """Time of its first admission."""
+    prefetch: Prefetch | None = field(init=False, default=None)
+    """Fetch of its blocks from stores to the host, while it waits."""
+    allocation: Allocation | None = field(init=False, default=None)
+    num_computed: int = field(init=False, default=0)
+    num_cached_tokens: int = field(init=False, default=0)
+    """Cached tokens of the prompt at its first admission."""
+    tokens_from: dict[str, int] = field(init=False, default_factory=dict)
+    """The same by tier."""
+    why_loaded: str = field(init=False, default="")
+    """Reason to load or recompute cached blocks of lower tiers; empty if there were none."""
+    num_preempted: int = field(init=False, default=0)
+    stuck_at: int = field(init=False, default=0)
+    """Number of tokens when it was last preempted for lack of room while it ran alone."""
+    may_load: bool = field(init=False, default=True)
+    """True if it may wait for cached blocks of lower tiers; False after a failed load."""
+    draft: tuple[int, ...] = field(init=False, default=())
+    """Proposed next tokens, which the next step verifies."""
 
-    def __init__(
-        self,
-        id: str,
-        chain: Chain,
-        max_new_tokens: int,
-        *,
-        priority: int = 0,
-        retention: Retention | None = None,
-    ) -> None:
-        if not chain.num_tokens:
-            raise ArgumentError(f"request {id} has no tokens")
-        if max_new_tokens < 1:
-            raise RangeError(f"max_new_tokens of request {id} must be at least 1, got {max_new_tokens}")
-        self.id = id
-        self.chain = chain
-        self.num_prompt_tokens = chain.num_tokens
-        self.max_new_tokens = max_new_tokens
-        self.priority = priority
-        self.retention = retention or Retention(priority=priority)
-        self.state = RequestState.WAITING
-        self.reason = ""
-        self.arrival = 0.0
-        self.scheduled_at: float | None = None
-        """Time of its first admission."""
-        self.prefetch: Prefetch | None = None
-        """Fetch of its blocks from stores to the host, while it waits."""
-        self.allocation: Allocation | None = None
-        self.num_computed = 0
-        self.num_cached_tokens = 0
-        """Cached tokens of the prompt at its first admission."""
-        self.tokens_from: dict[str, int] = {}
-        """The same by tier."""
-        self.why_loaded = ""
-        """Reason to load or recompute cached blocks of lower tiers; empty if there were none."""
-        self.num_preempted = 0
-        self.stuck_at = 0
-        """Number of tokens when it was last preempted for lack of room while it ran alone."""
-        self.may_load = True
-        """True if it may wait for cached blocks of lower tiers; False after a failed load."""
-        self.draft: tuple[int, ...] = ()
-        """Proposed next tokens, which the next step verifies."""
+    def __post_init__(self) -> None:
+        if not self.chain.num_tokens:
+            raise ArgumentError(f"request {self.id} has no tokens")
+        if self.max_new_tokens < 1:
+            raise RangeError(f"max_new_tokens of request {self.id} must be at least 1, got {self.max_new_tokens}")
+        self.num_prompt_tokens = self.chain.num_tokens
+        if self.retention is _NOT_GIVEN:
+            self.retention = Retention(priority=self.priority)
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
         """Pickle everything but allocation and prefetch, which refer to the tree."""

@@ -123,7 +123,7 @@ class Scheduler:
             raise ArgumentError(f"{len(results)} results for {len(step.rows)} rows: one each")
         self._step = None
         if step.rows and not step.loads:
-            self.manager.on_computed(step.num_tokens, step.attended_tokens, now - self._began)
+            self.manager.cost_model.observe_compute(step.num_tokens, step.attended_tokens, now - self._began)
         for row, result in zip(step.rows, results, strict=True):
             if row.request.state is RequestState.RUNNING and (not row.loads or self._has_loaded(row, now)):
                 self._take_result(row, result, now)
@@ -375,11 +375,7 @@ class Scheduler:
 
     def _to_waiting(self, request: Request, now: float) -> None:
         """Release the KV of a request; published blocks stay cached."""
-        allocation = _held(request)
-        if allocation.lease.committed:
-            self.manager.preempt(allocation, now=now)
-        else:
-            self.manager.abort(allocation, now=now)
+        self.manager.abort(_held(request), now=now)
         self._running.remove(request)
         self._waiting.append(request)
         request.state, request.allocation, request.num_computed = RequestState.WAITING, None, 0

@@ -192,7 +192,7 @@ class CacheController:
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
         """Return the waits of a step that starts before these loads have ended."""
         copies = [self._under[number].copies for number in transfer_ids if number in self._under]
-        failed = any(not outcome.ok and outcome.transfer_id in transfer_ids for outcome in self._done)
+        failed = any(not result.ok and result.transfer_id in transfer_ids for result in self._done)
         return LayerWaits(copies, self._device, failed=failed)
 
     def close(self) -> None:

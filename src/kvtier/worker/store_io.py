@@ -158,10 +158,10 @@ class StoreWorker:
                 mine = [part for part in parts if is_fetch or part.is_written]
                 for some in _batches(mine, count):
                     results = self._exchange(store, mine, transfer, some)
-                    good[some] &= _by_block([outcome.ok for outcome in results], mine).all(axis=0)
-                    lost = [outcome.status in (ObjectStatus.MISSING, ObjectStatus.CORRUPT) for outcome in results]
+                    good[some] &= _by_block([result.ok for result in results], mine).all(axis=0)
+                    lost = [result.status in (ObjectStatus.MISSING, ObjectStatus.CORRUPT) for result in results]
                     gone[some] |= _by_block(lost, mine).any(axis=0)
-                    reasons |= {outcome.reason for outcome in results if outcome.reason}
+                    reasons |= {result.reason for result in results if result.reason}
                     num_bytes += results.nbytes
         except Exception as error:  # any error of a store fails this transfer, not the thread
             good[:] = False
@@ -191,7 +191,7 @@ class StoreWorker:
                     part.gather(self._block(part, slot), objects[at])
             return store.write([Write(*fields) for fields in zip(keys, labels, memory, strict=True)])
         results = store.read_into([Read(*fields) for fields in zip(keys, labels, memory, strict=True)])
-        found = dict(zip(parts, _by_block([outcome.ok for outcome in results], parts).tolist(), strict=True))
+        found = dict(zip(parts, _by_block([result.ok for result in results], parts).tolist(), strict=True))
         for at, slot in enumerate(slots):
             for part, objects in gathered.items():
                 if found[part][at]:
@@ -218,7 +218,7 @@ class StoreWorker:
                 self._scan(probe)
             for store, parts in self._by_store(probe.store) if keys else ():
                 asked = [key for part in parts for key in part.key_list(probe.keys)]
-                found &= _by_block([outcome.ok for outcome in store.contains(asked)], parts).all(axis=0)
+                found &= _by_block([result.ok for result in store.contains(asked)], parts).all(axis=0)
         except Exception:  # a store that fails has no blocks
             found[:] = False
         present = b"".join(itertools.compress(keys, found.tolist()))

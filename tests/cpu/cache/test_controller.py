@@ -59,7 +59,7 @@ def test_second_controller_finds_stored_blocks(rigs, tmp_path):
     first.controller.close()
     second = rigs(stores={"disk": disk_at(tmp_path)})
     second.run(Probe(9, "disk"))
-    assert [(each.present, each.probe_id) for each in second.presences] == [(KEYS[3], 0), (b"", 9)]
+    assert [(each.present, each.probe_id) for each in second.lookups] == [(KEYS[3], 0), (b"", 9)]
     (outcome,) = second.run(second.fetch([3], [5]))
     assert outcome.ok
     assert second.host(5) == wanted
@@ -75,7 +75,7 @@ def test_block_without_one_groups_object_is_a_miss(rigs):
     del store.objects[draft]
     (outcome,) = rig.run(rig.fetch([0, 1], [4, 5]))
     assert (outcome.ok, outcome.arrived) == (False, b"\0\1")
-    assert rig.presences == [StoreLookup("disk", absent=KEYS[0])]
+    assert rig.lookups == [StoreLookup("disk", absent=KEYS[0])]
 
 
 def test_probe_of_block_without_draft_is_absent(rigs):
@@ -85,7 +85,7 @@ def test_probe_of_block_without_draft_is_absent(rigs):
     rig.run(rig.store([0, 1], [0, 1]))
     del store.objects[draft_of(KEYS[0])]
     rig.run(Probe(5, "disk", KEYS[0] + KEYS[1] + KEYS[2]))
-    assert rig.presences == [StoreLookup("disk", KEYS[1], KEYS[0] + KEYS[2], 5)]
+    assert rig.lookups == [StoreLookup("disk", KEYS[1], KEYS[0] + KEYS[2], 5)]
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_failed_fetch_leaves_host_slots_unchanged(rigs, fault):
     assert set(rig.host(5)[0]) == {0xEE}
     assert rig.host(4) == rig.device(0)
     damaged = fault.flip_bit is not None or fault.cut_to is not None
-    assert rig.presences == ([StoreLookup("disk", absent=KEYS[1])] if damaged else [])
+    assert rig.lookups == ([StoreLookup("disk", absent=KEYS[1])] if damaged else [])
 
 
 class Raises:
@@ -171,7 +171,7 @@ def test_raising_store_fails_transfers_and_ends_probes(rigs):
     )
     assert [outcome.ok for outcome in outcomes] == [False, False]
     assert all("OSError: cannot" in outcome.reason for outcome in outcomes)
-    assert {each.probe_id: (each.present, each.absent) for each in rig.presences} == {
+    assert {each.probe_id: (each.present, each.absent) for each in rig.lookups} == {
         77: (b"", KEYS[0]),
         78: (b"", b""),
     }
@@ -191,7 +191,7 @@ def test_inventory_that_fails_half_way_ends(rigs):
     rig.run(rig.save([0, 1, 2], [0, 1, 2]))
     rig.run(rig.store([0, 1, 2], [0, 1, 2]))
     rig.run(Probe(4, "disk"))
-    assert rig.presences[-1] == StoreLookup("disk", probe_id=4)
+    assert rig.lookups[-1] == StoreLookup("disk", probe_id=4)
     assert rig.run(Drop("disk")) == []  # and so does a drop of all
 
 
@@ -240,7 +240,7 @@ def test_drop_all_keeps_objects_of_other_models(rigs):
     rig.run(rig.save([0, 1], [0, 1]))
     rig.run(rig.store([0, 1], [0, 1]))
     rig.run(Probe(3, "disk"))
-    assert {each.present for each in rig.presences} == {b"".join(sorted(KEYS[:2])), b""}
+    assert {each.present for each in rig.lookups} == {b"".join(sorted(KEYS[:2])), b""}
     rig.run(Drop("disk"))
     assert list(store.objects) == [theirs]
 

@@ -408,12 +408,10 @@ def test_inventory_and_drop_all_read_every_page(rigs):
     rig.run(rig.store([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
     del store.objects[draft_of(KEYS[2])]
     rig.run(Probe(3, "disk"))
-    found = [
-        key for each in rig.presences for key in [each.present[i : i + 32] for i in range(0, len(each.present), 32)]
-    ]
+    found = [key for each in rig.lookups for key in [each.present[i : i + 32] for i in range(0, len(each.present), 32)]]
     assert sorted(found) == sorted(KEYS[i] for i in (0, 1, 3, 4))
-    assert [each.probe_id for each in rig.presences if each.probe_id] == [3]
-    assert not any(each.absent for each in rig.presences)
+    assert [each.probe_id for each in rig.lookups if each.probe_id] == [3]
+    assert not any(each.absent for each in rig.lookups)
     rig.run(Drop("disk"))
     assert not store.objects
 
@@ -431,7 +429,7 @@ def test_failed_store_names_three_reasons(rigs):
     (outcome,) = rig.run(rig.store([0, 1, 2], [0, 1, 2]))
     assert (outcome.ok, outcome.arrived, outcome.num_bytes) == (False, b"\0\0\0", 0)
     assert outcome.reason == "reason 0; reason 1; reason 2"
-    assert rig.presences == []
+    assert rig.lookups == []
 
 
 def test_fetch_seconds_are_at_most_the_time_waited(rigs):

@@ -270,7 +270,7 @@ def test_abort_frees_blocks_and_ends_output(model):
     assert engine.manager.stats.num_allocations == 4
     assert engine.abort(other)
     assert engine.manager.stats.num_allocations == 1
-    assert engine.manager.stats.num_free == 32 - len(engine.scheduler.running[0].allocation.table)
+    assert engine.manager.tree.tiers[0].pool.num_free == 32 - len(engine.scheduler.running[0].allocation.table)
     engine.scheduler.check()
     assert not engine.abort(other)
     assert not engine.abort("nobody")

@@ -265,7 +265,7 @@ def test_allocation_ends_once():
     lab = Lab(20)
     allocation = lab.start(prompt(1, 2))
     lab.manager.finish(allocation)
-    for end in (lab.manager.finish, lab.manager.abort, lab.manager.preempt, lab.manager.is_ready):
+    for end in (lab.manager.finish, lab.manager.abort, lab.manager.is_ready):
         with pytest.raises(StateError, match="ended"):
             end(allocation)
     assert isinstance(allocation, Allocation)

@@ -385,7 +385,7 @@ def test_in_flight_limit_is_per_store():
 
 def test_prefetch_without_recompute_ignores_cost():
     lab = lab_with_stored(prompt(1, 4), always_load=True)
-    lab.manager.on_computed(1000, 1000.0, 1e-9)
+    lab.manager.cost_model.observe_compute(1000, 1000.0, 1e-9)
     lab.manager.cost_model.observe_transfer((Route.STORE_TO_HOST, "disk"), 1, 100.0)
     lab.manager.cost_model.observe_transfer((Route.HOST_TO_DEVICE, ""), 1, 100.0)
     assert lab.fetched(prompt(1, 4)).num_fetched == {"disk": 4}

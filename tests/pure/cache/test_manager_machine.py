@@ -150,7 +150,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.remember(allocation.chain)
             if lab.manager.allocate(allocation, allocation.chain.num_tokens) is not None:
                 self.running.pop(place)
-                lab.manager.preempt(allocation)
+                lab.manager.finish(allocation)
                 return
         else:
             self.verify(allocation)
@@ -174,7 +174,7 @@ class ManagerMachine(RuleBasedStateMachine):
                     worker.device[int(allocation.table[block])] = content(allocation.chain, block)
         lab.manager.publish(allocation, allocation.chain.num_tokens, now=lab.now)
 
-    @rule(how=st.sampled_from(["finish", "finish", "abort", "preempt"]))
+    @rule(how=st.sampled_from(["finish", "finish", "finish", "abort"]))
     @precondition(lambda self: self.running)
     def end(self, how):
         allocation, _ = self.running.pop(self.random.randrange(len(self.running)))

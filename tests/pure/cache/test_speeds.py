@@ -223,7 +223,7 @@ def with_measured_costs(lab: Lab, load: float, compute: float) -> Lab:
     for count in (1, 10, 100):
         lab.manager.cost_model.observe_transfer(LOAD, count, load * count)
         lab.manager.cost_model.observe_transfer(FETCH, count, load * count)
-        lab.manager.on_computed(count, 0.0, compute * count)
+        lab.manager.cost_model.observe_compute(count, 0.0, compute * count)
     return lab
 
 

@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 
 from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, matched, path_of, remove, run, tokens_of, tree_of
-from kvtier.index import KEY_BYTES, BlocksRemoved, BlocksStored, Chain, Event, IndexCleared, RadixTree, transitions
+from kvtier.index import BlocksRemoved, BlocksStored, Chain, Event, IndexCleared, RadixTree, transitions
+from kvtier.messages import KEY_BYTES
 
 
 def split(keys: bytes) -> list[bytes]:

@@ -40,7 +40,7 @@ def store(tree, *blocks):
 
 def candidates(tree, number: int) -> int:
     tier = tree.tiers[number]
-    return sum(node in tier.candidates() for node in tree.nodes())
+    return sum(node in tier.everyone for node in tree.nodes())
 
 
 # ---- defects that FastDeploy fixed ----

@@ -16,7 +16,8 @@ from hypothesis import given
 
 from index_model import block_contents, key_of, namespace_bytes, root_key
 from kvtier.errors import ArgumentError, DTypeError, KvtierError, RangeError
-from kvtier.index import KEY_BYTES, Chain, MediaItem, Namespace
+from kvtier.index import Chain, MediaItem, Namespace
+from kvtier.messages import KEY_BYTES
 
 DOCS = Path(__file__).parents[3] / "docs" / "keys.md"
 FIELDS = ("model", "revision", "dtype", "layout", "block_tokens")

@@ -470,7 +470,7 @@ def test_allocation_ends_once():
     manager = make().manager
     allocation = manager.match(Chain(manager.namespace, [1, 2, 3]))
     manager.abort(allocation)
-    for call in (manager.finish, manager.abort, manager.preempt):
+    for call in (manager.finish, manager.abort):
         with pytest.raises(StateError, match="has ended"):
             call(allocation)
     with pytest.raises(ArgumentError, match="at least one token"):

@@ -63,7 +63,8 @@ def test_object_larger_than_store_fails_and_evicts_nothing(store):
 
 
 def test_store_key_sizes_equal_index_key_sizes():
-    from kvtier.index.chain import KEY_BYTES, Namespace
+    from kvtier.index.chain import Namespace
+    from kvtier.messages import KEY_BYTES
     from kvtier.storage import store as interface
 
     assert (KEY_BYTES, len(Namespace("m").fingerprint)) == (interface.KEY_BYTES, interface.NAMESPACE_BYTES)
