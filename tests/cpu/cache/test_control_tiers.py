@@ -264,7 +264,7 @@ def test_temporary_store_failure_causes_only_misses(caches):
 def test_resize_beyond_free_memory_raises_and_keeps_sizes(tier):
     """A fuzzed server was killed by it."""
     machine = TiersMachine()
-    machine.begin(12, 10, WritebackConfig(), WaitPolicy.WAIT, False, False, 0.0, 1 << 20, 1, 0.0)
+    machine.begin(12, 10, WritebackConfig(), WaitPolicy.WAIT, False, True, 0.0, 1 << 20, 1, 0.0)
     with pytest.raises(RangeError, match="GiB are free"):
         machine.tiers.resize(tier, 1 << 40)
     assert [state.num_blocks for state in machine.tiers.states()[:2]] == [12, 10]
