@@ -134,7 +134,7 @@ def test_disconnect_before_the_answer_is_499(server):
 # ---- an engine that does not reply ----
 
 
-def test_with_a_stopped_engine_health_is_503_and_sigterm_kills_it(start):
+def test_stopped_engine_makes_health_503_and_sigterm_kills(start):
     server = start("--engine-reply-seconds", "0.5", "--drain-seconds", "1")
     assert server.get("/health").status_code == 200
     stop_process(engine := server.engine_pid)

@@ -1,4 +1,4 @@
-"""Operators against a real controller: sleep, wake, resize, prefetch, demote, drop, reset, with transfers under way."""
+"""CacheRuntime with a real controller: sleep, wake, resize, prefetch, demote, drop and reset during transfers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = Model(TINY, random_weights(TINY, torch.float32, torch.device("cpu"), see
 
 
 class Cache:
-    """An engine without a model: `serve` writes KV that is a function of the tokens, and checks what it is given."""
+    """An engine without a model: `serve` writes KV that is a function of the tokens, and checks the KV it reads."""
 
     def __init__(self, num_blocks=16, num_host=24, saving=None, store=None, **limits) -> None:
         self.namespace = Namespace("model", block_tokens=BLOCK)
@@ -76,11 +76,11 @@ class Cache:
         cache = self.groups[0].cache
         for position in range(row.stop):
             place = cache[int(table[position // BLOCK])][:, :, position % BLOCK]
-            wanted = kv_of(tokens[: position + 1], row.request.chain.salt, place.shape)
+            expected = kv_of(tokens[: position + 1], row.request.chain.salt, place.shape)
             if position >= row.first:
-                place[:] = wanted
+                place[:] = expected
             else:
-                assert torch.equal(place, wanted), position
+                assert torch.equal(place, expected), position
         return RowResult((1,) if row.wants_token else (), False)
 
     def serve(self, chain: Chain) -> Request:
@@ -90,7 +90,7 @@ class Cache:
                 self.tiers._drain()
                 return request
             self.step()
-        raise AssertionError("no end")
+        raise AssertionError("the request did not finish")
 
     def num_in(self, name: str) -> int:
         return next(tier.num_used for tier in self.manager.stats.tiers if tier.name == name)
@@ -129,12 +129,12 @@ def test_sleep_frees_the_device_and_wake_loads_from_host(caches):
     while not waiting.state.is_over:
         cache.step()
     assert waiting.tokens_from == {"host": 16, "device": 0}
-    assert cache.groups[0].cache.shape[0] == 16  # once, not twice
+    assert cache.groups[0].cache.shape[0] == 16  # allocated once, not twice
 
 
 @pytest.mark.parametrize("num_blocks", [6, 16, 40])
 def test_wake_with_new_size_waits_for_store_writes(caches, num_blocks):
-    """A step of a sleeping engine goes on with what is between host and store: waking waits for that."""
+    """A step of a sleeping engine continues transfers between host and store; waking waits for them."""
     cache = caches(saving=WritebackConfig(max_blocks=1))
     cache.ask(cache.chain(1))
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_sleep_keeps_all_blocks_with_every_write_policy(caches, policy):
 
 
 def test_prefetch_after_a_failed_fetch_ends(caches):
-    """Its lease keeps the place of the block that did not arrive, which nobody brings: no end to waiting for that."""
+    """The lease of the request keeps the node of the block that did not arrive; prefetch must not wait for it."""
     memory = MemoryStore(1 << 22)
     cache = caches(store=memory)
     cache.serve(cache.chain(1))
@@ -262,7 +262,7 @@ def test_temporary_store_failure_causes_only_misses(caches):
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_resize_beyond_free_memory_raises_and_keeps_sizes(tier):
-    """A fuzzed server was killed by it."""
+    """Regression: a fuzzed resize killed the server."""
     machine = TiersMachine()
     machine.begin(12, 10, WritebackConfig(), WaitPolicy.WAIT, False, True, 0.0, 1 << 20, 1, 0.0)
     with pytest.raises(RangeError, match="GiB are free"):
@@ -273,7 +273,7 @@ def test_resize_beyond_free_memory_raises_and_keeps_sizes(tier):
 
 
 def test_drop_cancels_planned_stores(caches):
-    """A save ended, its store was planned, and the drop went to the store in the same plan: before it."""
+    """Regression: a plan contained a transfer to the store and the drop, and the drop ran first."""
     cache = caches()
     request, chain = cache.ask(cache.chain(1)), cache.chain(1)
     planned = 0

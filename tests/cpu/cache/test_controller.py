@@ -53,7 +53,7 @@ def test_blocks_of_every_group_survive_a_round_trip(rigs, any_store):
 
 def test_second_controller_finds_stored_blocks(rigs, tmp_path):
     first = rigs(stores={"disk": disk_at(tmp_path)})
-    wanted = first.device(1)
+    expected = first.device(1)
     first.run(first.save([1], [0]))
     first.run(first.store([0], [3]))
     first.controller.close()
@@ -62,7 +62,7 @@ def test_second_controller_finds_stored_blocks(rigs, tmp_path):
     assert [(each.present, each.probe_id) for each in second.lookups] == [(KEYS[3], 0), (b"", 9)]
     (outcome,) = second.run(second.fetch([3], [5]))
     assert outcome.ok
-    assert second.host(5) == wanted
+    assert second.host(5) == expected
 
 
 def test_block_without_one_groups_object_is_a_miss(rigs):
@@ -152,13 +152,13 @@ def test_failed_fetch_leaves_host_slots_unchanged(rigs, fault):
 
 
 class Raises:
-    """A store that raises whatever it is asked."""
+    """A store whose calls all raise OSError."""
 
     def __getattr__(self, name):
         def call(*_, **__):
             raise OSError(f"cannot {name}")
 
-        if name in ("register", "unregister"):  # it need not know of memory
+        if name in ("register", "unregister"):  # these methods are optional
             raise AttributeError(name)
         return call if name != "close" else lambda: None
 
@@ -184,7 +184,7 @@ def test_inventory_that_fails_half_way_ends(rigs):
     class HalfScanned(MemoryStore):
         def scan(self, cursor="", limit=1000, *, timeout_s=None):
             page = super().scan(cursor, min(limit, 2), timeout_s=timeout_s)
-            return type(page)((), cursor, 0.0, "the disk is gone") if cursor else page
+            return type(page)((), cursor, 0.0, "the disk failed") if cursor else page
 
     store = HalfScanned(1 << 20)
     rig = rigs(stores={"disk": store})
@@ -192,7 +192,7 @@ def test_inventory_that_fails_half_way_ends(rigs):
     rig.run(rig.store([0, 1, 2], [0, 1, 2]))
     rig.run(Probe(4, "disk"))
     assert rig.lookups[-1] == StoreLookup("disk", probe_id=4)
-    assert rig.run(Drop("disk")) == []  # and so does a drop of all
+    assert rig.run(Drop("disk")) == []  # a drop of all objects ends, too
 
 
 def test_hung_store_does_not_delay_others(rigs):
@@ -217,15 +217,15 @@ def test_hung_store_does_not_delay_others(rigs):
 
 def test_close_with_work_in_flight_finishes_it(tmp_path):
     rig = Rig(stores={"disk": disk_at(tmp_path)})
-    wanted = rig.device(0)
+    expected = rig.device(0)
     rig.run(rig.save([0], [0]))
     rig.controller.submit(Plan(2, 0, (rig.store([0], [0]), rig.save([1, 2, 3], [1, 2, 3]), rig.load([0], [7]))))
     rig.controller.close()
     rig.controller.close()
-    assert rig.device(7) == wanted
+    assert rig.device(7) == expected
     again = Rig(stores={"disk": disk_at(tmp_path)})
     again.run(again.fetch([0], [4]))
-    assert again.host(4) == wanted
+    assert again.host(4) == expected
     again.controller.close()
 
 
@@ -264,7 +264,7 @@ def test_drop_of_keys_removes_objects_of_every_group(rigs):
     ],
 )
 def test_read_with_wrong_label_is_a_miss(rigs, label, ok):
-    """Whatever is stored under its key: what it says of itself must be right."""
+    """The label of an object must match, not only its key."""
     store = MemoryStore(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0], [0]))
@@ -281,7 +281,7 @@ def test_changed_host_blocks_are_reported_as_damaged(rigs):
     rig = rigs(stores={"disk": MemoryStore(1 << 20)})
     rig.run(rig.save([0, 1], [3, 4]))
     rig.run(rig.store([3], [0]))
-    rig.run(rig.fetch([0, 5], [6, 7]))  # the second is not there
+    rig.run(rig.fetch([0, 5], [6, 7]))  # the second is not stored
     deadline = time.monotonic() + 30
     while set(rig.controller._scrubber._sums) != {3, 4, 6}:
         assert time.monotonic() < deadline
@@ -311,7 +311,7 @@ def test_resize_host_keeps_the_remaining_slots(rigs):
     (outcome,) = rig.run(rig.save([4], [11]))
     assert outcome.ok
     assert rig.host(11) == rig.device(4)
-    (outcome,) = rig.run(rig.store([11], [6]))  # the stores' side uses the new memory, too
+    (outcome,) = rig.run(rig.store([11], [6]))  # transfers of stores use the new memory, too
     (outcome,) = rig.run(rig.fetch([6], [10]))
     assert outcome.ok
     assert rig.host(10) == rig.device(4)
@@ -324,19 +324,19 @@ def test_controller_release_keeps_host_blocks(rigs):
 
     rig = rigs()
     rig.run(rig.save([3], [2]))
-    wanted = rig.device(3)
+    expected = rig.device(3)
     rig.controller.release()
-    gone = [weakref.ref(cache) for cache in rig.caches]
+    references = [weakref.ref(cache) for cache in rig.caches]
     rig.caches = []
     gc.collect()
-    assert [reference() for reference in gone] == [None, None]
+    assert [reference() for reference in references] == [None, None]
     (outcome,) = rig.run(rig.load([2], [0]))
-    assert not outcome.ok  # asleep: a failure, and no crash
+    assert not outcome.ok  # without device tensors the load fails, and does not crash
     rig.caches = caches_of(4, seed=9)
     rig.controller.register(rig.caches)
     (outcome,) = rig.run(rig.load([2], [3]))
     assert outcome.ok
-    assert rig.device(3) == wanted
+    assert rig.device(3) == expected
 
 
 def test_poll_reports_host_growth_once(rigs):
@@ -346,7 +346,7 @@ def test_poll_reports_host_growth_once(rigs):
         host.wait_ready()
     (report,) = rig.controller.poll()
     assert report.num_host_slots == 5000
-    assert rig.controller.poll() == []  # told once
+    assert rig.controller.poll() == []  # reported once
 
 
 def test_layer_waits_return_as_layers_arrive(rigs):
@@ -391,7 +391,7 @@ def test_controller_with_mismatched_caches_raises():
 
 
 def test_copy_seconds_exclude_the_time_until_poll():
-    """A load that overlapped a step of a second was charged with that second, and then everything was recomputed."""
+    """Regression: a load that overlapped a step of 1 s was measured as 1 s, and every prefix was then recomputed."""
     caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
     controller = CacheController(layout_of(caches, 2), caches, 2)
     slots = slot_bytes(np.array([1], np.int32))
@@ -408,7 +408,7 @@ def test_copy_seconds_exclude_the_time_until_poll():
 
 
 def test_load_that_cannot_start_has_not_arrived():
-    """A step that started early took it for done, and gave out a token computed from rubbish."""
+    """Regression: a step that started early took the load for done, and computed a token from invalid KV."""
     caches = [torch.zeros(4, 1, 2, 2, 1, 2)]
     controller = CacheController(layout_of(caches, 2), caches, 2)
     good, bad = slot_bytes(np.array([1], np.int32)), slot_bytes(np.array([9], np.int32))
@@ -438,7 +438,7 @@ def test_controller_init_failure_leaves_no_thread():
 
 
 def test_layer_waits_outlast_their_timeout():
-    """A wait timed out, the layer was computed from what was there, and counted because its blocks came in the end."""
+    """Regression: a wait timed out, and the layer was computed before its blocks arrived."""
     may_go = threading.Event()
 
     def held(path, job, pieces):
@@ -446,7 +446,7 @@ def test_layer_waits_outlast_their_timeout():
         return run_path(path, job, pieces)
 
     rig = Rig(mover=held)
-    wanted = [host.slots()[3].clone() for host in rig.controller._hosts]
+    expected = [host.slots()[3].clone() for host in rig.controller._hosts]
     move = TransferRequest(
         1, Route.HOST_TO_DEVICE, "host", "device", *(slot_bytes(np.array([slot], np.int32)) for slot in (3, 5))
     )
@@ -469,6 +469,6 @@ def test_layer_waits_outlast_their_timeout():
     waits.before_layer(0)
     assert len(timeouts) >= 3
     first = LAYOUT.groups[0].span(range(1))
-    assert torch.equal(rig.caches[0][5][: first.nbytes], wanted[0][: first.nbytes])
+    assert torch.equal(rig.caches[0][5][: first.nbytes], expected[0][: first.nbytes])
     assert waits.arrived()
     rig.controller.close()

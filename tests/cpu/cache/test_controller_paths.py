@@ -71,7 +71,7 @@ def test_single_host_block_is_reported(rigs):
 
 
 def test_num_host_ready_is_that_of_the_slowest_group(monkeypatch):
-    """Memory comes two slots of the main group at a time, of which only the first two are there at first."""
+    """The memory of the main group grows by two slots at a time, and stops after the first two until `may_go`."""
     may_begin, may_go, make_present, made = threading.Event(), threading.Event(), HostMemory._make_present, []
 
     def held(self, offset: int, nbytes: int) -> None:
@@ -134,7 +134,7 @@ def test_resize_keeps_scrubbing_the_remaining_slots(rigs):
 
 
 def settle(scrubber) -> None:
-    """Until every new slot has been looked at, and all of them once more."""
+    """Verify every new slot, and then all slots again."""
     while scrubber._new:
         scrubber._verify_some()
     scrubber._verify_some()
@@ -207,7 +207,7 @@ def test_copy_seconds_are_those_of_the_slowest_group(rigs):
 
 
 def test_copy_failure_fails_only_the_affected_transfers(rigs):
-    """Blocks travel one by one; the third copy fails."""
+    """Blocks are copied one by one; the third copy fails."""
     calls = []
 
     def breaks_once(*arguments):
@@ -239,7 +239,7 @@ def test_save_that_cannot_start_does_not_fail_the_other(rigs):
 
 
 def test_copy_started_for_one_group_ends_before_its_report():
-    """The second group's tensor is shorter: its copy cannot start when the first group's is under way."""
+    """The tensor of the second group is shorter: its copy cannot start while that of the first group runs."""
     gate = Gate()
     caches = [caches_of(8)[0], caches_of(4)[1]]
     controller = CacheController(LAYOUT, caches, 8, mover=gate)
@@ -318,7 +318,7 @@ def test_wait_returns_when_a_copy_ends():
     controller.submit(Plan(1, 0, (TransferRequest(1, Route.DEVICE_TO_HOST, "device", "host", slots, slots),)))
     assert controller.is_busy
     assert controller.is_copying
-    controller.wait(0.001)  # it takes longer: no error
+    controller.wait(0.001)  # the end of the timeout is not an error
     waiting = Call(lambda: controller.wait(60))
     waiting.must_wait()
     assert controller.poll() == []
@@ -394,37 +394,39 @@ def test_store_worker_is_busy_until_results_are_taken(rigs):
     assert (worker.take(), worker.is_busy) == (([], []), False)
 
 
-class Small(MemoryStore):
-    """A store whose scans tell two objects at a time."""
+class SmallPages(MemoryStore):
+    """A store that scans two objects per page."""
 
     def scan(self, cursor="", limit=1000, *, timeout_s=None):
         return super().scan(cursor, min(limit, 2), timeout_s=timeout_s)
 
 
 def test_inventory_and_drop_all_read_every_page(rigs):
-    store = Small(1 << 20)
+    store = SmallPages(1 << 20)
     rig = rigs(stores={"disk": store})
     rig.run(rig.save([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
     rig.run(rig.store([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
     del store.objects[draft_of(KEYS[2])]
     rig.run(Probe(3, "disk"))
-    found = [key for each in rig.lookups for key in [each.present[i : i + 32] for i in range(0, len(each.present), 32)]]
-    assert sorted(found) == sorted(KEYS[i] for i in (0, 1, 3, 4))
+    present_keys = [
+        key for each in rig.lookups for key in [each.present[i : i + 32] for i in range(0, len(each.present), 32)]
+    ]
+    assert sorted(present_keys) == sorted(KEYS[i] for i in (0, 1, 3, 4))
     assert [each.probe_id for each in rig.lookups if each.probe_id] == [3]
     assert not any(each.absent for each in rig.lookups)
     rig.run(Drop("disk"))
     assert not store.objects
 
 
-class Wordy(MemoryStore):
-    """A store that fails to write, each object for a reason of its own."""
+class FailingWrites(MemoryStore):
+    """A store that fails to write, with another reason for each object."""
 
     def write(self, writes, **_):
         return Results(tuple(ObjectResult(ObjectStatus.FAILED, reason=f"reason {i}") for i in range(len(writes))), 0.0)
 
 
 def test_failed_store_names_three_reasons(rigs):
-    rig = rigs(stores={"disk": Wordy(1 << 20)})
+    rig = rigs(stores={"disk": FailingWrites(1 << 20)})
     rig.run(rig.save([0, 1, 2], [0, 1, 2]))
     (outcome,) = rig.run(rig.store([0, 1, 2], [0, 1, 2]))
     assert (outcome.ok, outcome.arrived, outcome.num_bytes) == (False, b"\0\0\0", 0)
@@ -439,25 +441,25 @@ def test_fetch_seconds_are_at_most_the_time_waited(rigs):
     assert 0 < outcome.seconds <= time.perf_counter() - began
 
 
-class Leaves(MemoryStore):
-    """A store that takes its time to let go of memory."""
+class SlowUnregister(MemoryStore):
+    """A store whose `unregister` blocks until `may_go`."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
         self.may_go = threading.Event()
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def register(self, memory: memoryview) -> None:
-        self.told.append("register" if len(memory) else "nothing")
+        self.calls.append("register" if len(memory) else "nothing")
 
     def unregister(self, memory: memoryview) -> None:
         assert self.may_go.wait(60)
-        memory[0] = memory[0]  # it is still there
-        self.told.append("unregister")
+        memory[0] = memory[0]  # it is still mapped
+        self.calls.append("unregister")
 
 
 def test_resize_waits_until_every_store_unregistered(rigs):
-    quick, slow = Leaves(), Leaves()
+    quick, slow = SlowUnregister(), SlowUnregister()
     quick.may_go.set()
     rig = rigs(stores={"quick": quick, "slow": slow})
     resizing = Call(lambda: rig.controller.resize_host(4, rig.caches))
@@ -465,8 +467,8 @@ def test_resize_waits_until_every_store_unregistered(rigs):
     slow.may_go.set()
     resizing.must_end()
     rig.run(rig.save([0], [0]))
-    rig.run(rig.store([0], [0], "quick"), rig.store([0], [0], "slow"))  # behind the registration
-    assert quick.told == slow.told == ["register"] * 2 + ["unregister"] * 2 + ["register"] * 2
+    rig.run(rig.store([0], [0], "quick"), rig.store([0], [0], "slow"))  # after the registration
+    assert quick.calls == slow.calls == ["register"] * 2 + ["unregister"] * 2 + ["register"] * 2
 
 
 def test_process_exits_without_close():

@@ -1,4 +1,4 @@
-"""What a cache shows to Prometheus, read back by Prometheus' own parser."""
+"""Metrics of the cache, read with Prometheus' own parser."""
 
 from __future__ import annotations
 

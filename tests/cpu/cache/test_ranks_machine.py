@@ -1,4 +1,4 @@
-"""The tiers of two ranks: one manager, two controllers with memory, copies and stores of their own that fail apart."""
+"""State machine of two ranks: one manager, and two controllers whose copies and stores fail independently."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Together:
                 controller.wait(timeout)
 
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
-        """Those of the first; the others settle theirs, as ranks do before they say that a step is done."""
+        """Return those of rank 0. The other ranks settle theirs first, as before they report a step as done."""
         for controller in self.all[1:]:
             controller.layer_waits(transfer_ids).arrived()
         return self.all[0].layer_waits(transfer_ids)
@@ -84,7 +84,7 @@ class Together:
 
 
 class RanksMachine(TiersMachine):
-    """The same for two ranks, each with heads of its own."""
+    """TiersMachine for two ranks, each with heads of its own."""
 
     steps: ClassVar[Counter[str]] = Counter()
     hits: ClassVar[Counter[str]] = Counter()
@@ -137,7 +137,7 @@ class RanksMachine(TiersMachine):
         return step.rows
 
     def compute(self, row) -> RowResult:
-        """Check every token the row looks back on, on every rank, then write its own."""
+        """Check the KV of the previous tokens on every rank, then write that of the row's own tokens."""
         request = row.request
         table, tokens, salt = request.allocation.table, request.chain.tokens, request.chain.salt
         for rank, group in enumerate(self.groups):
@@ -154,5 +154,5 @@ class RanksMachine(TiersMachine):
 
 
 def test_ranks_machine_never_reads_wrong_bytes():
-    """At least 6,000 steps; KVTIER_SOAK=200 makes more."""
+    """Run at least 6,000 steps; KVTIER_SOAK=200 runs more."""
     run(RanksMachine, 150)

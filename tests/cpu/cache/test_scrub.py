@@ -1,4 +1,4 @@
-"""What lies in host memory is looked after: what changed by itself is told of, and what was written is not."""
+"""Scrubber: reports blocks of host memory that changed by themselves, and not those that were written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPS = [CacheGroup.attention("main", 3, 2, 8, dt.f16, 4), CacheGroup.attention
 
 
 class Room:
-    """Host memory of two groups, and who looks after it all the time."""
+    """Host memory of two groups, and a scrubber that verifies it continuously."""
 
     def __init__(self, every_seconds: float = 0.0) -> None:
         self.hosts = self.new(6)
@@ -38,9 +38,9 @@ class Room:
         block = self.hosts[group].block(slot).numpy()
         block[self.random.integers(len(block))] ^= 1 << self.random.integers(8)
 
-    def wait_for(self, is_so) -> None:
+    def wait_for(self, condition) -> None:
         deadline = time.monotonic() + 30
-        while not is_so():
+        while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -48,9 +48,9 @@ class Room:
         self.wait_for(lambda: all(slot in self.scrubber._sums for slot in slots))
 
     def wait_for_damage(self) -> list[int]:
-        found: list[int] = []
-        self.wait_for(lambda: found.extend(self.scrubber.take_damaged()) or found)
-        return found
+        damaged: list[int] = []
+        self.wait_for(lambda: damaged.extend(self.scrubber.take_damaged()) or damaged)
+        return damaged
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def room():
 
 @pytest.fixture
 def quiet():
-    """The scrubber's thread sleeps: tests look themselves."""
+    """Yield a room whose scrubber thread sleeps; the tests call `_verify_some` themselves."""
     made = Room(every_seconds=3600.0)
     yield made
     made.scrubber.close()
@@ -78,7 +78,7 @@ def test_scrubber_reports_only_the_changed_block(room, group):
     room.wait_until_known(0, 2, 5)
     room.flip(2, group)
     assert room.wait_for_damage() == [2]
-    assert room.wait_for_damage() == [2]  # and again, until it is written
+    assert room.wait_for_damage() == [2]  # reported again until it is written
     room.write(2)
     room.wait_until_known(2)
     room.flip(5, group)
@@ -139,7 +139,7 @@ def test_scrubber_pass_verifies_as_many_blocks_as_the_rate(quiet, monkeypatch, n
 def test_scrubber_without_pause_uses_the_rate_of_100_ms(monkeypatch):
     monkeypatch.setattr(scrubber, "BYTES_PER_SECOND", (2 * BLOCK_BYTES + 1) / 0.1)
     room = Room()
-    room.scrubber.close()  # its thread; the looks are ours
+    room.scrubber.close()  # ends the thread; the test calls `_verify_some`
     room.write(0, 1, 2)
     room.scrubber._verify_some()
     assert list(room.scrubber._sums) == [0, 1]
@@ -155,12 +155,12 @@ def test_scrubber_rounds_verify_every_block(quiet, monkeypatch):
     assert not quiet.scrubber._new
     for slot in range(5):
         quiet.flip(slot, 0)
-    found = []
+    damaged = []
     for _ in range(3):
         quiet.scrubber._verify_some()
-        found.append(quiet.scrubber.take_damaged())
-    assert sorted(slot for some in found[:2] for slot in some) == sorted({*found[0], *found[1]})
-    assert {slot for some in found for slot in some} == {0, 1, 2, 3, 4}
+        damaged.append(quiet.scrubber.take_damaged())
+    assert sorted(slot for batch in damaged[:2] for slot in batch) == sorted({*damaged[0], *damaged[1]})
+    assert {slot for batch in damaged for slot in batch} == {0, 1, 2, 3, 4}
 
 
 def test_scrubber_sums_a_new_slot(quiet):

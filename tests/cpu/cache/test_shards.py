@@ -1,4 +1,4 @@
-"""What several ranks store: the same objects whatever their number, every byte in its place, a miss if one is lost."""
+"""Blocks stored by several ranks: the same objects for any number of ranks, and a miss if one is lost."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ NAMESPACE = hashlib.sha256(b"a model").digest()
 BLOCKS = 5
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(BLOCKS)]
 HOST = [4, 0, 5, 2, 3]
-"""The host slots of the blocks: in no order."""
+"""Host slots of the blocks, in no particular order."""
 
 
 @st.composite
 def layouts(draw):
-    """Four or eight KV heads; scales per head, indexers that every rank has, draft layers, a draft group, MLA."""
+    """Draw a layout with 4 or 8 KV heads; scales per head, indexers on every rank, draft layers, a draft group, MLA."""
     tokens, heads = draw(st.sampled_from([1, 2, 16])), draw(st.sampled_from([4, 8]))
     element = draw(st.sampled_from([dt.u8, dt.bf16, dt.f32, dt.fp8_e4m3, dt.u4]))
     extras = [
@@ -56,7 +56,7 @@ def layouts(draw):
 
 
 def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
-    """Random blocks: of every group its tensors, [block, outer, head, bytes of a head]; a single head if all share."""
+    """Return random tensors of every group, [block, outer, head, bytes of a head]; one head if all ranks share it."""
     random = np.random.default_rng(seed)
     made = []
     for group in layout.groups:
@@ -71,7 +71,7 @@ def blocks_of(layout: KVLayout, seed: int = 0) -> list[list[np.ndarray]]:
 
 
 def of_rank(layout: KVLayout, blocks: list[list[np.ndarray]], rank: int, num_ranks: int) -> list[np.ndarray]:
-    """The oracle: a rank's blocks of every group, [block, byte]: its heads of each tensor."""
+    """The oracle: return the blocks of a rank for every group, [block, byte], with its heads of each tensor."""
     mine = []
     for group, tensors in zip(layout.groups, blocks, strict=True):
         parts = []
@@ -85,7 +85,7 @@ def of_rank(layout: KVLayout, blocks: list[list[np.ndarray]], rank: int, num_ran
 
 
 class Ranks:
-    """So many controllers of one cache."""
+    """The `num_ranks` controllers of one cache."""
 
     def __init__(self, layout: KVLayout, num_ranks: int, num_shards: int, stores) -> None:
         self.layout, self.num_ranks = layout, num_ranks
@@ -110,11 +110,11 @@ class Ranks:
 
     def fill(self, blocks: list[list[np.ndarray]]) -> None:
         for rank, caches in enumerate(self.caches):
-            for cache, wanted in zip(caches, of_rank(self.layout, blocks, rank, self.num_ranks), strict=True):
-                cache.copy_(torch.from_numpy(wanted))
+            for cache, expected in zip(caches, of_rank(self.layout, blocks, rank, self.num_ranks), strict=True):
+                cache.copy_(torch.from_numpy(expected))
 
     def run(self, *tasks: TransferRequest | Probe | Drop) -> list[list[TransferResult]]:
-        """By rank, what became of it."""
+        """Run the tasks on every rank. Return the results by rank."""
         kinds = [tuple(task for task in tasks if isinstance(task, kind)) for kind in (TransferRequest, Probe, Drop)]
         done = []
         for rank, controller in enumerate(self.controllers):
@@ -149,10 +149,10 @@ class Ranks:
             for outcomes in self.run(self.transfer(purpose)):
                 assert all(outcome.ok for outcome in outcomes), outcomes
 
-    def must_hold(self, blocks: list[list[np.ndarray]]) -> None:
+    def assert_holds(self, blocks: list[list[np.ndarray]]) -> None:
         for rank, caches in enumerate(self.caches):
-            for cache, wanted in zip(caches, of_rank(self.layout, blocks, rank, self.num_ranks), strict=True):
-                np.testing.assert_array_equal(cache.numpy(), wanted)
+            for cache, expected in zip(caches, of_rank(self.layout, blocks, rank, self.num_ranks), strict=True):
+                np.testing.assert_array_equal(cache.numpy(), expected)
 
     def close(self) -> None:
         for controller in self.controllers:
@@ -190,14 +190,14 @@ def test_blocks_written_by_n_ranks_are_read_by_m(layout, num_writers, num_reader
         made[0].down()
         made.append(Ranks(layout, num_readers, 4, stores[0]))
         made[1].up()
-        made[1].must_hold(blocks)
+        made[1].assert_holds(blocks)
         made.append(Ranks(layout, num_readers, 4, stores[1]))
         made[2].fill(blocks)
         made[2].down()
-        assert payloads(stores[0]) == payloads(stores[1])  # byte for byte, whoever wrote them
+        assert payloads(stores[0]) == payloads(stores[1])  # byte for byte, for any number of writers
         made.append(Ranks(layout, num_writers, 4, stores[1]))
         made[3].up()
-        made[3].must_hold(blocks)
+        made[3].assert_holds(blocks)
     finally:
         for each in made:
             each.close()
@@ -215,9 +215,9 @@ def test_block_is_one_object_per_shard_and_one_shared(ranks, num_ranks):
             ),
         ),
     )
-    some = ranks(layout, num_ranks, 4, store)
-    some.fill(blocks_of(layout))
-    some.down()
+    cache_ranks = ranks(layout, num_ranks, 4, store)
+    cache_ranks.fill(blocks_of(layout))
+    cache_ranks.down()
     assert len(store.objects) == BLOCKS * (4 + 1 + 1)
     sizes = sorted({len(payload) for payload in payloads(store).values()})
     assert sizes == sorted({2 * 2 * 2 * 8 * 2, 2 * 2 * 5, 2 * 2 * 9 * 2})
@@ -249,12 +249,12 @@ def test_objects_of_other_shard_counts_do_not_collide(ranks):
     for num_shards in (1, 2, 4):
         again = ranks(layout, 1, num_shards, store)
         again.up()
-        again.must_hold(blocks_of(layout, num_shards))
+        again.assert_holds(blocks_of(layout, num_shards))
 
 
-@pytest.mark.parametrize(("most", "expected"), [(5000, [6, 6, 3]), (1, [3] * 5), (1 << 20, [15])])
-def test_gather_writes_blocks_in_bounded_batches(ranks, monkeypatch, most, expected):
-    monkeypatch.setattr(store_io, "_GATHER_BYTES", most)  # 5000: two blocks of it
+@pytest.mark.parametrize(("max_bytes", "expected"), [(5000, [6, 6, 3]), (1, [3] * 5), (1 << 20, [15])])
+def test_gather_writes_blocks_in_bounded_batches(ranks, monkeypatch, max_bytes, expected):
+    monkeypatch.setattr(store_io, "_GATHER_BYTES", max_bytes)  # 5000 bytes: two blocks
     layout = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f32, 4, extra=[TensorSpec("i", dt.u8, (3,))]),))
     calls: list[int] = []
 
@@ -264,13 +264,13 @@ def test_gather_writes_blocks_in_bounded_batches(ranks, monkeypatch, most, expec
             return super().write(writes, **options)
 
     store, blocks = Counting(1 << 22), blocks_of(layout)
-    some = ranks(layout, 1, 2, store)
-    some.fill(blocks)
-    some.down()
-    assert calls == expected  # of each block two shards, and what they share
+    cache_ranks = ranks(layout, 1, 2, store)
+    cache_ranks.fill(blocks)
+    cache_ranks.down()
+    assert calls == expected  # two shards and one shared object per block
     other = ranks(layout, 2, 2, store)
     other.up()
-    other.must_hold(blocks)
+    other.assert_holds(blocks)
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------
@@ -281,19 +281,19 @@ def test_disk_has_one_folder_per_shard_for_any_rank_count(tmp_path):
     url = f"disk:{tmp_path}?bytes=64MiB&segment=1MiB&free=0"
     for num_ranks in (1, 2, 4, 1):
         stores = [open_shards([url], Sharding(rank, num_ranks, 4).shards, 4) for rank in range(num_ranks)]
-        some = Ranks(layout, num_ranks, 4, stores)
+        cache_ranks = Ranks(layout, num_ranks, 4, stores)
         if blocks is None:
             blocks = blocks_of(layout)
-            some.fill(blocks)
-            some.down()
+            cache_ranks.fill(blocks)
+            cache_ranks.down()
         else:
-            some.run(Probe(99, "disk"))
-            for presences in some.presences:
+            cache_ranks.run(Probe(99, "disk"))
+            for presences in cache_ranks.presences:
                 assert sorted(b"".join(each.present for each in presences)) == sorted(b"".join(KEYS))
-            some.up()
-            some.must_hold(blocks)
+            cache_ranks.up()
+            cache_ranks.assert_holds(blocks)
         assert stores[0].stats.num_objects == BLOCKS * 4 // num_ranks
-        some.close()
+        cache_ranks.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-{i}-of-4" for i in range(4)]
 
 
@@ -313,7 +313,7 @@ def test_open_shards_failure_closes_the_others(tmp_path):
     open_shards([url], range(2), 2).close()  # the first is not locked
 
 
-# ---- what is there -------------------------------------------------------------------------------------------------
+# ---- lookups -------------------------------------------------------------------------------------------------------
 
 LAYOUT = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4), CacheGroup.mla("latent", 1, 6, dt.u8, 4)))
 
@@ -322,9 +322,9 @@ LAYOUT = KVLayout(4, (CacheGroup.attention("main", 2, 4, 8, dt.f16, 4), CacheGro
 @pytest.mark.parametrize("which", [0, 1])
 def test_block_without_one_shard_is_absent(ranks, num_ranks, which):
     store = MemoryStore(1 << 22)
-    some = ranks(LAYOUT, num_ranks, 4, store)
-    some.fill(blocks_of(LAYOUT))
-    some.down()
+    cache_ranks = ranks(LAYOUT, num_ranks, 4, store)
+    cache_ranks.fill(blocks_of(LAYOUT))
+    cache_ranks.down()
     parts = [
         part
         for rank in range(num_ranks)
@@ -333,50 +333,50 @@ def test_block_without_one_shard_is_absent(ranks, num_ranks, which):
     lost = next(part for part in parts if part.shard == (2 if which == 0 else None))
     del store.objects[lost.key_list(KEYS[1])[0]]
     owners = {rank for rank in range(num_ranks) if which == 1 or 2 in Sharding(rank, num_ranks, 4).shards}
-    some.run(Probe(5, "disk", b"".join(KEYS)))
-    some.run(Probe(6, "disk"))
-    for rank, (asked, *found) in enumerate(some.presences):
+    cache_ranks.run(Probe(5, "disk", b"".join(KEYS)))
+    cache_ranks.run(Probe(6, "disk"))
+    for rank, (asked, *found) in enumerate(cache_ranks.presences):
         expected = KEYS[1] if rank in owners else b""
         assert asked.absent == expected
         assert asked.present == b"".join(key for key in KEYS if key != expected)
         listed = b"".join(each.present for each in found)
         assert {listed[at : at + 32] for at in range(0, len(listed), 32)} == {*KEYS} - {expected}
-    for rank, (outcome,) in enumerate(some.run(some.transfer(Route.STORE_TO_HOST))):
+    for rank, (outcome,) in enumerate(cache_ranks.run(cache_ranks.transfer(Route.STORE_TO_HOST))):
         assert (outcome.ok, outcome.arrived) == ((False, b"\1\0\1\1\1") if rank in owners else (True, b""))
 
 
 def test_drop_removes_every_shard(ranks):
     store = MemoryStore(1 << 22)
-    some = ranks(LAYOUT, 2, 4, store)
-    some.fill(blocks_of(LAYOUT))
-    some.down()
-    some.run(Drop("disk", KEYS[0] + KEYS[1]))
+    cache_ranks = ranks(LAYOUT, 2, 4, store)
+    cache_ranks.fill(blocks_of(LAYOUT))
+    cache_ranks.down()
+    cache_ranks.run(Drop("disk", KEYS[0] + KEYS[1]))
     assert len(store.objects) == (BLOCKS - 2) * 5
-    some.run(Drop("disk"))
+    cache_ranks.run(Drop("disk"))
     assert not store.objects
 
 
 def test_drop_of_keys_reaches_the_store_of_every_shard(ranks):
     stores = ShardStores(tuple(MemoryStore(1 << 22) for _ in range(4)))
-    some = ranks(LAYOUT, 1, 4, stores)
-    some.fill(blocks_of(LAYOUT))
-    some.down()
+    cache_ranks = ranks(LAYOUT, 1, 4, stores)
+    cache_ranks.fill(blocks_of(LAYOUT))
+    cache_ranks.down()
     assert [len(store.objects) for store in stores.stores] == [2 * BLOCKS, BLOCKS, BLOCKS, BLOCKS]
-    some.run(Drop("disk", KEYS[0] + KEYS[1]))
+    cache_ranks.run(Drop("disk", KEYS[0] + KEYS[1]))
     assert [len(store.objects) for store in stores.stores] == [2 * (BLOCKS - 2), *[BLOCKS - 2] * 3]
-    some.run(Probe(5, "disk", b"".join(KEYS)))
-    assert some.presences[0][-1].absent == KEYS[0] + KEYS[1]
-    some.run(Drop("disk"))
+    cache_ranks.run(Probe(5, "disk", b"".join(KEYS)))
+    assert cache_ranks.presences[0][-1].absent == KEYS[0] + KEYS[1]
+    cache_ranks.run(Drop("disk"))
     assert not any(store.objects for store in stores.stores)
 
 
 def test_rank_without_own_parts_writes_nothing(ranks):
     layout = KVLayout(4, (CacheGroup.mla("latent", 2, 9, dt.bf16, 4),))
     stores = [MemoryStore(1 << 22), MemoryStore(1 << 22)]
-    some, blocks = ranks(layout, 2, 2, stores), blocks_of(layout)
-    some.fill(blocks)
-    some.run(some.transfer(Route.DEVICE_TO_HOST))
-    (first,), (second,) = some.run(some.transfer(Route.HOST_TO_STORE))
+    cache_ranks, blocks = ranks(layout, 2, 2, stores), blocks_of(layout)
+    cache_ranks.fill(blocks)
+    cache_ranks.run(cache_ranks.transfer(Route.DEVICE_TO_HOST))
+    (first,), (second,) = cache_ranks.run(cache_ranks.transfer(Route.HOST_TO_STORE))
     assert (first.ok, first.num_bytes) == (True, BLOCKS * layout.groups[0].block_bytes)
     assert (second.ok, second.num_bytes, second.arrived) == (True, 0, b"")
     assert [len(store.objects) for store in stores] == [BLOCKS, 0]
@@ -384,9 +384,9 @@ def test_rank_without_own_parts_writes_nothing(ranks):
 
 def test_unreadable_shard_leaves_its_bytes_unchanged(ranks):
     store, blocks = MemoryStore(1 << 22), blocks_of(LAYOUT)
-    some = ranks(LAYOUT, 1, 4, store)
-    some.fill(blocks)
-    some.down()
+    cache_ranks = ranks(LAYOUT, 1, 4, store)
+    cache_ranks.fill(blocks)
+    cache_ranks.down()
     bad = parts_of(LAYOUT.groups, Sharding(0, 1, 4))[1].key_list(KEYS[2])[0]
     again = ranks(LAYOUT, 1, 4, FaultyStore(store, [Fault(flip_bit=9, only=lambda key: key == bad)]))
     hosts = again.controllers[0]._hosts
@@ -395,9 +395,9 @@ def test_unreadable_shard_leaves_its_bytes_unchanged(ranks):
     ((outcome,),) = again.run(again.transfer(Route.STORE_TO_HOST))
     assert outcome.arrived == b"\1\1\0\1\1"
     kept = hosts[0].block(HOST[2]).numpy()
-    wanted = of_rank(LAYOUT, blocks, 0, 1)[0][2]
-    rows = (kept.reshape(-1, 4, 16), wanted.reshape(-1, 4, 16))
-    assert (rows[0][:, 1] == 0xEE).all()  # the shard that was damaged
+    expected = of_rank(LAYOUT, blocks, 0, 1)[0][2]
+    rows = (kept.reshape(-1, 4, 16), expected.reshape(-1, 4, 16))
+    assert (rows[0][:, 1] == 0xEE).all()  # the damaged shard
     np.testing.assert_array_equal(rows[0][:, [0, 2, 3]], rows[1][:, [0, 2, 3]])
 
 
@@ -425,7 +425,7 @@ class Cache:
                 controller.wait(0.01)
                 for report in controller.poll():
                     self.manager.apply(report)
-        raise AssertionError("no end")
+        raise AssertionError("the transfers did not finish")
 
     def compute(self, blocks) -> None:
         hold = self.manager.match(self.chain)
@@ -440,20 +440,20 @@ class Cache:
         self.settle(lambda: not self.manager.has_plans)
 
     def find(self, blocks) -> int:
-        """How many blocks of it are brought to the device; each is what it should be on every rank."""
+        """Load the chain to the device, check its blocks on every rank, and return their number."""
         fetch = self.manager.prefetch(self.chain)
         self.settle(lambda: self.manager.is_prefetched(fetch))
         hold = self.manager.match(self.chain, prefetch=fetch)
         self.manager.end_prefetch(fetch)
         assert self.manager.allocate(hold, 4 * hold.lease.num_matched) is None
         self.settle(lambda: self.manager.is_ready(hold))
-        found = hold.lease.num_matched
+        num_found = hold.lease.num_matched
         for rank, caches in enumerate(self.ranks.caches):
             for cache, mine in zip(caches, of_rank(LAYOUT, blocks, rank, self.ranks.num_ranks), strict=True):
-                for block in range(found):
+                for block in range(num_found):
                     np.testing.assert_array_equal(cache[int(hold.table[block])].numpy(), mine[block])
         self.manager.finish(hold)
-        return found
+        return num_found
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -483,7 +483,7 @@ def test_read_failure_on_one_rank_is_a_miss_on_all(fault, is_shared):
     fault.only = hits
 
     class Late(FaultyStore):
-        """Tells what it has, then fails to read one object."""
+        """A store that reports its objects correctly, and then fails to read one."""
 
         def contains(self, keys, **_):
             return self.inner.contains(keys)
@@ -496,14 +496,14 @@ def test_read_failure_on_one_rank_is_a_miss_on_all(fault, is_shared):
             return super().read_into(reads, **options)
 
     readers = Cache(2, [store, Late(store, [fault])], is_shared=is_shared)
-    assert readers.find(blocks) == 2  # the first two; the third failed on rank 1, what follows is of no use
+    assert readers.find(blocks) == 2  # the third failed on rank 1, and later blocks depend on it
     assert next(calls) == 1
     readers.manager.check()
     readers.ranks.close()
     writers.ranks.close()
 
 
-# ---- what cannot be ------------------------------------------------------------------------------------------------
+# ---- invalid arguments --------------------------------------------------------------------------------------------
 
 
 def test_sharding_that_does_not_divide_raises():

@@ -1,4 +1,4 @@
-"""Stores that want to know of the host tier's memory: told before the first write, until it is freed."""
+"""Registration of the host tier's memory with stores: before the first write, until the memory is freed."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from kvtier.worker.controller import CacheController, layout_of
 KEY = bytes(range(32))
 
 
-class Watches(MemoryStore):
-    """A store that notes what it is told of memory, and of each block it is to keep whether it lies in such memory."""
+class RecordingStore(MemoryStore):
+    """A store that records registrations of memory, and for each written block whether it is in registered memory."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
-        self.told: list[tuple[str, int, int]] = []
+        self.calls: list[tuple[str, int, int]] = []
         self.memory: dict[int, memoryview] = {}
-        self.is_known: list[bool] = []
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
+        self.is_registered: list[bool] = []
+        self.may_register = threading.Event()
+        self.may_register.set()
 
     def register(self, memory: memoryview) -> None:
-        self.may_go_on.wait(30)
-        memory[-1] = memory[-1]  # all of it is there
+        self.may_register.wait(30)
+        memory[-1] = memory[-1]  # all of it is mapped
         self.memory[address_of(memory)] = memory
-        self.told.append(("register", address_of(memory), len(memory)))
+        self.calls.append(("register", address_of(memory), len(memory)))
 
     def unregister(self, memory: memoryview) -> None:
-        memory[-1] = memory[-1]  # it still is
+        memory[-1] = memory[-1]  # it is still mapped
         del self.memory[address_of(memory)]
-        self.told.append(("unregister", address_of(memory), len(memory)))
+        self.calls.append(("unregister", address_of(memory), len(memory)))
 
     def write(self, writes, *, timeout_s=None) -> Results:
-        self.is_known += [self._knows(write) for write in writes]
+        self.is_registered += [self._contains(write) for write in writes]
         return super().write(writes, timeout_s=timeout_s)
 
     def close(self) -> None:
-        self.told.append(("close", 0, 0))
+        self.calls.append(("close", 0, 0))
         super().close()
 
-    def _knows(self, write: Write) -> bool:
+    def _contains(self, write: Write) -> bool:
         begin = address_of(write.payload)
         return any(at <= begin and begin + len(write.payload) <= at + len(m) for at, m in self.memory.items())
 
 
-class Refuses(Watches):
-    """A store that has no use for it, and says so."""
+class RefusingStore(RecordingStore):
+    """A store that refuses to register memory."""
 
     def register(self, memory: memoryview) -> None:
         raise StoreError(f"{len(memory)} bytes could not be registered")
@@ -70,7 +70,7 @@ def controller_of(caches: list[torch.Tensor], store: MemoryStore | ShardStores) 
 
 
 def keep_and_fetch(controller: CacheController, caches: list[torch.Tensor]) -> None:
-    """Device block 1 to host slot 2, to the store, back to host slot 3 and to device block 0."""
+    """Move device block 1 to host slot 2, to the store, back to host slot 3 and to device block 0."""
 
     def slots(slot: int) -> bytes:
         return slot_bytes(np.array([slot], np.int32))
@@ -99,49 +99,49 @@ def extents_of(controller: CacheController, what: str) -> list[tuple[str, int, i
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["store", "stores of shards"])
 def test_host_memory_is_registered_until_freed(is_sharded):
-    store, caches = Watches(), caches_of(4)
+    store, caches = RecordingStore(), caches_of(4)
     controller = controller_of(caches, ShardStores((store,)) if is_sharded else store)
     keep_and_fetch(controller, caches)
     expected = extents_of(controller, "register")
-    assert store.told == expected
+    assert store.calls == expected
     expected += extents_of(controller, "unregister")
     controller.resize_host(9, caches)
     expected += extents_of(controller, "register")
     keep_and_fetch(controller, caches)
-    assert store.told == expected
-    assert store.is_known == [True] * 4
+    assert store.calls == expected
+    assert store.is_registered == [True] * 4
     expected += extents_of(controller, "unregister")
     controller.close()
     controller.close()
-    assert store.told == [*expected, ("close", 0, 0), ("close", 0, 0)]
+    assert store.calls == [*expected, ("close", 0, 0), ("close", 0, 0)]
 
 
 def test_store_that_refuses_registration_still_works():
-    store, caches = Refuses(), caches_of(4)
+    store, caches = RefusingStore(), caches_of(4)
     controller = controller_of(caches, store)
     keep_and_fetch(controller, caches)
     controller.resize_host(9, caches)
     keep_and_fetch(controller, caches)
-    assert store.is_known == [False] * 4
+    assert store.is_registered == [False] * 4
     controller.close()
-    assert store.told == [("close", 0, 0)]
+    assert store.calls == [("close", 0, 0)]
 
 
 def test_slow_registration_does_not_block_reads():
-    store, caches = Watches(), caches_of(4)
-    store.may_go_on.clear()
+    store, caches = RecordingStore(), caches_of(4)
+    store.may_register.clear()
     controller = controller_of(caches, store)
     absent = TransferRequest(1, Route.STORE_TO_HOST, "far", "host", b"", slot_bytes(np.array([3], np.int32)), KEY)
     controller.submit(Plan(1, 0, (absent,)))
     while controller.is_busy:
         controller.wait(1.0)
         controller.poll()
-    assert store.told == []
+    assert store.calls == []
     expected = [*extents_of(controller, "register"), *extents_of(controller, "unregister")]
-    later = threading.Timer(0.2, store.may_go_on.set)
+    later = threading.Timer(0.2, store.may_register.set)
     later.start()
     controller.resize_host(9, caches)
-    assert store.told[:4] == expected
+    assert store.calls[:4] == expected
     controller.close()
     later.join()
     assert not store.memory

@@ -14,7 +14,7 @@ import torch
 NEEDED = ("transformers", "safetensors", "tokenizers", "jinja2")
 collect_ignore_glob = [] if all(importlib.util.find_spec(name) for name in NEEDED) else ["test_*.py"]
 
-# oneDNN believes a virtual machine that claims AMX and then refuses its instructions: bf16 matrices kill the process.
+# Some virtual machines report AMX but fault on its instructions: with it, oneDNN kills the process on bf16 matrices.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 TINY: dict[str, Any] = {
@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Two threads collapse when another process uses a core."""
+    """Run torch on one thread: two are very slow when another process uses a core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -57,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`checkpoint(kind, **save options) -> (folder, transformers' model)`; made once a session."""
+    """Return `checkpoint(kind, **save options) -> (folder, transformers' model)`, which makes each once a session."""
     made: dict[Any, tuple[Path, Any]] = {}
 
     def make(kind: str, **options: Any) -> tuple[Path, Any]:
@@ -73,7 +73,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def random_model(kind: str) -> Any:
-    """Weights large enough that attention, norms and biases matter to the logits."""
+    """Return a model with weights large enough that attention, norms and biases affect the logits."""
     import transformers
 
     name, changes = KINDS[kind]

@@ -1,4 +1,4 @@
-"""The cache never changes an answer: 500 requests of conversations, the same tokens whatever tiers lie below."""
+"""The cache never changes an answer: 500 requests of conversations give the same tokens with any set of tiers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def talks() -> list[list[list[int]]]:
-    """What users say, turn by turn, over three system prompts."""
+    """Return the user turns of conversations over three system prompts."""
     words = random.Random(11)
     systems = [[words.randrange(61) for _ in range(length)] for length in (9, 17, 30)]
     return [
@@ -44,8 +44,8 @@ def talks() -> list[list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def wanted(model, talks) -> Answers:
-    """Without any cache."""
+def expected(model, talks) -> Answers:
+    """Return the answers of an engine without a cache."""
     return play(make(model, CacheConfig(2000, prefix_caching=False)), talks)
 
 
@@ -55,68 +55,68 @@ def make(model: Model, cache: CacheConfig, store: Store | None = None) -> Engine
 
 
 def play(engine: Engine, talks: list[list[list[int]]]) -> Answers:
-    """Some conversations at a time; a turn is sent when the answer to the last one is there."""
+    """Play AT_ONCE conversations at a time; a turn is sent when the answer to the previous one has arrived."""
     answers: Answers = [[] for _ in talks]
-    said: dict[str, list[int]] = {}
-    heard: dict[str, list[int]] = {}
+    prompts: dict[str, list[int]] = {}
+    outputs: dict[str, list[int]] = {}
 
-    def say(name: str) -> None:
+    def send(name: str) -> None:
         done = answers[int(name)]
-        said[name] = said.get(name, []) + (list(done[-1]) if done else []) + talks[int(name)][len(done)]
-        heard[name] = []
-        engine.add(said[name], greedy(4), request_id=name)
+        prompts[name] = prompts.get(name, []) + (list(done[-1]) if done else []) + talks[int(name)][len(done)]
+        outputs[name] = []
+        engine.add(prompts[name], greedy(4), request_id=name)
 
     for start in range(0, len(talks), AT_ONCE):
         for i in range(start, start + AT_ONCE):
-            say(str(i))
+            send(str(i))
         while any(len(answers[i]) < NUM_TURNS for i in range(start, start + AT_ONCE)):
             for output in engine.step():
                 assert not output.error
-                heard[output.request_id].extend(output.token_ids)
+                outputs[output.request_id].extend(output.token_ids)
                 if output.finish_reason is not None:
-                    answers[int(output.request_id)].append(tuple(heard[output.request_id]))
+                    answers[int(output.request_id)].append(tuple(outputs[output.request_id]))
                     if len(answers[int(output.request_id)]) < NUM_TURNS:
-                        say(output.request_id)
+                        send(output.request_id)
         engine.scheduler.check()
     return answers
 
 
-def test_answers_with_device_only_equal_no_cache(model, talks, wanted):
+def test_answers_with_device_only_equal_no_cache(model, talks, expected):
     engine = make(model, CacheConfig(300))
-    assert play(engine, talks) == wanted
+    assert play(engine, talks) == expected
     assert engine.manager.stats.hit_tokens > 5000
 
 
 @pytest.mark.parametrize("write", WritePolicy)
-def test_answers_with_small_device_and_host_equal_no_cache(model, talks, wanted, write):
+def test_answers_with_small_device_and_host_equal_no_cache(model, talks, expected, write):
     engine = make(model, CacheConfig(90, host=HostConfig(800, saving=WritebackConfig(write)), always_load=True))
-    assert play(engine, talks) == wanted
+    assert play(engine, talks) == expected
     assert engine.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks > 100
     engine.close()
 
 
-def test_answers_with_disk_and_after_restart_equal_no_cache(model, talks, wanted, tmp_path):
+def test_answers_with_disk_and_after_restart_equal_no_cache(model, talks, expected, tmp_path):
     disk = StoreConfig("disk", wait=WaitPolicy.WAIT)
     cache = CacheConfig(90, host=HostConfig(120), stores=(disk,), always_load=True)
     for _ in range(2):
         store = DiskStore(tmp_path, 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
         engine = make(model, cache, store)
-        assert play(engine, talks) == wanted
+        assert play(engine, talks) == expected
         assert engine.manager.transfers.counts[Route.STORE_TO_HOST].num_blocks > 100
         engine.tiers.save_all()
         engine.close()
 
 
-def test_answers_with_failing_store_and_copies_equal_no_cache(model, talks, wanted):
+def test_answers_with_failing_store_and_copies_equal_no_cache(model, talks, expected):
     faults = random.Random(3)
 
-    def trouble():
+    def random_faults():
         while True:
             share = faults.random()
             bit = faults.randrange(4096)
             yield Fault("an error") if share < 0.1 else Fault(flip_bit=bit) if share < 0.2 else Fault()
 
-    store = FaultyStore(MemoryStore(1 << 30), trouble())
+    store = FaultyStore(MemoryStore(1 << 30), random_faults())
     disk = StoreConfig("disk", wait=WaitPolicy.DEADLINE)
     engine = make(model, CacheConfig(90, host=HostConfig(120), stores=(disk,)), store)
     for lane in engine.tiers._controller._transfers._lanes.values():
@@ -128,6 +128,6 @@ def test_answers_with_failing_store_and_copies_equal_no_cache(model, talks, want
             return mover(*arguments)
 
         lane._mover = sometimes
-    assert play(engine, talks) == wanted
+    assert play(engine, talks) == expected
     assert sum(route.num_failed for route in engine.manager.transfers.counts.values()) > 20
     engine.close()

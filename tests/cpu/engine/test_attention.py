@@ -1,4 +1,4 @@
-"""The CPU's fast attention and native code against the readable ones, over random block tables."""
+"""Fast attention and native code of the CPU against the plain versions, over random block tables."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def paged(seed, lengths, *, heads=(6, 2), dim=32, block_tokens=4):
-    """(queries and all keys and values by sequence, flat heads, cache of layer 1 of 3, batch); the cache is filled."""
+    """Return queries, keys and values by sequence, flat heads, the filled cache of layer 1 of 3, and the batch."""
     random = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     num_heads, kv_heads = heads
@@ -37,8 +37,8 @@ def paged(seed, lengths, *, heads=(6, 2), dim=32, block_tokens=4):
     return whole, parts, cache, ForwardBatch.build(inputs, block_tokens, CPU)
 
 
-def by_hand(q, keys, values):
-    """torch's own attention with a mask, after repeating keys and values."""
+def masked_attention(q, keys, values):
+    """Return torch's own attention with a mask, after repeating keys and values."""
     group = q.shape[1] // keys.shape[1]
     mask = torch.ones(len(q), len(keys), dtype=torch.bool).tril(len(keys) - len(q))
     q, keys, values = (
@@ -63,10 +63,10 @@ HEADS = st.sampled_from([(6, 2), (4, 4), (3, 1), (32, 1)])
 @settings(max_examples=80, deadline=None)
 def test_paged_attention_equals_masked_attention(lengths, heads, dim, block_tokens, seed, compiled):
     whole, parts, cache, batch = paged(seed, lengths, heads=heads, dim=dim, block_tokens=block_tokens)
-    wanted = torch.cat([by_hand(*each) for each in whole])
-    torch.testing.assert_close(paged_attention(parts.q, cache, batch), wanted, rtol=1e-4, atol=1e-5)
+    expected = torch.cat([masked_attention(*each) for each in whole])
+    torch.testing.assert_close(paged_attention(parts.q, cache, batch), expected, rtol=1e-4, atol=1e-5)
     fast = fast_paged_attention(parts.q, parts.k, parts.v, cache, batch, native().code if compiled else None)
-    torch.testing.assert_close(fast, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fast, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -74,9 +74,9 @@ def test_paged_attention_with_threads_equals_masked_attention(threads):
     torch.set_num_threads(threads)
     for lengths in ([(70, 1)], [(5, 1), (90, 1), (0, 1)]):
         whole, parts, cache, batch = paged(0, lengths)
-        wanted = torch.cat([by_hand(*each) for each in whole])
-        found = fast_paged_attention(parts.q, parts.k, parts.v, cache, batch, native().code)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        expected = torch.cat([masked_attention(*each) for each in whole])
+        actual = fast_paged_attention(parts.q, parts.k, parts.v, cache, batch, native().code)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 needs_compiler = pytest.mark.skipif(native().code is None, reason=native().reason)
@@ -98,7 +98,7 @@ def test_packed_matrix_equals_the_dequantised_one(kind, shape, threads):
         raw, exact = torch.from_numpy(stored), torch.from_numpy(gguf.quants.dequantize(stored, quant))
     packed = pack(kind, raw)
     code = native().code
-    # A unit vector picks a column: nothing is summed, so every bit must be there.
+    # A unit vector selects a column: nothing is summed, so every bit must be equal.
     for first in range(0, shape[1], 4):
         columns = torch.eye(shape[1])[first : first + 4]
         assert torch.equal(code.linear(columns, packed), exact[:, first : first + 4].t())
@@ -119,7 +119,7 @@ def test_packed_product_does_not_depend_on_other_rows(kind):
     if kind != "BF16":
         raw = torch.from_numpy(gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]))
     packed, code, rows = pack(kind, raw), native().code, torch.randn(16, 96)
-    for counts in (range(1, 5), range(5, 17)):  # one way of computing each, where there is AMX
+    for counts in (range(1, 5), range(5, 17)):  # with AMX, each range has a code path of its own
         together = code.linear(rows[: counts[-1]], packed)
         for count in counts:
             assert torch.equal(code.linear(rows[:count], packed), together[:count])
@@ -127,13 +127,13 @@ def test_packed_product_does_not_depend_on_other_rows(kind):
 
 
 @needs_compiler
-@pytest.mark.parametrize("without", [("AMX_BF16",), ("AMX_BF16", "AVX512F"), ("AMX_BF16", "AVX512F", "AVX2")])
-def test_packed_product_without_amx_or_avx_is_the_same(monkeypatch, tmp_path, without):
+@pytest.mark.parametrize("undefined", [("AMX_BF16",), ("AMX_BF16", "AVX512F"), ("AMX_BF16", "AVX512F", "AVX2")])
+def test_packed_product_without_amx_or_avx_is_the_same(monkeypatch, tmp_path, undefined):
     from kvtier.engine import native as module
 
     gguf = pytest.importorskip("gguf")
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(module, "_FLAGS", (*module._FLAGS, *(f"-U__{name}__" for name in without)))
+    monkeypatch.setattr(module, "_FLAGS", (*module._FLAGS, *(f"-U__{name}__" for name in undefined)))
     code = module.native.__wrapped__().code
     weight = torch.randn(48, 96)
     for kind in ("Q4_1", "Q8_0", "BF16"):
@@ -144,7 +144,7 @@ def test_packed_product_without_amx_or_avx_is_the_same(monkeypatch, tmp_path, wi
         together = code.linear(rows, packed)
         torch.testing.assert_close(together, native().code.linear(rows, packed), rtol=1e-5, atol=1e-5)
         one_by_one = torch.cat([code.linear(row[None], packed) for row in rows])
-        assert torch.equal(one_by_one, together)  # sums in the order of the columns, however many tokens there are
+        assert torch.equal(one_by_one, together)  # the order of the sums does not depend on the number of tokens
 
 
 def test_pack_of_unsupported_matrix_is_none():
@@ -159,8 +159,8 @@ def test_native_norm_silu_and_rope_equal_torch(threads):
     torch.set_num_threads(threads)
     fast, plain = CpuOps(), TorchOps()
     x, residual, weight = torch.randn(5, 96) * 4, torch.randn(5, 96), torch.randn(96)
-    wanted = plain.add_rms_norm(x, residual, weight, 1e-5)
-    torch.testing.assert_close(fast.add_rms_norm(x, residual.clone(), weight, 1e-5), wanted)
+    expected = plain.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(fast.add_rms_norm(x, residual.clone(), weight, 1e-5), expected)
     torch.testing.assert_close(fast.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
     gate_up = torch.cat([torch.linspace(-120, 120, 64), torch.randn(64)])[None].repeat(3, 1)
     torch.testing.assert_close(fast.silu_mul(gate_up), plain.silu_mul(gate_up))
@@ -178,11 +178,11 @@ def test_model_without_compiler_computes_the_same(monkeypatch, checkpoint):
     from kvtier.engine import load_model, ops
 
     folder, _ = checkpoint("llama")
-    wanted = Driver(load_model(folder), 1, 32).step({0: [5, 6, 7]})[0]
+    expected = Driver(load_model(folder), 1, 32).step({0: [5, 6, 7]})[0]
     monkeypatch.setattr(ops, "native", lambda: Native(None, "no compiler"))
     driver = Driver(load_model(folder), 1, 32)
-    found = torch.cat([driver.step({0: [token]})[0] for token in (5, 6, 7)])
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    actual = torch.cat([driver.step({0: [token]})[0] for token in (5, 6, 7)])
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_native_with_failing_compiler_has_a_reason(monkeypatch, tmp_path):
@@ -190,9 +190,9 @@ def test_native_with_failing_compiler_has_a_reason(monkeypatch, tmp_path):
 
     monkeypatch.setenv("CC", "/nonexistent/cc")
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
-    found = module.native.__wrapped__()
-    assert found.code is None
-    assert "compiling with /nonexistent/cc failed" in found.reason
+    actual = module.native.__wrapped__()
+    assert actual.code is None
+    assert "compiling with /nonexistent/cc failed" in actual.reason
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "no C compiler found" in module.native.__wrapped__().reason

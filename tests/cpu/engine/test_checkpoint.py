@@ -1,4 +1,4 @@
-"""Loading: shards, types, GGUF written here, and every way a checkpoint can be wrong."""
+"""Loading checkpoints: shards, dtypes, GGUF files written here, and invalid checkpoints of every kind."""
 
 import json
 import shutil
@@ -65,7 +65,7 @@ NAMES = {
 
 
 def write_gguf(path, architecture, oracle, *, quant=None, skip=(), factors=None):
-    """What llama.cpp's converter writes: q and k of llama interleaved, head by head."""
+    """Write what llama.cpp's converter writes: q and k of llama interleaved, head by head."""
     config, writer = oracle.config, gguf.GGUFWriter(path, architecture)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
@@ -114,7 +114,7 @@ def test_quantised_gguf_equals_dequantised_weights(checkpoint, tmp_path, quant):
     _, oracle = checkpoint("llama")
     kind = gguf.GGMLQuantizationType[quant]
     path = write_gguf(tmp_path / "m.gguf", "llama", oracle, quant=kind)
-    found = logits_of(path)
+    actual = logits_of(path)
     state = {}
     for name, value in oracle.state_dict().items():
         array = value.numpy()
@@ -124,8 +124,8 @@ def test_quantised_gguf_equals_dequantised_weights(checkpoint, tmp_path, quant):
     exact = type(oracle)(oracle.config).eval()
     exact.load_state_dict(state)
     with torch.inference_mode():
-        wanted = exact(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        expected = exact(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_gguf_uses_own_rope_factors_and_tied_embeddings(checkpoint, tmp_path):
@@ -214,10 +214,10 @@ def test_config_with_legacy_rope_fields_is_read():
     config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "hidden_size": 32}
     config |= {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 9, "rope_theta": 5e5}
     assert ModelConfig.from_hf(config).rope == RopeConfig(5e5)
-    found = ModelConfig.from_hf({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert found.rope == RopeConfig(5e5, "linear", 2.0)
-    assert found.num_kv_heads == 2
-    assert found.kv_token_elements == 2 * 32
+    actual = ModelConfig.from_hf({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert actual.rope == RopeConfig(5e5, "linear", 2.0)
+    assert actual.num_kv_heads == 2
+    assert actual.kv_token_elements == 2 * 32
     qwen = {**config, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 4096}
     assert ModelConfig.from_hf(qwen).qkv_bias
     assert not ModelConfig.from_hf(qwen).output_bias
@@ -231,11 +231,11 @@ def test_generation_config_adds_eos_tokens(checkpoint, tmp_path):
 
 def test_incomplete_folder_error_names_the_file(checkpoint, tmp_path):
     folder = copy_of(checkpoint("llama", max_shard_size="60KB")[0], tmp_path)
-    gone = sorted(folder.glob("*.safetensors"))[1]
-    gone.unlink()
-    with pytest.raises(CheckpointError, match=rf"1 of the \d+ shards .* missing: {gone.name}"):
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=rf"1 of the \d+ shards .* missing: {shard.name}"):
         load_model(folder)
-    gone.write_bytes(b"not safetensors")
+    shard.write_bytes(b"not safetensors")
     with pytest.raises(CheckpointError, match="not a readable safetensors file"):
         load_model(folder)
     (folder / "model.safetensors.index.json").write_text("{}")

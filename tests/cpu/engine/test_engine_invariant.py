@@ -1,6 +1,6 @@
-"""Batch-invariant mode through the whole engine: a prefix has one row of logits, bit for bit, however it came about.
+"""Batch-invariant mode in the whole engine: the logits after a prefix are bit-identical, however it was computed.
 
-Alone or in any batch, cut anywhere, recomputed, found in the cache, partly copied, evicted and preempted in between.
+Alone or in any batch, in any chunks, recomputed, cached, partly copied, after evictions and preemptions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def model(checkpoint, request):
 
 
 def record_alone(recorder: Recorder, prompt, params):
-    """The request by itself, in one chunk, with no cache: these are the bits it should have everywhere."""
+    """Run the request alone, in one chunk, without a cache, to record the expected bits. Return its tokens."""
     engine, _ = recorded(recorder, 64, 4, max_step_tokens=256, prefix_caching=False, recorder=recorder)
     name = engine.add(prompt, params)
     return finish(engine)[name].tokens
@@ -47,7 +47,7 @@ def test_logits_are_bit_identical_in_any_batch(model):
         given = prompts(seed, *random.integers(1, 20, 4).tolist(), shared=random.integers(0, 20, 4).tolist())
         requests = [(prompt, greedy(int(random.integers(1, 9)))) for prompt in given]
         recorder = Recorder(model)
-        wanted = [record_alone(recorder, *each) for each in requests]
+        expected = [record_alone(recorder, *each) for each in requests]
         num_known, num_again = len(recorder.seen), recorder.num_again
         engine, _ = recorded(
             model,
@@ -57,23 +57,23 @@ def test_logits_are_bit_identical_in_any_batch(model):
             prefix_caching=prefix_caching,
             recorder=recorder,
         )
-        assert [answer.tokens for answer in serve(engine, requests, seed)] == wanted
+        assert [answer.tokens for answer in serve(engine, requests, seed)] == expected
         assert recorder.different == []
-        assert recorder.num_again - num_again >= sum(map(len, wanted))  # every row was compared with one from alone
+        assert recorder.num_again - num_again >= sum(map(len, expected))  # every row was compared with an expected one
         assert len(recorder.seen) == num_known
 
     check()
 
 
 def test_preempted_request_continues_with_the_same_bits(model):
-    """Two requests in a cache that holds hardly more than one of them: every block is lost and made again."""
+    """Run two requests in a cache that holds hardly more than one: every block is evicted and recomputed."""
     given = prompts(1, 20, 21)
     recorder = Recorder(model)
-    wanted = [record_alone(recorder, prompt, greedy(10)) for prompt in given]
+    expected = [record_alone(recorder, prompt, greedy(10)) for prompt in given]
     engine, _ = recorded(model, 12, 4, recorder=recorder)
     names = [engine.add(prompt, greedy(10)) for prompt in given]
     answers = finish(engine)
-    assert [answers[name].tokens for name in names] == wanted
+    assert [answers[name].tokens for name in names] == expected
     assert sum(engine.explain(name).num_preempted for name in names) > 0
     assert recorder.different == []
 
@@ -83,20 +83,20 @@ def test_prefix_hits_and_partial_blocks_give_the_same_bits(model, block_tokens):
     (base,) = prompts(2, 40)
     cases = [base, base, base[:33], [*base[:30], 5, 6, 7], [*base[:9], 5], base[:1], [*base, 5, 6]]
     recorder = Recorder(model)
-    wanted = [record_alone(recorder, prompt, greedy(5)) for prompt in cases]
+    expected = [record_alone(recorder, prompt, greedy(5)) for prompt in cases]
     engine, _ = recorded(model, 512 // block_tokens, block_tokens, recorder=recorder)
     cached = []
-    for prompt, tokens in zip(cases, wanted, strict=True):
+    for prompt, tokens in zip(cases, expected, strict=True):
         name = engine.add(prompt, greedy(5))
         assert finish(engine)[name].tokens == tokens
         cached.append(engine.explain(name).num_cached_tokens)
     kept = 44 // block_tokens * block_tokens  # of the first request, whose last token is not stored
-    assert cached == [0, min(39, kept), 32, 30, 9, 0, min(40, kept)]  # parts of blocks too
+    assert cached == [0, min(39, kept), 32, 30, 9, 0, min(40, kept)]  # including partial blocks
     assert recorder.different == []
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests with shared prefixes come, are stepped, aborted, and the cache is reset; no answer is ever wrong."""
+    """Add, step and abort requests with shared prefixes, and reset the cache; every answer is correct."""
 
     model: Model
     expected: dict[tuple[object, ...], list[int]]
@@ -166,13 +166,13 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.manager.num_available == self.engine.config.cache.num_blocks
         for name, (prompt, params) in self.requests.items():
             for index in range(params.n):
-                found = self.answers.get((name, index))
+                answer = self.answers.get((name, index))
                 if name in self.aborted:
-                    assert found is None or found.reason in (None, FinishReason.LENGTH, FinishReason.STOP)
+                    assert answer is None or answer.reason in (None, FinishReason.LENGTH, FinishReason.STOP)
                     continue
-                assert found is not None
-                assert found.reason in (FinishReason.LENGTH, FinishReason.STOP)
-                assert found.tokens == self.tokens_alone(prompt, params)[index]
+                assert answer is not None
+                assert answer.reason in (FinishReason.LENGTH, FinishReason.STOP)
+                assert answer.tokens == self.tokens_alone(prompt, params)[index]
 
     def tokens_alone(self, prompt, params) -> list[list[int]]:
         key = (prompt, params)
@@ -200,18 +200,18 @@ def test_engine_machine_gives_correct_answers(checkpoint):
 
 
 def test_recorder_detects_a_changed_cache(model):
-    """A cache that is spoilt between two steps gives other bits."""
+    """A cache that changes between two steps gives different bits."""
     engine, recorder = recorded(model)
     (prompt,) = prompts(3, 20)
-    for spoil in (False, True):
+    for is_changed in (False, True):
         engine.add(prompt, greedy(3))
-        if spoil:
+        if is_changed:
             engine.groups[0].cache[:, 0, 1] += torch.tensor(1e-6)
         finish(engine)
-        assert bool(recorder.different) is spoil
+        assert bool(recorder.different) is is_changed
 
 
 def test_alone_equals_the_recording_engine(model):
-    """The helper of these tests says what the recording engine says."""
+    """The helper `alone` and the recording engine give the same tokens."""
     (prompt,) = prompts(4, 9)
     assert alone(model, prompt, greedy(5)).tokens == record_alone(Recorder(model), prompt, greedy(5))

@@ -1,4 +1,4 @@
-"""The engine against transformers: the same greedy tokens, whatever arrives when and however little room there is."""
+"""The engine against transformers: the same greedy tokens for any arrival order and cache size."""
 
 import os
 
@@ -57,10 +57,10 @@ def test_small_cache_causes_preemptions_and_hits(checkpoint):
     engine = make_engine(model, 16, 4, max_step_tokens=16)
     names = [engine.add(prompt, greedy(16)) for prompt in given]
     finish(engine)
-    told = [engine.explain(name) for name in names]
-    assert sum(each.num_preempted for each in told) > 2
+    explanations = [engine.explain(name) for name in names]
+    assert sum(each.num_preempted for each in explanations) > 2
     assert engine.manager.stats.hit_tokens > 0
-    assert all(each.num_new_tokens == 16 for each in told)
+    assert all(each.num_new_tokens == 16 for each in explanations)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A recorded run of the real engine, with device, host and disk, followed by the replay: hits by tier are the same."""
+"""Replay of a recorded run of the real engine with device, host and disk: the hits by tier are the same."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def test_replay_of_recorded_run_has_the_same_hits_by_tier(tmp_path, always_load)
     chosen = random.Random(1)
     with contextlib.closing(Recorder(tmp_path / "log.jsonl", steps=True)) as recorder:
         recorder.attach(engine.scheduler, now=engine._clock())
-        said: list[list[int]] = [[chosen.randrange(61) for _ in range(9)] for _ in range(8)]
+        prompts: list[list[int]] = [[chosen.randrange(61) for _ in range(9)] for _ in range(8)]
         for _ in range(4):
-            said = [prompt + [chosen.randrange(61) for _ in range(3)] for prompt in said]
-            names = {engine.add(prompt, greedy(5)): i for i, prompt in enumerate(said)}
-            found: dict[int, list[int]] = {}
+            prompts = [prompt + [chosen.randrange(61) for _ in range(3)] for prompt in prompts]
+            names = {engine.add(prompt, greedy(5)): i for i, prompt in enumerate(prompts)}
+            answers: dict[int, list[int]] = {}
             while engine.has_work():
                 for output in engine.step():
                     assert not output.error
-                    found.setdefault(names[output.request_id], []).extend(output.token_ids)
-            said = [prompt + found[i] for i, prompt in enumerate(said)]
-        wanted = {f"{name}#0": engine.explain(name) for name in [f"request-{i}" for i in range(32)]}
+                    answers.setdefault(names[output.request_id], []).extend(output.token_ids)
+            prompts = [prompt + answers[i] for i, prompt in enumerate(prompts)]
+        expected = {f"{name}#0": engine.explain(name) for name in [f"request-{i}" for i in range(32)]}
     scheduler = engine.scheduler.config
     engine.close()
     log = read_log(tmp_path / "log.jsonl")
-    found_again = follow(log, cache, scheduler)
-    assert found_again.tokens_from == {name: each.tokens_from for name, each in log.requests.items()}
-    assert {name: sum(tiers.values()) for name, tiers in found_again.tokens_from.items()} == {
-        name: each.num_cached_tokens for name, each in wanted.items()
+    replayed = follow(log, cache, scheduler)
+    assert replayed.tokens_from == {name: each.tokens_from for name, each in log.requests.items()}
+    assert {name: sum(tiers.values()) for name, tiers in replayed.tokens_from.items()} == {
+        name: each.num_cached_tokens for name, each in expected.items()
     }
-    tiers = {tier for each in found_again.tokens_from.values() for tier, count in each.items() if count}
-    assert tiers >= {"device", "host"}  # what is fetched from the disk and what is computed again is for speed to say
-    assert any(purpose == "store" for purpose, _, _ in found_again.outcomes)
+    tiers = {tier for each in replayed.tokens_from.values() for tier, count in each.items() if count}
+    assert tiers >= {"device", "host"}  # whether a block is fetched or recomputed depends on the speed
+    assert any(purpose == "store" for purpose, _, _ in replayed.outcomes)
     assert len(read_trace(tmp_path / "log.jsonl").requests) == 32

@@ -1,4 +1,4 @@
-"""What a request may ask of the engine, and what becomes of it when something goes wrong."""
+"""Options of requests, their finish reasons, and the effects of aborts and errors."""
 
 import functools
 import json
@@ -23,11 +23,11 @@ def model(checkpoint):
 
 @pytest.fixture(scope="module")
 def byte_tokenizer():
-    """Every byte is a token, so that characters fall apart in every way; 199 tokens are all the tiny model has."""
+    """Return a tokenizer with a token per byte, to split characters in every way; the tiny model has 199 tokens."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = list(bytes_to_unicode().values())
-    kept = letters[:128] + letters[160:230]  # ASCII-ish, and bytes that begin and continue characters
+    kept = letters[:128] + letters[160:230]  # mostly ASCII, and bytes that begin and continue characters
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(kept)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -63,13 +63,13 @@ def test_n_answers_share_the_blocks_of_the_prompt(model, length, shared):
 
 def test_n_answers_are_reproducible_with_any_cache(model):
     (prompt,) = prompts(1, 21)
-    found = []
+    results = []
     for prefix_caching, blocks in ((True, 64), (False, 64), (True, 12)):
         engine = make_engine(model, blocks, 4, prefix_caching=prefix_caching)
         name = engine.add(prompt, sampled(12, n=3))
         answers = finish(engine)
-        found.append([answers[name, index].tokens for index in range(3)])
-    assert found[0] == found[1] == found[2]
+        results.append([answers[name, index].tokens for index in range(3)])
+    assert results[0] == results[1] == results[2]
 
 
 def test_seed_gives_the_same_tokens_in_any_batch(model):
@@ -77,14 +77,14 @@ def test_seed_gives_the_same_tokens_in_any_batch(model):
     params = [
         sampled(10, seed=seed, temperature=0.7, top_p=0.9, penalties=Penalties(repetition=1.2)) for seed in range(4)
     ]
-    wanted = [alone(model, prompt, each).tokens for prompt, each in zip(given, params, strict=True)]
+    expected = [alone(model, prompt, each).tokens for prompt, each in zip(given, params, strict=True)]
     engine = make_engine(model, 20, 4, max_step_tokens=16)
-    assert [answer.tokens for answer in serve(engine, list(zip(given, params, strict=True)), 4)] == wanted
+    assert [answer.tokens for answer in serve(engine, list(zip(given, params, strict=True)), 4)] == expected
     other = alone(model, given[0], sampled(10, seed=77)).tokens
-    assert other != wanted[0]
+    assert other != expected[0]
 
 
-# ---- where an answer ends --------------------------------------------------------------------------------------------
+# ---- finish reasons --------------------------------------------------------------------------------------------------
 
 
 def test_stop_token_ends_the_answer_and_is_included(model):
@@ -105,20 +105,19 @@ def test_eos_ends_the_answer_unless_ignored(checkpoint, model):
             break
     assert answer.tokens[-1] == 2
     assert is_greedy(oracle, prompt, answer.tokens)
-    on = alone(model, prompt, greedy(6))
-    assert on.tokens[: len(answer.tokens)] == answer.tokens
-    assert len(on.tokens) == 6
-    least = alone(model, prompt, greedy(6, ignore_eos=False, min_tokens=6))
-    assert len(least.tokens) == 6
-    assert 2 not in least.tokens[:-1]
+    ignored = alone(model, prompt, greedy(6))
+    assert ignored.tokens[: len(answer.tokens)] == answer.tokens
+    assert len(ignored.tokens) == 6
+    delayed = alone(model, prompt, greedy(6, ignore_eos=False, min_tokens=6))
+    assert len(delayed.tokens) == 6
+    assert 2 not in delayed.tokens[:-1]
 
 
 def test_stop_text_is_cut_from_the_answer(model, byte_tokenizer):
     (prompt,) = prompts(5, 10)
     engine = make_engine(model, tokenizer=byte_tokenizer)
-    whole = finish(engine)  # nothing yet
     engine.add(prompt, greedy(40), request_id="whole")
-    text = finish(engine, whole)["whole"].text
+    text = finish(engine)["whole"].text
     for begin in range(0, len(text) - 3, 5):
         stop = text[begin : begin + 3]
         name = engine.add(prompt, greedy(40, stop=("\x00never", stop)))
@@ -126,7 +125,7 @@ def test_stop_text_is_cut_from_the_answer(model, byte_tokenizer):
         assert answer.text == text[: text.index(stop)]
         assert answer.reason is FinishReason.STOP
         assert stop in byte_tokenizer.decode(answer.tokens)
-        if not stop.endswith("\ufffd"):  # which may still become a character
+        if not stop.endswith("\ufffd"):  # a partial character may still become whole
             assert stop not in byte_tokenizer.decode(answer.tokens[:-1])
 
 
@@ -198,7 +197,7 @@ def test_invalid_prompt_raises(model):
 
 @pytest.mark.parametrize("token", [-1, 199])
 def test_stop_token_outside_the_vocabulary_raises(model, token):
-    """In a step they would end everybody's: an index beyond the logits."""
+    """Without the check, the index beyond the logits would fail the step of all requests."""
     engine = make_engine(model)
     with pytest.raises(RangeError, match=rf"stop_token_ids must be in \[0, 199\), got \(5, {token}\)"):
         engine.add([1], greedy(4, min_tokens=2, stop_token_ids=(5, token)))
@@ -215,13 +214,13 @@ def test_engine_logprobs_equal_transformers(checkpoint, model):
     requests = [(prompt, sampled(6, logprobs=5, temperature=0.8, top_k=50)) for prompt in given]
     for (prompt, _), answer in zip(requests, serve(engine, requests), strict=True):
         with torch.inference_mode():
-            wanted = oracle(torch.tensor([prompt + answer.tokens])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+            expected = oracle(torch.tensor([prompt + answer.tokens])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
         assert len(answer.logprobs) == 6
-        for token, found, row in zip(answer.tokens, answer.logprobs, wanted, strict=True):
-            assert found.chosen == pytest.approx(float(row[token]), abs=1e-4)
+        for token, actual, row in zip(answer.tokens, answer.logprobs, expected, strict=True):
+            assert actual.chosen == pytest.approx(float(row[token]), abs=1e-4)
             top = row.topk(5)
-            assert [token for token, _ in found.top] == top.indices.tolist()
-            np.testing.assert_allclose([value for _, value in found.top], top.values.numpy(), atol=1e-4)
+            assert [token for token, _ in actual.top] == top.indices.tolist()
+            np.testing.assert_allclose([value for _, value in actual.top], top.values.numpy(), atol=1e-4)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -229,7 +228,7 @@ def test_engine_logprobs_equal_transformers(checkpoint, model):
 
 def test_output_texts_join_to_the_decoded_tokens(model, byte_tokenizer):
     @given(seed=st.integers(0, 10**6), stop=st.sampled_from([(), ("é",), ("\ufffd\ufffd",)]))
-    @example(seed=43887, stop=("\ufffd\ufffd",))  # half a character at the end looked like the stop text
+    @example(seed=43887, stop=("\ufffd\ufffd",))  # half a character at the end was taken for the stop text
     @settings(max_examples=15, deadline=None)
     def check(seed, stop):
         engine = make_engine(model, 64, 4, tokenizer=byte_tokenizer)
@@ -262,8 +261,8 @@ real_tokenizer = functools.cache(load_tokenizer)
 
 def test_abort_frees_blocks_and_ends_output(model):
     engine = make_engine(model, 32, 4, prefix_caching=False)
-    kept, gone = prompts(10, 14, 30)
-    name, other = engine.add(kept, greedy(9)), engine.add(gone, sampled(9, n=3))
+    kept, aborted = prompts(10, 14, 30)
+    name, other = engine.add(kept, greedy(9)), engine.add(aborted, sampled(9, n=3))
     answers = Answers()
     for _ in range(4):
         answers.take(engine.step())
@@ -273,10 +272,10 @@ def test_abort_frees_blocks_and_ends_output(model):
     assert engine.manager.tree.tiers[0].pool.num_free == 32 - len(engine.scheduler.running[0].allocation.table)
     engine.scheduler.check()
     assert not engine.abort(other)
-    assert not engine.abort("nobody")
-    said = {key: len(answer.tokens) for key, answer in answers.items() if key[0] == other}
+    assert not engine.abort("unknown")
+    num_tokens_before = {key: len(answer.tokens) for key, answer in answers.items() if key[0] == other}
     finish(engine, answers)
-    assert {key: len(answer.tokens) for key, answer in answers.items() if key[0] == other} == said
+    assert {key: len(answer.tokens) for key, answer in answers.items() if key[0] == other} == num_tokens_before
     assert answers[name].tokens == alone(model, kept, greedy(9)).tokens
     assert engine.explain(other).state == "abort"
 
@@ -296,19 +295,18 @@ def test_abort_before_first_step_or_with_waiting_siblings(model):
 
 
 class Faulty(Model):
-    """Computes, writes to the cache, and raises when told to."""
+    """A model that computes, writes to the cache, and then raises `raise_next` once."""
 
     def __init__(self, model):
         super().__init__(model.config, model.weights, model.ops)
         self.raise_next = None
-        self.spoil = False
 
     def forward(self, batch, cache, before_layer=None):
         hidden = super().forward(batch, cache, before_layer)
         if self.raise_next is not None:
             error, self.raise_next = self.raise_next, None
             blocks = batch.slots // cache.shape[3]
-            cache[blocks, :, :, batch.slots % cache.shape[3]] = torch.nan  # half a step is worth nothing
+            cache[blocks, :, :, batch.slots % cache.shape[3]] = torch.nan  # the KV of a failed step is invalid
             raise error
         return hidden
 
@@ -330,7 +328,7 @@ def test_step_error_ends_only_its_requests(model, at):
     assert failed
     assert all("RuntimeError: the device fell over" in answers[key].error for key in failed)
     assert {key[0] for key in failed} < set(names)
-    assert (names[0], 1) in answers  # told of, also where the step failed before it began
+    assert (names[0], 1) in answers  # reported even if the step failed before it started
     for name, prompt in zip(names[1:], given[1:], strict=True):
         if (name, 0) not in failed:
             assert answers[name].tokens == alone(model, prompt, greedy(6)).tokens
@@ -339,8 +337,8 @@ def test_step_error_ends_only_its_requests(model, at):
     assert engine.manager.num_available == 32
 
 
-class GivesUp:
-    """Lets every token pass, and after some of them cannot say what may follow."""
+class FailingConstraint:
+    """A constraint that allows every token, and raises after `num_tokens` of them."""
 
     def __init__(self, num_tokens):
         self.num_left = num_tokens
@@ -357,7 +355,7 @@ class GivesUp:
 def test_failing_constraint_ends_only_its_request(model, num_tokens, n):
     engine = make_engine(model, 64, 4)
     mine, others = prompts(18, 9, 14)
-    params = sampled(8, n=n, ignore_eos=False, constraint=lambda: GivesUp(num_tokens))
+    params = sampled(8, n=n, ignore_eos=False, constraint=lambda: FailingConstraint(num_tokens))
     name, other = engine.add(mine, params), engine.add(others, greedy(8))
     answers = finish(engine)
     for index in range(n):
@@ -412,14 +410,14 @@ def test_failing_control_raises_and_requests_continue(model):
     assert done == [1]
 
 
-# ---- telling ---------------------------------------------------------------------------------------------------------
+# ---- explanations ----------------------------------------------------------------------------------------------------
 
 
 def test_explain_covers_running_and_recent_requests(model):
     engine = make_engine(model, 12, 4)
     (prompt,) = prompts(16, 17)
-    with pytest.raises(ArgumentError, match="request nobody is neither running"):
-        engine.explain("nobody")
+    with pytest.raises(ArgumentError, match="request unknown is neither running"):
+        engine.explain("unknown")
     cold = engine.add(prompt, greedy(3))
     assert engine.explain(cold).state == "waiting"
     engine.step()

@@ -1,4 +1,4 @@
-"""Whoever guesses, the answer is the one without guesses; and good guesses are taken."""
+"""Speculation with any proposer gives the same answers as without, and accepts correct drafts."""
 
 import os
 from dataclasses import replace
@@ -19,18 +19,18 @@ SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    """One whose bits do not depend on how many tokens are checked at once."""
+    """Return a model whose bits do not depend on the number of tokens verified at once."""
     return load_model(checkpoint("llama")[0], ops=InvariantOps())
 
 
 @pytest.fixture(scope="module")
 def draft(checkpoint):
-    """Another architecture and shape, the same vocabulary."""
+    """Return a model of another architecture and shape with the same vocabulary."""
     return load_model(checkpoint("qwen3")[0], ops=InvariantOps())
 
 
-class Wild:
-    """Guesses anything at all, now the truth and now not."""
+class RandomProposer:
+    """A proposer of random drafts, some correct and some not."""
 
     models = ()
 
@@ -56,36 +56,36 @@ def test_drafts_never_change_an_answer(model, draft):
         "ngram": lambda *_: NgramProposer(4, longest=3, shortest=1),
         "draft": lambda *_: DraftProposer(draft, 3),
         "itself": lambda *_: DraftProposer(model, 3),
-        "wild": lambda seed, truth: Wild(seed, truth),
+        "random": lambda seed, truth: RandomProposer(seed, truth),
     }
 
     @given(
         seed=st.integers(0, 10**6),
-        who=st.sampled_from(sorted(proposers)),
+        proposer_name=st.sampled_from(sorted(proposers)),
         block_tokens=st.sampled_from([1, 4, 16]),
-        room=st.sampled_from([52, 64, 256]),  # the longest has 38 tokens and 15 more; the last one's KV is not needed
+        room=st.sampled_from([52, 64, 256]),  # the longest has 38 + 15 tokens; the KV of the last one is not needed
         max_step_tokens=st.sampled_from([4, 32]),
         prefix_caching=st.booleans(),
     )
     @settings(max_examples=8 * SOAK, deadline=None)
-    def check(seed, who, block_tokens, room, max_step_tokens, prefix_caching):
+    def check(seed, proposer_name, block_tokens, room, max_step_tokens, prefix_caching):
         random = np.random.default_rng(seed)
         given = prompts(seed, *random.integers(1, 16, 4).tolist(), shared=random.integers(0, 16, 4).tolist())
-        given[0] += given[0][-4:] * 2  # something for n-grams
+        given[0] += given[0][-4:] * 2  # a repetition for n-grams
         kinds = (greedy, lambda count: SamplingParams(temperature=0.4, seed=seed, max_tokens=count))
         params = [kinds[random.integers(2)](int(random.integers(1, 16))) for _ in given]
-        wanted = [alone(model, *each) for each in zip(given, params, strict=True)]
-        truth = [(*prompt, *answer.tokens) for prompt, answer in zip(given, wanted, strict=True)]
+        expected = [alone(model, *each) for each in zip(given, params, strict=True)]
+        truth = [(*prompt, *answer.tokens) for prompt, answer in zip(given, expected, strict=True)]
         engine = make_engine(
             model,
             -(-room // block_tokens),
             block_tokens,
             max_step_tokens=max_step_tokens,
             prefix_caching=prefix_caching,
-            proposer=proposers[who](seed, truth),
+            proposer=proposers[proposer_name](seed, truth),
         )
-        found = serve(engine, list(zip(given, params, strict=True)), seed)
-        assert [(each.tokens, each.reason) for each in found] == [(each.tokens, each.reason) for each in wanted]
+        actual = serve(engine, list(zip(given, params, strict=True)), seed)
+        assert [(each.tokens, each.reason) for each in actual] == [(each.tokens, each.reason) for each in expected]
 
     check()
 
@@ -98,7 +98,7 @@ def steps_alone(engine, prompt, params):
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
 @pytest.mark.parametrize("temperature", [0.0, 1e-4])
 def test_self_draft_is_always_accepted(model, block_tokens, temperature):
-    """Also after a prefix hit and after part of a block was copied: the draft's KV came along."""
+    """Also after a prefix hit and a partial block copy, which include the KV of the draft."""
     engine = make_engine(model, 256 // block_tokens, block_tokens, proposer=DraftProposer(model, 4))
     params = SamplingParams(temperature=temperature, seed=1, ignore_eos=True, max_tokens=21)
     long, short = prompts(1, 37, 21, shared=[23, 23])
@@ -144,27 +144,27 @@ def test_drafts_need_no_more_blocks_than_the_answer(model, num_blocks):
     (prompt,) = prompts(4, 6)
     plain = make_engine(model, num_blocks, 4)
     guessing = make_engine(model, num_blocks, 4, proposer=DraftProposer(model, 4))
-    found, wanted = (steps_alone(engine, prompt, greedy(100)) for engine in (guessing, plain))
-    assert found.tokens == wanted.tokens
-    assert found.reason is FinishReason.LENGTH
+    actual, expected = (steps_alone(engine, prompt, greedy(100)) for engine in (guessing, plain))
+    assert actual.tokens == expected.tokens
+    assert actual.reason is FinishReason.LENGTH
     assert guessing.explain("request-0").num_preempted <= 1
 
 
 class Failing(Model):
-    """A draft model that fails when it guesses; what it is fed by the engine's steps is fine."""
+    """A draft model that fails when it drafts, but not when the engine's steps fill its cache."""
 
     def __init__(self, model):
         super().__init__(model.config, model.weights, model.ops)
 
     def logits(self, hidden):
         del hidden
-        raise RuntimeError("no guesses today")
+        raise RuntimeError("no drafts today")
 
 
 def test_failing_proposer_warns_and_answers_continue(model, draft):
     engine = make_engine(model, proposer=DraftProposer(Failing(draft), 2))
     (prompt,) = prompts(5, 9)
-    with pytest.warns(RuntimeWarning, match="no guesses today"):
+    with pytest.warns(RuntimeWarning, match="no drafts today"):
         answer = steps_alone(engine, prompt, greedy(6))
     assert answer.tokens == alone(model, prompt, greedy(6)).tokens
 
@@ -186,13 +186,13 @@ def test_draft_vocabulary_must_match_and_context_limits(model):
 def test_n_answers_with_drafts_are_the_same(model, draft):
     (prompt,) = prompts(7, 21)
     params = SamplingParams(temperature=0.3, seed=3, n=3, max_tokens=10, ignore_eos=True)
-    found = []
+    actual = []
     for proposer in (None, DraftProposer(draft, 3), DraftProposer(model, 3)):
         engine = make_engine(model, 24, 4, proposer=proposer)
         name = engine.add(prompt, params)
         answers = finish(engine)
-        found.append([answers[name, index].tokens for index in range(3)])
-    assert found[0] == found[1] == found[2]
+        actual.append([answers[name, index].tokens for index in range(3)])
+    assert actual[0] == actual[1] == actual[2]
 
 
 def test_drafts_respect_penalties_logprobs_and_min_tokens(model):
@@ -202,12 +202,12 @@ def test_drafts_respect_penalties_logprobs_and_min_tokens(model):
         greedy(20, logprobs=2),
         greedy(20, ignore_eos=False, min_tokens=20),
     ):
-        wanted = alone(model, prompt, params)
-        engine = make_engine(model, proposer=Wild(1, [prompt + wanted.tokens]))
-        found = steps_alone(engine, prompt, params)
-        assert found.tokens == wanted.tokens
-        assert found.logprobs == wanted.logprobs
-        assert found.num_steps < wanted.num_steps
+        expected = alone(model, prompt, params)
+        engine = make_engine(model, proposer=RandomProposer(1, [prompt + expected.tokens]))
+        actual = steps_alone(engine, prompt, params)
+        assert actual.tokens == expected.tokens
+        assert actual.logprobs == expected.logprobs
+        assert actual.num_steps < expected.num_steps
 
 
 def test_invalid_proposer_raises(model):

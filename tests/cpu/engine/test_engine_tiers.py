@@ -56,21 +56,21 @@ def make(
             low_share=st.sampled_from([0.3, 1.0]),
         ),
     ),
-    beside_compute=st.booleans(),
+    overlaps_compute=st.booleans(),
 )
 @settings(max_examples=6 * SOAK, deadline=None)
-def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, beside_compute):
+def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, overlaps_compute):
     talks = conversations(random, 5)
-    wanted = talk(make(model, 400, None, caching=False), talks)
+    expected = talk(make(model, 400, None, caching=False), talks)
     engine = make(model, num_blocks, host)
-    if beside_compute:  # as on a GPU: what no step needs is begun behind its compute, and heard of while it runs
+    if overlaps_compute:  # as on a GPU: other transfers start after the compute of a step and are polled while it runs
         engine.tiers._controller.overlaps_compute = True
-        engine._choose._to_list = listening(engine)
-    assert talk(engine, talks) == wanted
+        engine._choose._to_list = polling(engine)
+    assert talk(engine, talks) == expected
 
 
-def listening(engine: Engine):
-    """Brings tokens to the host as a GPU's copies do: hears of transfers until there are none."""
+def polling(engine: Engine):
+    """Return a function that copies tokens to the host as on a GPU: it polls transfers until none is in flight."""
 
     def to_list(tokens: torch.Tensor) -> list[int]:
         while engine.tiers.poll_while_waiting():
@@ -82,7 +82,7 @@ def listening(engine: Engine):
 
 def test_poll_while_waiting_polls_until_copies_end(model):
     engine = make(model, 40, None)
-    assert not engine.tiers.poll_while_waiting()  # there are no tiers below
+    assert not engine.tiers.poll_while_waiting()  # there are no lower tiers
     engine.close()
     engine = make(model, 40, HostConfig(40))
     assert not engine.tiers.poll_while_waiting()
@@ -105,66 +105,66 @@ def test_poll_while_waiting_ignores_store_transfers(model, tmp_path):
     engine.add([1] * 21, greedy(1))
     while engine.manager.transfers.counts[Route.DEVICE_TO_HOST].num_blocks < 5:
         engine.step()
-    engine.tiers.submit(engine.manager.plan())  # what has come to the host goes on
+    engine.tiers.submit(engine.manager.plan())  # blocks on the host are stored
     assert engine.manager.transfers.num_blocks(Route.HOST_TO_STORE, "disk") > 0
     assert not engine.tiers.poll_while_waiting()
     engine.close()
 
 
 def test_saves_start_after_compute_and_loads_before(model):
-    """A save waits for the compute to be given to the device; a load that the step starts with does not."""
+    """A save is submitted after the compute of its step; a load that the step needs is submitted before."""
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
-    begun: list[str] = []
+    order: list[str] = []
     controller, logits = engine.tiers._controller, engine.groups[0].logits
     submit = controller.submit
 
-    def told(plan, after=None):
-        begun.extend(transfer.route.value for transfer in plan.transfers)
+    def recorded_submit(plan, after=None):
+        order.extend(transfer.route.value for transfer in plan.transfers)
         submit(plan, after)
 
-    def computed(*arguments):
-        begun.append("compute")
+    def recorded_logits(*arguments):
+        order.append("compute")
         return logits(*arguments)
 
-    controller.submit, engine.groups[0].logits = told, computed
+    controller.submit, engine.groups[0].logits = recorded_submit, recorded_logits
     run(engine, [1] * 21, 6)
-    assert begun == ["compute", "compute", "save", *begun[3:]]
-    assert begun.count("save") >= 2
+    assert order == ["compute", "compute", "save", *order[3:]]
+    assert order.count("save") >= 2
     engine.tiers.demote(engine.chain([1] * 21))
-    begun.clear()
+    order.clear()
     run(engine, [1] * 21, 1)
-    assert begun == ["load", "compute"]
+    assert order == ["load", "compute"]
     assert not engine.manager.plan()
     engine.close()
 
 
 def test_saves_are_polled_after_compute_and_when_idle(model):
-    """Where nothing is computed, as for a request that waits for a save to give room, they are heard of at once."""
+    """A step without compute, as for a request that waits for a save to free blocks, polls saves at once."""
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
-    heard: list[str] = []
+    order: list[str] = []
     controller, logits = engine.tiers._controller, engine.groups[0].logits
     poll = controller.poll
 
-    def told(*, loads_only=False):
-        heard.append("loads" if loads_only else "all")
+    def recorded_poll(*, loads_only=False):
+        order.append("loads" if loads_only else "all")
         return poll(loads_only=loads_only)
 
-    def computed(*arguments):
-        heard.append("compute")
+    def recorded_logits(*arguments):
+        order.append("compute")
         return logits(*arguments)
 
-    controller.poll, engine.groups[0].logits = told, computed
+    controller.poll, engine.groups[0].logits = recorded_poll, recorded_logits
     engine.add([1] * 21, greedy(6))
     engine.step()
     engine.step()
-    assert heard == ["loads", "compute", "all", "loads", "compute", "all"]
+    assert order == ["loads", "compute", "all", "loads", "compute", "all"]
     while engine.scheduler.has_work():
         engine.step()
-    heard.clear()
+    order.clear()
     engine.step()
-    assert heard == ["loads", "all"]
+    assert order == ["loads", "all"]
     while engine.has_work():
         engine.step()
     assert engine.manager.stats.tiers[1].num_used > 0
@@ -178,7 +178,7 @@ def test_failed_step_submits_its_plan(model):
     engine.step()
 
     def broken(*_):
-        raise RuntimeError("the device is on fire")
+        raise RuntimeError("the device failed")
 
     engine.groups[0].logits = broken
     while engine.scheduler.has_work():
@@ -198,7 +198,7 @@ def run(engine: Engine, prompt: list[int], num_tokens: int) -> None:
 
 
 def break_copies(engine: Engine, faults, share: float) -> None:
-    """Some of the copies between device and host fail from now on."""
+    """Make a share of the copies between device and host fail."""
     for lane in engine.tiers._controller._transfers._lanes.values():
         mover = lane._mover
 
@@ -214,10 +214,10 @@ def test_answers_are_unchanged_by_failing_copies(model):
     import random
 
     talks = conversations(random.Random(1), 6)
-    wanted = talk(make(model, 400, None, caching=False), talks)
+    expected = talk(make(model, 400, None, caching=False), talks)
     engine = make(model, 16, HostConfig(60))
     break_copies(engine, random.Random(2), 0.3)
-    assert talk(engine, talks) == wanted
+    assert talk(engine, talks) == expected
     counts = engine.manager.transfers.counts
     assert counts[Route.DEVICE_TO_HOST].num_failed > 0
     assert counts[Route.HOST_TO_DEVICE].num_failed > 0
@@ -236,13 +236,13 @@ def test_host_hits_are_counted(model):
 
 
 def test_draft_blocks_are_moved_with_the_main_blocks(model):
-    """The model drafts for itself: with its KV right, also after a load, every guess is kept."""
+    """The model drafts for itself: if its KV is correct, also after a load, every draft is accepted."""
     import random
 
     talks = conversations(random.Random(5), 4)
-    wanted = talk(make(model, 400, None, caching=False), talks)
+    expected = talk(make(model, 400, None, caching=False), talks)
     engine = make(model, 24, HostConfig(100), proposer=DraftProposer(model, 3))
-    assert talk(engine, talks) == wanted
+    assert talk(engine, talks) == expected
     assert engine.manager.transfers.counts[Route.HOST_TO_DEVICE].num_blocks > 0
 
 
@@ -259,13 +259,13 @@ def test_disk_and_restart_never_change_an_answer(
     model, random, num_blocks, num_host, wait, is_shared, saving, tmp_path_factory
 ):
     talks = conversations(random, 5)
-    wanted = talk(make(model, 400, None, caching=False), talks)
+    expected = talk(make(model, 400, None, caching=False), talks)
     folder = tmp_path_factory.mktemp("disk")
     disk = StoreConfig("disk", saving, wait, is_shared=is_shared)
-    for _ in range(2):  # and once more from what the first left on disk
+    for _ in range(2):  # the second time from the disk of the first
         store = DiskStore(folder, 64 << 20, segment_bytes=1 << 20, min_free_bytes=0)
         engine = make(model, num_blocks, HostConfig(num_host), disk=disk, stores={"disk": store})
-        assert talk(engine, talks) == wanted
+        assert talk(engine, talks) == expected
         engine.tiers.save_all()
         engine.scheduler.check()
         engine.close()

@@ -30,9 +30,9 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def llm(tiny_model):
-    made = LLM(tiny_model, EngineConfig(16, CacheConfig(256)))
-    yield made
-    made.close()
+    instance = LLM(tiny_model, EngineConfig(16, CacheConfig(256)))
+    yield instance
+    instance.close()
 
 
 def test_llm_answers_correctly_and_caches_the_prompt():
@@ -74,7 +74,7 @@ def test_llm_bad_prompt_leaves_no_request_behind(llm):
 def test_llm_used_by_threads_answers_each_correctly(llm):
     prompts = [f"The number {number} is" for number in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    wanted = [each[0].token_ids for each in llm.generate(prompts, params)]
+    expected = [each[0].token_ids for each in llm.generate(prompts, params)]
     start = threading.Barrier(4)
 
     def generate(prompt):
@@ -82,13 +82,13 @@ def test_llm_used_by_threads_answers_each_correctly(llm):
         return [llm.generate(prompt, params)[0][0].token_ids for _ in range(2)]
 
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(generate, prompts))
-    assert found == [[each] * 2 for each in wanted]
+        actual = list(threads.map(generate, prompts))
+    assert actual == [[each] * 2 for each in expected]
     assert not llm.engine.has_work()
 
 
 class InterruptsMain:
-    """A constraint that allows every token but the end, and interrupts the main thread once, at the third."""
+    """A constraint that allows every token except the end, and interrupts the main thread at the third token."""
 
     def __init__(self):
         self.num_tokens = 0
@@ -103,7 +103,7 @@ class InterruptsMain:
 
 
 def test_llm_interrupted_cancels_its_requests(llm):
-    wanted = llm.generate("Once upon", GREEDY)
+    expected = llm.generate("Once upon", GREEDY)
     interrupts = SamplingParams(max_tokens=400, constraint=InterruptsMain)
     endless = SamplingParams(max_tokens=400, ignore_eos=True)
     with pytest.raises(KeyboardInterrupt):
@@ -111,7 +111,7 @@ def test_llm_interrupted_cancels_its_requests(llm):
     assert not llm.engine.has_work()
     assert llm.engine.manager.stats.num_allocations == 0
     llm.engine.scheduler.check()
-    assert llm.generate("Once upon", GREEDY)[0][0].text == wanted[0][0].text
+    assert llm.generate("Once upon", GREEDY)[0][0].text == expected[0][0].text
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -132,10 +132,10 @@ def test_llm_in_forked_child_raises(llm):
 
 
 def test_llm_closed_refuses_calls(tiny_model):
-    made = LLM(tiny_model, EngineConfig(16, CacheConfig(16)))
-    made.close()
+    instance = LLM(tiny_model, EngineConfig(16, CacheConfig(16)))
+    instance.close()
     with pytest.raises(ClosedError, match="this LLM was closed"):
-        made.generate([1], GREEDY)
+        instance.generate([1], GREEDY)
 
 
 def test_llm_progress_is_shown_on_request(llm, capsys):
@@ -152,9 +152,9 @@ def test_llm_with_unknown_model_raises():
 
 @pytest.fixture
 def runner(llm):
-    made = EngineRunner(Engine(llm.engine.model, llm.tokenizer, EngineConfig(16, CacheConfig(128))))
-    yield made
-    made.close()
+    instance = EngineRunner(Engine(llm.engine.model, llm.tokenizer, EngineConfig(16, CacheConfig(128))))
+    yield instance
+    instance.close()
 
 
 def test_runner_streams_on_other_threads(runner):
@@ -178,18 +178,18 @@ def test_runner_stream_closed_early_aborts_the_request(runner):
 
 
 def test_runner_submit_cancelled_early_is_harmless(runner):
-    """Its place in the engine's queue was found cancelled, and that ended the engine."""
-    holding, may_go = threading.Event(), threading.Event()
+    """Regression: a cancelled future in the queue of the engine ended the engine."""
+    holding, may_continue = threading.Event(), threading.Event()
 
     def hold(_: Engine) -> None:
         holding.set()
-        assert may_go.wait(60)
+        assert may_continue.wait(60)
 
     runner.call(hold)
     assert holding.wait(60)
     added = runner.submit("Once upon a time", ENDLESS, lambda _: None)
     assert added.cancel()
-    may_go.set()
+    may_continue.set()
     assert runner.call(lambda _: 7).result() == 7
     assert runner.call(lambda engine: len(engine._live)).result() == 0
     assert list(runner.stream("Once", GREEDY))
@@ -218,25 +218,25 @@ def test_runner_engine_failure_ends_streams_and_calls(runner):
 
 
 def test_runner_engine_failure_fails_waiting_calls(llm):
-    told = []
+    errors = []
     engine = Engine(llm.engine.model, llm.tokenizer, EngineConfig(16, CacheConfig(64)))
-    runner = EngineRunner(engine, told.append)
-    entered, go_on = threading.Event(), threading.Event()
+    runner = EngineRunner(engine, errors.append)
+    entered, may_fail = threading.Event(), threading.Event()
 
     def broken() -> None:
         entered.set()
-        go_on.wait(60)
+        may_fail.wait(60)
         raise OSError("the power is off")
 
     runner.call(lambda engine: engine.control(broken)).result()
     assert entered.wait(60)
-    waiting = runner.call(lambda engine: engine.has_work())  # behind the step that will not end well
-    go_on.set()
+    waiting = runner.call(lambda engine: engine.has_work())  # queued behind the step that fails
+    may_fail.set()
     with pytest.raises(ClosedError) as caught:
         waiting.result(60)
     assert isinstance(caught.value.__cause__, OSError)
     runner.close()
-    assert [type(error) for error in told] == [OSError]
+    assert [type(error) for error in errors] == [OSError]
 
 
 def test_runner_close_ends_open_streams(runner):
@@ -253,10 +253,10 @@ def test_cli_chat_and_generate_print_answers(capsys, monkeypatch):
     lines = iter(["What is the capital of France?", "And of Italy?", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     assert main(["chat", "-v", "--max-tokens", "12"]) == 0
-    told = capsys.readouterr()
-    assert told.out.splitlines()[0] == "The capital of France is Paris."
-    assert "37 tokens, 0 cached" in told.err
-    assert "32 cached" in told.err or "44 cached" in told.err
+    output = capsys.readouterr()
+    assert output.out.splitlines()[0] == "The capital of France is Paris."
+    assert "37 tokens, 0 cached" in output.err
+    assert "32 cached" in output.err or "44 cached" in output.err
     assert main(["generate", "Once upon a time", "--max-tokens", "4", "--draft-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("Once upon a time,")
 

@@ -1,4 +1,4 @@
-"""The model against transformers: the same logits at every position, the same greedy tokens, however it is batched."""
+"""The model against transformers: the same logits at every position and the same greedy tokens, in any batch."""
 
 import numpy as np
 import pytest
@@ -31,20 +31,20 @@ def test_model_logits_equal_transformers_at_every_position(checkpoint, kind, ops
     model = load_model(folder, ops=ops)
     given = prompts(90, 1, 17, 33)
     schedule = random_schedule(np.random.default_rng(5), given, 30)
-    found = run_schedule(Driver(model, len(given), 96), schedule)
+    actual = run_schedule(Driver(model, len(given), 96), schedule)
     for i, prompt in enumerate(given):
-        torch.testing.assert_close(found[i], oracle_logits(oracle, prompt), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual[i], oracle_logits(oracle, prompt), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_model_greedy_tokens_equal_transformers(checkpoint, kind):
     folder, oracle = checkpoint(kind)
     given = prompts(5, 40, 12, 1, 64)
-    found = greedy(Driver(load_model(folder), len(given), 96), given, 20)
-    for prompt, tokens in zip(given, found, strict=True):
+    actual = greedy(Driver(load_model(folder), len(given), 96), given, 20)
+    for prompt, tokens in zip(given, actual, strict=True):
         with torch.inference_mode():
-            wanted = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
-        assert tokens == wanted[0, len(prompt) :].tolist()
+            expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+        assert tokens == expected[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
@@ -54,8 +54,8 @@ def test_model_in_half_precision_is_close_to_float32(checkpoint, dtype):
     model = load_model(folder, dtype)
     logits = Driver(model, 1, 64).step({0: prompt})[0]
     assert logits.dtype == torch.float32
-    wanted = oracle_logits(oracle, prompt)
-    assert (logits - wanted).abs().max() < 0.05 * wanted.abs().max()
+    expected = oracle_logits(oracle, prompt)
+    assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 def test_before_layer_runs_before_the_cache_is_read(checkpoint):
@@ -63,12 +63,12 @@ def test_before_layer_runs_before_the_cache_is_read(checkpoint):
     cache, seen = model.new_cache(4, 4), []
     batch = ForwardBatch.build([SequenceInput([5, 6], 0, [2])], 4, torch.device("cpu"))
 
-    def look(layer):
+    def check(layer):
         assert not cache[2, layer].any()
         assert cache[2, :layer].any() or layer == 0
         seen.append(layer)
 
-    model.forward(batch, cache, before_layer=look)
+    model.forward(batch, cache, before_layer=check)
     assert seen == [0, 1, 2]
     assert cache[2, :, :, :2].all()
     assert not cache[2, :, :, 2:].any()

@@ -1,4 +1,4 @@
-"""Tensor parallelism: shares of a model add up to it, on threads and on real processes; what if a rank is lost."""
+"""Tensor parallelism: a split model equals the whole one, on threads and in real processes; failures of ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BLOCK = 4
 
 
 def model_of(config: ModelConfig, seed: int = 1) -> Model:
-    """With biases and norms that are not the same for every head."""
+    """Return a model with biases and norms that differ between heads."""
     weights = random_weights(config, torch.float32, torch.device("cpu"), seed=seed)
     random = torch.Generator().manual_seed(seed)
     for layer in weights.layers:
@@ -57,11 +57,11 @@ MODEL = model_of(SHAPE)
 DRAFT_MODEL = model_of(DRAFT, 2)
 
 
-# ---- shares --------------------------------------------------------------------------------------------------------
+# ---- split models --------------------------------------------------------------------------------------------------
 
 
 class AllReduce:
-    """A sum over threads: what a group of processes does."""
+    """A sum over threads, in place of a group of processes."""
 
     def __init__(self, num_ranks: int) -> None:
         self._parts: list[torch.Tensor] = [torch.empty(0)] * num_ranks
@@ -97,42 +97,42 @@ def test_split_weights_of_all_ranks_equal_the_model(config, num_ranks):
         SequenceInput([13, 14, 15], 0, [4], 2),
     ]
     batch = ForwardBatch.build(sequences, BLOCK, torch.device("cpu"))
-    wanted_cache = model.new_cache(blocks, BLOCK)
-    wanted = model.logits(model.forward(batch, wanted_cache))
-    found: dict[int, torch.Tensor] = {}
+    expected_cache = model.new_cache(blocks, BLOCK)
+    expected = model.logits(model.forward(batch, expected_cache))
+    actual: dict[int, torch.Tensor] = {}
     caches: dict[int, torch.Tensor] = {}
 
     def run(rank: int) -> None:
-        share = Model(
+        part = Model(
             split_config(config, num_ranks),
             split_weights(config, model.weights, rank, num_ranks),
             all_reduce=all_reduce.of(rank),
         )
-        caches[rank] = share.new_cache(blocks, BLOCK)
-        hidden = share.forward(batch, caches[rank])
+        caches[rank] = part.new_cache(blocks, BLOCK)
+        hidden = part.forward(batch, caches[rank])
         if rank == 0:
-            found[rank] = share.logits(hidden)
+            actual[rank] = part.logits(hidden)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    torch.testing.assert_close(found[0], wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[0], expected, rtol=1e-5, atol=1e-5)
     heads = torch.cat([caches[rank] for rank in range(num_ranks)], dim=4)
-    torch.testing.assert_close(heads, wanted_cache, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(heads, expected_cache, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("config", "num_ranks", "what"),
+    ("config", "num_ranks", "reason"),
     [
         (SHAPE, 3, "8 attention heads"),
         (replace(SHAPE, num_kv_heads=2), 4, "2 KV heads"),
         (replace(SHAPE, ffn_dim=46), 4, "46 feed-forward features"),
     ],
 )
-def test_split_config_that_does_not_divide_raises(config, num_ranks, what):
-    with pytest.raises(ArgumentError, match=f"tensor_parallel={num_ranks}: the model's {what}"):
+def test_split_config_that_does_not_divide_raises(config, num_ranks, reason):
+    with pytest.raises(ArgumentError, match=f"tensor_parallel={num_ranks}: the model's {reason}"):
         split_config(config, num_ranks)
 
 
@@ -149,11 +149,11 @@ def test_engine_invalid_parallel_options_start_no_process():
     assert not children()
 
 
-# ---- loads that failed elsewhere -----------------------------------------------------------------------------------
+# ---- loads that fail on another rank -------------------------------------------------------------------------------
 
 
 class Scripted:
-    """Two ranks as dictionaries: what they report when they are told to."""
+    """A controller of two simulated ranks that report when the test says so."""
 
     overlaps_compute = False
 
@@ -200,14 +200,13 @@ def test_load_failed_on_one_rank_has_not_arrived():
     assert manager.allocate(hold, 2 * BLOCK) is None
     loads = manager.overlap(hold)
     assert loads
-    settle(lose=lambda transfer, _: [True] * transfer.num_blocks, ranks=(1,))  # the second is quicker, and fails
+    settle(lose=lambda transfer, _: [True] * transfer.num_blocks, ranks=(1,))  # rank 1 is faster, and fails
     transfers = tiers.begin_step(manager.plan(), loads)
     assert not transfers.arrived()
     settle(ranks=(0,))
     assert not transfers.arrived()
-    assert tiers.begin_step(
-        manager.plan(), loads
-    ).arrived()  # by now the manager knows: it is over, and nobody starts with it
+    # The manager has applied the failure: the load has ended, and no request starts with it.
+    assert tiers.begin_step(manager.plan(), loads).arrived()
     manager.abort(hold)
     manager.check()
 
@@ -216,12 +215,12 @@ def test_load_failed_on_one_rank_has_not_arrived():
 
 
 def children() -> list[psutil.Process]:
-    """Processes of ranks that this process has started."""
+    """Return the rank processes that this process has started."""
     return [child for child in psutil.Process().children() if "rank_process" in " ".join(child.cmdline())]
 
 
 def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 24, draft=False, **options) -> Engine:
-    """With a host tier, and blocks in a folder if there is one. Everything that is cached is loaded."""
+    """Return an engine with a host tier, and a disk tier if `folder` is given. It loads every cached block."""
     saving = WritebackConfig(WritePolicy.THROUGH)
     stores = (StoreConfig("disk", saving, WaitPolicy.WAIT),) if folder is not None else ()
     cache = CacheConfig(num_blocks, host=HostConfig(40, saving=saving), stores=stores, always_load=True)
@@ -232,84 +231,84 @@ def engine_of(num_ranks: int, folder: Path | None = None, *, num_blocks: int = 2
     return Engine(MODEL, config=config, stores=urls, proposer=DraftProposer(DRAFT_MODEL, 2) if draft else None)
 
 
-def answers_of(engine: Engine, asked: list[list[int]]) -> list[Answer]:
-    names = [engine.add(prompt, greedy(10, logprobs=2)) for prompt in asked]
+def answers_of(engine: Engine, requests: list[list[int]]) -> list[Answer]:
+    names = [engine.add(prompt, greedy(10, logprobs=2)) for prompt in requests]
     answers = finish(engine)
     return [answers[name] for name in names]
 
 
-def must_equal(found: list[Answer], wanted: list[Answer]) -> None:
-    assert [answer.tokens for answer in found] == [answer.tokens for answer in wanted]
-    for one, other in zip(found, wanted, strict=True):
-        chances = [[each.chosen for each in answer.logprobs] for answer in (one, other)]
-        np.testing.assert_allclose(*chances, atol=1e-4)
+def assert_equal(actual: list[Answer], expected: list[Answer]) -> None:
+    assert [answer.tokens for answer in actual] == [answer.tokens for answer in expected]
+    for one, other in zip(actual, expected, strict=True):
+        logprobs_of_both = [[each.chosen for each in answer.logprobs] for answer in (one, other)]
+        np.testing.assert_allclose(*logprobs_of_both, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[list[int]]:
+def requests() -> list[list[int]]:
     return prompts(3, 21, 30, 9, 26, shared=[0, 12, 0, 20])
 
 
 @pytest.fixture(scope="module")
-def wanted(asked) -> list[Answer]:
-    """Of one rank that caches nothing."""
+def expected(requests) -> list[Answer]:
+    """Return the answers of one rank without a cache."""
     engine = Engine(MODEL, config=EngineConfig(BLOCK, CacheConfig(64, prefix_caching=False)))
-    answers = answers_of(engine, asked)
+    answers = answers_of(engine, requests)
     engine.close()
     return answers
 
 
-def test_two_ranks_equal_one_through_tiers_and_controls(asked, wanted, tmp_path):
+def test_two_ranks_equal_one_through_tiers_and_controls(requests, expected, tmp_path):
     engine = engine_of(2, tmp_path, draft=True)
     try:
         (child,) = children()
-        must_equal(answers_of(engine, asked), wanted)
-        must_equal(answers_of(engine, asked[::-1]), wanted[::-1])  # the device has room for two of them
+        assert_equal(answers_of(engine, requests), expected)
+        assert_equal(answers_of(engine, requests[::-1]), expected[::-1])  # the device has room for two of them
         host = engine.manager.stats.tiers[1]
         assert host.hit_tokens > 0
         states = {state.name: state for state in engine.tiers.states()}
         alone = sum(model.new_cache(1, BLOCK).nbytes for model in (MODEL, DRAFT_MODEL))
         assert states["device"].block_bytes == alone
-        assert all(each.num_bytes % alone == 0 for each in engine.tiers.traffic())  # every rank's bytes count
+        assert all(each.num_bytes % alone == 0 for each in engine.tiers.traffic())  # the bytes of all ranks are counted
         assert states["disk"].used_bytes > 0
         tiers = engine.tiers
         tiers.sleep()
         tiers.wake()
-        must_equal(answers_of(engine, asked[:2]), wanted[:2])
-        assert tiers.demote(engine.chain(asked[1])) > 0
+        assert_equal(answers_of(engine, requests[:2]), expected[:2])
+        assert tiers.demote(engine.chain(requests[1])) > 0
         tiers.resize("device", 40)
         tiers.resize("host", 60)
-        again = answers_of(engine, asked)
-        must_equal(again, wanted)
+        again = answers_of(engine, requests)
+        assert_equal(again, expected)
         assert min(answer.num_cached for answer in again) > 0
         tiers.reset()
-        fetched = answers_of(engine, asked)  # all of it from the disk
-        must_equal(fetched, wanted)
+        fetched = answers_of(engine, requests)  # all from the disk
+        assert_equal(fetched, expected)
         assert sum(answer.num_cached for answer in fetched) > 40
         assert engine.explain("request-0").state == "length"
-        tiers.drop(engine.chain(asked[0]))
+        tiers.drop(engine.chain(requests[0]))
         tiers.reset(clear_stores=True)
         assert [state.num_used for state in tiers.states()] == [0, 0, 0]
-        must_equal(answers_of(engine, asked), wanted)
+        assert_equal(answers_of(engine, requests), expected)
         assert "kvtier_store_used_bytes" in tiers.metrics.render()
     finally:
         engine.close()
     assert not child.is_running()
-    engine.close()  # twice is fine
+    engine.close()  # a second close has no effect
 
 
-def test_stored_blocks_are_read_by_other_numbers_of_ranks(asked, wanted, tmp_path):
+def test_stored_blocks_are_read_by_other_numbers_of_ranks(requests, expected, tmp_path):
     num_cached = []
     for num_ranks in (1, 2, 4, 1):
         engine = engine_of(num_ranks, tmp_path, draft=num_ranks != 4)
         try:
-            found = answers_of(engine, asked)
-            must_equal(found, wanted)
-            num_cached.append(sum(answer.num_cached for answer in found))
+            actual = answers_of(engine, requests)
+            assert_equal(actual, expected)
+            num_cached.append(sum(answer.num_cached for answer in actual))
             engine.tiers.save_all()
-            if num_ranks == 2:  # and now only what these two write
+            if num_ranks == 2:  # now only the blocks of these two ranks
                 engine.tiers.reset(clear_stores=True)
-                must_equal(answers_of(engine, asked), wanted)
+                assert_equal(answers_of(engine, requests), expected)
                 engine.tiers.save_all()
         finally:
             engine.close()
@@ -319,46 +318,46 @@ def test_stored_blocks_are_read_by_other_numbers_of_ranks(asked, wanted, tmp_pat
     assert not children()
 
 
-def test_block_unreadable_on_one_rank_is_a_miss_on_all(asked, wanted, tmp_path):
+def test_block_unreadable_on_one_rank_is_a_miss_on_all(requests, expected, tmp_path):
     engine = engine_of(1, tmp_path, kv_shards=2)
-    answers_of(engine, asked)
+    answers_of(engine, requests)
     engine.tiers.save_all()
     engine.close()
-    (segment,) = (tmp_path / "shard-1-of-2").glob("*.kv")  # the share of the second rank, every page of it
+    (segment,) = (tmp_path / "shard-1-of-2").glob("*.kv")  # every page of the shard of rank 1
     with segment.open("r+b") as data:
         for at in range(0, segment.stat().st_size, 512):
             data.seek(at)
             data.write(b"\xff")
     engine = engine_of(2, tmp_path, kv_shards=2)
     try:
-        must_equal(answers_of(engine, asked), wanted)
+        assert_equal(answers_of(engine, requests), expected)
         assert engine.manager.stats.tiers[2].hit_tokens == 0
     finally:
         engine.close()
 
 
-# ---- ranks that are lost -------------------------------------------------------------------------------------------
+# ---- failures of ranks ---------------------------------------------------------------------------------------------
 
 
 def test_ranks_sending_more_than_a_pipe_holds_do_not_deadlock(tmp_path):
-    """Plans with the keys of many blocks one way, what stores have of them the other: both ends sent, none read."""
+    """Regression: both ends sent, plans with many keys one way and lookups the other, and neither read."""
     engine = engine_of(2, tmp_path)
     controller = engine.tiers._controller
-    keys, found = b"".join(number.to_bytes(32, "little") for number in range(20_000)), 0
+    keys, num_lookups = b"".join(number.to_bytes(32, "little") for number in range(20_000)), 0
     for number in range(40):
         controller.submit(Plan(1000 + number, 0, probes=(Probe(5000 + number, "disk", keys),)))
-    while found < 40 * 2:
+    while num_lookups < 40 * 2:
         controller.wait(1.0)
         for report in controller.poll():
-            found += sum(presence.probe_id >= 5000 for presence in report.lookups)
+            num_lookups += sum(presence.probe_id >= 5000 for presence in report.lookups)
     engine.close()
 
 
 def listeners() -> set[tuple[str, int]]:
-    """Addresses at which this process and its ranks listen."""
+    """Return the addresses at which this process and its ranks listen."""
     processes = [psutil.Process(), *children()]
-    found = [each for process in processes for each in process.net_connections(kind="inet")]
-    return {tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN}
+    connections = [each for process in processes for each in process.net_connections(kind="inet")]
+    return {tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN}
 
 
 def test_rendezvous_opens_no_port(tmp_path):
@@ -369,7 +368,7 @@ def test_rendezvous_opens_no_port(tmp_path):
     assert second.get("name") == b"value"
 
 
-def test_ranks_listen_on_loopback_only_and_ignore_strangers(asked, wanted, tmp_path, monkeypatch):
+def test_ranks_listen_on_loopback_only_and_ignore_strangers(requests, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = listeners()
     engine = engine_of(2)
@@ -380,46 +379,46 @@ def test_ranks_listen_on_loopback_only_and_ignore_strangers(asked, wanted, tmp_p
     for address in new:
         with socket.create_connection(address) as stranger:
             stranger.sendall(b"\0" * 64)
-    must_equal(answers_of(engine, asked), wanted)
+    assert_equal(answers_of(engine, requests), expected)
     engine.close()
     assert not list(tmp_path.glob("kvtier-ranks-*"))
 
 
-def test_killed_rank_raises_engine_error_permanently(asked):
+def test_killed_rank_raises_engine_error_permanently(requests):
     engine = engine_of(2)
     (child,) = children()
-    for prompt in asked:
+    for prompt in requests:
         engine.add(prompt, greedy(50))
     engine.step()
     child.kill()
     with pytest.raises(EngineError, match=r"rank 1 ended with exit code -9; .*close it and start another"):
         finish(engine)
-    engine.add(asked[0], greedy(5))
+    engine.add(requests[0], greedy(5))
     with pytest.raises(EngineError, match="cannot continue"):
         finish(engine)
     engine.close()
     assert not children()
 
 
-def test_hung_rank_raises_within_the_timeout(asked):
+def test_hung_rank_raises_within_the_timeout(requests):
     engine = engine_of(2, rank_timeout_seconds=3.0)
     (child,) = children()
-    engine.add(asked[0], greedy(50))
+    engine.add(requests[0], greedy(50))
     engine.step()
     stop_process(child.pid)
     with pytest.raises(EngineError, match="without one of its ranks: close it and start another"):
         finish(engine)
-    engine.close()  # by force: it does not listen
+    engine.close()  # kills the rank, which does not respond
     assert not children()
 
 
-def test_failure_of_rank_0_in_a_step_ends_all_ranks(asked, monkeypatch):
+def test_failure_of_rank_0_in_a_step_ends_all_ranks(requests, monkeypatch):
     engine = engine_of(2)
 
     def broken(*_):
         raise RuntimeError("out of luck")
 
-    engine.add(asked[0], greedy(50))
+    engine.add(requests[0], greedy(50))
     monkeypatch.setattr(engine.model, "logits", broken)
     with pytest.raises(EngineError, match="rank 0 failed in a step: RuntimeError: out of luck"):
         engine.step()
@@ -427,17 +426,17 @@ def test_failure_of_rank_0_in_a_step_ends_all_ranks(asked, monkeypatch):
     assert not children()
 
 
-def test_interrupt_in_a_step_raises_keyboard_interrupt(asked, monkeypatch):
+def test_interrupt_in_a_step_raises_keyboard_interrupt(requests, monkeypatch):
     engine = engine_of(2)
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    engine.add(asked[0], greedy(50))
+    engine.add(requests[0], greedy(50))
     monkeypatch.setattr(engine.model, "logits", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    engine.add(asked[1], greedy(5))
+    engine.add(requests[1], greedy(5))
     with pytest.raises(EngineError, match="rank 0 was stopped in a step by KeyboardInterrupt"):
         finish(engine)
     engine.close()

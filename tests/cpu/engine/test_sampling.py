@@ -21,8 +21,8 @@ def rows(count, seed=0, scale=3.0, vocab=VOCAB):
     return torch.from_numpy(np.random.default_rng(seed).normal(0, scale, (count, vocab)).astype(np.float32))
 
 
-def kept_by_hand(logits, params):
-    """Token -> probability, one at a time from the likeliest on."""
+def reference_distribution(logits, params):
+    """Return the probability of each token that is kept, computed one by one from the likeliest on."""
     scaled = logits.double().numpy() / max(params.temperature, 1e-300)
     order = np.argsort(-scaled, kind="stable")
     order = order[: params.top_k or len(order)]
@@ -61,10 +61,10 @@ def test_sample_follows_the_reference_distribution(params, vocab):
     logits, count = rows(1, vocab=vocab)[0], 6000
     requests = [RequestSampler(SamplingParams(**{**as_dict(params), "seed": i})) for i in range(count)]
     tokens = [each.token_id for each in sample(logits.expand(count, -1).clone(), requests)]
-    wanted = kept_by_hand(logits, params)
-    assert set(tokens) <= set(wanted)
+    expected = reference_distribution(logits, params)
+    assert set(tokens) <= set(expected)
     frequency = np.bincount(tokens, minlength=vocab) / count
-    for token, probability in wanted.items():
+    for token, probability in expected.items():
         spread = math.sqrt(probability * (1 - probability) / count)
         assert abs(frequency[token] - probability) < 5 * spread + 1e-3
 
@@ -89,20 +89,20 @@ def test_reference_filter_equals_transformers(params):
     for warp in warpers:
         scores = warp(None, scores)
     for row, kept in zip(logits, scores, strict=True):
-        wanted = set(torch.nonzero(torch.isfinite(kept)).flatten().tolist())
-        assert set(kept_by_hand(row, params)) == wanted
+        expected = set(torch.nonzero(torch.isfinite(kept)).flatten().tolist())
+        assert set(reference_distribution(row, params)) == expected
 
 
 def test_greedy_sample_is_the_argmax():
     logits = rows(7)
-    wanted = logits.argmax(-1).tolist()
-    found = sample(logits, [RequestSampler(SamplingParams(temperature=0.0))] * 7)
-    assert [each.token_id for each in found] == wanted
-    assert all(each.logprobs is None for each in found)
+    expected = logits.argmax(-1).tolist()
+    actual = sample(logits, [RequestSampler(SamplingParams(temperature=0.0))] * 7)
+    assert [each.token_id for each in actual] == expected
+    assert all(each.logprobs is None for each in actual)
 
 
 def test_native_sample_equals_torch():
-    """A column that nobody can draw makes rows that native code does not take."""
+    """An additional column of probability 0 gives rows of a length that native code does not take."""
     random = np.random.default_rng(5)
     for vocab in (16, 64, 1008, 4096):
         logits = rows(60, vocab, scale=random.uniform(0.1, 6), vocab=vocab)
@@ -160,20 +160,20 @@ def test_penalties_equal_transformers_and_the_formula():
     request = RequestSampler(SamplingParams(penalties=Penalties(1.3)), prompt)
     for token in output:
         request.accept(token)
-    wanted = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output]), logits.clone())
-    found = logits.clone()
-    request.adjust(found[0])
-    torch.testing.assert_close(found, wanted)
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output]), logits.clone())
+    actual = logits.clone()
+    request.adjust(actual[0])
+    torch.testing.assert_close(actual, expected)
 
     request = RequestSampler(SamplingParams(penalties=Penalties(presence=0.5, frequency=0.25)), prompt)
     assert request.changes_logits
     for token in output:
         request.accept(token)
-    found = logits.clone()
-    request.adjust(found[0])
+    actual = logits.clone()
+    request.adjust(actual[0])
     change = torch.zeros(VOCAB)
     change[7], change[3] = 1.0, 0.75
-    torch.testing.assert_close(found[0], logits[0] - change)
+    torch.testing.assert_close(actual[0], logits[0] - change)
 
 
 def test_min_tokens_forbids_the_end():
@@ -188,22 +188,22 @@ def test_min_tokens_forbids_the_end():
     assert request.is_end(2)
     assert request.is_end(5)
     assert not request.is_end(8)
-    patient = RequestSampler(SamplingParams(ignore_eos=True, stop_token_ids=(5,)), eos_token_ids=[2])
-    assert not patient.is_end(2)
-    assert patient.is_end(5)
+    ignoring_eos = RequestSampler(SamplingParams(ignore_eos=True, stop_token_ids=(5,)), eos_token_ids=[2])
+    assert not ignoring_eos.is_end(2)
+    assert ignoring_eos.is_end(5)
 
 
 def test_logprobs_are_those_of_the_raw_logits():
     logits = rows(2)
-    wanted = logits.log_softmax(-1)
+    expected = logits.log_softmax(-1)
     params = SamplingParams(temperature=0.3, top_k=2, seed=1, logprobs=4, penalties=Penalties(2.0))
-    found = sample(logits, [RequestSampler(params, [1]), RequestSampler(SamplingParams(temperature=0.0, logprobs=0))])
-    for row, each in enumerate(found):
-        assert each.logprobs.chosen == pytest.approx(float(wanted[row, each.token_id]))
-    order = wanted[0].argsort(descending=True)[:4]
-    assert [token for token, _ in found[0].logprobs.top] == order.tolist()
-    assert [value for _, value in found[0].logprobs.top] == pytest.approx(wanted[0, order].tolist())
-    assert found[1].logprobs.top == ()
+    actual = sample(logits, [RequestSampler(params, [1]), RequestSampler(SamplingParams(temperature=0.0, logprobs=0))])
+    for row, each in enumerate(actual):
+        assert each.logprobs.chosen == pytest.approx(float(expected[row, each.token_id]))
+    order = expected[0].argsort(descending=True)[:4]
+    assert [token for token, _ in actual[0].logprobs.top] == order.tolist()
+    assert [value for _, value in actual[0].logprobs.top] == pytest.approx(expected[0, order].tolist())
+    assert actual[1].logprobs.top == ()
 
 
 @pytest.mark.parametrize(
@@ -261,18 +261,18 @@ KINDS = [
 
 
 @pytest.mark.parametrize("vocab", [50, 64], ids=["torch", "native"])
-@pytest.mark.parametrize("spoil", NOT_FINITE.values(), ids=list(NOT_FINITE))
+@pytest.mark.parametrize("corrupt", NOT_FINITE.values(), ids=list(NOT_FINITE))
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_sample_non_finite_row_fails_alone(kind, spoil, vocab):
+def test_sample_non_finite_row_fails_alone(kind, corrupt, vocab):
     for others in ([], [kind], [kind] * 3, KINDS):
         logits = rows(len(others) + 1, vocab=vocab)
-        wanted = sample(logits[1:].clone(), [RequestSampler(each) for each in others]) if others else []
-        spoil(logits[0])
+        expected = sample(logits[1:].clone(), [RequestSampler(each) for each in others]) if others else []
+        corrupt(logits[0])
         requests = [RequestSampler(each) for each in (kind, *others)]
-        found = sample(logits, requests)
-        assert found[0] == (NO_TOKEN, None)
+        actual = sample(logits, requests)
+        assert actual[0] == (NO_TOKEN, None)
         assert requests[0].error.startswith("no token can be sampled")
-        assert found[1:] == wanted
+        assert actual[1:] == expected
         assert not any(each.error for each in requests[1:])
 
 
@@ -288,8 +288,8 @@ def test_penalties_at_their_bounds_stay_finite(repetition, scale, vocab):
     adjusted = logits[0].clone()
     request.adjust(adjusted)
     assert adjusted.isfinite().all()
-    (found,) = sample(logits, [request])
-    assert 0 <= found.token_id < vocab
+    (actual,) = sample(logits, [request])
+    assert 0 <= actual.token_id < vocab
     assert not request.error
 
 

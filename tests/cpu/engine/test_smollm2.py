@@ -25,7 +25,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def oracle():
-    """transformers, with weights the gguf package read: nothing of ours in between."""
+    """Return transformers' model with weights read by the gguf package, without code of kvtier."""
     reader = gguf.GGUFReader(resolve("smollm2"))
     config = LlamaConfig(
         vocab_size=49152,
@@ -45,8 +45,8 @@ def oracle():
     state = {}
     for name in peer.state_dict():
         stem, kind = name.rsplit(".", 1)
-        wanted = "token_embd.weight" if stem == "lm_head" else f"{parts.get_name(stem)}.{kind}"
-        tensor = next(each for each in reader.tensors if each.name == wanted)
+        tensor_name = "token_embd.weight" if stem == "lm_head" else f"{parts.get_name(stem)}.{kind}"
+        tensor = next(each for each in reader.tensors if each.name == tensor_name)
         values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
         if stem.endswith(("q_proj", "k_proj")):
             values = values.view(-1, 32, 2, 576).transpose(1, 2).reshape(values.shape)
@@ -70,23 +70,23 @@ def test_smollm2_weights_equal_the_file(model, oracle):
 def test_smollm2_greedy_tokens_equal_transformers(model, oracle):
     tokenizer = load_tokenizer()
     prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-    found = greedy(Driver(model, len(prompts), 96, 16), prompts, 12)
-    assert tokenizer.decode(found[0][:7]) == "The capital of France is Paris."
-    for prompt, tokens in zip(prompts, found, strict=True):
+    actual = greedy(Driver(model, len(prompts), 96, 16), prompts, 12)
+    assert tokenizer.decode(actual[0][:7]) == "The capital of France is Paris."
+    for prompt, tokens in zip(prompts, actual, strict=True):
         with torch.inference_mode():
-            wanted = oracle.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-        assert tokens == wanted[0, len(prompt) :].tolist()
+            expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert tokens == expected[0, len(prompt) :].tolist()
 
 
 def test_smollm2_logits_equal_transformers(model, oracle):
     prompt = load_tokenizer().encode("The quick brown fox jumps over the lazy dog. " * 4)
     with torch.inference_mode():
-        wanted = oracle(torch.tensor([prompt])).logits[0]
-    found = Driver(model, 1, 96, 16).step({0: prompt})[0]
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-3)
+        expected = oracle(torch.tensor([prompt])).logits[0]
+    actual = Driver(model, 1, 96, 16).step({0: prompt})[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=2e-3)
     driver = Driver(model, 1, 96, 16)
     by_steps = torch.cat([driver.step({0: prompt[:30]})[0], *(driver.step({0: [each]})[0] for each in prompt[30:])])
-    torch.testing.assert_close(by_steps, wanted, rtol=1e-3, atol=2e-3)
+    torch.testing.assert_close(by_steps, expected, rtol=1e-3, atol=2e-3)
 
 
 def test_smollm2_invariant_bits_do_not_depend_on_the_batch(model):
@@ -99,16 +99,16 @@ def test_smollm2_invariant_bits_do_not_depend_on_the_batch(model):
 
 
 def test_smollm2_answers_are_the_same_from_every_tier(model, tmp_path):
-    """Five conversations of two turns, computed the same way whatever shares the batch: not one token differs."""
+    """Five conversations of two turns in batch-invariant mode: every token is the same."""
     invariant = Model(model.config, model.weights, InvariantOps())
     tokenizer = load_tokenizer()
-    wanted = talk(Engine(invariant, tokenizer, EngineConfig(16, CacheConfig(200, prefix_caching=False))), tokenizer)
+    expected = talk(Engine(invariant, tokenizer, EngineConfig(16, CacheConfig(200, prefix_caching=False))), tokenizer)
     disk = StoreConfig("disk", wait=WaitPolicy.WAIT)
     cache = CacheConfig(6, host=HostConfig(60), stores=(disk,), always_load=True)
-    for _ in range(2):  # the second time from what the first left on disk
+    for _ in range(2):  # the second time from the disk of the first
         store = DiskStore(tmp_path, 1 << 30, segment_bytes=64 << 20, min_free_bytes=0)
         engine = Engine(invariant, tokenizer, EngineConfig(16, cache), stores={"disk": store})
-        assert talk(engine, tokenizer) == wanted
+        assert talk(engine, tokenizer) == expected
         counts = engine.manager.transfers.counts
         assert counts[Route.HOST_TO_DEVICE].num_blocks > 0
         engine.tiers.save_all()
@@ -117,20 +117,22 @@ def test_smollm2_answers_are_the_same_from_every_tier(model, tmp_path):
 
 
 def talk(engine: Engine, tokenizer) -> list[tuple[int, ...]]:
-    """All conversations at once, a turn at a time."""
-    said = [[{"role": "user", "content": question}] for question in (*QUESTIONS, "Say hello.", "What is 2 + 2?")]
+    """Run all conversations at once, one turn at a time. Return the tokens of the answers."""
+    conversations = [
+        [{"role": "user", "content": question}] for question in (*QUESTIONS, "Say hello.", "What is 2 + 2?")
+    ]
     answers = []
     for turn in range(2):
-        heard: dict[str, list[int]] = {}
-        for i, messages in enumerate(said):
+        generated: dict[str, list[int]] = {}
+        for i, messages in enumerate(conversations):
             params = SamplingParams(temperature=0, max_tokens=4)
             engine.add(tokenizer.encode_chat(messages), params, request_id=f"{turn} {i}")
         while engine.has_work():
             for output in engine.step():
-                heard.setdefault(output.request_id, []).extend(output.token_ids)
-        for name, tokens in sorted(heard.items()):
+                generated.setdefault(output.request_id, []).extend(output.token_ids)
+        for name, tokens in sorted(generated.items()):
             answers.append(tuple(tokens))
-            said[int(name.split()[1])] += [
+            conversations[int(name.split()[1])] += [
                 {"role": "assistant", "content": tokenizer.decode(tokens)},
                 {"role": "user", "content": "And why?"},
             ]

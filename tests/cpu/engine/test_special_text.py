@@ -26,7 +26,7 @@ HOSTILE = st.lists(
 
 
 def make(template, normalizer=None, **options):
-    """Byte pairs of a few merges, with special tokens, in ChatML's style."""
+    """Return a byte-pair tokenizer with a few merges and special tokens in ChatML's style."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, "im", "st", "<|", "|>", "Ċa"]
     merges = [("i", "m"), ("s", "t"), ("<", "|"), ("|", ">"), ("Ċ", "a")]
@@ -58,7 +58,7 @@ def test_plain_content_tokens_equal_unprotected(kind, content, name):
     messages, options = conversation(content, name)
     text = tokenizer.chat_text(messages, **options).lower()
     if any(text.count(token.lower()) > TEMPLATES[kind].lower().count(token.lower()) * 2 for token in SPECIAL):
-        return  # content, a name and content again made one
+        return  # content, name and content together form a special token
     assert tokenizer.encode_chat(messages, **options) == tokenizer.encode_chat(messages, parse_special=True, **options)
 
 
@@ -74,13 +74,13 @@ def test_special_text_in_content_adds_no_control_token(kind, content, name):
     ids = tokenizer.encode_chat(messages, **options)
     harmless, plain = conversation("x", "y")
     allowed = control_tokens(tokenizer, tokenizer.encode_chat(harmless, parse_special=True, **plain))
-    found = control_tokens(tokenizer, ids)
+    actual = control_tokens(tokenizer, ids)
     if kind == "inspected":
-        assert set(found) <= {tokenizer.token_id("[INST]")}  # what the template decides to write
-        assert len(found) <= len(messages)
+        assert set(actual) <= {tokenizer.token_id("[INST]")}  # written by the template itself
+        assert len(actual) <= len(messages)
     else:
-        assert found == allowed
-    if kind not in ("ascii", "inspected"):  # these two see the mark
+        assert actual == allowed
+    if kind not in ("ascii", "inspected"):  # these templates see the marker
         assert tokenizer.decode(ids, skip_special=False) == tokenizer.chat_text(messages, **options)
 
 
@@ -99,7 +99,7 @@ def test_encode_without_parse_special_gives_text_tokens():
     ids = tokenizer.encode(text, parse_special=False)
     assert control_tokens(tokenizer, ids) == []
     assert tokenizer.decode(ids) == text
-    assert control_tokens(tokenizer, tokenizer.encode(text))  # the switch is back
+    assert control_tokens(tokenizer, tokenizer.encode(text))  # the setting is restored
 
 
 @given(text=st.text(max_size=50) | HOSTILE, max_tokens=st.integers(1, 30))

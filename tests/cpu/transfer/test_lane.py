@@ -1,4 +1,4 @@
-"""What a lane does with its transfers: their order, how much is in flight, its threads, and its end."""
+"""Lanes: the order of transfers, the bytes in flight, threads, and closing."""
 
 import threading
 
@@ -40,12 +40,12 @@ def has_status(transfer, status):
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=6), st.sampled_from(["h2d", "d2h"]))
 @settings(max_examples=25, deadline=None)
-def test_lane_runs_urgent_first_and_each_kind_in_order(asked, direction):
+def test_lane_runs_urgent_first_and_each_kind_in_order(requests, direction):
     manager, mover, _ = stepped(max_urgent_bytes=3 * SIZE)
     with manager:
         submitted, at = [], 2
         first = manager.submit(manager.compile(direction, [0, 1], [0, 1], urgent=True), urgent=True)
-        for urgent, count in asked:
+        for urgent, count in requests:
             blocks = list(range(at, at + count))
             compiled = manager.compile(direction, blocks, blocks, urgent=urgent)
             submitted.append((urgent, blocks, manager.submit(compiled, urgent=urgent, timeout=3600)))
@@ -154,7 +154,7 @@ def test_report_waits_for_every_slice():
         waiters[2].result(60)
 
 
-# ---- its end ----
+# ---- closing ----
 
 
 def test_close_cancels_the_queue_and_ends_every_thread():
@@ -171,7 +171,7 @@ def test_close_cancels_the_queue_and_ends_every_thread():
         closing = run_in_thread(manager.close)
         for transfer in (save, load):
             has_status(transfer, TransferStatus.CANCELLED)
-            assert transfer.report is None  # two slices are under way
+            assert transfer.report is None  # two slices are in flight
         mover.open()
         closing.result(60)
         assert len(save.wait(60).moved) == len(load.wait(60).moved) == 2
@@ -191,8 +191,8 @@ def test_manager_closes_on_exit_and_last_reference():
     assert caches[1].is_released
 
 
-@pytest.mark.parametrize("act", ["free", "release"])
-def test_free_and_release_wait_for_copies_in_flight(act):
+@pytest.mark.parametrize("action", ["free", "release"])
+def test_free_and_release_wait_for_copies_in_flight(action):
     manager, mover, views = stepped()
     order = []
     with manager:
@@ -200,18 +200,18 @@ def test_free_and_release_wait_for_copies_in_flight(act):
         source = device_bytes(SMALL, views)[1]
 
         def give_up():
-            (mover.host.free if act == "free" else manager.release)()
-            order.append((act, list(mover.slots)))
+            (mover.host.free if action == "free" else manager.release)()
+            order.append((action, list(mover.slots)))
 
         slot = mover.host.slots()[2, :SIZE]
         keep = mover.host.keep()
         given_up = run_in_thread(give_up)
-        if act == "free":
+        if action == "free":
             with mover.host._changed:
                 assert mover.host._changed.wait_for(lambda: mover.host.growth is GrowthState.FREED, 60)
         mover.open()
         given_up.result(60)
-        assert order == [(act, [[2]])]
+        assert order == [(action, [[2]])]
         assert save.wait(60).status is TransferStatus.DONE
         assert (slot.numpy() == source).all()
         del keep

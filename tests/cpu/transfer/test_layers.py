@@ -1,4 +1,4 @@
-"""LayerDoneCounter by itself: who is woken when, which layers count as arrived, and the ends of a wait."""
+"""LayerDoneCounter: when threads are woken, which layers count as arrived, and timeouts."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ GROUPS = [range(1, 3), range(3, 6)]
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of the counter; it stands still until the test moves it."""
+    """Give the counter a clock that only the test moves."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(layers, "time", clock)
     return clock

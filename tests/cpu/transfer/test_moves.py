@@ -1,4 +1,4 @@
-"""Ids of blocks to move: sorted and made into copies by the compiled code as by its twins in numpy."""
+"""Block ids of transfers: the native code sorts them and makes copies in the same way as its numpy twins."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,14 @@ from kvtier.transfer.block_view import check_moves
 from kvtier.transfer.compiled import block_copies, sort_moves
 
 ids_of_both = st.integers(1, 5000).flatmap(
-    lambda most: st.tuples(st.just(most), st.lists(st.tuples(st.integers(0, most - 1), st.integers(0, most - 1))))
+    lambda num_blocks: st.tuples(
+        st.just(num_blocks), st.lists(st.tuples(st.integers(0, num_blocks - 1), st.integers(0, num_blocks - 1)))
+    )
 )
 
 
 def in_numpy(function, *arguments):
-    """What the twin gives: the same as on a machine without a compiler."""
+    """Call a function with its numpy twin, as on a machine without a compiler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "native", lambda: Native(None, "a test"))
         return function(*arguments)
@@ -25,32 +27,33 @@ def in_numpy(function, *arguments):
 
 @given(ids_of_both, st.sampled_from(Direction))
 def test_sort_moves_sorts_by_destination_or_raises(ids, direction):
-    most, pairs = ids
+    num_blocks, pairs = ids
     device, host = [a for a, _ in pairs], [b for _, b in pairs]
     targets = host if direction is Direction.D2H else device
     if len({*targets}) < len(targets):
-        for act in (sort_moves, lambda *them: in_numpy(sort_moves, *them)):
+        for call in (sort_moves, lambda *them: in_numpy(sort_moves, *them)):
             with pytest.raises(ArgumentError, match="twice"):
-                act(device, host, direction, most, most)
+                call(device, host, direction, num_blocks, num_blocks)
         return
-    found, twin = (
-        act(device, host, direction, most, most) for act in (sort_moves, lambda *t: in_numpy(sort_moves, *t))
+    actual, twin = (
+        call(device, host, direction, num_blocks, num_blocks)
+        for call in (sort_moves, lambda *t: in_numpy(sort_moves, *t))
     )
-    assert found.device_ids.tolist() == device
-    assert found.host_ids.tolist() == host
-    assert sorted(found.order.tolist()) == list(range(len(pairs)))
-    assert (found.sorted_host if direction is Direction.D2H else found.sorted_device).tolist() == sorted(targets)
+    assert actual.device_ids.tolist() == device
+    assert actual.host_ids.tolist() == host
+    assert sorted(actual.order.tolist()) == list(range(len(pairs)))
+    assert (actual.sorted_host if direction is Direction.D2H else actual.sorted_device).tolist() == sorted(targets)
     for name in ("order", "sorted_device", "sorted_host"):
-        assert getattr(found, name).tolist() == getattr(twin, name).tolist()
+        assert getattr(actual, name).tolist() == getattr(twin, name).tolist()
 
 
 def test_sort_moves_sorts_ids_beyond_32_bits():
     random = np.random.default_rng(0)
-    most = 1 << 33
+    num_blocks = 1 << 33
     host = random.choice(1 << 30, 3000, replace=False) * 8 + random.integers(0, 8, 3000)
-    found = sort_moves(np.arange(3000), host, Direction.D2H, 3000, most)
-    assert found.sorted_host.tolist() == sorted(host.tolist())
-    assert found.sorted_device.tolist() == np.argsort(host).tolist()
+    actual = sort_moves(np.arange(3000), host, Direction.D2H, 3000, num_blocks)
+    assert actual.sorted_host.tolist() == sorted(host.tolist())
+    assert actual.sorted_device.tolist() == np.argsort(host).tolist()
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -78,24 +81,28 @@ def test_sort_moves_invalid_ids_raise(device, host, error, match, direction):
 )
 def test_check_moves_accepts_exactly_the_ids_in_range(device, host, num_device, num_host, direction):
     targets = host if direction is Direction.D2H else device
-    bad = next((k for k, each in enumerate(device) if not 0 <= each < num_device), None)
-    worse = next((k for k, each in enumerate(host) if not 0 <= each < num_host), None)
-    for act in (sort_moves, check_moves):
-        if bad is not None:
-            with pytest.raises(RangeError, match=rf"device_ids\[{bad}\] is {device[bad]}, outside 0..{num_device - 1}"):
-                act(device, host, direction, num_device, num_host)
-        elif worse is not None:
-            with pytest.raises(RangeError, match=rf"host_ids\[{worse}\] is {host[worse]}, outside 0..{num_host - 1}"):
-                act(device, host, direction, num_device, num_host)
+    bad_device = next((k for k, each in enumerate(device) if not 0 <= each < num_device), None)
+    bad_host = next((k for k, each in enumerate(host) if not 0 <= each < num_host), None)
+    for call in (sort_moves, check_moves):
+        if bad_device is not None:
+            with pytest.raises(
+                RangeError, match=rf"device_ids\[{bad_device}\] is {device[bad_device]}, outside 0..{num_device - 1}"
+            ):
+                call(device, host, direction, num_device, num_host)
+        elif bad_host is not None:
+            with pytest.raises(
+                RangeError, match=rf"host_ids\[{bad_host}\] is {host[bad_host]}, outside 0..{num_host - 1}"
+            ):
+                call(device, host, direction, num_device, num_host)
         elif len(device) != len(host):
             with pytest.raises(ArgumentError, match=f"got {len(device)} and {len(host)}"):
-                act(device, host, direction, num_device, num_host)
+                call(device, host, direction, num_device, num_host)
         elif len({*targets}) < len(targets):
             again = min(each for each in targets if targets.count(each) > 1)
             with pytest.raises(ArgumentError, match=f"block {again} is twice"):
-                act(device, host, direction, num_device, num_host)
+                call(device, host, direction, num_device, num_host)
         else:
-            act(device, host, direction, num_device, num_host)
+            call(device, host, direction, num_device, num_host)
 
 
 def test_sort_moves_takes_ids_of_any_integer_type():
@@ -103,16 +110,16 @@ def test_sort_moves_takes_ids_of_any_integer_type():
         frozen = np.array(ids)
         frozen.flags.writeable = False
         for given_ids in (ids, frozen):
-            found = sort_moves(given_ids, [5, 3, 4], Direction.D2H, 3, 9)
-            assert found.sorted_host.tolist() == [3, 4, 5]
-            assert found.sorted_device.tolist() == np.array(ids)[[1, 2, 0]].tolist()
+            actual = sort_moves(given_ids, [5, 3, 4], Direction.D2H, 3, 9)
+            assert actual.sorted_host.tolist() == [3, 4, 5]
+            assert actual.sorted_device.tolist() == np.array(ids)[[1, 2, 0]].tolist()
 
 
 def test_sort_moves_copies_the_ids():
     ids = np.array([2, 0, 1])
-    found = sort_moves(ids, ids, Direction.H2D, 3, 3)
+    actual = sort_moves(ids, ids, Direction.H2D, 3, 3)
     ids[:] = 7
-    assert found.device_ids.tolist() == found.host_ids.tolist() == [2, 0, 1]
+    assert actual.device_ids.tolist() == actual.host_ids.tolist() == [2, 0, 1]
 
 
 @given(
@@ -137,14 +144,14 @@ def test_block_copies_equal_the_numpy_twin(host, random, run, near_gap, far_gap,
         run,
         direction,
     )
-    found, twin = block_copies(*arguments), in_numpy(block_copies, *arguments)
-    assert found.tolist() == twin.tolist()
+    actual, twin = block_copies(*arguments), in_numpy(block_copies, *arguments)
+    assert actual.tolist() == twin.tolist()
     near, far = (0, 1) if direction is Direction.D2H else (1, 0)
-    moved = {(int(copy[near]) + k, int(copy[far]) + k) for copy in found.T for k in range(0, int(copy[2]), 64)}
+    moved = {(int(copy[near]) + k, int(copy[far]) + k) for copy in actual.T for k in range(0, int(copy[2]), 64)}
     places = zip(device, host, strict=True)
     assert moved == {((1 << 40) + a * (64 + near_gap), (1 << 20) + b * (64 + far_gap)) for a, b in places}
     if run:
-        for copy in found.T:
+        for copy in actual.T:
             first = (int(copy[far]) - (1 << 20)) // (64 + far_gap)
             assert first // run == (first + int(copy[2]) // 64 - 1) // run  # no copy spans two runs
 
@@ -153,6 +160,6 @@ def test_block_copies_equal_the_numpy_twin(host, random, run, near_gap, far_gap,
 @pytest.mark.parametrize(("run", "sizes"), [(0, [10]), (1, [1] * 10), (4, [2, 4, 4]), (5, [3, 5, 2]), (20, [10])])
 def test_block_copies_join_neighbours_within_a_run(run, sizes, direction):
     ids = np.arange(10)
-    for act in (block_copies, lambda *them: in_numpy(block_copies, *them)):
-        table = act(ids, ids + 2, (1 << 20, 64), (1 << 30, 64), 64, run, direction)
+    for call in (block_copies, lambda *them: in_numpy(block_copies, *them)):
+        table = call(ids, ids + 2, (1 << 20, 64), (1 << 30, 64), 64, run, direction)
         assert (table[2] // 64).tolist() == sizes

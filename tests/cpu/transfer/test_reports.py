@@ -1,4 +1,4 @@
-"""How a transfer ends: deadlines, cancelling, failures, and the figures of its report."""
+"""Ends of transfers: deadlines, cancellation, failures, and the figures of the report."""
 
 import time
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ SIZE = SMALL.block_bytes
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of deadlines; it stands still until the test moves it."""
+    """Give deadlines a clock that only the test moves."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(handle, "time", clock)
     monkeypatch.setattr(manager, "time", clock)
@@ -23,12 +23,12 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Transfers whose condition says when a thread waits."""
+    """Give transfers a condition that reports waiting threads."""
     monkeypatch.setattr(handle, "threading", SimpleNamespace(Condition=WatchedCondition))
 
 
 def in_flight(save, count):
-    """Wait until so many slices of a queued transfer are in flight."""
+    """Wait until `count` slices of a queued transfer are in flight."""
     with save._changed:
         assert save._changed.wait_for(lambda: len(save._ends) >= count, 60)
 
@@ -104,7 +104,7 @@ def test_waiter_of_a_queued_transfer_is_woken(timeout):
         layer.result(60)
 
 
-# ---- what is reported ----
+# ---- reports ----
 
 
 def test_failed_status_takes_precedence_over_cancelled():

@@ -1,4 +1,4 @@
-"""The price of each strategy, from a made-up calibration: link time plus what the model loses."""
+"""The price of each strategy, from a made-up calibration: link time plus the slowdown of the model."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def rows(gbs, piece_us):
-    """A path of this rate, and so much time for each piece."""
+    """Return the costs of a path with this rate and this time per piece."""
     return tuple(Cost(size, 10.0, piece_us + size / gbs / 1e3) for size in _SIZES)
 
 
@@ -89,7 +89,7 @@ def test_choose_without_driver_is_direct_with_reasons(sides):
     assert [*reasons] == ["no kernel", "no staged"]
     assert "one piece" not in choice.why
     assert "no staged: blocks are one piece on both sides" in choose(TransferShape(*sides, MIB, 64, 64)).why
-    forced = choose(TransferShape(*sides, MIB, 64, 64), "staged")  # whoever forces staging has no blocks in one piece
+    forced = choose(TransferShape(*sides, MIB, 64, 64), "staged")  # "one piece" does not apply to a forced strategy
     assert forced.why.startswith(f"staged was forced, but {reasons['no staged']}; no kernel: ")
     assert "one piece" not in forced.why
     assert choose(TransferShape(*sides, MIB, 64, 1), "direct").why == "forced"

@@ -56,7 +56,7 @@ def test_swap_round_trip_keeps_every_byte(device, shape, dtype):
 @settings(max_examples=60, deadline=None)
 def test_swap_moves_exactly_the_given_blocks(data):
     num, size = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 99))
-    way = data.draw(st.sampled_from(list(Direction)))
+    direction = data.draw(st.sampled_from(list(Direction)))
     cache = torch.randint(0, 256, (num, size), dtype=torch.uint8)
     host = torch.randint(0, 256, (num + 3, size), dtype=torch.uint8)
     count = data.draw(st.integers(0, num))
@@ -65,25 +65,25 @@ def test_swap_moves_exactly_the_given_blocks(data):
     kind = data.draw(st.sampled_from(["run", "reversed", "shuffled"]))
     order = {"run": ids, "reversed": ids[::-1], "shuffled": np.random.default_rng(num).permutation(ids)}[kind]
     expected = [cache.numpy().copy(), host.numpy().copy()]
-    if way is Direction.D2H:
+    if direction is Direction.D2H:
         expected[1][order + 3] = expected[0][order]
     else:
         expected[0][order] = expected[1][order + 3]
-    result = swap_cache_per_layer(cache, host, order.tolist(), (order + 3).tolist(), way)
+    result = swap_cache_per_layer(cache, host, order.tolist(), (order + 3).tolist(), direction)
     assert np.array_equal(cache.numpy(), expected[0])
     assert np.array_equal(host.numpy(), expected[1])
     assert result.num_calls == count
-    assert result.num_entries == (1 if count else 0)  # neighbours on both sides travel together, whatever their order
+    assert result.num_entries == (1 if count else 0)  # neighbours on both sides are one copy, in any order
 
 
 def test_swap_all_layers_uses_one_batch(device):
     caches = [random_blocks((6, 2, 4), torch.float16, device) for _ in range(5)]
     hosts = [random_blocks((6, 2, 4), torch.float16, CPU) for _ in range(5)]
-    wanted = [raw(each)[[4, 0]] for each in caches]
+    expected = [raw(each)[[4, 0]] for each in caches]
     result = swap_cache_all_layers(caches, hosts, [4, 0], [1, 5], "d2h")
     assert result.num_calls == 10
-    for host, want in zip(hosts, wanted, strict=True):
-        assert np.array_equal(raw(host)[[1, 5]], want)
+    for host, blocks in zip(hosts, expected, strict=True):
+        assert np.array_equal(raw(host)[[1, 5]], blocks)
 
 
 @given(group=groups())
@@ -108,7 +108,7 @@ def test_swap_buffer_takes_block_size_of_the_other_side():
     cache = torch.zeros(4, 10, dtype=torch.uint8)
     swap_cache_per_layer(cache, host, [0], [3], "h2d")
     assert cache[0].tolist() == list(range(30, 40))
-    swap_cache_per_layer(host, cache, [1], [0], "h2d")  # the Buffer as the device's side
+    swap_cache_per_layer(host, cache, [1], [0], "h2d")  # the Buffer is on the device side
     assert host.tolist()[10:20] == list(range(30, 40))
 
 
@@ -152,9 +152,9 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_swap_invalid_arguments_raise_and_move_nothing(name):
-    arguments, kind, told = BAD[name]
+    arguments, kind, message = BAD[name]
     cache, host = torch.ones(4, 8, dtype=torch.uint8), torch.zeros(6, 8, dtype=torch.uint8)
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         swap_cache_per_layer(cache, host, *arguments)
     assert int(host.sum()) == 0
     assert int(cache.sum()) == 32

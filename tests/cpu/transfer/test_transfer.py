@@ -1,4 +1,4 @@
-"""TransferManager: every byte of every tensor arrives, whatever the layout, traffic and failures."""
+"""TransferManager: every byte of every tensor arrives, with any layout, traffic and failures."""
 
 import gc
 import random
@@ -142,7 +142,7 @@ def test_neighbours_are_one_copy_within_a_registered_piece(device):
 
 
 class FaultyMover:
-    """Carries copies out as usual, but fails some of them. What is in `broken` fails when a copy touches it."""
+    """A mover that fails a random share of the copies, and those that touch an address in `broken`."""
 
     def __init__(self, share=0.0, seed=0):
         self.broken, self._share, self._random, self._lock = [], share, random.Random(seed), threading.Lock()
@@ -155,14 +155,14 @@ class FaultyMover:
             for at in self.broken
             for row in (0, 1)
         ):
-            raise CopyError("the copy failed, by the test's wish")
+            raise CopyError("the copy failed, injected by the test")
         return run_path(path, job, pieces)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])
 @pytest.mark.parametrize("form", FORMS)
 def test_concurrent_saves_and_loads_keep_every_byte(device, form, share):
-    """Each thread owns blocks and slots, and sends known bytes back and forth; failures hit only what they report."""
+    """Each thread moves known bytes between its own blocks and slots; failures affect only the reported blocks."""
     mover = FaultyMover(share)
     config = TransferConfig(slice_bytes=2 * SMALL.block_bytes, max_in_flight_bytes=4 * SMALL.block_bytes)
     manager, views, host = managed(
@@ -171,13 +171,13 @@ def test_concurrent_saves_and_loads_keep_every_byte(device, form, share):
     expected = device_bytes(SMALL, views)
     errors, num_failed = [], [0]
 
-    def work(who):
+    def work(number):
         try:
-            mine, dice = np.arange(who * 6, who * 6 + 6), np.random.default_rng(who)
+            own, rng = np.arange(number * 6, number * 6 + 6), np.random.default_rng(number)
             for turn in range(12):
-                slots, urgent = dice.permutation(mine), bool(dice.integers(2))
-                saved = manager.save(mine, slots, urgent=urgent).wait(60)
-                assert {pair[0] for pair in saved.moved} | {each.device_id for each in saved.failures} == {*mine}
+                slots, urgent = rng.permutation(own), bool(rng.integers(2))
+                saved = manager.save(own, slots, urgent=urgent).wait(60)
+                assert {pair[0] for pair in saved.moved} | {each.device_id for each in saved.failures} == {*own}
                 for block, slot in saved.moved:
                     assert np.array_equal(host.block(slot).numpy(), expected[block])
                 if not saved.moved:
@@ -185,13 +185,13 @@ def test_concurrent_saves_and_loads_keep_every_byte(device, form, share):
                 blocks, kept = zip(*saved.moved, strict=True)
                 loaded = manager.load(blocks, kept, urgent=not urgent, layer_wise=turn % 2 == 0).wait(60)
                 num_failed[0] += len(saved.failures) + len(loaded.failures)
-                for failure in loaded.failures:  # undefined now: fetch it again until it comes
+                for failure in loaded.failures:  # its bytes are undefined: load it until that succeeds
                     while manager.load([failure.device_id], [failure.host_id]).wait(60).failures:
                         num_failed[0] += 1
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(who,)) for who in range(4)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -213,9 +213,9 @@ def test_failed_copy_is_reported_only_for_its_blocks(device):
         fine = manager.save([9], [9])
         report = broken.wait(60)
         assert report.status is TransferStatus.FAILED
-        assert {each.host_id for each in report.failures} == {4, 5}  # the slice of two blocks it was in
+        assert {each.host_id for each in report.failures} == {4, 5}  # both blocks of the slice
         assert {slot for _, slot in report.moved} == {0, 1, 2, 3, 6, 7}
-        assert all("wish" in str(each.error) for each in report.failures)
+        assert all("injected" in str(each.error) for each in report.failures)
         assert fine.wait(60).status is TransferStatus.DONE
         expected = before.copy()
         expected[[0, 1, 2, 3, 6, 7, 9]] = source[[0, 1, 2, 3, 6, 7, 9]]
@@ -254,7 +254,7 @@ def test_urgent_load_overtakes_bulk_transfers():
     gate = threading.Event()
 
     def mover(path, job, pieces):
-        if pieces.table.shape[1] == 1:  # bulk goes by single blocks here
+        if pieces.table.shape[1] == 1:  # slices of bulk transfers are single blocks here
             gate.wait(60)
         return run_path(path, job, pieces)
 
@@ -281,7 +281,7 @@ def test_urgent_beyond_its_bound_is_queued_first():
     with manager:
         bulk = manager.save(range(12), range(12))
         first, second = manager.load([0], [13]), manager.load([1, 2], [14, 15])
-        assert manager.in_flight_bytes("h2d", urgent=True) == size  # the second does not fit beside the first
+        assert manager.in_flight_bytes("h2d", urgent=True) == size  # both together exceed the bound
         assert second.status is TransferStatus.QUEUED
         assert manager.in_flight_bytes("d2h", urgent=False) <= 3 * size
         gate.set()
@@ -306,7 +306,7 @@ def blocked_manager(**options):
 
 
 def submitted_slices(transfer, count):
-    """Wait until so many slices of a queued transfer are in flight."""
+    """Wait until `count` slices of a queued transfer are in flight."""
     with transfer._changed:
         assert transfer._changed.wait_for(lambda: len(transfer._ends) >= count, 60)
 
@@ -318,7 +318,7 @@ def test_cancel_stops_queued_slices_and_waits_for_the_rest():
         save = manager.save(range(8), range(8))
         submitted_slices(save, 2)
         assert save.cancel()
-        assert save.report is None  # two slices are under way, and may still write
+        assert save.report is None  # two slices are in flight and may still write
         gate.set()
         report = save.wait(60)
         assert report.status is TransferStatus.CANCELLED
@@ -394,7 +394,7 @@ def test_close_cancels_the_queue_and_refuses_new_transfers():
         manager.save([0], [0])
 
 
-# ---- caches come and go ----
+# ---- register and release ----
 
 
 def test_manager_release_drops_tensors_and_keeps_host_blocks(device):
@@ -412,7 +412,7 @@ def test_manager_release_drops_tensors_and_keeps_host_blocks(device):
             manager.submit(compiled)
         with pytest.raises(StateError, match="no cache"):
             manager.save([0], [0])
-        cache, views = filled_cache(SMALL, 6, "block-first", device, 7)  # it wakes, with another form even
+        cache, views = filled_cache(SMALL, 6, "block-first", device, 7)  # it wakes, with another form of cache
         manager.register(cache, host)
         manager.load([5, 2], [3, 4]).wait(60)
         assert np.array_equal(device_bytes(SMALL, views)[[5, 2]], kept[[3, 4]])
@@ -455,7 +455,7 @@ def test_block_first_cache_is_one_piece_per_block():
     assert len(cache.part(range(4))) == 1
     assert len(cache.part(range(1, 3))) == 1
     views = [{"key": tensor[:, layer, 0], "value": tensor[:, layer, 1]} for layer in range(4)]
-    assert len(DeviceCache.layer_first(SMALL, views).part(range(4))) == 1  # touching parts are one
+    assert len(DeviceCache.layer_first(SMALL, views).part(range(4))) == 1  # touching parts are joined
 
 
 def test_register_cache_in_host_memory_raises():
@@ -485,12 +485,12 @@ def test_queued_save_completes_after_host_memory_free():
     expected = device_bytes(SMALL, views)[:8]
     with manager:
         save = manager.save(range(8), range(8))
-        submitted_slices(save, 2)  # six are queued, their tables not made
+        submitted_slices(save, 2)  # six are queued, without tables
         freed = threading.Thread(target=host.free)
         freed.start()
         with host._changed:
             assert host._changed.wait_for(lambda: host.growth is GrowthState.FREED, 60)
-        keep = save._keep[-1]  # so that there is something to look at afterwards
+        keep = save._keep[-1]  # keeps the memory for the comparison below
         gate.set()
         assert save.wait(60).status is TransferStatus.DONE
         assert np.array_equal(slots[:8, : SMALL.block_bytes].numpy(), expected)
@@ -554,7 +554,7 @@ def test_failed_layer_raises_in_host_wait():
         load.layers.wait(0, timeout=60)
         with pytest.raises(TransferError, match="layer 3 did not arrive"):
             load.layers.wait(3, timeout=60)
-        load.layers.wait(3, compute)  # the model goes on; the report says what to compute again
+        load.layers.wait(3, compute)  # the model continues; the report has the blocks to recompute
         compute.synchronize()
         assert load.layers.num_done == 2
         report = load.wait(60)
