@@ -66,4 +66,4 @@ def test_tensor_parallel_that_does_not_divide_heads_fails(tiny_model):
     command = [sys.executable, "-m", "kvtier", "serve", "--port", "0", "--model", str(tiny_model)]
     ended = subprocess.run([*command, "--tensor-parallel", "4"], capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0
-    assert "2 KV heads cannot be cut into 4 shards equally" in ended.stderr
+    assert "2 KV heads cannot be split into 4 equal shards" in ended.stderr

@@ -508,7 +508,7 @@ def test_read_failure_on_one_rank_is_a_miss_on_all(fault, is_shared):
 
 def test_sharding_that_does_not_divide_raises():
     layout = KVLayout(4, (CacheGroup.attention("main", 1, 6, 8, dt.f16, 4),))
-    with pytest.raises(ArgumentError, match="6 KV heads, which 4 ranks"):
+    with pytest.raises(ArgumentError, match="6 KV heads, which cannot be split among 4 ranks"):
         layout.of_rank(4)
     with pytest.raises(ArgumentError, match="2 ranks cannot divide 3 shards"):
         Sharding(0, 2, 3)
