@@ -79,7 +79,7 @@ def cuts(count: int, seed: int) -> tuple[Row, list[Bar]]:
         room, sync = rng.choice((64 << 10, 1 << 20)), rng.choice([*Sync])
         with tempfile.TemporaryDirectory() as folder:  # for the lock only: the disk is simulated
             failure = PowerFailure(folder, room, sync, rng.randint(1, 150), number)
-            failure.run_until_it_fails(some_calls(rng))
+            failure.run_until_failure(some_calls(rng))
             checked = failure.inspect()  # raises if a byte is wrong
         found, durable, lost = found + checked.found, durable + checked.durable, lost + checked.lost
         refilled, leaked = refilled + checked.refilled, leaked + checked.leaked_bytes

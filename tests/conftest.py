@@ -22,6 +22,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from the modules: many tests collect, and a full pass over torch's takes long."""
+    """Exclude the imported modules from garbage collection: many tests collect, and a pass over torch is slow."""
     gc.collect()
     gc.freeze()

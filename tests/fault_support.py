@@ -255,7 +255,7 @@ class Run:
         assert self.engine.manager.stats.num_allocations == 0
         assert self.engine.manager.num_available == 48
 
-    def of_others(self, exact):
+    def unaffected_answers(self, exact):
         """Return the answers of unaffected requests without steps and cache hits, which depend on the load."""
         return {
             key: (each.tokens, each.text, each.logprobs if exact else len(each.logprobs), each.reason, each.error)
@@ -310,4 +310,4 @@ def check_row_faults(model, stage, monkeypatch, *, exact=True):
         calm.add_other()
         calm.step()
     calm.check_end()
-    assert run.of_others(exact) == calm.of_others(exact)
+    assert run.unaffected_answers(exact) == calm.unaffected_answers(exact)

@@ -97,7 +97,7 @@ class PowerFailure:
     def reopen(self) -> DiskStore:
         return DiskStore(self.folder, self.room, files=self.left, **self._settings)
 
-    def run_until_it_fails(self, calls: Iterable[Call]) -> None:
+    def run_until_failure(self, calls: Iterable[Call]) -> None:
         for call in calls:
             if self.left is None:
                 self.run(*call)

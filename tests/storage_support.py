@@ -70,7 +70,7 @@ def check_disk(store: DiskStore) -> None:
         places.update(dict.fromkeys(free, "free"))
         for key, entry in size.entries.items():
             assert catalog._entries[key] is entry, "an entry is listed under another key"
-            assert not entry.is_gone, "an entry is listed and gone"
+            assert not entry.is_gone, "a removed entry is still listed"
             assert entry.place not in places, f"{entry.place} is {places.get(entry.place)} and used"
             places[entry.place] = "used"
     segments = catalog._segments.values()

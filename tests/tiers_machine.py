@@ -51,7 +51,7 @@ def kv_of(tokens: np.ndarray, salt: bytes) -> torch.Tensor:
     return _kv_of(salt + tokens.astype("<i4").tobytes())
 
 
-@functools.lru_cache(1 << 14)  # every step looks at every token again
+@functools.lru_cache(1 << 14)  # every step checks all earlier tokens
 def _kv_of(data: bytes) -> torch.Tensor:
     digest = hashlib.shake_128(data).digest(LAYERS * 2 * DIM * 2)
     return torch.from_numpy(np.frombuffer(digest, "<u2").astype(np.float32)).view(LAYERS, 2, 1, DIM)

@@ -21,7 +21,7 @@ _METHOD = r"`([A-Z]\w*\.\w+)`"
 
 @cache
 def definitions(path: str) -> frozenset[str]:
-    """Functions, classes and methods of a file; methods as `Class.method`, local functions by their bare name."""
+    """Return the functions, classes and methods (`Class.method`) of a file; local functions by their bare name."""
     tree = ast.parse((ROOT / path).read_text())
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -32,7 +32,7 @@ def definitions(path: str) -> frozenset[str]:
 
 
 def references(text: str) -> list[tuple[str, str]]:
-    """(file, name) of every reference. A method without a file of its own is in the file named last."""
+    """Return (file, name) of every reference. A method without a file of its own is in the file named last."""
     found, path = [], ""
     for match in re.finditer(rf"{_FILE}\s+`([\w.]+)`(?:,\s+`([\w.]+)`)?|{_METHOD}", text):
         path = match[1] or path
@@ -76,7 +76,7 @@ def test_class_names_without_file_are_defined_in_src():
 def test_walk_steps_are_numbered_and_refer_to_code(heading):
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", section(heading), re.M)]
     assert numbers == list(range(1, len(numbers) + 1))
-    without_code = [step for step in steps(heading)[:-1] if not references(step)]  # the last may say what follows
+    without_code = [step for step in steps(heading)[:-1] if not references(step)]  # the last step may have none
     assert without_code == []
 
 

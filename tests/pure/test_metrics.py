@@ -112,7 +112,7 @@ def test_concurrent_counts_are_exact_and_untorn():
     registry = Registry()
     family = registry.counter("n_total", "N.", ("of",))
     histogram = registry.histogram("h", "H.", bounds=(1, 10)).of()
-    is_over = threading.Event()
+    stop = threading.Event()
     torn: list[Distribution] = []
 
     def count() -> None:
@@ -121,7 +121,7 @@ def test_concurrent_counts_are_exact_and_untorn():
             histogram.observe(5)
 
     def read() -> None:
-        while not is_over.is_set():
+        while not stop.is_set():
             seen = histogram.value
             if seen.total != 5 * seen.count:
                 torn.append(seen)
@@ -133,7 +133,7 @@ def test_concurrent_counts_are_exact_and_untorn():
         thread.start()
     for thread in threads:
         thread.join()
-    is_over.set()
+    stop.set()
     reader.join()
     assert family.of("all").value == histogram.value.count == 8000
     assert not torn

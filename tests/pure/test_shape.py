@@ -18,7 +18,7 @@ MAX_P90_FUNCTION_LINES = 20
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Every module of src by its dotted name; packages end in `.__init__`."""
+    """Return the modules of src by dotted name; packages end in `.__init__`."""
     return {
         ".".join(path.relative_to(SRC).with_suffix("").parts): ast.parse(path.read_text())
         for path in sorted(SRC.rglob("*.py"))
@@ -30,7 +30,7 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
 
 
 def imports(name: str, tree: ast.Module) -> set[str]:
-    """Modules that `name` imports when it is imported; not inside functions, not under TYPE_CHECKING."""
+    """Return the modules that `name` imports at import time, without those under TYPE_CHECKING."""
     known = {module.removesuffix(".__init__") for module in trees()}
     found: set[str] = set()
     todo: list[ast.stmt] = list(tree.body)
@@ -92,7 +92,7 @@ def test_imports_have_no_cycle():
 
 
 def test_names_in_all_have_docstrings():
-    """Only the public API needs docstrings: elsewhere the name and the types may be enough."""
+    """Only the public API needs docstrings; elsewhere names and types may suffice."""
     public = {}
     for name, tree in trees().items():
         for node in tree.body:

@@ -15,7 +15,7 @@ ENTRIES = {f"{name}:{key}": entry for name, table in TABLES.items() for key, ent
 
 @cache
 def node_ids(path: str) -> frozenset[str]:
-    """Node ids of the test functions of a file, without parameters."""
+    """Return the node ids of the test functions of a file, without parameters."""
     found: set[str] = set()
 
     def walk(body: list[ast.stmt], prefix: str) -> None:

@@ -82,7 +82,7 @@ def test_s3fifo_marks_are_bounded_and_hit_when_roomy(requests):
 # ---- estimates against exact replays ----
 
 
-def misjudged(ghost: GhostCache, requests, policies, truths: dict) -> list[str]:
+def estimates_outside_error(ghost: GhostCache, requests, policies, truths: dict) -> list[str]:
     """Return the estimates whose exact hit rate is outside the stated error."""
     wrong = []
     for policy in policies:
@@ -105,7 +105,7 @@ def test_true_hit_rate_is_within_error_for_every_policy():
         own = ghost.curve()[0]
         assert (own.policy, own.capacity, own.error) == (policy, 1000, 0.0)
         assert own.hit_rate == pytest.approx(real.hit_rate)
-        wrong += misjudged(ghost, requests, sorted(SHADOWS), truths)
+        wrong += estimates_outside_error(ghost, requests, sorted(SHADOWS), truths)
     assert len(wrong) <= 0.05 * 6 * len(capacities) * len(SHADOWS), "\n".join(wrong)
 
 
@@ -117,7 +117,7 @@ def test_true_hit_rate_of_reference_traces_is_within_error(trace):
     ghost = GhostCache(512, own, capacities=[small, large], policies=policies)
     report = replay_hits(trace.requests, block_tokens=512, num_slots=own, ghost=ghost)
     truths["lru", own] = report.hit_rate
-    wrong = misjudged(ghost, trace.requests, policies, truths)
+    wrong = estimates_outside_error(ghost, trace.requests, policies, truths)
     assert not wrong, "\n".join(wrong)
     assert max(found.error for policy in policies for found in ghost.curve(policy)) < trace.ghost_error
 
@@ -137,7 +137,7 @@ def test_full_sampling_leaves_small_error(block_tokens):
 # ---- recorded prompts ----
 
 
-def fed(chains: list[Chain], capacity: int = 4) -> float:
+def large_cache_hit_rate(chains: list[Chain], capacity: int = 4) -> float:
     """Return the estimated hit rate of a very large cache when the real one had no hits."""
     ghost = GhostCache(512, capacity, capacities=[100_000], rate=1.0)
     for chain in chains:
@@ -154,15 +154,17 @@ def test_ghost_separates_tenants_adapters_and_media():
 
     # the other prompt evicts the first one from the shadow of the real cache
     other = Chain(namespace, tokens[::-1])
-    assert fed([chain(), other, chain()]) == pytest.approx(1 / 3, abs=0.03)
-    assert fed([chain(salt=b"a"), other, chain(salt=b"a")]) == pytest.approx(1 / 3, abs=0.03)
-    assert fed([chain(salt=b"a"), other, chain(salt=b"b")]) == 0
-    assert fed([chain(salt=b"a"), other, chain(adapter=b"a")]) == 0
+    assert large_cache_hit_rate([chain(), other, chain()]) == pytest.approx(1 / 3, abs=0.03)
+    assert large_cache_hit_rate([chain(salt=b"a"), other, chain(salt=b"a")]) == pytest.approx(1 / 3, abs=0.03)
+    assert large_cache_hit_rate([chain(salt=b"a"), other, chain(salt=b"b")]) == 0
+    assert large_cache_hit_rate([chain(salt=b"a"), other, chain(adapter=b"a")]) == 0
     images = [[MediaItem(10_000, 500, bytes([i]) * 32)] for i in range(2)]
-    assert fed([chain(media=images[0]), other, chain(media=images[0])]) == pytest.approx(1 / 3, abs=0.03)
-    assert fed([chain(media=images[0]), other, chain(media=images[1])]) == pytest.approx(1 / 6, abs=0.04), (
-        "blocks before the image hit"
+    assert large_cache_hit_rate([chain(media=images[0]), other, chain(media=images[0])]) == pytest.approx(
+        1 / 3, abs=0.03
     )
+    assert large_cache_hit_rate([chain(media=images[0]), other, chain(media=images[1])]) == pytest.approx(
+        1 / 6, abs=0.04
+    ), "blocks before the image hit"
 
 
 def test_ghost_ignores_prompts_below_sample_length():

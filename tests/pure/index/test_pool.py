@@ -99,7 +99,7 @@ def test_release_of_other_tier_slots_raises():
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200), st.data())
 def test_allocate_is_contiguous_if_long_run_is_free(is_used, data):
-    """A run shorter than 2 n may be missed, since the pool looks at only one of those."""
+    """Of the free runs of n to 2 n slots the pool checks only one, so that it may miss a fit."""
     pool = BlockPool("device", len(is_used))
     pool.allocate(len(is_used))
     pool.release(slots("device", *[slot for slot, used in enumerate(is_used) if not used]))

@@ -68,7 +68,7 @@ RETENTIONS = st.sampled_from([(0, math.inf)] * 4 + [(1, math.inf), (2, 3.0), (0,
 
 
 @dataclass(eq=False)
-class Both:
+class LeasePair:
     """A lease and its counterpart in the model."""
 
     lease: Lease
@@ -80,7 +80,7 @@ class Both:
 class Move:
     """A copy in flight; it holds its lease."""
 
-    owner: Both
+    owner: LeasePair
     source: int
     target: int
     first: int
@@ -105,7 +105,7 @@ class Machine(RuleBasedStateMachine):
         self.revision = REVISIONS[0]
         self.tree = RadixTree(self.namespace, self.tiers, listener=self.on_event)
         self.model = Model(self.sizes, exact_lru=policy == "lru")
-        self.open: list[Both] = []
+        self.open: list[LeasePair] = []
         self.closed: list[Lease] = []
         self.in_flight: list[Move] = []
         self.memory: list[dict[int, object]] = [{} for _ in self.NAMES]
@@ -137,11 +137,11 @@ class Machine(RuleBasedStateMachine):
         media = [MediaItem(*item) for item in spec.media]
         return Chain(self.namespace, spec.tokens, salt=spec.domain[0], adapter=spec.domain[1], media=media)
 
-    def do_match(self, spec: Spec, limit: int, retention: tuple[int, float]) -> Both:
+    def do_match(self, spec: Spec, limit: int, retention: tuple[int, float]) -> LeasePair:
         lease = self.tree.match(self.chain(spec), now=self.now, max_blocks=limit, retention=Retention(*retention))
         holder = self.model.match(spec, self.now, limit, *retention)
-        both = Both(lease, holder)
-        self.open.append(both)
+        pair = LeasePair(lease, holder)
+        self.open.append(pair)
         assert lease.num_matched == lease.num_blocks == holder.num_matched
         assert lease.table.tolist() == holder.table
         assert (lease.stopped.name if lease.stopped else None) == holder.stopped
@@ -151,7 +151,7 @@ class Machine(RuleBasedStateMachine):
         for block, tier, slot in zip(holder.path, path.tiers.tolist(), path.slots.tolist(), strict=True):
             assert (tier, slot) == (block.best, block.copies[tier].slot)
             assert self.memory[tier][slot] == block.name, "a matched slot holds another block"
-        return both
+        return pair
 
     def do_evict(self, tier: int, tenants: list[bytes | None]) -> None:
         content = observed(self.tree)
@@ -176,35 +176,35 @@ class Machine(RuleBasedStateMachine):
             self.memory[tier][slot] = None
         return slots.ids.tolist()
 
-    def do_allocate(self, both: Both, n: int) -> bool:
-        slots = self.do_reserve(0, n, both.holder.spec, lambda: self.tree.allocate(both.lease, n))
+    def do_allocate(self, pair: LeasePair, n: int) -> bool:
+        slots = self.do_reserve(0, n, pair.holder.spec, lambda: self.tree.allocate(pair.lease, n))
         if slots is None:
             return False
-        both.holder.table += slots
-        assert both.lease.table.tolist() == both.holder.table
+        pair.holder.table += slots
+        assert pair.lease.table.tolist() == pair.holder.table
         return True
 
-    def do_publish(self, both: Both, num_blocks: int, more_tokens: int) -> None:
-        holder, spec = both.holder, both.holder.spec
+    def do_publish(self, pair: LeasePair, num_blocks: int, more_tokens: int) -> None:
+        holder, spec = pair.holder, pair.holder.spec
         num_tokens = min(num_blocks * BLOCK_TOKENS + more_tokens, len(spec.tokens))
         if num_tokens // BLOCK_TOKENS > len(holder.table):
             with pytest.raises(StateError):
-                self.tree.publish(both.lease, num_tokens, now=self.now)
+                self.tree.publish(pair.lease, num_tokens, now=self.now)
             return
         for number in range(len(holder.path), num_tokens // BLOCK_TOKENS):
             self.memory[0][holder.table[number]] = (spec.domain, tuple(spec.contents[: number + 1]))
-        before = sum(map(len, both.lease.duplicate_slots))
-        num_new = self.tree.publish(both.lease, num_tokens, now=self.now)
-        num_duplicate = sum(map(len, both.lease.duplicate_slots)) - before
+        before = sum(map(len, pair.lease.duplicate_slots))
+        num_new = self.tree.publish(pair.lease, num_tokens, now=self.now)
+        num_duplicate = sum(map(len, pair.lease.duplicate_slots)) - before
         assert (num_new, num_duplicate) == self.model.publish(holder, num_tokens, self.now)
 
-    def do_release(self, both: Both, used: bool) -> None:
-        # a request with a time to live or a priority that computed something was scheduled
-        used = used or (both.holder.unused_blocks and (both.holder.ttl != math.inf or both.holder.priority != 0))
-        self.tree.release(both.lease, used=used, now=self.now)
-        self.model.release(both.holder, used, self.now)
-        self.open.remove(both)
-        self.closed.append(both.lease)
+    def do_release(self, pair: LeasePair, used: bool) -> None:
+        # a request that computed blocks under a TTL or a priority was scheduled, so that it counts as a use
+        used = used or (pair.holder.unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
+        self.tree.release(pair.lease, used=used, now=self.now)
+        self.model.release(pair.holder, used, self.now)
+        self.open.remove(pair)
+        self.closed.append(pair.lease)
 
     @rule(spec=SPECS, limit=st.sampled_from([99, 99, 99, 0, 1, 2, 4]), retention=RETENTIONS)
     def match(self, spec, limit, retention):
@@ -214,24 +214,24 @@ class Machine(RuleBasedStateMachine):
     @rule(spec=SPECS, retention=RETENTIONS, used=st.booleans())
     def whole_request(self, spec, retention, used):
         """Match, allocate, publish and release a request; release it at once on a shortage."""
-        both = self.do_match(spec, 99, retention)
-        missing = both.lease.num_missing(len(spec.tokens))
-        assert missing == -(-len(spec.tokens) // BLOCK_TOKENS) - len(both.holder.path)
-        if self.do_allocate(both, missing):
-            self.do_publish(both, len(spec.contents), 1)
-            self.do_release(both, used)
+        pair = self.do_match(spec, 99, retention)
+        missing = pair.lease.num_missing(len(spec.tokens))
+        assert missing == -(-len(spec.tokens) // BLOCK_TOKENS) - len(pair.holder.path)
+        if self.do_allocate(pair, missing):
+            self.do_publish(pair, len(spec.contents), 1)
+            self.do_release(pair, used)
         else:
-            self.do_release(both, False)
+            self.do_release(pair, False)
 
     @rule(spec=SPECS, first=ANY, second=ANY)
     def twins(self, spec, first, second):
         """Two requests compute the same blocks on their own slots and publish alternately."""
         leases = [self.do_match(spec, 99, (0, math.inf)) for _ in range(2)]
-        if all(self.do_allocate(both, len(spec.contents) - len(both.holder.path)) for both in leases):
-            for both, part in zip([leases[0], leases[1], leases[0], leases[1]], [first, second, 99, 99], strict=True):
-                self.do_publish(both, part, 0)
-        for both in leases:
-            self.do_release(both, True)
+        if all(self.do_allocate(pair, len(spec.contents) - len(pair.holder.path)) for pair in leases):
+            for pair, part in zip([leases[0], leases[1], leases[0], leases[1]], [first, second, 99, 99], strict=True):
+                self.do_publish(pair, part, 0)
+        for pair in leases:
+            self.do_release(pair, True)
 
     @precondition(lambda self: self.open)
     @rule(which=ANY, n=st.integers(0, 6))
@@ -246,27 +246,27 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, tokens=st.lists(st.integers(0, 1), max_size=4))
     def extend(self, which, tokens):
-        both = self.open[which % len(self.open)]
-        both.lease.chain.append(tokens)
-        spec = both.holder.spec
-        both.holder.spec = Spec(spec.tokens + tuple(tokens), spec.media, spec.domain)
+        pair = self.open[which % len(self.open)]
+        pair.lease.chain.append(tokens)
+        spec = pair.holder.spec
+        pair.holder.spec = Spec(spec.tokens + tuple(tokens), spec.media, spec.domain)
 
     @precondition(lambda self: self.open)
     @rule(which=ANY)
     def generate(self, which):
         """Append two tokens, allocate a slot and publish the block."""
         self.extend(which, [1, 0])
-        both = self.open[which % len(self.open)]
-        missing = both.lease.num_missing(len(both.holder.spec.tokens))
-        if self.do_allocate(both, missing):
-            self.do_publish(both, len(both.holder.spec.contents), 0)
+        pair = self.open[which % len(self.open)]
+        missing = pair.lease.num_missing(len(pair.holder.spec.tokens))
+        if self.do_allocate(pair, missing):
+            self.do_publish(pair, len(pair.holder.spec.contents), 0)
 
     @precondition(lambda self: self.open)
     @rule(which=ANY)
     def commit(self, which):
-        both = self.open[which % len(self.open)]
-        self.tree.commit(both.lease, now=self.now)
-        self.model.use(both.holder, self.now)
+        pair = self.open[which % len(self.open)]
+        self.tree.commit(pair.lease, now=self.now)
+        self.model.use(pair.holder, self.now)
 
     @precondition(lambda self: self.free_leases)
     @rule(which=ANY, used=st.booleans())
@@ -276,24 +276,24 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.free_leases)
     @rule(which=ANY, retention=RETENTIONS)
     def preempt_and_resume(self, which, retention):
-        both = self.free_leases[which % len(self.free_leases)]
-        self.do_release(both, True)
-        self.do_match(both.holder.spec, 99, retention)
+        pair = self.free_leases[which % len(self.free_leases)]
+        self.do_release(pair, True)
+        self.do_match(pair.holder.spec, 99, retention)
 
     @precondition(lambda self: self.open)
     @rule(which=ANY, max_tokens=st.integers(1, 2))
     def match_within(self, which, max_tokens):
         """Match a device block that shares the next tokens; the longest match must be found."""
-        both = self.open[which % len(self.open)]
-        spec, end = both.holder.spec, both.holder.end
-        tokens, held = spec.tokens[len(both.holder.path) * BLOCK_TOKENS :][:max_tokens], self.model.held()
-        hit = self.tree.match_within(both.lease, max_tokens, max_children=99, now=self.now)
+        pair = self.open[which % len(self.open)]
+        spec, end = pair.holder.spec, pair.holder.end
+        tokens, held = spec.tokens[len(pair.holder.path) * BLOCK_TOKENS :][:max_tokens], self.model.held()
+        hit = self.tree.match_within(pair.lease, max_tokens, max_children=99, now=self.now)
         expected = {
             child: num_common(tokens, child.content[0])
             for child in end.children.values()
             if 0 in child.copies
             and child.copies[0].readable
-            and (child.attached or child in held)  # else its slots were freed with its last lease
+            and (child.attached or child in held)  # otherwise its last lease freed the slots
             and (child.expires > self.now or child in held)
         }
         num_tokens = 0
@@ -302,7 +302,7 @@ class Machine(RuleBasedStateMachine):
             check_tree(self.tree, [*(each.lease for each in self.open), lease])
             names = {child.copies[0].slot: child for child in expected}
             assert num_tokens == expected[names[int(lease.table[-1])]] > 0
-            assert len(lease.table) == len(both.holder.path) + 1
+            assert len(lease.table) == len(pair.holder.path) + 1
             self.tree.release(lease, used=False)
         if not spec.media and not any(block.content[1] for child in expected for block in child.below()):
             assert num_tokens == max(expected.values(), default=0)
@@ -323,8 +323,8 @@ class Machine(RuleBasedStateMachine):
                 call()
 
     @property
-    def free_leases(self) -> list[Both]:
-        return [both for both in self.open if not both.num_moves]
+    def free_leases(self) -> list[LeasePair]:
+        return [pair for pair in self.open if not pair.num_moves]
 
     # ---- operations ----
 
@@ -421,7 +421,7 @@ class Machine(RuleBasedStateMachine):
         self.steps[type(self).__name__] += 1
         if not hasattr(self, "tree"):
             return
-        check_tree(self.tree, [both.lease for both in self.open])
+        check_tree(self.tree, [pair.lease for pair in self.open])
         assert observed(self.tree) == self.model.content()
         for number, tier in enumerate(self.tiers):
             owners = self.model.owners(number)
@@ -431,11 +431,11 @@ class Machine(RuleBasedStateMachine):
             assert tier.num_evictable == len(self.model.evictable(number))
             for salt in (b"", b"s"):
                 assert tier.used_by.get(salt, 0) == self.model.used_by(number, salt)
-        for both in self.open:
-            assert both.lease.num_blocks == len(both.holder.path)
-            for number, slot in enumerate(both.holder.table[: len(both.holder.path)]):
+        for pair in self.open:
+            assert pair.lease.num_blocks == len(pair.holder.path)
+            for number, slot in enumerate(pair.holder.table[: len(pair.holder.path)]):
                 if slot >= 0:
-                    assert self.memory[0][slot] == both.holder.path[number].name, "a leased slot was overwritten"
+                    assert self.memory[0][slot] == pair.holder.path[number].name, "a leased slot was overwritten"
 
     @invariant()
     def check_published_keys(self):
@@ -467,8 +467,8 @@ class TieredMachine(Machine):
     @rule(which=ANY, to=ANY, first=ANY, count=st.integers(1, 7))
     def begin_copy(self, which, to, first, count):
         """Start a copy of readable blocks to a tier that does not have them."""
-        both = self.open[which % len(self.open)]
-        path = both.holder.path
+        pair = self.open[which % len(self.open)]
+        path = pair.holder.path
         if not path or len(self.in_flight) > 4:
             return
         target = to % len(self.tiers)
@@ -483,20 +483,20 @@ class TieredMachine(Machine):
             run.append(block)
         if not run:
             return
-        spec = both.holder.spec
+        spec = pair.holder.spec
         slots = self.do_reserve(
             target, len(run), spec, lambda: self.tree.reserve(self.tiers[target], len(run), spec.domain[0])
         )
         if slots is None:
             return
-        transitions.begin_read(both.lease, self.tiers[source], first, len(run))
+        transitions.begin_read(pair.lease, self.tiers[source], first, len(run))
         ids = Slots(self.NAMES[target], np.array(slots, np.int32))
-        transitions.begin_write(both.lease, self.tiers[target], first, ids)
+        transitions.begin_write(pair.lease, self.tiers[target], first, ids)
         for block, slot in zip(run, slots, strict=True):
             block.copies[source].readers += 1
             block.copies[target] = Copy(slot, "writing")
-        both.num_moves += 1
-        self.in_flight.append(Move(both, source, target, first, slots))
+        pair.num_moves += 1
+        self.in_flight.append(Move(pair, source, target, first, slots))
 
     @rule(spec=SPECS, to=st.integers(1, 2), ok=st.integers(0, 4))
     def store(self, spec, to, ok):
@@ -515,8 +515,8 @@ class TieredMachine(Machine):
     @rule(which=ANY, tier=ANY, first=ANY, count=st.integers(1, 4))
     def remove(self, which, tier, first, count):
         """Remove blocks without readers from a tier; from the device only blocks in no table."""
-        both = self.open[which % len(self.open)]
-        path = both.holder.path
+        pair = self.open[which % len(self.open)]
+        path = pair.holder.path
         if not path:
             return
         tier, first = tier % len(self.tiers), first % len(path)
@@ -528,7 +528,7 @@ class TieredMachine(Machine):
                 break
             run += 1
         if run:
-            remove(self.tree, both.lease, self.tiers[tier], first, run)
+            remove(self.tree, pair.lease, self.tiers[tier], first, run)
             for block in path[first : first + run]:
                 del block.copies[tier]
 
@@ -536,9 +536,9 @@ class TieredMachine(Machine):
     @rule(which=ANY, ok=st.booleans())
     def end(self, which, ok):
         move = self.in_flight.pop(which % len(self.in_flight))
-        both = move.owner
-        both.num_moves -= 1
-        path = both.holder.path
+        pair = move.owner
+        pair.num_moves -= 1
+        path = pair.holder.path
         count = len(move.slots)
         for block, slot in zip(path[move.first : move.first + count], move.slots, strict=True):
             source = block.copies[move.source]
@@ -549,19 +549,19 @@ class TieredMachine(Machine):
                 block.copies[move.target].state = "ready"
             else:
                 del block.copies[move.target]
-        transitions.end_read(both.lease, self.tiers[move.source], move.first, count)
-        transitions.end_write(self.tree, both.lease, self.tiers[move.target], move.first, count, ok=ok)
+        transitions.end_read(pair.lease, self.tiers[move.source], move.first, count)
+        transitions.end_write(self.tree, pair.lease, self.tiers[move.target], move.first, count, ok=ok)
 
     @precondition(lambda self: self.open)
     @rule(which=ANY, tier=ANY, first=ANY)
     def check_invalid_transitions_raise(self, which, tier, first):
         """Call transitions on blocks in the wrong state. The invariants check that nothing changed."""
-        both = self.open[which % len(self.open)]
-        path = both.holder.path
+        pair = self.open[which % len(self.open)]
+        path = pair.holder.path
         if not path:
             return
         tier, first = tier % len(self.tiers), first % len(path)
-        copy, at, lease = path[first].copies.get(tier), self.tiers[tier], both.lease
+        copy, at, lease = path[first].copies.get(tier), self.tiers[tier], pair.lease
         refused = []
         if copy is None or not copy.readable:
             refused.append(lambda: transitions.begin_read(lease, at, first, 1))
@@ -588,7 +588,7 @@ def observed(tree: RadixTree) -> dict:
         prefix = prefixes[node.parent]
         ids = np.frombuffer(bytes(node.labels), "<i4").reshape(-1, BLOCK_TOKENS).tolist()
         for number, tokens in enumerate(ids):
-            prefix = (*prefix, (tuple(tokens), parsed((node.extras or {}).get(node.start + number, b""))))
+            prefix = (*prefix, (tuple(tokens), parse_extras((node.extras or {}).get(node.start + number, b""))))
             content[node.domain, prefix] = {
                 tier: (int(held.slots[number]), *STATES[held.states[number]])
                 for tier, held in enumerate(node.held)
@@ -603,7 +603,7 @@ def num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return next((n for n in range(min(len(one), len(other)), 0, -1) if one[:n] == other[:n]), 0)
 
 
-def parsed(extras: bytes) -> tuple:
+def parse_extras(extras: bytes) -> tuple:
     """Parse extras into items; position and digest are each preceded by their length."""
     parts = []
     while extras:

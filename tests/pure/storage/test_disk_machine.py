@@ -121,7 +121,7 @@ def test_power_failure_never_leads_to_wrong_bytes_soak(room, calls, sync, at, se
     """Unsynced sectors, files and names survive at random."""
     with tempfile.TemporaryDirectory() as folder:
         run = PowerFailure(folder, room, sync, at, seed)
-        run.run_until_it_fails(calls)
+        run.run_until_failure(calls)
         checked = run.inspect()
         assert checked.lost == 0, "a durable object was lost"
         assert (checked.refilled, checked.leaked_bytes) == (12, 0), "space was lost"
