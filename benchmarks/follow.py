@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.step_recorder import describe
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.errors import FormatError, StateError
 from kvtier.index import Chain, Namespace
 from kvtier.messages import Report, StoreLookup, TransferResult, split_keys
 from kvtier.replay.cost import Work
-from kvtier.replay.recorder import LOG_VERSION, describe
+from kvtier.replay.recorder import LOG_VERSION
 from kvtier.replay.trace import TraceRequest, parse_line
 from kvtier.scheduler import Request, RowResult, Scheduler, SchedulerConfig, Step
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks.fitted_cost import FittedCost
 from benchmarks.follow import Log, follow, read_log
+from benchmarks.step_recorder import StepRecorder
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
 from kvtier.replay.hardware import DiskSpec
-from kvtier.replay.recorder import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 
@@ -113,7 +113,7 @@ def record(model: Model, folder: Path, load: Load, cache: CacheConfig = CACHE) -
     clock = Clock()
     engine = Engine(model, config=EngineConfig(BLOCK, cache, LIMITS), stores={"disk": store}, clock=clock)
     talks = _Talks(load, model.config.vocab_size)
-    with contextlib.closing(Recorder(folder / "log.jsonl", steps=True)) as recorder:
+    with contextlib.closing(StepRecorder(folder / "log.jsonl")) as recorder:
         begin, others = clock(), _others_seconds()
         recorder.attach(engine.scheduler, now=begin)
         while talks.due or engine.has_work():

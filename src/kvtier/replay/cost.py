@@ -11,8 +11,6 @@ from kvtier.scheduler import Step
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Size of a step."""
-
     num_rows: float
     num_tokens: float
     attended_tokens: float

@@ -59,7 +59,6 @@ class Accesses:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of the longest request."""
         return int(np.diff(self.starts).max(initial=0))
 
     def __iter__(self) -> Iterator[I64]:

@@ -120,7 +120,6 @@ class Deployment:
 
     @property
     def kv_bytes(self) -> int:
-        """Device memory for KV."""
         return self.device_bytes or round(0.9 * self.gpu.memory_bytes - self.model.params * self.model.weight_bytes)
 
     def simulator(self, block_tokens: int) -> Simulator:
@@ -229,7 +228,6 @@ def simulate(
 def _parts(
     trace: Sequence[TraceRequest], setup: Deployment, num_simulated: int | None
 ) -> list[tuple[TraceRequest, ...]]:
-    """Return the requests of each simulated replica."""
     parts = [part for part in route(trace, setup.replicas, setup.routing, seed=setup.seed) if part]
     if num_simulated is not None and num_simulated < len(parts):
         parts.sort(key=lambda part: sum(request.input_tokens for request in part))
@@ -239,7 +237,6 @@ def _parts(
 
 
 def summarise(runs: Sequence[Simulation]) -> Summary:
-    """Combine the runs of all replicas."""
     requests = [request for run in runs for request in run.requests]
     served = [request for request in requests if not request.is_refused]
     prompts = sum(request.prompt_tokens for request in served)

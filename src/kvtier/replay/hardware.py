@@ -116,7 +116,6 @@ _FILES: Mapping[type, str] = {
 
 
 def presets(kind: type[Spec]) -> dict[str, Spec]:
-    """Return all presets of a kind by name."""
     text = (resources.files("kvtier.replay") / "presets" / _FILES[kind]).read_text()
     return {name: from_table(kind, table, name) for name, table in tomllib.loads(text).items()}
 

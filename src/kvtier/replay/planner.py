@@ -16,8 +16,6 @@ STEP = 100 * GIB
 
 @dataclass(frozen=True, slots=True)
 class PlanPoint:
-    """One setup and its result."""
-
     host_bytes: int
     disk_bytes: int
     price: float

@@ -9,7 +9,7 @@ One JSON object per line. A request's line is written when it ends, and is all t
 block's key under a secret of the log, so that a reader cannot test guessed prompts. Logs that are replayed together
 must have the same secret.
 
-With `steps`, all calls of the scheduler and all reports are logged as well (add, step, report, update, fail, cancel).
+benchmarks/step_recorder.py adds all calls of the scheduler and all reports (add, step, report, update, fail, cancel);
 benchmarks/follow.py replays them step by step.
 """
 
@@ -25,9 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvtier.cache.in_flight import PendingTransfer
 from kvtier.errors import ArgumentError, StateError
-from kvtier.messages import KEY_BYTES, Report, split_keys
+from kvtier.messages import split_keys
 from kvtier.scheduler import Request, RowResult, Scheduler, Step
 
 LOG_VERSION = 1
@@ -35,38 +34,35 @@ NAME_BYTES = 8
 
 
 class Recorder:
-    """Wraps the methods of one scheduler and its cache manager, and logs their calls.
+    """Wraps the methods of one scheduler, and logs its requests.
 
     For the scheduler's thread. Requests that have not ended when the log is closed are not in it. If the log cannot be
     written, it ends with a warning, and serving continues.
     """
 
-    def __init__(self, path: str | Path, *, steps: bool = False, secret: bytes | None = None) -> None:
+    def __init__(self, path: str | Path, *, secret: bytes | None = None) -> None:
         try:
             self._file: TextIO = open(path, "w", encoding="utf-8", opener=_create)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             raise ArgumentError(f"cannot create the log {os.fspath(path)}: {error.strerror}") from error
-        self._steps = steps
         self._secret = secrets.token_bytes(32) if secret is None else secret
         self._first_tokens: dict[str, float] = {}
         self._begin = 0.0
         self._restore: list[Callable[[], None]] = []
 
     def attach(self, scheduler: Scheduler, *, now: float) -> None:
-        """Start recording; `now` is time 0 of the log. A log to be followed must start with an empty cache."""
+        """Start recording; `now` is time 0 of the log."""
         if self._restore or self._file.closed:
             raise StateError("the recorder is attached or closed; one log is for one scheduler")
         self._begin = now
         slots = {tier.name: tier.pool.num_slots for tier in scheduler.manager.tree.tiers}
         block_tokens = scheduler.manager.namespace.block_tokens
         ranks = scheduler.manager.transfers.num_ranks
-        self._tap(scheduler, "add", self._add)
         self._tap(scheduler, "schedule", self._schedule)
         self._tap(scheduler, "update", self._update)
         self._tap(scheduler, "fail", self._fail)
         self._tap(scheduler, "cancel", self._cancel)
-        self._tap(scheduler.manager, "apply", self._apply)
-        self._write(event="start", version=LOG_VERSION, block_tokens=block_tokens, slots=slots, ranks=ranks)
+        self.write(event="start", version=LOG_VERSION, block_tokens=block_tokens, slots=slots, ranks=ranks)
 
     def close(self) -> None:
         """Detach from the scheduler and close the file. Idempotent."""
@@ -79,30 +75,13 @@ class Recorder:
         setattr(target, name, lambda *args, **options: through(inner, *args, **options))
         self._restore.append(lambda: delattr(target, name))
 
-    def _add(self, inner: Callable[..., None], request: Request, now: float) -> None:
-        inner(request, now)
-        if self._steps:
-            self._write(
-                event="add",
-                t=self._time(now),
-                id=request.id,
-                prompt_tokens=request.num_prompt_tokens,
-                max_new_tokens=request.max_new_tokens,
-                priority=request.priority,
-            )
-
     def _schedule(self, inner: Callable[..., Step], now: float) -> Step:
         step = inner(now)
-        if self._steps:
-            self._write(event="step", t=self._time(now), **describe(step))
         for request in step.refused:
             self._end(request)
         return step
 
     def _update(self, inner: Callable[..., None], step: Step, results: Sequence[RowResult], now: float) -> None:
-        if self._steps:
-            lines = [[len(result.tokens), result.finished] for result in results]
-            self._write(event="update", t=self._time(now), results=lines)
         inner(step, results, now)
         for row in step.rows:
             if row.request.num_new_tokens:
@@ -112,8 +91,6 @@ class Recorder:
 
     def _fail(self, inner: Callable[..., tuple[Request, ...]], step: Step, now: float) -> tuple[Request, ...]:
         failed = inner(step, now)
-        if self._steps:
-            self._write(event="fail", t=self._time(now))
         for request in failed:
             self._end(request)
         return failed
@@ -121,50 +98,30 @@ class Recorder:
     def _cancel(self, inner: Callable[..., bool], request: Request, now: float) -> bool:
         was_live = inner(request, now)
         if was_live:
-            if self._steps:
-                self._write(event="cancel", t=self._time(now), id=request.id)
             self._end(request)
         return was_live
 
-    def _apply(self, inner: Callable[..., list[PendingTransfer]], report: Report) -> list[PendingTransfer]:
-        if self._steps:
-            self._write(
-                event="report",
-                epoch=report.epoch,
-                rank=report.rank,
-                outcomes=[[o.transfer_id, o.ok, o.num_bytes, o.seconds, o.arrived.hex()] for o in report.results],
-                presences=[
-                    [p.store, self._names(p.present), self._names(p.absent), p.probe_id] for p in report.lookups
-                ],
-                sizes=[["host", report.num_host_slots]] if report.num_host_slots else [],
-                damaged=report.damaged.hex(),
-            )
-        return inner(report)
-
-    # ---- writing ---------------------------------------------------------------------------------------------------
-
     def _end(self, request: Request) -> None:
         chain, first = request.chain, self._first_tokens.pop(request.id, None)
-        self._write(
+        self.write(
             event="request",
             id=request.id,
-            arrival=self._time(request.arrival),
+            arrival=request.arrival - self._begin,
             block_tokens=chain.namespace.block_tokens,
             prompt_tokens=request.num_prompt_tokens,
             answer_tokens=request.num_new_tokens,
-            keys=self._names(chain.keys()),
+            keys=self.names(chain.keys()),
             tokens_from=request.tokens_from,
             ttft=None if first is None else first - request.arrival,
             state=request.state.value,
         )
 
-    def _names(self, keys: bytes) -> list[str]:
+    def names(self, keys: bytes) -> list[str]:
+        """Return the names of block keys in this log."""
         return [hashlib.blake2b(key, digest_size=NAME_BYTES, key=self._secret).hexdigest() for key in split_keys(keys)]
 
-    def _time(self, now: float) -> float:
-        return now - self._begin
-
-    def _write(self, **record: Any) -> None:
+    def write(self, **record: Any) -> None:
+        """Write a line; after an error or `close`, do nothing."""
         if self._file.closed:
             return  # closed within this call
         try:
@@ -194,12 +151,3 @@ def _create(path: str, _: int) -> int:
     is_device = stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
     create = 0 if is_device else os.O_CREAT | os.O_EXCL
     return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | create, 0o600)
-
-
-def describe(step: Step) -> dict[str, Any]:
-    """Return the log fields of a step."""
-    return {
-        "rows": [[row.request.id, row.first, row.num_tokens, row.num_draft] for row in step.rows],
-        "transfers": [[t.id, t.route.value, t.num_blocks] for t in step.plan.transfers],
-        "probes": [[p.id, p.store, len(p.keys) // KEY_BYTES] for p in step.plan.probes],
-    }

@@ -77,7 +77,6 @@ def replay_result(trace: Json, setup: Json, curve: Sequence[HitPoint], runs: Map
 
 
 def plan_result(trace: Json, setup: Json, found: PlanResult) -> Json:
-    """Return the result of `kvtier plan`."""
     setup = {**setup, "footprint_bytes": found.footprint_bytes}
     return {
         **_result("plan", trace, setup, found.curve, [_plan_point(point) for point in found.points]),
@@ -153,7 +152,6 @@ def sizes_text(host_bytes: int, disk_bytes: int) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """Format bytes in the largest unit that fits."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
         if num_bytes >= size:
             return f"{num_bytes / size:.4g} {unit}"
@@ -179,7 +177,6 @@ def page(result: Json) -> str:
 
 
 def intro(result: Json) -> list[str]:
-    """Describe trace and deployment in sentences."""
     trace, setup = result["trace"], result["setup"]
     all_bytes = trace["num_distinct_blocks"] * trace["block_tokens"] * setup["token_bytes"]
     text = [
@@ -233,7 +230,6 @@ def charts(result: Json) -> list[Json]:
 
 
 def tables(result: Json) -> list[Json]:
-    """Return one table with a row per run."""
     is_plan = result["command"] == "plan"
     first = ["host", "disk", "price $"] if is_plan else ["policy"]
     if any(_refused(result)):
@@ -254,7 +250,6 @@ def _refused(result: Json) -> list[int]:
 
 
 def _widest(result: Json) -> list[Json]:
-    """Return the links of the run with the most links."""
     links: list[Json] = max((run["links"] for run in result["results"]), key=len, default=[])
     return links
 

@@ -147,7 +147,6 @@ class SimulatedWorker:
         self._lookups: list[StoreLookup] = []
 
     def submit(self, plan: Plan, now: float) -> None:
-        """Start the transfers of a plan and answer its probes."""
         self._epoch = plan.epoch
         self._advance(now)
         for drop in plan.drops:
@@ -159,7 +158,6 @@ class SimulatedWorker:
             link.add(_Job(transfer, transfer.num_blocks * self._block_bytes, seconds))
 
     def poll(self, now: float) -> list[Report]:
-        """Return the results up to `now`."""
         self._advance(now)
         if not (self._results or self._lookups):
             return []
@@ -169,7 +167,6 @@ class SimulatedWorker:
 
     @property
     def next_end(self) -> float:
-        """Time of the next result."""
         if self._results or self._lookups:
             return 0.0
         return min(link.next_end for link in self.links.values())

@@ -63,7 +63,6 @@ class StepCoalescer:
                 request.draft = _DRAFT[: min(self.count, left) - 1]
 
     def seconds(self, step: Step) -> float:
-        """Return the time of all coalesced steps."""
         seconds = self._cost(Work.of(step).part(self.count))
         if len(step.rows) * self.count >= step.num_tokens:  # no prompt is in it
             self._decode_seconds = seconds
@@ -105,14 +104,11 @@ class ServedRequest:
 
     @property
     def queue_seconds(self) -> float | None:
-        """Time until the first allocation."""
         return None if self.scheduled_at is None else self.scheduled_at - self.arrival
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Result of one replica."""
-
     requests: tuple[ServedRequest, ...]
     seconds: float
     """From the first arrival to the last token."""
@@ -130,8 +126,6 @@ class Simulation:
 
 @dataclass(slots=True)
 class _Live:
-    """A request that is not finished."""
-
     number: int
     request: Request
     tokens: list[int]
@@ -237,7 +231,6 @@ class Simulator:
         return step
 
     def _end_of(self, step: Step) -> float:
-        """Return the end of the step, which includes waits for its loads."""
         work = self._steps.seconds(step)
         self._compute_seconds += work
         end = self._now + work

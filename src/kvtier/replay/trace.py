@@ -84,7 +84,7 @@ def read_trace(*paths: str | Path) -> Trace:
                     problems.append(f"{path}:{number}: {parsed}")
                 elif parsed is not None:
                     requests.append(parsed)
-        except (EOFError, gzip.BadGzipFile, zlib.error, _zstd_error()) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             problems.append(f"{path}:{number + 1}: the compressed file is damaged from here on: {error}")
         except OSError as error:
             raise ArgumentError(f"cannot read the trace {path}: {error.strerror or error}") from error
@@ -193,32 +193,23 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _zstd_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of all frames. A truncated frame raises EOFError; zstandard's own reader does not."""
-    new, left, frame = _zstandard().ZstdDecompressor, b"", None
+    """Yield the lines of all frames. A damaged or truncated one raises EOFError; zstandard's reader ignores the end."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UnavailableError("a .zst file needs zstandard: pip install 'kvtier[replay]'") from error
+    left, frame = b"", None
     with open(path, "rb") as file:
         while data := file.read(1 << 20):
             while data:
-                frame = frame or new().decompressobj()
-                *lines, left = (left + frame.decompress(data)).split(b"\n")
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                try:
+                    *lines, left = (left + frame.decompress(data)).split(b"\n")
+                except zstandard.ZstdError as error:
+                    raise EOFError(str(error)) from error
                 yield from lines
                 data = frame.unused_data if frame.eof else b""
                 frame = None if frame.eof else frame
     yield left
     if frame is not None:
         raise EOFError("the file ends inside a frame")
-
-
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UnavailableError("a .zst file needs zstandard: pip install 'kvtier[replay]'") from error
-    return zstandard
-
-
-def _zstd_error() -> type[Exception]:
-    """Return the exception type of zstandard, or another one if it is not installed."""
-    try:
-        return _zstandard().ZstdError  # type: ignore[no-any-return]
-    except UnavailableError:
-        return gzip.BadGzipFile

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from kvtier.errors import ArgumentError
 from kvtier.storage.store import (
@@ -24,6 +26,8 @@ from kvtier.storage.store import (
     Write,
 )
 
+StoreCall = Callable[[Store], Callable[..., Results]]
+"""Returns a method of a store."""
 _WORSE = (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
 """From best to worst. The worst result of several stores is reported: if one failed, the object may exist."""
 
@@ -47,33 +51,25 @@ class Cascade:
 
     def contains(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
         begin = self._meter.begin(keys)
-
-        def call(store: Store, left: Sequence[int], wait_s: float) -> Results:
-            return store.contains([keys[index] for index in left], timeout_s=wait_s)
-
-        return self._meter.end("lookups", self._in_turn(len(keys), call, timeout_s), begin)
+        outcomes = self._in_turn(lambda store: store.contains, keys, timeout_s)
+        return self._meter.end("lookups", outcomes, begin)
 
     def read_into(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> Results:
         begin = self._meter.begin([read.key for read in reads])
-
-        def call(store: Store, left: Sequence[int], wait_s: float) -> Results:
-            return store.read_into([reads[index] for index in left], timeout_s=wait_s)
-
-        return self._meter.end("reads", self._in_turn(len(reads), call, timeout_s), begin)
+        outcomes = self._in_turn(lambda store: store.read_into, reads, timeout_s)
+        return self._meter.end("reads", outcomes, begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
         """Write to all writable stores. STORED: at least one has the object; the reason has the errors of others."""
         begin = self._meter.begin([write.key for write in writes])
-        wait_s = self._timeout_s if timeout_s is None else timeout_s
-        results = _in_parallel([lambda s=store: s.write(writes, timeout_s=wait_s) for store in self._writable])  # type: ignore[misc]
+        results = self._in_parallel(lambda store: store.write, writes, timeout_s)
         outcomes = [_any_stored([one[index] for one in results]) for index in range(len(writes))]
         is_durable = any(one.is_durable and one.ok for one in results)
         return self._meter.end("writes", outcomes, begin, is_durable=is_durable)
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
         begin = self._meter.begin(keys)
-        wait_s = self._timeout_s if timeout_s is None else timeout_s
-        results = _in_parallel([lambda s=store: s.remove(keys, timeout_s=wait_s) for store in self._writable])  # type: ignore[misc]
+        results = self._in_parallel(lambda store: store.remove, keys, timeout_s)
         outcomes = [_all_removed([one[index] for one in results]) for index in range(len(keys))]
         is_durable = bool(results) and all(one.is_durable for one in results)
         return self._meter.end("removals", outcomes, begin, is_durable=is_durable)
@@ -108,20 +104,28 @@ class Cascade:
         names = ("num_objects", "used_bytes", "max_bytes", "num_evicted", "num_quarantined", "num_refused")
         return replace(self._meter.stats, **{name: sum(getattr(part, name) for part in parts) for name in names})
 
-    def _in_turn(
-        self, count: int, call: Callable[[Store, Sequence[int], float], Results], timeout_s: float | None
-    ) -> Sequence[ObjectResult]:
+    def _in_turn(self, call: StoreCall, items: Sequence[Any], timeout_s: float | None) -> Sequence[ObjectResult]:
         give_up = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        outcomes = [MISSING] * count
-        left: Sequence[int] = range(count)
+        outcomes = [MISSING] * len(items)
+        left: Sequence[int] = range(len(items))
         for number, store in enumerate(self._stores):
             if not left:
                 break
             share_s = max(0.0, give_up - time.monotonic()) / (len(self._stores) - number)
-            for index, outcome in zip(left, call(store, left, share_s), strict=True):
+            results = call(store)([items[index] for index in left], timeout_s=share_s)
+            for index, outcome in zip(left, results, strict=True):
                 outcomes[index] = _better(outcomes[index], outcome)
             left = [index for index in left if not outcomes[index].ok]
         return outcomes
+
+    def _in_parallel(self, call: StoreCall, items: Sequence[Any], timeout_s: float | None) -> list[Results]:
+        """Call each writable store on its own thread, since each may take the whole deadline."""
+        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        calls = [functools.partial(call(store), items, timeout_s=wait_s) for store in self._writable]
+        if len(calls) < 2:
+            return [call() for call in calls]
+        with ThreadPoolExecutor(len(calls), "kvtier-cascade") as threads:
+            return [future.result() for future in [threads.submit(call) for call in calls]]
 
 
 def _better(one: ObjectResult, other: ObjectResult) -> ObjectResult:
@@ -145,14 +149,6 @@ def _all_removed(outcomes: Sequence[ObjectResult]) -> ObjectResult:
     if failed:
         return failed[0]
     return next((outcome for outcome in outcomes if outcome.ok), MISSING)
-
-
-def _in_parallel(calls: Sequence[Callable[[], Results]]) -> list[Results]:
-    """Run each call on its own thread, since each may take the whole deadline."""
-    if len(calls) < 2:
-        return [call() for call in calls]
-    with ThreadPoolExecutor(len(calls), "kvtier-cascade") as threads:
-        return [future.result() for future in [threads.submit(call) for call in calls]]
 
 
 def for_each(functions: Sequence[Callable[..., None]], *args: memoryview) -> None:

@@ -172,7 +172,6 @@ class CacheController:
 
     @property
     def is_busy(self) -> bool:
-        """True if reports are to come."""
         return bool(self._under or self._done or self._stores.is_busy)
 
     @property
@@ -241,7 +240,6 @@ class CacheController:
         self._by_copy.update((copy.id, under) for copy in under.copies)
 
     def _take(self, report: TransferReport) -> None:
-        """Handle the end of the copy of one group."""
         under = self._by_copy.pop(report.id, None)
         if under is None:
             return  # its transfer failed to start

@@ -27,10 +27,7 @@ class LayerWaits:
     ) -> None:
         """`loads` has one copy per cache group for each load; `failed` if a load could not be started. Waits for a
         layer are repeated after `timeout` seconds."""
-        self._timeout = timeout
-        self._loads = loads
-        self._failed = failed
-        self._device = device
+        self._loads, self._device, self._failed, self._timeout = loads, device, failed, timeout
 
     def before_layer(self, layer: int, group: int = 0) -> None:
         """Wait for the blocks of a layer. On CUDA the current stream waits, not the host."""

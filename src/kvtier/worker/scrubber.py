@@ -43,7 +43,6 @@ class Scrubber:
                 self._damaged.discard(slot)
 
     def note(self, slots: Iterable[int]) -> None:
-        """Verify slots that have been written."""
         with self._lock:
             self._new.update(dict.fromkeys(slots))
 
@@ -74,7 +73,6 @@ class Scrubber:
             self._verify_some()
 
     def _verify_some(self) -> None:
-        """Verify some blocks, new ones first."""
         with self._reading:
             block_bytes = sum(host.group.block_bytes for host in self._hosts)
             limit = max(1, int(BYTES_PER_SECOND * max(self._every, 0.1)) // block_bytes)

@@ -32,8 +32,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Rank, number of ranks, and number of shards of a stored block."""
-
     rank: int = 0
     num_ranks: int = 1
     num_shards: int = 1
@@ -115,7 +113,6 @@ class ObjectPart:
         return Span(only.offset, only.nbytes) if not others and only.num_rows == 1 else None
 
     def namespace(self, fingerprint: bytes) -> bytes:
-        """Return the namespace of its objects."""
         return hashlib.sha256(fingerprint + self.name).digest() if self.name else fingerprint
 
     def key_list(self, keys: bytes) -> list[bytes]:
@@ -126,12 +123,10 @@ class ObjectPart:
         return split_keys(keys)
 
     def gather(self, block: Bytes, data: Bytes) -> None:
-        """Copy from a rank's block to the object."""
         for ours, theirs in self._pairs(block, data):
             theirs[:] = ours
 
     def scatter(self, data: Bytes, block: Bytes) -> None:
-        """Copy from the object to a rank's block."""
         for ours, theirs in self._pairs(block, data):
             ours[:] = theirs
 

@@ -90,7 +90,6 @@ class StoreWorker:
         self._register()
 
     def take(self) -> tuple[list[TransferResult], list[StoreLookup]]:
-        """Return the results and lookups since the last call."""
         with self._changed:
             taken = self._results, self._lookups
             self._results, self._lookups = [], []
@@ -98,7 +97,6 @@ class StoreWorker:
 
     @property
     def is_busy(self) -> bool:
-        """True if results or lookups are to come."""
         with self._changed:
             return bool(self._num_open or self._results or self._lookups)
 
@@ -108,7 +106,6 @@ class StoreWorker:
             return self._changed.wait_for(lambda: bool(self._results or self._lookups), timeout)
 
     def close(self) -> None:
-        """Finish queued work, then close the stores."""
         for todo in self._queues.values():
             todo.put(None)
         for thread in self._threads:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from benchmarks.follow import follow, read_log
 from benchmarks.random_weights import random_weights
+from benchmarks.step_recorder import StepRecorder
 
 from engine_helpers import greedy
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig
@@ -16,7 +17,6 @@ from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.replay import read_trace
-from kvtier.replay.recorder import Recorder
 from kvtier.scheduler import SchedulerConfig
 from kvtier.storage import DiskStore
 
@@ -32,7 +32,7 @@ def test_replay_of_recorded_run_has_the_same_hits_by_tier(tmp_path, always_load)
         model, config=EngineConfig(4, cache, SchedulerConfig(max_rows=4, max_step_tokens=16)), stores={"disk": store}
     )
     chosen = random.Random(1)
-    with contextlib.closing(Recorder(tmp_path / "log.jsonl", steps=True)) as recorder:
+    with contextlib.closing(StepRecorder(tmp_path / "log.jsonl")) as recorder:
         recorder.attach(engine.scheduler, now=engine._clock())
         prompts: list[list[int]] = [[chosen.randrange(61) for _ in range(9)] for _ in range(8)]
         for _ in range(4):

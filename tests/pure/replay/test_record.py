@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.follow import follow, read_log
+from benchmarks.step_recorder import StepRecorder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,7 +118,7 @@ def test_followed_log_has_same_hits_per_tier(config, seed, num_ranks, failures, 
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
     chosen = random.Random(seed)
     server = Server(CONFIGS[config], chosen, num_ranks, failures)
-    with contextlib.closing(Recorder(path, steps=True)) as recorder:
+    with contextlib.closing(StepRecorder(path)) as recorder:
         recorder.attach(server.scheduler, now=server.now)
         server.serve(prompts(chosen, 25))
     log = read_log(path)
@@ -129,11 +130,11 @@ def test_followed_log_has_same_hits_per_tier(config, seed, num_ranks, failures, 
         assert logged.ttft is None or logged.ttft > 0, name
 
 
-def recorded(tmp_path, config: str = "host", **options) -> tuple[Server, Path]:
+def recorded(tmp_path, config: str = "host", recorder_type=Recorder, **options) -> tuple[Server, Path]:
     server = Server(CONFIGS[config], random.Random(5))
     path = tmp_path / "log.jsonl"
     path.unlink(missing_ok=True)  # the recorder refuses to overwrite a log
-    with contextlib.closing(Recorder(path, **options)) as recorder:
+    with contextlib.closing(recorder_type(path, **options)) as recorder:
         recorder.attach(server.scheduler, now=server.now)
         server.serve(prompts(random.Random(5), 20))
     return server, path
@@ -163,7 +164,7 @@ def test_log_reads_as_trace_of_served_requests(tmp_path):
 
 
 def test_log_contains_no_tokens_and_no_keys(tmp_path):
-    server, path = recorded(tmp_path, steps=True)
+    server, path = recorded(tmp_path, recorder_type=StepRecorder)
     text = path.read_text()
     for request in server.requests:
         assert request.chain.keys()[:32].hex()[:16] not in text
@@ -209,7 +210,7 @@ def test_requests_of_failed_step_are_logged_and_released(tmp_path):
 @pytest.mark.parametrize(("count", "ends_early"), [(20, True), (1, False)])
 def test_full_disk_ends_log_with_warning_and_serving_continues(count, ends_early):
     server = Server(CONFIGS["host"], random.Random(5))
-    recorder = Recorder("/dev/full", steps=True)
+    recorder = StepRecorder("/dev/full")
 
     def serve() -> None:
         with contextlib.closing(recorder):
@@ -237,7 +238,7 @@ def test_recorder_attaches_once(tmp_path):
 
 
 def test_follow_with_other_config_raises(tmp_path):
-    _, path = recorded(tmp_path, steps=True)
+    _, path = recorded(tmp_path, recorder_type=StepRecorder)
     with pytest.raises(StateError, match="in the run and has"):
         follow(read_log(path), CacheConfig(100, host=HostConfig(40), partial_scan=0), LIMITS)
 
@@ -252,7 +253,7 @@ def test_follow_of_unusable_log_raises(tmp_path):
     (tmp_path / "bad").write_text("{\n")
     with pytest.raises(FormatError, match="bad:1: not JSON"):
         read_log(tmp_path / "bad")
-    _, path = recorded(tmp_path, steps=True)
+    _, path = recorded(tmp_path, recorder_type=StepRecorder)
     left = [
         f"{line}\n"
         for line in lines(path)

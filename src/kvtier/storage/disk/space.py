@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 
@@ -148,9 +148,12 @@ class SlotAllocator:
 
     def wipe(self, entries: Sequence[Entry]) -> None:
         """Blank the records of removed objects and free their slots. On OSError the slots are not reused."""
+        self._free(entries, lambda: self._blank(entry.place for entry in entries))
+
+    def _free(self, entries: Sequence[Entry], write: Callable[[], None]) -> None:
         is_done = False
         try:
-            self._blank(entry.place for entry in entries)
+            write()
             is_done = True
         finally:
             with self._lock:
@@ -167,13 +170,7 @@ class SlotAllocator:
             self._catalog.discard(entry.record.key)
             self.num_quarantined += 1
             entry.record = replace(entry.record, flags=entry.record.flags | Flags.QUARANTINED)
-        is_written = False
-        try:
-            self.segment(entry.place).write_records(entry.record.slot, entry.record.pack())
-            is_written = True
-        finally:
-            with self._lock:
-                self._catalog.release(entry, keep_slot=not is_written)
+        self._free([entry], lambda: self.write_records({entry.place: entry.record.pack()}))
 
     def give_back(self, places: Iterable[SlotRef]) -> None:
         """Free reserved slots that were not published. Those whose records cannot be blanked are not reused."""
