@@ -106,3 +106,9 @@ class Link:
         end.record(self.stream.native)
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
+
+
+def num_copies(compiled: CompiledTransfer) -> int:
+    """Return the copies of the submitted slices, over the link and inside the device."""
+    tables = [table for part in compiled.slices for table in part.made or ()]
+    return sum(table.shape[1] for table in tables if table is not None)

@@ -33,6 +33,7 @@ from benchmarks.transfer_cases import (
     Case,
     Link,
     make_case,
+    num_copies,
     spin,
 )
 from benchmarks.transfer_overlap import Products, Vectors, measure_layers, measure_overlap
@@ -158,7 +159,7 @@ def measure_alone(case: Case, direction: Direction, link: Link) -> list[Row]:
                 "wall": s["limit"] / statistics.median(walls),
                 "raw batch": s["limit"] / s["raw batch"],
                 "ancestor": s["limit"] / s["ancestor"],
-                "copies": compiled.num_copies + compiled.num_inside,
+                "copies": num_copies(compiled),
                 "host us": host.burst,
                 "host us cold": host.cold,
                 "raw host us": host.raw,
@@ -208,7 +209,7 @@ def host_time(
                 start = time.perf_counter()
                 sent = [submit(gate) for _ in range(count)]
                 seconds = time.perf_counter() - start
-                values.append(seconds / sum(each.num_copies + each.num_inside for _, each in sent) * 1e6)
+                values.append(seconds / sum(num_copies(each) for _, each in sent) * 1e6)
                 torch.cuda.synchronize()  # spin: a thread is half as fast after sleeping for 20 ms
                 for transfer, _ in sent:
                     transfer.wait()

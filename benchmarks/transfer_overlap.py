@@ -142,7 +142,10 @@ def measure_layers(case: Case) -> Row:
     total = clock(lambda: run(repeats, load().layers))
     last = load()
     last.wait()
-    first = last.layers.arrival_ms(0) / 1e3
+    begin, arrived = last.begin, last.layers._events[0]
+    assert begin is not None
+    assert arrived is not None
+    first = begin.elapsed(arrived) / 1e3
     groups = last.layers.groups
     case.manager.wait_all()
     case.manager.poll()

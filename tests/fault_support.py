@@ -14,6 +14,7 @@ from kvtier.engine import modules as engine_modules
 from kvtier.engine.engine import Engine, EngineConfig
 from kvtier.engine.sequence import FinishReason
 from kvtier.scheduler import SchedulerConfig
+from support import check_pipeline
 
 # Steps with a failing row per stage: 12, or 2,000 if KVTIER_SOAK is at least 20, the default of `make soak`.
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
@@ -249,7 +250,7 @@ class Run:
 
     def check_end(self):
         finish(self.engine, self.answers)
-        self.engine._pipeline.check()
+        check_pipeline(self.engine._pipeline)
         assert not self.engine._live
         assert not self.engine.manager.leases
         assert self.engine.manager.stats.num_allocations == 0

@@ -1,4 +1,4 @@
-"""Helpers for several test files: blocked host streams, stopped processes."""
+"""Helpers for several test files: blocked host streams, stopped processes, consistent pipelines."""
 
 import contextlib
 import os
@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvtier.batch import Pipeline, TicketStatus
 from kvtier.memory import Stream
 
 
@@ -46,3 +47,18 @@ def _is_stopped(thread: Path) -> bool:
     except (FileNotFoundError, ProcessLookupError):  # the thread has ended
         return True
     return stat.rpartition(")")[2].split()[0] not in "RSD"
+
+
+FINAL_STATUSES = (TicketStatus.FINISHED, TicketStatus.CANCELLED, TicketStatus.FAILED)
+
+
+def check_pipeline(pipeline: Pipeline) -> None:
+    """Raise if a row is duplicated, a count of batches in flight is wrong, or a removed request is kept."""
+    order, num_in_flight, free = pipeline._order, pipeline.num_in_flight, pipeline._free
+    assert [*order.row_of] == [*order.tickets], f"a request has two rows, or no row: {order.tickets}"
+    assert [*order.row_of.values()] == [*range(len(order.tickets))], order.row_of
+    assert num_in_flight + len(free) == pipeline.phases, f"{num_in_flight} batches in flight, {len(free)} free"
+    for ticket in (*pipeline._running, *pipeline._retiring):
+        assert ticket.status not in FINAL_STATUSES, f"{ticket!r} has left"
+        assert ticket.is_running == (ticket in pipeline._running), f"{ticket!r} is in the wrong list"
+        assert ticket.status is not TicketStatus.ACTIVE or ticket in order.row_of, f"{ticket!r} is active in no row"

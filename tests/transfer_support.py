@@ -11,7 +11,7 @@ from kvtier import dtype as dt
 from kvtier.layout import CacheGroup, KVLayout, LayerSpec, TensorSpec
 from kvtier.memory import CPU, Placement
 from kvtier.memory.copy_paths import run_path
-from kvtier.transfer import DeviceCache, HostMemory, TransferConfig, TransferManager
+from kvtier.transfer import DeviceCache, Direction, HostMemory, TransferConfig, TransferHandle, TransferManager
 
 SMALL = CacheGroup.attention("main", 4, 2, 8, "bf16", 4)
 FORMS = ["block-first", "layer-first", "pairs", "interleaved"]
@@ -135,10 +135,10 @@ class SteppedMover:
     def __call__(self, path, job, pieces):
         self.permits.acquire()
         source, target, _ = pieces.table
-        on_host = source if self.host.extent[0] <= source[0] < self.host.extent[1] else target
+        on_host = source if 0 <= source[0] - self.host.pointer < self.host.num_slots * SMALL.slot_bytes else target
         self.jobs.append(job)
         done = run_path(path, job, pieces)
-        self.slots.append(sorted({(int(each) - self.host.extent[0]) // SMALL.slot_bytes for each in on_host}))
+        self.slots.append(sorted({(int(each) - self.host.pointer) // SMALL.slot_bytes for each in on_host}))
         return done
 
     def open(self):
@@ -156,3 +156,21 @@ def stepped(num_blocks=24, form="block-first", around=None, **config):
     mover.host = ready_host(SMALL, num_blocks, CPU, 1)
     manager.register(cache, mover.host)
     return manager, mover, views
+
+
+def in_flight_bytes(manager: TransferManager, direction: str, *, urgent: bool) -> int:
+    lane = manager._lanes[Direction(direction)]
+    with lane._changed:
+        lane._retire(urgent)
+        return sum(nbytes for nbytes, _ in lane._in_flight[urgent])
+
+
+def num_layers_done(load: TransferHandle) -> int:
+    return sum(len(group) for group in load.layers.groups if load.layers.is_done(group.start))
+
+
+def arrival_ms(load: TransferHandle, layer: int) -> float:
+    """Wait for a layer. Return the milliseconds from the first copy of the load to its arrival."""
+    load.layers.wait(layer)
+    event = load.layers._events[load.layers._group_of(layer)]
+    return 0.0 if load.begin is None else load.begin.elapsed(event)

@@ -141,7 +141,6 @@ class CacheGroup:
         return cls(name, (LayerSpec((latent, *extra)),) * num_layers)
 
     def with_layers(self, layers: Sequence[LayerSpec]) -> CacheGroup:
-        """Return this group with more layers after its own."""
         return replace(self, layers=(*self.layers, *layers))
 
     def of_rank(self, num_ranks: int) -> CacheGroup:
@@ -238,7 +237,6 @@ class KVLayout:
         raise ArgumentError(f"no cache group {name!r}; this layout has {', '.join(each.name for each in self.groups)}")
 
     def of_rank(self, num_ranks: int) -> KVLayout:
-        """Return the share of each of `num_ranks` tensor-parallel ranks."""
         return replace(self, groups=tuple(group.of_rank(num_ranks) for group in self.groups))
 
     @property

@@ -31,7 +31,6 @@ _LABEL_NAME = re.compile(r"(?!__|le$)[a-zA-Z_][a-zA-Z0-9_]*")
 
 # 1, 2, 5 in every decade, from the copy of one block to the waiting time of a prompt.
 SECONDS = tuple(float(f"{digit}e{decade}") for decade in range(-5, 3) for digit in (1, 2, 5))
-BYTES = tuple(float(1 << power) for power in range(12, 39, 2))  # 4 KiB to 256 GiB
 
 
 class Counter:
@@ -39,22 +38,18 @@ class Counter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._value = 0.0
+        self.value = 0.0
 
     def add(self, amount: float = 1) -> None:
         if not amount >= 0:
             raise ArgumentError(f"a counter cannot change by {amount}; use a gauge for values that fall")
         with self._lock:
-            self._value += amount
+            self.value += amount
 
     def raise_to(self, total: float) -> None:
         """Set the counter to a total counted elsewhere; a smaller total has no effect."""
         with self._lock:
-            self._value = max(self._value, total)
-
-    @property
-    def value(self) -> float:
-        return self._value
+            self.value = max(self.value, total)
 
 
 @dataclass(slots=True)

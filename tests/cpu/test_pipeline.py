@@ -18,7 +18,7 @@ from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline,
 from kvtier.errors import ArgumentError, ClosedError
 from kvtier.memory import CPU, Stream, current_stream
 from kvtier.state import State
-from support import new_stream
+from support import FINAL_STATUSES, check_pipeline, new_stream
 
 MAX_ROWS = 8
 
@@ -215,7 +215,7 @@ def test_module_error_fails_its_batch_only(op, phases, seed):
     pipeline.drain()
     assert a.status is TicketStatus.FAILED
     assert str(a.error) == op.name
-    assert (a.request.removed, b.status.is_terminal) == (1, False)
+    assert (a.request.removed, b.status in FINAL_STATUSES) == (1, False)
     for _ in range(4):
         pipeline.step([b])
     pipeline.drain()
@@ -302,7 +302,7 @@ def test_invalid_step_raises_before_any_change():
     for wrong in ({"tokens": 5}, {"generating": [[]]}):
         with pytest.raises(TypeError):
             pipeline.step([ticket], **wrong)
-        pipeline.check()
+        check_pipeline(pipeline)
     pipeline.step([ticket], tokens=[5])
     assert ticket.request.count == 1
     pipeline.close()
@@ -367,7 +367,7 @@ def test_interrupt_propagates_and_pipeline_stays_consistent(op):
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the op decides which call raises
         pipeline.step([a])
         pipeline.drain()
-    pipeline.check()
+    check_pipeline(pipeline)
     assert (a.status, pipeline.num_in_flight) == (TicketStatus.FAILED, 0)
     pipeline.step([b])
     pipeline.close()
@@ -400,7 +400,7 @@ def test_stream_error_fails_its_batch_only(phases):
     pipeline.step([a])
     for _ in range(3):
         pipeline.step([b])
-        pipeline.check()
+        check_pipeline(pipeline)
     pipeline.drain()
     assert (a.status, str(a.error)) == (TicketStatus.FAILED, "on the stream")
     assert b.is_running
@@ -493,7 +493,7 @@ class PipelineMachine(RuleBasedStateMachine):
         for _ in range(count):
             rows = random.sample(self.running, random.randint(0, min(MAX_ROWS, len(self.running))))
             self.pipeline.step(rows, generating=rows[: random.randint(0, len(rows))])
-            self.pipeline.check()
+            check_pipeline(self.pipeline)
 
     @rule(data=st.data(), how=st.sampled_from(["finish", "cancel"]))
     def end(self, data, how):
@@ -517,10 +517,10 @@ class PipelineMachine(RuleBasedStateMachine):
     def tickets_are_consistent(self):
         if not hasattr(self, "pipeline"):
             return
-        self.pipeline.check()
+        check_pipeline(self.pipeline)
         for number, ticket in enumerate(self.tickets):
             assert ticket.num_in_flight >= 0
-            if ticket.status.is_terminal:
+            if ticket.status in FINAL_STATUSES:
                 assert self.ended.setdefault(number, ticket.status) is ticket.status
                 assert (ticket.request.removed, ticket.num_in_flight) == (1, 0)
             else:
@@ -532,7 +532,7 @@ class PipelineMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "pipeline"):
             self.pipeline.close()
-            assert all(ticket.status.is_terminal and ticket.request.removed == 1 for ticket in self.tickets)
+            assert all(ticket.status in FINAL_STATUSES and ticket.request.removed == 1 for ticket in self.tickets)
 
 
 TestPipeline = PipelineMachine.TestCase

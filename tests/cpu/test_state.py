@@ -352,7 +352,8 @@ class RowMapMachine(RuleBasedStateMachine):
     @invariant()
     def rows_match_model(self):
         if hasattr(self, "map"):
-            self.map.check()
+            rows = sorted([*self.map.rows.tolist(), *self.map._free.tolist()])
+            assert rows == list(range(self.CAPACITY)), "a row is lost or given twice"
             assert self.map.rows.tolist() == [self.row_of[name] for name in self.order]
             assert self.map.num_free == self.CAPACITY - len(self.order)
 

@@ -25,7 +25,7 @@ from kvtier.transfer import (
     TransferStatus,
     swap_cache_per_layer,
 )
-from transfer_support import layout_of
+from transfer_support import arrival_ms, in_flight_bytes, layout_of, num_layers_done
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 GPU = Placement("cuda", 0)
@@ -117,13 +117,13 @@ def test_layer_compute_waits_for_load_without_blocking_host(form):
             for layer in range(8):
                 load.layers.wait(layer, compute)
                 seen[layer] = (tensors[layer][0][:300] == 3).sum()
-        assert load.layers.num_done == 0  # all copies are enqueued, none has run: the gate is still closed
+        assert num_layers_done(load) == 0  # all copies are enqueued, none has run: the gate is still closed
         with pytest.raises(LayerSwapTimeoutError):
             load.layers.wait(7, timeout=0)
         compute.synchronize()
         assert seen.tolist() == [tensors[0][0][:300].numel()] * 8
         assert load.wait(60).status is TransferStatus.DONE
-        assert 0 < load.layers.arrival_ms(0) < load.layers.arrival_ms(7)
+        assert 0 < arrival_ms(load, 0) < arrival_ms(load, 7)
 
 
 def test_urgent_load_overtakes_blocked_bulk_load():
@@ -147,7 +147,7 @@ def test_bulk_in_flight_bytes_stay_within_limit():
             torch.cuda._sleep(200_000_000)
         bulk = manager.save(range(NUM_BLOCKS), range(NUM_BLOCKS), after=gate.record())
         while bulk.report is None:
-            assert manager.in_flight_bytes("d2h", urgent=False) <= 32 << 20
+            assert in_flight_bytes(manager, "d2h", urgent=False) <= 32 << 20
         assert bulk.wait().status is TransferStatus.DONE
 
 

@@ -16,7 +16,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.errors import ArgumentError
-from kvtier.metrics import BYTES, SECONDS, Distribution, Histogram, Registry
+from kvtier.metrics import SECONDS, Distribution, Histogram, Registry
 
 values = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
@@ -185,7 +185,7 @@ def test_invalid_metric_use_raises():
     for bounds in ((), (1, 1), (2, 1), (1, math.inf), (math.nan,)):
         with pytest.raises(ArgumentError, match="finite and ascending"):
             registry.histogram("b", "B.", bounds=bounds)
-    histogram = Histogram(BYTES)
+    histogram = Histogram(SECONDS)
     with pytest.raises(ArgumentError, match="NaN"):
         histogram.observe(math.nan)
     assert histogram.value.count == 0

@@ -79,9 +79,6 @@ class Environment:
     def __init__(self) -> None:
         self._entries: dict[str, tuple[Key[Any], Any]] = {}
 
-    def __contains__(self, key: Key[Any]) -> bool:
-        return key.name in self._entries
-
     def produce(self, key: Key[T], value: T) -> T:
         """Add an entry, which must not be there yet. Returns the value."""
         if key.name in self._entries:
@@ -93,21 +90,14 @@ class Environment:
 
     def at(self, key: Key[T]) -> T:
         """Return the value of an entry. StateError lists the existing ones if there is none."""
-        value = self.get(key)
-        if value is None:
-            known = ", ".join(str(known) for known, _ in self._entries.values()) or "nothing"
-            raise StateError(f"there is no {key} in the batch's environment; known: {known}")
-        return value
-
-    def get(self, key: Key[T]) -> T | None:
         entry = self._entries.get(key.name)
         if entry is None:
-            return None
-        known, value = entry
-        if known != key:
-            raise ArgumentError(f"{known} was read as {key}")
-        typed: T = value
-        return typed
+            known = ", ".join(str(known) for known, _ in self._entries.values()) or "nothing"
+            raise StateError(f"there is no {key} in the batch's environment; known: {known}")
+        if entry[0] != key:
+            raise ArgumentError(f"{entry[0]} was read as {key}")
+        value: T = entry[1]
+        return value
 
 
 # States of a slot. An op is legal in one state only; abandon() leads from any state to free:
@@ -244,10 +234,7 @@ class Module:
         """Use the results, which have arrived. Host."""
 
     def remove(self, requests: Sequence[Any]) -> None:
-        """Remove requests, of which no batch is in flight. Host.
-
-        Includes requests that another module rejected in `add`, before or after this one.
-        """
+        """Remove requests, of which no batch is in flight, including those that any module rejected in `add`. Host."""
 
 
 def check_modules(modules: Sequence[Module], given: Sequence[Key[Any]]) -> None:

@@ -26,7 +26,6 @@ class Streams:
         return self._engine if side == "engine" else self._executor
 
     def engine(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the block, the engine's stream is the current one."""
         return _current(self._engine)
 
     @contextlib.contextmanager
@@ -49,24 +48,19 @@ class Streams:
         if self._engine is not None:
             self._engine.wait(batch.done)
 
-    def synchronize(self, batch: BatchData) -> bool:
-        """Wait for the engine's stream, once per step. False, with the error in the batch, if the work failed."""
+    def synchronize(self) -> None:
+        """Wait for the engine's stream, once per step, and raise the error of failed work."""
         if self._engine is None or self._executor is None:
-            return True
+            return
         try:
             self._engine.synchronize()
-        except Exception as error:
-            batch.error = error
+        except Exception:
             with contextlib.suppress(Exception):  # the same error, still on its own stream
                 self._executor.synchronize()
-            return False
-        return True
+            raise
 
     def settle(self, side: Side) -> None:
-        """Wait for a side's stream after a failure, so that the slot's memory can be reused.
-
-        Does not clear an error of the stream: it may be another batch's.
-        """
+        """Wait for a side's stream after a failure. Its error is not cleared: it may be another batch's."""
         stream = self.of(side)
         if stream is not None:
             stream.record().settle()

@@ -35,10 +35,6 @@ class TicketStatus(Enum):
     CANCELLED = "cancelled"
     FAILED = "failed"
 
-    @property
-    def is_terminal(self) -> bool:
-        return self in (TicketStatus.FINISHED, TicketStatus.CANCELLED, TicketStatus.FAILED)
-
 
 class Ticket:
     """A request in a pipeline. `finish` and `cancel` may be called anywhere on the engine thread.
@@ -51,10 +47,7 @@ class Ticket:
     __slots__ = ("_in_flight", "_on_retire", "_outcome", "error", "has_run", "request", "status")
 
     def __init__(
-        self,
-        request: Any,
-        in_flight: Sequence[Container[Ticket]] = (),
-        on_retire: Callable[[Ticket], object] = lambda _: None,
+        self, request: Any, in_flight: Sequence[Container[Ticket]], on_retire: Callable[[Ticket], object]
     ) -> None:
         self.request = request
         self.status = TicketStatus.WAITING
@@ -70,10 +63,7 @@ class Ticket:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of batches in flight that contain this request.
-
-        Looked up in those batches: a counter would change for every row in every step.
-        """
+        """Batches in flight with this request. Looked up: a counter would change for every row in every step."""
         return sum(self in rows for rows in self._in_flight)
 
     @property
@@ -259,10 +249,11 @@ class Pipeline:
             with self._streams.engine():
                 self._streams.wait_done(batch)
                 self._run_op(BatchOp.FETCH, batch)
-                if not self._streams.synchronize(batch):
+                try:
+                    self._streams.synchronize()
+                except Exception:
                     self._broken_at = batch.sequence
-                if batch.error is not None:
-                    raise batch.error
+                    raise
                 self._run_op(BatchOp.UPDATE, batch)
             self._free.append(batch)
         except BaseException as error:
@@ -393,16 +384,3 @@ class Pipeline:
                         first = first or error
         if first is not None:
             raise first
-
-    def check(self) -> None:
-        """Raise if a row is duplicated, a count of batches in flight is wrong, or a removed request is kept."""
-        order = self._order
-        if [*order.row_of] != [*order.tickets] or [*order.row_of.values()] != [*range(len(order.tickets))]:
-            raise AssertionError(f"a request has two rows, or no row: {order.tickets}")
-        if self.num_in_flight + len(self._free) != self.phases:
-            raise AssertionError(f"{self.num_in_flight} batches in flight, {len(self._free)} of {self.phases} free")
-        for ticket in (*self._running, *self._retiring):
-            if ticket.status.is_terminal or ticket.is_running != (ticket in self._running):
-                raise AssertionError(f"{ticket!r} is in the wrong list")
-            if ticket.status is TicketStatus.ACTIVE and ticket not in order.row_of:
-                raise AssertionError(f"{ticket!r} is active in no row")

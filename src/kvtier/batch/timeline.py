@@ -116,13 +116,5 @@ def _event(span: TimelineSpan, track: int, zero: float) -> dict[str, object]:
     args = {"phase": span.phase, "step": span.step, "rows": span.num_rows, "bytes": span.copied_bytes}
     if span.num_pieces:
         args["pieces"] = span.num_pieces
-    return {
-        "name": span.name,
-        "cat": "batch",
-        "ph": "X",
-        "ts": (span.start - zero) * 1e6,
-        "dur": (span.end - span.start) * 1e6,
-        "pid": 0,
-        "tid": track,
-        "args": args,
-    }
+    times = {"ts": (span.start - zero) * 1e6, "dur": (span.end - span.start) * 1e6}
+    return {"name": span.name, "cat": "batch", "ph": "X", **times, "pid": 0, "tid": track, "args": args}

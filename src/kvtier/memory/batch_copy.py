@@ -132,7 +132,6 @@ class CopyResult:
 
     @property
     def reason(self) -> str:
-        """The reason for each path."""
         return "; ".join(dict.fromkeys(step.reason for step in self.steps))
 
 
@@ -159,6 +158,7 @@ class BatchCopy:
         """Result of the last `run()`."""
         self._forced = path
         self._scope = ALONE
+        self._scopes = itertools.count()
         self._clear()
 
     def _clear(self) -> None:
@@ -166,7 +166,6 @@ class BatchCopy:
         self._single: list[tuple[int, int, int]] = []  # calls not yet turned into a chunk
         self._single_key: tuple[Direction, int] | None = None
         self._holdings: dict[int, MemoryRef] = {}
-        self._next_scope = 0 if self._scope == ALONE else self._scope + 1
 
     # ---- collecting ----
 
@@ -280,7 +279,7 @@ class BatchCopy:
         """Merge the copies of this block that are adjacent in source and destination, in any order."""
         if self._scope != ALONE:
             raise StateError("groups do not nest: leave the open group() first")
-        self._scope = self._new_scope()
+        self._scope = next(self._scopes)
         try:
             yield
         finally:
@@ -361,12 +360,8 @@ class BatchCopy:
 
     def _add_chunk(self, table: I64, direction: Direction, *, has_empty: bool, nbytes: int | None = None) -> None:
         self._flush_singles()
-        scope = self._new_scope() if self._scope == ALONE else self._scope
+        scope = next(self._scopes) if self._scope == ALONE else self._scope
         self._chunks.append(Chunk(table, direction, scope, has_empty, nbytes))
-
-    def _new_scope(self) -> int:
-        self._next_scope += 1
-        return self._next_scope - 1
 
     def _keep(self, *buffers: Buffer) -> None:
         for buffer in buffers:

@@ -278,7 +278,6 @@ class Buffer:
         return iter(self.tolist())
 
     def tolist(self) -> list[Scalar]:
-        """Return all elements as Python numbers."""
         return self._values(0, self.size)
 
     def fill(self, value: Scalar, stream: Stream | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from kvtier.errors import ArgumentError, StateError
 from kvtier.memory.allocator import Allocator, default_allocator
 from kvtier.memory.cuda import is_capturing
-from kvtier.memory.placement import CPU, Placement
+from kvtier.memory.placement import Placement
 from kvtier.memory.region import MemoryRef
 from kvtier.memory.stream import Event, Stream
 
@@ -45,20 +45,12 @@ def context(
         _stream.reset(stream_token)
 
 
-def current_stream(placement: Placement, *others: Placement) -> Stream | None:
-    """Return the stream for work on memory at `placement`, or between it and `others`.
+def current_stream(placement: Placement) -> Stream | None:
+    """Return the stream for work on memory at `placement`.
 
     The context's, else torch's current stream for a GPU, else None: host work without a stream is done at once.
     """
-    stream = _stream.get()
-    if stream is None:
-        return Stream.wrap(torch.cuda.current_stream(placement.torch)) if placement.is_device else None
-    if placement.is_device and stream.placement not in (placement, *others):
-        raise ArgumentError(
-            f"the current stream is on {stream.placement}, but the memory is on {placement}: "
-            f"use `with context(stream=Stream({str(placement)!r}))` around this call"
-        )
-    return stream
+    return choose_stream(None, placement)
 
 
 def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = None) -> MemoryRef:
@@ -81,12 +73,13 @@ def current_allocator(placement: Placement) -> Allocator:
 
 def choose_stream(stream: Stream | None, *placements: Placement) -> Stream | None:
     """Return the stream for work on memory at `placements`: the given or the current one; None: run at once."""
-    devices = [each for each in placements if each.is_device]
+    stream, devices = stream or _stream.get(), [each for each in placements if each.is_device]
     if stream is None:
-        return current_stream(*reversed(devices)) if devices else current_stream(CPU)
+        return Stream.wrap(torch.cuda.current_stream(devices[-1].torch)) if devices else None
     if devices and stream.placement not in devices:
         raise ArgumentError(
-            f"work on {devices[-1]} memory cannot go to a stream on {stream.placement}; pass a stream on {devices[-1]}"
+            f"work on {devices[-1]} memory cannot go to a stream on {stream.placement}; pass a stream on it, or use "
+            f"`with context(stream=Stream({str(devices[-1])!r}))`"
         )
     return stream
 

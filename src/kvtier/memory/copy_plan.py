@@ -45,7 +45,6 @@ class Scan:
     independent: bool
     """Disjoint, and no source overlaps a destination."""
     nbytes: int
-    """Total bytes."""
     starts: I64 | None
     """First entry of each piece after merging adjacent entries; None: nothing merges."""
 
@@ -56,7 +55,6 @@ class CopyPlan:
 
     table: I64
     nbytes: int
-    """Total bytes."""
     wave_starts: list[int]
     """First piece of each wave, and the number of pieces at the end."""
     entries: I64
@@ -171,8 +169,7 @@ def _waves(table: I64) -> I64 | None:
 
 
 def _conflicts(table: I64) -> tuple[I64, I64] | None:
-    """Return pairs (earlier, later) of entries that must keep their order: two writes, or a write and a read, share a
-    byte."""
+    """Return pairs (earlier, later) of entries of which one writes a byte that the other reads or writes."""
     src, dst, nbytes = table
     n = table.shape[1]
     writes, reads = np.argsort(dst), np.argsort(src)

@@ -54,7 +54,6 @@ class CopyStep:
         return (self.why + (estimates and f"estimated {estimates}")).rstrip("; ")
 
     def run(self) -> None:
-        """Run the copies, or submit them to the stream."""
         ran = run_path(self.path, self.job, self.pieces)
         if ran != self.path:
             before = f"{self.why.rstrip('; ')}; " if self.why else ""
@@ -82,7 +81,6 @@ def plan_chunks(chunks: Sequence[Chunk]) -> tuple[CopyPlan, Directions]:
 
 
 def _join(chunks: Sequence[Chunk]) -> tuple[I64, I64 | None, Directions]:
-    """Return the table, scopes and directions of all chunks."""
     if len(chunks) == 1:
         only = chunks[0]
         scopes = None if only.scope != ALONE else np.full(only.table.shape[1], ALONE)

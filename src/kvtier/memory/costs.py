@@ -147,11 +147,14 @@ class CostTable:
             if content["format"] != _FORMAT:
                 raise FormatError(f"cost table of format {content['format']}, this build reads {_FORMAT}")
             costs = {
-                name: {path: tuple(map(_read_cost, rows)) for path, rows in paths.items()}
+                name: {path: tuple(Cost(**row) for row in rows) for path, rows in paths.items()}
                 for name, paths in content["costs"].items()
             }
-            if any([row.nbytes for row in rows] != [*_SIZES] for paths in costs.values() for rows in paths.values()):
-                raise FormatError(f"cost table of other piece sizes than {_SIZES}")
+            for rows in (rows for paths in costs.values() for rows in paths.values()):
+                if [row.nbytes for row in rows] != [*_SIZES]:
+                    raise FormatError(f"cost table of other piece sizes than {_SIZES}")
+                if not all(row.fixed_us >= 0 and row.per_piece_us > 0 for row in rows):
+                    raise FormatError(f"invalid cost in a cost table: {rows}")
             links = {name: float(rate) for name, rate in content["links"].items()}
             lost = {
                 name: {path: float(share) for path, share in paths.items()} for name, paths in content["lost"].items()
@@ -159,13 +162,6 @@ class CostTable:
             return cls(content["origin"], costs, links, lost, float(content["seconds"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise FormatError(f"not a cost table: {error!r}") from error
-
-
-def _read_cost(row: Mapping[str, float]) -> Cost:
-    cost = Cost(int(row["nbytes"]), float(row["fixed_us"]), float(row["per_piece_us"]))
-    if not (cost.fixed_us >= 0 and cost.per_piece_us > 0):
-        raise FormatError(f"invalid cost in a cost table: {cost}")
-    return cost
 
 
 def cost_key(job: CopyContext) -> str:
@@ -195,40 +191,31 @@ def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: 
     """
     begin = time.perf_counter()
     with cuda.current_context(placement):
-        costs, links, lost = _measure_all(placement, progress)
+        stream = Stream(placement)
+        pools = {where: Buffer(_POOL_BYTES, "u8", where) for where in (placement, PINNED, CPU)}
+        other = Buffer(_POOL_BYTES, "u8", placement)
+        for pool in (*pools.values(), other):
+            pool.fill(1, stream if pool.placement.is_device else None)  # present, so that page faults are not measured
+        stream.synchronize()
+        costs: dict[str, dict[PathName, tuple[Cost, ...]]] = {}
+        over_link = ((placement, PINNED), (PINNED, placement), (placement, CPU), (CPU, placement))
+        for src, dst in ((placement, placement), *over_link):
+            job = CopyContext(src, dst, stream)
+            target = other if src == dst else pools[dst]
+            for path in PATH_NAMES:
+                if why_not(path, job) is None:
+                    progress(f"{cost_key(job)} {path}")
+                    rows = tuple(_measure(path, job, pools[src], target, size) for size in _SIZES)
+                    costs.setdefault(cost_key(job), {})[path] = rows
+        progress("links, and what the model loses to copies")
+        links = _measure_links(pools[placement], pools[PINNED], stream)
+        lost = _measure_lost(placement, pools[placement], pools[PINNED], links)
     origin = f"{torch.cuda.get_device_name(placement.torch)}, driver {cuda.driver_release()}"
     table = CostTable(origin, costs, links, lost, time.perf_counter() - begin)
     with contextlib.suppress(UnavailableError, OSError):  # no cache directory: the next process measures again
         write_atomically(_file(placement), table.to_json().encode())
     cost_table.cache_clear()
     return table
-
-
-Costs = dict[str, dict[PathName, tuple[Cost, ...]]]
-
-
-def _measure_all(
-    placement: Placement, progress: Callable[[str], None]
-) -> tuple[Costs, dict[str, float], dict[str, dict[PathName, float]]]:
-    stream = Stream(placement)
-    pools = {where: Buffer(_POOL_BYTES, "u8", where) for where in (placement, PINNED, CPU)}
-    other = Buffer(_POOL_BYTES, "u8", placement)
-    for pool in (*pools.values(), other):
-        pool.fill(1, stream if pool.placement.is_device else None)  # present, so that page faults are not measured
-    stream.synchronize()
-    costs: Costs = {}
-    over_link = ((placement, PINNED), (PINNED, placement), (placement, CPU), (CPU, placement))
-    for src, dst in ((placement, placement), *over_link):
-        job = CopyContext(src, dst, stream)
-        target = other if src == dst else pools[dst]
-        for path in PATH_NAMES:
-            if why_not(path, job) is None:
-                progress(f"{cost_key(job)} {path}")
-                rows = tuple(_measure(path, job, pools[src], target, size) for size in _SIZES)
-                costs.setdefault(cost_key(job), {})[path] = rows
-    progress("links, and what the model loses to copies")
-    links = _measure_links(pools[placement], pools[PINNED], stream)
-    return costs, links, _measure_lost(placement, pools[placement], pools[PINNED], links)
 
 
 def _measure(path: PathName, job: CopyContext, src: Buffer, dst: Buffer, size: int) -> Cost:

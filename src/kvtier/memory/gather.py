@@ -121,14 +121,13 @@ def gather_kernels(placement: Placement) -> GatherKernels:
             functions = {name: int(unwrap(driver().cuModuleGetFunction(module, name.encode()))) for name in capacity}
     except CopyError as error:
         raise UnavailableError(f"the driver cannot load the gather kernel: {error}") from error
-    by_form = {
-        form: tuple(
-            _Kernel(functions[f"{form}_{size}"], capacity[f"{form}_{size}"], head + each * capacity[f"{form}_{size}"])
-            for size in limits
-        )
-        for form, (head, each) in forms.items()
-    }
-    return GatherKernels(by_form["rows"], by_form["pieces"])
+
+    def kernels(form: str) -> tuple[_Kernel, ...]:
+        head, each = forms[form]
+        names = [f"{form}_{size}" for size in limits]
+        return tuple(_Kernel(functions[name], capacity[name], head + each * capacity[name]) for name in names)
+
+    return GatherKernels(kernels("rows"), kernels("pieces"))
 
 
 def _compile(placement: Placement, defines: dict[str, int]) -> bytes:

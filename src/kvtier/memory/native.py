@@ -21,6 +21,8 @@ _BYTES_PER_THREAD = 2 << 20
 _MAX_THREADS = 8
 
 U32 = np.ndarray[Any, np.dtype[np.uint32]]
+Strided = tuple[int, int]
+"""Address of the first block, and bytes from one block to the next."""
 
 
 class MemoryNative:
@@ -98,8 +100,8 @@ class MemoryNative:
         self,
         device_ids: I64,
         host_ids: I64,
-        device: tuple[int, int],
-        host: tuple[int, int],
+        device: Strided,
+        host: Strided,
         nbytes: int,
         run_blocks: int,
         *,

@@ -78,12 +78,18 @@ class HostQueue:
         self._thread.start()
         atexit.register(self.close)  # finish submitted tasks at exit
 
-    def submit(self, task: Task) -> None:
-        self._put(task)
+    def submit(self, task: Task | None, *, clear: bool = False) -> HostMark:
+        """Return a mark that is reached when the task and all earlier ones are done. `clear`: it clears the error."""
+        mark = HostMark(self._thread)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("this host stream was closed")
+            self._unfinished.append(None)
+            self._entries.put((task, mark, clear))
+        return mark
 
     def record(self) -> HostMark:
-        """Return a mark that is reached when all earlier tasks are done."""
-        return self._put(None)
+        return self.submit(None)
 
     def wait_event(self, mark: HostMark) -> None:
         """Make later tasks wait until `mark` is reached."""
@@ -96,7 +102,7 @@ class HostQueue:
         """Wait until all submitted tasks are done, and raise their first error."""
         if threading.current_thread() is self._thread:  # check first: putting a mark would clear the error
             raise StateError("a host stream cannot wait for itself: synchronize() was called from one of its own tasks")
-        mark = self._put(None, clear=True)
+        mark = self.submit(None, clear=True)
         mark.settle()
         error, mark.error, mark.traceback = mark.error, None, None
         if error is not None:
@@ -106,10 +112,7 @@ class HostQueue:
                 del error  # its traceback holds this frame: a cycle would keep the task's memory alive
 
     def close(self, *, wait: bool = True) -> None:
-        """Finish submitted tasks and end the thread; with `wait`, wait for it and raise an error not raised before.
-
-        Using the queue then is an error; closing it again is not.
-        """
+        """Finish submitted tasks and end the thread; with `wait`, wait for it and raise an error not raised before."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -119,15 +122,6 @@ class HostQueue:
             error, self._unseen = self._unseen, None
             if error is not None:
                 raise error
-
-    def _put(self, task: Task | None, *, clear: bool = False) -> HostMark:
-        mark = HostMark(self._thread)
-        with self._lock:
-            if self._closed:
-                raise ClosedError("this host stream was closed")
-            self._unfinished.append(None)
-            self._entries.put((task, mark, clear))
-        return mark
 
     def _work(self) -> None:
         error: BaseException | None = None
@@ -160,10 +154,7 @@ LEGACY_DEFAULT_HANDLES = (0, 1)  # torch's default stream, and CU_STREAM_LEGACY:
 
 
 class Stream:
-    """An in-order queue of work. `Stream("cpu")` has a thread, `Stream("cuda:0")` is a new CUDA stream.
-
-    `native` is the torch.cuda.Stream or HostQueue.
-    """
+    """An in-order queue of work. `Stream("cpu")` has a thread, `Stream("cuda:0")` is a new CUDA stream."""
 
     __slots__ = ("__weakref__", "_finalizer", "_native", "handle", "placement")
 
@@ -291,10 +282,7 @@ class Event:
         return self._native is None or bool(self._native.query())
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Block until the event is reached, at most `timeout` seconds; True if it is.
-
-        Raises the error of its host stream at that position.
-        """
+        """Block until the event is reached, at most `timeout` seconds; True if it is. Raises its stream's error."""
         if self._native is None:
             return True
         if not self._on_device:
@@ -306,10 +294,7 @@ class Event:
         return True
 
     def settle(self, *, polling: bool = True) -> None:
-        """Block until the event is reached, even if the work before it failed.
-
-        Polling reacts faster, but takes the interpreter from other threads.
-        """
+        """Block until the event is reached, even after an error. Polling reacts faster, but holds the interpreter."""
         if self._on_device and not polling and self._native is not None:
             self._native.synchronize()
         elif self._on_device:

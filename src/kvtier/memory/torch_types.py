@@ -91,7 +91,6 @@ def torch_dtype(element: DType) -> torch.dtype:
 
 
 def element_type(given: AnyDType) -> DType:
-    """Return the element type of a name or torch type."""
     return from_torch(given) if isinstance(given, torch.dtype) else dtype(given)
 
 
@@ -104,7 +103,6 @@ def memory_type(given: AnyDType) -> DType:
 
 
 def from_torch(torch_dtype: torch.dtype) -> DType:
-    """Return the element type of a torch type."""
     element = _FROM_TORCH.get(torch_dtype)
     if element is None:
         raise DTypeError(

@@ -52,10 +52,7 @@ class State:
         self._front, self._back = self._back, self._front
 
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
-        """Copy front to the back in the new order, then swap. Returns False for an identity, which does neither.
-
-        Front is valid once `copy` has run.
-        """
+        """Copy front to back in the new order and swap; front is valid once `copy` has run. False for an identity."""
         if perm.is_identity:
             return False
         warp_rows(self._front, perm, self._back, copy, new=new)
@@ -113,9 +110,3 @@ class RowMap:
         rows[old], rows[perm.is_new] = self._rows[kept], given
         self._rows = rows
         return given
-
-    def check(self) -> None:
-        """Raise unless every row is either free or in use, exactly once."""
-        every = np.sort(np.concatenate((self._rows, self._free)))
-        if not np.array_equal(every, np.arange(self.capacity)):
-            raise AssertionError(f"rows lost or given twice: given {self._rows.tolist()}, free {self._free.tolist()}")

@@ -212,10 +212,7 @@ def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, 
 
 
 def row_copies(index: I64, size0: int, old: int, new: int, out: int, row_bytes: int) -> I64:
-    """Return the copies (rows SRC, DST, NBYTES) of rows at address `old` or `new` into the order `index`.
-
-    Rows at address 0 are left out.
-    """
+    """Return the copies (rows SRC, DST, NBYTES) of rows at `old` or `new` (0: none) into the order `index`."""
     is_new, rows = index >= size0, np.arange(len(index))
     # new rows have numbers apart from old ones, so that no run contains both
     at, source, length = find_runs(np.where(is_new, new != 0, old != 0), np.where(is_new, size0 + 1 + rows, index))

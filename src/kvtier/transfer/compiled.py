@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.errors import ArgumentError
-from kvtier.layout import CacheGroup
 from kvtier.memory.copy_plan import DST, I64, NBYTES, SRC, scan
-from kvtier.memory.native import native
+from kvtier.memory.native import Strided, native
 from kvtier.transfer.block_view import Direction, Ids, check_moves
 from kvtier.transfer.device_cache import DeviceCache, LayerRange
 from kvtier.transfer.host_memory import HostMemory
@@ -58,18 +57,12 @@ def sort_moves(device_ids: Ids, host_ids: Ids, direction: Direction, num_device:
 
 
 def block_copies(
-    device_ids: I64,
-    host_ids: I64,
-    device: tuple[int, int],
-    host: tuple[int, int],
-    nbytes: int,
-    run_blocks: int,
-    direction: Direction,
+    device_ids: I64, host_ids: I64, device: Strided, host: Strided, nbytes: int, run_blocks: int, direction: Direction
 ) -> I64:
     """Return the copies (rows SRC, DST, NBYTES) of blocks of `nbytes` that are contiguous on both sides.
 
-    A side is an address and a stride. Blocks that are adjacent on both sides become one copy, but not across a multiple
-    of `run_blocks` on the host (0: no limit).
+    Blocks that are adjacent on both sides become one copy, but not across a multiple of `run_blocks` on the host
+    (0: no limit).
     """
     code = native().code
     if code is not None and len(device_ids):
@@ -104,21 +97,21 @@ Tables = tuple[I64, I64 | None]
 staging memory are relative to its start."""
 
 
+@dataclass(slots=True, eq=False)
 class Slice:
     """Blocks that are submitted together. Its tables are made on first use, while the previous slice is copied."""
 
-    def __init__(self, blocks: I64, layer_group: int, nbytes: int, make: Callable[[], Tables]) -> None:
-        self.blocks = blocks
-        """Positions in the ids of the transfer."""
-        self.layer_group = layer_group
-        self.nbytes = nbytes
-        self._make = make
-        self.made: Tables | None = None
+    blocks: I64
+    """Positions in the ids of the transfer."""
+    layer_group: int
+    nbytes: int
+    make: Callable[[], Tables]
+    made: Tables | None = None
 
     @property
     def tables(self) -> Tables:
         if self.made is None:
-            self.made = self._make()
+            self.made = self.make()
         return self.made
 
 
@@ -126,7 +119,6 @@ class Slice:
 class CompiledTransfer:
     """A transfer that can be submitted any number of times until the cache is released."""
 
-    group: CacheGroup
     direction: Direction
     device_ids: I64
     """In the caller's order."""
@@ -137,18 +129,11 @@ class CompiledTransfer:
     cache: DeviceCache
     host: HostMemory
     nbytes: int
-    """Total of all slices."""
 
     @property
     def num_copies(self) -> int:
         """Copies over the link, of the submitted slices."""
         return sum(each.made[0].shape[1] for each in self.slices if each.made is not None)
-
-    @property
-    def num_inside(self) -> int:
-        """Copies between cache and staging memory, of the submitted slices."""
-        made = [each.made[1] for each in self.slices if each.made is not None]
-        return sum(table.shape[1] for table in made if table is not None)
 
 
 def compile_transfer(
@@ -193,7 +178,7 @@ def compile_transfer(
             make = functools.partial(tables, moves, slice(start, end), part, host, direction)
             slices.append(Slice(moves.order[start:end], index, (end - start) * num_bytes, make))
     return CompiledTransfer(
-        group, direction, moves.device_ids, moves.host_ids, layer_groups, slices, choice, cache, host, shape.nbytes
+        direction, moves.device_ids, moves.host_ids, layer_groups, slices, choice, cache, host, shape.nbytes
     )
 
 

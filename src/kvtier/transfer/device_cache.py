@@ -123,19 +123,13 @@ class DeviceCache:
 def _segments(views: Sequence[tuple[int, int, BlockView]]) -> I64:
     """Join parts that are adjacent in one allocation; in the host's block all are. Rows as in LayerRange."""
     columns: list[list[int]] = []
-    memory = None
+    expected = None  # what continues the last segment: allocation, address, stride
     for _, offset, view in views:
-        last = columns[-1] if columns else None
-        if (
-            last is not None
-            and memory == _memory(view)
-            and last[1] == view.stride
-            and last[0] + last[2] == view.pointer
-        ):
-            last[2] += view.block_bytes
+        if (_memory(view), view.pointer, view.stride) == expected:
+            columns[-1][2] += view.block_bytes
         else:
             columns.append([view.pointer, view.stride, view.block_bytes, offset])
-        memory = _memory(view)
+        expected = _memory(view), view.pointer + view.block_bytes, view.stride
     segments: I64 = np.array(columns, np.int64).T.copy()
     return segments
 

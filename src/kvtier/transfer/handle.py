@@ -250,7 +250,7 @@ class TransferHandle:
         copied = all(isinstance(error, CancelledTransferError | TransferTimeoutError) for error in bad.values())
         self._report = TransferReport(
             self.id,
-            compiled.group.name,
+            compiled.cache.group.name,
             compiled.direction,
             ended if copied else TransferStatus.FAILED,
             device_ids,

@@ -133,15 +133,9 @@ class HostMemory:
         return self._memory.tensor[: self.num_ready * self.slot_bytes].view(self.num_ready, self.slot_bytes)
 
     def view(self) -> memoryview:
-        """Return the bytes of all slots, ready or not, for stores that register memory. `free` releases the pages even
-        if the view still exists."""
+        """Return the bytes of all slots, ready or not, for stores that register memory; not valid after `free`."""
         self.keep()
         return self._memory.tensor.numpy().data[: self._memory.nbytes]
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """The address range of all slots, ready or not."""
-        return self.pointer, self.pointer + self._memory.nbytes
 
     def used_by(self, stream: Stream, event: Event) -> None:
         """Record that work on `stream` up to `event` uses these slots; free() waits for it."""
@@ -212,9 +206,8 @@ def _grow(watched: weakref.ref[HostMemory]) -> None:
 def block_checksums(host: HostMemory, slots: Ids, threads: int = 1) -> dict[int, int]:
     """Return the CRC-32 of the block in each of these slots.
 
-    CRC-32 is zlib's: standard, and sufficient against memory errors. With carry-less multiplication it runs at 7 GB/s
-    per core (zlib 1.6; Xeon, 2026-11-15); a keyed hash would only protect from an adversary who already writes our
-    memory.
+    zlib's CRC-32 is sufficient against memory errors, at 7 GB/s per core (zlib 1.6; Xeon, 2026-11-15); a keyed hash
+    would only protect from an adversary who already writes our memory.
     """
     view = host.block_view()
     ids = check_ids("slots", slots, view.num_blocks)

@@ -53,11 +53,6 @@ class Lane:
                 self._thread.start()
             self._changed.notify_all()
 
-    def in_flight_bytes(self, *, urgent: bool) -> int:
-        with self._changed:
-            self._retire(urgent)
-            return sum(nbytes for nbytes, _ in self._in_flight[urgent])
-
     def close(self) -> None:
         """Finish all transfers and release streams and staging memory."""
         with self._changed:
@@ -160,7 +155,6 @@ class Lane:
                     if transfer.after is not None:
                         stream.wait(transfer.after)
                     transfer.begin = stream.record(Event(timing=True))
-                    transfer.layers.begin(transfer.begin)
                 if choice.strategy == "staged":
                     return self._ring.run(part, host, choice.path, stream, transfer.after), None
                 self._mover(choice.path, self._job(host, stream), Pieces(part.tables[0]))
@@ -176,7 +170,6 @@ class Lane:
         after = transfer.after
         if transfer.begin is None:
             transfer.begin = stream.record(Event(timing=True))
-            transfer.layers.begin(transfer.begin)
 
         def task() -> None:
             try:

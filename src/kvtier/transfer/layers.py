@@ -36,7 +36,6 @@ class LayerDoneCounter:
         self._starts = [group.start for group in self.groups]
         self._events: list[Event | None] = [None] * len(self.groups)
         self._errors: list[BaseException | None] = [None] * len(self.groups)
-        self._begin: Event | None = None
         self._changed = changed or threading.Condition()
 
     def wait(self, layer: int, stream: Stream | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -47,14 +46,11 @@ class LayerDoneCounter:
         """
         group, deadline = self._group_of(layer), time.monotonic() + timeout
         event = self._submitted(group, layer, deadline, timeout)
-        if event is None:
-            if stream is None:
-                raise TransferError(f"layer {layer} did not arrive: {self._errors[group]}") from self._errors[group]
-            return
         if stream is not None:
-            stream.wait(event)
+            if event is not None:
+                stream.wait(event)
             return
-        if not event.synchronize(max(0.0, deadline - time.monotonic())):
+        if event is not None and not event.synchronize(max(0.0, deadline - time.monotonic())):
             raise LayerSwapTimeoutError(f"layer {layer} was submitted, but has not arrived after {timeout} seconds")
         if self._errors[group] is not None:
             raise TransferError(f"layer {layer} did not arrive: {self._errors[group]}") from self._errors[group]
@@ -69,17 +65,6 @@ class LayerDoneCounter:
         group = self._group_of(layer)
         event = self._events[group]
         return event is not None and self._errors[group] is None and event.query() and self._errors[group] is None
-
-    @property
-    def num_done(self) -> int:
-        return sum(len(group) for group in self.groups if self.is_done(group.start))
-
-    def arrival_ms(self, layer: int) -> float:
-        """Return the milliseconds from the first copy of the load to the arrival of this layer; waits for it."""
-        self.wait(layer)
-        event = self._events[self._group_of(layer)]
-        assert event is not None
-        return 0.0 if self._begin is None else self._begin.elapsed(event)
 
     def _group_of(self, layer: int) -> int:
         group = bisect.bisect_right(self._starts, layer) - 1
@@ -98,10 +83,6 @@ class LayerDoneCounter:
             return self._events[group]
 
     # ---- called by the transfer ----
-
-    def begin(self, event: Event) -> None:
-        """Set the event before the first copy."""
-        self._begin = event
 
     def submitted(self, group: int, event: Event) -> None:
         """Record that all copies of a group are submitted and end with the event."""

@@ -65,8 +65,8 @@ class TransferManager:
             raise ArgumentError(f"the cache or the host memory is for another layout of group {group.name!r}")
         if cache.placement != self.placement:
             raise ArgumentError(f"this manager moves blocks of {self.placement}, the cache is on {cache.placement}")
-        apart = host.extent
-        if any(start < apart[1] and apart[0] < end for start, end in cache.extent):
+        host_end = host.pointer + host.num_slots * host.slot_bytes
+        if any(start < host_end and host.pointer < end for start, end in cache.extent):
             raise ArgumentError("the device cache and the host memory share bytes: blocks would move onto themselves")
         with self._lock:
             if group.name in self._caches and not self._caches[group.name][0].is_released:
@@ -74,10 +74,7 @@ class TransferManager:
             self._caches[group.name] = (cache, host)
 
     def release(self, group: str | None = None) -> None:
-        """Wait for all transfers, then drop the device tensors of a group (None: of all), as for sleep.
-
-        Host memory is unchanged; register() the new tensors on wake-up.
-        """
+        """Wait for all transfers, then drop the device tensors of a group (None: of all). Host memory stays."""
         self.wait_all()
         with self._lock:
             for name in [group] if group is not None else list(self._caches):
@@ -108,20 +105,12 @@ class TransferManager:
             raise StateError(f"no cache is registered for group {name!r}")
         cache, host = registered
         wanted = cache.group.check_layers(layers)
-        config = self.config
-        parts = [wanted]
+        way, config, parts = as_direction(direction), self.config, [wanted]
         if layer_wise:
             parts = cache.group.layer_groups(wanted, config.group_piece_bytes, config.min_layer_groups)
+        slice_bytes = _UNSLICED if urgent else config.slice_bytes
         return compile_transfer(
-            cache,
-            host,
-            as_direction(direction),
-            device_ids,
-            host_ids,
-            parts,
-            config,
-            slice_bytes=_UNSLICED if urgent else config.slice_bytes,
-            strategy=strategy,
+            cache, host, way, device_ids, host_ids, parts, config, slice_bytes=slice_bytes, strategy=strategy
         )
 
     def submit(
@@ -136,7 +125,7 @@ class TransferManager:
         if self._closed:
             raise ClosedError("this TransferManager was closed")
         if compiled.cache.is_released:
-            raise ClosedError(f"the cache of group {compiled.group.name!r} was released since this was compiled")
+            raise ClosedError(f"the cache of group {compiled.cache.group.name!r} was released since this was compiled")
         keep = [*compiled.cache.holdings, compiled.host.keep()]
         deadline = None if timeout is None else time.monotonic() + timeout
         after = self.present() if after is None else after
@@ -177,13 +166,7 @@ class TransferManager:
     ) -> TransferHandle:
         """Copy blocks to the device. With `layer_wise`, compute can wait for single layers on `layers`."""
         compiled = self.compile(
-            Direction.H2D,
-            device_ids,
-            host_ids,
-            group=group,
-            layer_wise=layer_wise,
-            urgent=urgent,
-            strategy=strategy,
+            Direction.H2D, device_ids, host_ids, group=group, layer_wise=layer_wise, urgent=urgent, strategy=strategy
         )
         return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
 
@@ -203,19 +186,10 @@ class TransferManager:
         for transfer in live:
             transfer.settle(None if limit is None else max(0.0, limit - time.monotonic()))
 
-    @property
-    def num_live(self) -> int:
-        """Transfers not yet reported by poll()."""
-        return len(self._live)
-
     def present(self) -> Event | None:
         """Record an event at the end of the current stream; None if there is no stream."""
         stream = current_stream(self.placement)
         return None if stream is None else stream.record()
-
-    def in_flight_bytes(self, direction: Direction | str, *, urgent: bool) -> int:
-        """Return the bytes in flight."""
-        return self._lanes[as_direction(direction)].in_flight_bytes(urgent=urgent)
 
     def close(self) -> None:
         """Cancel queued transfers and finish those in flight. Closing twice is allowed."""

@@ -114,11 +114,6 @@ class StrategyChoice:
     """Computes times and prices as `_prices`; None: there was only one choice."""
 
     @property
-    def estimates_us(self) -> Mapping[Strategy, float]:
-        """Expected microseconds of each usable strategy on an idle GPU."""
-        return self.estimate()[0] if self.estimate is not None else {}
-
-    @property
     def why(self) -> str:
         """The reason, with the estimates: time, and what the model loses during it; the least sum wins."""
         if self.estimate is None:
@@ -130,8 +125,8 @@ class StrategyChoice:
 
     @property
     def expected_us(self) -> float | None:
-        """Expected microseconds of the chosen strategy, if costs are known."""
-        return self.estimates_us.get(self.strategy)
+        """Expected microseconds of the chosen strategy on an idle GPU, if costs are known."""
+        return None if self.estimate is None else self.estimate()[0].get(self.strategy)
 
 
 def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTable | None = None) -> StrategyChoice:

@@ -63,10 +63,7 @@ def swap_cache_all_layers(
     path: PathName | None = None,
     wait: bool = True,
 ) -> CopyResult:
-    """Swap the same blocks of every layer as one batch of copies, and `wait` for them.
-
-    Layer i is caches[i] and hosts[i].
-    """
+    """Swap the same blocks of all layers, caches[i] and hosts[i], as one batch of copies, and `wait` for them."""
     checked = as_direction(direction)
     if len(caches) != len(hosts):
         raise ArgumentError(f"caches and hosts must have the same length, got {len(caches)} and {len(hosts)}")

@@ -13,10 +13,13 @@ from kvtier.transfer import GrowthState, TransferManager, TransferStatus
 from support import held_back, new_stream
 from transfer_support import (
     SMALL,
+    arrival_ms,
     device_bytes,
     filled_cache,
     host_bytes,
+    in_flight_bytes,
     layout_of,
+    num_layers_done,
     ready_host,
     run_in_thread,
     stepped,
@@ -50,8 +53,8 @@ def test_lane_runs_urgent_first_and_each_kind_in_order(requests, direction):
             compiled = manager.compile(direction, blocks, blocks, urgent=urgent)
             submitted.append((urgent, blocks, manager.submit(compiled, urgent=urgent, timeout=3600)))
             at += count
-            assert manager.in_flight_bytes(direction, urgent=True) <= 3 * SIZE
-            assert manager.in_flight_bytes(direction, urgent=False) == 0
+            assert in_flight_bytes(manager, direction, urgent=True) <= 3 * SIZE
+            assert in_flight_bytes(manager, direction, urgent=False) == 0
         mover.open()
         assert {each.wait(60).status for _, _, each in submitted} == {first.wait(60).status} == {TransferStatus.DONE}
     urgents = [blocks for urgent, blocks, _ in submitted if urgent]
@@ -68,7 +71,7 @@ def test_bulk_in_flight_reaches_and_never_exceeds_its_bound():
             with save._changed:
                 assert save._changed.wait_for(lambda moved=moved: len(save._ends) >= moved + 3, 60)
             assert len(save._ends) == moved + 3
-            assert manager.in_flight_bytes("d2h", urgent=False) == 3 * SIZE
+            assert in_flight_bytes(manager, "d2h", urgent=False) == 3 * SIZE
             mover.permits.release()
             save._ends[moved].synchronize(60)
         mover.open()
@@ -82,7 +85,7 @@ def test_transfer_within_bounds_starts_no_thread(urgent, count):
     with manager:
         save = manager.save(range(count), range(count), urgent=urgent)
         assert save.status is TransferStatus.RUNNING
-        assert manager.in_flight_bytes("d2h", urgent=urgent) == count * SIZE
+        assert in_flight_bytes(manager, "d2h", urgent=urgent) == count * SIZE
         assert lane_threads() == before
         mover.open()
         assert save.wait(60).status is save.status is TransferStatus.DONE
@@ -129,12 +132,12 @@ def test_bulk_load_layers_are_done_with_their_last_slice():
             mover.permits.release(2)
             with pytest.raises(TransferTimeoutError):
                 load.layers.wait(layer, timeout=0.01)
-            assert load.layers.num_done == layer
+            assert num_layers_done(load) == layer
             mover.permits.release()
             load.layers.wait(layer, timeout=60)
-            assert load.layers.num_done == layer + 2
+            assert num_layers_done(load) == layer + 2
         report = load.wait(60)
-        assert load.layers.arrival_ms(0) < load.layers.arrival_ms(3) <= 1e3 * report.seconds
+        assert arrival_ms(load, 0) < arrival_ms(load, 3) <= 1e3 * report.seconds
 
 
 def test_report_waits_for_every_slice():
