@@ -1,4 +1,4 @@
-"""One server for the tests that do not stop it, and a way to start others."""
+"""Fixtures: a shared server for tests that do not stop it, and a function that starts further servers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ collect_ignore_glob = [] if all(importlib.util.find_spec(name) for name in NEEDE
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    """A server without keys. Nobody stops it; whatever the tests do, its log has no unhandled exception."""
+    """Yield a server without keys that no test stops. Its log must contain no unhandled exception."""
     from server_support import ServerProcess
 
     log = tmp_path_factory.mktemp("server") / "log"
-    # Tests that run beside this one slow the worker processes down: a deadline is for the tests that want one.
+    # A long deadline: tests that run in parallel slow the worker processes down.
     options = ("--model", str(tiny_model), "--blocks", "2048", "--threads", "1", "--prepare-seconds", "50")
-    made = ServerProcess(log, *options)
-    yield made
-    state = made.wait_for(lambda state: state["in_flight"] == 0)
+    process = ServerProcess(log, *options)
+    yield process
+    state = process.wait_for(lambda state: state["in_flight"] == 0)
     assert (state["running"], state["waiting"], state["holds"]) == (0, 0, 0)
-    assert made.stop() == 0
-    assert "Traceback" not in made.log, made.log
-    assert "exception" not in made.log.lower(), made.log
+    assert process.stop() == 0
+    assert "Traceback" not in process.log, process.log
+    assert "exception" not in process.log.lower(), process.log
 
 
 @pytest.fixture
 def start(tiny_model: Path, tmp_path: Path) -> Iterator[Callable]:
-    """`start(*arguments, env=...)`: another server of the tiny model; stopped afterwards if it still runs."""
+    """Return `start(*arguments, env=...)`, which starts a server of the tiny model and stops it after the test."""
     from server_support import ServerProcess
 
     started = []

@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is a 4xx that names the field, and the next request is served."""
+"""Invalid requests get a 4xx response that names the field, and the next request is served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 def refused(answer: httpx.Response, status: int = 400) -> dict:
-    """The error of an answer, which must have OpenAI's form."""
+    """Return the error of a response, which must have OpenAI's form."""
     assert answer.status_code == status, answer.text
     body = answer.json()
     assert {*body} == {"error"}
@@ -135,16 +135,16 @@ DEEP = {
 @pytest.mark.parametrize("field", DEEP)
 def test_json_nested_too_deep_names_the_field(server, field):
     def ask(depth):
-        given = {key: json.dumps(value) for key, value in (("model", server.model), ("messages", MESSAGES))}
-        given[field] = DEEP[field].replace("DEEP", '{"a":' * (depth - 1) + "{}" + "}" * (depth - 1))
-        data = ", ".join(f'"{key}": {value}' for key, value in {**given, "max_tokens": "1"}.items())
+        fields = {key: json.dumps(value) for key, value in (("model", server.model), ("messages", MESSAGES))}
+        fields[field] = DEEP[field].replace("DEEP", '{"a":' * (depth - 1) + "{}" + "}" * (depth - 1))
+        data = ", ".join(f'"{key}": {value}' for key, value in {**fields, "max_tokens": "1"}.items())
         return server.post(CHAT, content=f"{{{data}}}", headers={"content-type": "application/json"})
 
     for depth in (101, 300, 900):
         error = refused(ask(depth))
         assert error["param"].split(".")[0] == field
         assert "deeper than 100 levels" in error["message"]
-    assert ask(100).status_code == 200 or field == "response_format"  # "a" means nothing in a schema
+    assert ask(100).status_code == 200 or field == "response_format"  # "a" is not a keyword of JSON schema
 
 
 def test_body_with_wrong_content_type_is_400(server):
@@ -200,15 +200,15 @@ def test_body_too_large_is_413_before_it_is_read(server):
 
 
 def test_non_http_bytes_close_only_their_connection(server):
-    place = urlsplit(server.url)
+    address = urlsplit(server.url)
     for rubbish in (b"\0\1\2\3\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"x" * 100_000, b"\r\n\r\n"):
-        with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+        with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
             try:
                 connection.sendall(rubbish)
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(65536):
                     pass
-            except OSError as error:  # a server that hangs up before it has read all of it resets the connection
+            except OSError as error:  # a server that closes before it has read everything resets the connection
                 if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
                     raise
     assert server.get("/health").status_code == 200
@@ -240,8 +240,8 @@ def test_trailing_slash_is_404_without_redirect(server, path):
 
 
 def raw_status(server, head: bytes) -> bytes:
-    place = urlsplit(server.url)
-    with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
         connection.sendall(head + b"Connection: close\r\n\r\n")
         return connection.recv(65536).split(b" ")[1]
 

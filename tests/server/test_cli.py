@@ -22,24 +22,24 @@ def run(*arguments, stdin="", env=None):
 
 
 def refused(capsys, *arguments):
-    """What is said when it is not understood."""
-    with pytest.raises(SystemExit) as left:
+    """Return the last line that the command prints when it refuses its arguments."""
+    with pytest.raises(SystemExit) as exit_info:
         main(arguments)
-    assert left.value.code == 2
+    assert exit_info.value.code == 2
     return capsys.readouterr().err.splitlines()[-1]
 
 
-# ---- what is not understood ----
+# ---- invalid arguments ----
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("serv",), "unknown command 'serv'"),
         (("serv",), "did you mean serve?"),
         (("serve", "--prot", "80"), "unknown option --prot; did you mean --port?"),
         (("serve", "--prot=80"), "unknown option --prot; did you mean --port?"),
-        (("serve", "--por", "80"), "did you mean --port?"),  # no abbreviations: they change meaning with every option
+        (("serve", "--por", "80"), "did you mean --port?"),  # no abbreviations: a new option could change their meaning
         (("generate", "--temprature", "1"), "did you mean --temperature?"),
         (("doctor", "more"), "unexpected argument 'more'"),
         (("serve", "--port", "http"), "invalid int value: 'http'"),
@@ -47,15 +47,15 @@ def refused(capsys, *arguments):
         (("completion", "tcsh"), "invalid choice: 'tcsh'"),
     ],
 )
-def test_misspelt_argument_error_suggests_the_right_one(capsys, arguments, told):
-    assert told in refused(capsys, *arguments)
+def test_misspelt_argument_error_suggests_the_right_one(capsys, arguments, message):
+    assert message in refused(capsys, *arguments)
 
 
 # ---- settings ----
 
 
 def is_json(capsys, *arguments):
-    """Whether `completion`, the cheapest command there is, was told to print JSON."""
+    """True if `completion`, the cheapest command, prints JSON."""
     assert main(["completion", "bash", *arguments]) == 0
     return capsys.readouterr().out.startswith("{")
 
@@ -76,39 +76,39 @@ def test_unknown_setting_error_suggests_the_right_one(capsys, monkeypatch, tmp_p
     file = tmp_path / "kvtier.toml"
     file.write_text("[serve]\nprot = 80\n")
     assert f"{file}: [serve] has no option prot; did you mean port?" in refused(capsys, "serve", "--config", str(file))
-    for text, told in (
+    for text, message in (
         ("[serv]\nport = 80\n", "unknown table [serv]; did you mean serve?"),
         ("port = = 80\n", "cannot be read as TOML"),
     ):
         file.write_text(text)
         assert main(["completion", "bash", "--config", str(file)]) == 1
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert main(["completion", "bash", "--config", str(tmp_path / "none.toml")]) == 1
     assert "none.toml" in capsys.readouterr().err
     monkeypatch.setenv("KVTIER_PROT", "80")
     assert main(["completion", "bash"]) == 1
     assert "did you mean KVTIER_PORT?" in capsys.readouterr().err
     monkeypatch.delenv("KVTIER_PROT")
-    monkeypatch.setenv("KVTIER_SOMEBODY_ELSES", "1")
+    monkeypatch.setenv("KVTIER_OF_ANOTHER_PROGRAM", "1")
     assert main(["completion", "bash"]) == 0
 
 
 @pytest.mark.parametrize(
-    ("table", "told"),
+    ("table", "message"),
     [
         ('port = "high"', "serve.port must be int, got 'high'"),
         ('json = "perhaps"', "serve.json must be true or false"),
         ('log-level = "loud"', "must be one of debug, info, warning, error"),
     ],
 )
-def test_config_value_of_wrong_type_names_the_key(capsys, tmp_path, table, told):
+def test_config_value_of_wrong_type_names_the_key(capsys, tmp_path, table, message):
     file = tmp_path / "kvtier.toml"
     file.write_text(f"[serve]\n{table}\n")
-    assert told in refused(capsys, "serve", "--config", str(file))
+    assert message in refused(capsys, "serve", "--config", str(file))
 
 
 @pytest.mark.parametrize(
-    ("tenants", "told"),
+    ("tenants", "message"),
     [
         (
             '[[tenants]]\nname = "a"\nkey = "12345678"\nadmn = true',
@@ -126,13 +126,13 @@ def test_config_value_of_wrong_type_names_the_key(capsys, tmp_path, table, told)
         ),
     ],
 )
-def test_invalid_tenants_error_does_not_show_keys(capsys, tmp_path, tenants, told):
+def test_invalid_tenants_error_does_not_show_keys(capsys, tmp_path, tenants, message):
     file = tmp_path / "kvtier.toml"
     file.write_text(tenants)
     assert main(["serve", "--config", str(file), "--model", "/no/such"]) == 1
-    shown = capsys.readouterr().err
-    assert told in shown
-    assert "12345678" not in shown
+    output = capsys.readouterr().err
+    assert message in output
+    assert "12345678" not in output
 
 
 def test_public_address_without_keys_is_refused(capsys):
@@ -156,20 +156,20 @@ def test_every_command_has_examples_json_and_config_options(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "expected"),
     [
         (["kvtier", "ser"], ["serve"]),
         (["kvtier", "serve", "--max-ro"], ["--max-rows"]),
         (["kvtier", "--json", "doctor", "--cal"], ["--calibrate"]),
     ],
 )
-def test_bash_completion_completes_commands_and_options(capsys, words, wanted):
+def test_bash_completion_completes_commands_and_options(capsys, words, expected):
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     quoted = " ".join(f"'{word}'" for word in words)
     ask = f'COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _kvtier; printf "%s\\n" "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == wanted
+    assert done.stdout.split() == expected
     assert done.stderr == ""
 
 
@@ -210,9 +210,9 @@ def test_generate_and_chat_report_refused_prompts(tiny_model):
 
 def test_bench_reports_statuses_and_latencies(server, capsys):
     assert main(["bench", "--url", server.url, "--clients", "4", "--requests", "8", "--max-tokens", "5", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["statuses"] == {"200": 8}
-    assert told["ttft_p50_ms"] > 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["statuses"] == {"200": 8}
+    assert report["ttft_p50_ms"] > 0
     assert main(["bench", "--url", "http://127.0.0.1:9", "--json"]) == 1
     assert "no kvtier server at http://127.0.0.1:9" in capsys.readouterr().err
 
@@ -220,9 +220,9 @@ def test_bench_reports_statuses_and_latencies(server, capsys):
 def test_bench_fails_if_a_request_failed(server, capsys):
     load = ("bench", "--url", server.url, "--clients", "2", "--requests", "3", "--json")
     assert main([*load, "--max-tokens", "99999"]) == 1
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["statuses"] == {"400": 3}
-    assert "kvtier: of 3 requests, 3 got status 400" in shown.err
+    output = capsys.readouterr()
+    assert json.loads(output.out)["statuses"] == {"400": 3}
+    assert "kvtier: of 3 requests, 3 got status 400" in output.err
     for option in ("--clients", "--requests", "--max-tokens", "--prompt-words"):
         assert main([*load, option, "0"]) == 1
         assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
@@ -232,7 +232,7 @@ def test_load_counts_a_broken_stream_once():
     async def answer(reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n" + b"x" * (1 << 17))  # no line is that long
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n" + b"x" * (1 << 17))  # no valid line is that long
         writer.close()
 
     async def load():
@@ -250,7 +250,7 @@ def test_load_counts_a_broken_stream_once():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A disk tier of two models, twenty objects each."""
+    """Return the folder of a disk tier with twenty objects of each of two models."""
     path = tmp_path / "kv"
     store = DiskStore(path, 64 << 20, segment_bytes=1 << 20, direct=False)
     rng = np.random.default_rng(0)
@@ -263,7 +263,7 @@ def folder(tmp_path):
 
 
 def damage(folder):
-    """Flip a bit of some object."""
+    """Flip a bit of one object."""
     slots = sorted(folder.glob("segment-*.kv"))[0]
     data = bytearray(slots.read_bytes())
     data[100] ^= 1
@@ -272,16 +272,16 @@ def damage(folder):
 
 def test_inspect_counts_objects_by_model(folder, capsys):
     assert main(["inspect", str(folder), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["objects"], told["bytes"], told["unreadable"]) == (40, 200_000, 0)
-    assert told["namespaces"] == {
+    report = json.loads(capsys.readouterr().out)
+    assert (report["objects"], report["bytes"], report["unreadable"]) == (40, 200_000, 0)
+    assert report["namespaces"] == {
         "010101010101": {"objects": 20, "bytes": 100_000},
         "020202020202": {"objects": 20, "bytes": 100_000},
     }
     assert main(["inspect", str(folder), "--objects"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("5,000 bytes") == 40
-    assert "40 objects of 200,000 bytes" in shown
+    output = capsys.readouterr().out
+    assert output.count("5,000 bytes") == 40
+    assert "40 objects of 200,000 bytes" in output
 
 
 def test_verify_finds_damage_once_and_quarantines_it(folder, capsys):

@@ -1,4 +1,4 @@
-"""Answers over HTTP are those of the engine, in OpenAI's form, to OpenAI's own client."""
+"""Completions over HTTP equal the outputs of the engine, in OpenAI's form, for OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 @pytest.fixture(scope="module")
 def llm(tiny_model):
     """The oracle: the same model in this process."""
-    made = LLM(tiny_model)
-    yield made
-    made.close()
+    instance = LLM(tiny_model)
+    yield instance
+    instance.close()
 
 
 def fresh(text: str = "Hello") -> list[dict[str, str]]:
-    """A conversation nobody has had."""
+    """Return a conversation that no other test sends."""
     return [{"role": "user", "content": f"{uuid.uuid4()} {text}"}]
 
 
@@ -35,13 +35,13 @@ def test_chat_completion_equals_the_engine_output(server, llm):
     answer = server.client().chat.completions.create(
         model=server.model, messages=HELLO, temperature=0, max_tokens=20, extra_body={"ignore_eos": True}
     )
-    truth = llm.chat(HELLO, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-    assert answer.choices[0].message.content == truth.text
+    expected = llm.chat(HELLO, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    assert answer.choices[0].message.content == expected.text
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.prompt_tokens == truth.num_prompt_tokens
+    assert answer.usage.prompt_tokens == expected.num_prompt_tokens
     assert answer.usage.completion_tokens == 20
-    assert answer.usage.total_tokens == truth.num_prompt_tokens + 20
+    assert answer.usage.total_tokens == expected.num_prompt_tokens + 20
     assert answer.model == server.model == "tiny"
 
 
@@ -92,7 +92,7 @@ def test_repeated_prompt_is_cached_per_salt(server):
         assert answer.usage.prompt_tokens > 200
         return answer.usage.prompt_tokens_details.cached_tokens
 
-    assert cached() < 64  # the template's beginning, at most
+    assert cached() < 64  # at most the beginning of the template
     assert cached() > 200
     assert cached(cache_salt="mine") == 0
     assert cached(cache_salt="mine") > 200
@@ -142,11 +142,11 @@ def test_chat_logprobs_equal_those_of_the_engine(server, llm):
     answer = server.client().chat.completions.create(
         model=server.model, messages=HELLO, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
     )
-    truth = llm.chat(HELLO, SamplingParams(temperature=0, max_tokens=6, logprobs=3))
-    told = answer.choices[0].logprobs.content
-    assert [each.logprob for each in told] == pytest.approx([each.chosen for each in truth.logprobs], abs=1e-3)
-    for each, mine in zip(told, truth.logprobs, strict=True):
-        assert [top.logprob for top in each.top_logprobs] == pytest.approx([value for _, value in mine.top], abs=1e-3)
+    expected = llm.chat(HELLO, SamplingParams(temperature=0, max_tokens=6, logprobs=3))
+    content = answer.choices[0].logprobs.content
+    assert [each.logprob for each in content] == pytest.approx([each.chosen for each in expected.logprobs], abs=1e-3)
+    for each, engine in zip(content, expected.logprobs, strict=True):
+        assert [top.logprob for top in each.top_logprobs] == pytest.approx([value for _, value in engine.top], abs=1e-3)
         assert each.top_logprobs[0].token == each.token  # temperature 0
         # a part of a character is named by its bytes
         assert bytes(each.bytes).decode(errors="backslashreplace") == each.token
@@ -154,7 +154,7 @@ def test_chat_logprobs_equal_those_of_the_engine(server, llm):
         model=server.model, messages=HELLO, temperature=0, max_tokens=6, logprobs=True, stream=True
     )
     streamed = [each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
-    assert [each.token for each in streamed] == [each.token for each in told]
+    assert [each.token for each in streamed] == [each.token for each in content]
 
 
 def test_completion_prompt_may_be_text_tokens_or_a_list(server, llm):
@@ -178,10 +178,10 @@ def test_completion_logprobs_have_the_legacy_form(server):
     answer = server.client().completions.create(
         model=server.model, prompt="One", temperature=0, max_tokens=5, logprobs=2
     )
-    told = answer.choices[0].logprobs
-    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset)
-    assert told.text_offset[0] == 0
-    for token, value, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+    result = answer.choices[0].logprobs
+    assert len(result.tokens) == len(result.token_logprobs) == len(result.top_logprobs) == len(result.text_offset)
+    assert result.text_offset[0] == 0
+    for token, value, top in zip(result.tokens, result.token_logprobs, result.top_logprobs, strict=True):
         assert max(top.values()) == pytest.approx(value)
         assert token in top
 
@@ -191,8 +191,8 @@ def test_tools_are_rendered_by_the_chat_template(server):
     create = server.client().chat.completions.create
     options = {"model": server.model, "messages": HELLO, "max_tokens": 1}
     bare = create(**options).usage.prompt_tokens
-    told = len("<tools>[]</tools>") + len(json.dumps(tool))
-    assert create(**options, tools=[tool]).usage.prompt_tokens == bare + told
+    num_added = len("<tools>[]</tools>") + len(json.dumps(tool))
+    assert create(**options, tools=[tool]).usage.prompt_tokens == bare + num_added
     assert create(**options, tools=[tool], tool_choice="none").usage.prompt_tokens == bare
 
 
@@ -203,9 +203,9 @@ def test_text_parts_are_joined_and_tool_calls_rendered(server):
     count = lambda messages: server.post("/tokenize", {"messages": messages}).json()["count"]  # noqa: E731
     assert count(parts) == count(HELLO)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    said = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with_call = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
     empty = [*HELLO, {"role": "assistant", "content": ""}]
-    assert count(said) == count(empty) + len(json.dumps([call]))
+    assert count(with_call) == count(empty) + len(json.dumps([call]))
 
 
 def test_models_tokenize_health_and_metrics_respond(server, llm):
@@ -227,17 +227,17 @@ def test_models_tokenize_health_and_metrics_respond(server, llm):
 def test_explain_returns_the_result_of_a_request(server):
     messages = fresh("y" * 100)
     answer = server.client().chat.completions.create(model=server.model, messages=messages, max_tokens=3)
-    found = server.get(f"/control/explain/{answer.id}").json()
-    assert found["request_id"] == answer.id
-    assert found["num_prompt_tokens"] == answer.usage.prompt_tokens
+    explanation = server.get(f"/control/explain/{answer.id}").json()
+    assert explanation["request_id"] == answer.id
+    assert explanation["num_prompt_tokens"] == answer.usage.prompt_tokens
     recent = {each["id"]: each for each in server.state()["recent"]}
-    assert recent[answer.id]["explanation"] == found["miss"] != ""
-    assert server.get("/control/explain/nobody").status_code == 404
+    assert recent[answer.id]["explanation"] == explanation["miss"] != ""
+    assert server.get("/control/explain/unknown").status_code == 404
 
 
 def test_64_concurrent_clients_get_correct_answers(server, llm):
     prompts = [f"Client {number} says {'la' * (number % 7)}" for number in range(64)]
-    truth = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), progress=False)
+    expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), progress=False)
 
     async def ask(client, number):
         options = {"model": server.model, "prompt": prompts[number], "temperature": 0, "max_tokens": 16}
@@ -251,7 +251,7 @@ def test_64_concurrent_clients_get_correct_answers(server, llm):
         async with server.async_client() as client:
             return await asyncio.gather(*(ask(client, number) for number in range(64)))
 
-    assert asyncio.run(all_at_once()) == [answers[0].text for answers in truth]
+    assert asyncio.run(all_at_once()) == [answers[0].text for answers in expected]
 
 
 def test_openapi_spec_lists_the_paths_of_the_server(server):

@@ -31,12 +31,12 @@ class Connection:
     """A raw connection to a server."""
 
     def __init__(self, server, sent: bytes = b"", receive_bytes: int = 0) -> None:
-        place = urlsplit(server.url)
+        address = urlsplit(server.url)
         self.socket = socket.socket()
         self.socket.settimeout(30)
         if receive_bytes:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        self.socket.connect((place.hostname, place.port))
+        self.socket.connect((address.hostname, address.port))
         self.socket.sendall(sent)
 
     def __enter__(self) -> Connection:
@@ -45,11 +45,11 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
 
-    def flood(self, piece: bytes, most: int = 64 * MEGABYTE) -> bool:
-        """Send until the server closes the connection. True if it did before `most` bytes."""
+    def flood(self, piece: bytes, max_bytes: int = 64 * MEGABYTE) -> bool:
+        """Send until the server closes the connection. True if it did before `max_bytes`."""
         num_bytes = 0
         try:
-            while num_bytes < most:
+            while num_bytes < max_bytes:
                 self.socket.sendall(piece)
                 num_bytes += len(piece)
         except OSError:
@@ -87,14 +87,14 @@ class Connection:
 
 def wait_until(condition, seconds=30):
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.02)
-    return found
+    return result
 
 
 def error_of(response: bytes) -> tuple[int, str]:
-    """Status and error code of a response, which must be in OpenAI's form and close the connection."""
+    """Return status and error code of a response, which must be in OpenAI's form and close the connection."""
     head, _, body = response.partition(b"\r\n\r\n")
     assert b"\r\nconnection: close" in head, response
     error = json.loads(body)["error"]
@@ -107,20 +107,20 @@ def metric(server, name, key="", **labels):
 
 
 def value_of(text, name, **labels):
-    wanted = "{" + ",".join(f'{label}="{value}"' for label, value in labels.items()) + "} "
+    suffix = "{" + ",".join(f'{label}="{value}"' for label, value in labels.items()) + "} "
     for line in text.splitlines():
-        if line.startswith(name + wanted):
+        if line.startswith(name + suffix):
             return float(line.rsplit(" ", 1)[1])
     return 0.0
 
 
 @pytest.fixture(scope="module")
 def keyed(tiny_model, tmp_path_factory):
-    """A server with keys and short times, at 256 file descriptors."""
+    """Yield a server with keys, short timeouts and at most 256 file descriptors."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     try:
-        made = ServerProcess(
+        process = ServerProcess(
             tmp_path_factory.mktemp("keyed") / "log",
             *("--model", str(tiny_model), "--threads", "1"),
             *("--header-seconds", "2", "--idle-seconds", "3", "--send-seconds", "1"),
@@ -128,9 +128,9 @@ def keyed(tiny_model, tmp_path_factory):
         )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    yield made
-    assert made.stop() == 0
-    assert "Traceback" not in made.log, made.log
+    yield process
+    assert process.stop() == 0
+    assert "Traceback" not in process.log, process.log
 
 
 # ---- size ----
@@ -155,7 +155,7 @@ def test_endless_head_is_refused_with_bounded_memory(server, name):
     with Connection(server, first) as connection:
         assert connection.flood(piece)
         assert process.memory_info().rss - before < 16 * MEGABYTE
-    with Connection(server, first + piece * (2 * 128_000 // len(piece))) as connection:  # one that can be read in time
+    with Connection(server, first + piece * (2 * 128_000 // len(piece))) as connection:  # leaves a readable response
         assert error_of(connection.receive_all()) == refusal
     assert server.get("/health").status_code == 200
 
@@ -193,7 +193,7 @@ def test_trailers_do_not_become_headers(server):
 def test_slow_headers_get_408(keyed):
     with Connection(keyed, HEAD + b"x: ") as connection:
         assert error_of(connection.receive_all()) == (408, "header_timeout")
-    with Connection(keyed, HEAD) as connection:  # bytes that come one at a time do not extend the time
+    with Connection(keyed, HEAD) as connection:  # bytes that arrive one at a time do not extend the timeout
         connection.socket.settimeout(0.05)
         received = b""
         while not received:
@@ -349,7 +349,7 @@ def test_invalid_http_is_refused_as_json(server, sent, status):
         assert error_of(connection.receive_all())[0] == status
 
 
-# ---- the table ----
+# ---- ConnectionTable ----
 
 
 class _Evictable:
@@ -361,7 +361,7 @@ class _Evictable:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Against a plain list: bounds hold, and only idle connections are evicted, the oldest of their address first."""
+    """Compare the table with a plain list: only idle connections are evicted, the oldest of their address first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,43 +371,43 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(address=st.sampled_from("abc"))
     def add(self, address):
-        made = _Evictable()
+        added = _Evictable()
         own = [connection for connection, other in self.opened if other == address]
-        place, evicted = self.table.add(made, address)
+        place, evicted = self.table.add(added, address)
         if evicted is not None:
             evicted.evict()
-        gone = [connection for connection, _ in self.opened if not connection.is_open]
-        assert len(gone) <= 1
+        closed = [connection for connection, _ in self.opened if not connection.is_open]
+        assert len(closed) <= 1
         if len(own) < 4 and len(self.opened) < 6:
-            assert (place, gone) == (Place.NORMAL, [])
-        elif gone:
-            assert gone[0] in self.idle
-            victims = next(other for connection, other in self.opened if connection is gone[0])
-            same = [each for each in self.idle if (each, victims) in self.opened]
-            assert gone[0] is same[0]
-            assert victims == address or len(own) < 4
+            assert (place, closed) == (Place.NORMAL, [])
+        elif closed:
+            assert closed[0] in self.idle
+            victim_address = next(other for connection, other in self.opened if connection is closed[0])
+            same = [each for each in self.idle if (each, victim_address) in self.opened]
+            assert closed[0] is same[0]
+            assert victim_address == address or len(own) < 4
         else:
             assert place is not Place.NORMAL
             assert not [each for each in own if each in self.idle]
         self.opened = [pair for pair in self.opened if pair[0].is_open]
         self.idle = [each for each in self.idle if each.is_open]
         if place is not Place.REFUSED:
-            self.opened.append((made, address))
-            self.idle.append(made)
+            self.opened.append((added, address))
+            self.idle.append(added)
 
-    @rule(number=st.integers(0, 30), what=st.sampled_from(("set_busy", "set_idle", "remove")))
-    def change(self, number, what):
+    @rule(number=st.integers(0, 30), action=st.sampled_from(("set_busy", "set_idle", "remove")))
+    def change(self, number, action):
         if not self.opened:
             return
         pair = self.opened[number % len(self.opened)]
-        if what == "set_idle" and pair[0] in self.idle:
+        if action == "set_idle" and pair[0] in self.idle:
             return
-        getattr(self.table, what)(pair[0])
+        getattr(self.table, action)(pair[0])
         if pair[0] in self.idle:
             self.idle.remove(pair[0])
-        if what == "set_idle":
+        if action == "set_idle":
             self.idle.append(pair[0])
-        elif what == "remove":
+        elif action == "remove":
             self.opened.remove(pair)
 
     @invariant()

@@ -1,4 +1,4 @@
-"""Compiling schemas in the engine process: once each, on another thread, with aborts in between."""
+"""Compilation of schemas in the engine process: once per schema, on another thread, with aborts in between."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier.server.schema_cache import SchemaCompilations
 
 pytest.importorskip("llguidance")
 WAIT = 120.0
-# 2 s of compilation, so that what follows finds it running
+# compiles for 2 s, so that later messages arrive during the compilation
 SLOW = json.dumps({"type": "object", "properties": {f"some property {i}": {} for i in range(3000)}})
 
 
@@ -31,23 +31,23 @@ def constraints(tiny_model):
 
 
 def test_get_of_the_same_schema_compiles_once_per_tenant(tiny_model):
-    made = constraints(tiny_model)
-    first = made.get('{"type": "object"}', b"a")
-    assert made.get('{"type": "object"}', b"a") is first
-    assert made.get('{"type": "object"}', b"b") is not first
+    compilations = constraints(tiny_model)
+    first = compilations.get('{"type": "object"}', b"a")
+    assert compilations.get('{"type": "object"}', b"a") is first
+    assert compilations.get('{"type": "object"}', b"b") is not first
     logits = torch.zeros(259)
     first.result(WAIT)().forbid(logits)
     assert [load_tokenizer(tiny_model).decode([i]) for i in logits.isfinite().nonzero().flatten().tolist()] == ["{"]
     for number in range(20):
-        made.get(f'{{"const": {number}}}', b"a").result(WAIT)
-    assert made.get('{"type": "object"}', b"a") is not first  # the oldest is forgotten
+        compilations.get(f'{{"const": {number}}}', b"a").result(WAIT)
+    assert compilations.get('{"type": "object"}', b"a") is not first  # the oldest was evicted
 
 
 def test_get_of_a_wrong_schema_fails_and_is_not_kept(tiny_model):
-    made = constraints(tiny_model)
-    failed = made.get('{"type": "nonsense"}', b"")
+    compilations = constraints(tiny_model)
+    failed = compilations.get('{"type": "nonsense"}', b"")
     assert isinstance(failed.exception(WAIT), ArgumentError)
-    assert made.get('{"type": "nonsense"}', b"") is not failed
+    assert compilations.get('{"type": "nonsense"}', b"") is not failed
     broken = SchemaCompilations(lambda: SchemaCompiler(load_tokenizer("/nowhere").to_json(), 259, [257]))
     assert not isinstance(broken.get("{}", b"").exception(WAIT), UnavailableError)
 
@@ -67,13 +67,15 @@ def test_engine_serves_and_aborts_while_a_schema_compiles(tiny_model):
         channel.send(Submit("plain", (1, 2), params))
         channel.send(Call(7, "snapshot", {}))
         channel.send(Abort("slow"))
-        seen = []
-        while not any(isinstance(event, Reply) and event.error for event in seen):  # compiled after the slow one
-            seen.append(next(events))
-        assert seen[-1].id == "wrong"
-        outputs = [output.request_id for event in seen if isinstance(event, StepOutputs) for output in event.outputs]
+        received = []
+        while not any(isinstance(event, Reply) and event.error for event in received):  # compiled after the slow one
+            received.append(next(events))
+        assert received[-1].id == "wrong"
+        outputs = [
+            output.request_id for event in received if isinstance(event, StepOutputs) for output in event.outputs
+        ]
         assert outputs == ["plain"]
-        assert [event.id for event in seen if isinstance(event, Reply)] == [7, "wrong"]
+        assert [event.id for event in received if isinstance(event, Reply)] == [7, "wrong"]
         channel.send(Submit("again", (1, 2), params, schema=SLOW))  # compiled already
         assert next(events).outputs[0].request_id == "again"
         channel.send(Submit("last", (1, 2), params, schema=SLOW.replace("some", "other")))

@@ -1,4 +1,4 @@
-"""What an operator can do with the cache of a running server."""
+"""Control endpoints for the cache of a running server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEXT = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def tiered(tiny_model, tmp_path_factory):
-    """A server with three tiers."""
+    """Yield a server with three tiers."""
     folder = tmp_path_factory.mktemp("tiered")
     options = (
         "--blocks",
@@ -26,14 +26,14 @@ def tiered(tiny_model, tmp_path_factory):
         "64MiB",
         "--always-load",
     )
-    made = ServerProcess(folder / "log", "--model", str(tiny_model), "--threads", "1", *options)
-    yield made
-    assert made.stop() == 0
-    assert "Traceback" not in made.log, made.log
+    process = ServerProcess(folder / "log", "--model", str(tiny_model), "--threads", "1", *options)
+    yield process
+    assert process.stop() == 0
+    assert "Traceback" not in process.log, process.log
 
 
 def ask(server, prompt, **more):
-    """One token after a prompt; what was cached of it."""
+    """Generate one token after a prompt. Return the number of cached prompt tokens."""
     answer = server.post(TEXT, {"model": server.model, "prompt": prompt, "max_tokens": 1, **more})
     assert answer.status_code == 200, answer.text
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -49,7 +49,7 @@ def fresh(num_tokens=160):
     return (uuid.uuid4().hex * 64)[:num_tokens]
 
 
-def explained(server):
+def last_request(server):
     return server.state()["recent"][0]
 
 
@@ -70,13 +70,13 @@ def test_state_reports_hits_by_tier_and_bytes_by_direction(tiered):
     prompt = fresh()
     before = tiered.state()["hits"]["by_tier"]["device"]
     ask(tiered, prompt)
-    assert ask(tiered, prompt) == 159  # the last one is computed for its logits
+    assert ask(tiered, prompt) == 159  # the last token is computed for its logits
     state = tiered.wait_for(lambda state: any(each["target"] == "disk" for each in state["transfers"]))
     assert state["hits"]["by_tier"]["device"] - before >= 144
     assert state["recent"][0]["tokens_from"]["device"] >= 144
-    ways = {(each["source"], each["target"]): each for each in state["transfers"]}
-    assert ways["device", "host"]["bytes"] >= 10 * state["tiers"][0]["block_bytes"]
-    assert ways["host", "disk"]["gb_per_s"] >= 0
+    directions = {(each["source"], each["target"]): each for each in state["transfers"]}
+    assert directions["device", "host"]["bytes"] >= 10 * state["tiers"][0]["block_bytes"]
+    assert directions["host", "disk"]["gb_per_s"] >= 0
     ghost = state["ghost"]
     assert ghost["num_blocks"] == 256
     sizes = [point["num_blocks"] for point in ghost["points"]]
@@ -93,7 +93,7 @@ def test_pinned_prompt_survives_eviction_pressure(tiered):
     for _ in range(8):
         ask(tiered, fresh())
     assert ask(tiered, prompt) == 159
-    assert explained(tiered)["tokens_from"] == {"device": 159}
+    assert last_request(tiered)["tokens_from"] == {"device": 159}
     control(tiered, "unpin", {"name": "mine"})
     assert control(tiered, "unpin", {"name": "mine"}, 400)["error"]["message"]
 
@@ -121,14 +121,14 @@ def test_demoted_prompt_is_loaded_from_the_host(tiered):
     ask(tiered, prompt)
     assert control(tiered, "demote", {"prompt": prompt})["blocks"] == 10
     assert ask(tiered, prompt) >= 144
-    assert explained(tiered)["tokens_from"].get("host", 0) >= 128
+    assert last_request(tiered)["tokens_from"].get("host", 0) >= 128
 
 
 def test_dropped_prompt_is_in_no_tier(tiered):
     prompt = fresh()
     ask(tiered, prompt)
     assert control(tiered, "drop", {"prompt": prompt})["blocks"] >= 10
-    assert ask(tiered, prompt) < 16  # not a block; other prompts may begin with the same letters
+    assert ask(tiered, prompt) < 16  # less than a block: other prompts may begin with the same letters
 
 
 def test_control_takes_text_tokens_or_messages_with_a_salt(tiered):
@@ -145,7 +145,7 @@ def test_control_takes_text_tokens_or_messages_with_a_salt(tiered):
 def test_reset_clears_the_disk_only_on_request(tiered):
     prompt = fresh()
     ask(tiered, prompt)
-    control(tiered, "demote", {"prompt": prompt})  # it is on disk afterwards
+    control(tiered, "demote", {"prompt": prompt})  # now it is on disk
     control(tiered, "reset")
     assert tiered.state()["tiers"][0]["num_used"] == 0
     assert control(tiered, "prefetch", {"prompt": prompt})["blocks"] == 9  # the last token is computed in any case
@@ -190,10 +190,10 @@ def test_resize_changes_tier_and_longest_prompt(tiered):
         ("drop", {}, None),
         ("drop", {"prompt": []}, "prompt"),
         ("drop", {"prompt": [10**6]}, "prompt"),
-        ("drop", {"prompt": "x", "tenant": "nobody"}, "tenant"),
+        ("drop", {"prompt": "x", "tenant": "unknown"}, "tenant"),
         ("resize", {"tier": "disk", "num_blocks": 5}, "tier"),
         ("resize", {"tier": "device", "num_blocks": 0}, "num_blocks"),
-        ("resize", {"tier": "device", "num_blocks": (1 << 31) - 1}, None),  # more than the machine has
+        ("resize", {"tier": "device", "num_blocks": (1 << 31) - 1}, None),  # more than the memory of the machine
         ("reset", {"all": True}, "all"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The dashboard in Chromium, against a real server: what it shows is what the server says, for everybody."""
+"""The dashboard in Chromium against a real server: it shows the state of the server and is accessible."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwr
 expect = sync_api.expect
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 USER, ADMIN = "user-key-of-the-test", "admin-key-of-the-test"
-WAIT = 20_000  # ms; the page asks once a second, and this machine may be busy
+WAIT = 20_000  # ms; the page polls once a second, and the machine may be busy
 
 
 @pytest.fixture(scope="module")
 def tiered(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("dashboard")
     tiers = ("--blocks", "128", "--host-blocks", "384", "--disk", str(folder / "kv"), "--disk-bytes", "32MiB")
-    made = ServerProcess(folder / "log", "--model", str(tiny_model), "--threads", "1", "--always-load", *tiers)
-    yield made
-    assert made.stop() == 0
-    assert "Traceback" not in made.log, made.log
+    process = ServerProcess(folder / "log", "--model", str(tiny_model), "--threads", "1", "--always-load", *tiers)
+    yield process
+    assert process.stop() == 0
+    assert "Traceback" not in process.log, process.log
 
 
 @pytest.fixture(scope="module")
@@ -42,36 +42,36 @@ def browser():
 
 @pytest.fixture
 def opened(browser):
-    """`opened(url, **options)` gives a page. Fails the test if a page complained, or asked anybody but its server."""
-    contexts, complaints, asked = [], [], []
+    """Return `opened(url, **options)`, which opens a page. Pages must log nothing and request only their server."""
+    contexts, messages, requested = [], [], []
 
-    def open_page(url, *, may_complain=False, **options):
+    def open_page(url, *, may_log=False, **options):
         context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
-        if not may_complain:
-            page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        if not may_log:
+            page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("request", lambda request: requested.append(request.url))
         page.goto(url)
         return page
 
     yield open_page
     for context in contexts:
         context.close()
-    assert complaints == []
-    assert {re.sub(r"^http://127.0.0.1:\d+", "", url) for url in asked if not url.startswith("data:")} <= {
+    assert messages == []
+    assert {re.sub(r"^http://127.0.0.1:\d+", "", url) for url in requested if not url.startswith("data:")} <= {
         "/",
         "/state",
     }
 
 
 def serious(page):
-    """What axe finds that keeps people from reading the page."""
+    """Return the serious and critical accessibility violations that axe finds."""
     from axe_playwright_python.sync_playwright import Axe
 
-    found = Axe().run(page).response["violations"]
-    return [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")]
+    violations = Axe().run(page).response["violations"]
+    return [(rule["id"], rule["nodes"][0]["html"]) for rule in violations if rule["impact"] in ("serious", "critical")]
 
 
 def serving(page):
@@ -163,7 +163,7 @@ def test_dashboard_numbers_follow_the_traffic(tiered, opened):
     chat(tiered, new_text())
     expect(page.locator("#token-note")).not_to_have_text(before, timeout=WAIT)
     expect(row).not_to_contain_text(newest["id"])
-    tiered.post("/control/reset", {"clear_stores": True})  # and the bars drain
+    tiered.post("/control/reset", {"clear_stores": True})  # empties the bars
     expect(device).to_contain_text("0 of 128 blocks 0 %", timeout=WAIT)
     expect(device.get_by_role("meter")).to_have_attribute("aria-valuenow", "0")
 
@@ -182,12 +182,12 @@ def test_dashboard_counts_running_requests(tiered, opened):
 
 @needs_browser
 def test_dashboard_transfers_show_share_of_the_link_limit(tiered, opened):
-    """On a CPU it never is; so the answers of the server pass by here and get one."""
+    """A server on a CPU has no link limit, so the test adds one to its responses."""
 
     def with_limit(route):
         state = route.fetch().json()
-        way = {"source": "host", "target": "device", "bytes": 3 << 30, "window_seconds": 5}
-        state["transfers"] = [{**way, "gb_per_s": 12.5, "limit_gb_per_s": 50.0}]
+        transfer = {"source": "host", "target": "device", "bytes": 3 << 30, "window_seconds": 5}
+        state["transfers"] = [{**transfer, "gb_per_s": 12.5, "limit_gb_per_s": 50.0}]
         route.fulfill(json=state)
 
     page = opened("about:blank")
@@ -205,7 +205,7 @@ def test_dashboard_transfers_show_share_of_the_link_limit(tiered, opened):
 def test_dashboard_charts_have_tables_and_keyboard_access(tiered, opened):
     texts = conversations(4, 1400)
     for _ in range(2):
-        for text in texts:  # long enough to be sampled for the curve of sizes
+        for text in texts:  # long enough to be sampled for the size curve
             chat(tiered, text)
     page = serving(opened(tiered.url, reduced_motion="reduce"))
     expect(page.locator("#ghost-empty")).to_be_hidden(timeout=WAIT)
@@ -233,12 +233,12 @@ def test_dashboard_charts_have_tables_and_keyboard_access(tiered, opened):
     assert serious(page) == []
 
 
-# ---- how the server is ----
+# ---- server status ----
 
 
 @needs_browser
 def test_dashboard_shows_asleep_slow_offline_and_stale(tiered, opened):
-    page = serving(opened(tiered.url, may_complain=True))
+    page = serving(opened(tiered.url, may_log=True))
     status, notice = page.locator("#status"), page.get_by_role("status")
     try:
         tiered.post("/control/sleep")
@@ -248,7 +248,7 @@ def test_dashboard_shows_asleep_slow_offline_and_stale(tiered, opened):
         tiered.post("/control/wake")
     serving(page)
     expect(notice).to_be_empty()
-    stop_process(tiered.engine_pid)  # as in the middle of a long step
+    stop_process(tiered.engine_pid)  # as during a long step
     try:
         expect(status).to_have_text("Slow", timeout=WAIT)
         expect(notice).to_contain_text(re.compile(r"What is shown is of \d\d:\d\d:\d\d"))
@@ -262,7 +262,7 @@ def test_dashboard_shows_asleep_slow_offline_and_stale(tiered, opened):
     assert serious(page) == []
     page.context.set_offline(False)
     serving(page)
-    broken = {"error": {"message": "the engine has ended; the server is shutting down"}}  # it says so for a moment only
+    broken = {"error": {"message": "the engine has ended; the server is shutting down"}}  # brief on a real server
     page.route("**/state", lambda route: route.fulfill(status=503, json=broken))
     expect(status).to_have_text("Failing", timeout=WAIT)
     expect(notice).to_have_text("The server answers with 503: the engine has ended; the server is shutting down")
@@ -272,23 +272,23 @@ def test_dashboard_shows_asleep_slow_offline_and_stale(tiered, opened):
 def test_hidden_dashboard_sends_no_requests(tiered, opened):
     page = opened("about:blank")
     page.clock.install()
-    asked = []
-    page.on("request", lambda request: asked.append(request.url))
+    requested = []
+    page.on("request", lambda request: requested.append(request.url))
     page.goto(tiered.url)
     serving(page)
     hide(page, True)
-    before = len(asked)
+    before = len(requested)
     page.clock.run_for(60_000)
-    assert len(asked) == before
+    assert len(requested) == before
     with page.expect_request(f"{tiered.url}/state"):
         hide(page, False)
 
 
 @needs_browser
 def test_dashboard_key_is_kept_in_the_tab_only(start, opened):
-    name = "<img src=x onerror=alert(1)>"  # text, whatever it looks like
+    name = "<img src=x onerror=alert(1)>"  # shown as text, not as HTML
     server = start("--name", name, env={"KVTIER_API_KEY": USER, "KVTIER_ADMIN_KEY": ADMIN})
-    page = opened(server.url, may_complain=True)
+    page = opened(server.url, may_log=True)
     field, notice = page.get_by_label("Admin key"), page.get_by_role("status")
     expect(field).to_be_visible(timeout=WAIT)
     assert serious(page) == []
@@ -318,7 +318,7 @@ def test_dashboard_key_is_kept_in_the_tab_only(start, opened):
     expect(page.locator("#status")).to_have_text("No answer", timeout=WAIT)
 
 
-# ---- for everybody ----
+# ---- accessibility ----
 
 
 @needs_browser

@@ -1,4 +1,4 @@
-"""The front end's process: what it imports, and what it does not."""
+"""Imports of the front-end process: without torch, and with lazy names of the engine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_front_end_imports_without_torch():
 
 
 def test_engine_lazy_names_match_the_typed_imports():
-    told = {}
+    modules = {}
     for node in ast.walk(ast.parse(Path(kvtier.engine.__file__).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("kvtier."):
-            told |= {alias.name: node.module for alias in node.names}
-    assert {*told} == {*kvtier.engine.__all__}
-    for name, module in told.items():
+            modules |= {alias.name: node.module for alias in node.names}
+    assert {*modules} == {*kvtier.engine.__all__}
+    for name, module in modules.items():
         assert getattr(kvtier.engine, name) is getattr(sys.modules[module], name)
     assert kvtier.engine.load_tokenizer is tokenizer.load_tokenizer
     assert not hasattr(kvtier.engine, "no_such_name")

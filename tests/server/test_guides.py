@@ -1,4 +1,4 @@
-"""docs/tuning.md: its commands run, in the order of the page, on one server and what it leaves."""
+"""docs/tuning.md: its commands run in the order of the page, on one server and the files it writes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_tuning_page_commands_run_in_order(tiny_model, tmp_path, monkeypatch):
     assert [command.split()[1] for command in COMMANDS] == [
         *("doctor", "serve", "bench", "-s", "-s", "inspect", "verify", "replay", "plan")
     ]
-    doctor, serve, bench, *looks = COMMANDS[:5]
+    doctor, serve, bench, *curls = COMMANDS[:5]
     assert "torch" in kvtier(doctor, tmp_path)
     monkeypatch.chdir(tmp_path)
     env = {"KVTIER_MODEL": str(tiny_model), "KVTIER_THREADS": "1"}
     server = ServerProcess(tmp_path / "log", *serve.split()[2:], env=env)
     try:
         assert "requests" in kvtier(bench.replace(ADDRESS, server.url), tmp_path)
-        state, metrics = (httpx.get(look.split()[-1].replace(ADDRESS, server.url)) for look in looks)
+        state, metrics = (httpx.get(curl.split()[-1].replace(ADDRESS, server.url)) for curl in curls)
         assert len(state.json()["recent"]) == 32
         explained = server.get(f"/control/explain/{state.json()['recent'][0]['id']}").json()
         section = TUNING[TUNING.index("## Reading explain") : TUNING.index("## Sizes")]
@@ -81,8 +81,8 @@ def test_tuning_page_options_exist(capsys):
 def test_tuning_page_policies_are_choices_of_serve(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
-    told = capsys.readouterr().out
+    help_text = capsys.readouterr().out
     section = TUNING[TUNING.index("## Policies") : TUNING.index("## Waiting")]
     for name in [*re.findall(r"^\| `(write_\w+)` \|", section, re.MULTILINE), "lru", "arc", "s3fifo", "cost", "fifo"]:
         assert f"`{name}`" in section
-        assert name in told
+        assert name in help_text

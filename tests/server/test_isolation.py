@@ -1,4 +1,4 @@
-"""Two tenants: whatever requests one of them sends, the streams of the other end with the same text as without them."""
+"""Two tenants: the requests of one do not change the streams of the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ key = "victim-secret-key"
 name = "attacker"
 key = "attacker-secret-key"
 """
-# Of this text the model computes NaN. Victims cannot write it: a JSON string has no raw control character.
+# The model computes NaN for this text. Victims cannot generate it: a JSON string has no raw control character.
 CURSED = "\x00"
 SCHEMA = {"type": "string", "minLength": 100, "maxLength": 100}
 VICTIMS = [
@@ -48,7 +48,7 @@ ATTACKS = [
 
 @pytest.fixture(scope="module")
 def tenants(tiny_model, tmp_path_factory):
-    """A server of a model that computes NaN for one token, with two tenants."""
+    """Yield a server with two tenants whose model computes NaN for one token."""
     import safetensors.torch
 
     folder = tmp_path_factory.mktemp("tenants")
@@ -59,17 +59,17 @@ def tenants(tiny_model, tmp_path_factory):
     safetensors.torch.save_file(weights, model / "model.safetensors", {"format": "pt"})
     (folder / "kvtier.toml").write_text(CONFIG)
     arguments = ("--model", str(model), "--threads", "1", "--config", str(folder / "kvtier.toml"), "--invariant")
-    made = ServerProcess(folder / "log", *arguments)
-    yield made
-    assert made.stop() == 0
-    assert "Traceback" not in made.log, made.log
+    process = ServerProcess(folder / "log", *arguments)
+    yield process
+    assert process.stop() == 0
+    assert "Traceback" not in process.log, process.log
 
 
 def stream(server, options, begun):
-    """Everything a victim's stream says, without ids and times."""
+    """Return text, offsets and finish reason of a victim's stream."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     body = {"model": server.model, "prompt": "Once", "max_tokens": 700, "stream": True, "response_format": form}
-    headers, found = {"Authorization": "Bearer victim-secret-key"}, []
+    headers, chunks = {"Authorization": "Bearer victim-secret-key"}, []
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json={**body, **options}, headers=headers, timeout=60
     ) as answer:
@@ -77,33 +77,28 @@ def stream(server, options, begun):
             begun.set()
             if line.startswith("data: {"):
                 (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                found.append((choice["text"], choice["logprobs"], choice["finish_reason"]))
-    texts, reports, reasons = zip(*found, strict=True)
+                chunks.append((choice["text"], choice["logprobs"], choice["finish_reason"]))
+    texts, reports, reasons = zip(*chunks, strict=True)
     offsets = [offset for report in reports if report for offset in report["text_offset"]]
     return "".join(texts), offsets, reasons[-1]
 
 
 def streams(server, attack=lambda: None):
-    """All victims at once; `attack` is called again and again while they run."""
+    """Run the streams of all victims at once, and call `attack` while they run."""
     begun = [threading.Event() for _ in VICTIMS]
     with ThreadPoolExecutor(len(VICTIMS)) as threads:
         futures = [
-            threads.submit(
-                stream,
-                server,
-                *each,
-            )
-            for each in zip(VICTIMS, begun, strict=True)
+            threads.submit(stream, server, options, event) for options, event in zip(VICTIMS, begun, strict=True)
         ]
-        for each in begun:
-            each.wait(60)
+        for event in begun:
+            event.wait(60)
         attack()
         return [future.result() for future in futures]
 
 
 def test_victim_streams_unchanged_while_attacker_fails(tenants):
-    calm = streams(tenants)
-    for text, _, reason in calm:
+    expected = streams(tenants)
+    for text, _, reason in expected:
         assert len(json.loads(text)) == 100
         assert reason == "stop"
     answers = []
@@ -113,7 +108,7 @@ def test_victim_streams_unchanged_while_attacker_fails(tenants):
             body = {"model": tenants.model, "prompt": "hello", "max_tokens": 8, **options}
             answers.append(tenants.post("/v1/completions", body, "attacker-secret-key"))
 
-    assert streams(tenants, attack) == calm
+    assert streams(tenants, attack) == expected
     assert [answer.status_code for answer in answers] == [status for _, status in ATTACKS]
     for answer in answers:
         if answer.status_code == 500:

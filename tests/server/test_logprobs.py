@@ -26,7 +26,7 @@ def tokenizer():
 
 
 def whole(form, tokens, top=(), step=1):
-    """The response to outputs of `step` tokens each."""
+    """Return the response to outputs of `step` tokens each."""
     for begin in range(0, len(tokens), step):
         new = tuple(tokens[begin : begin + step])
         logprobs = tuple(Logprobs(-1.0, tuple(top)) for _ in new)
@@ -52,29 +52,29 @@ def test_chat_logprobs_partial_characters_have_their_bytes(tokenizer):
 def test_completion_top_logprobs_keep_every_token(tokenizer):
     form = CompletionFormat("id", "m", 0, tokenizer, is_chat=False, logprobs=True)
     top = [(token, -float(token)) for token in (*range(0x80, 0x90), 257, 0x41)]
-    (found,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
-    assert len(found) == len(top)
-    assert found["bytes:\\x80"] == -128.0
-    assert list(found.values()) == [value for _, value in top]
+    (top_logprobs,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
+    assert len(top_logprobs) == len(top)
+    assert top_logprobs["bytes:\\x80"] == -128.0
+    assert list(top_logprobs.values()) == [value for _, value in top]
 
 
 def test_completion_top_logprobs_same_text_named_by_id(tokenizer):
     form = CompletionFormat("id", "m", 0, tokenizer, is_chat=False, logprobs=True)
     top = [(0x41, -1.0), (0x41, -2.0)]
-    (found,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
-    assert found == {"A": -1.0, "token_id:65": -2.0}
+    (top_logprobs,) = whole(form, [0x61], top)["choices"][0]["logprobs"]["top_logprobs"]
+    assert top_logprobs == {"A": -1.0, "token_id:65": -2.0}
 
 
 def test_completion_text_offset_counts_characters(tokenizer):
     tokens = [*TEXT.encode(), 256, 0x63]
-    wanted = [0, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4]
+    expected = [0, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4]
     body = whole(CompletionFormat("id", "m", 0, tokenizer, is_chat=False, logprobs=True), tokens)
-    assert body["choices"][0]["logprobs"]["text_offset"] == wanted
+    assert body["choices"][0]["logprobs"]["text_offset"] == expected
     form, offsets = CompletionFormat("id", "m", 0, tokenizer, is_chat=False, logprobs=True), []
     for begin in range(0, len(tokens), 2):
         event = form.piece(0, [output(tokens[begin : begin + 2])])
         offsets += json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"]
-    assert offsets == wanted
+    assert offsets == expected
 
 
 @pytest.mark.parametrize("is_chat", [True, False])

@@ -46,7 +46,7 @@ ENDS = ({}, {}, {"ignore_eos": True}, {"response_format": FORMAT})
 
 
 def make_request(model, rng):
-    """A completion with a random share of the optional parameters."""
+    """Return a completion request with a random share of the optional parameters."""
     prompt = rng.choice(STEMS)[: rng.randrange(20, 60)] + rng.choice(("", " tail", f" tail {rng.randrange(3)}"))
     body = {"model": model, "prompt": prompt, "max_tokens": rng.randrange(1, 40), "seed": rng.randrange(5)}
     body["temperature"] = rng.choice((0, 0, 1, 1.5))
@@ -57,7 +57,7 @@ def make_request(model, rng):
 
 
 def control(server, rng):
-    """Move, drop and resize the cache while requests run, and leave requests before their answer."""
+    """Move, drop and resize the cache while requests run, and disconnect before a response."""
     stem = rng.choice(STEMS)
     calls = [
         ("/control/demote", {"prompt": stem}),

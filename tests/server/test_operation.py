@@ -1,4 +1,4 @@
-"""Keys, tenants, quotas, overload; what disconnects leave behind."""
+"""Keys, tenants, quotas, overload and disconnects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG = {"prompt": "tell me everything", "max_tokens": 1900, "ignore_eos": True, 
 
 
 def stream(server, body=None, key=""):
-    """An open stream, of which the first event has come."""
+    """Open a stream and read its first event."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     client = httpx.Client(timeout=60, headers=headers)
     answer = client.send(
@@ -51,7 +51,7 @@ def drained(state):
     return (state["running"], state["waiting"], state["holds"], state["in_flight"]) == (0, 0, 0, 0)
 
 
-# ---- going away ----
+# ---- disconnects ----
 
 
 def test_disconnected_client_frees_its_blocks(server):
@@ -98,10 +98,10 @@ def test_many_disconnected_clients_leave_no_request(server):
 
 
 def responses(server, status):
-    """Responses of /v1/completions with this status so far."""
-    wanted = f'kvtier_http_responses_total{{route="{TEXT}",status="{status}"}} '
-    found = [line for line in server.get("/metrics").text.splitlines() if line.startswith(wanted)]
-    return float(found[0].split()[-1]) if found else 0.0
+    """Return the number of responses of /v1/completions with this status."""
+    prefix = f'kvtier_http_responses_total{{route="{TEXT}",status="{status}"}} '
+    lines = [line for line in server.get("/metrics").text.splitlines() if line.startswith(prefix)]
+    return float(lines[0].split()[-1]) if lines else 0.0
 
 
 def wait_until(condition, seconds=30):
@@ -112,13 +112,13 @@ def wait_until(condition, seconds=30):
 
 
 def test_disconnect_before_the_answer_is_499(server):
-    place, num_logged = urlsplit(server.url), len(server.log)
+    address, num_logged = urlsplit(server.url), len(server.log)
     num_errors = [responses(server, status) for status in (400, 500)]
     server.wait_for(drained)
     body = json.dumps({"model": server.model, **LONG, "stream": False}).encode()
     for sent in (body, body[:10]):  # while the engine computes, and while the body arrives
         before = responses(server, 499)
-        with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+        with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
             connection.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n".encode())
             connection.sendall(b"Content-Type: application/json\r\nExpect: 100-continue\r\n\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
@@ -247,34 +247,34 @@ def test_sigterm_before_listening_exits_with_0(tiny_model, tmp_path, phase):
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
 
-# ---- too much ----
+# ---- overload ----
 
 
 @pytest.fixture(scope="module")
 def strict(tiny_model, tmp_path_factory):
-    """A server that takes little, on a machine without llguidance."""
+    """Yield a server with low limits, without llguidance."""
     limits = ("--max-rows", "1", "--max-waiting", "1", "--request-seconds", "3", "--body-seconds", "0.5")
     folder = tmp_path_factory.mktemp("strict")
     (folder / "sitecustomize.py").write_text("import sys\nsys.modules['llguidance'] = None\n")
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = ("--model", str(tiny_model), "--threads", "1", *limits)
-    made = ServerProcess(folder / "log", *options, env={"PYTHONPATH": path})
-    yield made
-    assert made.stop() == 0
+    process = ServerProcess(folder / "log", *options, env={"PYTHONPATH": path})
+    yield process
+    assert process.stop() == 0
 
 
 def test_full_queue_is_429_with_retry_after(start):
     server = start("--max-rows", "1", "--max-waiting", "1")
     client, answer, _ = stream(server)
-    stop_process(engine := server.engine_pid)  # the first stays where it is, however fast the machine is
+    stop_process(engine := server.engine_pid)  # the first request stays in progress on any machine
 
     def ask(prompt):
         return server.client().completions.create(model=server.model, prompt=prompt, max_tokens=1)
 
     with ThreadPoolExecutor(2) as threads:
         try:
-            asked = [threads.submit(ask, "me too"), threads.submit(ask, "and me")]
-            (refused,), (waiting,) = concurrent.futures.wait(asked, return_when=concurrent.futures.FIRST_COMPLETED)
+            futures = [threads.submit(ask, "me too"), threads.submit(ask, "and me")]
+            (refused,), (waiting,) = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
             error = refused.exception()
             assert server.post(CHAT, {"model": server.model, "messages": MESSAGES, "n": 3}).status_code == 429
         finally:
@@ -293,16 +293,16 @@ def test_request_timeout_ends_the_answer_with_504(strict):
     body = {"model": strict.model, **LONG, "stream": False}
     thread = threading.Thread(target=lambda: answers.append(strict.post(TEXT, body)))
     client, _, lines = stream(strict)
-    stop_process(engine := strict.engine_pid)  # however fast the machine is, this takes too long
+    stop_process(engine := strict.engine_pid)  # the request times out on any machine
     try:
-        thread.start()  # waits for its turn until its time is over
-        told = [line for line in lines if line]
+        thread.start()  # waits in the queue until its timeout
+        events = [line for line in lines if line]
         client.close()
         thread.join()
     finally:
         os.kill(engine, signal.SIGCONT)
-    assert told[-1] == "data: [DONE]"
-    assert '"timeout"' in told[-2]
+    assert events[-1] == "data: [DONE]"
+    assert '"timeout"' in events[-2]
     assert answers[0].status_code == 504
     assert answers[0].json()["error"]["code"] == "timeout"
     strict.wait_for(drained)
@@ -318,28 +318,28 @@ def test_schema_without_llguidance_is_400(strict):
 
 
 def test_missing_body_is_408(strict):
-    place = urlsplit(strict.url)
-    with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+    address = urlsplit(strict.url)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         connection.sendall(b"Content-Length: 100\r\n\r\n{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
 def test_slow_body_is_408(strict):
-    """It would take 10 s, and no byte keeps the server waiting for half a second."""
-    place, told = urlsplit(strict.url), b""
-    with socket.create_connection((place.hostname, place.port), timeout=0.05) as connection:
+    """The whole body would take 10 s, but each byte arrives within the timeout of 0.5 s."""
+    address, response = urlsplit(strict.url), b""
+    with socket.create_connection((address.hostname, address.port), timeout=0.05) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         connection.sendall(b"Content-Length: 200\r\n\r\n")
         for _ in range(200):
             connection.sendall(b"x")
             with contextlib.suppress(TimeoutError):
-                told = connection.recv(1000)
+                response = connection.recv(1000)
                 break
-    assert told.startswith(b"HTTP/1.1 408 ")
+    assert response.startswith(b"HTTP/1.1 408 ")
 
 
-# ---- who ----
+# ---- keys and tenants ----
 
 CONFIG = """
 [serve]
@@ -379,9 +379,9 @@ def guarded(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "kvtier.toml").write_text(CONFIG)
     arguments = ("--model", str(tiny_model), "--threads", "1", "--config", str(folder / "kvtier.toml"))
-    made = ServerProcess(folder / "log", *arguments, "--host-blocks", "256", "--log-level", "debug")
-    yield made
-    assert made.stop() == 0
+    process = ServerProcess(folder / "log", *arguments, "--host-blocks", "256", "--log-level", "debug")
+    yield process
+    assert process.stop() == 0
 
 
 def test_request_without_valid_key_is_401(guarded):
@@ -466,19 +466,19 @@ def test_disconnect_before_first_token_charges_the_prompt(guarded):
         return await client.post(guarded.url + TEXT, json=body, headers={"Authorization": "Bearer hasty-secret-key"})
 
     async def leave():
-        """One of two is refused, so the other was let in, and goes away."""
+        """Send two requests; one is refused, so the other was admitted. Cancel that one."""
         async with httpx.AsyncClient(timeout=60) as client:
-            asked = [asyncio.ensure_future(ask(client)) for _ in range(2)]
-            (refused,), (admitted,) = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            tasks = [asyncio.ensure_future(ask(client)) for _ in range(2)]
+            (refused,), (admitted,) = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             admitted.cancel()
             await asyncio.wait([admitted])
             return refused.result().json()["error"]["code"]
 
-    stop_process(engine := guarded.engine_pid)  # no token comes
+    stop_process(engine := guarded.engine_pid)  # no token is generated
     try:
         assert asyncio.run(leave()) == "tenant_requests"
         deadline = time.monotonic() + 30
-        while (code := asyncio.run(_code(ask))) == "tenant_requests":  # until it is noticed
+        while (code := asyncio.run(_code(ask))) == "tenant_requests":  # until the server detects the disconnect
             assert time.monotonic() < deadline
     finally:
         os.kill(engine, signal.SIGCONT)
@@ -504,7 +504,7 @@ def test_tenant_over_its_block_quota_evicts_only_its_own(guarded):
     tiers = {tier["name"]: tier for tier in guarded.get("/control/tiers", "root-secret-key").json()["tiers"]}
     assert 0 < tiers["device"]["used_by"]["small"] <= 12
     assert 0 < tiers["host"]["used_by"]["small"] <= 8
-    assert tiers["device"]["num_used"] < tiers["device"]["num_blocks"] // 2  # nobody else had to make room
+    assert tiers["device"]["num_used"] < tiers["device"]["num_blocks"] // 2  # no other tenant lost blocks
     assert cached("small-secret-key", mine[5], cache_salt="part 1") == 64
     assert cached("small-secret-key", mine[0], cache_salt="part 0") == 0
     assert cached("root-secret-key", theirs) == 128
@@ -542,14 +542,14 @@ def test_log_and_state_contain_no_text_and_no_key(guarded):
         guarded.post(TEXT, content=marker.encode(), key="root-secret-key"),
     ]
     assert [answer.status_code for answer in answers] == [200, 400, 400, 404, 400]
-    assert guarded.log.count("http method=") >= 5  # whatever ran before
+    assert guarded.log.count("http method=") >= 5  # besides those of earlier tests
     for secret in (marker, "secret-key", "Hello"):
         assert secret not in guarded.log
         assert secret not in guarded.get("/state", "root-secret-key").text
         assert secret not in guarded.get("/metrics", "root-secret-key").text
 
 
-# ---- a log to replay ----
+# ---- recorded requests ----
 
 
 def test_recorded_log_is_a_trace_without_text(start, tiny_model, tmp_path):
@@ -560,10 +560,10 @@ def test_recorded_log_is_a_trace_without_text(start, tiny_model, tmp_path):
         assert server.post(TEXT, body).status_code == 200
     assert server.stop() == 0
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    asked = [line for line in lines if line["event"] == "request"]
-    told = [(line["prompt_tokens"], line["answer_tokens"], line["state"]) for line in asked]
-    assert told == [(201, 4, "finished")] * 3
-    assert asked[0]["keys"][:12] == asked[1]["keys"][:12] == asked[2]["keys"][:12]
+    requests = [line for line in lines if line["event"] == "request"]
+    results = [(line["prompt_tokens"], line["answer_tokens"], line["state"]) for line in requests]
+    assert results == [(201, 4, "finished")] * 3
+    assert requests[0]["keys"][:12] == requests[1]["keys"][:12] == requests[2]["keys"][:12]
     assert "xylophone" not in file.read_text()
     replayed = kvtier("replay", str(file), "--json", "--capacities", "0")
     assert replayed.returncode == 0, replayed.stderr
@@ -573,7 +573,7 @@ def test_recorded_log_is_a_trace_without_text(start, tiny_model, tmp_path):
     assert "not overwritten" in again.stderr
 
 
-# ---- not starting ----
+# ---- failures at start ----
 
 
 def kvtier(*arguments):

@@ -1,4 +1,4 @@
-"""`kvtier serve --tensor-parallel 2`: the same answers, and no process left when one is lost."""
+"""`kvtier serve --tensor-parallel 2` gives the same answers, and ends all processes when one fails."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ PROMPT = "A conversation that several ranks have read, of which each keeps its h
 
 
 def ask(server, prompt: str = PROMPT) -> tuple[str, int]:
-    """An answer, and how many tokens of its prompt were cached."""
+    """Return the text of an answer and the number of cached prompt tokens."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": 20, "temperature": 0}
     answer = server.post("/v1/completions", body)
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    return told["choices"][0]["text"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
+    response = answer.json()
+    return response["choices"][0]["text"], response["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def ranks_of(server) -> list[psutil.Process]:
-    below = psutil.Process(server.engine_pid).children()
-    return [process for process in below if "rank_process" in " ".join(process.cmdline())]
+    children = psutil.Process(server.engine_pid).children()
+    return [process for process in children if "rank_process" in " ".join(process.cmdline())]
 
 
 def ends(server, *processes: psutil.Process) -> bool:
-    """Whether a request now is told so at once, and the server ends with an error, and all these with it."""
+    """True if a request fails, and the server exits with an error and all `processes` end."""
     body = {"model": server.model, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
-    with contextlib.suppress(httpx.NetworkError, httpx.RemoteProtocolError):  # it may be gone already
+    with contextlib.suppress(httpx.NetworkError, httpx.RemoteProtocolError):  # it may have ended already
         assert server.post("/v1/completions", body).status_code >= 500
     _, alive = psutil.wait_procs(processes, 60)
     return server.process.wait(60) != 0 and not alive
 
 
 def test_disk_written_by_one_rank_is_read_by_two(server, start, tmp_path):
-    wanted, _ = ask(server)
+    expected, _ = ask(server)
     tiers = ("--blocks", "64", "--disk", str(tmp_path / "kv"), "--disk-bytes", "64MiB", "--kv-shards", "2")
     alone = start(*tiers, "--always-load")
-    assert ask(alone) == (wanted, 0)
+    assert ask(alone) == (expected, 0)
     assert alone.stop() == 0
     both = start("--tensor-parallel", "2", *tiers, "--always-load")
     (rank,) = ranks_of(both)
     text, num_cached = ask(both)
-    assert text == wanted
+    assert text == expected
     assert num_cached > 400
     assert both.state()["tiers"][2]["used_bytes"] > 0
     engine = psutil.Process(both.engine_pid)

@@ -1,4 +1,4 @@
-"""However a server ends, its clients are told, nothing is left behind, and the next start is warm."""
+"""Shutdowns and crashes of a server: clients get an error, no process is left, and the next start is warm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_BLOCKS = 1000 // 16
 
 
 class Stream:
-    """An open stream, of which the first event has come."""
+    """An open stream whose first event has arrived."""
 
     def __init__(self, server, max_tokens: int) -> None:
         body = {"model": server.model, "prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
@@ -26,9 +26,9 @@ class Stream:
         next(self._lines)
 
     def rest(self) -> list[str]:
-        told = [line for line in self._lines if line]
+        lines = [line for line in self._lines if line]
         self.close()
-        return told
+        return lines
 
     def close(self) -> None:
         self._answer.close()
@@ -51,29 +51,29 @@ def is_on_disk(state):
     return state["tiers"][2]["num_used"] >= NUM_BLOCKS
 
 
-def check_warm(server, truth):
-    """The first answer of a new process comes from the disk, and is the same."""
+def check_warm(server, expected):
+    """Assert that the first answer of a new process is the same and comes from the disk."""
     answer = ask(server)
-    assert answer["choices"][0]["text"] == truth["choices"][0]["text"]
-    assert truth["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+    assert expected["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 960
     assert server.state()["recent"][0]["tokens_from"].get("disk", 0) >= 960
 
 
 def test_sigterm_drains_and_saves_for_a_warm_start(start, disk):
     server = start(*disk)
-    truth = ask(server)
+    expected = ask(server)
     stream = Stream(server, 400)
     server.process.send_signal(signal.SIGTERM)
-    told = stream.rest()
-    assert told[-1] == "data: [DONE]"
-    assert '"finish_reason":"length"' in told[-2]
-    assert "error" not in "".join(told)
+    lines = stream.rest()
+    assert lines[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in lines[-2]
+    assert "error" not in "".join(lines)
     assert server.process.wait(60) == 0
     with pytest.raises(httpx.ConnectError):
         server.get("/health")
     assert "Traceback" not in server.log
-    check_warm(start(*disk), truth)
+    check_warm(start(*disk), expected)
 
 
 def test_sigterm_waits_at_most_drain_seconds(start):
@@ -88,21 +88,21 @@ def test_sigterm_waits_at_most_drain_seconds(start):
 
 def test_killed_engine_fails_streams_and_ends_the_server(start, disk):
     server = start(*disk)
-    truth = ask(server)
+    expected = ask(server)
     server.wait_for(is_on_disk)
     stream = Stream(server, 1000)
     os.kill(server.engine_pid, signal.SIGKILL)
-    told = stream.rest()
-    assert '"engine_ended"' in told[-2]
-    assert told[-1] == "data: [DONE]"
+    lines = stream.rest()
+    assert '"engine_ended"' in lines[-2]
+    assert lines[-1] == "data: [DONE]"
     assert server.process.wait(30) == 1
     assert "Traceback" not in server.log
-    check_warm(start(*disk), truth)
+    check_warm(start(*disk), expected)
 
 
 def test_killed_front_end_ends_the_engine(start, disk):
     server = start(*disk)
-    truth = ask(server)
+    expected = ask(server)
     server.wait_for(is_on_disk)
     engine = psutil.Process(server.engine_pid)
     stream = Stream(server, 1000)
@@ -112,4 +112,4 @@ def test_killed_front_end_ends_the_engine(start, disk):
     stream.close()
     again = start(*disk, "--port", server.url.rsplit(":", 1)[1])
     assert again.url == server.url
-    check_warm(again, truth)
+    check_warm(again, expected)

@@ -1,4 +1,4 @@
-"""Two servers over one Redis and one bucket of S3: a conversation moves between them, and no death costs an answer."""
+"""Two servers that share a Redis and an S3 bucket: conversations move between them, and a crash loses no answer."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ TALKS = 4
 
 
 class Stores:
-    """A Redis and an S3 that can be killed, and come back, empty, where they were."""
+    """A Redis and an S3 server that can be killed and restarted, empty, on the same ports."""
 
     def __init__(self, folder) -> None:
         self._folder, self._redis, self._s3 = folder, contextlib.ExitStack(), contextlib.ExitStack()
         self._redis_port = self._s3_port = None
-        self.revive()
+        self.restart()
 
-    def revive(self) -> None:
-        """Whatever of them is dead."""
+    def restart(self) -> None:
+        """Kill both servers and start them again, empty."""
         self.kill_redis()
         self.kill_s3()
         folder = self._folder / uuid.uuid4().hex
@@ -61,16 +61,16 @@ class Stores:
 def stores(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         try:
-            made = stack.enter_context(contextlib.closing(Stores(tmp_path_factory.mktemp("stores"))))
+            started_stores = stack.enter_context(contextlib.closing(Stores(tmp_path_factory.mktemp("stores"))))
         except store_servers.NotInstalled as missing:
             pytest.skip(str(missing))
-        yield made
+        yield started_stores
 
 
 @pytest.fixture(scope="module")
 def start(stores, tiny_model, tmp_path_factory):
-    """`start(*arguments)`: another server over the stores. Servers share nothing else, compute the same bits for the
-    same text, and load all they find."""
+    """Return `start(*arguments)`, which starts a server on the stores. Servers share nothing else, compute the same
+    bits for the same text, and load every cached block."""
     folder, started = tmp_path_factory.mktemp("logs"), []
 
     def run(*arguments: str) -> ServerProcess:
@@ -88,7 +88,7 @@ def start(stores, tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(start):
-    """Two. Who kills one starts another in its place."""
+    """Return two servers. A test that kills one starts another in its place."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda _: start(), range(2)))
 
@@ -123,17 +123,17 @@ def question(talk: str, turn: int) -> dict[str, str]:
 
 
 def play(talk: str, send) -> list[str]:
-    """A conversation by its name; `send(turn, messages)` gets the answers, which are returned."""
-    messages, told = [], []
+    """Play the conversation `talk`: `send(turn, messages)` returns the response of a turn. Return the texts."""
+    messages, texts = [], []
     for turn in range(TURNS):
         messages = [*messages, question(talk, turn)]
-        told.append(text_of(send(turn, messages)))
-        messages = [*messages, {"role": "assistant", "content": told[-1]}]
-    return told
+        texts.append(text_of(send(turn, messages)))
+        messages = [*messages, {"role": "assistant", "content": texts[-1]}]
+    return texts
 
 
 def truth_of(server, talk: str) -> list[str]:
-    """The same conversation without a cache: every question has a salt of its own."""
+    """Return the texts of the conversation without a cache: every request has its own salt."""
 
     def send(_, messages):
         answer = ask(server, messages, cache_salt=uuid.uuid4().hex)
@@ -144,7 +144,7 @@ def truth_of(server, talk: str) -> list[str]:
 
 
 def play_all(name: str, send) -> list[list[str]]:
-    """Several conversations at once; `send(number, messages)`, where the numbers of two turns are neighbours."""
+    """Play several conversations at once with `send(number, messages)`; consecutive turns have consecutive numbers."""
     with ThreadPoolExecutor(TALKS) as pool:
         numbers = range(TALKS)
         return list(pool.map(lambda n: play(f"{name} {n}", lambda turn, said: send(n + turn, said)), numbers))
@@ -156,30 +156,30 @@ def truths(name: str, servers) -> list[list[str]]:
 
 
 def num_shared(server) -> int:
-    """Blocks a server knows to be in the stores."""
+    """Return the number of blocks in the stores, as the server counts them."""
     return next(tier["num_used"] for tier in server.state()["tiers"] if tier["name"] == "shared")
 
 
 def test_conversation_moves_between_servers(servers):
-    asked, known = [0], [num_shared(server) for server in servers]
+    lengths, before = [0], [num_shared(server) for server in servers]  # prompt tokens, blocks in the stores
 
     def send(turn, messages):
-        here = servers[turn % 2]
-        answer = ask(here, messages)
-        seen = asked[-1] // BLOCK_TOKENS * BLOCK_TOKENS  # by the other server, the turn before
-        assert cached_of(answer) >= seen
-        assert here.state()["recent"][0]["tokens_from"].get("shared", 0) >= min(seen, BLOCK_TOKENS)
-        asked.append(answer["usage"]["prompt_tokens"])
-        here.wait_for(lambda _: num_shared(here) >= known[turn % 2] + asked[-1] // BLOCK_TOKENS)
+        server = servers[turn % 2]
+        answer = ask(server, messages)
+        computed = lengths[-1] // BLOCK_TOKENS * BLOCK_TOKENS  # by the other server, in the turn before
+        assert cached_of(answer) >= computed
+        assert server.state()["recent"][0]["tokens_from"].get("shared", 0) >= min(computed, BLOCK_TOKENS)
+        lengths.append(answer["usage"]["prompt_tokens"])
+        server.wait_for(lambda _: num_shared(server) >= before[turn % 2] + lengths[-1] // BLOCK_TOKENS)
         return answer
 
-    told = play("to and fro", send)
-    assert asked[1] > 4 * BLOCK_TOKENS
-    assert told == truth_of(servers[0], "to and fro")
+    texts = play("to and fro", send)
+    assert lengths[1] > 4 * BLOCK_TOKENS
+    assert texts == truth_of(servers[0], "to and fro")
 
 
 class Stream:
-    """A long answer of which the first event has come."""
+    """A long stream whose first event has arrived."""
 
     def __init__(self, server, messages) -> None:
         self._client = httpx.Client(timeout=60)
@@ -194,23 +194,23 @@ class Stream:
 
 
 class Countdown:
-    """Of events on any thread."""
+    """Wait for `number` events on any threads."""
 
     def __init__(self, number: int) -> None:
-        self._left, self._lock, self._over = number, threading.Lock(), threading.Event()
+        self._left, self._lock, self._is_zero = number, threading.Lock(), threading.Event()
 
     def count(self) -> None:
         with self._lock:
             self._left -= 1
             if not self._left:
-                self._over.set()
+                self._is_zero.set()
 
     def wait(self) -> None:
-        assert self._over.wait(60)
+        assert self._is_zero.wait(60)
 
 
 def kill(server) -> None:
-    """Both its processes, at once: nothing is saved."""
+    """Kill both processes of a server at once, so that nothing is saved."""
     engine = server.engine_pid
     for pid in (server.process.pid, engine):
         os.kill(pid, signal.SIGKILL)
@@ -221,18 +221,18 @@ def kill(server) -> None:
 def test_killed_server_loses_no_request(servers, start, victim):
     survivor, name = servers[1 - victim], f"victim {victim}"
     long = [{"role": "user", "content": f"Say a lot, {name}."}]
-    wanted = truths(name, servers)
+    expected = truths(name, servers)
     long_truth = text_of(ask(survivor, long, max_tokens=300, cache_salt=uuid.uuid4().hex))
     failed, half = [], Countdown(TURNS * TALKS // 2)
 
     def send(number, messages):
-        """To one server; if it does not answer, to the other."""
+        """Send to one server, and to the other if it does not answer."""
         half.count()
-        for each in (number % 2, (number + 1) % 2):
+        for index in (number % 2, (number + 1) % 2):
             try:
-                return ask(servers[each], messages)
+                return ask(servers[index], messages)
             except httpx.HTTPError as error:
-                failed.append((each, error))
+                failed.append((index, error))
         raise AssertionError(f"neither server answered: {failed}")
 
     stream = Stream(servers[victim], long)
@@ -243,19 +243,19 @@ def test_killed_server_loses_no_request(servers, start, victim):
         with pytest.raises(httpx.TransportError):  # cut off in the middle of its answer
             stream.rest()
         assert text_of(ask(survivor, long, max_tokens=300)) == long_truth
-        assert played.result() == wanted
-    assert {each for each, _ in failed} <= {victim}
+        assert played.result() == expected
+    assert {index for index, _ in failed} <= {victim}
     servers[victim] = start()
 
 
 def test_killed_stores_lose_no_request_and_are_used_again(servers, stores):
-    wanted = truths("stores", servers)
+    expected = truths("stores", servers)
     quarter, half = Countdown(TURNS * TALKS // 4), Countdown(TURNS * TALKS // 2)
 
     def send(number, messages):
         quarter.count()
         half.count()
-        return ask(servers[number % 2], messages)  # there is no second try
+        return ask(servers[number % 2], messages)  # no retry
 
     with ThreadPoolExecutor(1) as pool:
         played = pool.submit(play_all, "stores", send)
@@ -263,12 +263,12 @@ def test_killed_stores_lose_no_request_and_are_used_again(servers, stores):
         stores.kill_redis()
         half.wait()
         stores.kill_s3()
-        assert played.result() == wanted
-    assert play_all("stores", lambda number, messages: ask(servers[(number + 1) % 2], messages)) == wanted
-    stores.revive()
+        assert played.result() == expected
+    assert play_all("stores", lambda number, messages: ask(servers[(number + 1) % 2], messages)) == expected
+    stores.restart()
 
     def is_shared() -> bool:
-        """A question asked first here, then there: found in the store as soon as the breakers let calls pass."""
+        """Send a question to both servers. True if the second finds it in a store (breakers closed)."""
         salt = uuid.uuid4().hex
         first, second = (ask(server, [question("back", 0)], cache_salt=salt) for server in servers)
         assert text_of(first) == text_of(second)

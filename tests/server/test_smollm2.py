@@ -1,4 +1,4 @@
-"""The default model, served as `make serve` does: it knows things, follows a schema, and remembers over a restart."""
+"""The default model, served as by `make serve`: correct answers, structured output and cached prompts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 def smollm2(tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("smollm2")
     options = ("--blocks", "128", "--host-blocks", "64", "--disk", str(folder / "kv"), "--disk-bytes", "512MiB")
-    made = ServerProcess(folder / "log", "--threads", "1", *options)
-    yield made
-    assert made.stop() == 0
-    assert "Traceback" not in made.log, made.log
+    process = ServerProcess(folder / "log", "--threads", "1", *options)
+    yield process
+    assert process.stop() == 0
+    assert "Traceback" not in process.log, process.log
 
 
 def test_smollm2_server_answers_the_capital_of_france(smollm2):

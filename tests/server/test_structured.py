@@ -1,4 +1,4 @@
-"""Answers after a schema are what the schema says, whatever the model would rather write."""
+"""Answers with a schema fit the schema, whatever tokens the model prefers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEMA = {
 
 
 class Animal(BaseModel):
-    """The same, for somebody who checks."""
+    """The same schema as a pydantic model, to validate answers."""
 
     name: str = Field(max_length=8)
     age: int = Field(ge=0, le=150)
@@ -56,9 +56,9 @@ def test_schema_in_a_stream_does_not_change_other_requests(server):
     plain = {"model": server.model, "prompt": "zebra", "temperature": 0, "max_tokens": 60}
     alone = server.client().completions.create(**plain).choices[0].text
     stream = ask(server, stream=True, seed=5)
-    beside = server.client().completions.create(**plain).choices[0].text
+    concurrent = server.client().completions.create(**plain).choices[0].text
     Animal.model_validate_json("".join(chunk.choices[0].delta.content or "" for chunk in stream), strict=True)
-    assert beside == alone
+    assert concurrent == alone
 
 
 def test_json_object_format_gives_an_object(server):
@@ -93,7 +93,7 @@ def test_unusable_schema_or_option_is_400(server, schema, more, param):
 
 
 def one_of_many(count):
-    """An object with one of so many objects in it: 2,000 are what llguidance looks at side by side."""
+    """Return the schema of an object that contains one of `count` objects; llguidance tracks at most 2,000 at once."""
     forms = [
         {"type": "object", "properties": {f"xylophone{i}": {"type": "null"}}, "additionalProperties": False}
         for i in range(count)
@@ -105,17 +105,17 @@ def one_of_many(count):
 def test_schema_too_complex_fails_only_its_request(server):
     plain = {"model": server.model, "prompt": "zebra", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": one_of_many(3000)}}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=plain, timeout=60) as beside:
-        lines = beside.iter_lines()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=plain, timeout=60) as concurrent:
+        lines = concurrent.iter_lines()
         next(lines)
         answer = server.post(
             "/v1/completions", {"model": server.model, "prompt": "x", "max_tokens": 50, "response_format": form}
         )
-        told = [line for line in lines if line]
+        events = [line for line in lines if line]
     assert answer.status_code == 500, answer.text
     assert "no token fits the schema" in answer.json()["error"]["message"]
-    assert told[-1] == "data: [DONE]"
-    assert not any('"error"' in line for line in told)
+    assert events[-1] == "data: [DONE]"
+    assert not any('"error"' in line for line in events)
     assert "no token fits the schema" in server.log
     for text in (answer.text, server.log):
         assert "xylophone" not in text
@@ -123,8 +123,8 @@ def test_schema_too_complex_fails_only_its_request(server):
 
 def test_tokenizer_unknown_to_llguidance_fails_the_request(start, tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model, tmp_path / "odd")
-    made = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps({**made, "decoder": {"type": "Fuse"}}))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "decoder": {"type": "Fuse"}}))
     server = start("--model", str(folder))
     body = {"model": server.model, "prompt": "x", "max_tokens": 3}
     answer = server.post("/v1/completions", {**body, "response_format": {"type": "json_object"}})

@@ -1,4 +1,4 @@
-"""WorkerPool with real processes: deadlines, deaths, cancellation, turns, and closing."""
+"""WorkerPool with real processes: deadlines, killed processes, cancellation, fairness, and closing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("llguidance")
 PATTERNS = [{"type": "string", "pattern": f"^(.*a.{{{i}}}b.*)$"} for i in range(1, 31)]
 ENDLESS = {"schema": json.dumps({"allOf": PATTERNS})}
 FINE = {"schema": '{"type": "object"}'}
-WAIT = 120.0  # for what comes at once on an idle machine
+WAIT = 120.0  # seconds; an idle machine needs far less
 
 
 def body(prompt="hello", max_tokens=2048):
@@ -115,7 +115,7 @@ def test_cancelled_jobs_leave_the_queue_and_the_process(model):
             for task in (waiting, running):
                 task.cancel()
             await asyncio.gather(waiting, running, return_exceptions=True)
-            await pool.run("check_schema", "a", **FINE)  # it would wait for the deadline behind either
+            await pool.run("check_schema", "a", **FINE)  # behind either job it would wait until the deadline
 
     asyncio.run(asyncio.wait_for(main(), WAIT))
 
@@ -208,12 +208,12 @@ def test_schema_checks_share_remember_and_forget(model):
             for task in waiting[:2]:
                 task.cancel()
             await asyncio.sleep(0)
-            assert pool.num_running == 1  # for the third
+            assert pool.num_running == 1  # for the third check
             waiting[2].cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             await pool.close()
-            await checks.check(FINE["schema"], "a")  # no process is needed for what is known
+            await checks.check(FINE["schema"], "a")  # a known result needs no process
             assert (await refusal(checks.check(wrong, "a"))) == errors[0]
-            assert (await refusal(checks.check(FINE["schema"], "b"))).status == 503  # another tenant's is not
+            assert (await refusal(checks.check(FINE["schema"], "b"))).status == 503  # results are kept per tenant
 
     asyncio.run(main())
