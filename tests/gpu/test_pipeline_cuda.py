@@ -11,6 +11,7 @@ import torch
 from kvtier.batch import BATCH, COPY, BatchOp, InlineExecutor, Module, Pipeline, ThreadExecutor, TicketStatus, Timeline
 from kvtier.memory import PINNED, Buffer, Placement, Stream, current_stream
 from kvtier.state import State
+from support import check_pipeline
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 GPU = Placement("cuda", 0)
@@ -102,7 +103,7 @@ def test_pipeline_rows_follow_their_requests(phases, executor):
         chosen = [tickets[k] for k in random.permutation(len(tickets))[: random.integers(0, MAX_ROWS + 1)]]
         generating = chosen[: random.integers(0, len(chosen) + 1)]
         pipeline.step(chosen, generating=generating)
-        pipeline.check()
+        check_pipeline(pipeline)
         for ticket in chosen:
             expected[ticket] = expected.get(ticket, 0) + 1
     pipeline.close()

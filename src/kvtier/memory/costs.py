@@ -118,8 +118,7 @@ class CostTable:
     """GB/s of one contiguous copy, by direction."""
     lost: Mapping[str, Mapping[PathName, float]] = field(default_factory=dict)
     """The share of its time that a matrix product loses while a path copies, by direction."""
-    seconds: float = 0.0
-    """Duration of the calibration."""
+    seconds: float = 0.0  # of the calibration
 
     def estimate_us(self, job: CopyContext, num_pieces: int, nbytes: int) -> dict[PathName, float]:
         """Return the expected microseconds of each measured path for `num_pieces` pieces of `nbytes` in total."""

@@ -26,7 +26,10 @@ Strided = tuple[int, int]
 
 
 class MemoryNative:
-    """The compiled functions. All of them release the GIL."""
+    """The compiled functions. All of them release the GIL.
+
+    They are those of copy_plan, gather, state.warp and transfer.compiled of the same names, in one pass.
+    """
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -58,7 +61,6 @@ class MemoryNative:
         return int(self._library.kvtier_copy_pieces(table.shape[1], *row_addresses(table), total, threads))
 
     def scan(self, table: I64, scopes: I64 | None = None) -> Scan:
-        """copy_plan.scan in one pass."""
         n = table.shape[1]
         starts, result = np.empty(n, np.int64), (ctypes.c_int64 * 4)()
         scope = None if scopes is None else scopes.ctypes.data
@@ -68,7 +70,6 @@ class MemoryNative:
         return Scan(bool(disjoint), bool(independent), total, None if num_pieces == n else starts[:num_pieces])
 
     def row_copies(self, index: I64, size0: int, old: int, new: int, out: int, row_bytes: int) -> I64:
-        """kvtier.state.warp.row_copies in one pass."""
         n = len(index)
         if not n:
             return np.empty((3, 0), np.int64)
@@ -78,18 +79,16 @@ class MemoryNative:
         return flat[: 3 * count].reshape(3, count)
 
     def fill_rows(self, table: I64, capacity: int, block: U32) -> int:
-        """gather.fill_rows in one pass."""
         rows = row_addresses(table)
         return int(self._library.kvtier_fill_rows(table.shape[1], *rows, capacity, address_of(block)))
 
     def fill_pieces(self, table: I64, _capacity: int, block: U32) -> int:
-        """gather.fill_pieces in one pass."""
         return int(self._library.kvtier_fill_pieces(table.shape[1], *row_addresses(table), address_of(block)))
 
     def sort_moves(
         self, device_ids: I64, host_ids: I64, num_device: int, num_host: int, *, to_host: bool
     ) -> I64 | None:
-        """kvtier.transfer.compiled.sort_moves, as rows order, device ids, host ids. None if an id is wrong."""
+        """Return the rows order, device ids, host ids. None if an id is wrong."""
         n = len(device_ids)
         flat = np.empty(4 * n, np.int64)
         ids = address_of(device_ids), address_of(host_ids)
@@ -107,7 +106,6 @@ class MemoryNative:
         *,
         to_host: bool,
     ) -> I64:
-        """kvtier.transfer.compiled.block_copies in one pass."""
         n = len(device_ids)
         flat = np.empty(3 * n, np.int64)
         ids = address_of(device_ids), address_of(host_ids)
