@@ -15,6 +15,7 @@ benchmarks/follow.py replays them step by step.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ from kvtier.scheduler import Request, RowResult, Scheduler, Step
 
 LOG_VERSION = 1
 NAME_BYTES = 8
+_WRAPPED = ("schedule", "update", "fail", "cancel")
 
 
 class Recorder:
@@ -48,20 +50,18 @@ class Recorder:
         self._secret = secrets.token_bytes(32) if secret is None else secret
         self._first_tokens: dict[str, float] = {}
         self._begin = 0.0
-        self._restore: list[Callable[[], None]] = []
+        self._scheduler: Scheduler | None = None
 
     def attach(self, scheduler: Scheduler, *, now: float) -> None:
         """Start recording; `now` is time 0 of the log."""
-        if self._restore or self._file.closed:
+        if self._scheduler is not None or self._file.closed:
             raise StateError("the recorder is attached or closed; one log is for one scheduler")
-        self._begin = now
+        self._begin, self._scheduler = now, scheduler
         slots = {tier.name: tier.pool.num_slots for tier in scheduler.manager.tree.tiers}
         block_tokens = scheduler.manager.namespace.block_tokens
         ranks = scheduler.manager.transfers.num_ranks
-        self._tap(scheduler, "schedule", self._schedule)
-        self._tap(scheduler, "update", self._update)
-        self._tap(scheduler, "fail", self._fail)
-        self._tap(scheduler, "cancel", self._cancel)
+        for name in _WRAPPED:
+            setattr(scheduler, name, functools.partial(getattr(self, f"_{name}"), getattr(scheduler, name)))
         self.write(event="start", version=LOG_VERSION, block_tokens=block_tokens, slots=slots, ranks=ranks)
 
     def close(self) -> None:
@@ -69,11 +69,6 @@ class Recorder:
         self._stop()
 
     # ---- wrapped methods -------------------------------------------------------------------------------------------
-
-    def _tap(self, target: object, name: str, through: Callable[..., Any]) -> None:
-        inner = getattr(target, name)
-        setattr(target, name, lambda *args, **options: through(inner, *args, **options))
-        self._restore.append(lambda: delattr(target, name))
 
     def _schedule(self, inner: Callable[..., Step], now: float) -> Step:
         step = inner(now)
@@ -130,9 +125,9 @@ class Recorder:
             self._stop(error)
 
     def _stop(self, failure: OSError | None = None) -> None:
-        for restore in self._restore:
-            restore()
-        self._restore = []
+        for name in _WRAPPED if self._scheduler is not None else ():
+            delattr(self._scheduler, name)
+        self._scheduler = None
         try:
             self._file.close()
         except OSError as error:  # buffered lines could not be written

@@ -160,9 +160,13 @@ class CacheController:
             self._take(report)
         from_stores, lookups = self._stores.take()
         results, self._done = [*self._done, *from_stores], []
-        self._note(results)
-        slots = self._scrubber.take_damaged()
-        damaged = slot_bytes(np.array(slots, np.int32)) if slots else b""
+        for result in results:
+            slots = self._to_host.pop(result.transfer_id, None)
+            if slots is not None and (result.ok or result.arrived):
+                arrived = slots[np.frombuffer(result.arrived, np.bool_)] if result.arrived else slots
+                self._scrubber.note(arrived.tolist())
+        bad_slots = self._scrubber.take_damaged()
+        damaged = slot_bytes(np.array(bad_slots, np.int32)) if bad_slots else b""
         ready = self.num_host_ready
         num_host_slots = ready if ready > self._reported_ready else 0
         self._reported_ready = ready
@@ -201,14 +205,6 @@ class CacheController:
         self._scrubber.close()
         for host in self._hosts:
             host.free()
-
-    def _note(self, results: Sequence[TransferResult]) -> None:
-        """Scrub blocks that have arrived on the host."""
-        for result in results:
-            slots = self._to_host.pop(result.transfer_id, None)
-            if slots is not None and (result.ok or result.arrived):
-                arrived = slots[np.frombuffer(result.arrived, np.bool_)] if result.arrived else slots
-                self._scrubber.note(arrived.tolist())
 
     def _copy(self, transfers: tuple[TransferRequest, ...], after: Event | None) -> None:
         """Start one copy per group, for one load or any number of saves."""

@@ -185,14 +185,14 @@ class StoreWorker:
         if not is_fetch:
             for at, slot in enumerate(slots):
                 for part, objects in gathered.items():
-                    part.gather(self._block(part, slot), objects[at])
+                    part.gather(self.hosts[part.group].block(slot).numpy(), objects[at])
             return store.write([Write(*fields) for fields in zip(keys, labels, memory, strict=True)])
         results = store.read_into([Read(*fields) for fields in zip(keys, labels, memory, strict=True)])
         found = dict(zip(parts, _by_block([result.ok for result in results], parts).tolist(), strict=True))
         for at, slot in enumerate(slots):
             for part, objects in gathered.items():
                 if found[part][at]:
-                    part.scatter(objects[at], self._block(part, slot))
+                    part.scatter(objects[at], self.hosts[part.group].block(slot).numpy())
         return results
 
     def _memory(self, part: ObjectPart, slots: Sequence[int], gathered: Bytes | None) -> list[memoryview]:
@@ -202,10 +202,6 @@ class StoreWorker:
         span, host = part.span, self.hosts[part.group]
         assert span is not None
         return [host.block(slot).memoryview()[span.offset : span.offset + span.nbytes] for slot in slots]
-
-    def _block(self, part: ObjectPart, slot: int) -> Bytes:
-        block: Bytes = self.hosts[part.group].block(slot).numpy()
-        return block
 
     def _probe(self, probe: Probe) -> None:
         keys = split_keys(probe.keys)

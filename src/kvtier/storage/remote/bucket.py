@@ -40,11 +40,6 @@ class RequestSize:
     """How to split a batch into requests, which run in parallel on threads."""
 
     max_names: int
-    min_bytes: int = 1 << 20
-    """Do not split smaller batches."""
-    max_bytes: int = 4 << 20
-    """Of one read. Small enough that values are in the CPU cache when verified, that threads hold little memory and
-    that late ones stop soon; large enough that the round trip does not matter."""
     max_put_bytes: int = 4 << 20
     """Of one write."""
     num_puts: int | None = None

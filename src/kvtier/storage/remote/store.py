@@ -39,6 +39,10 @@ Response = TypeVar("Response")
 Work = Callable[[Sequence[int], Batch, Scratch], None]
 """Handles the objects of one request, by their numbers."""
 DEFAULT_RETRIES = 2
+_MIN_SHARE_BYTES = 1 << 20
+_MAX_READ_BYTES = 4 << 20
+"""Small enough that values are in the CPU cache when verified, that threads hold little memory and that late ones stop
+soon; large enough that the round trip does not matter."""
 
 
 class RemoteStore:
@@ -225,9 +229,9 @@ class RemoteStore:
     def _chunks(self, sizes: Sequence[int], *, is_put: bool) -> list[list[int]]:
         """Split objects into requests: equal shares of bytes, one per thread, more if they would be too large."""
         limits = self._bucket.request_size
-        max_bytes = limits.max_put_bytes if is_put else limits.max_bytes
+        max_bytes = limits.max_put_bytes if is_put else _MAX_READ_BYTES
         num_requests = (is_put and limits.num_puts) or self._num_threads
-        share = max(sum(sizes) / num_requests, limits.min_bytes)
+        share = max(sum(sizes) / num_requests, _MIN_SHARE_BYTES)
         chunks: list[list[int]] = [[]]
         nbytes, taken = 0, 0.0  # bytes of the last chunk, and of its share: an excess reduces the next share
         for index, size in enumerate(sizes):
