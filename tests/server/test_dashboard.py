@@ -157,7 +157,7 @@ def test_dashboard_numbers_follow_the_traffic(tiered, opened):
     assert page.locator("#hits rect").count() > 0
     share = page.locator("#hits").get_attribute("aria-label")
     assert re.search(r"device \d+ %", share), share
-    expect(page.locator("[data-way='device → host']")).to_contain_text("in all", timeout=WAIT)
+    expect(page.locator("[data-way='device → host']")).to_contain_text("in total", timeout=WAIT)
 
     before = page.locator("#token-note").text_content()
     chat(tiered, new_text())
@@ -195,7 +195,7 @@ def test_dashboard_transfers_show_share_of_the_link_limit(tiered, opened):
     page.goto(tiered.url)
     row = page.locator("[data-way='host → device']")
     expect(row).to_contain_text("12.5 GB/s", timeout=WAIT)
-    expect(row).to_contain_text("25 % of 50.0 GB/s · 3.00 GiB in all")
+    expect(row).to_contain_text("25 % of 50.0 GB/s · 3.00 GiB in total")
     expect(row.get_by_role("meter")).to_have_attribute("aria-valuenow", "25")
     expect(page.locator("#transfers-note")).to_have_text("Over the last 5 s. ")
     page.unroute_all(behavior="ignoreErrors")
@@ -251,13 +251,13 @@ def test_dashboard_shows_asleep_slow_offline_and_stale(tiered, opened):
     stop_process(tiered.engine_pid)  # as during a long step
     try:
         expect(status).to_have_text("Slow", timeout=WAIT)
-        expect(notice).to_contain_text(re.compile(r"What is shown is of \d\d:\d\d:\d\d"))
+        expect(notice).to_contain_text(re.compile(r"The data shown is from \d\d:\d\d:\d\d"))
     finally:
         os.kill(tiered.engine_pid, signal.SIGCONT)
     serving(page)
     page.context.set_offline(True)
     expect(status).to_have_text("No answer", timeout=WAIT)
-    expect(notice).to_contain_text(re.compile(r"What is shown is of \d\d:\d\d:\d\d"))
+    expect(notice).to_contain_text(re.compile(r"The data shown is from \d\d:\d\d:\d\d"))
     expect(page.locator("[data-tier=host]")).to_contain_text("of 384 blocks")
     assert serious(page) == []
     page.context.set_offline(False)
@@ -265,7 +265,7 @@ def test_dashboard_shows_asleep_slow_offline_and_stale(tiered, opened):
     broken = {"error": {"message": "the engine has ended; the server is shutting down"}}  # brief on a real server
     page.route("**/state", lambda route: route.fulfill(status=503, json=broken))
     expect(status).to_have_text("Failing", timeout=WAIT)
-    expect(notice).to_have_text("The server answers with 503: the engine has ended; the server is shutting down")
+    expect(notice).to_have_text("The server returned 503: the engine has ended; the server is shutting down")
 
 
 @needs_browser
@@ -292,7 +292,7 @@ def test_dashboard_key_is_kept_in_the_tab_only(start, opened):
     field, notice = page.get_by_label("Admin key"), page.get_by_role("status")
     expect(field).to_be_visible(timeout=WAIT)
     assert serious(page) == []
-    for key, answer in (("wrong", "does not know that key"), (USER, "not an admin's")):
+    for key, answer in (("wrong", "rejected this key"), (USER, "not an admin key")):
         field.fill(key)
         field.press("Enter")
         expect(notice).to_contain_text(answer, timeout=WAIT)
@@ -326,7 +326,7 @@ def test_dashboard_fits_phone_and_desktop_in_both_themes(tiered, opened, tmp_pat
     page = opened(tiered.url)
     with Traffic(tiered, conversations(6, 1300)) as traffic:
         expect(page.locator("#recent tbody tr")).to_have_count(12, timeout=WAIT)
-        expect(page.locator("[data-way='device → host']")).to_contain_text("in all", timeout=WAIT)
+        expect(page.locator("[data-way='device → host']")).to_contain_text("in total", timeout=WAIT)
     assert traffic.failures == []
     backgrounds = set()
     for name, look in LOOKS.items():

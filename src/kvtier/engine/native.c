@@ -1,12 +1,13 @@
-/* Steps of a few tokens on the CPU, which wait for memory: matrices in the bytes the checkpoint has, and attention that
- * reads the cache where it lies. Compiled on first use (native.py); torch does the same work where there is no compiler.
+/* CPU kernels for steps of a few tokens, which are limited by memory bandwidth: products with matrices in the
+ * quantisation of the checkpoint, and attention that reads the paged cache in place. Compiled on first use (native.py);
+ * without a compiler, torch does the same work.
  *
- * Weights are widened to float32 in registers, to exactly the numbers the dequantised matrix has (d * q is exact: 11
- * bits times 4 or 8; adding m rounds once, as it does there). Sums are float32, in the order of the columns for each
- * output, however many tokens there are (with AMX: up to 4; see native_amx.h for more).
+ * Weights are widened to float32 in registers and equal those of the dequantised matrix (d * q is exact: 11 bits times
+ * 4 or 8; adding m rounds once, as in dequantisation). Sums are float32, in column order for each output, for any
+ * number of tokens (with AMX: up to 4 tokens; native_amx.h handles more).
  *
- * A packed matrix is a row of tiles of 16 outputs; within a tile the 16 weights of one column lie together, so that a
- * vector holds 16 outputs and an input is broadcast. Per tile and 32 columns:
+ * A packed matrix is a sequence of tiles of 16 outputs. Within a tile the 16 weights of a column are contiguous, so a
+ * vector holds 16 outputs and the input is broadcast. Per tile and 32 columns:
  *   Q4_1: float d[16], m[16]; uint8 q[16][16], low nibble column j, high nibble column j + 16
  *   Q8_0: float d[16]; int8 q[32][16]
  *   BF16: uint16 w[32][16]
@@ -18,7 +19,8 @@
 #include <immintrin.h>
 #endif
 
-/* GRAIN: numbers below which waking a second thread costs more than it saves (2 cores, 2026-11-15). */
+/* GRAIN: below this many elements, waking a second thread costs more than it saves (2 cores, 2026-11-15).
+ * AHEAD: tokens of prefetch in attention. */
 enum { LANES = 16, BLOCK = 32, GRAIN = 16384, AHEAD = 12 };
 enum { Q4_1, Q8_0, BF16 };
 
@@ -38,13 +40,13 @@ INLINE float sum_of(f32x16 v) {
     return (v[0] + v[1]) + (v[2] + v[3]);
 }
 
-/* Within two units in the last place; below -87 it stays at 1e-38, above 88 at 2e38. */
+/* exp(x) with an error of at most 2 ulp; x is clamped to [-87, 88] (1e-38 to 2e38). */
 INLINE f32x16 exp_of(f32x16 x) {
     i32x16 low = x < -87, high = x > 88;
     x = (f32x16)(((i32x16)x & ~low & ~high) | ((i32x16)(x * 0 - 87) & low) | ((i32x16)(x * 0 + 88) & high));
-    const f32x16 n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer */
+    const f32x16 n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* round to the nearest integer */
     const f32x16 r = x - n * 0.693359375f - n * -2.12194440e-4f;
-    f32x16 p = r * 1.9875691500e-4f + 1.3981999507e-3f; /* the minimax polynomial of Cephes */
+    f32x16 p = r * 1.9875691500e-4f + 1.3981999507e-3f; /* minimax polynomial from Cephes */
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
@@ -53,7 +55,7 @@ INLINE f32x16 exp_of(f32x16 x) {
     return p * (f32x16)((__builtin_convertvector(n, i32x16) + 127) << 23);
 }
 
-/* Softmax in place; padded is length, rounded up to whole vectors. */
+/* Softmax in place; `padded` is `length` rounded up to whole vectors. */
 static void softmax(float *scores, long length, long padded) {
     for (long i = length; i < padded; ++i) scores[i] = scores[0];
     f32x16 tops = LOAD(f32x16, scores);
@@ -71,11 +73,11 @@ static void softmax(float *scores, long length, long padded) {
         STORE(scores + i, e);
         sum += e;
     }
-    const float scale = 1.0f / (sum_of(sum) - (float)(padded - length)); /* exp(0) is exactly 1 */
+    const float scale = 1.0f / (sum_of(sum) - (float)(padded - length)); /* the padding added exp(0) = 1 each */
     for (long i = 0; i < padded; i += LANES) STORE(scores + i, LOAD(f32x16, scores + i) * scale);
 }
 
-/* ---- work shared by threads: GOMP_parallel of the OpenMP runtime torch has loaded, so that its threads do it ---- */
+/* ---- Threads: GOMP_parallel of the OpenMP runtime that torch has loaded, so that torch's threads are reused ---- */
 
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 static Parallel parallel;
@@ -94,23 +96,23 @@ static void run(void (*work)(void *), void *data, int alone, int threads) {
     else parallel(work, data, (unsigned)threads, 0);
 }
 
-/* This thread's share [*begin, *end) of `count` pieces of work. */
+/* Set [*begin, *end) to this thread's share of `count` work items. */
 static void share(long count, int alone, long *begin, long *end) {
     long n = alone ? 1 : team_size(), i = alone ? 0 : thread_number();
     *begin = count * i / n, *end = count * (i + 1) / n;
 }
 
-/* ---- y[t][n] = sum over k of W[n][k] * x[k][t] ---- */
+/* ---- Products: y[t][n] = sum over k of W[n][k] * x[k][t] ---- */
 
 typedef struct {
     const char *weights;
-    const float *x; /* [columns][tokens], or parts (native_amx.h) */
+    const float *x; /* [columns][tokens]; with AMX: bf16 parts (native_amx.h) */
     float *y;       /* [tokens][rows] */
     long rows, columns, tokens;
     int kind, alone;
 } Product;
 
-/* 16 bytes as integers (gcc 12 by itself widens bytes just loaded one by one). */
+/* Load 16 bytes as integers. Intrinsics, because gcc 12 widens freshly loaded bytes one at a time. */
 INLINE i32x16 bytes_at(const char *from) {
 #if defined(__AVX512F__)
     return (i32x16)_mm512_cvtepi8_epi32(LOAD(__m128i, from));
@@ -125,7 +127,7 @@ INLINE i32x16 bytes_at(const char *from) {
 #endif
 }
 
-/* The low four bits of each, as numbers: looked up in a register where the processor can, else converted. */
+/* The low four bits of each element as floats: by table lookup in a register with AVX-512, else by conversion. */
 INLINE f32x16 nibbles_of(i32x16 q) {
 #ifdef __AVX512F__
     const f32x16 table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -135,7 +137,7 @@ INLINE f32x16 nibbles_of(i32x16 q) {
 #endif
 }
 
-/* Columns j and j + 16 of one tile: their weights as numbers. */
+/* Dequantise columns j and j + 16 of a block: 16 weights each. */
 INLINE void q4_1(const char *block, int j, f32x16 *first, f32x16 *second) {
     const f32x16 d = LOAD(f32x16, block), m = LOAD(f32x16, block + 64);
     const i32x16 q = bytes_at(block + 128 + 16 * j);
@@ -154,7 +156,7 @@ INLINE void bf16(const char *block, int j, f32x16 *first, f32x16 *second) {
     *second = (f32x16)(__builtin_convertvector(LOAD(u16x16, block + 32 * (j + 16)), u32x16) << 16);
 }
 
-/* TILES tiles by TOKENS tokens in registers. */
+/* Tiles [begin, end); the sums of TILES x TOKENS stay in registers. */
 #define PRODUCT(KIND, BYTES, TILES, TOKENS)                                                                           \
     static void KIND##_##TOKENS(const Product *p, long begin, long end) {                                             \
         const long blocks = p->columns / BLOCK, tile_bytes = blocks * BYTES;                                          \
@@ -184,7 +186,7 @@ INLINE void bf16(const char *block, int j, f32x16 *first, f32x16 *second) {
         _Pragma("GCC unroll 16") for (int t = 0; t < TOKENS; ++t) sum[i][t] += second * x[16 * TOKENS + t];           \
     }
 
-/* Sum registers: 4, 8 or 16 of the 32 there are with AVX-512 (of 64 bytes), of the 16 of AVX2 (two each). */
+/* The sums take 4, 8 or 16 vectors of 64 bytes: AVX-512 has 32 registers of that size, AVX2 has 16 of half that size. */
 #define PRODUCTS(KIND, BYTES)                                                                                         \
     PRODUCT(KIND, BYTES, 4, 1)                                                                                        \
     PRODUCT(KIND, BYTES, 4, 2)                                                                                        \
@@ -203,7 +205,7 @@ static const ProductFunction PRODUCT_OF[3][5] = {
     {bf16_1, bf16_2, bf16_4, bf16_8, bf16_16},
 };
 
-/* x [count][columns] to [columns][tokens]; tokens beyond count are zeros. */
+/* Transpose x [count][columns] to [columns][tokens]; tokens beyond `count` are zeros. */
 static void transpose(const float *x, float *out, long count, long columns, long tokens) {
     for (long k = 0; k < columns; ++k)
         for (long t = 0; t < tokens; ++t) out[k * tokens + t] = t < count ? x[t * columns + k] : 0;
@@ -218,8 +220,8 @@ static void product_share(void *data) {
 
 #include "native_amx.h"
 
-/* x [count][columns]; rows a multiple of 16, columns of 32; tokens, the least power of 2 that is not below count, at
- * most 16; scratch [2][tokens][columns], y [tokens][rows]. */
+/* x [count][columns], scratch [2][tokens][columns], y [tokens][rows]. rows is a multiple of 16, columns of 32; tokens
+ * is count rounded up to a power of 2, at most 16. */
 void kvtier_product(int kind, const void *weights, const float *x, float *scratch, float *y, long rows, long columns,
                     long count, long tokens, int threads) {
     Product p = {weights, x, y, rows, columns, tokens, kind, is_alone(threads, rows * columns)};
@@ -228,10 +230,10 @@ void kvtier_product(int kind, const void *weights, const float *x, float *scratc
     run(product_share, &p, p.alone, threads);
 }
 
-/* ---- attention of one query token per sequence over the paged cache of one layer ---- */
+/* ---- Attention: one query token per sequence, paged cache of one layer ---- */
 
 typedef struct {
-    const float *q;         /* [sequences], each q_stride apart, [heads][dim] */
+    const float *q;         /* [sequences] with stride q_stride, each [heads][dim] */
     const float *cache;     /* keys of (block, token) at block * block_stride + token * token_stride, [kv_heads][dim] */
     const int32_t *tables;  /* [sequences][table_width] */
     const int32_t *lengths; /* [sequences] */
@@ -243,20 +245,20 @@ typedef struct {
     int alone;
 } Attention;
 
-/* The keys of a token, of all heads: they lie together, and so are read together. */
+/* Keys of all heads of a token: contiguous, so they are read together. */
 INLINE const float *keys_of(const Attention *a, long sequence, long at) {
     return a->cache + a->tables[sequence * a->table_width + at / a->block_tokens] * a->block_stride +
            at % a->block_tokens * a->token_stride;
 }
 
-/* Ask for a token's keys or values a few tokens before they are needed: the processor's own guess ends with the page. */
+/* Prefetch a token's keys or values a few tokens ahead: the hardware prefetcher stops at the page boundary. */
 INLINE void prefetch(const Attention *a, long sequence, long at, long offset, long count) {
     if (at >= a->lengths[sequence]) return;
     const float *from = keys_of(a, sequence, at) + offset;
     for (long i = 0; i < count; i += LANES) __builtin_prefetch(from + i);
 }
 
-/* The query heads of kv heads [first, last) of a sequence. */
+/* Attention of the query heads that belong to kv heads [first, last) of a sequence. */
 static void attend_one(const Attention *a, long sequence, long first, long last, float *scores) {
     const long group = a->heads / a->kv_heads, length = a->lengths[sequence], dim = a->dim;
     const long padded = (length + LANES - 1) / LANES * LANES, num_heads = (last - first) * group;
@@ -286,7 +288,7 @@ static void attend_one(const Attention *a, long sequence, long first, long last,
     }
 }
 
-/* Whole sequences to each thread, or the heads of each sequence where there are fewer sequences than threads. */
+/* Split by sequence, or by kv head if there are fewer sequences than threads. */
 static void attention_share(void *data) {
     const Attention *a = data;
     const long threads = a->alone ? 1 : team_size(), parts = a->sequences < threads ? a->kv_heads : 1;
@@ -297,7 +299,7 @@ static void attention_share(void *data) {
     for (long i = begin; i < end; ++i) attend_one(a, i / parts, i % parts * heads, (i % parts + 1) * heads, scores);
 }
 
-/* dim a multiple of 16. */
+/* dim is a multiple of 16. sizes: the `long` fields of Attention, in order. */
 void kvtier_attend(const float *q, const float *cache, const int32_t *tables, const int32_t *lengths, float *out,
                    float *scratch, const long *sizes, float scale, int threads) {
     const int alone = is_alone(threads, GRAIN);
@@ -306,7 +308,7 @@ void kvtier_attend(const float *q, const float *cache, const int32_t *tables, co
     run(attention_share, &a, a.alone, threads);
 }
 
-/* ---- what each token needs between the matrices, in one pass over it ---- */
+/* ---- Fused elementwise work between the products: one pass per token ---- */
 
 typedef struct {
     float *x, *residual, *out; /* x [tokens][dim] or null; residual [tokens][dim]; out [tokens][dim] */
@@ -337,7 +339,7 @@ static void norm_share(void *data) {
     }
 }
 
-/* residual += x (unless x is null); out = its RMS norm. dim a multiple of 16. */
+/* residual += x (unless x is null); out = RMS norm of residual. dim is a multiple of 16. */
 void kvtier_norm(float *x, float *residual, const float *weight, float *out, long tokens, long dim, float eps,
                  int threads) {
     Norm p = {x, residual, out, weight, tokens, dim, eps, is_alone(threads, tokens * dim)};
@@ -364,7 +366,7 @@ static void gate_share(void *data) {
     }
 }
 
-/* out = silu(gate) * up. dim a multiple of 16. */
+/* out = silu(gate) * up. dim is a multiple of 16. */
 void kvtier_gate(const float *gate_up, float *out, long tokens, long dim, int threads) {
     Gate p = {gate_up, out, tokens, dim, is_alone(threads, tokens * dim)};
     run(gate_share, &p, p.alone, threads);
@@ -400,7 +402,7 @@ static void rotation_share(void *data) {
     }
 }
 
-/* Rotate queries and keys in place; store keys and values. dim a multiple of 32. */
+/* Apply RoPE to queries and keys in place; write keys and values to the cache. dim is a multiple of 32. */
 void kvtier_rotate(float *qkv, const float *cos, const float *sin, float *cache, const int64_t *slots,
                    const long *sizes, int threads) {
     const int alone = is_alone(threads, sizes[0] * (sizes[1] + 2 * sizes[2]) * sizes[3]);

@@ -1,23 +1,24 @@
-/* Products for 5 to 16 tokens on processors with AMX, included by native.c: y[t][n] = sum over k of W[n][k] * x[t][k].
+/* Products for 5 to 16 tokens with AMX, included by native.c: y[t][n] = sum over k of W[n][k] * x[t][k].
  *
- * A bf16 holds 8 bits. So x is cut into three of them whose sum it is, and a stored q (4 or 8 bits) is one by itself:
- * the tile unit's products are exact, and its sums float32. Scales are applied in float32, once per 32 columns:
+ * A bf16 has 8 significant bits. Each x is split into three bf16 that add up to it exactly, and a stored q (4 or 8 bits)
+ * fits one bf16, so the products of the tile unit are exact and its sums float32. Scales are applied in float32, once
+ * per 32 columns:
  *   sum of (d * q + m) * x  =  d * sum of (q - 8) * x  +  (m + 8 d) * sum of x
- * This is nearer to the exact product than a sum in the order of the columns. What a token gets does not depend on the
- * other tokens. (It is not bit for bit what it gets from the loops for up to 4 tokens.)
+ * The rounding error is smaller than that of a sum in column order. The result of a token does not depend on the other
+ * tokens, but is not bit-identical to that of the loops for up to 4 tokens.
  */
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Below LEAST tokens the tile unit has too little to do: at 4 it is even, at 8 a fifth faster, at 16 a third (Xeon with
- * AMX, 2 cores, 2026-11-15). AMX_AHEAD: blocks of weights asked for before they are needed. */
+/* LEAST: with fewer tokens the tile unit is not faster than the loops. It is as fast at 4 tokens, a fifth faster at 8, a
+ * third faster at 16 (Xeon with AMX, 2 cores, 2026-11-15). AMX_AHEAD: prefetch distance in blocks of weights. */
 enum { PARTS = 3, LEAST = 5, AMX_AHEAD = 2 };
 static const uint32_t TOP = 0xffff0000u;
 
 static int has_amx;
 
-/* Linux lends the tile registers on request: ARCH_REQ_XCOMP_PERM of XTILEDATA. */
+/* Linux enables the tile registers on request: ARCH_REQ_XCOMP_PERM (0x1023) of XTILEDATA (18). */
 __attribute__((constructor)) static void ask_for_amx(void) { has_amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
 typedef struct {
@@ -26,9 +27,9 @@ typedef struct {
     uint8_t rows[16];
 } TileConfig;
 
-/* A block as the tile unit takes it: row j has for each output a pair of bf16, of columns j and j + 16. */
+/* Convert a block to the tile format: row j has, for each output, a pair of bf16 of columns j and j + 16. */
 INLINE void pairs_of(int kind, const char *block, u32x16 *out) {
-    static const uint16_t eights[32] = { /* -8 to 7, twice: the lookup takes five bits, and the fifth is a stranger's */
+    static const uint16_t eights[32] = { /* -8 to 7, twice: the lookup uses five bits, the fifth belongs to the other nibble */
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
         0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
         0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
@@ -48,8 +49,8 @@ INLINE void pairs_of(int kind, const char *block, u32x16 *out) {
         }
 }
 
-/* x [count][columns] to parts [PARTS][tokens][columns] of bf16, each 32 columns in the order of the pairs; sums of each
- * 32 columns, [columns / 32][tokens]. */
+/* Split x [count][columns] into bf16 parts [PARTS][tokens][columns], each 32 columns in the order of the pairs. Also
+ * compute the sums of each 32 columns, [columns / 32][tokens]. */
 static void cut(const float *x, uint16_t *parts, float *sums, long count, long columns, long tokens) {
     for (long t = 0; t < tokens; ++t)
         for (long k = 0; k < columns; k += BLOCK) {
@@ -65,9 +66,9 @@ static void cut(const float *x, uint16_t *parts, float *sums, long count, long c
         }
 }
 
-/* found = parts x pairs of two tiles; their sums in turn, for the unit can start a product before the last one ends. */
+/* found = parts x pairs for two tiles. The tiles alternate, because the unit can overlap independent products. */
 INLINE void multiply(const uint16_t *parts, long columns, long tokens, u32x16 pairs[2][16], f32x16 found[2][16]) {
-    __asm__ volatile("" ::: "memory"); /* gcc 12 does not know that loading a tile reads memory */
+    __asm__ volatile("" ::: "memory"); /* gcc 12 does not model tile loads as memory reads */
     _tile_zero(0);
     _tile_zero(1);
     _tile_loadd(2, pairs[0], 64);
@@ -85,7 +86,7 @@ INLINE void multiply(const uint16_t *parts, long columns, long tokens, u32x16 pa
     _tile_stored(1, found[1], 64);
 }
 
-/* Tiles [begin, end), two at a time (an odd last one twice). */
+/* Tiles [begin, end), two at a time. An odd last tile is computed twice and stored once. */
 INLINE void amx_tiles(const Product *p, long begin, long end, int kind) {
     const long blocks = p->columns / BLOCK, bytes = BLOCK_BYTES[kind], tokens = p->tokens;
     const uint16_t *parts = (const uint16_t *)p->x;
@@ -130,7 +131,7 @@ static void amx_share(void *data) {
     _tile_release();
 }
 
-/* Whether the product was computed here. Then scratch was [2][tokens][columns] of float. */
+/* Return 1 if the product was computed with AMX, 0 if the caller must compute it. scratch: float [2][tokens][columns]. */
 static int amx_product(Product *p, const float *x, float *scratch, long count, int threads) {
     if (!has_amx || count < LEAST) return 0;
     uint16_t *parts = (uint16_t *)scratch;

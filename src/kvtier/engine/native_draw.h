@@ -1,17 +1,17 @@
-/* Drawing tokens, included by native.c: temperature, top-p, min-p and one draw for each row of logits, as sampling.py
- * does it in torch. Weights are float32, their sums double; a row's result depends on nothing but the row.
+/* Sampling, included by native.c: temperature, top-p, min-p and one draw per row of logits, as in sampling.py (torch).
+ * Weights are float32, their sums double. The result of a row depends on that row only.
  */
 typedef double f64x16 __attribute__((vector_size(128)));
 enum { CHUNK = 256 };
 
 typedef struct {
     float temperature, min_p;
-    double top_p, uniform; /* top_p 1: all tokens, in their own order */
+    double top_p, uniform; /* top_p 1: all tokens, in vocabulary order */
 } Wish;
 
 typedef struct {
-    float *logits;   /* [rows][vocab]; weights afterwards */
-    uint64_t *heaps; /* [rows][vocab]: bits of a weight above, the complement of its token below */
+    float *logits;   /* [rows][vocab]; overwritten with the weights */
+    uint64_t *heaps; /* [rows][vocab]; high half: bits of the weight, low half: complement of the token */
     const Wish *wishes;
     int64_t *chosen;
     long rows, vocab;
@@ -31,8 +31,8 @@ INLINE float weight_of(uint64_t entry) {
     return weight;
 }
 
-/* exp((x - top) / temperature) in place, and exactly 0 where it is next to nothing; returns the sum.
- * Returns -1 if there is no distribution: x has a NaN or +inf, or nothing but -inf. */
+/* Replace x by exp((x - max) / temperature), with exact zeros below exp(-87). Return the sum, or -1 if there is no
+ * distribution: x contains a NaN or +inf, or only -inf. */
 static double weigh(float *x, long vocab, float temperature) {
     f32x16 tops = LOAD(f32x16, x);
     i32x16 nans = {0};
@@ -57,7 +57,7 @@ static double weigh(float *x, long vocab, float temperature) {
     return sum_of_doubles(sums);
 }
 
-/* All tokens in their order: the chunk the target falls into, then the token. */
+/* Draw from all tokens in vocabulary order: find the chunk that contains the target, then the token. */
 static int64_t draw_from_all(const float *weights, long vocab, const Wish *wish, double total) {
     if (wish->min_p > 0) {
         total = 0;
@@ -81,7 +81,7 @@ static int64_t draw_from_all(const float *weights, long vocab, const Wish *wish,
         }
         before = after;
     }
-    return last; /* rounding took the target past the last one */
+    return last; /* rounding put the target past the last token */
 }
 
 static void sift(uint64_t *heap, long length, long at) {
@@ -93,9 +93,10 @@ static void sift(uint64_t *heap, long length, long at) {
     }
 }
 
-/* The heaviest first, until they reach the mass: those lighter than (1 - p) / vocab of all need not be looked at.
+/* Draw from the heaviest tokens that together reach top_p of the weight. Tokens lighter than (1 - top_p) / vocab of the
+ * total are never among them and are skipped.
  *
- *   heap  [ not taken yet ..... | taken, the heaviest last ]
+ *   heap  [ remaining ......... | taken, the heaviest last ]
  *         0                   left                        count
  */
 static int64_t draw_from_top(const float *weights, long vocab, const Wish *wish, double total, uint64_t *heap) {
@@ -147,7 +148,7 @@ static void draw_share(void *data) {
     }
 }
 
-/* One token for each row, -1 if it has no distribution; vocab a multiple of 16. Logits become weights. */
+/* Draw one token per row; -1 if a row has no distribution. Overwrites the logits. vocab is a multiple of 16. */
 void kvtier_draw(float *logits, uint64_t *heaps, const Wish *wishes, int64_t *chosen, long rows, long vocab,
                  int threads) {
     Draw p = {logits, heaps, wishes, chosen, rows, vocab, is_alone(threads, rows * vocab) || rows < 2};

@@ -1,8 +1,9 @@
-// The gather kernel: many pieces, each a run of bytes somewhere to a run of bytes somewhere else (device or mapped host memory).
+// The gather kernel: one launch copies many pieces (contiguous byte ranges) in device and mapped host memory.
 //
-// The descriptors travel in the kernel's parameters, so there is nothing to upload, nothing to keep alive until the kernel has
-// read it, and a captured launch replays by itself. Rows: equal sizes, 32-bit offsets in units of 1 << shift from two bases.
-// Pieces: any sizes and addresses. A piece is cut into `parts`, and work item w is part w % parts of piece w / parts.
+// The descriptors are kernel parameters: no upload, nothing to keep alive, and a captured launch can be replayed.
+//   Rows    pieces of equal size; 32-bit offsets from two bases, in units of 1 << shift bytes
+//   Pieces  any sizes and addresses
+// A piece is divided into `parts`; work item w is part w % parts of piece w / parts.
 
 struct Piece {
     unsigned long long src, dst, nbytes;
@@ -57,7 +58,8 @@ template <int N> __device__ __forceinline__ void copy_pieces(const Pieces<N> &pi
     }
 }
 
-// ROWS_SMALL ... PIECES_LARGE are defined by gather.py: as many as fit 4 KiB of parameters, or 32,764 bytes where the driver allows.
+// gather.py defines ROWS_SMALL .. PIECES_LARGE: the number that fits 4 KiB of parameters (small) or 32,764 bytes
+// (large, if the driver supports it).
 extern "C" __global__ void rows_small(const __grid_constant__ Rows<ROWS_SMALL> rows) { copy_rows(rows); }
 extern "C" __global__ void pieces_small(const __grid_constant__ Pieces<PIECES_SMALL> pieces) { copy_pieces(pieces); }
 #ifdef ROWS_LARGE

@@ -1,12 +1,14 @@
-/* The loops numpy cannot do in one pass. Compiled on first use (native.py); each has a twin in Python that gives the
- * same result where there is no compiler, and a test that says so.
+/* Loops that numpy cannot do in one pass. Compiled on first use (native.py). Each has a Python twin for machines without
+ * a compiler, and a test that compares their results.
  *
- * kvtier_copy_pieces: scattered host copies (twin: run_in_order in copy_paths.py). The pieces, laid end to end, are cut into equal shares of bytes, one per thread; a share may begin and end inside a piece.
+ * kvtier_copy_pieces: scattered host copies (twin: run_in_order in copy_paths.py). The total number of bytes is divided
+ * equally among the threads; a share may begin and end inside a piece.
  *
- * Two things make this twice as fast as memcpy per piece (10,000 x 4 KiB, Xeon, 2 cores, 2026-11-15: 5.2 -> 2.4 ms):
- * the head of the next source is prefetched while this piece is copied, since the hardware prefetcher stops at each 4 KiB
- * page (its first 512 bytes are enough, all 4096 are worse); and batches too large for the cache are stored past it, which
- * spares reading every destination line before overwriting it (1 MiB that is in the cache takes 20 us, past it 280). */
+ * This is twice as fast as memcpy per piece (10,000 x 4 KiB, Xeon, 2 cores, 2026-11-15: 5.2 -> 2.4 ms), because:
+ * - The start of the next source is prefetched during a copy: the hardware prefetcher stops at each 4 KiB page. 512
+ *   bytes are enough; all 4,096 are slower.
+ * - Batches larger than the cache use stores that bypass it, which avoids reading every destination line before it is
+ *   overwritten. Smaller batches do not: 1 MiB takes 20 us in the cache, 280 us past it. */
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -17,7 +19,7 @@ enum { LINE = 64, PREFETCH_BYTES = 512, MAX_THREADS = 64, STREAM_FROM_BYTES = 16
 #ifdef __SSE2__
 #include <emmintrin.h>
 
-/* memcpy with stores that bypass the cache; small pieces are not worth their unaligned ends. */
+/* memcpy with stores that bypass the cache. For small pieces the unaligned ends cost more than this saves. */
 static void copy_past_cache(char *dst, const char *src, size_t n) {
     if (n < 4 * LINE) {
         memcpy(dst, src, n);
@@ -36,7 +38,7 @@ static void copy_past_cache(char *dst, const char *src, size_t n) {
     }
     memcpy(dst, src, n - head - lines * LINE);
 }
-#define FENCE() _mm_sfence() /* streamed stores are weakly ordered: visible before the thread is joined */
+#define FENCE() _mm_sfence() /* streaming stores are weakly ordered: make them visible before the join */
 #else
 #define copy_past_cache memcpy
 #define FENCE()
@@ -44,8 +46,8 @@ static void copy_past_cache(char *dst, const char *src, size_t n) {
 
 typedef struct {
     const int64_t *src, *dst, *nbytes;
-    size_t first;   /* piece this share begins in */
-    int64_t skip;   /* bytes of it that belong to the share before */
+    size_t first;   /* the piece in which this share begins */
+    int64_t skip;   /* bytes of that piece that belong to the previous share */
     int64_t length; /* bytes of this share */
     int past_cache;
 } Share;
@@ -72,7 +74,7 @@ static void *copy_share(void *argument) {
     return NULL;
 }
 
-/* Copy `count` independent pieces of `total` bytes together. Returns the number of threads that worked. */
+/* Copy `count` independent pieces, `total` bytes in sum. Return the number of threads used. */
 int kvtier_copy_pieces(size_t count, const int64_t *src, const int64_t *dst, const int64_t *nbytes, int64_t total, int threads) {
     Share shares[MAX_THREADS];
     pthread_t others[MAX_THREADS];
@@ -99,14 +101,14 @@ int kvtier_copy_pieces(size_t count, const int64_t *src, const int64_t *dst, con
     return worked;
 }
 
-/* kvtier_row_copies: the copies that carry rows into a new order (twin: row_copies in state/warp.py). Row i of the output is
- * row index[i] of the old rows if that is below size0, else row i of the new ones; rows of memory at address 0 are left out.
- * Neighbours that stay neighbours are one copy, so destinations ascend, do not overlap and nothing is left to merge.
- * Writes sources, destinations and sizes one behind the other and returns how many of each; `out` has room for 3 * n. */
+/* kvtier_row_copies: the copies that reorder rows (twin: row_copies in state/warp.py). Row i of the output is row index[i]
+ * of the old rows if index[i] < size0, else row i of the new rows. Rows whose source is at address 0 are skipped.
+ * Rows that are adjacent on both sides become one copy, so destinations ascend and do not overlap.
+ * Writes all sources, then all destinations, then all sizes, and returns the number of copies; `out` has room for 3 * n. */
 size_t kvtier_row_copies(size_t n, const int64_t *index, int64_t size0, int64_t old_rows, int64_t new_rows, int64_t out_rows,
                          int64_t row_bytes, int64_t *out) {
     int64_t *src = out, *dst = out + n, *nbytes = out + 2 * n;
-    int64_t src_end = 0, before = -1; /* the kind of row before this one: 1 new, 0 old, -1 none */
+    int64_t src_end = 0, before = -1; /* before: kind of the previous row (1 new, 0 old, -1 none) */
     size_t count = 0;
     for (size_t i = 0; i < n; ++i) {
         int64_t is_new = index[i] >= size0, rows = is_new ? new_rows : old_rows;
@@ -128,17 +130,17 @@ size_t kvtier_row_copies(size_t n, const int64_t *index, int64_t size0, int64_t 
     return count;
 }
 
-/* kvtier_scan: one look at entries before they are planned (twin: scan in copy_plan.py). */
+/* kvtier_scan: classify the entries of a batch before planning (twin: scan in copy_plan.py). */
 typedef struct {
     int64_t disjoint;    /* destinations ascend and do not overlap */
-    int64_t independent; /* nor does any source overlap one */
+    int64_t independent; /* disjoint, and no source overlaps a destination */
     int64_t nbytes;
-    int64_t num_pieces; /* after merging neighbours that continue each other; starts[k] is the entry piece k begins with */
+    int64_t num_pieces; /* after merging adjacent entries; starts[k] is the first entry of piece k */
 } Scan;
 
-/* Whether [begin, end) shares a byte with one of n destinations, which ascend and do not overlap. */
+/* True if [begin, end) overlaps one of n ascending, disjoint destinations. */
 static int is_written(size_t n, const int64_t *dst, const int64_t *nbytes, int64_t begin, int64_t end) {
-    size_t low = 0, high = n; /* the first destination that ends after `begin` */
+    size_t low = 0, high = n; /* search the first destination that ends after `begin` */
     while (low < high) {
         size_t middle = (low + high) / 2;
         if (dst[middle] + nbytes[middle] <= begin) low = middle + 1;
@@ -161,14 +163,14 @@ void kvtier_scan(size_t n, const int64_t *src, const int64_t *dst, const int64_t
     }
     found.independent = found.disjoint;
     for (size_t k = 0; k < n && found.independent; ++k)
-        if (src[k] < dst_end && src[k] + nbytes[k] > dst[0]) /* else it is outside all of them, the usual case */
+        if (src[k] < dst_end && src[k] + nbytes[k] > dst[0]) /* usually false: outside the range of all destinations */
             found.independent = !is_written(n, dst, nbytes, src[k], src[k] + nbytes[k]);
     found.num_pieces = pieces;
     *scan = found;
 }
 
-/* kvtier_fill_rows: pieces of one size as the parameters of the gather kernel, Rows<capacity> of gather.cu (twin: fill_rows in
- * gather.py). Returns that size; 0 if the sizes differ or the offsets do not fit. `parts` is left to the caller. */
+/* kvtier_fill_rows: write pieces of equal size as kernel parameters, Rows<capacity> of gather.cu (twin: fill_rows in
+ * gather.py). Returns that size; 0 if the sizes differ or the offsets do not fit. The caller sets `parts`. */
 typedef struct {
     uint64_t src_base, dst_base, nbytes;
     uint32_t count, parts, shift, unused, offsets[];
@@ -181,7 +183,7 @@ int64_t kvtier_fill_rows(size_t n, const int64_t *src, const int64_t *dst, const
         if (src[k] < src_base) src_base = src[k];
         if (dst[k] < dst_base) dst_base = dst[k];
     }
-    uint64_t used = 16; /* the bits set in any offset; more than 16-byte units gain nothing */
+    uint64_t used = 16; /* bits set in any offset; 16: units above 16 bytes are not needed */
     for (size_t k = 0; k < n; ++k) used |= (uint64_t)(src[k] - src_base) | (uint64_t)(dst[k] - dst_base);
     unsigned shift = (unsigned)__builtin_ctzll(used);
     if (used >> shift >> 32) return 0;
@@ -194,8 +196,8 @@ int64_t kvtier_fill_rows(size_t n, const int64_t *src, const int64_t *dst, const
     return nbytes[0];
 }
 
-/* kvtier_fill_pieces: any pieces as the parameters of the gather kernel, Pieces<N> of gather.cu (twin: fill_pieces in gather.py).
- * Returns the largest size. `parts` is left to the caller. */
+/* kvtier_fill_pieces: write pieces of any sizes as kernel parameters, Pieces<N> of gather.cu (twin: fill_pieces in gather.py).
+ * Returns the largest size. The caller sets `parts`. */
 typedef struct {
     uint32_t count, parts;
     struct {
@@ -213,9 +215,9 @@ int64_t kvtier_fill_pieces(size_t n, const int64_t *src, const int64_t *dst, con
     return widest;
 }
 
-/* kvtier_sort_moves: ids of blocks to move, one of each side, checked and in the order of their destination (twin: sort_moves in
- * transfer/compiled.py). `order` says which move came where, and has room for 4 * n: behind the order come the ids of the device, those
- * of the host, and scratch. Returns 0 if an id is out of range or a destination comes twice: the twin says which. */
+/* kvtier_sort_moves: validate pairs of device and host block ids and sort them by destination (twin: sort_moves in
+ * transfer/compiled.py). `order` has room for 4 * n: the permutation, the sorted device ids, the sorted host ids, scratch.
+ * Returns 0 if an id is out of range or a destination occurs twice; the twin then raises the error that names it. */
 enum { DIGIT = 11 };
 
 int kvtier_sort_moves(size_t n, const int64_t *device, const int64_t *host, int64_t num_device, int64_t num_host, int to_host,
@@ -228,7 +230,7 @@ int kvtier_sort_moves(size_t n, const int64_t *device, const int64_t *host, int6
         ascending &= key[k] > before;
         before = key[k], order[k] = (int64_t)k;
     }
-    for (int shift = 0; !ascending && last >> shift; shift += DIGIT) { /* a radix sort, a digit of the ids at a time */
+    for (int shift = 0; !ascending && last >> shift; shift += DIGIT) { /* radix sort, one digit of the ids per pass */
         size_t at[1 << DIGIT] = {0}, sum = 0;
         for (size_t k = 0; k < n; ++k) ++at[key[k] >> shift & ((1 << DIGIT) - 1)];
         for (size_t digit = 0; digit < 1 << DIGIT; ++digit) {
@@ -247,9 +249,10 @@ int kvtier_sort_moves(size_t n, const int64_t *device, const int64_t *host, int6
     return 1;
 }
 
-/* kvtier_block_copies: the copies of blocks of `nbytes` that are one piece on both sides (twin: block_copies in transfer/compiled.py).
- * Blocks that follow each other on both sides are one copy, but not across a multiple of `run_blocks` on the host, if there is one.
- * Writes sources, destinations and sizes one behind the other and returns how many of each; `out` has room for 3 * n. */
+/* kvtier_block_copies: the copies of blocks of `nbytes` that are contiguous on both sides (twin: block_copies in
+ * transfer/compiled.py). Blocks that are adjacent on both sides become one copy, which does not cross a multiple of
+ * `run_blocks` on the host (0: no such limit).
+ * Writes all sources, then all destinations, then all sizes, and returns the number of copies; `out` has room for 3 * n. */
 size_t kvtier_block_copies(size_t n, const int64_t *device, const int64_t *host, int64_t device_at, int64_t device_stride, int64_t host_at,
                            int64_t host_stride, int64_t nbytes, int64_t run_blocks, int to_host, int64_t *out) {
     int64_t *near = out + (to_host ? 0 : n), *far = out + (to_host ? n : 0), *size = out + 2 * n;
@@ -267,9 +270,9 @@ size_t kvtier_block_copies(size_t n, const int64_t *device, const int64_t *host,
     return count;
 }
 
-/* kvtier_crc32: the CRC-32 of each of `count` blocks (twin: zlib.crc32). Folded 64 bytes at a time with carry-less multiplication
- * where the processor has it (Intel's method, reflected polynomial 0xEDB88320): 1.6 GB/s by zlib, 7.4 by this (Xeon, 2026-11-15).
- * The threads share the blocks out between them. */
+/* kvtier_crc32: the CRC-32 of each of `count` blocks (twin: zlib.crc32). Folds 64 bytes at a time with carry-less
+ * multiplication if the processor supports it (Intel's method, reflected polynomial 0xEDB88320): 7.4 GB/s, zlib 1.6 GB/s
+ * (Xeon, 2026-11-15). Threads take blocks from a shared counter. */
 static uint32_t crc_table[256];
 
 static void make_crc_table(void) {
@@ -292,7 +295,7 @@ static uint32_t crc_bytes(uint32_t crc, const unsigned char *data, size_t n) {
     _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, k, 0x00), _mm_clmulepi64_si128(x, k, 0x11)), next)
 #define LOAD(at) _mm_loadu_si128((const __m128i *)(data + (at)))
 
-/* `crc` inverted, as inside the algorithm; n is a multiple of 16 and at least 64. */
+/* `crc` is the inverted intermediate value, as in crc_bytes; n is a multiple of 16 and at least 64. */
 __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_fold(uint32_t crc, const unsigned char *data, size_t n) {
     const __m128i by_64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4), by_16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
     const __m128i to_64 = _mm_set_epi64x(0, 0x0163cd6124), poly = _mm_set_epi64x(0x01f7011641, 0x01db710641);
@@ -302,7 +305,7 @@ __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_fold(uint32_t crc, 
         a = FOLD(a, by_64, LOAD(0)), b = FOLD(b, by_64, LOAD(16)), c = FOLD(c, by_64, LOAD(32)), d = FOLD(d, by_64, LOAD(48));
     a = FOLD(a, by_16, b), a = FOLD(a, by_16, c), a = FOLD(a, by_16, d);
     for (; n >= 16; data += 16, n -= 16) a = FOLD(a, by_16, LOAD(0));
-    /* 128 bits to 64, then Barrett's reduction to 32 */
+    /* fold 128 bits to 64, then Barrett reduction to 32 */
     a = _mm_xor_si128(_mm_srli_si128(a, 8), _mm_clmulepi64_si128(a, by_16, 0x10));
     a = _mm_xor_si128(_mm_srli_si128(a, 4), _mm_clmulepi64_si128(_mm_and_si128(a, low), to_64, 0x00));
     __m128i q = _mm_clmulepi64_si128(_mm_and_si128(a, low), poly, 0x10);
@@ -318,7 +321,7 @@ __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_fold(uint32_t crc, 
 typedef struct {
     const int64_t *data, *nbytes;
     size_t count;
-    size_t *next; /* shared: the first block nobody has taken */
+    size_t *next; /* shared by the threads: the next block to process */
     uint32_t *crc;
 } Sums;
 

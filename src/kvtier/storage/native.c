@@ -1,16 +1,16 @@
-/* The loops over every stored byte. Compiled on first use (native.py); each has a twin in Python, and a test says
- * that they agree.
+/* Loops over every stored byte. Compiled on first use (checksum.py). Each has a Python twin, and a test that compares
+ * their results.
  *
- * kvtier_checksum: CRC-32 as zlib computes it, and the sum of the 32-bit words, in one pass (twin: checksum.py). The CRC
+ * kvtier_checksum: CRC-32 (as zlib) and the sum of the 32-bit words, in one pass (twin: checksum_in_python). The CRC
  * folds 64 bytes at a time with carry-less multiplication (V. Gopal et al., "Fast CRC Computation for Generic
  * Polynomials Using PCLMULQDQ Instruction", Intel 2009): a CRC is the remainder of a polynomial division, and a block of
- * 128 bits may be replaced by its product with x^n mod P, n bits further on. The constants are those x^n mod P,
+ * 128 bits can be replaced by its product with x^n mod P, added n bits later. The constants are x^n mod P,
  * bit-reflected, for n = 512+-32, 128+-32 and 64, and P with its Barrett quotient.
  *
- * kvtier_checksums: the same of several pieces, on two threads: one core does not read as fast as memory gives.
+ * kvtier_checksums: the same for several pieces, on two threads: one core cannot use the full memory bandwidth.
  *
- * kvtier_copy: a copy whose stores bypass the cache (twin: numpy.copyto). The source was just verified and is in the
- * cache, the target is not and will be read by the GPU: 80 us for 1 MiB instead of 130. */
+ * kvtier_copy: a copy with stores that bypass the cache (twin: numpy.copyto). The source has just been verified and is
+ * cached; the target is not, and the GPU reads it next: 80 us for 1 MiB instead of 130. */
 #include <emmintrin.h>
 #include <pthread.h>
 #include <smmintrin.h>
@@ -42,15 +42,15 @@ static uint32_t reduce(__m128i x) {
     return (uint32_t)_mm_extract_epi32(_mm_xor_si128(x, q), 1);
 }
 
-/* n is a multiple of 64, at least 64. The sum in the upper half, the CRC in the lower one. */
+/* Return the sum in the upper half and the CRC in the lower half. n is a multiple of 64, at least 64. */
 uint64_t kvtier_checksum(const uint8_t *data, size_t n) {
     const __m128i k = _mm_load_si128((const __m128i *)K512), k128 = _mm_load_si128((const __m128i *)K128);
     __m128i a = LOAD(data), b = LOAD(data + 16), c = LOAD(data + 32), d = LOAD(data + 48);
     __m128i sum = _mm_add_epi32(_mm_add_epi32(a, b), _mm_add_epi32(c, d));
-    a = _mm_xor_si128(a, _mm_cvtsi32_si128(-1)); /* zlib starts with all ones and ends with the complement */
+    a = _mm_xor_si128(a, _mm_cvtsi32_si128(-1)); /* zlib's initial value is all ones, its result is inverted */
     for (const uint8_t *at = data + 64, *end = data + n; at < end; at += 64) {
         __m128i e = LOAD(at), f = LOAD(at + 16), g = LOAD(at + 32), h = LOAD(at + 48);
-        _mm_prefetch((const char *)at + 4096, _MM_HINT_T0); /* the hardware does not look past a page: 6 -> 10 GB/s */
+        _mm_prefetch((const char *)at + 4096, _MM_HINT_T0); /* the hardware prefetcher stops at a page: 6 -> 10 GB/s */
         sum = _mm_add_epi32(sum, _mm_add_epi32(_mm_add_epi32(e, f), _mm_add_epi32(g, h)));
         a = fold(a, k, e), b = fold(b, k, f), c = fold(c, k, g), d = fold(d, k, h);
     }
@@ -99,5 +99,5 @@ void kvtier_copy(char *dst, const char *src, size_t n) {
         _mm_stream_si128((__m128i *)dst + 3, d);
     }
     memcpy(dst, src, n);
-    _mm_sfence(); /* streamed stores are weakly ordered: visible before anyone is told */
+    _mm_sfence(); /* streaming stores are weakly ordered: make them visible before the return */
 }

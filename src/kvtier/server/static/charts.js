@@ -1,4 +1,4 @@
-// Drawing: charts in the pixels they really have, so that text and lines keep their size on every screen.
+// Charts in SVG, drawn in real pixels so that text and lines have the same size on every screen.
 
 class Plot {
   constructor(svg, { left = 38, right = 6, top = 8, bottom = 20 } = {}) {
@@ -12,7 +12,7 @@ class Plot {
     this.shapes = [];
   }
 
-  /** From [0, 1] to pixels. */
+  /** Map [0, 1] to pixels. */
   x = (share) => this.left + share * (this.right - this.left);
   y = (share) => this.bottom - share * (this.bottom - this.top);
 
@@ -20,7 +20,7 @@ class Plot {
     this.shapes.push(shape(name, attributes, ...children));
   }
 
-  /** Lines across with their values; `ticks` are [share, text]. */
+  /** Horizontal grid lines with labels; `ticks` are [share, text]. */
   rows(ticks) {
     for (const [share, text] of ticks) {
       const y = Math.round(this.y(share)) + 0.5;
@@ -36,7 +36,7 @@ class Plot {
     }
   }
 
-  /** Time from left to right, now at the right end. */
+  /** Time axis; the right end is now. */
   times(from, to) {
     const most = this.width > 380 ? 5 : 3;
     const step = [5, 10, 15, 30, 60, 120, 300, 600, 1200].find((each) => (to - from) / each <= most);
@@ -67,7 +67,7 @@ class Plot {
   }
 }
 
-/** Where the pointer is over a chart, as a share of its width, for charts that read out what is there. */
+/** Position of the pointer over a chart, as a share of its width; null outside. */
 class Pointer {
   constructor(svg, redraw) {
     this.share = null;
@@ -80,7 +80,7 @@ class Pointer {
   }
 }
 
-/** Values of samples as points of a line; null where it is broken. */
+/** Points of a line through samples; null where the line is broken. */
 function pointsOf(samples, from, to, value) {
   return samples.filter((sample) => sample.time >= from).flatMap((sample) => {
     const found = value(sample);
@@ -89,7 +89,7 @@ function pointsOf(samples, from, to, value) {
   });
 }
 
-/** A line without axes. Its height is `most`, or its own highest value. */
+/** Draw a sparkline, scaled to `most` or else to its highest value. */
 function spark(svg, samples, { from, to }, value, most, colour = "var(--soft)") {
   const plot = new Plot(svg, { left: 1, right: 1, top: 2, bottom: 1 });
   const points = pointsOf(samples, from, to, value);
@@ -99,7 +99,7 @@ function spark(svg, samples, { from, to }, value, most, colour = "var(--soft)") 
   plot.show();
 }
 
-/** Bounds and ticks of a logarithmic axis: 1, 2, 5, 10 .. */
+/** Ticks of a logarithmic axis (1, 2, 5, 10 ..) and a function from values to [0, 1]. */
 function logTicks(lowest, highest) {
   const steps = [];
   for (let power = Math.floor(Math.log10(lowest)); power <= Math.ceil(Math.log10(highest)); power++)

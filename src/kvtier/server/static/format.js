@@ -1,4 +1,4 @@
-// Numbers as people read them, and elements. Text goes in as text only, so nothing of it is ever markup.
+// Number formats and DOM helpers. Text is inserted as text nodes only, never parsed as HTML.
 
 const UNKNOWN = "–";
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -12,7 +12,7 @@ const clock = (time) => CLOCK.format(new Date(time * 1000));
 const bytes = (value) => scaled(value, BINARY, 1024);
 const speed = (gigabytes) => scaled(gigabytes * 1e9, DECIMAL, 1000);
 
-/** Three digits that count. */
+/** Three significant digits. */
 function three(value) {
   return value.toFixed(value === 0 || value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2);
 }
@@ -34,7 +34,7 @@ function duration(seconds) {
   return seconds < 99.95 ? `${three(seconds)} s` : span(seconds);
 }
 
-/** A time of minutes, hours or days, in its two largest units. */
+/** A time span in its two largest units: "3 h 5 min". */
 function span(seconds) {
   const parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
   const first = parts.findIndex(([size]) => seconds >= size);
@@ -56,12 +56,12 @@ const make = (name, attributes = {}, ...children) => filled(document.createEleme
 const shape = (name, attributes = {}, ...children) =>
   filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
 
-/** Only what changed is written: a screen reader and a selection are not disturbed every second. */
+/** Set the text if it changed: an update every second would disturb screen readers and selections. */
 function write(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** "12.3 ms" with the unit small. */
+/** Show "12.3 ms" with a small unit. */
 function writeMeasure(node, text) {
   if (node.dataset.text === text) return;
   node.dataset.text = text;
@@ -69,7 +69,7 @@ function writeMeasure(node, text) {
   node.replaceChildren(value, ...(unit.length ? [make("span", { class: "unit" }, ` ${unit.join(" ")}`)] : []));
 }
 
-/** Of a tier, everywhere. */
+/** Tiers with a colour of their own; others share two more. */
 const TIER_COLOURS = ["device", "host", "disk", "shared"];
 function tierColour(name, names) {
   return TIER_COLOURS.includes(name) ? `var(--${name})` : `var(--tier-${4 + (Math.max(0, names.indexOf(name)) % 2)})`;

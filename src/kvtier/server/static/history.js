@@ -1,4 +1,4 @@
-// What this page has seen: one small sample for each answer of the server, for an hour.
+// History since the page was opened: one small sample per response, kept for an hour.
 
 const KEPT_SECONDS = 3600;
 
@@ -7,13 +7,13 @@ class History {
   #started = null;
   #isBroken = false;
 
-  /** Nobody looked for a while: lines are broken here. */
+  /** Break the lines before the next sample: polling stopped for a while. */
   pause() {
     this.#isBroken = true;
   }
 
   add(state) {
-    if (state.started !== this.#started) this.#samples = []; // another process counts from zero
+    if (state.started !== this.#started) this.#samples = []; // a new server process counts from zero
     this.#started = state.started;
     this.#samples.push({
       time: state.time,
@@ -29,10 +29,10 @@ class History {
     this.#isBroken = false;
     const oldest = state.time - KEPT_SECONDS;
     const kept = this.#samples.findIndex((sample) => sample.time >= oldest);
-    if (kept > 60) this.#samples.splice(0, kept); // now and then, not each second
+    if (kept > 60) this.#samples.splice(0, kept); // in batches, not on every sample
   }
 
-  /** The samples from a time on, with the one before it, to have something to take differences with. */
+  /** Samples since a time, and the one before it for differences. */
   since(time) {
     const first = this.#samples.findIndex((sample) => sample.time >= time);
     return first < 0 ? [] : this.#samples.slice(Math.max(0, first - 1));
@@ -56,12 +56,12 @@ class History {
 
 const wayOf = (transfer) => `${transfer.source} → ${transfer.target}`;
 
-/** How full a tier is; null where that has no limit. By blocks: a store may take its space long before it uses it. */
+/** Share of a tier's blocks in use; null without a limit. Not by bytes: a store may reserve its space in advance. */
 function fillOf(tier) {
   return tier.num_blocks ? Math.min(1, tier.num_used / tier.num_blocks) : null;
 }
 
-/** Tokens asked for and found in pieces of `width` seconds; the last piece ends at `to`. */
+/** Queried and hit tokens per interval of `width` seconds; the last interval ends at `to`. */
 function hitPieces(samples, from, to, width) {
   const pieces = Array.from({ length: Math.round((to - from) / width) }, (_, place) => (
     { from: from + place * width, to: from + (place + 1) * width, queried: 0, hits: {} }));
@@ -76,11 +76,11 @@ function hitPieces(samples, from, to, width) {
   return pieces;
 }
 
-/** The time a chart covers: what was chosen, but no more than was seen, in pieces of a round width. */
+/** Time range of the charts: the chosen span, at most the history, in intervals of a round width. */
 function timeShown(history, chosen) {
   const to = history.last.time;
   const seen = Math.min(chosen, Math.max(30, to - history.first.time));
   const width = [1, 2, 5, 10, 20, 60].find((each) => seen / each <= 60);
-  const end = Math.ceil(to / width) * width; // pieces stay where they are while time goes on
+  const end = Math.ceil(to / width) * width; // aligned, so that intervals do not move with each sample
   return { from: end - Math.ceil(seen / width) * width, to: end, width };
 }

@@ -1,12 +1,12 @@
-// Asking the server, and saying how it is.
+// Polling, connection status and event handlers.
 
 const POLL_MS = 1000;
-const AWAY_MS = 2000; // while it does not answer
-const SLOW_MS = 3000; // the engine answers between two steps, and a step of a long prompt on a CPU takes its time
+const AWAY_MS = 2000; // interval while the server does not respond
+const SLOW_MS = 3000; // the engine responds between steps, and a step of a long prompt on a CPU takes seconds
 const ANSWER_MS = 60_000;
 const KEY = "kvtier admin key";
 const WORDS = {
-  connecting: "Connecting", ok: "Serving", sleeping: "Asleep", draining: "Going down", slow: "Slow", away: "No answer",
+  connecting: "Connecting", ok: "Serving", sleeping: "Asleep", draining: "Shutting down", slow: "Slow", away: "No answer",
   failed: "Failing", key: "Key needed",
 };
 
@@ -15,7 +15,7 @@ const recent = new Recent();
 let state = null;
 let chosen = 120;
 let timer = 0;
-let asking = null; // an AbortController while a question is under way
+let asking = null; // AbortController of the request in flight
 
 const redraw = () => { if (state !== null) showAll(); };
 const hitsPointer = new Pointer(byId("hits"), redraw);
@@ -34,7 +34,7 @@ function showAll() {
   recent.show(state);
 }
 
-/** How the server is, in the header and, where there is something to say, in a sentence that is read aloud once. */
+/** Show the status in the header, and a notice, which screen readers announce once. */
 function say(link, notice = "") {
   document.body.dataset.link = link;
   write(byId("status"), WORDS[link]);
@@ -49,8 +49,8 @@ function took(answer) {
   document.body.dataset.seen = "";
   history.add(state);
   const notices = {
-    sleeping: "The server is asleep: its device memory is free and requests get 503 until POST /control/wake.",
-    draining: "The server is going down: it takes no new requests and finishes those it has.",
+    sleeping: "The server is asleep: its device memory is released and requests fail with 503 until POST /control/wake.",
+    draining: "The server is shutting down: it accepts no new requests and finishes the current ones.",
   };
   say(state.status in WORDS ? state.status : "ok", notices[state.status] ?? "");
   showAll();
@@ -58,19 +58,19 @@ function took(answer) {
 
 function refused(status, message) {
   if (status !== 401 && status !== 403) {
-    say("failed", `The server answers with ${status}: ${message || "no reason given"}`);
+    say("failed", `The server returned ${status}: ${message || "no reason given"}`);
     return AWAY_MS;
   }
   const hadKey = sessionStorage.getItem(KEY) !== null;
   sessionStorage.removeItem(KEY);
-  const wrong = status === 401 ? "The server does not know that key." : "That key is not an admin's.";
-  say("key", `${hadKey ? `${wrong} ` : ""}This server shows its state to admins only; enter an admin key.`);
-  return null; // until there is a key, the answer stays the same
+  const wrong = status === 401 ? "The server rejected this key." : "This key is not an admin key.";
+  say("key", `${hadKey ? `${wrong} ` : ""}Only admins can see the state of this server; enter an admin key.`);
+  return null; // without another key the response stays the same
 }
 
-const shownOf = () => (state === null ? "" : ` What is shown is of ${clock(state.time)}.`);
+const shownOf = () => (state === null ? "" : ` The data shown is from ${clock(state.time)}.`);
 
-/** What the server says; null if it says nothing. */
+/** Fetch the state; null if the server does not respond. */
 async function fetchState(signal) {
   const held = sessionStorage.getItem(KEY);
   try {
@@ -79,22 +79,22 @@ async function fetchState(signal) {
       signal: AbortSignal.any([signal, AbortSignal.timeout(ANSWER_MS)]),
     });
     return { status: answer.status, told: await answer.json() };
-  } catch (error) { // no connection, too late, or somebody else's page in its place
+  } catch (error) { // no connection, timeout, or a response that is not JSON, such as a proxy's error page
     if (signal.aborted || ["TypeError", "TimeoutError", "SyntaxError"].includes(error.name)) return null;
     throw error;
   }
 }
 
-/** One question. Returns after how long to ask again; null for not at all. */
+/** Poll once. Returns the milliseconds to the next poll; null: stop polling. */
 async function ask(signal) {
   const slow = setTimeout(() => say("slow",
-    `The server has not answered for ${SLOW_MS / 1000} s: a long step is under way, or it hangs.${shownOf()}`), SLOW_MS);
+    `No response for ${SLOW_MS / 1000} s: the engine is in a long step, or it hangs.${shownOf()}`), SLOW_MS);
   const answer = await fetchState(signal);
   clearTimeout(slow);
-  if (signal.aborted) return null; // the page is hidden, or there is another key
+  if (signal.aborted) return null; // the page was hidden, or the key changed
   if (answer === null) {
     history.pause();
-    say("away", `The server does not answer; trying again.${shownOf()}`);
+    say("away", `The server does not respond; retrying.${shownOf()}`);
     return AWAY_MS;
   }
   if (answer.status !== 200) return refused(answer.status, answer.told?.error?.message);

@@ -1,4 +1,4 @@
-// The panels. Each takes the last answer of the server and what was seen before, and shows its part.
+// Panels. Each renders its part of the latest state and of the history.
 
 const PERCENTILES = [
   { name: "p50", width: 2.5, mark: "line" },
@@ -7,7 +7,7 @@ const PERCENTILES = [
 ];
 const FEW_REQUESTS = 12;
 
-/** Rows of a list, one for each name, made once and changed in place so that bars can glide. */
+/** Rows of a list by name, created once and updated in place so that CSS can animate the bars. */
 class Rows {
   #made = new Map();
 
@@ -38,7 +38,7 @@ function showSummary(state, history, shown) {
   const hits = state.hits;
   writeMeasure(byId("hit-rate"), queried ? percent(found / queried) : UNKNOWN);
   write(byId("hit-note"), hits.queried_tokens
-    ? `${percent(1 - hits.missed_tokens / hits.queried_tokens)} since the start` : "no prompt yet");
+    ? `${percent(1 - hits.missed_tokens / hits.queried_tokens)} since the start` : "no prompts yet");
   const lately = history.since(last.time - 10);
   const seconds = last.time - lately[0].time;
   writeMeasure(byId("token-rate"), seconds > 0 ? `${compact((last.queried - lately[0].queried) / seconds)} per s` : UNKNOWN);
@@ -87,7 +87,7 @@ function showTiers(state, history, shown) {
   }
 }
 
-/** What is in a tier, of how much; a store's files may be larger than what is in them. */
+/** Used and total size of a tier; the files of a store may be larger than their content. */
 function sizesOf(tier) {
   const inside = tier.num_used * tier.block_bytes;
   const limit = tier.bytes ? ` of ${bytes(tier.bytes)}` : "";
@@ -127,7 +127,7 @@ function showHits(state, history, shown, pointer) {
     legendItem(key("", "var(--missed)"), "computed", percent(missed)),
     make("span", {}, at === null ? `of ${count(chosen.queried)} prompt tokens` : `at ${clock(chosen.from)}, of ${count(chosen.queried)}`));
   const spoken = names.map((name) => `${name} ${rate(name)}`).join(", ");
-  plot.show(total ? `Share of prompt tokens found, last ${span(shown.to - shown.from)}: ${spoken}, computed ${percent(missed)}` : "No prompts yet");
+  plot.show(total ? `Share of prompt tokens found in the cache, last ${span(shown.to - shown.from)}: ${spoken}, computed ${percent(missed)}` : "No prompts yet");
   byId("hits-empty").hidden = total > 0;
   showTable("hits-table", ["Until", ...names, "computed", "prompt tokens"], () => pieces.filter((piece) => piece.queried).slice(-15).reverse()
     .map((piece) => [clock(piece.to), ...names.map((name) => percent((piece.hits[name] ?? 0) / piece.queried)),
@@ -148,7 +148,7 @@ function missedShare(piece) {
   return Math.max(0, 1 - Object.values(piece.hits).reduce((sum, tokens) => sum + tokens, 0) / piece.queried);
 }
 
-/** The rows behind a chart, while somebody looks at them. */
+/** Fill the table below a chart if it is open. */
 function showTable(id, head, rows) {
   const details = byId(id);
   if (details.open) details.querySelector(".scroll").replaceChildren(tableOf(head, rows()));
@@ -181,7 +181,7 @@ function showTransfers(state, history, shown) {
     if (!row.label.firstChild)
       row.label.append(key("", tierColour(each.source, names)), `${each.source} → `, key("", tierColour(each.target, names)), each.target);
     write(row.speed, speed(each.gb_per_s));
-    write(row.note, `${limit == null ? `highest seen ${speed(peaks[way])}` : `${percent(share)} of ${speed(limit)}`} · ${bytes(each.bytes)} in all`);
+    write(row.note, `${limit == null ? `peak ${speed(peaks[way])}` : `${percent(share)} of ${speed(limit)}`} · ${bytes(each.bytes)} in total`);
     row.bar.firstChild.style.width = `${share * 100}%`;
     row.bar.setAttribute("aria-valuenow", Math.round(share * 100));
     row.bar.setAttribute("aria-valuetext", `${row.speed.textContent}, ${row.note.textContent}`);
@@ -190,7 +190,7 @@ function showTransfers(state, history, shown) {
   const isUnmeasured = ways.some((each) => each.limit_gb_per_s == null);
   const window = ways.length ? `Over the last ${span(ways[0].window_seconds)}. ` : "";
   write(byId("transfers-note"), window + (isUnmeasured
-    ? "Where the link's limit is not measured, bars are against the highest rate seen here." : ""));
+    ? "Links without a measured limit are shown relative to their peak since this page was opened." : ""));
 }
 
 function showTtft(state, history, shown, pointer) {
@@ -215,7 +215,7 @@ function showTtft(state, history, shown, pointer) {
   const now = PERCENTILES.map(({ name }, place) => duration(near.ttft ? near.ttft[place] : near[`${name}_seconds`]));
   byId("ttft-legend").replaceChildren(
     ...PERCENTILES.map(({ name, mark }, place) => legendItem(key(mark, "var(--ink)"), name, now[place])),
-    legendItem(key("dot", "var(--soft)"), "each of the last 100"),
+    legendItem(key("dot", "var(--soft)"), "last 100 requests"),
     ...(near.time ? [make("span", {}, `at ${clock(near.time)}`)] : []));
   plot.show(values.length ? `Time to first token: ${PERCENTILES.map(({ name }, place) => `${name} ${now[place]}`).join(", ")}` : "No requests yet");
   showTable("ttft-table", ["At", ...PERCENTILES.map(({ name }) => name)], () => {
@@ -232,7 +232,7 @@ function showGhost(state) {
   const points = ghost?.points ?? [];
   const isKnown = points.some((point) => point.error > 0 && point.error < 1);
   byId("ghost-empty").hidden = isKnown;
-  write(byId("ghost-empty"), ghost ? "No estimate yet: too few long prompts have run." : "This server makes no estimates.");
+  write(byId("ghost-empty"), ghost ? "No estimate yet: not enough long prompts." : "Estimates are disabled on this server.");
   const plot = new Plot(byId("ghost"), { top: 20 });
   plot.rows([0, 0.25, 0.5, 0.75, 1].map((share) => [share, percent(share)]));
   if (!isKnown) {
@@ -260,12 +260,12 @@ function showGhost(state) {
   const advice = larger ? `${compact(larger.num_blocks)} blocks: ${percent(larger.hit_rate)} ± ${Math.round(larger.error * 100)}` : "";
   byId("ghost-legend").replaceChildren(make("span", {}, `now ${size(ghost.num_blocks)}, ${ghost.policy}`), make("span", {}, make("b", {}, advice)));
   plot.show(`Estimated hit rate by cache size. Now ${size(ghost.num_blocks)}: ${percent(current?.hit_rate)}. ${larger ? `With ${advice}.` : ""}`);
-  showTable("ghost-table", ["Blocks", "size", "hit rate", "within"], () => points.map((point) => [
+  showTable("ghost-table", ["Blocks", "size", "hit rate", "error"], () => points.map((point) => [
     `${count(point.num_blocks)}${point === current ? " (now)" : ""}`, blockBytes ? bytes(point.num_blocks * blockBytes) : UNKNOWN,
     percent(point.hit_rate), `± ${percent(point.error)}`]));
 }
 
-/** Requests that are over never change, so each row is made once. */
+/** Finished requests do not change, so each row is built once. */
 class Recent {
   #rows = new Map();
   #shown = "";
