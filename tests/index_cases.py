@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.index import BlockPool, Chain, Lease, Namespace, RadixTree, Retention, Slots, Tier, make_policy, transitions
-from kvtier.index.node import NO_SLOT, READY, upwards
+from kvtier.index.node import NO_SLOT, READY
 
 BLOCK = 4
 NAMESPACE = Namespace("model", block_tokens=BLOCK)
@@ -76,7 +76,7 @@ class Path:
 def path_of(lease: Lease) -> Path:
     """Return the fastest readable copy of each block of a lease."""
     tiers, slots = [np.empty(0, np.int8)], [np.empty(0, np.int32)]
-    for node in reversed(list(upwards(lease.node))):
+    for node in reversed(list(lease.node.upwards())):
         numbers = np.full(node.num_blocks, -1, np.int8)
         at = np.full(node.num_blocks, NO_SLOT, np.int32)
         for number, held in reversed(list(enumerate(node.held))):

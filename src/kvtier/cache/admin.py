@@ -6,7 +6,7 @@ from kvtier.cache.manager import CacheManager
 from kvtier.cache.writeback import WritebackJob
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Tier
-from kvtier.index.node import Node, descendants, upwards
+from kvtier.index.node import Node
 from kvtier.index.tree_edit import common_blocks
 from kvtier.messages import KEY_BYTES
 
@@ -18,22 +18,20 @@ class CacheAdmin:
         self._manager = manager
 
     def tier(self, name: str) -> Tier:
-        """Return a memory tier by name."""
-        for tier in self._manager.tree.tiers:
-            if tier.name == name:
-                return tier
-        known = ", ".join(tier.name for tier in self._manager.tree.tiers)
-        raise ArgumentError(f"no tier {name!r} in memory; known: {known}")
+        tiers = {tier.name: tier for tier in self._manager.tree.tiers}
+        if name not in tiers:
+            raise ArgumentError(f"no tier {name!r} in memory; known: {', '.join(tiers)}")
+        return tiers[name]
 
     def save(self, chain: Chain) -> None:
         """Queue copies of a prompt's blocks, and of all below it, to the lower tiers, whatever their policy."""
         manager = self._manager
         node, num_blocks = self._find_end(chain)
-        below = descendants(node) if node is not None and num_blocks == chain.num_blocks else []
+        below = node.descendants() if node is not None and num_blocks == chain.num_blocks else []
         leaves = [leaf for leaf in below if not leaf.children]
         for each in (chain, *(Chain.of_node(manager.namespace, leaf) for leaf in leaves)):
             for queue in manager.queues:
-                queue.put(WritebackJob(each, 0, each.num_blocks, always=True))
+                queue.jobs.append(WritebackJob(each, 0, each.num_blocks, always=True))
 
     def save_all(self) -> None:
         """Queue copies of everything in memory, before the process ends."""
@@ -45,12 +43,12 @@ class CacheAdmin:
         """Plan queued copies, also if the policy would wait; returns True if some are left."""
         for queue in self._manager.queues:
             queue.plan(now, flush=True)
-        return any(self._manager.queues)
+        return any(queue.jobs for queue in self._manager.queues)
 
     def demote(self, chain: Chain) -> int:
         """Free the device slots of a prompt's blocks that the host has; returns the number."""
         tree = self._manager.tree
-        return tree.demote(tree.tiers[0], chain) if len(tree.tiers) > 1 else 0
+        return tree.demote(tree.tiers[0], chain)
 
     def drop(self, chain: Chain) -> int:
         """Drop a prompt's full blocks, except those that other prompts share, and all below; returns the number.
@@ -84,9 +82,13 @@ class CacheAdmin:
 
     def vacate(self, tier: str, first_slot: int = 0) -> None:
         """Remove all blocks from slots [first_slot, ..) of a tier. No request may run, no transfer may be in flight."""
-        self._must_be_idle()
-        detached = {node: None for lease in self._manager.leases for node in upwards(lease.node) if not node.attached}
-        self._manager.tree.vacate(self.tier(tier), first_slot, detached)
+        manager = self._manager
+        if manager.transfers.in_flight or manager.stats.num_allocations:
+            raise StateError(
+                f"{manager.stats.num_allocations} requests hold blocks or transfers are in flight: pause and wait first"
+            )
+        detached = {node: None for lease in manager.leases for node in lease.node.upwards() if not node.attached}
+        manager.tree.vacate(self.tier(tier), first_slot, detached)
 
     def resize(self, tier: str, num_blocks: int) -> None:
         """Change the number of slots; blocks beyond it are lost. No request may run, no transfer may be in flight."""
@@ -94,13 +96,6 @@ class CacheAdmin:
             raise RangeError(f"a tier needs at least one block, got {num_blocks} for {tier}")
         self.vacate(tier, num_blocks)
         self.tier(tier).pool.resize(num_blocks)
-
-    def _must_be_idle(self) -> None:
-        manager = self._manager
-        if manager.transfers.in_flight or manager.stats.num_allocations:
-            raise StateError(
-                f"{manager.stats.num_allocations} requests hold blocks or transfers are in flight: pause and wait first"
-            )
 
     def _find_end(self, chain: Chain) -> tuple[Node | None, int]:
         """Return the node of the chain's last block in memory, readable or not, and the number of its blocks there."""
@@ -126,4 +121,4 @@ def _first_unshared(node: Node) -> int:
 def _keys_after(node: Node, num_blocks: int) -> bytes:
     """Return the keys of all blocks below the first `num_blocks` blocks of the path to a node."""
     rest = node.keys[(num_blocks - node.start) * KEY_BYTES :]
-    return rest + b"".join(child.keys for child in descendants(node))
+    return rest + b"".join(child.keys for child in node.descendants())

@@ -162,7 +162,6 @@ class CostModel:
         self._num_refused = 0
 
     def observe_transfer(self, link: Link, num_blocks: int, seconds: float) -> None:
-        """Record the time of a transfer."""
         before = self._doubted.pop(link, None)
         if before is not None and seconds >= _STILL * (before.predict((num_blocks,)) or 0.0):
             self._transfers[link] = before

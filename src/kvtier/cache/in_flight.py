@@ -29,7 +29,6 @@ class RouteStats:
     route: Route
     store: str
     num_in_flight: int = 0
-    """Blocks in flight."""
     num_blocks: int = 0
     num_bytes: int = 0
     num_failed: int = 0
@@ -68,6 +67,7 @@ class TransferTracker:
 
     def __init__(self, tree: RadixTree, num_ranks: int) -> None:
         self.epoch = 0
+        """A higher number invalidates the transfers in flight. Their slots are freed with their results."""
         self.num_ranks = num_ranks
         self._tree = tree
         self._tiers = {tier.name: tier for tier in tree.tiers}
@@ -78,20 +78,12 @@ class TransferTracker:
         self._drops: list[Drop] = []
         self._unanswered: dict[int, set[int]] = {}
         """Probe -> ranks that have not answered it."""
-        self._in_flight: dict[int, PendingTransfer] = {}
+        self.in_flight: dict[int, PendingTransfer] = {}
         self._stats: dict[tuple[Route, str], RouteStats] = {}
 
     @property
     def leases(self) -> list[Lease]:
-        """Leases of all transfers in flight."""
-        return [pending.lease for pending in self._in_flight.values()]
-
-    @property
-    def in_flight(self) -> bool:
-        return bool(self._in_flight)
-
-    def is_in_flight(self, transfer_id: int) -> bool:
-        return transfer_id in self._in_flight
+        return [pending.lease for pending in self.in_flight.values()]
 
     @property
     def has_plan(self) -> bool:
@@ -134,17 +126,16 @@ class TransferTracker:
         target_tier, target_name, target_slots = self._endpoint(target)
         number = next(self._ids)
         transfer = TransferRequest(number, route, source_name, target_name, source_slots, target_slots, keys)
-        count = transfer.num_blocks
+        count, store = transfer.num_blocks, transfer.store
         if source_tier is not None:
             begin_read(lease, source_tier, first, count)
         self._planned.append(transfer)
-        store = transfer.store
-        stats = self._stats.get((route, store))
-        if stats is None:
-            stats = self._stats[route, store] = RouteStats(route, store)
+        if (route, store) not in self._stats:
+            self._stats[route, store] = RouteStats(route, store)
+        stats = self._stats[route, store]
         stats.num_in_flight += count
         waiting, arrived = set(range(self.num_ranks)), b"\1" * count
-        self._in_flight[number] = PendingTransfer(
+        self.in_flight[number] = PendingTransfer(
             transfer, stats, lease, first, source_tier, target_tier, self.epoch, waiting, arrived
         )
         return number
@@ -175,16 +166,12 @@ class TransferTracker:
         self._planned, self._probes, self._drops = [], [], []
         return Plan(next(self._plan_ids), self.epoch, planned, probes, drops)
 
-    def reset(self) -> None:
-        """Invalidate the transfers in flight. Their slots are freed with their results."""
-        self.epoch += 1
-
     def apply(self, rank: int, result: TransferResult) -> PendingTransfer | None:
         """Apply a rank's result; returns the transfer if every rank has reported it.
 
         A block arrived if all ranks say so. The caller then owns the transfer's lease and releases it.
         """
-        pending = self._in_flight.get(result.transfer_id)
+        pending = self.in_flight.get(result.transfer_id)
         if pending is None or rank not in pending.waiting_for:
             raise StateError(f"transfer {result.transfer_id} was reported by rank {rank}, which had none to report")
         if result.arrived and len(result.arrived) != pending.count:
@@ -204,9 +191,8 @@ class TransferTracker:
         return pending
 
     def _finish(self, pending: PendingTransfer) -> None:
-        """Update the states of source and target, and the statistics."""
         stats, count, num_arrived = pending.stats, pending.count, pending.arrived.count(1)
-        del self._in_flight[pending.transfer.id]
+        del self.in_flight[pending.transfer.id]
         stats.num_in_flight -= count
         stats.num_blocks += num_arrived
         stats.num_failed += count - num_arrived

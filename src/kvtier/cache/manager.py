@@ -256,10 +256,10 @@ class CacheManager:
     def reset(self, namespace: Namespace | None = None) -> None:
         """Drop everything in memory. Running requests keep their slots; stores keep their blocks."""
         self.tree.reset(namespace)
-        self.transfers.reset()
+        self.transfers.epoch += 1
         self._prefetcher.reset()
         for queue in self.queues:
-            queue.clear()
+            queue.jobs.clear()
 
     # ---- plans and reports -----------------------------------------------------------------------------------------
 
@@ -277,7 +277,8 @@ class CacheManager:
     @property
     def has_plans(self) -> bool:
         """True if the next plan would not be empty, or if reports are outstanding."""
-        return self.transfers.in_flight or self.transfers.has_plan or any(queue.is_due for queue in self.queues)
+        is_due = any(queue.is_due for queue in self.queues)
+        return is_due or bool(self.transfers.in_flight) or self.transfers.has_plan
 
     def apply(self, report: Report) -> list[PendingTransfer]:
         """Apply a rank's report; returns the transfers that are complete now."""
@@ -319,13 +320,8 @@ class CacheManager:
         """Device blocks that are free or evictable."""
         return self._device.pool.num_free + self._device.num_evictable
 
-    def shortage_for(self, num_blocks: int, salt: bytes | None = None) -> Shortage | None:
-        """Return the shortage for that many more blocks, None if they are available.
-
-        With `salt`, only its tenant's quota is checked.
-        """
-        if salt is not None:
-            return self._device.quota_shortage(salt, num_blocks)
+    def shortage_for(self, num_blocks: int) -> Shortage | None:
+        """Return the shortage for that many more device blocks, None if they are available."""
         if num_blocks <= self.num_available:
             return None
         return Shortage(self._device.name, num_blocks, self._device.pool.num_free, self._device.num_evictable)
@@ -342,7 +338,6 @@ class CacheManager:
 
     @property
     def leases(self) -> list[Lease]:
-        """All open leases."""
         own = [allocation.lease for allocation in self._allocations]
         sources = [allocation.source for allocation in self._allocations if allocation.source is not None]
         return [*own, *sources, *self._pins, *self.transfers.leases, *self._prefetcher.leases]

@@ -45,12 +45,10 @@ class CacheMetrics:
         registry.before_render(self.update)
 
     def observe(self, completed: Iterable[PendingTransfer]) -> None:
-        """Record the times of completed transfers."""
         for done in completed:
             self._seconds.of(done.transfer.route.value).observe(done.seconds)
 
     def update(self) -> None:
-        """Copy the counters of the manager and the stores."""
         manager, counts, stats = self._manager, self._manager.transfers.counts, self._manager.stats
         for route, total in counts.items():
             name = route.value

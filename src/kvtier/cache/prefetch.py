@@ -66,7 +66,6 @@ class Prefetcher:
 
     @property
     def leases(self) -> list[Lease]:
-        """Leases of all prefetches."""
         return [prefetch.lease for prefetch in self._open if prefetch.lease is not None]
 
     def start(self, chain: Chain, max_blocks: int, retention: Retention, now: float) -> Prefetch:
@@ -94,8 +93,7 @@ class Prefetcher:
         if not self._find(prefetch.chain.key_list(num_found, num_found + 1)):
             return False
         prefetch.is_due, prefetch.is_over, prefetch.started = True, False, now
-        prefetch.lease = self._tree.match(prefetch.chain, now=now, max_blocks=prefetch.wanted, retention=retention)
-        self._begin(prefetch, prefetch.lease, now)
+        self._begin(prefetch, self._match(prefetch, retention, now), now)
         return not self.is_over(prefetch, now)
 
     def is_over(self, prefetch: Prefetch, now: float) -> bool:
@@ -120,12 +118,17 @@ class Prefetcher:
         """Continue the prefetches that waited for a probe, for room, or for another transfer."""
         for prefetch in self._open:
             if not prefetch.is_over and not prefetch.waiting_for:
-                self._begin(prefetch, self._match_again(prefetch, now), now)
+                before = prefetch.lease
+                assert before is not None, "a prefetch that is not over has a lease"
+                lease = self._match(prefetch, before.retention, now)  # memory may have more blocks now
+                self._tree.release(before, used=False)
+                self._begin(prefetch, lease, now)
 
     def on_probe_result(self, probe_id: int) -> None:
         """Handle a probe that every rank has answered."""
         for store in self._stores:
-            store.on_probe_result(probe_id)
+            if store.inventory_probe == probe_id:
+                store.inventory_probe = 0
         for prefetch in self._open:
             prefetch.waiting_for.discard(probe_id)
 
@@ -135,7 +138,6 @@ class Prefetcher:
             prefetch.is_over = True
 
     def on_transfer_done(self, done: PendingTransfer) -> None:
-        """Handle the end of a fetch."""
         prefetch = self._by_transfer.pop(done.transfer.id)
         prefetch.waiting_for.discard(done.transfer.id)
         store = done.transfer.source
@@ -198,14 +200,8 @@ class Prefetcher:
         in_flight = self._transfers.num_blocks(Route.STORE_TO_HOST, store.config.name)
         return in_flight > 0 and in_flight + count > store.config.max_fetching_blocks
 
-    def _match_again(self, prefetch: Prefetch, now: float) -> Lease:
-        """Match again: memory may have more blocks now."""
-        before = prefetch.lease
-        assert before is not None, "a prefetch that is not over has a lease"
-        prefetch.lease = self._tree.match(
-            prefetch.chain, now=now, max_blocks=prefetch.wanted, retention=before.retention
-        )
-        self._tree.release(before, used=False)
+    def _match(self, prefetch: Prefetch, retention: Retention, now: float) -> Lease:
+        prefetch.lease = self._tree.match(prefetch.chain, now=now, max_blocks=prefetch.wanted, retention=retention)
         return prefetch.lease
 
     def _find(self, keys: list[bytes]) -> list[tuple[StoreIndex, int]]:

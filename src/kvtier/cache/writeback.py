@@ -54,12 +54,9 @@ class WritebackQueue:
         max_jobs: int,
     ) -> None:
         self._tree, self._config, self._above, self._target = tree, config, above, target
-        self._jobs: deque[WritebackJob] = deque(maxlen=max_jobs)
+        self.jobs: deque[WritebackJob] = deque(maxlen=max_jobs)
         self._allowance = config.blocks_per_second  # blocks of one second may start at once
         self._refilled_at: float | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._jobs)
 
     def on_blocks_ready(self, lease: Lease, first: int, stop: int, *, queue: bool = False) -> None:
         """Handle blocks of a leased path that became readable above: write_through starts them if no job waits.
@@ -69,33 +66,27 @@ class WritebackQueue:
         if stop <= first or not lease.node.attached:
             return
         job = WritebackJob(lease.chain, first, stop)
-        if self._config.write is WritePolicy.THROUGH and not self._jobs and (room := self._room()):
+        if self._config.write is WritePolicy.THROUGH and not self.jobs and (room := self._room()):
             self._start(job, lease, room)
         elif queue or self._config.write is WritePolicy.THROUGH:
-            self._jobs.append(job)
+            self.jobs.append(job)
 
     def on_reuse(self, lease: Lease) -> None:
         """Handle cached blocks that a request uses."""
         if self._config.write is WritePolicy.SELECTIVE and lease.num_matched and lease.node.attached:
-            self._jobs.append(WritebackJob(lease.chain, 0, lease.num_matched))
+            self.jobs.append(WritebackJob(lease.chain, 0, lease.num_matched))
 
     def on_finish(self, lease: Lease) -> None:
         """Handle the end of a request: its blocks are the next to get cold."""
         if self._config.write is WritePolicy.BACK and lease.num_blocks and lease.node.attached:
-            self._jobs.append(WritebackJob(lease.chain, 0, lease.num_blocks))
-
-    def put(self, job: WritebackJob) -> None:
-        self._jobs.append(job)
-
-    def clear(self) -> None:
-        self._jobs.clear()
+            self.jobs.append(WritebackJob(lease.chain, 0, lease.num_blocks))
 
     @property
     def is_due(self) -> bool:
         """True if there are jobs and, with write_back, the tier above runs low."""
         if self._config.write is not WritePolicy.BACK:
-            return bool(self._jobs)
-        return bool(self._jobs) and self._above.num_free < self._config.low_share * self._above.num_slots
+            return bool(self.jobs)
+        return bool(self.jobs) and self._above.num_free < self._config.low_share * self._above.num_slots
 
     def plan(self, now: float, *, flush: bool = False) -> None:
         """Start as many transfers as the limits allow. With `flush`, also if the policy would wait."""
@@ -104,13 +95,14 @@ class WritebackQueue:
             elapsed = 0.0 if self._refilled_at is None else max(0.0, now - self._refilled_at)
             self._allowance = min(limit, self._allowance + elapsed * self._config.blocks_per_second)
             self._refilled_at = now
-        if not (self.is_due or (flush and self._jobs)):
+        if not (self.is_due or (flush and self.jobs)):
             return
         room = self._room()
-        while self._jobs and room > 0:
-            job = self._jobs.popleft()
+        while self.jobs and room > 0:
+            job = self.jobs.popleft()
             lease = self._tree.match(job.chain, now=now, max_blocks=job.stop)
-            if self._is_worth(job, lease):
+            is_selective = self._config.write is WritePolicy.SELECTIVE and not job.always
+            if not is_selective or lease.node.usage.uses >= self._config.min_uses:
                 room -= self._start(job, lease, room)
             self._tree.release(lease, used=False)
 
@@ -118,16 +110,11 @@ class WritebackQueue:
         """Start at most `room` blocks of a job and requeue the rest; returns the number started."""
         started, rest = self._target.save(job, lease, room)
         if rest is not None:
-            self._jobs.appendleft(rest)
+            self.jobs.appendleft(rest)
         self._allowance -= started
         return started
 
-    def _is_worth(self, job: WritebackJob, lease: Lease) -> bool:
-        is_selective = self._config.write is WritePolicy.SELECTIVE and not job.always
-        return not is_selective or lease.node.usage.uses >= self._config.min_uses
-
     def _room(self) -> int:
-        """Return how many blocks may start now."""
         room = min(self._config.max_blocks - self._target.num_in_flight, int(min(self._allowance, 1 << 30)))
         return max(0, room)
 
@@ -235,11 +222,6 @@ class StoreIndex:
     def _of_ranks(self, ranks: int) -> _Copies:
         return self._looked_up.setdefault(ranks, _Copies(ranks))
 
-    def on_probe_result(self, probe_id: int) -> None:
-        """Handle a probe that every rank has answered."""
-        if probe_id == self.inventory_probe:
-            self.inventory_probe = 0
-
     def drop(self, keys: bytes) -> None:
         """Remove these blocks from the store."""
         for key in split_keys(keys):
@@ -265,7 +247,6 @@ class StoreIndex:
         return self._transfers.num_blocks(Route.HOST_TO_STORE, self.config.name)
 
     def on_transfer_done(self, done: PendingTransfer) -> None:
-        """Handle the end of a write to this store."""
         keys, copies = self._writes.pop(done.transfer.id)
         for key, ok in zip(keys, done.arrived, strict=True) if 0 in done.arrived else ():
             if not ok and self._known.get(key) is copies:

@@ -211,7 +211,7 @@ class CacheRuntime:
         On a GPU the rest is deferred until the forward pass is launched: starting a copy of hundreds of blocks takes
         half a millisecond of this thread.
         """
-        self._failed = {number for number in self._failed if self._manager.transfers.is_in_flight(number)}
+        self._failed = {number for number in self._failed if number in self._manager.transfers.in_flight}
         self._meter.began(plan)
         deferred = None
         if self._controller.overlaps_compute:

@@ -7,23 +7,19 @@ from kvtier.index.chain import Chain, MediaItem, Namespace
 from kvtier.index.events import BlocksRemoved, BlocksStored, Event, IndexCleared, Listener
 from kvtier.index.ghost import Estimate, GhostCache
 from kvtier.index.lease import Lease, Retention
-from kvtier.index.misses import Miss, MissList, MissReason
+from kvtier.index.misses import Miss, MissReason
 from kvtier.index.node import BlockState
-from kvtier.index.policies import FIFO, LRU, S3FIFO, CostAware, Policy, make_policy
+from kvtier.index.policies import Policy, make_policy
 from kvtier.index.pool import BlockPool, Shortage, Slots
 from kvtier.index.tier import Tier
 from kvtier.index.tree import RadixTree
 
 __all__ = [
-    "FIFO",
-    "LRU",
-    "S3FIFO",
     "BlockPool",
     "BlockState",
     "BlocksRemoved",
     "BlocksStored",
     "Chain",
-    "CostAware",
     "Estimate",
     "Event",
     "GhostCache",
@@ -32,7 +28,6 @@ __all__ = [
     "Listener",
     "MediaItem",
     "Miss",
-    "MissList",
     "MissReason",
     "Namespace",
     "Policy",

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvtier.errors import ArgumentError, DTypeError, RangeError
-from kvtier.index.node import Node, upwards
+from kvtier.index.node import Node
 from kvtier.messages import KEY_BYTES, split_keys
 
 # A list of ints, an array.array, a numpy array or anything numpy takes without copying (a torch tensor on the CPU).
@@ -118,17 +118,12 @@ class MediaItem:
     start: int
     num_tokens: int
     digest: bytes
-    """Digest of the content."""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.num_tokens < 1:
             raise RangeError(f"a media item needs start >= 0 and num_tokens >= 1, got {self.start}, {self.num_tokens}")
         if not self.digest:
             raise ArgumentError("a media item needs the digest of its content, got b''")
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.num_tokens
 
 
 def media_extras(items: Sequence[MediaItem], block_tokens: int) -> dict[int, bytes]:
@@ -143,7 +138,7 @@ def media_extras(items: Sequence[MediaItem], block_tokens: int) -> dict[int, byt
     """
     extras: dict[int, list[bytes]] = {}
     for item in sorted(items, key=lambda item: (item.start, item.num_tokens, item.digest)):
-        for block in range(item.start // block_tokens, -(-item.stop // block_tokens)):
+        for block in range(item.start // block_tokens, -(-(item.start + item.num_tokens) // block_tokens)):
             position = f"{item.start - block * block_tokens},{item.num_tokens}".encode()
             extras.setdefault(block, []).extend((position, item.digest))
     return {block: _framed(parts) for block, parts in extras.items()}
@@ -219,7 +214,7 @@ class Chain:
     @classmethod
     def of_node(cls, namespace: Namespace, node: Node) -> Chain:
         """Return the chain from the root to the end of a node."""
-        nodes = list(upwards(node))[::-1]
+        nodes = list(node.upwards())[::-1]
         salt, adapter = node.domain
         chain = cls(namespace, as_ids(b"".join(bytes(part.labels) for part in nodes)), salt=salt, adapter=adapter)
         chain.extras = {block: extra for part in nodes for block, extra in (part.extras or {}).items()}
@@ -299,5 +294,5 @@ class Chain:
         """Copy the keys of a path that has this chain's tokens, so that they are not hashed again."""
         stop = min(node.stop, self.num_blocks)
         if len(self._keys) < stop and node.keys:
-            keys = b"".join([part.keys for part in upwards(node)][::-1])
+            keys = b"".join([part.keys for part in node.upwards()][::-1])
             self._keys += split_keys(keys[len(self._keys) * KEY_BYTES : stop * KEY_BYTES])

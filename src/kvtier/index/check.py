@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtier.errors import StateError
 from kvtier.index.lease import Lease
-from kvtier.index.node import IS_HELD, NO_SLOT, BlockState, Node, upwards
+from kvtier.index.node import IS_HELD, NO_SLOT, BlockState, Node
 from kvtier.index.tier import Tier, tenant_of
 from kvtier.index.tree import RadixTree
 
@@ -105,7 +105,7 @@ def _check_leases(tree: RadixTree, nodes: list[Node], leases: list[Lease]) -> No
     own = 0
     for lease in leases:
         own += max(0, len(lease.table) - lease.num_blocks) + sum(map(len, lease.duplicate_slots))
-        for node in upwards(lease.node):
+        for node in lease.node.upwards():
             counted[id(node)] += 1
             if not node.attached:
                 detached[id(node)] = node

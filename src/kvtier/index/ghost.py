@@ -105,9 +105,6 @@ class S3FIFOMarks:
         self._uses: dict[int, int] = {}
         self._ghost: OrderedDict[int, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._uses)
-
     def use(self, marks: list[int]) -> list[bool]:
         """Add the marks, the last one first in line for eviction; returns for each if it was a hit."""
         uses = self._uses
@@ -150,7 +147,6 @@ class S3FIFOShadow:
         self._caches = [S3FIFOMarks(size) for size in sizes]
 
     def play(self, requests: Sequence[list[int]], grew: Sequence[bool]) -> Hits:  # noqa: ARG002
-        """See Stack.play."""
         columns = [[hit for marks in requests for hit in cache.use(marks)] for cache in self._caches]
         return np.array(columns, np.bool_).T
 
@@ -249,22 +245,19 @@ class GhostCache:
             self._play()
 
     def curve(self, policy: str | None = None) -> list[Estimate]:
-        """Return the estimated hit rate at each capacity, for a policy; by default the real cache's."""
-        name = policy or self._real
-        if name not in self._shadows:
-            return []
-        if self._waiting:
-            self._play()
-        return self._estimate(name)
+        """Return the estimated hit rate at each capacity, for a policy; by default the real cache's.
 
-    def _estimate(self, name: str) -> list[Estimate]:
-        """Return the real rate plus the lead of each size. The error is twice the standard error plus the model error.
-
+        An estimate is the real rate plus the lead of a size, its error twice the standard error plus the model error.
         Marks are sampled one by one and fall into groups at random, so the sums of the groups are independent and their
         spread is the error of the total; a mark used a hundred times is in one group, one observation. A shadow has the
         right number of marks only on average: that is an error in its capacity and in the real one's, which counts by
         the steepness of the curve.
         """
+        name = policy or self._real
+        if name not in self._shadows:
+            return []
+        if self._waiting:
+            self._play()
         sampled = self._num_looks * self.rate
         if not sampled:
             return [Estimate(name, size, 0.0, 1.0) for size in self._sizes]
@@ -311,14 +304,12 @@ class GhostCache:
                 requests.append([mark])
                 grew.append(has_grown[owner])
                 last = owner
-        if requests:
-            self._compare(requests, grew, marks >> _U64(20) & _U64(_GROUPS - 1))
-
-    def _compare(self, requests: list[list[int]], grew: list[bool], groups: _Words) -> None:
-        """Play the requests to every shadow. A hit that the real cache's shadow does not have is a lead of one."""
+        if not requests:
+            return
+        groups = marks >> _U64(20) & _U64(_GROUPS - 1)
         hits = {name: shadow.play(requests, grew) for name, shadow in self._shadows.items()}
         real = hits[self._real][:, :1].astype(np.int64)
-        for name, own in hits.items():
+        for name, own in hits.items():  # a hit that the real cache's shadow does not have is a lead of one
             np.add.at(self._leads[name], groups, own - real)
 
     def _marks(self, words: _Words, counts: _Ints, starts: _Ints) -> _Words:

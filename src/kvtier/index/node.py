@@ -54,11 +54,9 @@ class Residency:
         self.num_held = len(states) - states.count(ABSENT)
 
     def cut(self, first: int, stop: int) -> Residency:
-        """Return the part for blocks [first, stop)."""
         return Residency(self.slots[first:stop], self.states[first:stop])
 
     def joined(self, other: Residency) -> Residency:
-        """Return this part followed by the other."""
         return Residency(np.concatenate((self.slots, other.slots)), self.states + other.states)
 
     @classmethod
@@ -141,28 +139,25 @@ class Node:
         first = union.to_bytes(self.num_blocks, "little").find(0)
         return self.num_blocks if first < 0 else first
 
+    def upwards(self) -> Iterator[Node]:
+        """Yield the nodes from here up to the root, without the root."""
+        at = self
+        while at.parent is not None:
+            yield at
+            at = at.parent
 
-def upwards(node: Node) -> Iterator[Node]:
-    """Yield the nodes from here up to the root, without the root."""
-    at: Node | None = node
-    while at is not None and at.parent is not None:
-        yield at
-        at = at.parent
+    def descendants(self) -> list[Node]:
+        """Return all nodes below this one, parents first."""
+        nodes = list(self.children.values())
+        for child in nodes:  # grows during the loop
+            nodes.extend(child.children.values())
+        return nodes
 
-
-def descendants(node: Node) -> list[Node]:
-    """Return all nodes below a node, parents first."""
-    nodes = list(node.children.values())
-    for child in nodes:  # grows during the loop
-        nodes.extend(child.children.values())
-    return nodes
-
-
-def device_slots(node: Node) -> I32:
-    """Return the device slot of each block, NO_SLOT where the device has no readable copy."""
-    held = node.held[0]
-    if held is None:
-        return np.full(node.num_blocks, NO_SLOT, np.int32)
-    if held.states.count(READY) == len(held.states):
-        return held.slots
-    return np.where(np.frombuffer(held.states, np.uint8) >= READY, held.slots, NO_SLOT).astype(np.int32)
+    def device_slots(self) -> I32:
+        """Return the device slot of each block, NO_SLOT where the device has no readable copy."""
+        held = self.held[0]
+        if held is None:
+            return np.full(self.num_blocks, NO_SLOT, np.int32)
+        if held.states.count(READY) == len(held.states):
+            return held.slots
+        return np.where(np.frombuffer(held.states, np.uint8) >= READY, held.slots, NO_SLOT).astype(np.int32)

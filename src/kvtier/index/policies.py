@@ -29,14 +29,17 @@ from kvtier.index.node import Node
 
 
 class CandidateHeap:
-    """Candidates by rank, lowest first. `discard` only forgets the entry; `first` drops it from the heap."""
+    """Candidates by rank, lowest first. `discard` only forgets the entry; `first` drops it from the heap.
 
-    __slots__ = ("_entries", "_heap", "_next")
+    `num_blocks` counts the blocks that the candidates had when they were pushed.
+    """
+
+    __slots__ = ("_entries", "_heap", "_next", "num_blocks")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Node]] = []
-        self._entries: dict[Node, int] = {}
-        self._next = 0
+        self._entries: dict[Node, tuple[int, int]] = {}
+        self._next = self.num_blocks = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -45,23 +48,27 @@ class CandidateHeap:
         return node in self._entries
 
     def push(self, node: Node, rank: float) -> None:
-        """Add a node or change its rank. Of equal ranks, the first pushed comes first."""
+        """Add a node that is not in the heap. Of equal ranks, the first pushed comes first."""
         self._next += 1
-        self._entries[node] = self._next
+        self._entries[node] = self._next, node.num_blocks
+        self.num_blocks += node.num_blocks
         heapq.heappush(self._heap, (rank, self._next, node))
         # Half may be forgotten entries. Without a limit, a few candidates touched often would fill the memory.
         if len(self._heap) > 64 + 2 * len(self._entries):
-            self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[1]]
+            self._heap = [entry for entry in self._heap if self._entries.get(entry[2], (0, 0))[0] == entry[1]]
             heapq.heapify(self._heap)
 
     def discard(self, node: Node) -> None:
-        self._entries.pop(node, None)
+        entry = self._entries.pop(node, None)
+        if entry is not None:
+            self.num_blocks -= entry[1]
 
     def first(self) -> tuple[float, Node] | None:
         """Return the lowest rank and its node."""
         while self._heap:
-            rank, entry, node = self._heap[0]
-            if self._entries.get(node) == entry:
+            rank, number, node = self._heap[0]
+            entry = self._entries.get(node)
+            if entry is not None and entry[0] == number:
                 return rank, node
             heapq.heappop(self._heap)
         return None
@@ -78,7 +85,8 @@ class ARC:
     name = "ARC"
 
     def __init__(self) -> None:
-        self._recent, self._frequent = _Side(), _Side()
+        self._recent, self._frequent = CandidateHeap(), CandidateHeap()
+        self._recent_ghosts, self._frequent_ghosts = _Ghosts(), _Ghosts()
         self._target = 0.0
         """Blocks that recent may have before it is evicted from."""
         self._most = 0
@@ -90,68 +98,55 @@ class ARC:
         """Add the node to the side given by its uses. A ghost hit moves the target."""
         if node in self:
             return
-        mark = fingerprint(node)
-        for side, other, sign in ((self._recent, self._frequent, 1), (self._frequent, self._recent, -1)):
-            if mark in side.ghosts:
-                step = max(1.0, other.num_ghosts / max(1, side.num_ghosts)) * node.num_blocks
+        mark, recent, frequent = fingerprint(node), self._recent_ghosts, self._frequent_ghosts
+        for ghosts, others, sign in ((recent, frequent, 1), (frequent, recent, -1)):
+            if mark in ghosts.blocks_of:
+                step = max(1.0, others.num_blocks / max(1, ghosts.num_blocks)) * node.num_blocks
                 self._target = min(max(0.0, self._target + sign * step), float(self._most))
-                side.forget(mark)
+                ghosts.remove(mark)
                 self._returned[mark, node.usage.created] = None
-                while len(self._returned) > 1024 + 4 * (len(self._recent.heap) + len(self._frequent.heap)):
+                while len(self._returned) > 1024 + 4 * (len(self._recent) + len(self._frequent)):
                     self._returned.popitem(last=False)
                 break
         is_frequent = node.usage.uses > 0 or (mark, node.usage.created) in self._returned
-        (self._frequent if is_frequent else self._recent).add(node)
+        (self._frequent if is_frequent else self._recent).push(node, node.usage.used)
         self._most = max(self._most, self._recent.num_blocks + self._frequent.num_blocks)
 
     def withdraw(self, node: Node) -> None:
-        self._recent.remove(node)
-        self._frequent.remove(node)
+        self._recent.discard(node)
+        self._frequent.discard(node)
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._recent.heap or node in self._frequent.heap
+        return node in self._recent or node in self._frequent
 
     def victim(self) -> Node | None:
         """Return the least recently used node of recent if it exceeds its target, else of frequent."""
-        is_within = self._recent.num_blocks <= self._target and len(self._frequent.heap) > 0
-        side = self._frequent if is_within or not len(self._recent.heap) else self._recent
-        first = side.heap.first()
+        is_within = self._recent.num_blocks <= self._target and len(self._frequent) > 0
+        is_frequent = is_within or not len(self._recent)
+        first = (self._frequent if is_frequent else self._recent).first()
         if first is None:
             return None
-        side.remember(first[1], self._most)
+        (self._frequent_ghosts if is_frequent else self._recent_ghosts).add(first[1], self._most)
         return first[1]
 
 
-class _Side:
-    """Candidates, and the ghosts of evicted ones with their number of blocks."""
-
-    __slots__ = ("_num_blocks", "ghosts", "heap", "num_blocks", "num_ghosts")
+class _Ghosts:
+    """Evicted nodes with their number of blocks, oldest first."""
 
     def __init__(self) -> None:
-        self.heap = CandidateHeap()
-        self.ghosts: OrderedDict[int, int] = OrderedDict()
-        self.num_blocks = self.num_ghosts = 0
-        self._num_blocks: dict[Node, int] = {}
+        self.blocks_of: OrderedDict[int, int] = OrderedDict()
+        self.num_blocks = 0
 
-    def add(self, node: Node) -> None:
-        self.heap.push(node, node.usage.used)
-        self._num_blocks[node] = node.num_blocks
-        self.num_blocks += node.num_blocks
-
-    def remove(self, node: Node) -> None:
-        self.heap.discard(node)
-        self.num_blocks -= self._num_blocks.pop(node, 0)
-
-    def remember(self, node: Node, most: int) -> None:
+    def add(self, node: Node, max_blocks: int) -> None:
         mark = fingerprint(node)
-        self.forget(mark)
-        self.ghosts[mark] = node.num_blocks
-        self.num_ghosts += node.num_blocks
-        while self.num_ghosts > most:
-            self.num_ghosts -= self.ghosts.popitem(last=False)[1]
+        self.remove(mark)
+        self.blocks_of[mark] = node.num_blocks
+        self.num_blocks += node.num_blocks
+        while self.num_blocks > max_blocks:
+            self.num_blocks -= self.blocks_of.popitem(last=False)[1]
 
-    def forget(self, mark: int) -> None:
-        self.num_ghosts -= self.ghosts.pop(mark, 0)
+    def remove(self, mark: int) -> None:
+        self.num_blocks -= self.blocks_of.pop(mark, 0)
 
 
 class Policy(Protocol):
@@ -204,16 +199,6 @@ class Ranked:
         return first[1]
 
 
-def LRU() -> Ranked:
-    """Least recently used first."""
-    return Ranked("LRU", lambda node: node.usage.used)
-
-
-def FIFO() -> Ranked:
-    """Oldest first, used or not."""
-    return Ranked("FIFO", lambda node: node.usage.created)
-
-
 def CostAware(half_tokens: int = 16_384) -> Ranked:
     """Lowest value per byte first: the value is uses times the cost of computing the blocks again (Greedy-Dual).
 
@@ -243,8 +228,6 @@ class S3FIFO:
 
     def __init__(self) -> None:
         self._small, self._main = CandidateHeap(), CandidateHeap()
-        self._num_blocks: dict[Node, int] = {}
-        self._num_small = self._num_main = 0
         # Nodes in main, also while leased: their place and how many of their uses are spent. By content and creation
         # time, so that a node that was evicted from main and returns is new.
         self._in_main: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
@@ -253,57 +236,52 @@ class S3FIFO:
 
     def offer(self, node: Node) -> None:
         """Add the node at its former place, at the end of main if it was evicted recently, else at the end of small."""
-        if node in self._num_blocks:
+        if node in self:
             return
         mark = fingerprint(node)
         if mark in self._ghost:
             del self._ghost[mark]
             self._to_main(node, node.usage.uses)
         elif (mark, node.usage.created) in self._in_main:
-            self._enqueue(node, self._main, self._in_main[mark, node.usage.created][0])
+            self._main.push(node, self._in_main[mark, node.usage.created][0])
         else:
-            self._enqueue(node, self._small, node.usage.created)
+            self._small.push(node, node.usage.created)
 
     def withdraw(self, node: Node) -> None:
-        """Remove the node and remember its place."""
-        num_blocks = self._num_blocks.pop(node, 0)
-        if node in self._small:
-            self._small.discard(node)
-            self._num_small -= num_blocks
-        else:
-            self._main.discard(node)
-            self._num_main -= num_blocks
+        self._small.discard(node)
+        self._main.discard(node)
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._num_blocks
+        return node in self._small or node in self._main
 
     def victim(self) -> Node | None:
         """Return the first node without a use to spend: of small if it exceeds its share, else of main."""
-        while self._num_blocks:
-            is_small = self._num_small > self.SMALL_SHARE * (self._num_small + self._num_main)
-            queue = self._small if len(self._small) and (is_small or not len(self._main)) else self._main
+        small, main = self._small, self._main
+        while True:
+            is_small = small.num_blocks > self.SMALL_SHARE * (small.num_blocks + main.num_blocks)
+            queue = small if len(small) and (is_small or not len(main)) else main
             first = queue.first()
-            assert first is not None
+            if first is None:
+                return None
             node = first[1]
             mark = fingerprint(node)
-            spent = self._in_main.get((mark, node.usage.created), (0, 0))[1] if queue is self._main else 0
+            spent = self._in_main.get((mark, node.usage.created), (0, 0))[1] if queue is main else 0
             unspent = min(node.usage.uses - spent, self.MAX_USES)
             if unspent <= 0:
-                if queue is self._small:
+                if queue is small:
                     self._remember(mark)
                 return node
             self.withdraw(node)
-            self._to_main(node, node.usage.uses - unspent + (queue is self._main))
-        return None
+            self._to_main(node, node.usage.uses - unspent + (queue is main))
 
     def _to_main(self, node: Node, spent: int) -> None:
         self._time += 1
         which = fingerprint(node), node.usage.created
         self._in_main[which] = (self._time, spent)
         self._in_main.move_to_end(which)
-        while len(self._in_main) > 1024 + 4 * len(self._num_blocks):
+        while len(self._in_main) > 1024 + 4 * (len(self._small) + len(self._main)):
             self._in_main.popitem(last=False)
-        self._enqueue(node, self._main, self._time)
+        self._main.push(node, self._time)
 
     def _remember(self, mark: int) -> None:
         """Keep a ghost, at most as many as main has nodes."""
@@ -311,18 +289,10 @@ class S3FIFO:
         while len(self._ghost) > 64 + len(self._main):
             self._ghost.popitem(last=False)
 
-    def _enqueue(self, node: Node, queue: CandidateHeap, rank: int) -> None:
-        queue.push(node, rank)
-        self._num_blocks[node] = node.num_blocks
-        if queue is self._small:
-            self._num_small += node.num_blocks
-        else:
-            self._num_main += node.num_blocks
-
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "lru": LRU,
-    "fifo": FIFO,
+    "lru": lambda: Ranked("LRU", lambda node: node.usage.used),
+    "fifo": lambda: Ranked("FIFO", lambda node: node.usage.created),
     "arc": ARC,
     "s3fifo": S3FIFO,
     "cost": CostAware,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvtier.errors import StateError
-from kvtier.index.node import NO_SLOT, BlockState, Node, Residency
+from kvtier.index.node import NO_SLOT, Node, Residency
 from kvtier.index.policies import Policy
 from kvtier.index.pool import BlockPool, Shortage, Slots
 
@@ -46,7 +46,6 @@ class Candidates:
         return policy is not None and node in policy
 
     def victim(self) -> Node | None:
-        """Return the next node to evict from."""
         for policy in self._in_order:
             node = policy.victim()
             if node is not None:
@@ -120,8 +119,8 @@ class Tier:
 
     # ---- blocks of nodes -------------------------------------------------------------------------------------------
 
-    def put(self, node: Node, first: int, slots: Slots, state: BlockState) -> None:
-        """Add blocks [first, first + len(slots)) of a node. The caller holds a lease on the node."""
+    def put(self, node: Node, first: int, slots: Slots, state: int) -> None:
+        """Add blocks [first, first + len(slots)) of a node. They are absent, and the caller holds a lease on it."""
         held, count = node.held[self.number], len(slots.ids)
         if held is None and count == node.num_blocks:
             node.held[self.number] = Residency(slots.ids, bytearray((state,)) * count)
@@ -130,8 +129,6 @@ class Tier:
         if held is None:
             held = node.held[self.number] = Residency.absent(node.num_blocks)
             self._gained(node)
-        if held.states.count(BlockState.ABSENT, first, first + count) != count:
-            raise StateError(f"{self.name} already holds some of blocks [{first}, {first + count}) of the node")
         held.slots = held.slots.copy()  # a split may have left it a view
         held.slots[first : first + count] = slots.ids
         held.states[first : first + count] = bytes((state,)) * count

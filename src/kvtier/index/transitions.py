@@ -19,7 +19,6 @@ from kvtier.index.node import (
     READABLE,
     READY,
     WRITING,
-    BlockState,
     Node,
     Residency,
 )
@@ -41,7 +40,7 @@ def begin_write(lease: Lease, tier: Tier, first: int, slots: Slots) -> None:
         if held is not None and held.states.count(ABSENT, low, high) != high - low:
             raise StateError(f"{tier.name} already holds some of blocks [{node.start + low}, {node.start + high})")
     for node, low, high, at in parts:
-        tier.put(node, low, Slots(slots.tier, slots.ids[at : at + high - low].copy()), BlockState.WRITING)
+        tier.put(node, low, Slots(slots.tier, slots.ids[at : at + high - low].copy()), WRITING)
 
 
 def end_write(tree: RadixTree, lease: Lease, tier: Tier, first: int, count: int, *, ok: bool) -> None:
@@ -78,7 +77,6 @@ def begin_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
 
 
 def end_read(lease: Lease, tier: Tier, first: int, count: int) -> None:
-    """Remove a reader from blocks."""
     parts = path_parts(lease, first, count)
     for node, low, high, _ in parts:
         if _held(node, tier).states[low:high].translate(_IS_READ).find(0) >= 0:

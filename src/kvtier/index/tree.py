@@ -7,40 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.errors import ArgumentError, RangeError, StateError
+from kvtier.errors import ArgumentError, StateError
+from kvtier.index import tree_edit as edit
 from kvtier.index.chain import Chain, Namespace
 from kvtier.index.events import IndexCleared, Listener, removed_event, stored_event
 from kvtier.index.ghost import GhostCache
 from kvtier.index.lease import Lease, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
-from kvtier.index.node import (
-    IS_HELD,
-    NO_SLOT,
-    READABLE,
-    READY,
-    AccessStats,
-    BlockState,
-    Node,
-    Residency,
-    descendants,
-    device_slots,
-    upwards,
-)
+from kvtier.index.node import ABSENT, IS_HELD, NO_SLOT, READABLE, READY, WRITING, AccessStats, Node, Residency
 from kvtier.index.pool import I32, Shortage, Slots
 from kvtier.index.tier import Tier, tenant_of
-from kvtier.index.tree_edit import (
-    absorb_parent,
-    add_lease,
-    can_grow,
-    can_join,
-    closest_child,
-    common_blocks,
-    content_below,
-    free_detached,
-    lengthen,
-    split,
-    truncate,
-)
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _NO_SLOTS = np.empty(0, np.int32)
@@ -104,12 +80,12 @@ class RadixTree:
     ) -> tuple[Lease, int] | None:
         """Lease the block below a lease that shares the most of its next `max_tokens` tokens; returns their number."""
         lease.must_be_open()
-        best, num_tokens = closest_child(lease.node, lease.chain, max_tokens, max_children, now)
+        best, num_tokens = edit.closest_child(lease.node, lease.chain, max_tokens, max_children, now)
         if best is None:
             return None
         if best.num_blocks > 1:
-            best = split(best, 1, self.tiers)
-        slots = [device_slots(above) for above in upwards(best)]
+            best = edit.split(best, 1, self.tiers)
+        slots = [above.device_slots() for above in best.upwards()]
         partial = self._lease_of(lease.chain, best, lease.retention, np.concatenate(slots[::-1]))
         partial.num_matched = lease.num_blocks
         return partial, num_tokens
@@ -161,7 +137,7 @@ class RadixTree:
                 f"{len(lease.table) - first} slots of its own, or the tree has the first block or not those above"
             )
         lease.node = self._add(lease.chain, lease.node, first, stop, self._new_usage(lease, now))
-        tier.put(lease.node, 0, slots, BlockState.WRITING)
+        tier.put(lease.node, 0, slots, WRITING)
         lease.num_blocks = stop
         lease.table = np.concatenate((lease.table, np.full(len(slots), NO_SLOT, np.int32)))
 
@@ -218,9 +194,9 @@ class RadixTree:
         lease = self.match(chain)
         node = lease.node
         self.release(lease, used=False)
-        below = descendants(node) if 0 < lease.num_blocks == chain.num_blocks else []
+        below = node.descendants() if 0 < lease.num_blocks == chain.num_blocks else []
         freed: list[I32] = []
-        for each in (*reversed(below), *upwards(node)):
+        for each in (*reversed(below), *node.upwards()):
             held = each.held[tier.number]
             if held is None or each.leases or each.below[tier.number]:
                 continue
@@ -263,10 +239,10 @@ class RadixTree:
             node = node.children.get(chain.key_at(block))
             if node is None:
                 return 0
-            stop = block + common_blocks(node, chain, block, chain.num_blocks)
+            stop = block + edit.common_blocks(node, chain, block, chain.num_blocks)
             if stop > first:
                 if node.start < first:
-                    split(node, first - node.start, self.tiers)
+                    edit.split(node, first - node.start, self.tiers)
                 return self._detach(node, MissReason.DROPPED)
             if stop < node.stop:
                 return 0
@@ -321,7 +297,7 @@ class RadixTree:
         self, chain: Chain, node: Node, retention: Retention, table: I32, stopped: MissReason | None = None
     ) -> Lease:
         self.num_leases += 1
-        add_lease(node, None, self.tiers)
+        edit.add_lease(node, None, self.tiers)
         return Lease(chain, node, node.stop, table, retention, stopped, self.clock)
 
     def _root(self, chain: Chain) -> Node:
@@ -345,14 +321,14 @@ class RadixTree:
                 return node, parts, None
             if child.usage.expires <= now and not child.leases:
                 return node, parts, MissReason.EXPIRED
-            common = common_blocks(child, chain, block, want)
+            common = edit.common_blocks(child, chain, block, want)
             held = child.held[0]
             is_ready = held is not None and held.states.count(READY) == child.num_blocks
             take = common if is_ready else min(common, child.num_leading(READABLE))
             if take:
-                node = child if take == child.num_blocks else split(child, take, self.tiers)
+                node = child if take == child.num_blocks else edit.split(child, take, self.tiers)
                 block += take
-                parts.append(device_slots(node))
+                parts.append(node.device_slots())
             if take < common:
                 return node, parts, MissReason.NOT_READY
         return node, parts, MissReason.NONE
@@ -369,7 +345,7 @@ class RadixTree:
                     if held is None or held.num_held < node.num_blocks:
                         self._cut_absent(node)
                 elif not node.attached:
-                    free_detached(node, self.tiers)
+                    edit.free_detached(node, self.tiers)
                 elif not node.children:
                     self.roots.pop(node.domain, None)
             node = node.parent
@@ -389,8 +365,9 @@ class RadixTree:
             usage.priority = max(usage.priority, priority)
             usage.expires = max(usage.expires, expires)
             above = node.parent
-            if above.leases == node.leases and len(above.children) == 1 and can_join(above, node, priority, expires):
-                absorb_parent(node, self.tiers)
+            only_child = above.leases == node.leases and len(above.children) == 1
+            if only_child and edit.can_join(above, node, priority, expires):
+                edit.absorb_parent(node, self.tiers)
             else:
                 node = above
 
@@ -402,20 +379,20 @@ class RadixTree:
     def _join(self, lease: Lease, child: Node, block: int, stop: int) -> tuple[Node, bool]:
         """Follow an existing edge; True if it adopted the lease's slots because the device held none of it."""
         device = self.tiers[0]
-        count = common_blocks(child, lease.chain, block, stop)
+        count = edit.common_blocks(child, lease.chain, block, stop)
         held = child.held[0]
         if held is not None:
-            absent = held.states.find(BlockState.ABSENT)
+            absent = held.states.find(ABSENT)
             if absent == 0:
                 count = min(count, len(held.states) - len(held.states.lstrip(b"\0")))
             elif absent > 0:
                 count = min(count, absent)
         if count < child.num_blocks:
-            child = split(child, count, self.tiers)
-        add_lease(child, child.parent, self.tiers)
+            child = edit.split(child, count, self.tiers)
+        edit.add_lease(child, child.parent, self.tiers)
         own = lease.table[block : block + count]
         if child.held[0] is None:
-            device.put(child, 0, Slots(device.name, own.copy()), BlockState.READY)
+            device.put(child, 0, Slots(device.name, own.copy()), READY)
             self.notify_stored(device, child, 0)
             return child, True
         lease.duplicate_slots.append(own)
@@ -424,20 +401,20 @@ class RadixTree:
     def _grow(self, lease: Lease, node: Node, block: int, stop: int, now: float) -> Node:
         """Add the chain's new blocks [block, stop) to the leaf that the lease added before, or in a new node."""
         device, slots, usage = self.tiers[0], lease.table[block:stop].copy(), self._new_usage(lease, now)
-        if node is lease.grown and can_grow(node, usage):
-            lengthen(node, *content_below(node, lease.chain, block, stop, with_keys=self.with_keys), slots)
+        if node is lease.grown and edit.can_grow(node, usage):
+            edit.lengthen(node, *edit.content_below(node, lease.chain, block, stop, with_keys=self.with_keys), slots)
             node.usage.expires = usage.expires
             self.notify_stored(device, node, block - node.start)
             return node
         new = self._add(lease.chain, node, block, stop, usage)
-        device.put(new, 0, Slots(device.name, slots), BlockState.READY)
+        device.put(new, 0, Slots(device.name, slots), READY)
         lease.grown = new
         self.notify_stored(device, new, 0)
         return new
 
     def _add(self, chain: Chain, node: Node, block: int, stop: int, usage: AccessStats) -> Node:
         """Add a node of blocks [block, stop) below another, held by one lease."""
-        labels, keys, extras = content_below(node, chain, block, stop, with_keys=self.with_keys)
+        labels, keys, extras = edit.content_below(node, chain, block, stop, with_keys=self.with_keys)
         key = chain.key_at(block)
         new = Node(node, node.domain, key, block, stop - block, labels, usage, len(self.tiers), extras, keys)
         new.leases = 1
@@ -453,11 +430,9 @@ class RadixTree:
 
         Slots beyond its quota must come from the tenant's own blocks, the others from any tenant's.
         """
-        if n < 0:
-            raise RangeError(f"cannot allocate {n} slots")
         short, over = n - tier.pool.num_free, 0
         quota = tier.quota(salt)
-        if quota is not None and n:
+        if quota is not None and n > 0:
             shortage = tier.quota_shortage(salt, n)
             if shortage is not None:
                 return shortage
@@ -543,7 +518,7 @@ class RadixTree:
                 else:
                     tier.give_back(slots, node.domain[0])
         if kept:
-            truncate(node, kept)
+            edit.truncate(node, kept)
         else:
             self._unlink(node)
         return taken
@@ -555,14 +530,14 @@ class RadixTree:
             tier.unlinked(node)
         self._unlink(node)
         num_blocks = 0
-        for each in (node, *descendants(node)):
+        for each in (node, *node.descendants()):
             num_blocks += each.num_blocks
             for tier in self.tiers:
                 self._notify_removed(tier, each, 0)
                 tier.detached(each)
             each.attached = False
             if each.leases == 0:
-                free_detached(each, self.tiers)
+                edit.free_detached(each, self.tiers)
         return num_blocks
 
     def _unlink(self, node: Node) -> None:

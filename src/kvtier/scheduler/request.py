@@ -32,7 +32,6 @@ class RequestState(Enum):
 
     @property
     def is_over(self) -> bool:
-        """True if the state is terminal."""
         return self not in (RequestState.WAITING, RequestState.RUNNING)
 
 
@@ -155,7 +154,6 @@ class Row(NamedTuple):  # created per token, like RowResult: a frozen dataclass 
 
     @property
     def stop(self) -> int:
-        """End of its tokens, exclusive."""
         return self.first + self.num_tokens
 
 

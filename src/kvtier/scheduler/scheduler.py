@@ -264,8 +264,8 @@ class Scheduler:
         prompts = [allocation, *(_held(each) for each in self._running if not each.is_generating)]
         own = [each for each in prompts if tenant_of(each.chain.salt) == tenant_of(request.chain.salt)]
         shortage = self.manager.shortage_for(sum(each.num_blocks_needed for each in prompts))
-        shortage = shortage or self.manager.shortage_for(
-            sum(each.num_blocks_needed for each in own), request.chain.salt
+        shortage = shortage or self.manager.tree.tiers[0].quota_shortage(
+            request.chain.salt, sum(each.num_blocks_needed for each in own)
         )
         return None if shortage is None or self._is_alone(request, shortage) else shortage
 

@@ -116,8 +116,8 @@ def test_arc_ghosts_are_bounded():
     cache = Blocks(policy, 64)
     for name in range(10_000):
         cache.access(name)
-    assert policy._recent.num_ghosts <= 64
-    assert len(policy._recent.ghosts) <= 64
+    assert policy._recent_ghosts.num_blocks <= 64
+    assert len(policy._recent_ghosts.blocks_of) <= 64
 
 
 def test_arc_keeps_shared_prefix_in_tree():

@@ -28,6 +28,7 @@ from index_cases import (
 from kvtier.errors import ArgumentError, KvtierError, RangeError, StateError
 from kvtier.index import BlockPool, Chain, MediaItem, MissReason, Namespace, Shortage, Slots, transitions
 from kvtier.index.check import check_tree
+from kvtier.index.node import BlockState
 
 
 def store(tree, *blocks):
@@ -180,7 +181,7 @@ def test_match_that_raises_leaves_no_lease():
 
 
 def test_block_states_are_enum_and_tiers_are_numbered():
-    assert {type(state).__name__ for state in transitions.BlockState} == {"BlockState"}
+    assert {type(state).__name__ for state in BlockState} == {"BlockState"}
     with pytest.raises(ArgumentError, match="numbered"):
         type(tree_of(4))(NAMESPACE, [tree_of(4, 4).tiers[1]])
 

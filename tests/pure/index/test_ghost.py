@@ -70,7 +70,7 @@ def test_s3fifo_marks_are_bounded_and_hit_when_roomy(requests):
             found = cache.use(marks)
             assert not any(hit and mark not in seen for hit, mark in zip(found, marks, strict=True))
             seen.update(marks)
-            assert len(cache) <= size
+            assert len(cache._uses) <= size
     room = S3FIFOMarks(1000)
     first = [room.use(marks) for marks in requests]
     known: set[int] = set()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from index_cases import BLOCK, NAMESPACE, begin, chain_of, copy_down, remove, run, tokens_of, tree_of
-from kvtier.index import Chain, MediaItem, Miss, MissList, MissReason, Namespace, RadixTree, Retention, transitions
+from kvtier.index import Chain, MediaItem, Miss, MissReason, Namespace, RadixTree, Retention, transitions
+from kvtier.index.misses import MissList
 
 
 def why(tree: RadixTree, *blocks: int, now: float = 0.0, **options) -> Miss:

@@ -548,7 +548,7 @@ def test_save_queue_is_bounded():
         request(scheduler, str(i), [i] * 5, 1)
         run(scheduler, device, check=i % 50 == 0)  # check visits all blocks
     scheduler.check()
-    assert len(scheduler.manager.queues[0]._jobs) == 1024
+    assert len(scheduler.manager.queues[0].jobs) == 1024
 
 
 def test_failed_load_is_a_miss():
