@@ -9,7 +9,7 @@ import numpy as np
 from kvtier.cache.cost_model import LoadDecision
 from kvtier.index import Chain, Lease
 from kvtier.index.node import NO_SLOT
-from kvtier.index.pool import I32
+from kvtier.messages import I32
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.model import Model
 from kvtier.errors import ArgumentError, RangeError
-from kvtier.index.pool import I32
+from kvtier.messages import I32
 from kvtier.scheduler import Request
 
 if TYPE_CHECKING:

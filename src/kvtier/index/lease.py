@@ -9,7 +9,7 @@ from kvtier.errors import RangeError, StateError
 from kvtier.index.chain import Chain
 from kvtier.index.misses import MissReason
 from kvtier.index.node import Node
-from kvtier.index.pool import I32
+from kvtier.messages import I32
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from kvtier.index.pool import I32
+from kvtier.messages import I32
 
 
 class BlockState(IntEnum):

@@ -22,9 +22,10 @@ from kvtier.index.node import (
     Node,
     Residency,
 )
-from kvtier.index.pool import I32, Slots
+from kvtier.index.pool import Slots
 from kvtier.index.tier import Tier
 from kvtier.index.tree import RadixTree
+from kvtier.messages import I32
 
 _ONE_READY = bytes((READY,))
 _IS_READ = bytes(int(value > READY) for value in range(256))

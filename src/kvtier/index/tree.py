@@ -15,8 +15,9 @@ from kvtier.index.ghost import GhostCache
 from kvtier.index.lease import Lease, Retention
 from kvtier.index.misses import Miss, MissList, MissReason
 from kvtier.index.node import ABSENT, IS_HELD, NO_SLOT, READABLE, READY, WRITING, AccessStats, Node, Residency
-from kvtier.index.pool import I32, Shortage, Slots
+from kvtier.index.pool import Shortage, Slots
 from kvtier.index.tier import Tier, tenant_of
+from kvtier.messages import I32
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _NO_SLOTS = np.empty(0, np.int32)

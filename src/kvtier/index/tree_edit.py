@@ -11,9 +11,9 @@ from itertools import islice
 from kvtier.index.chain import TOKEN_BYTES, Chain, as_ids, chain_keys
 from kvtier.index.events import last_key
 from kvtier.index.node import NO_SLOT, READY, AccessStats, Node, Residency
-from kvtier.index.pool import I32, Slots
+from kvtier.index.pool import Slots
 from kvtier.index.tier import Tier
-from kvtier.messages import KEY_BYTES
+from kvtier.messages import I32, KEY_BYTES
 
 # A leaf that its own request keeps extending is copied at each block up to this size; then a new node begins.
 GROW_BYTES = 64 * 1024
