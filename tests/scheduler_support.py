@@ -128,9 +128,6 @@ def run(scheduler: Scheduler, device: Device, steps: int = 1000, *, check: bool 
 def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> None:
     """Check the invariants of a step. `ran` are the requests that were running before it."""
     limits, rows = scheduler.config, step.rows
-    if step.controls:
-        assert not rows, "a step with controls has no rows: a control may change the choice"
-        return
     assert step.num_tokens == sum(row.num_tokens for row in rows) <= limits.max_step_tokens
     assert len({row.request.id for row in rows}) == len(rows)
     assert len(scheduler.running) <= limits.max_rows

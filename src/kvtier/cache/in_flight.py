@@ -52,6 +52,8 @@ class PendingTransfer:
     """Blocks that no rank reported as failed; at the end, the blocks that are readable in the target."""
     seconds: float = 0.0
     """Time of the slowest rank."""
+    num_bytes: int = 0
+    """Sum over the ranks."""
 
     @property
     def count(self) -> int:
@@ -184,6 +186,7 @@ class TransferTracker:
         elif not result.ok:
             pending.arrived = bytes(pending.count)
         pending.seconds = max(pending.seconds, result.seconds)
+        pending.num_bytes += result.num_bytes
         pending.stats.num_bytes += result.num_bytes
         if pending.waiting_for:
             return None

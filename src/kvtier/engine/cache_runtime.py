@@ -8,8 +8,8 @@ Operations that change memory wait until no transfer is in flight. They run on t
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 
 from kvtier.cache.admin import CacheAdmin
+from kvtier.cache.in_flight import PendingTransfer
 from kvtier.cache.manager import CacheManager
 from kvtier.cache.metrics import CacheMetrics, Counted
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.traffic import TierTraffic, TransferMeter
 from kvtier.errors import ArgumentError, RangeError, StateError
 from kvtier.index import Chain, Lease
 from kvtier.memory import Event
@@ -35,52 +35,33 @@ from kvtier.worker.sharding import Sharding
 
 _POLL_SECONDS = 0.005
 """Longest wait for transfers when there is nothing to compute: a new request starts after at most this time."""
+TRAFFIC_SECONDS = 5.0
+"""Time over which TierTraffic measures the rate."""
 
 
 class Controller(Protocol):
-    """Carries out plans: CacheController on one rank, RankedController on several, NullController without tiers."""
+    """Carries out plans: CacheController on one rank, Ranks on several, NullController without a host tier.
+
+    CacheController documents the methods.
+    """
 
     overlaps_compute: bool
-    """True if transfers may be started and polled while the device computes a step."""
 
     @property
-    def num_host_ready(self) -> int:
-        """Host slots that are usable by now."""
-
+    def num_host_ready(self) -> int: ...
     @property
-    def is_busy(self) -> bool:
-        """True if reports are outstanding."""
-
+    def is_busy(self) -> bool: ...
     @property
-    def is_copying(self) -> bool:
-        """True if copies between device and host are in flight that `poll` can report soon."""
-
-    def present(self) -> Event | None:
-        """Record the end of the work queued on the current stream, for a plan that is submitted later."""
-
-    def submit(self, plan: Plan, after: Event | None = None) -> None:
-        """Start a plan. Its copies run after `after`, or after the work queued on the current stream."""
-
-    def poll(self, *, loads_only: bool = False) -> Sequence[Report]:
-        """Return new reports without waiting: all of them, or all but those of saves."""
-
-    def wait(self, timeout: float) -> None:
-        """Wait for progress, at most `timeout` seconds."""
-
-    def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
-        """Return the waits of a step that starts before these loads are done."""
-
-    def release(self) -> None:
-        """Forget the device tensors, once no copy uses them."""
-
-    def register(self, caches: Sequence[torch.Tensor]) -> None:
-        """Use these device tensors."""
-
-    def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
-        """Replace the host memory by one of `num_blocks` blocks."""
-
-    def close(self) -> None:
-        """Finish transfers, close the stores, free host memory. Closing twice is safe."""
+    def is_copying(self) -> bool: ...
+    def present(self) -> Event | None: ...
+    def submit(self, plan: Plan, after: Event | None = None) -> None: ...
+    def poll(self, *, loads_only: bool = False) -> Sequence[Report]: ...
+    def wait(self, timeout: float) -> None: ...
+    def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits: ...
+    def release(self) -> None: ...
+    def register(self, caches: Sequence[torch.Tensor]) -> None: ...
+    def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None: ...
+    def close(self) -> None: ...
 
 
 class NullController:
@@ -127,11 +108,22 @@ class TierState:
     num_blocks: int
     """0 if the tier is not counted in blocks."""
     num_used: int
-    num_pinned: int
     block_bytes: int
     used_bytes: int
     max_bytes: int
     hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierTraffic:
+    """Bytes moved from one tier to another."""
+
+    source: str
+    target: str
+    num_bytes: int
+    """Since the start."""
+    bytes_per_second: float
+    """Over the last TRAFFIC_SECONDS."""
 
 
 class StepTransfers:
@@ -140,8 +132,7 @@ class StepTransfers:
     def __init__(
         self, runtime: CacheRuntime, controller: Controller, loads: Sequence[int], deferred: Plan | None
     ) -> None:
-        self._runtime, self._controller = runtime, controller
-        self._loads = loads
+        self._runtime, self._controller, self._loads = runtime, controller, loads
         self._deferred = deferred
         self._after = controller.present() if deferred is not None else None
         self._waits = controller.layer_waits(loads) if loads else None
@@ -156,7 +147,7 @@ class StepTransfers:
             return True
         arrived = self._waits.arrived()
         self._runtime.poll()
-        return arrived and not self._runtime.has_failed(self._loads)
+        return arrived and self._runtime.failed.isdisjoint(self._loads)
 
     def on_forward_launched(self) -> None:
         """Use the time in which the device computes: start deferred transfers, apply reports."""
@@ -165,7 +156,6 @@ class StepTransfers:
             self._runtime.poll()
 
     def submit_deferred(self) -> None:
-        """Start the deferred transfers, if they were not started."""
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._controller.submit(deferred, self._after)
@@ -192,17 +182,17 @@ class CacheRuntime:
         self._scheduler = scheduler
         self._clock = clock
         self._pins: dict[str, Lease] = {}
-        self._failed: set[int] = set()
+        self.failed: set[int] = set()
         """Transfers that one rank reported as failed while reports of other ranks are outstanding."""
         self.is_asleep = False
-        self._meter = TransferMeter(clock, manager.transfers.num_ranks)
+        self._moved: Counter[tuple[str, str]] = Counter()
+        self._moved_recently: deque[tuple[float, tuple[str, str], int]] = deque()
         self.metrics = Registry()
         self._cache_metrics = CacheMetrics(manager, stores, self.metrics)
 
     # ---- for the step ----------------------------------------------------------------------------------------------
 
     def submit(self, plan: Plan) -> None:
-        """Start all transfers of a plan."""
         self.begin_step(plan, ()).submit_deferred()
 
     def begin_step(self, plan: Plan, loads: Sequence[int]) -> StepTransfers:
@@ -211,8 +201,7 @@ class CacheRuntime:
         On a GPU the rest is deferred until the forward pass is launched: starting a copy of hundreds of blocks takes
         half a millisecond of this thread.
         """
-        self._failed = {number for number in self._failed if number in self._manager.transfers.in_flight}
-        self._meter.began(plan)
+        self.failed = {number for number in self.failed if number in self._manager.transfers.in_flight}
         deferred = None
         if self._controller.overlaps_compute:
             plan, deferred = plan.only(loads), plan.without(loads)
@@ -231,9 +220,10 @@ class CacheRuntime:
     def poll(self, *, loads_only: bool = False) -> None:
         """Apply new reports to the manager, without waiting."""
         for report in self._controller.poll(loads_only=loads_only):
-            self._meter.done(report)
-            self._cache_metrics.observe(self._manager.apply(report))
-            self._failed.update(result.transfer_id for result in report.results if not result.ok)
+            completed = self._manager.apply(report)
+            self._cache_metrics.observe(completed)
+            self._measure(completed)
+            self.failed.update(result.transfer_id for result in report.results if not result.ok)
 
     def poll_while_waiting(self) -> bool:
         """Poll while this thread waits for the device; True if copies are still in flight.
@@ -251,16 +241,11 @@ class CacheRuntime:
         self._controller.wait(_POLL_SECONDS)
         self.poll()
 
-    def has_failed(self, transfer_ids: Collection[int]) -> bool:
-        """True if a rank has reported a failure of one of these transfers."""
-        return not self._failed.isdisjoint(transfer_ids)
-
     # ---- inspection ------------------------------------------------------------------------------------------------
 
     def states(self) -> list[TierState]:
         """Return the state of every tier, the fastest first."""
         block_bytes = self._block_bytes
-        pinned = sum(pin.num_blocks for pin in self._pins.values())
         states = []
         for tier in self._manager.stats.tiers:
             store = self._stores[tier.name].stats if tier.name in self._stores else StoreStats()
@@ -270,7 +255,6 @@ class CacheRuntime:
                     tier.name,
                     tier.num_blocks,
                     tier.num_used,
-                    pinned if tier.name == "device" else 0,
                     block_bytes,
                     tier.num_used * block_bytes if in_memory else store.used_bytes,
                     tier.num_blocks * block_bytes if in_memory else store.max_bytes,
@@ -281,7 +265,11 @@ class CacheRuntime:
 
     def traffic(self) -> list[TierTraffic]:
         """Return the bytes moved between tiers, by direction."""
-        return self._meter.traffic()
+        self._forget_old_traffic()
+        recent: Counter[tuple[str, str]] = Counter()
+        for _, ends, num_bytes in self._moved_recently:
+            recent[ends] += num_bytes
+        return [TierTraffic(*ends, total, recent[ends] / TRAFFIC_SECONDS) for ends, total in self._moved.items()]
 
     # ---- prompts ---------------------------------------------------------------------------------------------------
 
@@ -303,7 +291,10 @@ class CacheRuntime:
         prefetch = self._manager.prefetch(chain, now=self._clock())
         if prefetch is None:
             return 0
-        self._drain(lambda: prefetch.is_over)
+        self._submit_planned()
+        while not prefetch.is_over:
+            self.wait()
+            self._submit_planned()
         self._manager.end_prefetch(prefetch)
         return sum(prefetch.num_fetched.values())
 
@@ -380,15 +371,14 @@ class CacheRuntime:
 
     def resize(self, tier: str, num_blocks: int) -> None:
         """Change the number of blocks of a memory tier. Blocks stay cached as far as the host or a store has them."""
-        self._admin.tier(tier)
-        self._must_fit(tier, num_blocks)
-        was_asleep = self.is_asleep
+        self._admin.tier(tier)  # raises for an unknown tier
         if num_blocks < 1:
             raise RangeError(f"a tier needs at least one block, got {num_blocks} for {tier}")
+        self._must_fit(tier, num_blocks)
         if tier == "device":
-            self._resize_device(num_blocks, stays_asleep=was_asleep)
+            self._resize_device(num_blocks)
             return
-        if was_asleep:
+        if self.is_asleep:
             raise StateError("the cache is asleep: wake it to resize the host tier")
         self._scheduler.pause(self._clock())
         try:
@@ -401,8 +391,8 @@ class CacheRuntime:
         finally:
             self._scheduler.resume()
 
-    def _resize_device(self, num_blocks: int, *, stays_asleep: bool) -> None:
-        before = self._manager.num_blocks
+    def _resize_device(self, num_blocks: int) -> None:
+        before, was_asleep = self._manager.num_blocks, self.is_asleep
         self.sleep()
         try:
             self.wake(num_blocks)
@@ -410,7 +400,7 @@ class CacheRuntime:
             self.wake(before)
             raise
         finally:
-            if stays_asleep:
+            if was_asleep:
                 self.sleep()
 
     def close(self) -> None:
@@ -424,6 +414,21 @@ class CacheRuntime:
         """Bytes of one block in all groups, on all ranks."""
         others = (self._manager.transfers.num_ranks - 1) * self._groups[0].block_bytes
         return sum(group.block_bytes for group in self._groups) + others
+
+    def _measure(self, completed: Sequence[PendingTransfer]) -> None:
+        """Count the bytes of completed transfers by source and target."""
+        now = self._clock()
+        for done in completed:
+            if done.num_bytes:
+                ends = done.transfer.source, done.transfer.target
+                self._moved[ends] += done.num_bytes
+                self._moved_recently.append((now, ends, done.num_bytes))
+        self._forget_old_traffic()
+
+    def _forget_old_traffic(self) -> None:
+        first = self._clock() - TRAFFIC_SECONDS
+        while self._moved_recently and self._moved_recently[0][0] < first:
+            self._moved_recently.popleft()
 
     def _must_fit(self, tier: str, num_blocks: int) -> None:
         """Raise RangeError if the machine lacks the memory, before any block is evicted for it."""
@@ -440,19 +445,16 @@ class CacheRuntime:
                 f"{num_blocks} blocks of the {tier} tier take {wanted / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free"
             )
 
-    def _drain(self, is_done: Callable[[], bool] | None = None) -> None:
-        """Submit plans and apply reports until `is_done`, or until no transfer is in flight."""
-        if is_done is None:
-            is_done = self._is_idle
-        while True:
-            self.submit(self._manager.plan(now=self._clock()))
-            self.poll()
-            if is_done():
-                return
-            self._controller.wait(_POLL_SECONDS)
+    def _submit_planned(self) -> None:
+        self.submit(self._manager.plan(now=self._clock()))
+        self.poll()
 
-    def _is_idle(self) -> bool:
-        return not (self._controller.is_busy or self._manager.transfers.in_flight)
+    def _drain(self) -> None:
+        """Submit plans and apply reports until no transfer is in flight."""
+        self._submit_planned()
+        while self._controller.is_busy or self._manager.transfers.in_flight:
+            self.wait()
+            self._submit_planned()
 
     def _drain_saves(self) -> None:
         while self._admin.plan_saves(self._clock()):
@@ -465,10 +467,8 @@ def _free_bytes(device: torch.device) -> int:
     """Memory that can be allocated on a device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def new_controller(

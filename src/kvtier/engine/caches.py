@@ -11,7 +11,7 @@ from kvtier.cache.metrics import Counted
 from kvtier.engine.cache_runtime import Controller, new_controller
 from kvtier.engine.model import Model
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.parallel import RankedController, RankedStore, Ranks
+from kvtier.engine.parallel import RankedStore, Ranks
 from kvtier.engine.rank_link import RankConfig
 from kvtier.errors import ArgumentError
 from kvtier.storage import ShardStores, Store, open_shards
@@ -79,8 +79,8 @@ def open_caches(
         opened.pop_all()
     if ranks is None:
         return groups, own, mine, None
-    counted = {name: RankedStore(name, store, ranks) for name, store in mine.items() if isinstance(store, ShardStores)}
-    return groups, RankedController(own, ranks), counted, ranks
+    ranks.own = own
+    return groups, ranks, {name: RankedStore(name, store, ranks) for name, store in mine.items()}, ranks
 
 
 def _checked(

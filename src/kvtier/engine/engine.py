@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import time
@@ -171,11 +170,6 @@ class Engine:
         now = self._clock()
         self.tiers.poll_before_step()
         step = self.scheduler.schedule(now)
-        if step.controls:
-            self.tiers.submit(step.plan)
-            self.scheduler.update(step, [], now)
-            self._run(step.controls)
-            return []
         outputs = [output for request in step.refused for output in self._refused(request)]
         if not step.rows:
             self.tiers.submit(step.plan)
@@ -221,10 +215,6 @@ class Engine:
     def has_work(self) -> bool:
         """True if a step would do something."""
         return self.scheduler.has_work() or self.manager.has_plans
-
-    def control(self, run: Callable[[], None]) -> None:
-        """Run a function once, between two steps."""
-        self.scheduler.control(run)
 
     def explain(self, request_id: str) -> Explanation:
         """Return the state of a request that runs or ended recently."""
@@ -385,11 +375,6 @@ class Engine:
         outputs = [each.end(reason, error) for each in (sequence, *sequence.siblings)]
         self._remember(sequence)
         return outputs
-
-    def _run(self, controls: Sequence[Callable[[], None]]) -> None:
-        with contextlib.ExitStack() as stack:  # runs all of them, even if one raises
-            for control in reversed(controls):
-                stack.callback(control)
 
     def _remember(self, sequence: EngineSequence) -> None:
         self._ended[sequence.id] = sequence.explain()

@@ -22,16 +22,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvtier.engine.cache_runtime import Controller
+from kvtier.cache.metrics import Counted
+from kvtier.engine.cache_runtime import Controller, NullController
 from kvtier.engine.forward import SequenceInput
 from kvtier.engine.model import Model
-from kvtier.engine.rank_link import RankCall, RankConfig, RankLink, RankReply, join_group, rendezvous
+from kvtier.engine.rank_link import RankCall, RankConfig, RankLink, RankMessage, join_group, rendezvous
 from kvtier.engine.split import split_config, split_layer, split_weights, with_tensors, without_layers
 from kvtier.errors import EngineError
 from kvtier.memory import Event
 from kvtier.messages import Plan, Report
 from kvtier.scheduler import Step
-from kvtier.storage import ShardStores, StoreStats
+from kvtier.storage import StoreStats
 from kvtier.storage.open import sum_stats
 from kvtier.worker.layer_waits import LayerWaits
 
@@ -47,13 +48,17 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Ranks 1 .. of an engine. For the engine thread."""
+    """Ranks 1 .. of an engine, and the `Controller` of all ranks. For the engine thread."""
+
+    overlaps_compute = False  # a plan goes to every rank before its step
+    is_copying = False
 
     def __init__(self, model: Model, config: RankConfig) -> None:
         """Start a process for each rank and send it its share of the model; `config` is that of rank 0.
 
-        `self.model` is the share of rank 0.
+        `self.model` is the share of rank 0; its cache groups need it, and the caller sets `own` to their controller.
         """
+        self.own: Controller = NullController()
         num_ranks = config.sharding.num_ranks
         local = split_config(model.config, num_ranks)
         self._timeout = config.timeout_seconds
@@ -78,7 +83,7 @@ class Ranks:
             weights = split_weights(model.config, model.weights, 0, num_ranks)
             all_reduce = join_group(config.sharding, device, store, self._timeout)
             self.model = Model(local, weights, type(model.ops)(), all_reduce)
-            self.num_host_ready: int = min(self._receive(rank, _SLOW_SECONDS) for rank in self._ranks)
+            self._num_host_ready: int = min(self._receive(rank, _SLOW_SECONDS) for rank in self._ranks)
         except BaseException:
             self.close()
             raise
@@ -91,7 +96,7 @@ class Ranks:
     def step(self, step: Step, inputs: Sequence[SequenceInput]) -> Iterator[None]:
         """Compute a step on the other ranks while the body computes it on rank 0.
 
-        Afterwards `take_reports` has the results of its loads on every rank.
+        Afterwards `poll` returns the results of its loads on every rank.
         """
         sources, targets = (tuple(getattr(copy, end) for copy in step.copies) for end in ("source", "target"))
         self._broadcast(RankCall("step", (tuple(inputs), sources, targets, step.loads)))
@@ -105,48 +110,75 @@ class Ranks:
         for rank in self._ranks:
             self._receive(rank, self._timeout)
 
-    # ---- plans and memory ------------------------------------------------------------------------------------------
+    # ---- the controllers of all ranks as one ------------------------------------------------------------------------
 
-    def submit(self, plan: Plan) -> None:
-        """Start a plan on all ranks, after the steps before it."""
-        self._broadcast(RankCall("submit", (plan,), replies=False))
-
-    def take_reports(self) -> list[Report]:
-        """Return the reports that have arrived; never waits."""
-        for rank, link in enumerate(self._links, 1):
-            while self._guard(rank, link.has_message):
-                message = self._next(rank, 0.0)
-                assert isinstance(message, Report), message
-        taken, self._reports = self._reports, []
-        return taken
-
-    def wait(self, timeout: float) -> None:
-        """Wait for a message of any rank, at most `timeout` seconds."""
-        wait_for([link.connection for link in self._links], timeout)
-
-    def sleep(self) -> None:
-        """Free the device caches of all ranks."""
-        self._call("sleep")
-
-    def wake(self, num_blocks: int) -> None:
-        """Allocate device caches of `num_blocks` blocks on all ranks."""
-        self._call("wake", num_blocks)
-
-    def resize_host(self, num_blocks: int) -> None:
-        """Replace the host memory of all ranks."""
-        self._call("resize_host", num_blocks)
+    @property
+    def num_host_ready(self) -> int:
+        """Host slots that every rank had when it was ready."""
+        return min(self.own.num_host_ready, self._num_host_ready)
 
     @property
     def is_busy(self) -> bool:
-        """True if reports are outstanding."""
-        return any(self._call("is_busy")) or bool(self._reports)
+        return self.own.is_busy or any(self._call("is_busy")) or bool(self._reports)
+
+    def present(self) -> Event | None:
+        return self.own.present()
+
+    def submit(self, plan: Plan, after: Event | None = None) -> None:
+        self._broadcast(RankCall("submit", (plan,), replies=False))
+        self.own.submit(plan, after)
+
+    def poll(self, *, loads_only: bool = False) -> list[Report]:
+        reports = list(self.own.poll(loads_only=loads_only))
+        for rank, link in enumerate(self._links, 1):
+            while self._guard(rank, link.has_message):
+                self._next(rank, 0.0)
+        reports += self._reports
+        self._reports = []
+        return reports
+
+    def wait(self, timeout: float) -> None:
+        if self.own.is_busy:
+            self.own.wait(timeout)
+        else:
+            wait_for([link.connection for link in self._links], timeout)
+
+    def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
+        """Return the waits of rank 0; the other ranks wait in their own processes."""
+        return self.own.layer_waits(transfer_ids)
+
+    def release(self) -> None:
+        self.own.release()
+        self._call("sleep")
+
+    def register(self, caches: Sequence[torch.Tensor]) -> None:
+        """Use these tensors, and on the other ranks new ones with as many blocks."""
+        self._call("wake", len(caches[0]))
+        self.own.register(caches)
+
+    def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
+        self._call("resize_host", num_blocks)
+        self.own.resize_host(num_blocks, caches)
 
     def stats(self, store: str) -> list[StoreStats]:
-        """Return the statistics of every rank's part of a store."""
+        """Return the statistics of the other ranks' parts of a store."""
         return [stats[store] for stats in self._call("stats")]
 
     def close(self) -> None:
-        """End the processes; kill those that do not end in time. Closing twice is safe."""
+        """Close the controller of rank 0 and end the processes. Closing twice is safe."""
+        try:
+            self.own.close()
+        finally:
+            self._end_processes()
+
+    # ---- internals -------------------------------------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> range:
+        return range(1, len(self._links) + 1)
+
+    def _end_processes(self) -> None:
+        """End the processes; kill those that do not end in time."""
         for link in self._links:
             if self._error is None:  # a rank that hangs does not read, and its pipe may be full
                 with contextlib.suppress(OSError):
@@ -164,12 +196,6 @@ class Ranks:
         if self._links:
             torch.set_num_threads(self._threads)
         self._links, self._processes = [], []
-
-    # ---- internals -------------------------------------------------------------------------------------------------
-
-    @property
-    def _ranks(self) -> range:
-        return range(1, len(self._links) + 1)
 
     def _start(self) -> None:
         ours, theirs = Pipe()
@@ -190,7 +216,7 @@ class Ranks:
             self._send(rank, with_tensors(mine, _own))
 
     def _call(self, method: str, *args: object) -> list[Any]:
-        """RankCall a method of all ranks; returns their results."""
+        """Call a method of all other ranks; returns their results."""
         self._broadcast(RankCall(method, args))
         return [self._receive(rank, _SLOW_SECONDS) for rank in self._ranks]
 
@@ -203,15 +229,14 @@ class Ranks:
 
     def _receive(self, rank: int, timeout: float) -> Any:
         """Return the value of the next reply; keeps the reports before it."""
-        while isinstance(message := self._next(rank, timeout), Report):
+        while not (message := self._next(rank, timeout)).is_reply:
             pass
         return message.value
 
-    def _next(self, rank: int, timeout: float) -> RankReply | Report:
-        message: RankReply | Report = self._guard(rank, lambda: self._links[rank - 1].receive(timeout))
-        if isinstance(message, Report):
-            self._reports.append(message)
-        elif message.error:
+    def _next(self, rank: int, timeout: float) -> RankMessage:
+        message: RankMessage = self._guard(rank, lambda: self._links[rank - 1].receive(timeout))
+        self._reports += message.reports
+        if message.error:
             raise self._fail(f"rank {rank} failed: {message.error}")
         return message
 
@@ -250,78 +275,12 @@ class Ranks:
         return self._error
 
 
-class RankedController:
-    """The controllers of all ranks as one `Controller`; `own` is that of rank 0."""
-
-    overlaps_compute = False  # a plan goes to every rank before its step
-    is_copying = False
-
-    def __init__(self, own: Controller, ranks: Ranks) -> None:
-        self._own = own
-        self._ranks = ranks
-
-    @property
-    def num_host_ready(self) -> int:
-        """Host slots that every rank had when it was ready."""
-        return min(self._own.num_host_ready, self._ranks.num_host_ready)
-
-    @property
-    def is_busy(self) -> bool:
-        """True if reports are outstanding."""
-        return self._own.is_busy or self._ranks.is_busy
-
-    def present(self) -> Event | None:
-        return self._own.present()
-
-    def submit(self, plan: Plan, after: Event | None = None) -> None:
-        """Start a plan on every rank."""
-        self._ranks.submit(plan)
-        self._own.submit(plan, after)
-
-    def poll(self, *, loads_only: bool = False) -> list[Report]:
-        """Return new reports of all ranks without waiting."""
-        return [*self._own.poll(loads_only=loads_only), *self._ranks.take_reports()]
-
-    def wait(self, timeout: float) -> None:
-        """Wait for progress, at most `timeout` seconds."""
-        if self._own.is_busy:
-            self._own.wait(timeout)
-        else:
-            self._ranks.wait(timeout)
-
-    def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
-        """Return the waits of rank 0; the other ranks wait in their own processes."""
-        return self._own.layer_waits(transfer_ids)
-
-    def release(self) -> None:
-        """Forget the device tensors on every rank."""
-        self._own.release()
-        self._ranks.sleep()
-
-    def register(self, caches: Sequence[torch.Tensor]) -> None:
-        """Use these tensors, and on the other ranks new ones with as many blocks."""
-        self._ranks.wake(len(caches[0]))
-        self._own.register(caches)
-
-    def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
-        """Replace the host memory of every rank."""
-        self._ranks.resize_host(num_blocks)
-        self._own.resize_host(num_blocks, caches)
-
-    def close(self) -> None:
-        """End every rank. Closing twice is safe."""
-        try:
-            self._own.close()
-        finally:
-            self._ranks.close()
-
-
 @dataclass(frozen=True, slots=True)
 class RankedStore:
     """A store that is split over all ranks."""
 
     name: str
-    own: ShardStores
+    own: Counted
     ranks: Ranks
 
     @property

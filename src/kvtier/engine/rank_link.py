@@ -1,7 +1,7 @@
 """The connections between the ranks of an engine: a pipe to rank 0 for messages, and a process group for all_reduce.
 
     rank 0 ──RankConfig, weights, rendezvous, then RankCall.. ──> rank r
-    rank 0 <──RankReply, Report.. ── rank r
+    rank 0 <──RankMessage.. ── rank r
 
 A message is a pickle: both ends are ours and the pipe is private. A rank executes calls in order, so rank 0 can submit
 a plan and the next step without waiting. A process group belongs to one engine; there is no global state.
@@ -24,6 +24,7 @@ from kvtier.engine.model import AllReduce
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.ops import Ops
 from kvtier.errors import EngineError, UnavailableError
+from kvtier.messages import Report
 from kvtier.worker.sharding import Sharding
 
 _HOST = "127.0.0.1"
@@ -62,11 +63,13 @@ class RankCall(NamedTuple):
     replies: bool = True
 
 
-class RankReply(NamedTuple):
-    """The result of a call, after all reports that precede it. With an error, the rank ends."""
+class RankMessage(NamedTuple):
+    """Reports, and the result of a call if it is the reply to one. With an error, the rank ends."""
 
     value: Any = None
     error: str = ""
+    reports: tuple[Report, ...] = ()
+    is_reply: bool = True
 
 
 class RankLink:
@@ -80,7 +83,6 @@ class RankLink:
         self.connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def has_message(self, timeout: float | None = 0.0) -> bool:
-        """True if `receive` would return or raise at once."""
         return self.connection.poll(timeout)
 
     def receive(self, timeout: float | None = None) -> Any:

@@ -21,7 +21,7 @@ from kvtier.engine.cache_runtime import new_controller
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.model import Model
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.rank_link import RankCall, RankConfig, RankLink, RankReply, join_group, rendezvous
+from kvtier.engine.rank_link import RankCall, RankConfig, RankLink, RankMessage, join_group, rendezvous
 from kvtier.engine.split import split_config, with_tensors
 from kvtier.engine.weights import LayerWeights, ModelWeights
 from kvtier.messages import Plan
@@ -41,11 +41,11 @@ def main(descriptor: int) -> None:
     link = RankLink(connection)
     with contextlib.suppress(EOFError, OSError):  # rank 0 died
         try:
-            link.send(RankReply())
+            link.send(RankMessage())
             with contextlib.ExitStack() as stack:
                 RankWorker(link, stack).run()
         except Exception as error:
-            link.send(RankReply(error=f"{type(error).__name__}: {error}"))
+            link.send(RankMessage(error=f"{type(error).__name__}: {error}"))
 
 
 class RankWorker:
@@ -71,13 +71,14 @@ class RankWorker:
             config.num_host_blocks, [self._group], self._stores, config.namespace, sharding, config.secret
         )
         stack.callback(self._controller.close)
-        link.send(RankReply(self._controller.num_host_ready))
+        link.send(RankMessage(self._controller.num_host_ready))
 
     def run(self) -> None:
         calls: queue.SimpleQueue[RankCall | Exception] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(self._link, calls), name="kvtier-rank-reader", daemon=True).start()
         while True:
-            self._report()
+            if reports := self._controller.poll():
+                self._link.send(RankMessage(reports=tuple(reports), is_reply=False))
             try:
                 call = calls.get(timeout=_POLL_SECONDS if self._controller.is_busy else _IDLE_SECONDS)
             except queue.Empty:
@@ -88,8 +89,7 @@ class RankWorker:
                 return
             value = getattr(self, call.method)(*call.args)
             if call.replies:
-                self._report()
-                self._link.send(RankReply(value))
+                self._link.send(RankMessage(value, reports=tuple(self._controller.poll())))
 
     def step(
         self, inputs: Sequence[SequenceInput], sources: Sequence[int], targets: Sequence[int], loads: Sequence[int]
@@ -102,7 +102,7 @@ class RankWorker:
             group.copy_blocks(sources, targets)
         group.model.forward(batch, group.cache, waits.before_layer if waits is not None else None)
         if waits is not None:
-            waits.arrived()  # the reports, which are sent before the reply, contain the result
+            waits.arrived()  # the reports of the reply contain the result
 
     def submit(self, plan: Plan) -> None:
         self._controller.submit(plan)
@@ -123,10 +123,6 @@ class RankWorker:
 
     def stats(self) -> Mapping[str, StoreStats]:
         return {name: store.stats for name, store in self._stores.items()}
-
-    def _report(self) -> None:
-        for report in self._controller.poll():
-            self._link.send(report)
 
 
 def _read(link: RankLink, calls: queue.SimpleQueue[RankCall | Exception]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -159,10 +158,8 @@ class Row(NamedTuple):  # created per token, like RowResult: a frozen dataclass 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Work of the engine: only controls, or copies of blocks followed by the rows."""
+    """Work of the engine: copies of blocks followed by the rows."""
 
-    controls: tuple[Callable[[], None], ...]
-    """Functions to run once between two steps: a reset, a resize, a pause."""
     rows: tuple[Row, ...]
     copies: tuple[BlockCopy, ...]
     preempted: tuple[Request, ...]
@@ -185,7 +182,7 @@ class Step:
         return tuple(load for row in self.rows for load in row.loads)
 
     def __bool__(self) -> bool:
-        return bool(self.controls or self.rows or self.refused or self.plan)
+        return bool(self.rows or self.refused or self.plan)
 
 
 class RowResult(NamedTuple):

@@ -6,8 +6,7 @@ the engine, simulated time in the replay.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvtier.cache.allocation import Allocation
 from kvtier.cache.manager import CacheManager
@@ -25,11 +24,10 @@ class Scheduler:
         self.config = config or SchedulerConfig()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._controls: deque[Callable[[], None]] = deque()
         self._step: Step | None = None
         self._began = 0.0
         self.is_paused = False
-        """True if requests are held; controls and transfers continue."""
+        """True if requests are held; transfers continue."""
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -42,17 +40,13 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """True if a step would do something."""
-        return bool(self._controls or (not self.is_paused and (self._waiting or self._running)))
+        return bool(not self.is_paused and (self._waiting or self._running))
 
     def add(self, request: Request, now: float) -> None:
         if request.state is not RequestState.WAITING or request in self._waiting:
             raise StateError(f"{request!r} was added before, or has ended")
         request.arrival = now
         self._waiting.append(request)
-
-    def control(self, run: Callable[[], None]) -> None:
-        """Run a function once, before the next step."""
-        self._controls.append(run)
 
     def cancel(self, request: Request, now: float) -> bool:
         """Cancel a request; False if it has ended. Its result in the current step is ignored."""
@@ -62,10 +56,6 @@ class Scheduler:
         """Build the next step. The caller runs it and passes the results to `update`."""
         if self._step is not None:
             raise StateError("the last step has no results yet: call update() first")
-        if self._controls:  # they may change anything, so they run before the next rows are selected
-            self._step = Step(tuple(self._controls), (), (), (), (), self.manager.plan(now=now))
-            self._controls.clear()
-            return self._step
         self._began = now
         builder = _StepBuilder(self.config.max_step_tokens)
         if not self.is_paused:
@@ -83,7 +73,7 @@ class Scheduler:
             ]
         )
         plan = self.manager.plan(now=now)
-        self._step = Step((), rows, copies, tuple(builder.preempted), tuple(builder.refused), plan)
+        self._step = Step(rows, copies, tuple(builder.preempted), tuple(builder.refused), plan)
         return self._step
 
     def _build(self, builder: _StepBuilder, now: float) -> None:
@@ -100,10 +90,7 @@ class Scheduler:
             self._start_early(builder)
 
     def pause(self, now: float) -> None:
-        """Hold all requests until `resume`. They release their KV and restart from the cache.
-
-        For controls: no step may be in flight.
-        """
+        """Hold all requests until `resume`: they release their KV and restart from the cache. Call it between steps."""
         if self._step is not None:
             raise StateError("a step is in flight: pause between update() and schedule()")
         self.is_paused = True

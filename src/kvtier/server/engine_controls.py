@@ -7,9 +7,8 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from kvtier.engine.cache_runtime import CacheRuntime
+from kvtier.engine.cache_runtime import TRAFFIC_SECONDS, CacheRuntime
 from kvtier.engine.engine import Engine
-from kvtier.engine.traffic import WINDOW_SECONDS
 from kvtier.memory import PINNED, Placement
 from kvtier.memory.costs import saved_costs
 
@@ -59,7 +58,7 @@ def _transfers(engine: Engine) -> list[dict[str, Any]]:
             "target": traffic.target,
             "bytes": traffic.num_bytes,
             "gb_per_s": traffic.bytes_per_second / 1e9,
-            "window_seconds": WINDOW_SECONDS,
+            "window_seconds": TRAFFIC_SECONDS,
             "limit_gb_per_s": limits.get((traffic.source, traffic.target)),
         }
         for traffic in engine.tiers.traffic()

@@ -151,7 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self):
-        self.engine.control(self.engine.manager.reset)
+        self.engine.manager.reset()
 
     @invariant()
     def bits_are_right(self):

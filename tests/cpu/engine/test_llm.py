@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -203,13 +204,24 @@ def test_runner_stream_raises_errors_and_yields_n_answers(runner):
     assert {output.index for output in outputs if output.finish_reason is not None} == {0, 1, 2}
 
 
+def test_runner_call_runs_once_and_its_error_ends_nothing(runner):
+    stream = runner.stream("Once", ENDLESS)
+    next(stream)
+    done = []
+    with pytest.raises(ZeroDivisionError):
+        runner.call(lambda _: 1 // 0).result()
+    runner.call(lambda _: done.append(1)).result()
+    assert (len(list(itertools.islice(stream, 5))), done) == (5, [1])
+    stream.close()
+
+
 def test_runner_engine_failure_ends_streams_and_calls(runner):
-    def broken() -> None:
+    def broken(_: float) -> None:
         raise OSError("the power is off")
 
     stream = runner.stream("Once", ENDLESS)
     next(stream)
-    runner.call(lambda engine: engine.control(broken)).result()
+    runner.call(lambda engine: setattr(engine.scheduler, "schedule", broken)).result()
     with pytest.raises(ClosedError, match="engine failed") as caught:
         list(stream)
     assert isinstance(caught.value.__cause__, OSError)
@@ -223,12 +235,13 @@ def test_runner_engine_failure_fails_waiting_calls(llm):
     runner = EngineRunner(engine, errors.append)
     entered, may_fail = threading.Event(), threading.Event()
 
-    def broken() -> None:
+    def broken(_: float) -> None:
         entered.set()
         may_fail.wait(60)
         raise OSError("the power is off")
 
-    runner.call(lambda engine: engine.control(broken)).result()
+    runner.call(lambda engine: setattr(engine.scheduler, "schedule", broken)).result()
+    runner.call(lambda engine: engine.add("Once", GREEDY)).result()
     assert entered.wait(60)
     waiting = runner.call(lambda engine: engine.has_work())  # queued behind the step that fails
     may_fail.set()

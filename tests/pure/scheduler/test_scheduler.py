@@ -53,8 +53,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = make(num_blocks, prefix_caching=caching, host=host, starts_early=starts_early, **limits)
         self.device, self.now = Device(), 0.0
         self.requests: list[tuple[Request, tuple[int, ...]]] = []
-        self.controls: list[str] = []
-        self.num_controls = 0
         self.pins: list[Lease] = []
 
     @rule(prompt=PROMPTS, new=st.integers(1, 9), priority=st.integers(0, 2), salt=SALTS)
@@ -92,8 +90,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                     each.draft = guess[: max(0, room)]
             step = self.scheduler.schedule(self.now)
             verify_step(self.scheduler, step, running)
-            for control in step.controls:
-                control()
             finish = {each.id for each in running if data.draw(st.integers(0, 15)) == 0}
             ok = not step.loads or data.draw(st.integers(0, 3)) > 0
             self.scheduler.update(step, self.device.run(step, finish, scheduler=self.scheduler, ok=ok), self.now)
@@ -113,16 +109,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self):
-        name = f"c{self.num_controls}"
-        self.num_controls += 1
-        self.scheduler.control(lambda: (self.controls.append(name), self.scheduler.manager.reset()))
+        self.scheduler.manager.reset()
 
     @invariant()
     def check_generated_tokens(self):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
-        assert len(self.controls) == len(set(self.controls))
         for each, prompt in self.requests:
             new = tuple(each.chain.tokens.tolist())[len(prompt) :]
             assert new == alone(prompt, len(new))
@@ -393,18 +386,6 @@ def test_request_larger_than_quota_is_refused():
     step = scheduler.schedule(0.0)
     assert (step.refused, [row.request.id for row in step.rows]) == ((huge,), ["other"])
     assert "its tenant has room for 8 tokens" in huge.reason
-
-
-def test_controls_run_once():
-    scheduler = make()
-    done = []
-    scheduler.control(lambda: done.append(1))
-    step = scheduler.schedule(0.0)
-    for control in step.controls:
-        control()
-    scheduler.update(step, [], 0.0)
-    assert done == [1]
-    assert scheduler.schedule(0.0).controls == ()
 
 
 def test_step_is_updated_once_with_all_results():

@@ -157,17 +157,15 @@ def test_config_accepts_limits_and_rejects_beyond():
 def test_step_is_true_if_it_has_work():
     plan = make(8, host=HostConfig(2)).manager.plan()
     made = Request("r", Chain(make().manager.namespace, [1] * 14), 1)
-    control = print
     row = Row.of(made, 4, (7, 9))
-    assert not Step((), (), (), (), (), plan)
-    assert Step((control,), (), (), (), (), plan)
-    assert Step((), (row,), (), (), (), plan)
-    assert Step((), (), (), (), (made,), plan)
+    assert not Step((), (), (), (), plan)
+    assert Step((row,), (), (), (), plan)
+    assert Step((), (), (), (made,), plan)
     some = Lab(8, stores=[disk()])
     some.manager.prefetch(stored_prompt(1, 2))
     probing = some.manager.plan()
     assert isinstance(probing, Plan)
-    assert bool(Step((), (), (), (), (), probing)) is bool(probing.probes) is True
+    assert bool(Step((), (), (), (), probing)) is bool(probing.probes) is True
     made.num_computed = 8
     both = Step((), (row, Row.of(made, 6, (3,))), (), (), (), plan)
     assert (both.num_tokens, both.loads) == (10, (7, 9, 3))
@@ -202,7 +200,7 @@ def test_request_generates_with_one_token_left(length, computed, is_generating):
 # ---- adding, ending, pausing ---------------------------------------------------------------------------------------
 
 
-def test_has_work_counts_controls_even_when_paused():
+def test_has_work_is_false_when_paused():
     scheduler, device = make(), Device()
     assert not scheduler.has_work()
     request(scheduler, "a", [1], 3)
@@ -212,9 +210,6 @@ def test_has_work_counts_controls_even_when_paused():
     assert scheduler.has_work()
     scheduler.pause(0.0)
     assert not scheduler.has_work()
-    scheduler.control(lambda: None)
-    assert scheduler.has_work()
-    assert len(advance(scheduler, device).controls) == 1
     scheduler.resume()
     assert scheduler.has_work()
 
