@@ -29,13 +29,13 @@ from kvtier.cache.config import CacheConfig
 from kvtier.engine import (
     Engine,
     EngineConfig,
-    ForwardBatch,
     Model,
     SamplingParams,
     Tokenizer,
     load_model,
     load_tokenizer,
 )
+from kvtier.engine.forward import ForwardBatch
 from kvtier.scheduler import SchedulerConfig
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4000)

@@ -62,7 +62,8 @@ def decode(model: Model, cache: torch.Tensor) -> tuple[list[Row], list[Bar]]:
     source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
     bandwidth = 2 * source.numel() / _seconds(lambda: source.clone(), 20)
     weights = sum(each.numel() for each in _matrices(model)) * 2
-    read = weights + BATCH * CONTEXT * LLAMA3_8B.kv_token_elements * 2
+    token_bytes = 2 * LLAMA3_8B.num_layers * LLAMA3_8B.num_kv_heads * LLAMA3_8B.head_dim * 2
+    read = weights + BATCH * CONTEXT * token_bytes
     floor = read / bandwidth
     expected = model.logits(model.forward(batch, cache))
     actual = graphs.logits(batch)
@@ -83,7 +84,8 @@ def decode(model: Model, cache: torch.Tensor) -> tuple[list[Row], list[Bar]]:
 
 def _prefill_flops(tokens: int) -> float:
     config = LLAMA3_8B
-    per_layer = config.hidden_dim * (config.qkv_dim + config.num_heads * config.head_dim + 3 * config.ffn_dim)
+    attention_dim = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim  # q, k, v and the output
+    per_layer = config.hidden_dim * (attention_dim + 3 * config.ffn_dim)
     attention = 4 * config.num_heads * config.head_dim * tokens * (tokens + 1) / 2
     return config.num_layers * (2.0 * per_layer * tokens + attention)
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.report import Bar, Row, arguments, at_least, best, print_table, report
-from kvtier.engine import ForwardBatch, Model, SequenceInput, load_model
+from kvtier.engine import Model, load_model
+from kvtier.engine.forward import ForwardBatch, SequenceInput
 
 BLOCK_TOKENS, CONTEXT, BATCH = 16, 128, 16
 PREFILLS = (512, 2048)

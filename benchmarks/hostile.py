@@ -165,23 +165,24 @@ def make_model(folder: Path) -> Path:
     from kvtier.engine.tokenizer import load_tokenizer
 
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = load_tokenizer("smollm2")
+    tokenizer, metadata = load_tokenizer("smollm2"), read_metadata(resolve("smollm2"))
+    vocab_size = len(metadata["tokenizer.ggml.tokens"])
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
-        vocab_size=tokenizer.vocab_size + 1,  # no multiple of 16: sampled by torch, as on a GPU, not by native code
+        vocab_size=vocab_size + 1,  # no multiple of 16: sampled by torch, as on a GPU, not by native code
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=8192,  # SmolLM2's
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.token_id(tokenizer.special["eos_token"]),
         bos_token_id=None,
     )
     transformers.LlamaForCausalLM(config).eval().save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer.to_json())
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer.special)))
-    (folder / "chat_template.jinja").write_text(read_metadata(resolve("smollm2"))["tokenizer.chat_template"])
+    (folder / "chat_template.jinja").write_text(metadata["tokenizer.chat_template"])
     return folder
 
 

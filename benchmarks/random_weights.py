@@ -26,7 +26,7 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
         hidden, q_dim = config.hidden_dim, config.num_heads * config.head_dim
         return LayerWeights(
             input_norm=ones(hidden),
-            qkv=linear(config.qkv_dim, hidden, bias=config.qkv_bias),
+            qkv=linear(q_dim + 2 * config.num_kv_heads * config.head_dim, hidden, bias=config.qkv_bias),
             q_norm=ones(config.head_dim) if config.qk_norm else None,
             k_norm=ones(config.head_dim) if config.qk_norm else None,
             output=linear(hidden, q_dim, bias=config.output_bias),

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from kvtier.cache.config import CacheConfig
-from kvtier.engine import ForwardBatch, Model, SamplingParams
+from kvtier.engine import Model, SamplingParams
 from kvtier.engine.checkpoint import GgufFile
 from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.sequence import FinishReason, Output
 from kvtier.scheduler import SchedulerConfig
 

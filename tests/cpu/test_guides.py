@@ -95,8 +95,8 @@ def test_concepts_kv_bytes_per_token_match_models():
     from kvtier.engine.checkpoint import GgufFile, resolve
 
     page = (ROOT / "docs" / "concepts.md").read_text()
-    small = GgufFile(resolve("smollm2")).config.kv_token_elements * 2 / 1024
-    large = ModelConfig("llama", 32, 4096, 14336, 32, 8, 128, 128256, 8192).kv_token_elements * 2 / 1024
+    models = GgufFile(resolve("smollm2")).config, ModelConfig("llama", 32, 4096, 14336, 32, 8, 128, 128256, 8192)
+    small, large = (2 * each.num_layers * each.num_kv_heads * each.head_dim * 2 / 1024 for each in models)
     assert f"{small:g} KiB for SmolLM2-135M in bf16 and {large:g} KiB for Llama-3-8B" in page
 
 

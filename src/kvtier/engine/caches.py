@@ -86,7 +86,6 @@ def open_caches(
 def _checked(
     stores: Mapping[str, StoreOrUrls], config: CacheConfig, num_ranks: int
 ) -> dict[str, Store | tuple[str, ...]]:
-    """Return the stores in the order of the configuration, URLs as tuples."""
     wanted = {each.name for each in config.stores}
     if wanted != {*stores}:
         raise ArgumentError(f"the configuration has stores {sorted(wanted)}, but {sorted(stores)} are given")

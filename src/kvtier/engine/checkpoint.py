@@ -65,30 +65,21 @@ class GgufFile:
         return _gguf_name(name) in self._header.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape, outermost first."""
         return self._header.tensors[_gguf_name(name)].shape
 
     def raw(self, name: str) -> RawMatrix | None:
-        """Return the quantized rows, in Hugging Face order."""
         tensor = self._header.tensors[_gguf_name(name)]
         kind = self._kind(tensor).name
         if len(tensor.shape) != 2 or kind not in PACKED_KINDS:
             return None
-        rows = self._stored(tensor)
-        order = self._row_order(name)
         # a copy, because a mapped file is read-only memory, which torch warns about
-        chosen = torch.from_numpy(rows.copy() if order is None else rows[order])
-        return (kind, chosen.view(torch.bfloat16) if kind == "BF16" else chosen)
+        rows = torch.from_numpy(self._rows(name).copy())
+        return (kind, rows.view(torch.bfloat16) if kind == "BF16" else rows)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        tensor = self._header.tensors[_gguf_name(name)]
-        stored = self._stored(tensor)
-        order = self._row_order(name)
-        if order is not None:
-            stored = stored[order]
-        kind = self._kind(tensor)
+        kind = self._kind(self._header.tensors[_gguf_name(name)])
         try:
-            values = self._gguf.quants.dequantize(stored, kind)
+            values = self._gguf.quants.dequantize(self._rows(name), kind)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"{name} in {self._path} is quantized as {kind.name}, which gguf cannot read"
@@ -126,12 +117,13 @@ class GgufFile:
                 f"{self._path} has a tensor of type {tensor.type}, which this gguf package does not know; upgrade it"
             ) from error
 
-    def _row_order(self, name: str) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        """Return the rows of q and k in Hugging Face order: even rows of a head, then odd rows."""
+    def _rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return the bytes in Hugging Face order: of q and k, the even rows of each head, then the odd rows."""
+        rows = self._stored(self._header.tensors[_gguf_name(name)])
         if self.config.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
-            return None
-        rows = np.arange(self.shape(name)[0]).reshape(-1, self.config.head_dim // 2, 2)
-        return rows.swapaxes(1, 2).reshape(-1)
+            return rows
+        order = np.arange(len(rows)).reshape(-1, self.config.head_dim // 2, 2).swapaxes(1, 2)
+        return rows[order.reshape(-1)]
 
 
 def _gguf_name(name: str) -> str:
@@ -154,7 +146,6 @@ def load_model(
         raise CheckpointError(f"a model cannot compute in {kind}; use f32, bf16 or f16")
     if path.is_dir():
         config = ModelConfig.from_folder(path)
-        with SafetensorsFolder(path) as folder:
-            return Model(config, assemble(config, folder, kind, place), ops)
+        return Model(config, assemble(config, SafetensorsFolder(path), kind, place), ops)
     file = GgufFile(path)
     return Model(file.config, assemble(file.config, file, kind, place), ops)

@@ -16,7 +16,6 @@ import torch
 from kvtier.batch import Pipeline, Timeline
 from kvtier.batch.executor import InlineExecutor
 from kvtier.batch.pipeline import TicketStatus
-from kvtier.cache.allocation import Allocation
 from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.engine.cache_runtime import CacheRuntime
@@ -180,9 +179,8 @@ class Engine:
         transfers = self.tiers.begin_step(step.plan, step.loads)
         try:
             live = [self._live[row.request.id] for row in step.rows]
-            for row, sequence in zip(step.rows, live, strict=True):
-                if not sequence.miss and row.request.allocation is not None:
-                    self._explain_miss(sequence, row.request.allocation)
+            for sequence in live:
+                self._explain_miss(sequence)
             self._inputs.plan(step, transfers)
             tickets = [sequence.ticket for sequence in live]
             pairs = zip(step.rows, tickets, strict=True)
@@ -270,7 +268,10 @@ class Engine:
         sequence.ticket = self._pipeline.add(sequence)
         self.scheduler.add(sequence.request, self._clock())
 
-    def _explain_miss(self, sequence: EngineSequence, allocation: Allocation) -> None:
+    def _explain_miss(self, sequence: EngineSequence) -> None:
+        allocation = sequence.request.allocation
+        if sequence.miss or allocation is None:
+            return
         try:
             sequence.miss = str(self.manager.explain(allocation))
         except Exception as error:  # of this row

@@ -25,8 +25,6 @@ Send = Callable[[np.ndarray[Any, np.dtype[np.uint8]], torch.device], torch.Tenso
 
 
 class SequenceInput(NamedTuple):
-    """The input of one sequence to a step."""
-
     token_ids: Sequence[int]
     """The new tokens, at least one."""
     num_computed: int
@@ -111,7 +109,6 @@ def _padded(
 
 
 def _explain(index: int, sequence: SequenceInput, block_tokens: int) -> NoReturn:
-    """Raise the error of an invalid sequence."""
     new, room = len(sequence.token_ids), len(sequence.block_table) * block_tokens
     if not new or sequence.num_computed < 0:
         raise ArgumentError(

@@ -16,17 +16,12 @@ from typing import Any, NamedTuple
 from kvtier.errors import CheckpointError
 
 _MAGIC = b"GGUF"
-# Scalars of the metadata by their number in the file; 8 is a string and 9 an array.
-_SCALARS: Mapping[int, str] = {
-    **dict(enumerate("BbHhIif?")),
-    **dict(enumerate("Qqd", 10)),
-}
+# Scalars of the metadata by their number in the file.
+_SCALARS: Mapping[int, str] = {**dict(enumerate("BbHhIif?")), **dict(enumerate("Qqd", 10))}
 _STRING, _ARRAY = 8, 9
 
 
 class GgufTensor(NamedTuple):
-    """Shape, type and position of a tensor in the file."""
-
     shape: tuple[int, ...]
     type: int
     offset: int
@@ -34,8 +29,6 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The part of the file before the tensors."""
-
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
     data_offset: int
@@ -87,15 +80,15 @@ class _Reader:
         kind, count = self._scalar("I"), self._scalar("Q")
         if kind in (_STRING, _ARRAY):
             return [self._value(kind) for _ in range(count)]
-        code = f"<{count}{_SCALARS[kind]}"
-        values = list(struct.unpack_from(code, self._data, self._at))
-        self._at += struct.calcsize(code)
-        return values
+        return list(self._unpack(f"<{count}{_SCALARS[kind]}"))
 
     def _scalar(self, code: str) -> Any:
-        value = struct.unpack_from(f"<{code}", self._data, self._at)[0]
-        self._at += struct.calcsize(f"<{code}")
-        return value
+        return self._unpack(f"<{code}")[0]
+
+    def _unpack(self, code: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(code, self._data, self._at)
+        self._at += struct.calcsize(code)
+        return values
 
     def _string(self) -> str:
         length = self._scalar("Q")

@@ -97,6 +97,5 @@ def _padded(size: int, max_blocks: int, device: torch.device) -> ForwardBatch:
 
 
 def _first_rows(batch: ForwardBatch, size: int) -> ForwardBatch:
-    """Return views of the first rows."""
     rows = {field.name: getattr(batch, field.name)[:size] for field in fields(batch)}
     return ForwardBatch(**{**rows, "query_starts": batch.query_starts[: size + 1]})

@@ -1,5 +1,3 @@
-"""LLM: generates texts for prompts."""
-
 from __future__ import annotations
 
 import os
@@ -136,34 +134,28 @@ class LLM:
         interrupted: threading.Event,
     ) -> list[list[Completion]]:
         """Run the engine until it has no more work, on the engine thread."""
-        collected: dict[tuple[str, int], list[Output]] = {}
         names: list[str] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
                 names.append(self.engine.add(prompt, each))
             show = sys.stderr.isatty() if progress is None else progress
-            self._run(collected, sum(each.n for each in params) if show else 0, interrupted)
+            outputs = self._run(sum(each.n for each in params) if show else 0, interrupted)
         finally:
             for name in names:
                 self.engine.abort(name)
         if interrupted.is_set():
             return []
         return [
-            [_joined(collected[name, index]) for index in range(each.n)]
-            for name, each in zip(names, params, strict=True)
+            [_joined(outputs[name, index]) for index in range(each.n)] for name, each in zip(names, params, strict=True)
         ]
 
-    def _run(
-        self,
-        collected: dict[tuple[str, int], list[Output]],
-        total: int,
-        interrupted: threading.Event,
-    ) -> None:
-        """Step the engine and collect its outputs. With a `total`, show progress on stderr."""
+    def _run(self, total: int, interrupted: threading.Event) -> dict[tuple[str, int], list[Output]]:
+        """Step the engine; returns the outputs by request and index. With a `total`, show progress on stderr."""
+        outputs: dict[tuple[str, int], list[Output]] = {}
         num_done = num_tokens = 0
         while self.engine.has_work() and not interrupted.is_set():
             for output in self.engine.step():
-                collected.setdefault((output.request_id, output.index), []).append(output)
+                outputs.setdefault((output.request_id, output.index), []).append(output)
                 num_tokens += len(output.token_ids)
                 num_done += output.finish_reason is not None
             if total:
@@ -173,6 +165,7 @@ class LLM:
                 sys.stderr.flush()
         if total:
             sys.stderr.write("\n")
+        return outputs
 
 
 def _use_device(device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """The configuration of a model of the Llama family, from a Hugging Face config.json or GGUF metadata.
 
-Settings that would change the result and are not supported raise UnsupportedModelError; none is ignored.
+Settings that would change the result and are not supported raise CheckpointError; none is ignored.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in _SIZES}
+        sizes = {each.name: getattr(self, each.name) for each in fields(self) if each.type == "int"}
         wrong = [f"{name} = {value!r}" for name, value in sizes.items() if not isinstance(value, int) or value < 1]
         if wrong:
             raise CheckpointError(f"the sizes of a model must be positive, got {', '.join(wrong)}")
@@ -92,28 +92,16 @@ class ModelConfig:
 
     @property
     def qkv_bias(self) -> bool:
-        """True if queries, keys and values have biases."""
         return self.attention_bias or self.architecture == "qwen2"
 
     @property
     def output_bias(self) -> bool:
-        """True if the attention output has a bias."""
         return self.attention_bias and self.architecture != "qwen2"
 
     @property
     def qk_norm(self) -> bool:
         """True if each head of q and k is normed before the rotation."""
         return self.architecture == "qwen3"
-
-    @property
-    def qkv_dim(self) -> int:
-        """Rows of the fused query, key and value matrix."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
-    @property
-    def kv_token_elements(self) -> int:
-        """Elements of keys and values per cached token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
@@ -166,8 +154,6 @@ class ModelConfig:
         hidden = _required(values, "embedding_length")
         head_dim = values.get("attention.key_length") or hidden // heads
         _refuse_unsupported_gguf(values, head_dim)
-        kind = values.get("rope.scaling.type", "none")
-        eos = metadata.get("tokenizer.ggml.eos_token_id")
         return cls(
             architecture=name,
             num_layers=_required(values, "block_count"),
@@ -181,18 +167,12 @@ class ModelConfig:
             norm_eps=_required(values, "attention.layer_norm_rms_epsilon"),
             rope=RopeConfig(
                 theta=values.get("rope.freq_base", 10000.0),
-                kind="linear" if kind == "linear" else "default",
+                kind="linear" if values.get("rope.scaling.type") == "linear" else "default",
                 factor=values.get("rope.scaling.factor", 1.0),
             ),
             tied_embeddings=tied_embeddings,
-            eos_token_ids=_token_ids(eos),
+            eos_token_ids=_token_ids(metadata.get("tokenizer.ggml.eos_token_id")),
         )
-
-
-_SIZES = (
-    *("num_layers", "hidden_dim", "ffn_dim", "num_heads", "num_kv_heads", "head_dim"),
-    *("vocab_size", "max_positions"),
-)
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -245,14 +225,9 @@ def _rope_of(config: Mapping[str, Any]) -> RopeConfig:
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, kind, float(_required(rope, "factor")))
-    return RopeConfig(
-        theta,
-        kind,
-        float(_required(rope, "factor")),
-        float(_required(rope, "low_freq_factor")),
-        float(_required(rope, "high_freq_factor")),
-        int(_required(rope, "original_max_position_embeddings")),
-    )
+    low, high = (float(_required(rope, f"{name}_freq_factor")) for name in ("low", "high"))
+    positions = int(_required(rope, "original_max_position_embeddings"))
+    return RopeConfig(theta, kind, float(_required(rope, "factor")), low, high, positions)
 
 
 def _required(values: Mapping[str, Any], key: str) -> Any:

@@ -91,7 +91,6 @@ class InputBuilder(Module):
         self.sequences: list[SequenceInput] = []
 
     def plan(self, step: Step, transfers: StepTransfers) -> None:
-        """Set the step that the next batch runs."""
         self.step, self.transfers = step, transfers
         self._planned = {row.request.id: row for row in step.rows}
 
@@ -115,7 +114,6 @@ class InputBuilder(Module):
         self._ready[batch.phase] = ForwardBatch.build(inputs, group.block_tokens, device, send)
 
     def prepare(self, env: Environment) -> None:
-        """Copy blocks and produce the batch."""
         env.produce(FORWARD_BATCH, self._ready.pop(env.at(BATCH).phase))
         if copies := self.step.copies:
             for group in self._groups:
@@ -170,7 +168,6 @@ class Sampler(Module):
 
     @torch.inference_mode()
     def forward(self, env: Environment) -> None:
-        """Sample for every row that needs a token."""
         logits, rows = env.at(LOGITS), self._inputs.rows
         self.samples = {sequence.request.id: [] for _, sequence in rows}
         if not self._inputs.transfers.arrived():

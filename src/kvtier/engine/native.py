@@ -44,28 +44,23 @@ class EngineNative:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        pointer, number = ctypes.c_void_p, ctypes.c_long
-        self._product = library.kvtier_product
-        self._product.argtypes = [ctypes.c_int, *[pointer] * 4, *[number] * 4, ctypes.c_int]
-        self._product.restype = None
-        self._attend = library.kvtier_attend
-        self._attend.argtypes = [*[pointer] * 7, ctypes.c_float, ctypes.c_int]
-        self._attend.restype = None
-        self._norm = library.kvtier_norm
-        self._norm.argtypes = [*[pointer] * 4, number, number, ctypes.c_float, ctypes.c_int]
-        self._gate = library.kvtier_gate
-        self._gate.argtypes = [pointer, pointer, number, number, ctypes.c_int]
-        self._rotate = library.kvtier_rotate
-        self._rotate.argtypes = [*[pointer] * 6, ctypes.c_int]
-        self._draw = library.kvtier_draw
-        self._draw.argtypes = [*[pointer] * 4, number, number, ctypes.c_int]
-        for function in (self._norm, self._gate, self._rotate, self._draw):
-            function.restype = None
-        library.kvtier_threads.argtypes = [pointer] * 3
+        pointer, number, real, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+
+        def function(name: str, *types: Any) -> Any:
+            function = library[f"kvtier_{name}"]
+            function.argtypes, function.restype = types, None
+            return function
+
+        self._product = function("product", ctypes.c_int, *[pointer] * 4, *[number] * 4, threads)
+        self._attend = function("attend", *[pointer] * 7, real, threads)
+        self._norm = function("norm", *[pointer] * 4, number, number, real, threads)
+        self._gate = function("gate", pointer, pointer, number, number, threads)
+        self._rotate = function("rotate", *[pointer] * 6, threads)
+        self._draw = function("draw", *[pointer] * 4, number, number, threads)
         openmp = _openmp_of_torch()
         if openmp is not None:
             names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-            library.kvtier_threads(*(ctypes.cast(getattr(openmp, name), pointer) for name in names))
+            function("threads", *[pointer] * 3)(*(ctypes.cast(getattr(openmp, name), pointer) for name in names))
 
     def linear(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         """Return x @ weight.T for at most MAX_TOKENS rows of float32."""
@@ -159,7 +154,7 @@ def pack(kind: str, rows: torch.Tensor) -> PackedWeight | None:
         data = rows.view(-1, _LANES, columns).transpose(1, 2).contiguous()
     else:
         raw = rows.numpy().reshape(-1, _LANES, columns // _BLOCK, _BLOCK_BYTES[kind])
-        data = torch.from_numpy(_pack_q4_1(raw) if kind == "Q4_1" else _pack_q8_0(raw))
+        data = torch.from_numpy(_pack_blocks(raw, num_halves=2 if kind == "Q4_1" else 1))
     return PackedWeight(kind, data, rows.shape[0], columns)
 
 
@@ -167,31 +162,20 @@ _BLOCK_BYTES: Mapping[str, int] = MappingProxyType({"Q4_1": 20, "Q8_0": 34})
 _U8 = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
-def _pack_q4_1(raw: _U8) -> _U8:
-    """Reorder blocks (d, m as float16; 16 bytes of nibbles): [tiles, lanes, blocks, 20] -> [tiles, blocks, 384]."""
+def _pack_blocks(raw: _U8, num_halves: int) -> _U8:
+    """Reorder [tiles, lanes, blocks, bytes] for lanes of 16 rows; the float16 before the elements become float32.
+
+    Q4_1: d and m, 16 bytes of nibbles: 20 bytes -> [tiles, blocks, 384]. Q8_0: d, 32 bytes: 34 -> [tiles, blocks, 576].
+    """
     tiles, _, blocks, _ = raw.shape
-    out = np.empty((tiles, blocks, 384), np.uint8)
-    out[:, :, :128].view(np.float32).reshape(tiles, blocks, 2, _LANES)[:] = _halves(raw[..., :4]).transpose(0, 2, 3, 1)
-    out[:, :, 128:].reshape(tiles, blocks, 16, _LANES)[:] = raw[..., 4:].transpose(0, 2, 3, 1)
-    return out
-
-
-def _pack_q8_0(raw: _U8) -> _U8:
-    """Reorder blocks (d as float16; 32 bytes): [tiles, lanes, blocks, 34] -> [tiles, blocks, 576]."""
-    tiles, _, blocks, _ = raw.shape
-    out = np.empty((tiles, blocks, 576), np.uint8)
-    out[:, :, :64].view(np.float32).reshape(tiles, blocks, 1, _LANES)[:] = _halves(raw[..., :2]).transpose(0, 2, 3, 1)
-    out[:, :, 64:].reshape(tiles, blocks, _BLOCK, _LANES)[:] = raw[..., 2:].transpose(0, 2, 3, 1)
-    return out
-
-
-def _halves(raw: _U8) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
+    halves = np.ascontiguousarray(raw[..., : 2 * num_halves]).view(np.float16).astype(np.float32)
+    head = np.ascontiguousarray(halves.transpose(0, 2, 3, 1)).reshape(tiles, blocks, -1).view(np.uint8)
+    elements = raw[..., 2 * num_halves :].transpose(0, 2, 3, 1).reshape(tiles, blocks, -1)
+    return np.concatenate((head, elements), axis=2)
 
 
 @functools.cache  # compile and load once per process
 def native() -> Native[EngineNative]:
-    """Return the native code, compiled for this machine."""
     return load("kvtier.engine", _SOURCES, _FLAGS, EngineNative, made_for=_processor())
 
 

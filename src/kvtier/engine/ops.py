@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from kvtier.engine.forward import ForwardBatch
@@ -24,7 +25,7 @@ from kvtier.engine.native import MAX_TOKENS, EngineNative, native
 from kvtier.engine.weights import Linear
 
 
-def paged_attention(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
     """Attend one sequence after the other, q [tokens, heads, head_dim]: the reference for all implementations."""
     out = torch.empty_like(q)
     group = q.shape[1] // cache.shape[3]
@@ -37,13 +38,13 @@ def paged_attention(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch) -
 
 
 def fast_paged_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Tensor,
     batch: ForwardBatch,
     code: EngineNative | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend on the CPU. k and v are those of the new tokens: a whole prompt attends to them without the cache."""
     if q.dtype != torch.float32 or q.shape[2] % 16:
         code = None  # native code needs float32 and whole vectors
@@ -67,9 +68,7 @@ def fast_paged_attention(
     return out
 
 
-def _attend_singles(
-    q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, code: EngineNative, out: torch.Tensor
-) -> None:
+def _attend_singles(q: Tensor, cache: Tensor, batch: ForwardBatch, code: EngineNative, out: Tensor) -> None:
     """Attend the one-token sequences of a mixed batch; native code reads the keys in place."""
     singles = [index for index, count in enumerate(batch.query_lens) if count == 1]
     chosen = torch.tensor(singles)
@@ -78,37 +77,34 @@ def _attend_singles(
     out[rows] = code.attend(q[rows], cache, batch.block_tables[chosen], batch.context_lens[chosen], longest)
 
 
-def _sequences(batch: ForwardBatch) -> Iterator[tuple[slice, torch.Tensor, int]]:
+def _sequences(batch: ForwardBatch) -> Iterator[tuple[slice, Tensor, int]]:
     """Yield the rows, block table and number of tokens of each sequence."""
     starts = itertools.accumulate(batch.query_lens, initial=0)
     for index, (start, count, context) in enumerate(zip(starts, batch.query_lens, batch.contexts, strict=False)):
         yield slice(start, start + count), batch.block_tables[index], context
 
 
-def _visible(rows: slice, context: int, device: torch.device) -> torch.Tensor:
+def _visible(rows: slice, context: int, device: torch.device) -> Tensor:
     """Return the causal mask [queries, context]: the last query sees all tokens, the one before it one less."""
     count = rows.stop - rows.start
     return torch.ones(count, context, dtype=torch.bool, device=device).tril(context - count)
 
 
-def _gathered(cache: torch.Tensor, table: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _gathered(cache: Tensor, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values of a sequence, [context, kv_heads, head_dim] each."""
-    num_blocks = -(-context // cache.shape[2])
-    blocks = table[:num_blocks]
+    blocks = table[: -(-context // cache.shape[2])]
     keys, values = (cache[:, part].index_select(0, blocks).flatten(0, 1)[:context] for part in (0, 1))
     return keys, values
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
-) -> torch.Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
     """Attend [queries, heads, dim] to [context, kv_heads, dim]."""
     q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
 
 
-def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend one query. It sees every token, so heads that share keys become queries of one head, without copies."""
     grouped = q.view(1, k.shape[1], -1, q.shape[2])
     out = scaled_dot_product_attention(grouped, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
@@ -118,13 +114,13 @@ def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
 class Heads(NamedTuple):
     """Queries, keys and values of the new tokens: views [tokens, heads, head_dim] of one tensor, qkv."""
 
-    qkv: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    qkv: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
     @classmethod
-    def split(cls, qkv: torch.Tensor, num_heads: int, num_kv_heads: int) -> Heads:
+    def split(cls, qkv: Tensor, num_heads: int, num_kv_heads: int) -> Heads:
         """Split [tokens, (num_heads + 2 num_kv_heads) * head_dim]."""
         parts = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
         q, k, v = parts.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -134,57 +130,48 @@ class Heads(NamedTuple):
 class Ops(Protocol):
     """The operations a model is computed with. Every tensor x is [tokens, features]."""
 
-    def linear(self, x: torch.Tensor, w: Linear) -> torch.Tensor:
-        """Return x @ w.weight.T + w.bias."""
+    def linear(self, x: Tensor, w: Linear) -> Tensor: ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return the RMS norm over the last dimension, computed in float32. x may have more dimensions and strides."""
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the norm of residual + x, and residual + x. May write into `residual`."""
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(left half) * right half."""
 
-    def rotate_and_store(
-        self, heads: Heads, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
-    ) -> None:
+    def rotate_and_store(self, heads: Heads, cos: Tensor, sin: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
         """Rotate q and k in place and write k and v to `batch.slots`. cos, sin: [tokens, head_dim / 2]."""
 
-    def attend(self, heads: Heads, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend every new token to its sequence, whose keys and values are stored. Returns [tokens, q_dim]."""
 
 
 class TorchOps:
-    """Plain torch on any device."""
-
-    def linear(self, x: torch.Tensor, w: Linear) -> torch.Tensor:
+    def linear(self, x: Tensor, w: Linear) -> Tensor:
         return linear(x, w.weight, w.bias)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual = residual + x
         return (self.rms_norm(residual, weight, eps), residual)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate) * up
 
-    def rotate_and_store(
-        self, heads: Heads, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
-    ) -> None:
+    def rotate_and_store(self, heads: Heads, cos: Tensor, sin: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
         for each in (heads.q, heads.k):
             rotate(each, cos, sin)
-        store(heads, cache, batch.slots)
+        blocks, offsets = batch.slots // cache.shape[2], batch.slots % cache.shape[2]
+        cache[:, 0].index_put_((blocks, offsets), heads.k)
+        cache[:, 1].index_put_((blocks, offsets), heads.v)
 
-    def attend(self, heads: Heads, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
         return paged_attention(heads.q, cache, batch).flatten(1)
 
 
@@ -195,54 +182,42 @@ class CpuOps:
         self._plain = TorchOps()
         self._code = native().code
 
-    def linear(self, x: torch.Tensor, w: Linear) -> torch.Tensor:
+    def linear(self, x: Tensor, w: Linear) -> Tensor:
         """Use the packed matrix for few tokens: memory bandwidth limits them, and it has 1/4 to 1/2 of the bytes."""
         if self._code is None or w.packed is None or x.shape[0] > MAX_TOKENS:
             return linear(x, w.weight, w.bias)
         out = self._code.linear(x, w.packed)
         return out if w.bias is None else out.add_(w.bias)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if self._code is None or x.ndim != 2 or not self._code.takes(x):
             return self._plain.rms_norm(x, weight, eps)
         return self._code.norm(None, x, weight, eps)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if self._code is None or not self._code.takes(x) or not self._code.takes(residual):
             return self._plain.add_rms_norm(x, residual, weight, eps)
         return (self._code.norm(x, residual, weight, eps), residual)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
         if self._code is None or not self._code.takes(gate_up, 32):
             return self._plain.silu_mul(gate_up)
         return self._code.gate(gate_up)
 
-    def rotate_and_store(
-        self, heads: Heads, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
-    ) -> None:
+    def rotate_and_store(self, heads: Heads, cos: Tensor, sin: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
         if self._code is None or not self._code.takes(heads.qkv, 32):
             self._plain.rotate_and_store(heads, cos, sin, cache, batch)
         else:
             self._code.rotate(heads.qkv, cos, sin, cache, batch.slots)
 
-    def attend(self, heads: Heads, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
         return fast_paged_attention(heads.q, heads.k, heads.v, cache, batch, self._code).flatten(1)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate each pair (i, i + head_dim / 2) of every head by the angle of its token, in place."""
     left, right = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     new_left = left * cos - right * sin
     right.copy_(right * cos + left * sin)
     left.copy_(new_left)
-
-
-def store(heads: Heads, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write the new keys and values to their slots of a layer's cache."""
-    block_tokens = cache.shape[2]
-    blocks, offsets = slots // block_tokens, slots % block_tokens
-    cache[:, 0].index_put_((blocks, offsets), heads.k)
-    cache[:, 1].index_put_((blocks, offsets), heads.v)

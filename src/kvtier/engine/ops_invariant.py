@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from kvtier.engine.forward import ForwardBatch
-from kvtier.engine.ops import Heads, TorchOps, rotate, store
+from kvtier.engine.ops import Heads, TorchOps
 from kvtier.engine.weights import Linear
 from kvtier.errors import ArgumentError, UnavailableError
 
@@ -30,29 +31,23 @@ class InvariantOps:
         self._plain = TorchOps()
         self._tried: set[tuple[object, ...]] = set()
 
-    def linear(self, x: torch.Tensor, w: Linear) -> torch.Tensor:
+    def linear(self, x: Tensor, w: Linear) -> Tensor:
         return self._by_tiles("linear", w.weight.shape, lambda tile: self._plain.linear(tile, w), x)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._by_tiles("norm", weight.shape, lambda tile: self._plain.rms_norm(tile, weight, eps), x)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual = residual + x  # one rounding per element for any shape
         return (self.rms_norm(residual, weight, eps), residual)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._by_tiles("silu", gate_up.shape[1:], self._plain.silu_mul, gate_up)
 
-    def rotate_and_store(
-        self, heads: Heads, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
-    ) -> None:
-        for each in (heads.q, heads.k):
-            rotate(each, cos, sin)
-        store(heads, cache, batch.slots)
+    def rotate_and_store(self, heads: Heads, cos: Tensor, sin: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
+        self._plain.rotate_and_store(heads, cos, sin, cache, batch)
 
-    def attend(self, heads: Heads, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
         out = torch.empty(heads.q.shape)
         start = 0
         for index, (count, context) in enumerate(zip(batch.query_lens, batch.contexts, strict=True)):
@@ -67,9 +62,7 @@ class InvariantOps:
             start += count
         return out.flatten(1)
 
-    def _by_tiles(
-        self, name: str, shape: tuple[int, ...], compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-    ) -> torch.Tensor:
+    def _by_tiles(self, name: str, shape: tuple[int, ...], compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if x.dtype != torch.float32 or x.device.type != "cpu":
             raise ArgumentError(f"invariant operations need float32 on the CPU, got {x.dtype} on {x.device}")
         key = (name, *shape, *x.shape[1:], torch.get_num_threads())
@@ -81,7 +74,7 @@ class InvariantOps:
         return torch.cat([compute(tile.clone()) for tile in padded.split(TILE)])[: x.shape[0]]
 
 
-def _attend_tile(q: torch.Tensor, first: int, context: int, cache: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _attend_tile(q: Tensor, first: int, context: int, cache: Tensor, table: Tensor) -> Tensor:
     """Attend TILE queries from position `first` to keys [0, context), in tiles of KEYS with a running maximum."""
     kv_heads, dim, block_tokens = cache.shape[3], cache.shape[4], cache.shape[2]
     group = q.shape[1] // kv_heads
@@ -104,7 +97,7 @@ def _attend_tile(q: torch.Tensor, first: int, context: int, cache: torch.Tensor,
     return (out / total).view(kv_heads, TILE, group, dim).transpose(0, 1).reshape(TILE, -1, dim)
 
 
-def _try_out(name: str, compute: Callable[[torch.Tensor], torch.Tensor], row_shape: tuple[int, ...]) -> None:
+def _try_out(name: str, compute: Callable[[Tensor], Tensor], row_shape: tuple[int, ...]) -> None:
     """Check that a row gives the same bits at every position of a tile, among other rows each time."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(row_shape, generator=generator)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.nn.functional import linear
 
 from kvtier.engine.forward import ForwardBatch
@@ -90,26 +91,22 @@ def _rotate_and_store(
 class TritonOps:
     """Fused Triton kernels: the default on CUDA."""
 
-    def linear(self, x: torch.Tensor, w: Linear) -> torch.Tensor:
+    def linear(self, x: Tensor, w: Linear) -> Tensor:
         return linear(x, w.weight, w.bias)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _launch_norm(x, None, weight, eps)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return (_launch_norm(x, residual, weight, eps), residual)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, dim, dtype=gate_up.dtype, device=gate_up.device)
         _silu_mul[(rows, triton.cdiv(dim, 1024))](gate_up, out, dim, COLUMNS=1024, num_warps=4)
         return out
 
-    def rotate_and_store(
-        self, heads: Heads, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
-    ) -> None:
+    def rotate_and_store(self, heads: Heads, cos: Tensor, sin: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
         tokens, num_all, dim = heads.qkv.shape
         kv_heads = cache.shape[3]
         _rotate_and_store[(tokens,)](
@@ -123,11 +120,11 @@ class TritonOps:
             num_warps=4,
         )
 
-    def attend(self, heads: Heads, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
         return triton_paged_attention(heads.q, cache, batch).flatten(1)
 
 
-def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     dim, inner = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
     padded = triton.next_power_of_2(dim)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -284,7 +281,7 @@ def _combine(
     tl.store(out_ptr + row * DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < DIM)
 
 
-def triton_paged_attention(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+def triton_paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
     """Attend q [tokens, heads, head_dim] (rows may be strided) to the paged cache of a layer."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if batch.is_decode:
@@ -294,7 +291,7 @@ def triton_paged_attention(q: torch.Tensor, cache: torch.Tensor, batch: ForwardB
     return out
 
 
-def _run_prefill(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
+def _run_prefill(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor) -> None:
     kv_heads, group = cache.shape[3], q.shape[1] // cache.shape[3]
     is_f32 = q.dtype == torch.float32
     rows, keys = (_QUERY_ROWS_F32, _KEYS_F32) if is_f32 else (_QUERY_ROWS, _KEYS)
@@ -305,7 +302,7 @@ def _run_prefill(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, out:
     sizes = _sizes(q, cache)
     _prefill[(max(tiles) * splits, len(tiles), kv_heads)](
         *(q, cache, out, partial, top, total, batch.block_tables, batch.query_starts, batch.context_lens, _scale(q)),
-        *(q.stride(0), out.stride(0), batch.block_tables.stride(0), *_cache_strides(cache)),
+        *(q.stride(0), out.stride(0), batch.block_tables.stride(0), *cache.stride()[:4]),
         ROWS=rows,
         KEYS=keys,
         SPLITS=splits,
@@ -317,14 +314,14 @@ def _run_prefill(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, out:
         _join(partial, top, total, out, sizes["PADDED"])
 
 
-def _run_decode(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
+def _run_decode(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor) -> None:
     sequences, heads, _ = q.shape
     kv_heads, splits = cache.shape[3], num_splits(sequences * cache.shape[3], q.device)
     partial, top, total = _partial(q, splits)
     sizes = _sizes(q, cache)
     _decode[(sequences, kv_heads, splits)](
         *(q, cache, partial, top, total, batch.block_tables, batch.context_lens, _scale(q)),
-        *(q.stride(0), batch.block_tables.stride(0), *_cache_strides(cache)),
+        *(q.stride(0), batch.block_tables.stride(0), *cache.stride()[:4]),
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),  # the minimum of tl.dot
         KEYS=_SPLIT_KEYS,
         SPLITS=splits,
@@ -335,14 +332,14 @@ def _run_decode(q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, out: 
     _join(partial, top, total, out, sizes["PADDED"])
 
 
-def _partial(q: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _partial(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the sums, largest scores and sums of weights for the shares of every row."""
     tokens, heads, dim = q.shape
     top, total = torch.empty(2, tokens, heads, splits, dtype=torch.float32, device=q.device)
     return torch.empty(tokens, heads, splits, dim, dtype=torch.float32, device=q.device), top, total
 
 
-def _join(partial: torch.Tensor, top: torch.Tensor, total: torch.Tensor, out: torch.Tensor, padded: int) -> None:
+def _join(partial: Tensor, top: Tensor, total: Tensor, out: Tensor, padded: int) -> None:
     tokens, heads, splits, dim = partial.shape
     _combine[(tokens * heads,)](partial, top, total, out, DIM=dim, PADDED=padded, SPLITS=splits, num_warps=1)
 
@@ -367,17 +364,12 @@ def prefill_splits(programs: int, most_keys: int, device: torch.device) -> int:
     return 1 << most.bit_length() - 1
 
 
-def _scale(q: torch.Tensor) -> float:
+def _scale(q: Tensor) -> float:
     """Return log2(e) / sqrt(head_dim): the kernels use powers of two."""
     return float(q.shape[2] ** -0.5 * 1.4426950408889634)
 
 
-def _cache_strides(cache: torch.Tensor) -> tuple[int, int, int, int]:
-    block, kv, token, head, _ = cache.stride()
-    return block, kv, token, head
-
-
-def _sizes(q: torch.Tensor, cache: torch.Tensor) -> dict[str, Any]:
+def _sizes(q: Tensor, cache: Tensor) -> dict[str, Any]:
     dim = q.shape[2]
     group = q.shape[1] // cache.shape[3]
     return {"BLOCK_TOKENS": cache.shape[2], "GROUP": group, "DIM": dim, "PADDED": max(16, triton.next_power_of_2(dim))}

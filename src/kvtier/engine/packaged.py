@@ -17,18 +17,14 @@ _PACKAGED: Mapping[str, tuple[str, str]] = MappingProxyType({"smollm2": ("llm_sm
 
 def resolve(model: str | Path) -> Path:
     """Return the folder or .gguf file of a model, given its path or the name of a packaged model."""
-    if str(model) in _PACKAGED:
-        return _packaged(str(model))
-    path = Path(model)
-    if not path.exists():
-        raise CheckpointError(
-            f"there is no model at {path}; use a Hugging Face folder, a .gguf file, or one of the names "
-            f"{', '.join(_PACKAGED)} (kvtier downloads nothing)"
-        )
-    return path
-
-
-def _packaged(name: str) -> Path:
+    name, path = str(model), Path(model)
+    if name not in _PACKAGED:
+        if not path.exists():
+            raise CheckpointError(
+                f"there is no model at {path}; use a Hugging Face folder, a .gguf file, or one of the names "
+                f"{', '.join(_PACKAGED)} (kvtier downloads nothing)"
+            )
+        return path
     package, install = _PACKAGED[name]
     spec = importlib.util.find_spec(package)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin is not None else []

@@ -178,7 +178,6 @@ class Ranks:
         return range(1, len(self._links) + 1)
 
     def _end_processes(self) -> None:
-        """End the processes; kill those that do not end in time."""
         for link in self._links:
             if self._error is None:  # a rank that hangs does not read, and its pipe may be full
                 with contextlib.suppress(OSError):
@@ -216,7 +215,6 @@ class Ranks:
             self._send(rank, with_tensors(mine, _own))
 
     def _call(self, method: str, *args: object) -> list[Any]:
-        """Call a method of all other ranks; returns their results."""
         self._broadcast(RankCall(method, args))
         return [self._receive(rank, _SLOW_SECONDS) for rank in self._ranks]
 
@@ -277,8 +275,6 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class RankedStore:
-    """A store that is split over all ranks."""
-
     name: str
     own: Counted
     ranks: Ranks

@@ -50,8 +50,7 @@ class Constraint(Protocol):
     def forbid(self, logits: torch.Tensor) -> None:
         """Set the logits of tokens that cannot follow to -inf. Raises StateError if it cannot."""
 
-    def accept(self, token_id: int) -> None:
-        """Advance by a sampled token."""
+    def accept(self, token_id: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,6 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most likely token is always selected."""
         return self.temperature == 0.0
 
 

@@ -33,8 +33,6 @@ _MEET_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """Configuration of one rank."""
-
     sharding: Sharding
     model: ModelConfig
     """Shape of the whole model, not of the rank's share."""
@@ -56,8 +54,6 @@ class RankConfig:
 
 
 class RankCall(NamedTuple):
-    """A method of RankWorker to run."""
-
     method: str
     args: tuple[object, ...] = ()
     replies: bool = True

@@ -34,7 +34,6 @@ _IDLE_SECONDS = 0.5
 
 
 def main(descriptor: int) -> None:
-    """Run a rank; `descriptor` is its end of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):  # signals to the process group are meant for rank 0
         signal.signal(number, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(descriptor)

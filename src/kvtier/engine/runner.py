@@ -1,5 +1,3 @@
-"""EngineRunner: an Engine on its own thread, for callers on other threads."""
-
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +18,7 @@ _Call = tuple[Callable[[Engine], Any], Future[Any]]
 
 
 class EngineRunner:
-    """Steps the engine while there is work. Only its thread touches the engine.
+    """An Engine on its own thread, for callers on other threads. Steps it while there is work.
 
     `stream` yields the outputs of a request as they arrive; closing it early cancels the request.
     """
@@ -78,7 +76,6 @@ class EngineRunner:
         return self.call(add)
 
     def leave(self, name: str) -> None:
-        """Cancel a request whose outputs are no longer needed."""
         if not self._closed.is_set():
             self.call(lambda engine: (self._listeners.pop(name, None), engine.abort(name)))
 
@@ -105,7 +102,6 @@ class EngineRunner:
         self._engine.close()
 
     def _refuse_calls(self) -> None:
-        """Fail the calls that were queued too late."""
         with contextlib.suppress(queue.Empty):
             while (call := self._calls.get_nowait()) is not None:
                 error = ClosedError("this engine was closed")

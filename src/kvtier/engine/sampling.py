@@ -29,8 +29,6 @@ _NO_DISTRIBUTION = (
 
 
 class Sample(NamedTuple):
-    """Sampled token of one row."""
-
     token_id: int
     """NO_TOKEN if the row failed; the request's `error` is set then."""
     logprobs: Logprobs | None
@@ -76,12 +74,10 @@ class RequestSampler:
             self._constraint.accept(token_id)
 
     def is_end(self, token_id: int) -> bool:
-        """True if this token ends the request."""
         return token_id in self._ends
 
     @property
     def changes_logits(self) -> bool:
-        """True if `adjust` changes logits."""
         return self._always_changes or self._num_chosen < self._min_tokens
 
     @torch.inference_mode()
@@ -105,7 +101,6 @@ class RequestSampler:
             self._constraint.forbid(logits)
 
     def uniform(self) -> float:
-        """Return the next random number of the request, in [0, 1)."""
         return float(self._random.random())
 
     @functools.cached_property

@@ -30,7 +30,6 @@ _MAX_MASK_SECONDS = 0.25
 
 
 def is_available() -> bool:
-    """True if llguidance is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
 
@@ -61,7 +60,11 @@ class SchemaCompiler:
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         if not eos_token_ids:
             raise ArgumentError("the model has no end-of-text token, which outputs that follow a schema end with")
-        self._llguidance = load_llguidance()
+        try:
+            import llguidance
+        except ImportError as error:
+            raise UnavailableError("outputs with a schema need llguidance: pip install 'kvtier[structured]'") from error
+        self._llguidance = llguidance
         self._tokenizer = self._llguidance.LLTokenizer(tokenizer_json, vocab_size, list(eos_token_ids))
         self._limits = self._llguidance.LLParserLimits(verbose_errors=False)  # errors would quote the whole grammar
 
@@ -100,8 +103,6 @@ class SchemaCompiler:
 
 
 class JsonConstraint:
-    """Restricts one sequence to a JSON schema."""
-
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
 
@@ -123,12 +124,3 @@ class JsonConstraint:
     def _error(self) -> StateError:
         reason = self._matcher.stop_reason()  # the text of the error may quote the schema
         return StateError(f"no token fits the schema ({reason}); use a simpler schema")
-
-
-def load_llguidance() -> Any:
-    """Import llguidance. Raises UnavailableError if it is not installed."""
-    try:
-        import llguidance
-    except ImportError as error:
-        raise UnavailableError("outputs with a schema need llguidance: pip install 'kvtier[structured]'") from error
-    return llguidance

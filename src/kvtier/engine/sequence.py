@@ -34,7 +34,6 @@ class StopChecker:
         return text[: len(text) - keep], False
 
     def finish(self) -> str:
-        """Return the text held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
@@ -85,7 +84,6 @@ class EngineSequence:
         return self.output(text, samples[:taken])
 
     def end(self, reason: FinishReason, error: str = "") -> Output:
-        """End the sequence without another token."""
         self.finish_reason = reason
         try:
             text = self._rest(stopped=False)
@@ -95,7 +93,6 @@ class EngineSequence:
         return self.output(text, [], error)
 
     def output(self, text: str, samples: list[Sample], error: str = "") -> Output:
-        """Return the output of this step."""
         return Output(
             self.id,
             self.index,
@@ -118,7 +115,6 @@ class EngineSequence:
         return text if is_stopped else text + self.stop.finish() + rest[len(whole) :]
 
     def explain(self) -> Explanation:
-        """Return its state, and how the cache served it."""
         request = self.request
         state = self.finish_reason.value if self.finish_reason is not None else request.state.value
         return Explanation(

@@ -45,7 +45,6 @@ class NgramProposer:
         self._longest, self._shortest = longest, shortest
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
-        """Return the tokens that followed the last occurrence of each request's ending."""
         del groups
         return [self._draft(request.chain.tokens) for request in requests]
 

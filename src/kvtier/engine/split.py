@@ -43,7 +43,6 @@ def without_layers(weights: ModelWeights, rank: int) -> ModelWeights:
 
 
 def split_layer(config: ModelConfig, layer: LayerWeights, rank: int, num_ranks: int) -> LayerWeights:
-    """Return the share of one rank of a layer."""
     q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return replace(
         layer,
@@ -72,8 +71,6 @@ def with_tensors(weights: Weights, change: Callable[[torch.Tensor], torch.Tensor
 
 
 def _rows(whole: Linear, heights: list[int], rank: int, num_ranks: int) -> Linear:
-    """Split each of the stacked matrices by rows."""
-
     def mine(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([part.chunk(num_ranks)[rank] for part in tensor.split(heights)])
 

@@ -19,62 +19,31 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvtier.engine.gguf_header import read_metadata
 from kvtier.engine.packaged import DEFAULT_MODEL, resolve
-from kvtier.engine.special_text import SpecialText
-from kvtier.errors import (
-    ArgumentError,
-    CheckpointError,
-    RangeError,
-    StateError,
-    UnavailableError,
-)
+from kvtier.engine.special_text import SpecialText, show
+from kvtier.errors import ArgumentError, CheckpointError, RangeError, StateError, UnavailableError
 
 if TYPE_CHECKING:
+    import jinja2
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
 
-class ChatTemplate:
-    """A compiled chat template."""
-
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """`special` maps names in the template (bos_token, eos_token) to special tokens."""
-        try:
-            import jinja2
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as error:
-            raise UnavailableError("chat templates need the jinja2 package: pip install 'kvtier[engine]'") from error
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _tojson  # that of jinja2 escapes HTML
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _strftime_now
-        self._special = dict(special)
-        self._failure = (jinja2.TemplateError, jinja2.exceptions.SecurityError)
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"the chat template does not compile, line {error.lineno}: {error.message}"
-            ) from error
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        for index, message in enumerate(messages):
-            if "role" not in message:
-                raise ArgumentError(f"message {index} has no role; it has {', '.join(message) or 'nothing'}")
-        names = {**self._special, **(variables or {})}
-        try:
-            return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **names
-            )
-        except self._failure as error:
-            raise ArgumentError(f"the chat template cannot render these messages: {error}") from error
+def _compile_template(source: str) -> jinja2.Template:
+    try:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise UnavailableError("chat templates need the jinja2 package: pip install 'kvtier[engine]'") from error
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson  # that of jinja2 escapes HTML
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(f"the chat template does not compile, line {error.lineno}: {error.message}") from error
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
@@ -83,10 +52,6 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
 
 def _refuse(message: str) -> NoReturn:
     raise ArgumentError(f"the chat template refuses these messages: {message}")
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
 
 
 Message = Mapping[str, Any]
@@ -120,22 +85,12 @@ class Tokenizer:
     def __init__(
         self, backend: Backend, *, chat_template: str | None = None, special: Mapping[str, str] | None = None
     ) -> None:
-        """`special`: bos_token, eos_token and so on, as chat templates name them."""
+        """`special` maps names in chat templates (bos_token, eos_token) to special tokens."""
         self._backend = backend
         self._lock = threading.Lock()
         self.special = MappingProxyType(dict(special or {}))
-        self._template = None if chat_template is None else ChatTemplate(chat_template, self.special)
+        self._template = None if chat_template is None else _compile_template(chat_template)
         self._token_bytes: dict[int, bytes] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, including special ones."""
-        return int(self._backend.get_vocab_size())
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The end-of-text token, if the checkpoint has one."""
-        return self.token_id(self.special["eos_token"]) if "eos_token" in self.special else None
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its exact text ("<|im_end|>")."""
@@ -159,7 +114,7 @@ class Tokenizer:
             self.check_size(size, max_tokens)
             if len(text) > _USUAL_CHARS * max_tokens:
                 self._check_pieces(text, max_tokens)
-        return self._encode(text, add_special=add_special, parse_special=parse_special)
+        return self._encode(text, add_special=add_special, parse_special=parse_special).ids
 
     def check_size(self, num_bytes: int, max_tokens: int) -> None:
         """Raise RangeError if a text of this size certainly has more tokens."""
@@ -178,16 +133,16 @@ class Tokenizer:
             return longest
         return _NFC_SHRINKS * longest if normalizer["type"] == "NFC" else None
 
-    def _encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+    def _encode(self, text: str, *, parse_special: bool, add_special: bool = False) -> Encoding:
         with self._lock:  # the option is a field of the backend
             self._backend.encode_special_tokens = not parse_special
-            return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+            return self._backend.encode(text, add_special_tokens=add_special)
 
     def _check_pieces(self, text: str, max_tokens: int) -> None:
         """Count tokens piece by piece and stop early. Splits may add tokens, so twice the number is allowed."""
         count = 0
         for begin in range(0, len(text), _PIECE_CHARS):
-            count += len(self._encode(text[begin : begin + _PIECE_CHARS], add_special=False, parse_special=True))
+            count += len(self._encode(text[begin : begin + _PIECE_CHARS], parse_special=True))
             if count > 2 * max_tokens:
                 raise RangeError(f"the text has more than {max_tokens} tokens")
 
@@ -197,10 +152,9 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token inside a text; a character may be split over several tokens."""
-        data = self._token_bytes.get(token_id)
-        if data is None:
-            data = self._token_bytes[token_id] = self._find_bytes(token_id)
-        return data
+        if token_id not in self._token_bytes:
+            self._token_bytes[token_id] = self._find_bytes(token_id)
+        return self._token_bytes[token_id]
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
@@ -229,9 +183,18 @@ class Tokenizer:
         """Render a conversation with the chat template; `variables` are passed to it."""
         if self._template is None:
             raise StateError("this checkpoint has no chat template; use a text as the prompt")
-        return self._template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
-        )
+        import jinja2
+
+        for index, message in enumerate(messages):
+            if "role" not in message:
+                raise ArgumentError(f"message {index} has no role; it has {', '.join(message) or 'nothing'}")
+        names = {**self.special, **variables}
+        try:
+            return self._template.render(
+                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **names
+            )
+        except jinja2.TemplateError as error:
+            raise ArgumentError(f"the chat template cannot render these messages: {error}") from error
 
     def encode_chat(
         self,
@@ -251,17 +214,15 @@ class Tokenizer:
         hidden = None if parse_special else self._special_text.hide([list(messages), options])
         if hidden is None:
             return tokens
-        hidden_messages, hidden_options = hidden.value
+        (hidden_messages, hidden_options), marks = hidden
         marked = self.chat_text(hidden_messages, **hidden_options)
-        with self._lock:
-            self._backend.encode_special_tokens = False
-            encoded = self._backend.encode(marked, add_special_tokens=False)
+        encoded = self._encode(marked, parse_special=True)
         spans = [(id, *span) for id, span in zip(encoded.ids, encoded.offsets, strict=True) if id in self.special_ids]
         if [id for id, _, _ in spans] == [id for id in tokens if id in self.special_ids]:
             return tokens  # all of them are from the template
         kept, last = [], 0
         for id, begin, end in [*spans, (None, len(marked), len(marked))]:
-            kept += self._encode(hidden.show(marked[last:begin]), add_special=False, parse_special=False)
+            kept += self._encode(show(marked[last:begin], marks), parse_special=False).ids
             kept += [] if id is None else [id]
             last = end
         return kept
@@ -275,21 +236,20 @@ class Tokenizer:
         """Return the contents of tokenizer.json."""
         return str(self._backend.to_str())
 
-    def stream(self, *, skip_special: bool = True) -> TokenStream:
-        return TokenStream(self, skip_special=skip_special)
+    def stream(self) -> TokenStream:
+        return TokenStream(self)
 
 
 class TokenStream:
-    """Decodes an output token by token, in whole characters.
+    """Decodes an output token by token, in whole characters, without special tokens.
 
     Tokens of an incomplete UTF-8 character, at most 3 bytes, are held back; invalid bytes become U+FFFD at once. Each
     token is decoded together with those before it, because its text may depend on them (a space at the start of a
     text).
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset()
         self._shown: list[int] = []
         self._held: list[int] = []
         self._incomplete = b""
@@ -297,7 +257,7 @@ class TokenStream:
     def add(self, token_id: int) -> str:
         """Return the text that this token completes; empty while a character is incomplete."""
         own = self._tokenizer.token_bytes(token_id)
-        if not own or token_id in self._skipped:
+        if not own or token_id in self._tokenizer.special_ids:
             return ""
         self._held.append(token_id)
         if self._incomplete or own[-1] >= 0x80:
@@ -313,7 +273,6 @@ class TokenStream:
         return self._release(len(self._held))
 
     def _release(self, count: int) -> str:
-        """Return the text of the first `count` held tokens."""
         if not count:
             return ""
         released, decode = self._held[:count], self._tokenizer.decode

@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -33,8 +32,6 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer."""
-
     input_norm: torch.Tensor
     qkv: Linear
     q_norm: torch.Tensor | None
@@ -59,12 +56,10 @@ class ModelWeights:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights, and of the computation."""
         return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights, and of the computation."""
         return self.embedding.dtype
 
 
@@ -75,11 +70,10 @@ RawMatrix = tuple[str, torch.Tensor]
 class TensorSource(Protocol):
     """Tensors under their Hugging Face names ("model.layers.0.self_attn.q_proj.weight")."""
 
-    def __contains__(self, name: str) -> bool:
-        """True if the checkpoint has this tensor."""
+    def __contains__(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that `read_into` needs."""
+        """Return the shape, outermost first, without reading the tensor."""
 
     def raw(self, name: str) -> RawMatrix | None:
         """Return the matrix as stored, if that is smaller than float32 and rows can be joined."""
@@ -114,7 +108,7 @@ class _Assembler:
         return ModelWeights(
             embedding=embedding,
             layers=tuple(self._layer(index) for index in range(config.num_layers)),
-            norm=self._vector("model.norm.weight", config.hidden_dim),
+            norm=self._joined(["model.norm.weight"], [config.hidden_dim]),
             head=head,
             inverse_frequencies=self._source.inverse_frequencies(config).to(self._options["device"]),
         )
@@ -125,14 +119,14 @@ class _Assembler:
         q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         names = [f"{attention}{part}_proj" for part in "qkv"]
         norms = [f"{attention}{part}_norm.weight" for part in "qk"]
-        q_norm, k_norm = (self._vector(name, config.head_dim) if config.qk_norm else None for name in norms)
+        q_norm, k_norm = (self._joined([name], [config.head_dim]) if config.qk_norm else None for name in norms)
         return LayerWeights(
-            input_norm=self._vector(f"{prefix}input_layernorm.weight", hidden),
+            input_norm=self._joined([f"{prefix}input_layernorm.weight"], [hidden]),
             qkv=self._linear(names, [q_dim, kv_dim, kv_dim], hidden, bias=config.qkv_bias),
             q_norm=q_norm,
             k_norm=k_norm,
             output=self._linear([f"{attention}o_proj"], [hidden], q_dim, bias=config.output_bias),
-            post_norm=self._vector(f"{prefix}post_attention_layernorm.weight", hidden),
+            post_norm=self._joined([f"{prefix}post_attention_layernorm.weight"], [hidden]),
             gate_up=self._linear(
                 [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], [config.ffn_dim] * 2, hidden, bias=False
             ),
@@ -152,9 +146,6 @@ class _Assembler:
             self._check(name, (height, *columns))
             self._source.read_into(name, part)
         return out
-
-    def _vector(self, name: str, length: int) -> torch.Tensor:
-        return self._joined([name], [length])
 
     def _packed(self, names: Sequence[str]) -> PackedWeight | None:
         raws = [self._source.raw(name) for name in names] if self._packs else []
@@ -188,31 +179,18 @@ class SafetensorsFolder:
             raise UnavailableError(
                 "reading safetensors needs the safetensors package: pip install 'kvtier[engine]'"
             ) from error
-        self._folder = folder
         self._file_of: dict[str, Any] = {}
-        self._files: list[Any] = []
         for path in _shards(folder):
             try:
                 file = safe_open(str(path), framework="pt")
             except Exception as error:  # the Rust extension raises its own class, OSError or FileNotFoundError
                 raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-            self._files.append(file)
             self._file_of.update(dict.fromkeys(file.keys(), file))
-
-    def __enter__(self) -> SafetensorsFolder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file_of.clear()
-        self._files.clear()
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape in the header; the tensor is not read."""
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def raw(self, name: str) -> RawMatrix | None:
@@ -221,11 +199,9 @@ class SafetensorsFolder:
         return ("BF16", stored) if stored.dtype == torch.bfloat16 and stored.ndim == 2 else None
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Convert from the mapped file."""
         out.copy_(self._file_of[name].get_tensor(name))
 
     def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
-        """Return those of the configuration."""
         return config.rope.inverse_frequencies(config.head_dim)
 
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvtier.engine import CpuOps, ForwardBatch, SequenceInput, TorchOps
+from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.native import native, pack
-from kvtier.engine.ops import Heads, fast_paged_attention, paged_attention
+from kvtier.engine.ops import CpuOps, Heads, TorchOps, fast_paged_attention, paged_attention
 from kvtier.native_code import Native
 
 CPU = torch.device("cpu")

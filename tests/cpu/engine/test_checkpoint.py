@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_driver import Driver
-from kvtier.engine import ModelConfig, RopeConfig, load_model, load_tokenizer, packaged, resolve
+from kvtier.engine import ModelConfig, load_model, load_tokenizer, packaged, resolve
+from kvtier.engine.model_config import RopeConfig
 from kvtier.errors import CheckpointError, UnavailableError
 
 gguf = pytest.importorskip("gguf")
@@ -216,8 +217,7 @@ def test_config_with_legacy_rope_fields_is_read():
     assert ModelConfig.from_hf(config).rope == RopeConfig(5e5)
     actual = ModelConfig.from_hf({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert actual.rope == RopeConfig(5e5, "linear", 2.0)
-    assert actual.num_kv_heads == 2
-    assert actual.kv_token_elements == 2 * 32
+    assert (actual.num_kv_heads, actual.head_dim) == (2, 16)
     qwen = {**config, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 4096}
     assert ModelConfig.from_hf(qwen).qkv_bias
     assert not ModelConfig.from_hf(qwen).output_bias

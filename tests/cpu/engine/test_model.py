@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from engine_driver import Driver, greedy, random_schedule, run_schedule
-from kvtier.engine import ForwardBatch, Model, SequenceInput, TorchOps, load_model
+from kvtier.engine import Model, load_model
+from kvtier.engine.forward import ForwardBatch, SequenceInput
+from kvtier.engine.ops import TorchOps
 from kvtier.errors import ArgumentError, RangeError
 
 ALL = [

@@ -20,9 +20,10 @@ from engine_helpers import Answer, finish, greedy, prompts
 from kvtier.cache.admin import CacheAdmin
 from kvtier.cache.config import CacheConfig, HostConfig, StoreConfig, WaitPolicy, WritebackConfig, WritePolicy
 from kvtier.cache.manager import CacheManager
-from kvtier.engine import ForwardBatch, Model, ModelConfig, SequenceInput
+from kvtier.engine import Model, ModelConfig
 from kvtier.engine.cache_runtime import CacheRuntime
 from kvtier.engine.engine import Engine, EngineConfig
+from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.model_config import RopeConfig
 from kvtier.engine.modules import DeviceCacheGroup
 from kvtier.engine.rank_link import rendezvous

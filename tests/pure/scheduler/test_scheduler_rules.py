@@ -167,7 +167,7 @@ def test_step_is_true_if_it_has_work():
     assert isinstance(probing, Plan)
     assert bool(Step((), (), (), (), probing)) is bool(probing.probes) is True
     made.num_computed = 8
-    both = Step((), (row, Row.of(made, 6, (3,))), (), (), (), plan)
+    both = Step((row, Row.of(made, 6, (3,))), (), (), (), plan)
     assert (both.num_tokens, both.loads) == (10, (7, 9, 3))
     assert both.attended_tokens == 4 * (0 + 2) + 6 * (8 + 3)
     assert [(each.stop, each.wants_token) for each in both.rows] == [(4, False), (14, True)]
