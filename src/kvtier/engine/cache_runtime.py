@@ -72,8 +72,11 @@ class NullController:
     is_busy = False
     is_copying = False
 
-    def present(self) -> None:
-        return None
+    def present(self) -> None: ...
+    def wait(self, timeout: float) -> None: ...
+    def release(self) -> None: ...
+    def register(self, caches: Sequence[torch.Tensor]) -> None: ...
+    def close(self) -> None: ...
 
     def submit(self, plan: Plan, after: Event | None = None) -> None:
         assert not plan, f"{plan} (after {after}) needs a host tier"
@@ -81,23 +84,11 @@ class NullController:
     def poll(self, *, loads_only: bool = False) -> Sequence[Report]:  # noqa: ARG002
         return ()
 
-    def wait(self, timeout: float) -> None:
-        pass
-
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
         raise StateError(f"without a host tier there are no loads to wait for: {transfer_ids}")
 
-    def release(self) -> None:
-        pass
-
-    def register(self, caches: Sequence[torch.Tensor]) -> None:
-        pass
-
     def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor]) -> None:
         raise StateError(f"there is no host tier to resize to {num_blocks} blocks for {len(caches)} caches")
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True)

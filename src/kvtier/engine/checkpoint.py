@@ -20,7 +20,7 @@ from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.native import PACKED_KINDS
 from kvtier.engine.ops import Ops
 from kvtier.engine.packaged import DEFAULT_MODEL, resolve
-from kvtier.engine.weights import RawMatrix, SafetensorsFolder, assemble
+from kvtier.engine.weights import Assembler, RawMatrix, SafetensorsFolder
 from kvtier.errors import CheckpointError, UnavailableError
 from kvtier.memory.torch_types import AnyDType, element_type, torch_dtype
 
@@ -144,8 +144,8 @@ def load_model(
     path, kind, place = resolve(model), torch_dtype(element_type(dtype)), torch.device(device)
     if not kind.is_floating_point:
         raise CheckpointError(f"a model cannot compute in {kind}; use f32, bf16 or f16")
-    if path.is_dir():
-        config = ModelConfig.from_folder(path)
-        return Model(config, assemble(config, SafetensorsFolder(path), kind, place), ops)
-    file = GgufFile(path)
-    return Model(file.config, assemble(file.config, file, kind, place), ops)
+    if not path.is_dir():
+        file = GgufFile(path)
+        return Model(file.config, Assembler(file.config, file, kind, place).model(), ops)
+    config = ModelConfig.from_folder(path)
+    return Model(config, Assembler(config, SafetensorsFolder(path), kind, place).model(), ops)

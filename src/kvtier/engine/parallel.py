@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from kvtier.cache.metrics import Counted
 from kvtier.engine.cache_runtime import Controller, NullController
 from kvtier.engine.forward import SequenceInput
 from kvtier.engine.model import Model
-from kvtier.engine.rank_link import RankCall, RankConfig, RankLink, RankMessage, join_group, rendezvous
+from kvtier.engine.rank_link import RankCall, RankConfig, RankMessage, join_group, receive, rendezvous, send
 from kvtier.engine.split import split_config, split_layer, split_weights, with_tensors, without_layers
 from kvtier.errors import EngineError
 from kvtier.memory import Event
@@ -63,7 +64,7 @@ class Ranks:
         local = split_config(model.config, num_ranks)
         self._timeout = config.timeout_seconds
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._links: list[RankLink] = []
+        self._links: list[Connection[Any, Any]] = []
         self._reports: list[Report] = []
         self._error: EngineError | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # of mode 0700
@@ -131,7 +132,7 @@ class Ranks:
     def poll(self, *, loads_only: bool = False) -> list[Report]:
         reports = list(self.own.poll(loads_only=loads_only))
         for rank, link in enumerate(self._links, 1):
-            while self._guard(rank, link.has_message):
+            while self._guard(rank, link.poll):
                 self._next(rank, 0.0)
         reports += self._reports
         self._reports = []
@@ -141,7 +142,7 @@ class Ranks:
         if self.own.is_busy:
             self.own.wait(timeout)
         else:
-            wait_for([link.connection for link in self._links], timeout)
+            wait_for(self._links, timeout)
 
     def layer_waits(self, transfer_ids: Sequence[int]) -> LayerWaits:
         """Return the waits of rank 0; the other ranks wait in their own processes."""
@@ -181,9 +182,9 @@ class Ranks:
         for link in self._links:
             if self._error is None:  # a rank that hangs does not read, and its pipe may be full
                 with contextlib.suppress(OSError):
-                    link.send(RankCall("close"))
+                    send(link, RankCall("close"))
             with contextlib.suppress(OSError):
-                link.connection.close()
+                link.close()
         timeout = _CLOSE_SECONDS if self._error is None else 0.0
         for process in self._processes:
             try:
@@ -203,7 +204,7 @@ class Ranks:
             self._processes.append(
                 subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, bufsize=0)
             )
-        self._links.append(RankLink(ours))
+        self._links.append(ours)
 
     def _send_model(self, rank: int, model: Model, config: RankConfig) -> None:
         sharding = replace(config.sharding, rank=rank)
@@ -223,7 +224,7 @@ class Ranks:
             self._send(rank, message)
 
     def _send(self, rank: int, message: object) -> None:
-        self._guard(rank, lambda: self._links[rank - 1].send(message))
+        self._guard(rank, lambda: send(self._links[rank - 1], message))
 
     def _receive(self, rank: int, timeout: float) -> Any:
         """Return the value of the next reply; keeps the reports before it."""
@@ -232,7 +233,7 @@ class Ranks:
         return message.value
 
     def _next(self, rank: int, timeout: float) -> RankMessage:
-        message: RankMessage = self._guard(rank, lambda: self._links[rank - 1].receive(timeout))
+        message: RankMessage = self._guard(rank, lambda: receive(self._links[rank - 1], timeout))
         self._reports += message.reports
         if message.error:
             raise self._fail(f"rank {rank} failed: {message.error}")

@@ -68,24 +68,16 @@ class RankMessage(NamedTuple):
     is_reply: bool = True
 
 
-class RankLink:
-    """One end of the pipe between rank 0 and another rank."""
+def send(connection: Connection[Any, Any], message: object) -> None:
+    """Send a message. Raises OSError if the other end is closed."""
+    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
-    def __init__(self, connection: Connection[Any, Any]) -> None:
-        self.connection = connection
 
-    def send(self, message: object) -> None:
-        """Send a message. Raises OSError if the other end is closed."""
-        self.connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-    def has_message(self, timeout: float | None = 0.0) -> bool:
-        return self.connection.poll(timeout)
-
-    def receive(self, timeout: float | None = None) -> Any:
-        """Return the next message. Raises EngineError at the timeout, EOFError or OSError if the other end closed."""
-        if not self.has_message(timeout):
-            raise EngineError(f"no message within {timeout} seconds")
-        return pickle.loads(self.connection.recv_bytes())
+def receive(connection: Connection[Any, Any], timeout: float | None = None) -> Any:
+    """Return the next message. Raises EngineError at the timeout, EOFError or OSError if the other end closed."""
+    if not connection.poll(timeout):
+        raise EngineError(f"no message within {timeout} seconds")
+    return pickle.loads(connection.recv_bytes())
 
 
 def rendezvous(path: str, num_ranks: int) -> Any:

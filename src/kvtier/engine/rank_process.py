@@ -21,9 +21,9 @@ from kvtier.engine.cache_runtime import new_controller
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.model import Model
 from kvtier.engine.modules import DeviceCacheGroup
-from kvtier.engine.rank_link import RankCall, RankConfig, RankLink, RankMessage, join_group, rendezvous
+from kvtier.engine.rank_link import RankCall, RankConfig, RankMessage, join_group, receive, rendezvous, send
 from kvtier.engine.split import split_config, with_tensors
-from kvtier.engine.weights import LayerWeights, ModelWeights
+from kvtier.engine.weights import ModelWeights
 from kvtier.messages import Plan
 from kvtier.storage import ShardStores, StoreStats, open_shards
 
@@ -36,29 +36,30 @@ _IDLE_SECONDS = 0.5
 def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # signals to the process group are meant for rank 0
         signal.signal(number, signal.SIG_IGN)
-    connection: Connection[Any, Any] = Connection(descriptor)
-    link = RankLink(connection)
+    link: Connection[Any, Any] = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):  # rank 0 died
         try:
-            link.send(RankMessage())
+            send(link, RankMessage())
             with contextlib.ExitStack() as stack:
                 RankWorker(link, stack).run()
         except Exception as error:
-            link.send(RankMessage(error=f"{type(error).__name__}: {error}"))
+            send(link, RankMessage(error=f"{type(error).__name__}: {error}"))
 
 
 class RankWorker:
     """Executes the calls of rank 0 in order. Its public methods are those that rank 0 calls."""
 
-    def __init__(self, link: RankLink, stack: contextlib.ExitStack) -> None:
+    def __init__(self, link: Connection[Any, Any], stack: contextlib.ExitStack) -> None:
         """`stack` closes the controller and the stores."""
         self._link = link
-        config: RankConfig = link.receive()
+        config: RankConfig = receive(link)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         sharding = config.sharding
-        weights = _receive_weights(link, config.model.num_layers, torch.device(config.device))
-        store = rendezvous(link.receive(), sharding.num_ranks)
+        weights: ModelWeights = receive(link)  # without layers, which follow one by one
+        weights = replace(weights, layers=tuple(receive(link) for _ in range(config.model.num_layers)))
+        weights = with_tensors(weights, lambda tensor: tensor.to(config.device))
+        store = rendezvous(receive(link), sharding.num_ranks)
         all_reduce = join_group(sharding, weights.device, store, config.timeout_seconds)
         model = Model(split_config(config.model, sharding.num_ranks), weights, config.ops(), all_reduce)
         self._group = DeviceCacheGroup(model, config.num_blocks, config.block_tokens)
@@ -70,14 +71,14 @@ class RankWorker:
             config.num_host_blocks, [self._group], self._stores, config.namespace, sharding, config.secret
         )
         stack.callback(self._controller.close)
-        link.send(RankMessage(self._controller.num_host_ready))
+        send(link, RankMessage(self._controller.num_host_ready))
 
     def run(self) -> None:
         calls: queue.SimpleQueue[RankCall | Exception] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(self._link, calls), name="kvtier-rank-reader", daemon=True).start()
         while True:
             if reports := self._controller.poll():
-                self._link.send(RankMessage(reports=tuple(reports), is_reply=False))
+                send(self._link, RankMessage(reports=tuple(reports), is_reply=False))
             try:
                 call = calls.get(timeout=_POLL_SECONDS if self._controller.is_busy else _IDLE_SECONDS)
             except queue.Empty:
@@ -88,7 +89,7 @@ class RankWorker:
                 return
             value = getattr(self, call.method)(*call.args)
             if call.replies:
-                self._link.send(RankMessage(value, reports=tuple(self._controller.poll())))
+                send(self._link, RankMessage(value, reports=tuple(self._controller.poll())))
 
     def step(
         self, inputs: Sequence[SequenceInput], sources: Sequence[int], targets: Sequence[int], loads: Sequence[int]
@@ -124,18 +125,11 @@ class RankWorker:
         return {name: store.stats for name, store in self._stores.items()}
 
 
-def _read(link: RankLink, calls: queue.SimpleQueue[RankCall | Exception]) -> None:
+def _read(link: Connection[Any, Any], calls: queue.SimpleQueue[RankCall | Exception]) -> None:
     """Read calls while the rank sends. A pipe holds 200 KB; two ends that both send more (the keys of a plan or a
     report) and read only afterwards would deadlock."""
     try:
         while True:
-            calls.put(link.receive())
+            calls.put(receive(link))
     except (EOFError, OSError) as error:
         calls.put(error)
-
-
-def _receive_weights(link: RankLink, num_layers: int, device: torch.device) -> ModelWeights:
-    """Receive weights as `Ranks` sends them: everything but the layers, then each layer."""
-    rest: ModelWeights = link.receive()
-    layers: list[LayerWeights] = [link.receive() for _ in range(num_layers)]
-    return with_tensors(replace(rest, layers=tuple(layers)), lambda tensor: tensor.to(device))

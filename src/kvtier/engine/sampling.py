@@ -17,7 +17,7 @@ import torch
 from kvtier.engine.forward import Send, to_tensors
 from kvtier.engine.native import SAMPLING_ROW, native
 from kvtier.engine.params import Logprobs, Penalties, SamplingParams
-from kvtier.errors import ArgumentError, KvtierError
+from kvtier.errors import KvtierError
 
 _COLDEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
@@ -122,8 +122,6 @@ def sample(
     the other rows are unaffected. Finiteness is computed on the device and reaches the host with the tokens. `to_list`
     copies the tokens to the host, `send` copies bytes to the device; None uses torch for both.
     """
-    if logits.shape[0] != len(requests):
-        raise ArgumentError(f"{logits.shape[0]} rows of logits for {len(requests)} requests: one each")
     reports = _logprobs(logits, requests)
     for row, request in enumerate(requests):
         if request.changes_logits:

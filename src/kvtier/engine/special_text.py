@@ -79,9 +79,7 @@ def _strings(value: Any) -> Iterator[str]:
         case str():
             yield value
         case Mapping():
-            for key, inner in value.items():
-                yield from _strings(key)
-                yield from _strings(inner)
+            yield from _strings([*value.keys(), *value.values()])
         case Sequence():
             for inner in value:
                 yield from _strings(inner)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.model import Model
-from kvtier.errors import ArgumentError, RangeError
+from kvtier.errors import RangeError
 from kvtier.messages import I32
 from kvtier.scheduler import Request
 
@@ -69,9 +69,7 @@ class DraftProposer:
 
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
         """Run the small model over the newest token, then over its own draft tokens."""
-        if len(groups) != 1:
-            raise ArgumentError(f"a draft model has one cache group, got {len(groups)}")
-        group = groups[0]
+        (group,) = groups
         limits = (min(len(_table(each)) * group.block_tokens, group.model.config.max_positions) for each in requests)
         room = [limit - request.chain.num_tokens for limit, request in zip(limits, requests, strict=True)]
         drafts: list[list[int]] = [[] for _ in requests]

@@ -1,6 +1,6 @@
 """The weights of a model, fused as the forward pass reads them, and their assembly from a checkpoint.
 
-A checkpoint is a `TensorSource`: tensors under their Hugging Face names. `assemble` reads each of them, checks its
+A checkpoint is a `TensorSource`: tensors under their Hugging Face names. `Assembler` reads each of them, checks its
 shape against the configuration, and joins q, k, v and gate, up into one matrix each.
 """
 
@@ -85,12 +85,9 @@ class TensorSource(Protocol):
         """Return those of the rotary embedding; a checkpoint may have its own."""
 
 
-def assemble(config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Read and fuse all weights. Raises CheckpointError for a missing tensor or a wrong shape."""
-    return _Assembler(config, source, dtype, device).model()
+class Assembler:
+    """Reads and fuses all weights. Raises CheckpointError for a missing tensor or a wrong shape."""
 
-
-class _Assembler:
     def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
         self._source = source

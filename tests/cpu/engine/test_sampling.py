@@ -308,8 +308,6 @@ def test_invalid_sampling_options_raise():
         SamplingParams(stop=("",))
     with pytest.raises(ArgumentError, match="all be the same"):
         SamplingParams(temperature=0.0, n=2)
-    with pytest.raises(ArgumentError, match="2 rows of logits for 1 requests"):
-        sample(rows(2), [RequestSampler(SamplingParams())])
 
 
 @given(
