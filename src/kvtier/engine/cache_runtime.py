@@ -28,7 +28,7 @@ from kvtier.memory import Event
 from kvtier.messages import Plan, Report
 from kvtier.metrics import Registry
 from kvtier.scheduler import Scheduler
-from kvtier.storage import ShardStores, Store, StoreStats
+from kvtier.storage import ShardStores, Store
 from kvtier.worker.controller import CacheController, layout_of
 from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.sharding import Sharding
@@ -239,27 +239,21 @@ class CacheRuntime:
         block_bytes = self._block_bytes
         states = []
         for tier in self._manager.stats.tiers:
-            store = self._stores[tier.name].stats if tier.name in self._stores else StoreStats()
-            in_memory = tier.num_blocks > 0
+            used, size = tier.num_used * block_bytes, tier.num_blocks * block_bytes
+            if tier.name in self._stores:
+                store = self._stores[tier.name].stats
+                used, size = store.used_bytes, store.max_bytes
             states.append(
-                TierState(
-                    tier.name,
-                    tier.num_blocks,
-                    tier.num_used,
-                    block_bytes,
-                    tier.num_used * block_bytes if in_memory else store.used_bytes,
-                    tier.num_blocks * block_bytes if in_memory else store.max_bytes,
-                    tier.hit_tokens,
-                )
+                TierState(tier.name, tier.num_blocks, tier.num_used, block_bytes, used, size, tier.hit_tokens)
             )
         return states
 
     def traffic(self) -> list[TierTraffic]:
         """Return the bytes moved between tiers, by direction."""
-        self._forget_old_traffic()
+        first = self._clock() - TRAFFIC_SECONDS
         recent: Counter[tuple[str, str]] = Counter()
-        for _, ends, num_bytes in self._moved_recently:
-            recent[ends] += num_bytes
+        for at, ends, num_bytes in self._moved_recently:
+            recent[ends] += num_bytes if at >= first else 0
         return [TierTraffic(*ends, total, recent[ends] / TRAFFIC_SECONDS) for ends, total in self._moved.items()]
 
     # ---- prompts ---------------------------------------------------------------------------------------------------
@@ -414,11 +408,7 @@ class CacheRuntime:
                 ends = done.transfer.source, done.transfer.target
                 self._moved[ends] += done.num_bytes
                 self._moved_recently.append((now, ends, done.num_bytes))
-        self._forget_old_traffic()
-
-    def _forget_old_traffic(self) -> None:
-        first = self._clock() - TRAFFIC_SECONDS
-        while self._moved_recently and self._moved_recently[0][0] < first:
+        while self._moved_recently and self._moved_recently[0][0] < now - TRAFFIC_SECONDS:
             self._moved_recently.popleft()
 
     def _must_fit(self, tier: str, num_blocks: int) -> None:

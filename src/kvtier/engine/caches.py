@@ -25,11 +25,7 @@ StoreOrUrls = Store | str | Sequence[str]
 
 
 def open_caches(
-    models: Sequence[Model],
-    config: EngineConfig,
-    max_context: int,
-    namespace: bytes,
-    stores: Mapping[str, StoreOrUrls],
+    models: Sequence[Model], config: EngineConfig, max_context: int, namespace: bytes, stores: Mapping[str, StoreOrUrls]
 ) -> tuple[list[DeviceCacheGroup], Controller, Mapping[str, Counted], Ranks | None]:
     """Open the caches of a model and its draft models. On an error, everything opened before is closed.
 
@@ -38,7 +34,12 @@ def open_caches(
     num_ranks, cache = config.tensor_parallel, config.cache
     num_host = cache.host.num_blocks if cache.host is not None and cache.prefix_caching else 0
     sharding = Sharding(0, num_ranks, config.kv_shards or num_ranks)
-    _check_heads(models[0], sharding)
+    heads = models[0].config.num_kv_heads
+    if heads % sharding.num_shards:
+        raise ArgumentError(
+            f"the model's {heads} KV heads cannot be split into {sharding.num_shards} equal shards: choose kv_shards "
+            f"(or tensor_parallel, if it is not given) among the divisors of {heads}"
+        )
     wanted = _checked(stores, cache, num_ranks)
     with contextlib.ExitStack() as opened:
         mine: dict[str, Store | ShardStores] = {}
@@ -86,11 +87,11 @@ def open_caches(
 def _checked(
     stores: Mapping[str, StoreOrUrls], config: CacheConfig, num_ranks: int
 ) -> dict[str, Store | tuple[str, ...]]:
-    wanted = {each.name for each in config.stores}
-    if wanted != {*stores}:
-        raise ArgumentError(f"the configuration has stores {sorted(wanted)}, but {sorted(stores)} are given")
+    names = [each.name for each in config.stores]
+    if {*names} != {*stores}:
+        raise ArgumentError(f"the configuration has stores {sorted(names)}, but {sorted(stores)} are given")
     checked: dict[str, Store | tuple[str, ...]] = {}
-    for name in [each.name for each in config.stores] if config.prefix_caching else ():
+    for name in names if config.prefix_caching else ():
         store = stores[name]
         if isinstance(store, str):
             checked[name] = (store,)
@@ -104,12 +105,3 @@ def _checked(
         else:
             checked[name] = store
     return checked
-
-
-def _check_heads(model: Model, sharding: Sharding) -> None:
-    heads = model.config.num_kv_heads
-    if heads % sharding.num_shards:
-        raise ArgumentError(
-            f"the model's {heads} KV heads cannot be split into {sharding.num_shards} equal shards: choose kv_shards "
-            f"(or tensor_parallel, if it is not given) among the divisors of {heads}"
-        )

@@ -61,13 +61,12 @@ class EngineConfig:
     """Timeout of a step on other ranks."""
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel < 1 or self.kv_shards < 0 or self.rank_timeout_seconds <= 0:
-            raise RangeError(
-                f"tensor_parallel must be at least 1, kv_shards at least 0 and rank_timeout_seconds above 0, got "
-                f"{self.tensor_parallel}, {self.kv_shards} and {self.rank_timeout_seconds}"
-            )
-        if self.block_tokens < 1:
-            raise RangeError(f"block_tokens must be at least 1, got {self.block_tokens}")
+        least = {"block_tokens": 1, "tensor_parallel": 1, "kv_shards": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise RangeError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if self.rank_timeout_seconds <= 0:
+            raise RangeError(f"rank_timeout_seconds must be above 0, got {self.rank_timeout_seconds}")
 
 
 class Engine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from kvtier.engine.forward import ForwardBatch
 from kvtier.engine.model_config import ModelConfig
@@ -17,7 +18,7 @@ from kvtier.engine.ops import CpuOps, Heads, Ops, TorchOps
 from kvtier.engine.weights import LayerWeights, ModelWeights
 from kvtier.errors import ArgumentError
 
-AllReduce = Callable[[torch.Tensor], torch.Tensor]
+AllReduce = Callable[[Tensor], Tensor]
 
 
 def default_ops(device: torch.device) -> Ops:
@@ -46,16 +47,14 @@ class Model:
         angles = torch.outer(torch.arange(config.max_positions, device=weights.device), weights.inverse_frequencies)
         self._cos, self._sin = angles.cos().to(weights.dtype), angles.sin().to(weights.dtype)
 
-    def new_cache(self, num_blocks: int, block_tokens: int) -> torch.Tensor:
+    def new_cache(self, num_blocks: int, block_tokens: int) -> Tensor:
         """Allocate a cache of zeros, not uninitialized memory: a masked NaN is still a NaN."""
         config = self.config
         shape = (num_blocks, config.num_layers, 2, block_tokens, config.num_kv_heads, config.head_dim)
         return torch.zeros(shape, dtype=self.weights.dtype, device=self.weights.device)
 
     @torch.inference_mode()
-    def forward(
-        self, batch: ForwardBatch, cache: torch.Tensor, before_layer: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, cache: Tensor, before_layer: Callable[[int], None] | None = None) -> Tensor:
         """Compute the new tokens and store their keys and values. Returns the rows that need logits, [rows, hidden].
 
         `before_layer(index)` is called before a layer reads the cache, to wait for blocks that are being loaded.
@@ -82,19 +81,13 @@ class Model:
         return normed
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return the scores of the next token for rows that `forward` returned: [rows, vocab], float32."""
         return self.ops.linear(hidden, self.weights.head).float()
 
     def _attention(
-        self,
-        layer: LayerWeights,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cache: torch.Tensor,
-        batch: ForwardBatch,
-    ) -> torch.Tensor:
+        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         ops, config = self.ops, self.config
         heads = Heads.split(ops.linear(x, layer.qkv), config.num_heads, config.num_kv_heads)
         for each, norm in ((heads.q, layer.q_norm), (heads.k, layer.k_norm)):
@@ -103,7 +96,7 @@ class Model:
         ops.rotate_and_store(heads, cos, sin, cache, batch)
         return ops.linear(ops.attend(heads, cache, batch), layer.output)
 
-    def _check(self, batch: ForwardBatch, cache: torch.Tensor) -> None:
+    def _check(self, batch: ForwardBatch, cache: Tensor) -> None:
         config = self.config
         inner = (config.num_layers, 2, cache.shape[3], config.num_kv_heads, config.head_dim)
         if cache.shape[1:] != inner:

@@ -244,9 +244,8 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        config: Mapping[str, Any] = json.loads(path.read_text())
+        return dict(json.loads(path.read_text()))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; a Hugging Face model folder has one") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
-    return config

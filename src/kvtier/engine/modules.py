@@ -126,12 +126,7 @@ class ModelForward(Module):
     reads: ClassVar[frozenset[Key[Any]]] = frozenset({FORWARD_BATCH})
     writes: ClassVar[frozenset[Key[Any]]] = frozenset({LOGITS})
 
-    def __init__(
-        self,
-        groups: Sequence[DeviceCacheGroup],
-        inputs: InputBuilder,
-        ranks: Ranks | None = None,
-    ) -> None:
+    def __init__(self, groups: Sequence[DeviceCacheGroup], inputs: InputBuilder, ranks: Ranks | None = None) -> None:
         self._groups = groups
         self._inputs = inputs
         self._ranks = ranks

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvtier.native_code import Native, load
 
@@ -34,7 +35,7 @@ class PackedWeight:
     """A matrix in the bytes of the checkpoint, ordered for `EngineNative.linear`."""
 
     kind: str
-    data: torch.Tensor
+    data: Tensor
     rows: int
     columns: int
 
@@ -62,7 +63,7 @@ class EngineNative:
             names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
             function("threads", *[pointer] * 3)(*(ctypes.cast(getattr(openmp, name), pointer) for name in names))
 
-    def linear(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """Return x @ weight.T for at most MAX_TOKENS rows of float32."""
         count, x = x.shape[0], x.contiguous()
         padded = 1 << (count - 1).bit_length()
@@ -73,9 +74,7 @@ class EngineNative:
         )
         return out if count == padded else out[:count]
 
-    def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, longest: int
-    ) -> torch.Tensor:
+    def attend(self, q: Tensor, cache: Tensor, tables: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Attend one token per sequence: q [sequences, heads, dim] to cache [blocks, 2, tokens, heads, dim]."""
         sequences, heads, dim = q.shape
         _, _, block_tokens, kv_heads, _ = cache.shape
@@ -94,7 +93,7 @@ class EngineNative:
         )
         return out
 
-    def norm(self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add x, if given, to residual in place. Returns the RMS norm of residual. Rows of whole vectors."""
         out = torch.empty_like(residual)
         added = None if x is None else x.data_ptr()
@@ -104,16 +103,14 @@ class EngineNative:
         )
         return out
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: Tensor) -> Tensor:
         """Return silu(left half) * right half, for rows of whole vectors."""
         tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, dim)
         self._gate(gate_up.data_ptr(), out.data_ptr(), tokens, dim, torch.get_num_threads())
         return out
 
-    def rotate(
-        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
+    def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
         """Rotate q and k of [tokens, heads + 2 kv_heads, dim] in place, store k and v. Half-heads of whole vectors."""
         _, _, block_tokens, kv_heads, dim = cache.shape
         block_stride, v_offset, token_stride = cache.stride()[:3]
@@ -126,7 +123,7 @@ class EngineNative:
             *(ctypes.addressof(sizes), torch.get_num_threads()),
         )
 
-    def draw(self, logits: torch.Tensor, params: np.ndarray[Any, Any]) -> torch.Tensor:
+    def draw(self, logits: Tensor, params: np.ndarray[Any, Any]) -> Tensor:
         """Sample a token for each row of logits, -1 if not finite; overwrites them. `params`: rows of SAMPLING_ROW."""
         rows, vocab = logits.shape
         chosen = torch.empty(rows, dtype=torch.int64)
@@ -138,12 +135,12 @@ class EngineNative:
         return chosen
 
     @staticmethod
-    def takes(x: torch.Tensor, multiple: int = _LANES) -> bool:
+    def takes(x: Tensor, multiple: int = _LANES) -> bool:
         """True if these functions accept x: contiguous float32 rows of whole vectors."""
         return x.dtype == torch.float32 and x.is_contiguous() and x.shape[-1] % multiple == 0
 
 
-def pack(kind: str, rows: torch.Tensor) -> PackedWeight | None:
+def pack(kind: str, rows: Tensor) -> PackedWeight | None:
     """Reorder a stored matrix ([rows, bytes of a row]; bf16: [rows, columns]) for `linear`; None if not supported."""
     if kind not in _KINDS or native().code is None:
         return None

@@ -37,15 +37,9 @@ def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
     return out
 
 
-def fast_paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: Tensor,
-    batch: ForwardBatch,
-    code: EngineNative | None,
-) -> Tensor:
-    """Attend on the CPU. k and v are those of the new tokens: a whole prompt attends to them without the cache."""
+def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code: EngineNative | None) -> Tensor:
+    """Attend on the CPU. A whole prompt attends to its new keys and values without the cache."""
+    _, q, k, v = heads
     if q.dtype != torch.float32 or q.shape[2] % 16:
         code = None  # native code needs float32 and whole vectors
     if code is not None and batch.is_decode:
@@ -165,8 +159,12 @@ class TorchOps:
         return silu(gate) * up
 
     def rotate_and_store(self, heads: Heads, cos: Tensor, sin: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
-        for each in (heads.q, heads.k):
-            rotate(each, cos, sin)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        for each in (heads.q, heads.k):  # rotate each pair (i, i + head_dim / 2) by the angle of its token, in place
+            left, right = each.chunk(2, dim=-1)
+            new_left = left * cos - right * sin
+            right.copy_(right * cos + left * sin)
+            left.copy_(new_left)
         blocks, offsets = batch.slots // cache.shape[2], batch.slots % cache.shape[2]
         cache[:, 0].index_put_((blocks, offsets), heads.k)
         cache[:, 1].index_put_((blocks, offsets), heads.v)
@@ -211,13 +209,4 @@ class CpuOps:
             self._code.rotate(heads.qkv, cos, sin, cache, batch.slots)
 
     def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
-        return fast_paged_attention(heads.q, heads.k, heads.v, cache, batch, self._code).flatten(1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate each pair (i, i + head_dim / 2) of every head by the angle of its token, in place."""
-    left, right = x.chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    new_left = left * cos - right * sin
-    right.copy_(right * cos + left * sin)
-    left.copy_(new_left)
+        return fast_paged_attention(heads, cache, batch, self._code).flatten(1)

@@ -139,19 +139,14 @@ def sample(
         if random:
             chosen[random] = _draw(logits[random], [requests[row] for row in random], send)
     tokens = chosen.tolist() if to_list is None else to_list(chosen)
-    return [
-        _sample(request, token, reports.get(row))
-        for row, (request, token) in enumerate(zip(requests, tokens, strict=True))
-    ]
-
-
-def _sample(request: RequestSampler, token: int, report: _RowLogprobs | None) -> Sample:
-    if token == NO_TOKEN:
-        request.error = request.error or _NO_DISTRIBUTION
-    if report is None or request.error:
-        return Sample(token, None)
-    logprobs, top = report
-    return Sample(token, Logprobs(float(logprobs[token]), top))
+    samples = [Sample(token, None) for token in tokens]
+    for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+        if token == NO_TOKEN:
+            request.error = request.error or _NO_DISTRIBUTION
+        if row in reports and not request.error:
+            logprobs, top = reports[row]
+            samples[row] = Sample(token, Logprobs(float(logprobs[token]), top))
+    return samples
 
 
 def _clamped(changed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -252,12 +247,10 @@ def _heaviest(mass: torch.Tensor, top_p: torch.Tensor, weights: torch.Tensor) ->
     return heaviest.values, owners.gather(-1, heaviest.indices)
 
 
-_RowLogprobs = tuple[torch.Tensor, tuple[tuple[int, float], ...]]
-"""Log-probabilities of a row, and its most likely tokens."""
-
-
-def _logprobs(logits: torch.Tensor, requests: Sequence[RequestSampler]) -> dict[int, _RowLogprobs]:
-    """Return the log-probabilities of the rows that report them, computed before the logits are changed."""
+def _logprobs(
+    logits: torch.Tensor, requests: Sequence[RequestSampler]
+) -> dict[int, tuple[torch.Tensor, tuple[tuple[int, float], ...]]]:
+    """Return log-probabilities and most likely tokens of the rows that report them, before the logits are changed."""
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if not rows:
         return {}

@@ -29,20 +29,15 @@ class StopChecker:
         if end is not None:
             self._held = ""
             return text[:end], True
-        keep = self._possible_start(text)
+        # the longest end of the text that starts a stop string
+        lengths = range(min(self._longest - 1, len(text)), 0, -1)
+        keep = next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
     def finish(self) -> str:
         held, self._held = self._held, ""
         return held
-
-    def _possible_start(self, text: str) -> int:
-        """Return the length of the longest suffix of `text` that starts a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ import numpy as np
 from kvtier.engine.forward import ForwardBatch, SequenceInput
 from kvtier.engine.model import Model
 from kvtier.errors import RangeError
-from kvtier.messages import I32
 from kvtier.scheduler import Request
 
 if TYPE_CHECKING:
@@ -70,7 +69,8 @@ class DraftProposer:
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
         """Run the small model over the newest token, then over its own draft tokens."""
         (group,) = groups
-        limits = (min(len(_table(each)) * group.block_tokens, group.model.config.max_positions) for each in requests)
+        tables = [each.allocation.table for each in requests if each.allocation is not None]
+        limits = (min(len(table) * group.block_tokens, group.model.config.max_positions) for table in tables)
         room = [limit - request.chain.num_tokens for limit, request in zip(limits, requests, strict=True)]
         drafts: list[list[int]] = [[] for _ in requests]
         for depth in range(self.num_tokens):
@@ -82,7 +82,7 @@ class DraftProposer:
                 SequenceInput(
                     [drafts[i][-1] if depth else requests[i].chain.last_token],
                     requests[i].chain.num_tokens - 1 + depth,
-                    _table(requests[i]),
+                    tables[i],
                 )
                 for i in alive
             ]
@@ -91,8 +91,3 @@ class DraftProposer:
             for i, token in zip(alive, logits.argmax(-1).tolist(), strict=True):
                 drafts[i].append(token)
         return [tuple(draft) for draft in drafts]
-
-
-def _table(request: Request) -> I32:
-    assert request.allocation is not None
-    return request.allocation.table

@@ -94,8 +94,7 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its exact text ("<|im_end|>")."""
-        id: int | None = self._backend.token_to_id(token)
-        return id
+        return self._backend.token_to_id(token)
 
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = True, max_tokens: int | None = None
@@ -197,12 +196,7 @@ class Tokenizer:
             raise ArgumentError(f"the chat template cannot render these messages: {error}") from error
 
     def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        parse_special: bool = False,
-        max_tokens: int | None = None,
-        **options: Any,
+        self, messages: Sequence[Message], *, parse_special: bool = False, max_tokens: int | None = None, **options: Any
     ) -> list[int]:
         """Encode a conversation (options as in chat_text; max_tokens as in encode).
 

@@ -68,21 +68,17 @@ RawMatrix = tuple[str, torch.Tensor]
 
 
 class TensorSource(Protocol):
-    """Tensors under their Hugging Face names ("model.layers.0.self_attn.q_proj.weight")."""
+    """Tensors under their Hugging Face names ("model.layers.0.self_attn.q_proj.weight").
+
+    `read_into` converts a tensor into `out`. `raw` returns a matrix as stored, if that is smaller than float32 and rows
+    can be joined. The frequencies are those of the rotary embedding; a checkpoint may have its own.
+    """
 
     def __contains__(self, name: str) -> bool: ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape, outermost first, without reading the tensor."""
-
-    def raw(self, name: str) -> RawMatrix | None:
-        """Return the matrix as stored, if that is smaller than float32 and rows can be joined."""
-
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Convert the tensor into `out`, which has its shape."""
-
-    def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor:
-        """Return those of the rotary embedding; a checkpoint may have its own."""
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def raw(self, name: str) -> RawMatrix | None: ...
+    def read_into(self, name: str, out: torch.Tensor) -> None: ...
+    def inverse_frequencies(self, config: ModelConfig) -> torch.Tensor: ...
 
 
 class Assembler:

@@ -65,7 +65,7 @@ def test_paged_attention_equals_masked_attention(lengths, heads, dim, block_toke
     whole, parts, cache, batch = paged(seed, lengths, heads=heads, dim=dim, block_tokens=block_tokens)
     expected = torch.cat([masked_attention(*each) for each in whole])
     torch.testing.assert_close(paged_attention(parts.q, cache, batch), expected, rtol=1e-4, atol=1e-5)
-    fast = fast_paged_attention(parts.q, parts.k, parts.v, cache, batch, native().code if compiled else None)
+    fast = fast_paged_attention(parts, cache, batch, native().code if compiled else None)
     torch.testing.assert_close(fast, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -75,7 +75,7 @@ def test_paged_attention_with_threads_equals_masked_attention(threads):
     for lengths in ([(70, 1)], [(5, 1), (90, 1), (0, 1)]):
         whole, parts, cache, batch = paged(0, lengths)
         expected = torch.cat([masked_attention(*each) for each in whole])
-        actual = fast_paged_attention(parts.q, parts.k, parts.v, cache, batch, native().code)
+        actual = fast_paged_attention(parts, cache, batch, native().code)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
