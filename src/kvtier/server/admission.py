@@ -22,9 +22,7 @@ class Admission:
     """
 
     def __init__(self, started: Started, max_waiting: int) -> None:
-        self._max_context = started.max_context
-        self._block_tokens = started.block_tokens
-        self._max_running = started.max_rows
+        self._started = started
         self._max_answers = started.max_rows + max_waiting
         self._mean_seconds = 1.0
         self._num_requests: Counter[str] = Counter()
@@ -37,7 +35,7 @@ class Admission:
         """Return the tokens that one request can have: bounded by context length, device tier and tenant quota."""
         quota = tenant.device_blocks if tenant is not None else 0
         num_blocks = min(quota, self.num_device_blocks) if quota else self.num_device_blocks
-        return min(self._max_context, num_blocks * self._block_tokens)
+        return min(self._started.max_context, num_blocks * self._started.block_tokens)
 
     @contextmanager
     def admit(self, num_answers: int, tenant: Tenant | None) -> Iterator[None]:
@@ -45,8 +43,8 @@ class Admission:
         began = time.monotonic()
         with self.prepare(tenant):
             if self.num_answers + num_answers > self._max_answers:
-                waiting = self.num_answers - self._max_running
-                seconds = max(1, math.ceil(waiting / self._max_running * self._mean_seconds))
+                rounds = self.num_answers / self._started.max_rows - 1
+                seconds = max(1, math.ceil(rounds * self._mean_seconds))
                 raise ApiError(
                     429,
                     f"{self.num_answers} answers are running or waiting and the request needs {num_answers} more; "
@@ -77,7 +75,6 @@ class Admission:
             self._num_requests[name] -= 1
 
     def spend(self, tenant: Tenant | None, num_tokens: int) -> None:
-        """Charge tokens to a tenant."""
         if tenant is not None and tenant.tokens_per_minute:
             self._debts[tenant.name] = (self._debt(tenant) + num_tokens, time.monotonic())
 

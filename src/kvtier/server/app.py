@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
 import kvtier
 from kvtier.engine.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ from kvtier.server.control import add_control, add_state
 from kvtier.server.engine_client import EngineClient, Heartbeat
 from kvtier.server.errors import ApiError, from_engine
 from kvtier.server.messages import Started
-from kvtier.server.middleware import App, ClientGone, GuardMiddleware
+from kvtier.server.middleware import ClientGone, GuardMiddleware
 from kvtier.server.prepare import Preparation, PrepareConfig
 from kvtier.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from kvtier.server.request_log import RequestLog
@@ -94,8 +95,7 @@ def make_app(
     admission: Admission,
     request_log: RequestLog,
     heartbeat: Heartbeat,
-) -> App:
-    """Make the app, wrapped in its middleware."""
+) -> ASGIApp:
     app = FastAPI(
         title="kvtier",
         version=kvtier.__version__,
@@ -108,9 +108,8 @@ def make_app(
     limits, model = config.limits, config.model_name
     bodies = Bodies(Preparation(prepare_config(config, started), tokenizer), pool, limits, admission)
     completions = Completions(engine, SchemaChecks(pool), tokenizer, model, limits, admission, request_log)
-    _add_completions(app, completions, bodies)
-    _add_tokenize(app, bodies, started.max_context, admission)
-    _add_models(app, model, started.max_context)
+    _add_generation(app, completions, bodies)
+    _add_model(app, model, started.max_context, bodies, admission)
     _add_health_and_page(app, heartbeat, admission)
     add_state(app, heartbeat, model, request_log, admission)
     add_control(app, heartbeat, admission, {tenant.name: tenant for tenant in config.tenants}, bodies)
@@ -150,7 +149,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return ApiError(500, "internal error; see the server's log").response()
 
 
-def _add_completions(app: FastAPI, completions: Completions, bodies: Bodies) -> None:
+def _add_generation(app: FastAPI, completions: Completions, bodies: Bodies) -> None:
     @app.post("/v1/chat/completions", responses=_STREAM, openapi_extra=takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Generate the next message of a conversation."""
@@ -162,7 +161,7 @@ def _add_completions(app: FastAPI, completions: Completions, bodies: Bodies) -> 
         return await completions.answer(await bodies.read(request, CompletionRequest), request)
 
 
-def _add_tokenize(app: FastAPI, bodies: Bodies, max_context: int, admission: Admission) -> None:
+def _add_model(app: FastAPI, name: str, max_context: int, bodies: Bodies, admission: Admission) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text or of a conversation."""
@@ -172,8 +171,6 @@ def _add_tokenize(app: FastAPI, bodies: Bodies, max_context: int, admission: Adm
         body = {"tokens": tokens, "count": len(tokens), "max_model_len": max_context}
         return Response(to_json(body), media_type="application/json")
 
-
-def _add_models(app: FastAPI, name: str, max_context: int) -> None:
     model = {"id": name, "object": "model", "created": 0, "owned_by": "kvtier", "max_model_len": max_context}
 
     @app.get("/v1/models")

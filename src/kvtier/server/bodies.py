@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -16,7 +17,7 @@ from kvtier.server.admission import Admission
 from kvtier.server.config import Limits, tenant_name
 from kvtier.server.errors import ApiError
 from kvtier.server.middleware import ClientGone, before_deadline, body_too_large
-from kvtier.server.prepare import Preparation, Prepared
+from kvtier.server.prepare import Body, Preparation, Prepared
 from kvtier.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -29,22 +30,19 @@ from kvtier.server.protocol import (
 )
 from kvtier.server.worker_pool import WorkerPool
 
-Body = TypeVar("Body", bound=BaseModel)
 # A body of this size takes 2 to 8 ms of the event loop, most of it to tokenize (SmolLM2, digits are the slowest;
 # x86-64, 2 busy cores, 2026-11-16); a worker process takes 1 ms longer.
 _INLINE_BYTES = 2048
 _FREE_BYTES = 64 << 10  # not counted, per body: small requests pass even if large ones use up the budget
 
 
+@dataclass(frozen=True, slots=True)
 class Bodies:
-    """Reads and prepares the bodies of requests."""
-
-    def __init__(self, preparation: Preparation, pool: WorkerPool, limits: Limits, admission: Admission) -> None:
-        self._preparation = preparation
-        self._pool = pool
-        self._limits = limits
-        self._admission = admission
-        self._num_bytes: Counter[str] = Counter()
+    preparation: Preparation
+    pool: WorkerPool
+    limits: Limits
+    admission: Admission
+    _num_bytes: Counter[str] = field(default_factory=Counter)  # by tenant
 
     async def read(self, request: Request, model: type[Body]) -> Prepared[Body]:
         """Read and prepare a body. Raises ApiError if it is invalid, ClientGone if the client disconnects."""
@@ -56,18 +54,18 @@ class Bodies:
         data = bytearray()
         try:
             await self._receive(request, name, data)
-            job: dict[str, Any] = {"model": model, "data": data, "max_tokens": self._admission.max_tokens(tenant)}
+            job: dict[str, Any] = {"model": model, "data": data, "max_tokens": self.admission.max_tokens(tenant)}
             if len(data) <= _INLINE_BYTES:
-                return self._preparation.prepare(**job)
-            with self._admission.prepare(tenant):
-                work = self._pool.run("prepare", name, **job)
-                prepared: Prepared[Body] = await before_deadline(request, self._limits, work)
+                return self.preparation.prepare(**job)
+            with self.admission.prepare(tenant):
+                work = self.pool.run("prepare", name, **job)
+                prepared: Prepared[Body] = await before_deadline(request, self.limits, work)
                 return prepared
         finally:
             self._num_bytes[name] -= _num_counted(data)
 
     async def _receive(self, request: Request, name: str, data: bytearray) -> None:
-        limits = self._limits
+        limits = self.limits
         most = limits.buffered_bytes
         try:
             async with asyncio.timeout(request.state.began + limits.body_seconds - time.monotonic()):
@@ -100,7 +98,6 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def body_schemas() -> dict[str, Any]:
-    """Return the OpenAPI schemas of all bodies."""
     models = (ChatRequest, CompletionRequest, TokenizeRequest, PromptBody, PinBody, NameBody, ResetBody, ResizeBody)
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"

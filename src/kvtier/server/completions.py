@@ -61,34 +61,25 @@ class HttpJob:
         return usage_body(self.record.prompt_tokens, self.record.cached_tokens, self.record.new_tokens)
 
 
+@dataclass(frozen=True, slots=True)
 class Completions:
     """Runs jobs on the engine."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        schemas: SchemaChecks,
-        tokenizer: Tokenizer,
-        model: str,
-        limits: Limits,
-        admission: Admission,
-        request_log: RequestLog,
-    ) -> None:
-        self._engine = engine
-        self._schemas = schemas
-        self._tokenizer = tokenizer
-        self._model = model
-        self._limits = limits
-        self._admission = admission
-        self._request_log = request_log
+    engine: EngineClient
+    schemas: SchemaChecks
+    tokenizer: Tokenizer
+    model: str
+    limits: Limits
+    admission: Admission
+    request_log: RequestLog
 
     async def answer(self, prepared: _Prepared, request: Request) -> Response:
         """Run a request. Errors before the first token raise ApiError, later ones become an event."""
         tenant = request.state.tenant
         if prepared.schema is not None:
-            with self._admission.prepare(tenant):
-                check = self._schemas.check(prepared.schema, tenant_name(tenant))
-                await before_deadline(request, self._limits, check)
+            with self.admission.prepare(tenant):
+                check = self.schemas.check(prepared.schema, tenant_name(tenant))
+                await before_deadline(request, self.limits, check)
         job = self._job(prepared, request)
         pieces = self._events(job) if job.stream else self._whole(job)
         first = await unless_gone(request.receive, anext(pieces))
@@ -96,7 +87,7 @@ class Completions:
         if not job.stream:
             await pieces.aclose()
             return Response(first, 200, headers, "application/json")
-        seconds = job.began + self._limits.request_seconds + _GRACE_SECONDS - time.monotonic()
+        seconds = job.began + self.limits.request_seconds + _GRACE_SECONDS - time.monotonic()
         return EventStream(first, pieces, headers, seconds)
 
     def _job(self, prepared: _Prepared, request: Request) -> HttpJob:
@@ -118,14 +109,14 @@ class Completions:
             for name, prompt in zip(names, prompts, strict=True)
         )
         kind: dict[str, bool] = {"is_chat": isinstance(body, ChatRequest), "logprobs": params.logprobs is not None}
-        format = CompletionFormat(id, self._model, int(time.time()), self._tokenizer, **kind)
+        format = CompletionFormat(id, self.model, int(time.time()), self.tokenizer, **kind)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         record = RequestRecord(id, tenant_name(tenant), body.endpoint)
         return HttpJob(tenant, submits, format, bool(body.stream), include_usage, request.state.began, record)
 
     def _max_new_tokens(self, prepared: _Prepared, tenant: Tenant | None) -> int:
         """Return the tokens left for an answer to the longest prompt. Raises 400 if they are too few."""
-        most, longest = self._admission.max_tokens(tenant), max(len(prompt) for prompt in prepared.prompts)
+        most, longest = self.admission.max_tokens(tenant), max(len(prompt) for prompt in prepared.prompts)
         room, code, name = most - longest, "context_length_exceeded", prepared.body.prompt_field
         if room < 1:  # the device tier was made smaller since the prompt was prepared
             message = f"{name} has {longest} tokens; the limit is {most}, including one token to generate"
@@ -140,7 +131,7 @@ class Completions:
         return room
 
     async def _whole(self, job: HttpJob) -> AsyncGenerator[bytes]:
-        num_bytes, most = 0, self._limits.response_bytes
+        num_bytes, most = 0, self.limits.response_bytes
         async with aclosing(self._outputs(job)) as batches:
             async for outputs in batches:
                 for index, mine in _by_choice(job, outputs).items():
@@ -172,10 +163,10 @@ class Completions:
         """Yield the engine's outputs within the limits. The request is recorded however it ends."""
         record = job.record
         try:
-            deadline = job.began + self._limits.request_seconds
+            deadline = job.began + self.limits.request_seconds
             with (
-                self._admission.admit(job.num_answers, job.tenant),
-                self._engine.submit(job.submits, job.mailbox, deadline),
+                self.admission.admit(job.num_answers, job.tenant),
+                self.engine.submit(job.submits, job.mailbox, deadline),
             ):
                 while job.mailbox.num_left:
                     outputs = await job.mailbox.take()
@@ -184,7 +175,7 @@ class Completions:
             record.finish = outputs[-1].finish_reason.value if outputs[-1].finish_reason is not None else "stop"
         except TimeoutError as error:
             record.finish = "timeout"
-            raise request_timeout(self._limits) from error
+            raise request_timeout(self.limits) from error
         except KvtierError as error:
             record.finish = "refused" if isinstance(error, ArgumentError) else "error"
             raise from_engine(error) from error
@@ -196,7 +187,7 @@ class Completions:
 
     def _count(self, job: HttpJob, outputs: Sequence[Output]) -> None:
         now, record = time.monotonic(), job.record
-        self._request_log.delivery.observe(now - job.mailbox.sent)
+        self.request_log.delivery.observe(now - job.mailbox.sent)
         if record.ttft_seconds is None:
             record.ttft_seconds = now - job.began
         for output in outputs:
@@ -220,8 +211,8 @@ class Completions:
         if explanation := next(iter(job.mailbox.explanations.values()), None):
             record.tokens_from = explanation.tokens_from
             record.explanation = "; ".join(part for part in (explanation.miss, explanation.why_loaded) if part)
-        self._request_log.ended(record)
-        self._admission.spend(job.tenant, record.prompt_tokens - record.cached_tokens + record.new_tokens)
+        self.request_log.ended(record)
+        self.admission.spend(job.tenant, record.prompt_tokens - record.cached_tokens + record.new_tokens)
         _log.info(
             "request=%s tenant=%s endpoint=%s finish=%s prompt=%d cached=%d new=%d ttft_ms=%s seconds=%.3f",
             *(record.id, record.tenant or "-", record.endpoint, record.finish),

@@ -164,5 +164,4 @@ class ServerConfig:
 
     @property
     def model_name(self) -> str:
-        """Name of the model in the API."""
         return self.name or self.engine.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")

@@ -20,8 +20,6 @@ _RESERVED_DESCRIPTORS = 80
 
 
 class Place(enum.Enum):
-    """Result of adding a connection."""
-
     NORMAL = enum.auto()
     HEALTH_ONLY = enum.auto()
     """All connections are in use; this one may request /health only."""

@@ -30,7 +30,6 @@ _ON_PROMPT = {
 
 
 def add_state(app: FastAPI, engine: Heartbeat, model: str, request_log: RequestLog, admission: Admission) -> None:
-    """Add GET /state and GET /metrics."""
     began = time.time()
 
     @app.get("/state")

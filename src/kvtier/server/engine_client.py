@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.engine.params import Explanation, Output
@@ -43,6 +44,7 @@ def _run_engine(options: EngineOptions, connection: socket.socket) -> None:
     engine_process.main(options, connection)
 
 
+@dataclass(slots=True, eq=False)
 class Mailbox:
     """Outputs of the requests of one job that were not taken yet. For one consumer.
 
@@ -50,15 +52,12 @@ class Mailbox:
     10.6 us of CPU instead of 2.0 (x86-64, uvloop, 2026-11-15).
     """
 
-    __slots__ = ("_error", "_outputs", "_waiter", "explanations", "num_left", "sent")
-
-    def __init__(self) -> None:
-        self._outputs: list[Output] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
-        self.explanations: dict[str, Explanation] = {}  # by id, of the requests that finished
-        self.num_left = 0  # answers whose last output was not taken yet
-        self.sent = 0.0  # time at which the engine process sent the newest output
+    explanations: dict[str, Explanation] = field(default_factory=dict)  # by id, of the requests that finished
+    num_left: int = 0  # answers whose last output was not taken yet
+    sent: float = 0.0  # time at which the engine process sent the newest output
+    _outputs: list[Output] = field(default_factory=list)
+    _waiter: asyncio.Future[None] | None = None
+    _error: Exception | None = None
 
     def put(self, output: Output, sent: float) -> None:
         self._outputs.append(output)
@@ -231,7 +230,6 @@ class Heartbeat:
         return next(iter(self._failures.values()), "")
 
     async def run(self) -> None:
-        """Watch the engine until it exits."""
         limits = self._limits
         try:
             await asyncio.gather(

@@ -48,7 +48,6 @@ _GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
 
 def main(options: EngineOptions, connection: socket.socket) -> None:
-    """Entry point of the process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals all processes; the front end ends this one
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(connection)
@@ -74,7 +73,6 @@ def _record(engine: Engine, path: str) -> contextlib.AbstractContextManager[obje
 
 
 def make_llm(options: EngineOptions) -> LLM:
-    """Load the model and make its engine."""
     tiers = options.tiers
     below: list[tuple[StoreConfig, str | tuple[str, ...]]] = []
     saving, waits = WritebackConfig(WritePolicy(tiers.write)), tiers.wait_seconds
@@ -195,23 +193,20 @@ class EngineServer:
             priority=command.priority,
             salt=command.salt,
         )
-        future.add_done_callback(partial(self._reply_if_rejected, command.id))
+        future.add_done_callback(partial(self._reply, command.id))
 
     def _make_compiler(self) -> SchemaCompiler:
         assert self._engine.tokenizer is not None
         config = self._engine.model.config
         return SchemaCompiler(self._engine.tokenizer.to_json(), config.vocab_size, config.eos_token_ids)
 
-    def _reply_if_rejected(self, name: str, future: Future[str]) -> None:
-        if future.exception() is not None:
-            self._reply(name, future)
-
     def _reply(self, id: int | str, future: Future[Any]) -> None:
+        """Send the result of a Call, or the error of a Call or Submit."""
         error = future.exception()
-        if error is None:
-            self._channel.send(Reply(id, future.result()))
-        elif isinstance(error, Exception):
+        if isinstance(error, Exception):
             self._channel.send(Reply(id, error=error))
+        elif isinstance(id, int):
+            self._channel.send(Reply(id, future.result()))
 
     def _take(self, output: Output | None) -> None:
         """Collect an output, on the engine thread. `_flush` runs after the last output of the step."""

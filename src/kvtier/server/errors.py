@@ -20,8 +20,6 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 @dataclass
 class ApiError(Exception):
-    """An error that is sent as the HTTP response."""
-
     status: int
     message: str
     param: str | None = None
@@ -41,7 +39,6 @@ class ApiError(Exception):
 
 
 def from_engine(error: KvtierError) -> ApiError:
-    """Convert an error of the engine."""
     if isinstance(error, ClosedError):
         return ApiError(503, "the engine has ended; the server is shutting down", code="engine_ended", retry_after=5)
     if isinstance(error, ArgumentError):

@@ -30,8 +30,6 @@ _LINGER_BYTES = 1 << 20
 
 
 class HttpConnection(HttpToolsProtocol):
-    """The server's side of one client connection."""
-
     def __init__(self, limits: Limits, table: ConnectionTable[HttpConnection], log: RequestLog, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
@@ -55,12 +53,11 @@ class HttpConnection(HttpToolsProtocol):
         host = self.client[0] if self.client else ""
         self._place, evicted = self._table.add(self, address_group(host))
         if evicted is not None:
-            evicted.evict()
+            evicted.abort("evicted")
         if self._place is Place.REFUSED:
-            self._request_log.connection_closed("no_place")
-            transport.abort()
-            return
-        self._set_deadline(self._limits.header_seconds, self._end_slow_head)
+            self.abort("no_place")
+        else:
+            self._set_deadline(self._limits.header_seconds, self._end_slow_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.remove(self)
@@ -69,14 +66,14 @@ class HttpConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
-    def evict(self) -> None:
-        self._request_log.connection_closed("evicted")
+    def abort(self, reason: str) -> None:
+        self._request_log.connection_closed(reason)
         self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._stall is None:
-            self._stall = self.loop.call_later(self._limits.send_seconds, self._end_stalled)
+            self._stall = self.loop.call_later(self._limits.send_seconds, self.abort, "stalled")
 
     def resume_writing(self) -> None:
         if self._stall is not None:
@@ -204,7 +201,6 @@ class HttpConnection(HttpToolsProtocol):
         return ApiError(431, f"the request headers have more than {limit} bytes", code="headers_too_large")
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Send an error response and close."""
         if self.transport.is_closing():
             return
         self._is_closing = True
@@ -235,12 +231,7 @@ class HttpConnection(HttpToolsProtocol):
             seconds = self._limits.header_seconds
             self._refuse(ApiError(408, f"the headers did not arrive within {seconds:g} s", code="header_timeout"))
         else:
-            self._request_log.connection_closed("idle")
-            self.transport.abort()
-
-    def _end_stalled(self) -> None:
-        self._request_log.connection_closed("stalled")
-        self.transport.abort()
+            self.abort("idle")
 
     def _set_deadline(self, seconds: float | None, action: Any = None) -> None:
         if self._deadline is not None:

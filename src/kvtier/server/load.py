@@ -90,13 +90,9 @@ async def run_load(options: LoadOptions, progress: Callable[[LoadReport], object
 async def _one(options: LoadOptions, rng: random.Random, report: LoadReport) -> None:
     leave_after = rng.randrange(options.max_tokens) if rng.random() < options.disconnect_share else -1
     server = urlsplit(options.url)
+    status, writer = 0, None
     try:
         reader, writer = await asyncio.open_connection(server.hostname, server.port)
-    except OSError:
-        report.statuses[0] += 1
-        return
-    status = 0
-    try:
         sent = time.monotonic()
         writer.write(_request(options, _body(options, rng)))
         status = int((await reader.readline()).split()[1])
@@ -108,7 +104,8 @@ async def _one(options: LoadOptions, rng: random.Random, report: LoadReport) -> 
         report.num_incomplete += status == 200
     finally:
         report.statuses[status] += 1
-        writer.transport.abort() if leave_after >= 0 else writer.close()
+        if writer is not None:
+            writer.transport.abort() if leave_after >= 0 else writer.close()
 
 
 async def _read_events(reader: asyncio.StreamReader, sent: float, leave_after: int, report: LoadReport) -> None:

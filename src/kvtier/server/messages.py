@@ -106,7 +106,6 @@ Event = Started | EngineFailed | StepOutputs | Reply
 
 
 def frame(message: object) -> bytes:
-    """Return a message as sent over the socket."""
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(body)) + body
 

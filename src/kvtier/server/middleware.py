@@ -10,12 +10,13 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.server.auth import ApiKeys
 from kvtier.server.config import Limits
@@ -23,11 +24,6 @@ from kvtier.server.errors import ApiError
 from kvtier.server.request_log import RequestLog
 
 T = TypeVar("T")
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Scope = MutableMapping[str, Any]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _log = logging.getLogger("kvtier.server")
 _OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")
@@ -52,7 +48,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first, self._rest, self._seconds = first, rest, seconds
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         async with aclosing(self._rest):
             try:
                 async with asyncio.timeout(self._seconds):
@@ -103,7 +99,7 @@ async def _disconnect(receive: Receive) -> None:
 class GuardMiddleware:
     """Checks requests before the app. `local_only`: without keys, requests from other sites' pages are rejected."""
 
-    def __init__(self, app: App, keys: ApiKeys, limits: Limits, log: RequestLog, *, local_only: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, limits: Limits, log: RequestLog, *, local_only: bool) -> None:
         self._app = app
         self._keys = keys
         self._limits = limits

@@ -72,20 +72,17 @@ class Preparation:
                 return self._generation(body, max_tokens)
             case TokenizeRequest():
                 tokens = self._one(body, max_tokens, add_special=body.add_special_tokens)
-                return Prepared(body.model_copy(update={"prompt": None, "messages": None}), [tokens])
             case PromptBody():
-                tokens = self._one(body, max_tokens, add_special=True)
-                if not tokens:
-                    raise ApiError(400, "prompt: at least one token is needed", "prompt")
+                tokens = self._one(body, max_tokens)
                 self._check_prompts([tokens], "prompt", max_tokens)
-                return Prepared(body.model_copy(update={"prompt": None, "messages": None}), [tokens])
-        return Prepared(body)
+            case _:
+                return Prepared(body)
+        return Prepared(body.model_copy(update={"prompt": None, "messages": None}), [tokens])
 
     def check_schema(self, schema: str) -> None:
         """Compile a schema. Raises ApiError if it cannot be compiled."""
-        compiler = self.load_compiler()
         try:
-            compiler.check(schema)
+            self.load_compiler().check(schema)
         except ArgumentError as error:
             raise ApiError(400, f"response_format: the schema cannot be compiled: {error}", _SCHEMA) from error
 
@@ -101,30 +98,23 @@ class Preparation:
         return self._compiler
 
     def _generation(self, body: CompletionRequest | ChatRequest, max_tokens: int) -> Prepared[Any]:
-        num_prompts = 1 if isinstance(body, ChatRequest) else len(body.prompts)
-        self._check(body, (body.n or 1) * num_prompts)
+        self._check(body)
         schema = _schema_text(body)
+        cleared: dict[str, Any] = {body.prompt_field: [], "response_format": None}
         if isinstance(body, ChatRequest):
             options: dict[str, Any] = {"tools": body.template_tools, "variables": body.chat_template_kwargs}
             prompts = [self._encode_chat(body.messages, max_tokens, parse_special=body.parse_special, **options)]
-            name = "messages"
-            cleared: dict[str, Any] = {"messages": [], "tools": None, "response_format": None}
+            cleared["tools"] = None
         else:
-            for prompt in body.prompts:  # all, before the first is tokenized
-                self._check_size(prompt, "prompt", max_tokens)
             prompts = [self._encode(prompt, body.parse_special, max_tokens) for prompt in body.prompts]
-            name, cleared = "prompt", {"prompt": "", "response_format": None}
-        self._check_prompts(prompts, name, max_tokens)
+        self._check_prompts(prompts, body.prompt_field, max_tokens)
         self._check_known([body.stop_token_ids or ()], "stop_token_ids")
         return Prepared(body.model_copy(update=cleared), prompts, schema)
 
-    def _one(self, body: TokenizeRequest | PromptBody, max_tokens: int, *, add_special: bool) -> list[int]:
+    def _one(self, body: TokenizeRequest | PromptBody, max_tokens: int, *, add_special: bool = True) -> list[int]:
         if body.messages is not None:
             return self._encode_chat(body.messages, max_tokens, parse_special=bool(body.parse_special))
-        parse_special = body.parse_special is not False
-        prompt = body.prompt or ""
-        self._check_size(prompt, "prompt", max_tokens)
-        return self._encode(prompt, parse_special, max_tokens, add_special=add_special)
+        return self._encode(body.prompt or "", body.parse_special is not False, max_tokens, add_special=add_special)
 
     def _encode(
         self, prompt: str | list[int], parse_special: bool, max_tokens: int, *, add_special: bool = True
@@ -148,7 +138,6 @@ class Preparation:
         variables: dict[str, Any] | None = None,
     ) -> list[int]:
         rendered = [message.for_template() for message in messages]
-        self._check_size("".join(message["content"] for message in rendered), "messages", max_tokens)
         options: dict[str, Any] = {"parse_special": parse_special, "max_tokens": max_tokens, "tools": tools}
         variables = variables or {}
         if taken := sorted({"self", "messages", *options} & variables.keys()):
@@ -161,11 +150,13 @@ class Preparation:
         except (ArgumentError, TypeError) as error:
             raise _refusal(error, "messages", max_tokens) from error
 
-    def _check(self, body: Sampling, num_answers: int) -> None:
+    def _check(self, body: ChatRequest | CompletionRequest) -> None:
         if body.model != self._config.name:
             raise ApiError(404, f"unknown model {body.model!r}; this server has {self._config.name!r}", "model")
-        if num_answers > self._config.max_answers:
-            most = self._config.max_answers
+        most, num_answers = self._config.max_answers, body.n or 1
+        if isinstance(body, CompletionRequest):
+            num_answers *= len(body.prompts)
+        if num_answers > most:
             raise ApiError(400, f"the request needs {num_answers} answers (n times prompts); the limit is {most}", "n")
         if isinstance(body, ChatRequest) and None not in (body.max_tokens, body.max_completion_tokens):
             message = "max_tokens is the old name of max_completion_tokens: set only one of them"
@@ -173,27 +164,14 @@ class Preparation:
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
 
-    def _check_size(self, prompt: str | list[int], name: str, max_tokens: int) -> None:
-        """Reject by length alone what cannot fit."""
-        if not isinstance(prompt, str):
-            self._check_prompts([prompt], name, max_tokens, known=False)
-            return
-        try:
-            self._tokenizer.check_size(len(prompt.encode(errors="surrogatepass")), max_tokens)
-        except RangeError as error:
-            raise _refusal(error, name, max_tokens) from error
-
-    def _check_prompts(
-        self, prompts: Sequence[Sequence[int]], name: str, max_tokens: int, *, known: bool = True
-    ) -> None:
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], name: str, max_tokens: int) -> None:
         lengths = [len(prompt) for prompt in prompts]
         if not min(lengths):
             raise ApiError(400, f"{name} is empty: a request needs at least one token", name)
         if max(lengths) >= max_tokens:
             message = f"{name} has {max(lengths)} tokens; the limit is {max_tokens}, including one token to generate"
             raise ApiError(400, message, name, "context_length_exceeded")
-        if known:
-            self._check_known(prompts, name)
+        self._check_known(prompts, name)
 
     def _check_known(self, prompts: Sequence[Sequence[int]], name: str) -> None:
         highest, vocab = max(max(prompt, default=0) for prompt in prompts), self._config.vocab_size

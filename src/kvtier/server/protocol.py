@@ -56,23 +56,15 @@ AnyObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
 """Arbitrary JSON of limited depth."""
 
 
-def _few(most: int) -> Any:
-    """Return a validator that bounds a list or an object before any of its items is validated."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > most:
-            raise PydanticCustomError(
-                "too_long", "{count} items; the limit is {most}", {"count": len(value), "most": most}
-            )
-        return value
-
-    return BeforeValidator(check)
-
-
-def _check_fields(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > _MAX_FIELDS:
-        raise ValueError(f"an object has {len(value)} fields; the limit is {_MAX_FIELDS}")
+def _bounded(value: Any, most: int = _MAX_FIELDS) -> Any:
+    """Check the size of a list or an object before any of its items is validated."""
+    if isinstance(value, list | dict) and len(value) > most:
+        raise PydanticCustomError("too_long", "{count} items; the limit is {most}", {"count": len(value), "most": most})
     return value
+
+
+def _few(most: int) -> BeforeValidator:
+    return BeforeValidator(lambda value: _bounded(value, most))
 
 
 def _token_ids(values: list[Any], where: str = "") -> list[int]:
@@ -129,7 +121,7 @@ class Strict(BaseModel):
     """No conversions, no unknown fields, no infinities."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-    _bounded = model_validator(mode="before")(_check_fields)
+    _few_fields = model_validator(mode="before")(lambda value: _bounded(value))
 
 
 class TextPart(Strict):

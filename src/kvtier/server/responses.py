@@ -23,7 +23,6 @@ _TAILS = {
 
 
 def usage_body(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """Return the `usage` object of a response."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -107,7 +106,6 @@ class CompletionFormat:
         return self._answers[index].add(output, self._lists(index, output) if self._logprobs else {})
 
     def whole(self, num_choices: int, usage: dict[str, Any]) -> bytes:
-        """Return the response that is not streamed."""
         choices = []
         for index in range(num_choices):
             answer = self._answers[index]
@@ -139,7 +137,6 @@ class CompletionFormat:
         return self._head + self._text_event % (index, to_json(text), _TAILS[reason])
 
     def closing(self, usage: dict[str, Any]) -> bytes:
-        """Return the event with the usage."""
         return event({**self._chunk, "choices": [], "usage": usage})
 
     def _event(self, index: int, content: Mapping[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
@@ -189,7 +186,6 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 def to_json(value: Any) -> bytes:
-    """Return compact JSON in UTF-8."""
     return _ENCODER.encode(value).encode()
 
 

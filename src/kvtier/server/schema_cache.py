@@ -149,10 +149,9 @@ class SchemaCompilations:
             except Exception as error:  # llguidance rejects some tokenizers; only this request fails
                 with self._lock:
                     self._compiled.discard(tenant, digest)
-                future.set_exception(error if isinstance(error, KvtierError) else _unavailable(error))
+                if not isinstance(error, KvtierError):
+                    why = f"this model does not support structured answers: {type(error).__name__}: {error}"
+                    error = UnavailableError(why)
+                future.set_exception(error)
             else:
                 future.set_result(compiled)
-
-
-def _unavailable(error: Exception) -> UnavailableError:
-    return UnavailableError(f"this model does not support structured answers: {type(error).__name__}: {error}")

@@ -48,14 +48,8 @@ def main(descriptor: int) -> None:
 
 def _run(preparation: Preparation, call: Call) -> Reply:
     try:
-        match call.name:
-            case "prepare":
-                return Reply(call.id, preparation.prepare(**call.arguments))
-            case "check_schema":
-                preparation.check_schema(**call.arguments)
-            case "load_compiler":
-                preparation.load_compiler()
-        return Reply(call.id)
+        result = getattr(preparation, call.name)(**call.arguments)
+        return Reply(call.id, result if call.name == "prepare" else None)  # a compiler cannot be sent
     except ApiError as error:
         return Reply(call.id, error=error)
     except MemoryError:

@@ -33,8 +33,6 @@ _DIED = (OSError, asyncio.IncompleteReadError)
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A call and the future of its result."""
-
     call: Call
     tenant: str
     future: asyncio.Future[Any]
@@ -51,8 +49,6 @@ class _Task:
 
 
 class _Process:
-    """One worker process and the socket to it."""
-
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -117,7 +113,6 @@ class WorkerPool:
 
     @property
     def num_running(self) -> int:
-        """Number of calls that a process is working on."""
         return self._running.total()
 
     def start(self) -> None:
